@@ -39,6 +39,7 @@ from openrecycle.agent.protocol import (
     Message,
     Recovery,
     Registration,
+    Relayout,
     VerdictReport,
     clock_name,
 )
@@ -259,8 +260,8 @@ class ConsoleCoordination:
         )
         self._report("/interim", report)
 
-    def rearranged(self, generation: int, partition: tuple[int, ...]) -> None:
-        """The console knows it from the plan in force."""
+    def rearranged(self, report: Relayout) -> None:
+        self._report("/relayouts", report)
 
     def committed(self, iterations: Iterable[Iteration]) -> None:
         batch = tuple(iterations)

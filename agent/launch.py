@@ -19,7 +19,7 @@ from openrecycle.agent.holding import Hold
 from openrecycle.agent.layers import holders
 from openrecycle.agent.liveness import CurrentOp, Silences, Turns, boot_clock
 from openrecycle.agent.processes import ProcessPool, WorkerProcess, preload
-from openrecycle.agent.protocol import Command, Iteration, VerdictReport
+from openrecycle.agent.protocol import Command, Iteration, Relayout, VerdictReport
 from openrecycle.agent.record import DivergedError, Recorded, RunRecord
 from openrecycle.agent.spec import RunSpec, WorkerSpec
 from openrecycle.agent.store import RendezvousStore, StoreError
@@ -307,7 +307,8 @@ class Launcher:
         if self._rearranges(deployed):
             self._moved = sum(a != b for a, b in zip(holders(self._held), holders(deployed.partition), strict=True))
             self._held = deployed.partition
-            self._coordination.rearranged(deployed.deployment.generation, self._held)
+            about = {key: message[key] for key in ("generation", "iteration", "stall_ms")}
+            self._coordination.rearranged(Relayout(**about, partition=self._held, moved_layers=self._moved))
         self._stalls[entry.incarnation] = message["stall_ms"]
         if len(self._stalls) == len(deployed.deployment.living):
             about = {k: message[k] for k in ("iteration", "generation")}

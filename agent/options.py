@@ -21,7 +21,7 @@ from openrecycle.agent.pacing import profile_pace
 from openrecycle.agent.settings import Group, documented, leaves, option, spelled
 from openrecycle.agent.timeouts import Timeouts
 from openrecycle.planner.errors import InputError
-from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique, Worker
+from openrecycle.planner.job import Job, MayMove, MemoryLimit, Problem, Technique, Worker
 from openrecycle.planner.plan import JobDoc, PlanError
 from openrecycle.planner.profile import MAX_BYTES
 from openrecycle.planner.profiles import Profile, job_on, load
@@ -108,7 +108,7 @@ class Planning(Group):
     partition: str | None = option(
         None, "Layers per stage: 11,11,11,11. By default as even as op times allow.", parse=parse_partition
     )
-    relayout: Literal["auto", "never", "always"] = option(
+    relayout: MayMove = option(
         "auto", "May layers change their stage after a failure? auto: if an hour of it saves more than it costs."
     )
 

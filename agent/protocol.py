@@ -27,7 +27,7 @@ from pydantic import (
 )
 
 from openrecycle.planner.errors import InputError
-from openrecycle.planner.job import Job, MemoryLimit, Technique
+from openrecycle.planner.job import MAX_LAYERS, Job, MayMove, MemoryLimit, Technique
 from openrecycle.planner.plan import INTEGER, JobDoc
 
 API = "/api/v1"
@@ -116,7 +116,8 @@ class JobSpec(Message):
     takes one slot. paced: each op is stretched to its duration (a demo on a machine without
     accelerators). demo: its processes may be killed from the console. checkpoints: the job writes
     some, so that a stage whose last worker is gone can be staffed anew. migrate: its workers may be
-    told to change their stage, in their processes (Deployment.moves). transfer_timeout, group_timeout:
+    told to change their stage, in their processes (Deployment.moves). relayout: may layers change theirs, where the
+    profile has layers? When it pays, never, or whenever another partition is better. transfer_timeout, group_timeout:
     seconds that a worker waits for a peer's data, and for a sum over a stage; the console has its say on
     them (agent.timeouts). None: not said.
     """
@@ -137,6 +138,7 @@ class JobSpec(Message):
     checkpoints: StrictBool = False
     # Left out, too: what does not run on this agent's launcher can't do it.
     migrate: Annotated[StrictBool, Field(exclude_if=lambda value: not value)] = False
+    relayout: Annotated[MayMove, Field(exclude_if=lambda value: value == "never")] = "never"
     seed: Count = 0
     transfer_timeout: Annotated[Seconds | None, Field(exclude_if=lambda value: value is None)] = None
     group_timeout: Annotated[Seconds | None, Field(exclude_if=lambda value: value is None)] = None
@@ -158,6 +160,8 @@ class JobSpec(Message):
                 if (value := getattr(self.profile, size)) != own:
                     raise InputError(f"profile.{size}", value, f"{own}, as the job has it")
             job = self.profile.job()
+        if self.relayout != "never" and not job.layers:
+            raise InputError("relayout", self.relayout, "never for a job whose profile has no layers")
         MemoryLimit.parse(self.memory, field="memory").limits(job, Technique(self.technique))
         return job
 
@@ -410,6 +414,20 @@ class Recovery(Message):
     reformed_ms: Milliseconds
     resumed_ms: Milliseconds
     death_known: StrictBool = True
+
+
+class Relayout(Message):
+    """POST /jobs/{job_id}/relayouts. All workers have so many layers per stage (`partition`) from `iteration` on.
+
+    moved_layers: that have changed their stage. stall_ms: that a worker took to put them in their place, between two
+    iterations.
+    """
+
+    generation: Count
+    iteration: Count
+    partition: Annotated[tuple[Annotated[int, Field(ge=1, le=MAX_LAYERS), INTEGER], ...], Field(max_length=MAX_LAYERS)]
+    moved_layers: Annotated[int, Field(ge=0, le=MAX_LAYERS), INTEGER]
+    stall_ms: Milliseconds
 
 
 class LogLine(Message):

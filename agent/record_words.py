@@ -27,6 +27,8 @@ def sentence_of(line: dict[str, Any]) -> str:
     if "left" in line:
         left = line["left"]
         return f"generation {left['generation']}: {left['worker']} leaves ({left['reason']})"
+    if "relayout" in line:
+        return _relayout(**line["relayout"])
     if "final" in line:
         return f"parameters {line['final']['parameters_sha256']}"
     loss = float.fromhex(line["loss"])
@@ -52,6 +54,15 @@ def _verdict(iteration: int, coefficient: float | None, redone: bool) -> str:
     else:
         what = f"the gradients are clipped to {coefficient:.3g} of their size"
     return f"iteration {iteration}: {what}" + ("; what followed begins anew" if redone else "")
+
+
+def _relayout(
+    generation: int, iteration: int, partition: list[int], moved_layers: int, stall_ms: float, reason: str
+) -> str:
+    return (
+        f"generation {generation}: layers per stage are {', '.join(map(str, partition))} from iteration {iteration} "
+        f"on; {moved_layers} moved in {stall_ms:.0f} ms ({reason})"
+    )
 
 
 def _checkpoint(iteration: int, problem: str | None) -> str:

@@ -23,7 +23,7 @@ from openrecycle.agent.settings import spelled
 from openrecycle.agent.timeouts import Timeouts
 from openrecycle.planner.catalog import Catalog
 from openrecycle.planner.errors import InputError
-from openrecycle.planner.job import Job, MemoryLimit, Technique
+from openrecycle.planner.job import Job, MayMove, MemoryLimit, Technique
 from openrecycle.planner.plan import job_doc
 
 if TYPE_CHECKING:
@@ -52,8 +52,13 @@ def _with_step(options: TrainingOptions, workload: WorkloadSource, say: Callable
 
     step = measure_step(workload, options.job, options.optimization)
     say(f"a step takes {step:g} ms here, which plans reckon with")
-    profiles = tuple(replace(profile, optimizer=step) for profile in options.job.profiles)
-    return replace(options, job=replace(options.job, profiles=profiles))
+    job = options.job
+    if job.layers:
+        each = round(step * job.stages / len(job.layers), 3)
+        layers = tuple(replace(layer, optimizer=each) for layer in job.layers)
+        return replace(options, job=replace(job, layers=layers, profiles=(), transfers=(), backward_transfers=()))
+    profiles = tuple(replace(profile, optimizer=step) for profile in job.profiles)
+    return replace(options, job=replace(job, profiles=profiles))
 
 
 def make_launcher(
@@ -97,8 +102,6 @@ def make_launcher(
     partition = partition_of(
         options.job.partition or parse_partition(options.planning.partition or ""), layers, options.job.stages
     )
-    if options.console.url is not None:  # which does not move layers yet: its plans are for stages as they are cut
-        options = replace(options, job=options.job.as_stages())
     layer_io, autocast, on_cpu = None, options.optimization.autocast, options.platform.device == "cpu"
     # What autocast makes of a stage's output depends on the device, which this process leaves to the workers.
     if on_cpu or autocast is None:
@@ -133,6 +136,7 @@ def make_launcher(
                 demo=options.console.demo,
                 checkpoints=options.checkpoints.directory is not None,
                 migrate=options.planning.migrate is not False,
+                relayout=options.planning.relayout if options.job.layers else "never",
                 seed=options.seed,
                 timeouts=timeouts,
             )
@@ -232,6 +236,7 @@ def job_spec(
     demo: bool = False,
     checkpoints: bool = False,
     migrate: bool = False,
+    relayout: MayMove = "never",
     seed: int = 0,
     timeouts: Timeouts | None = None,
 ) -> JobSpec:
@@ -253,6 +258,7 @@ def job_spec(
             demo=demo,
             checkpoints=checkpoints,
             migrate=migrate,
+            relayout=relayout,
             seed=seed,
             transfer_timeout=None if timeouts is None else timeouts.transfer,
             group_timeout=None if timeouts is None else timeouts.group,
@@ -275,7 +281,7 @@ def _durations(job: Job) -> dict[str, float] | None:
 
     None: the console has to be given the job's whole profile.
     """
-    if job.time_unit not in ("slot", "ms"):
+    if job.time_unit not in ("slot", "ms") or job.layers:
         return None
     first, times = job.profiles[0], dict[str, float]()
     if job.time_unit == "ms":

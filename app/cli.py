@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -124,15 +125,18 @@ def demo(
     stages: Annotated[int, typer.Option(help="Pipeline stages.")] = 4,
     micro_batches: Annotated[int, typer.Option(help="Micro-batches per pipeline and iteration.")] = 6,
     iterations: Annotated[int, typer.Option(help="Iterations to commit; the default is some days' worth.")] = 1_000_000,
+    layers: Annotated[int, typer.Option(help="Of the model; each is on one stage, and may move to another.")] = 44,
     pace: Annotated[
-        str, typer.Option(help="Each op is stretched to this; the computation inside is real.")
-    ] = "F=40ms,I=40ms,W=40ms",
+        str, typer.Option(help="Each op of a layer is stretched to this; the computation inside is real.")
+    ] = "F=4ms,I=4ms,W=4ms",
 ) -> None:
     """Serve the console and run a real training job of 12 processes here, until Ctrl-C."""
     from openrecycle.app.demo import DemoOptions, run
 
     grid = ("--pipelines", str(pipelines), "--stages", str(stages), "--micro-batches", str(micro_batches))
-    job = ("--name", "demo GPT", "--iterations", str(iterations), "--pace", pace)
+    model = {"layers": layers, "width": 8, "heads": 1, "sequence": 4, "batch": 1}  # two cores run all 12 workers
+    workload = ("--workload-options", json.dumps(model))
+    job = ("--name", "demo GPT", "--iterations", str(iterations), "--pace", pace, "--pace-per", "layer", *workload)
     database = ("--database-url", database_url) if database_url else ()
     try:
         status = run(DemoOptions(host, port, database, grid + job), lambda line: print(line, flush=True))

@@ -186,7 +186,8 @@ class GenerationRow(Base):
 
     living, failed, joining: JSON lists of workers; moves: of [from, to]. restore: from a checkpoint. interim_plan: the
     fingerprint of what it runs until newcomers have their state, "": of nothing; interim_failed: whom that goes
-    without, a JSON list.
+    without, a JSON list. partition: layers per stage that the plan is for, a JSON list; moved_at: the iteration from
+    which on the workers had them, where they had others before.
     """
 
     __tablename__ = "generation"
@@ -203,6 +204,8 @@ class GenerationRow(Base):
     opened_at: Mapped[float] = mapped_column(Double)
     interim_plan: Mapped[str] = mapped_column(String(64), default="", server_default="")
     interim_failed: Mapped[str] = mapped_column(Text, default="[]", server_default="[]")
+    partition: Mapped[str] = mapped_column(Text, default="[]", server_default="[]")
+    moved_at: Mapped[int | None] = mapped_column(BigInteger)
 
 
 class AcknowledgementRow(Base):

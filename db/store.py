@@ -54,7 +54,7 @@ class Change:
 
     job: columns of the job row that changed. workers, generation, events, acknowledgements, states, audit: rows
     without their job_id; `plan` is (fingerprint, document as for `keep_plan`, failed workers, made ahead). states:
-    which workers came into another state. interim: a generation's number, and its columns that changed. audit: what an
+    which workers came into another state. later: numbers of generations, and their columns that changed. audit: what an
     operator did. repeats: columns of events that are stored already, by their seq.
     """
 
@@ -65,13 +65,13 @@ class Change:
     events: Sequence[Record] = ()
     acknowledgements: Sequence[Record] = ()
     states: Sequence[Record] = ()
-    interim: tuple[int, Record] | None = None
+    later: Sequence[tuple[int, Record]] = ()
     audit: Record | None = None
     repeats: Sequence[Record] = ()
 
     def __bool__(self) -> bool:
         parts = (self.job, self.workers, self.plan, self.generation, self.events, self.acknowledgements, self.audit)
-        return any(parts) or bool(self.repeats) or self.interim is not None
+        return any(parts) or bool(self.repeats) or bool(self.later)
 
 
 class Store:
@@ -153,8 +153,7 @@ class Store:
             if change.generation:
                 row = {k: _text(v) for k, v in change.generation.items()}
                 session.execute(insert(GenerationRow).values(job_id=job_id, **row))
-            if change.interim:
-                number, columns = change.interim
+            for number, columns in change.later:
                 same = (GenerationRow.job_id == job_id, GenerationRow.generation == number)
                 session.execute(update(GenerationRow).where(*same).values({k: _text(v) for k, v in columns.items()}))
             if change.events:
@@ -196,9 +195,19 @@ class Store:
             query = select(GenerationRow.__table__).where(*where).order_by(GenerationRow.generation).limit(limit)
             rows = _rows(session, query)
         for row in rows:
-            for key in ("living", "failed", "joining", "moves", "interim_failed"):
+            for key in ("living", "failed", "joining", "moves", "interim_failed", "partition"):
                 row[key] = json.loads(row[key])
         return rows
+
+    def newest_move(self, job_id: str) -> Record | None:
+        """The last generation in which layers came to other stages: its number, `partition` and `moved_at`."""
+        row = GenerationRow
+        query = select(row.generation, row.partition, row.moved_at).where(
+            row.job_id == job_id, row.moved_at.is_not(None)
+        )
+        with self.database.read() as session:
+            found = _rows(session, query.order_by(row.generation.desc()).limit(1))
+        return {**found[0], "partition": json.loads(found[0]["partition"])} if found else None
 
     def newest_generation(self, job_id: str) -> Record | None:
         """The last of `generations`."""

@@ -95,6 +95,7 @@ class Ratios:
     """How many times longer than a job says its workers' ops take."""
 
     def __init__(self, job: Job) -> None:
+        self.job = job
         self._tick = 1000 * SECONDS.get(job.time_unit, 1e-3) / job.ticks_per_unit
         self._speeds = dict(job.speeds)
         self._stages = [

@@ -53,6 +53,8 @@ MAX_LAYERS = 512
 # What a plan was chosen from, and its lower bound is over: all schedules of its problem; those of every partition of
 # the layers; those of every partition and of every number of workers per stage that the living can staff.
 Over = Literal["schedules", "partitions", "layouts"]
+# May layers change their stage while the job runs: when it pays, never, or whenever another partition is better?
+MayMove = Literal["auto", "never", "always"]
 
 _WORKER = re.compile(r"W([0-9]{1,6})_([0-9]{1,6})")
 

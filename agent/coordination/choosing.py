@@ -45,6 +45,15 @@ from openrecycle.planner.words import REROUTE, names
 
 RUNNING, FAILED = WorkerState.RUNNING, WorkerState.FAILED
 
+# What it costs that layers move, in iterations: those who give or take any, and the groups that form anew.
+MOVE_ITERATIONS = 1.0
+
+
+def worth_moving(now: float, then: float, iteration_seconds: float) -> tuple[bool, str]:
+    """Does an hour of the shorter period save more than it costs that layers move? now, then: periods; and a reason."""
+    saved, cost = 3600 * (1 - then / now), MOVE_ITERATIONS * iteration_seconds
+    return saved > cost, f"layers move: the period falls by {1 - then / now:.1%}"
+
 
 def offered(state: State, event: Offered, now: float, ladder: Ladder) -> Step:
     pending, offer = state.pending, event.offer
@@ -150,7 +159,7 @@ def use_plan(state: State, event: UsePlan, now: float, ladder: Ladder) -> Step:
     if state.frozen_by:
         return _is_frozen(state)
     text = event.reason or f"{event.actor} put plan {event.fingerprint[:8]} in force"
-    pending = pend(state, text)
+    pending = pend(state, text, partition=event.partition)
     if pending.failed != failed:
         return refuse(state, "no_choice", "a worker is about to re-join; try again when it trains")
     step = plan_ready(
@@ -179,8 +188,9 @@ def overdue(state: State, notes: list[Decision], why: str = "") -> Step:
 
 
 def out(state: State) -> tuple[str, ...] | None:
-    """Who is out, once the others train; None while that is not settled, or when the job can't go on."""
-    if state.over or state.halted or not state.settled or state.current is None:
+    """Who is out, once the others train with the layers that they are to have; None while that is not settled, or when
+    the job can't go on."""
+    if state.over or state.halted or not state.settled or state.current is None or state.moving:
         return None
     return state.current.failed
 
@@ -260,7 +270,7 @@ def _take(state: State, candidate: Candidate, why: str, notes: list[Decision]) -
         if members[name].state in PRESENT:
             _let_go(members, name, f"its pipeline stands by ({candidate.name})")
     state = replace(state, members=members)
-    return ask(state, pend(state, why, candidate.moves), notes)
+    return ask(state, pend(state, why, candidate.moves, partition=candidate.partition), notes)
 
 
 def _is_frozen(state: State) -> Step:

@@ -26,6 +26,7 @@ from openrecycle.agent.coordination.events import (
     Finished,
     Heard,
     IterationsCommitted,
+    LayersMoved,
     Meanwhile,
     ModeSet,
     Note,
@@ -167,6 +168,14 @@ def _meanwhile(state: State, event: Meanwhile, now: float, ladder: Ladder) -> St
     current = replace(state.current, interim=event.interim)
     text = f"a plan without {names(event.interim.failed)} is run until all have their state"
     return Step(replace(state, current=current), reason=text)
+
+
+def _layers_moved(state: State, event: LayersMoved, now: float, ladder: Ladder) -> Step:
+    if state.over or event.generation > state.generation or event.partition == state.held:
+        return Step(state, reason="known already")
+    text = f"layers per stage are {', '.join(map(str, event.partition))} from here on"
+    notes = (Note("info", "recovery", "; ".join(filter(None, (text, event.text)))),)
+    return Step(replace(state, held=event.partition, moved=(event.generation, event.iteration)), notes, text)
 
 
 def _finished(state: State, event: Finished, now: float, ladder: Ladder) -> Step:
@@ -379,6 +388,7 @@ _HANDLERS: dict[type, Callable[[State, Any, float, Ladder], Step]] = {
     Acknowledged: _acknowledged,
     IterationsCommitted: _iterations_committed,
     Meanwhile: _meanwhile,
+    LayersMoved: _layers_moved,
     Finished: _finished,
     ConsoleRestarted: _console_restarted,
     Offered: choosing.offered,

@@ -126,6 +126,16 @@ class Meanwhile:
 
 
 @dataclass(frozen=True)
+class LayersMoved:
+    """The workers have so many layers per stage from `iteration` on, in `generation`; text: what that took."""
+
+    generation: int
+    iteration: int
+    partition: tuple[int, ...]
+    text: str = ""
+
+
+@dataclass(frozen=True)
 class Finished:
     state: JobState
     reason: str = ""
@@ -184,12 +194,14 @@ class DrainAsked:
 @dataclass(frozen=True)
 class UsePlan:
     """The plan of this fingerprint is to be in force, with the same workers. failed: those that it does
-    without. actor: the operator who wants it; "": the console does, for the reason given."""
+    without. actor: the operator who wants it; "": the console does, for the reason given. partition: layers per stage
+    that it is for; (): they stay."""
 
     fingerprint: str
     failed: tuple[str, ...]
     actor: str
     reason: str = ""
+    partition: tuple[int, ...] = ()
 
 
 Event = (
@@ -205,6 +217,7 @@ Event = (
     | Acknowledged
     | IterationsCommitted
     | Meanwhile
+    | LayersMoved
     | Finished
     | ConsoleRestarted
     | Offered
@@ -221,7 +234,10 @@ Event = (
 
 @dataclass(frozen=True)
 class NeedPlan:
+    """partition: layers per stage that it is to be for; (): the model's stages can't be cut."""
+
     failed: tuple[str, ...]
+    partition: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

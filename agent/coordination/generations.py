@@ -66,8 +66,16 @@ def reconsider(state: State, reason: str, notes: list[Decision], now: float, *, 
     return ask(state, pending, notes)
 
 
-def pend(state: State, reason: str, moves: tuple[tuple[str, str], ...] = (), *, restore: bool = False) -> Pending:
-    """The generation of all who are present. moves: those that have just been decided."""
+def pend(
+    state: State,
+    reason: str,
+    moves: tuple[tuple[str, str], ...] = (),
+    *,
+    restore: bool = False,
+    partition: tuple[int, ...] = (),
+) -> Pending:
+    """The generation of all who are present. moves: those that have just been decided. partition: layers per stage,
+    where those change; one that no generation has opened with is given up when the membership changes."""
     present = [m for m in state.members.values() if m.state in (PRESENT if state.current else {STARTING})]
     living = tuple(m.name for m in present)
     living_set = frozenset(living)
@@ -78,13 +86,14 @@ def pend(state: State, reason: str, moves: tuple[tuple[str, str], ...] = (), *, 
         reason=reason,
         moves=still_valid(state, (*_unknown_moves(state), *moves)),
         restore=restore,
+        partition=partition or (state.current.partition if state.current else state.held),
     )
 
 
 def ask(state: State, pending: Pending, notes: list[Decision]) -> Step:
     """Asks for the plan of the generation to be."""
     state = replace(state, pending=replace(pending, until=None), halted="")
-    return Step(state, (*notes, NeedPlan(pending.failed)), pending.reason)
+    return Step(state, (*notes, NeedPlan(pending.failed, pending.partition)), pending.reason)
 
 
 def _present(state: State) -> list[Member]:
@@ -146,7 +155,7 @@ def plan_ready(state: State, event: PlanReady, now: float, ladder: Ladder) -> St
             move(members, source, to)
         state = replace(state, members=members)
         why = "; ".join((pending.reason, *(f"{source} takes the place of {to}" for source, to in event.moves)))
-        pending = pend(state, why, event.moves, restore=pending.restore)
+        pending = pend(state, why, event.moves, restore=pending.restore, partition=pending.partition)
     generation = Generation(
         state.generation + 1,
         pending.living,
@@ -156,6 +165,7 @@ def plan_ready(state: State, event: PlanReady, now: float, ladder: Ladder) -> St
         pending.reason,
         pending.moves,
         pending.restore,
+        partition=pending.partition,
     )
     members = dict(state.members)
     for name in generation.living:

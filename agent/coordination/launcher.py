@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from openrecycle.agent.protocol import Command, Deployment, Iteration, Recovery, VerdictReport
+from openrecycle.agent.protocol import Command, Deployment, Iteration, Recovery, Relayout, VerdictReport
 from openrecycle.planner.job import Worker
 from openrecycle.planner.plan import Plan
 
@@ -98,8 +98,8 @@ class Coordination(Protocol):
     def formed(self, worker: Worker, incarnation: str, generation: int, iteration: int) -> None:
         """A worker is in the groups of `generation`, with `iteration` agreed on."""
 
-    def rearranged(self, generation: int, partition: tuple[int, ...]) -> None:
-        """The workers have so many layers per stage from here on."""
+    def rearranged(self, report: Relayout) -> None:
+        """The workers have other layers from here on."""
 
     def meanwhile(self, generation: int, plan: Plan) -> None:
         """What the members of `generation` run until those who take their state from a peer have it."""

@@ -9,14 +9,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from openrecycle.agent.coordination import coordinator
+from openrecycle.agent.coordination.choosing import out, worth_moving
 from openrecycle.agent.coordination.events import (
     Acknowledged,
     Event,
     Exited,
     IterationsCommitted,
+    LayersMoved,
     NeedPlan,
     Note,
     OpenGeneration,
@@ -33,28 +35,16 @@ from openrecycle.agent.coordination.generations import deployment_of, why_not
 from openrecycle.agent.coordination.launcher import Coordination, Deploy, Halt, Remark
 from openrecycle.agent.coordination.launcher import Event as Order
 from openrecycle.agent.coordination.membership import AckState, Generation, Ladder, State
-from openrecycle.agent.protocol import Iteration, Recovery, VerdictReport
+from openrecycle.agent.protocol import Iteration, Recovery, Relayout, VerdictReport
 from openrecycle.planner.catalog import Catalog
 from openrecycle.planner.errors import PlannerError
-from openrecycle.planner.job import Job, Worker
+from openrecycle.planner.job import Job, MayMove, Worker
 from openrecycle.planner.migration import normalize
 from openrecycle.planner.plan import Plan
 
 if TYPE_CHECKING:
     from openrecycle.agent.clock import Offset
     from openrecycle.planner.partition import Layout
-
-
-Relayout = Literal["auto", "never", "always"]
-MOVE_ITERATIONS = 1.0
-"""What it costs that layers move, in iterations: those who give or take any, and the groups that form anew."""
-
-
-def worth_moving(now: float, then: float, iteration_seconds: float) -> tuple[bool, str]:
-    """Does an hour of the shorter period save more than the move costs? now, then: periods."""
-    saved, cost = 3600 * (1 - then / now), MOVE_ITERATIONS * iteration_seconds
-    reason = f"layers move: the period falls by {1 - then / now:.1%}"
-    return saved > cost, reason
 
 
 def _lay_out(job: Job, failed: frozenset[Worker], **about: Any) -> Layout:
@@ -80,12 +70,10 @@ class LocalCoordination(Coordination):
         grace: float = Ladder.transfer_grace,
         migrate: bool = False,
         checkpoint: Callable[[], str | None] | None = None,
-        relayout: Relayout = "never",
+        relayout: MayMove = "never",
     ) -> None:
         job = catalog.job
-        self._relayout, self._held = relayout, job.partition
-        self._going_to: tuple[int, ...] = ()
-        """The partition whose layers are under way; (): none are."""
+        self._relayout = relayout
         self._layouts = ThreadPoolExecutor(1, "layout")
         self._layout: tuple[int, Future[Layout]] | None = None
         """For which generation, and what is found."""
@@ -94,7 +82,9 @@ class LocalCoordination(Coordination):
         self._catalog, self._migrate, self._checkpoint = catalog, migrate, checkpoint
         self._ladder = Ladder(transfer_grace=grace)
         # When all iterations are committed is for the launcher to say: until then it needs every worker.
-        self._state = State.new(job.pipelines, job.stages, sys.maxsize, checkpoints=checkpoint is not None)
+        self._state = State.new(
+            job.pipelines, job.stages, sys.maxsize, checkpoints=checkpoint is not None, partition=job.partition
+        )
         self._now = 0.0
         self._planned: tuple[Plan, str] | None = None
         """The answer to the newest question for a plan, and where it is from."""
@@ -145,8 +135,8 @@ class LocalCoordination(Coordination):
             self._iteration_seconds = iterations[-1].seconds
         self._take(IterationsCommitted(max((i.iteration + 1 for i in iterations), default=0)))
 
-    def rearranged(self, generation: int, partition: tuple[int, ...]) -> None:
-        self._held, self._going_to = partition, ()
+    def rearranged(self, report: Relayout) -> None:
+        self._take(LayersMoved(report.generation, report.iteration, report.partition))
         self._look_for_layout()
 
     def meanwhile(self, generation: int, plan: Plan) -> None:
@@ -176,30 +166,31 @@ class LocalCoordination(Coordination):
     def _look_for_layout(self) -> None:
         """Once all train: is there a better partition for those who live? Looked for in a thread."""
         state, job = self._state, self._catalog.job
-        if self._relayout == "never" or not job.layers or not state.settled or self._going_to or self._layout:
+        lost = out(state)
+        if self._relayout == "never" or not job.layers or lost is None or self._layout:
             return
-        if state.current is None or state.generation == self._looked_at:
+        if state.generation == self._looked_at:
             return
         self._looked_at = state.generation
-        lost, at = frozenset(map(Worker.parse, state.current.failed)), self._held
         technique, memory = self._catalog.technique, self._catalog.memory
-        found = self._layouts.submit(_lay_out, job, lost, technique=technique, memory=memory, present=at)
+        about = {"technique": technique, "memory": memory, "present": state.held}
+        found = self._layouts.submit(_lay_out, job, frozenset(map(Worker.parse, lost)), **about)
         self._layout = state.generation, found
 
     def _take_layout(self) -> None:
         if self._layout is None or not self._layout[1].done():
             return
         (generation, found), self._layout = self._layout, None
-        current = self._state.current
-        if current is None or generation != self._state.generation or not self._state.settled:
+        failed, held = out(self._state), self._state.held
+        if failed is None or generation != self._state.generation:
             return  # all is different since; it is looked for again
         try:
             partition = found.result().partition
-            if partition == self._held:
+            if partition == held:
                 return
-            lost = frozenset(map(Worker.parse, current.failed))
+            lost = frozenset(map(Worker.parse, failed))
             plan, _ = self._catalog.at(partition).plan_for(lost)
-            now, _ = self._catalog.at(self._held).plan_for(lost)
+            now, _ = self._catalog.at(held).plan_for(lost)
         except PlannerError:
             return
         except ImportError:
@@ -209,9 +200,8 @@ class LocalCoordination(Coordination):
         better, reason = worth_moving(now.metrics.period, plan.metrics.period, self._iteration_seconds)
         if not better and self._relayout != "always":
             return
-        self._planned, self._going_to = (plan, reason), partition
-        if self._take(UsePlan(plan.fingerprint, current.failed, "", reason)):
-            self._going_to = ()
+        self._planned = plan, reason
+        self._take(UsePlan(plan.fingerprint, failed, "", reason, partition))
 
     # -- the machine --------------------------------------------------------------------------
 
@@ -227,19 +217,18 @@ class LocalCoordination(Coordination):
         for decision in step.decisions:
             match decision:
                 case NeedPlan():
-                    self._take(self._plan(decision.failed))
+                    self._take(self._plan(decision.failed, decision.partition))
                 case OpenGeneration():
                     self._open(decision.generation)
                 case Note(severity="warning", kind="generation"):
                     self._orders.append(Remark(f"generation {before.generation}: {decision.text}"))
         return step.refusal
 
-    def _plan(self, failed: tuple[str, ...]) -> PlanReady | PlanRefused:
+    def _plan(self, failed: tuple[str, ...], partition: tuple[int, ...]) -> PlanReady | PlanRefused:
         try:
             moves = self._moves(failed)
             empty = {*failed, *(source for source, _ in moves)} - {to for _, to in moves}
-            at = self._going_to or self._held
-            self._planned = plan, origin = self._catalog.at(at).plan_for(map(Worker.parse, empty))
+            self._planned = plan, origin = self._catalog.at(partition).plan_for(map(Worker.parse, empty))
         except PlannerError as error:
             return PlanRefused(failed, str(error))
         return PlanReady(failed, plan.fingerprint, origin, moves)

@@ -73,7 +73,7 @@ class Mode(StrEnum):
 @dataclass(frozen=True)
 class Candidate:
     """One option, called as in planner.policy. failed: the places that are empty under it; moves: (from,
-    to) of workers that change their stage.
+    to) of workers that change their stage; partition: layers per stage, () where none move.
 
     rate: samples per second by its plan; share: of the fault-free plan's, slowdown_vs_1f1b: against
     fault-free 1F1B. pause: seconds until it trains. samples: until the expected repair. plan: its
@@ -90,6 +90,7 @@ class Candidate:
     samples: float = 0.0
     plan: str = ""
     text: str = ""
+    partition: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,8 @@ class Generation:
 
     joining: those of `living` that take state from a peer first. moves: (from, to) of workers that
     have taken an empty place on another stage. restore: all go back to the newest checkpoint. interim: what it runs
-    until all of `living` have their state.
+    until all of `living` have their state, and their layers. partition: layers per stage that its plan is for; (): the
+    model's stages can't be cut.
     """
 
     number: int
@@ -176,6 +178,7 @@ class Generation:
     moves: tuple[tuple[str, str], ...] = ()
     restore: bool = False
     interim: Interim | None = None
+    partition: tuple[int, ...] = ()
 
     @cached_property
     def lives_in(self) -> frozenset[str]:
@@ -185,7 +188,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class Pending:
-    """The generation to be opened as soon as the plan for `failed` is there.
+    """The generation to be opened as soon as the plan for `failed`, with layers cut as `partition` says, is there.
 
     until: in manual mode, how long an operator may choose another way; None: nobody is asked.
     """
@@ -197,6 +200,7 @@ class Pending:
     moves: tuple[tuple[str, str], ...] = ()
     restore: bool = False
     until: float | None = None
+    partition: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -227,6 +231,8 @@ class State:
     over: set once the launcher has said that the job ended. checkpoints: does the job write any?
     patience: seconds that an operator has for a choice in manual mode. offer: the newest one.
     frozen_by: the operator who has frozen the plan; "": nobody. links: what is remembered of links that broke.
+    held: layers per stage as the workers have them; (): the model's stages can't be cut. moved: the generation and the
+    iteration from which on they have; zeros: from the start.
     """
 
     members: Mapping[str, Member]
@@ -244,11 +250,23 @@ class State:
     offer: Offer | None = None
     frozen_by: str = ""
     links: Links = field(default_factory=Links)
+    held: tuple[int, ...] = ()
+    moved: tuple[int, int] = (0, 0)
 
     @classmethod
-    def new(cls, pipelines: int, stages: int, iterations: int, *, checkpoints: bool = False) -> State:
+    def new(
+        cls,
+        pipelines: int,
+        stages: int,
+        iterations: int,
+        *,
+        checkpoints: bool = False,
+        partition: tuple[int, ...] = (),
+    ) -> State:
+        """partition: layers per stage at the start."""
         cells = [(f"W{p}_{s}", s) for p in range(pipelines) for s in range(stages)]
-        return cls({name: Member(name, stage) for name, stage in cells}, iterations, checkpoints=checkpoints)
+        members = {name: Member(name, stage) for name, stage in cells}
+        return cls(members, iterations, checkpoints=checkpoints, held=partition)
 
     @property
     def generation(self) -> int:
@@ -256,11 +274,18 @@ class State:
         return self.current.number if self.current else 0
 
     @property
+    def moving(self) -> bool:
+        """Are layers on their way to other stages?"""
+        return self.current is not None and self.current.partition != self.held and not (self.over or self.halted)
+
+    @property
     def interim(self) -> Interim | None:
-        """What the workers run while some of them take their state from a peer; None: nobody does, or all wait."""
+        """What the workers run while some of them take state or layers from a peer; None: nobody does, or all wait."""
         current = self.current
         if current is None or current.interim is None or self.over or self.halted:
             return None
+        if self.moving:
+            return current.interim
         lacking = current.lives_in.intersection(current.interim.failed)
         there = [self.members[name].acknowledged in ("formed", "resumed") for name in lacking]
         trains = (self.members[n].acknowledged in ("formed", "resumed") for n in current.living if n not in lacking)

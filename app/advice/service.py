@@ -10,6 +10,7 @@ import time
 from base64 import b64decode
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from statistics import fmean, median
 
 import structlog
@@ -36,16 +37,19 @@ log = structlog.get_logger()
 REPAIR_SECONDS = 4 * 3600.0
 ITERATIONS = 200
 EVENTS = 100
+NOTHING_ASKED = ((), (-1,))
 
 
 @dataclass(frozen=True)
 class Grounds:
     """Seconds: what recoveries, copies of a stage's state and repairs take in this job, as measured, or
-    assumed. basis: which, in words."""
+    assumed. move: of layers to other stages; None: none has been measured. basis: which, in words.
+    """
 
     detect: float
     recover: float
     copy: float
+    move: float | None
     repair: float
     basis: str
 
@@ -70,10 +74,11 @@ class Advising:
         """Has `job` advised if other workers are out than when it last was, and all others train again, or
         an operator is to choose."""
         failed = _in_question(job.state)
-        if failed is None or failed == job.advice_asked:
+        asked = failed or (), job.state.held
+        if failed is None or asked == job.advice_asked:
             return
-        if not failed:
-            job.advice_asked, job.advised = failed, None
+        if not failed and job.state.held == job.nominal.home:
+            job.advice_asked, job.advised = asked, None
             return
         try:
             request = self._request(job, failed)
@@ -84,29 +89,32 @@ class Advising:
             if job.state.choosing:
                 self._offer(job, Offered(failed, None, "no iteration has been timed yet"))
             return
-        job.advice_asked = failed
+        job.advice_asked = asked
 
         def done(verdict: Verdict | None, why: str) -> None:
             if verdict is None:
                 log.warning("no advice", job=job.job_id, failed=failed, reason=why)
                 self._offer(job, Offered(failed, None, why))
-            elif _in_question(job.state) == failed:
+            elif (_in_question(job.state), job.state.held) == asked:
                 self._tell(job, failed, verdict)
-            elif job.advice_asked == failed:
+            elif job.advice_asked == asked:
                 # The job recovers again; if the same workers are out then, it is advised then.
-                job.advice_asked = ()
+                job.advice_asked = NOTHING_ASKED
 
         self._maker.submit(request, done)
 
     def _tell(self, job: LiveJob, failed: tuple[str, ...], verdict: Verdict) -> None:
         candidates = verdict.candidates
         try:
-            if not job.state.choosing and not _told(self._store.events(job.job_id, limit=EVENTS, newest=True)):
+            # What the job has just done by advice, layers moved, needs no further word.
+            news = failed and (job.state.held == job.nominal.home or verdict.calls_for_an_operator)
+            if news and not job.state.choosing and not _told(self._store.events(job.job_id, limit=EVENTS, newest=True)):
                 job.record(Note("warning" if verdict.calls_for_an_operator else "info", "plan", verdict.reason))
             candidates = self._with_plans(job, verdict)
         except (ConsoleError, SQLAlchemyError) as error:
             log.warning("the advice could not be stored", job=job.job_id, reason=type(error).__name__)
-        job.advised = failed, verdict.reason  # who reads it finds its line in the event feed
+        if failed:
+            job.advised = failed, verdict.reason  # who reads it finds its line in the event feed
         offer = Offer(failed, candidates, verdict.better) if candidates else None
         self._offer(job, Offered(failed, offer, "the job has no option that it could take by itself"))
 
@@ -117,7 +125,8 @@ class Advising:
         named = []
         for candidate in verdict.candidates:
             with job.lock:
-                plan = job.catalog.find(Worker.parse(name) for name in candidate.failed)
+                catalog = job.catalog.at(candidate.partition)
+                plan = catalog.find(Worker.parse(name) for name in candidate.failed)
             if plan is not None:
                 self._store.put_plan(job.job_id, plan.fingerprint, storable(plan), plan.failed, True)
                 candidate = replace(candidate, plan=plan.fingerprint)
@@ -129,7 +138,7 @@ class Advising:
             job.apply(event)
         except ConsoleError as error:
             log.warning("the options could not be stored", job=job.job_id, reason=error.detail)
-            job.advice_asked = ()  # they are asked for again
+            job.advice_asked = NOTHING_ASKED  # they are asked for again
 
     def _request(self, job: LiveJob, failed: tuple[str, ...]) -> AdviceRequest | None:
         """None: nobody knows yet how long the job's time unit is."""
@@ -137,12 +146,14 @@ class Advising:
         if job.job.time_unit == "slot" and not job.state.committed:
             return None
         generations = store.generations(job.job_id)
-        unit = unit_seconds(job, generations, store.iterations(job.job_id, limit=ITERATIONS, newest=True))
+        iterations = store.iterations(job.job_id, limit=ITERATIONS, newest=True)
+        unit = unit_seconds(job, generations, iterations)
         if unit is None and job.job.time_unit == "slot":
             return None
         copies = copy_times(generations, store.last_acknowledgements(job.job_id))
         waited = self._waited(job)
-        known = grounds(store.recoveries(job.job_id), repair_times(changes(generations)), copies, waited)
+        moves = move_times(generations, iterations)
+        known = grounds(store.recoveries(job.job_id), repair_times(changes(generations)), copies, waited, moves)
         work = None
         if spec.checkpoints:
             # When the last one was written is not reported: on average half an interval ago.
@@ -158,10 +169,13 @@ class Advising:
             detect=known.detect,
             recover=known.recover,
             copy=known.copy,
-            heals_in=known.repair,
+            heals_in=known.repair if failed else 3600.0,
             since_checkpoint=work,
             basis=known.basis,
             migrate=spec.migrate,
+            relayout=spec.relayout,
+            partition=job.nominal.partition,
+            move=known.move,
             automatic=job.state.mode is Mode.AUTOMATIC,
         )
 
@@ -186,11 +200,34 @@ def copy_times(generations: Sequence[Record], acknowledgements: Sequence[Record]
     return [max(0.0, formed - adopted) for adopted, formed in both if formed is not None and adopted is not None]
 
 
+def move_times(generations: Sequence[Record], iterations: Sequence[Record]) -> list[float]:
+    """Seconds that training lost to layers that moved, one per move: by how much the iterations during which they did,
+    and the first with them in their new place, took longer than those before and after."""
+    seconds: dict[int, list[tuple[int, float]]] = {}
+    for row in sorted(iterations, key=lambda row: row["iteration"]):
+        seconds.setdefault(row["generation"], []).append((row["iteration"], row["seconds"]))
+    found = []
+    for earlier, generation in pairwise(generations):
+        ran, at = seconds.get(generation["generation"], []), generation["moved_at"]
+        before = [took for _, took in seconds.get(earlier["generation"], [])[1:]]  # the first is a recovery's
+        after = [took for i, took in ran if at is not None and i > at]
+        if at is None or not after or not before:
+            continue
+        during = [took - median(before) for i, took in ran if i < at]
+        first = [took - median(after) for i, took in ran if i == at]
+        found.append(max(0.0, sum((*during, *first))))
+    return found
+
+
 def grounds(
-    recoveries: Sequence[Record], repairs: Sequence[float], copies: Sequence[float] = (), waited: Waited = NOTHING
+    recoveries: Sequence[Record],
+    repairs: Sequence[float],
+    copies: Sequence[float] = (),
+    waited: Waited = NOTHING,
+    moves: Sequence[float] = (),
 ) -> Grounds:
-    """recoveries: rows of the database. repairs: seconds from a failure to the return. copies: see copy_times. waited:
-    for a person, which is no cost of a recovery."""
+    """recoveries: rows of the database. repairs: seconds from a failure to the return. copies, moves: see copy_times,
+    move_times. waited: for a person, which is no cost of a recovery."""
     assumed = RecoveryCosts()
     seen = [r["detected_ms"] / 1000 for r in recoveries if r["death_known"]]
     formed = [(steps[1][1] + steps[2][1]) / 1000 for steps in (segments(r, waited) for r in recoveries)]
@@ -202,6 +239,7 @@ def grounds(
         median(seen) if seen else assumed.detect,
         median(formed) if formed else assumed.recover,
         median(copies) if copies else assumed.migrate,
+        median(moves) if moves else None,
         repair if repair > 0 else REPAIR_SECONDS,
         f"Recovery costs are {recovery}, the time to repair is {repaired}, that of a copy {copied}.",
     )
@@ -217,7 +255,8 @@ def unit_seconds(job: LiveJob, generations: Sequence[Record], iterations: Sequen
     with job.lock:
         for generation in generations:
             if generation["generation"] in ran:
-                plan = job.catalog.find(frozenset(Worker.parse(name) for name in generation["failed"]))
+                catalog = job.catalog.at(tuple(generation["partition"]))
+                plan = catalog.find(frozenset(Worker.parse(name) for name in generation["failed"]))
                 if plan is not None and plan.metrics.period > 0:
                     periods[generation["generation"]] = plan.metrics.period
     took = [row["seconds"] / periods[row["generation"]] for row in iterations if row["generation"] in periods]

@@ -9,15 +9,17 @@ import json
 import math
 from base64 import b64encode
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from openrecycle.agent.coordination.choosing import MOVE_ITERATIONS, worth_moving
 from openrecycle.agent.coordination.membership import Candidate
 from openrecycle.app.runtime.children import Channel
 from openrecycle.app.runtime.maker import answered
 from openrecycle.planner.errors import PlannerError
-from openrecycle.planner.job import MemoryLimit, Problem, Technique, Worker
+from openrecycle.planner.job import MayMove, MemoryLimit, Over, Problem, Technique, Worker
 from openrecycle.planner.packed import to_bytes
+from openrecycle.planner.partition import lay_out, layers_moved
 from openrecycle.planner.plan import JobDoc, Plan
 from openrecycle.planner.policy import (
     PLANNED_OPS,
@@ -42,7 +44,7 @@ RESTART, SPARES = "restart from the checkpoint", "take spares"
 CLEAR_MARGIN = 0.05
 
 _CANNOT = {
-    REPARTITION: "this job's layers can't change their stage",
+    REPARTITION: "its layers, or its workers too, would have to move further than this job may have them",
     SHALLOWER: "this job's pipelines keep their stages",
     DROP: "this job doesn't do it, for every update would see fewer samples, and the losses would be others",
     RESTART: "this job can't do it by itself: an operator would have to start it again",
@@ -77,7 +79,9 @@ class AdviceRequest:
     """owner: the job's id. samples: of one iteration. unit_seconds: of the job's time unit; None: what
     its name says. heals_in, since_checkpoint: seconds, as for planner.policy.advise. copy: seconds that a
     worker takes for a stage's state. basis: where the costs and the repair time come from, in words.
-    migrate: may workers change their stage? automatic: does the job take the best way by itself?
+    migrate: may workers change their stage? relayout: may layers, as in agent.protocol.JobSpec? partition: layers per
+    stage now. move: seconds that training loses when layers move; None: it is assumed. automatic: does the job take
+    the best way by itself?
     """
 
     owner: str
@@ -94,6 +98,9 @@ class AdviceRequest:
     since_checkpoint: float | None
     basis: str
     migrate: bool = False
+    relayout: MayMove = "never"
+    partition: tuple[int, ...] = ()
+    move: float | None = None
     automatic: bool = True
     # More than this, and the job is too large to be advised while it matters.
     patience: float = 60.0
@@ -105,7 +112,11 @@ class AdviceRequest:
     def read(self, document: bytes) -> Verdict:
         body = json.loads(document)
         candidates = tuple(
-            Candidate(**{**c, "failed": tuple(c["failed"]), "moves": tuple((a, b) for a, b in c["moves"])})
+            Candidate(
+                **c
+                | {"failed": tuple(c["failed"]), "moves": tuple((a, b) for a, b in c["moves"])}
+                | {"partition": tuple(c["partition"])}
+            )
             for c in body.pop("candidates")
         )
         return Verdict(**body | {"candidates": candidates, "plans": tuple(body["plans"])})
@@ -118,36 +129,38 @@ def serve(channel: Channel, request: bytes) -> None:
 
 def verdict_document(request: Mapping[str, Any]) -> str:
     """The verdict on an AdviceRequest, as JSON. Takes seconds for a large job. Raises PlannerError."""
+    job = JobDoc.model_validate(request["job"]).job()
     planned = PlannedJob(
-        JobDoc.model_validate(request["job"]).job(),
+        job.with_partition(request["partition"]) if job.layers else job,
         samples=request["samples"],
         technique=Technique.of(request["technique"]),
         memory=MemoryLimit.parse(request["memory"]),
         unit_seconds=request["unit_seconds"],
     )
     failed = frozenset(Worker.parse(name, field="failed") for name in request["failed"])
-    advice = advise(
-        JobState(failed, request["since_checkpoint"]),
-        planned,
-        RecoveryCosts(detect=request["detect"], recover=request["recover"], migrate=request["copy"]),
-        heals_in=request["heals_in"],
-    )
-    made = candidates(advice, planned, failed, migrate=request["migrate"])
+    costs = RecoveryCosts(detect=request["detect"], recover=request["recover"], migrate=request["copy"])
+    move = request["move"]
+    if job.layers and request["relayout"] != "never":
+        costs = replace(costs, repartition=MOVE_ITERATIONS * planned.full.seconds if move is None else move)
+    advice = advise(JobState(failed, request["since_checkpoint"]), planned, costs, heals_in=request["heals_in"])
+    made = candidates(advice, planned, failed, migrate=request["migrate"], relayout=request["relayout"])
     verdict = decide(
         advice,
         request["failed"],
         planned.full.per_second,
+        planned.samples,
         request["basis"],
         [c for c, _ in made],
         automatic=request["automatic"],
         migrate=request["migrate"],
+        relayout=request["relayout"],
     )
     plans = [b64encode(to_bytes(plan)).decode() for _, plan in made if plan is not None]
     return json.dumps(asdict(verdict) | {"plans": plans})
 
 
 def candidates(
-    advice: Advice, planned: PlannedJob, failed: frozenset[Worker], *, migrate: bool
+    advice: Advice, planned: PlannedJob, failed: frozenset[Worker], *, migrate: bool, relayout: MayMove = "never"
 ) -> list[tuple[Candidate, Plan | None]]:
     """The ways that the agents can carry out, best first, each with its plan; on a large grid re-routing
     alone, and no plan: it would be made twice."""
@@ -162,8 +175,16 @@ def candidates(
         after = failed - {to for _, to in moves} | {source for source, _ in moves}
         words = ", ".join(f"{source} takes the place of {to}" for source, to in moves)
         found.append(_candidate(moved, after, moves, words, planned, advice.horizon, _plan(planned, after)))
+    laid = options.get(REPARTITION)
+    if laid and relayout != "never" and planned.job.layers and not large:
+        plan = _laid_out(planned, failed)
+        if plan is not None and plan.partition != planned.job.partition:
+            rate = Rate(plan.metrics.period * planned.unit, planned.samples).per_second
+            words = f"{layers_moved(planned.job.partition, plan.partition)} layers move to another stage"
+            way = Option(REPARTITION, laid.pause, rate, partition=plan.partition)
+            found.append(_candidate(way, failed, (), words, planned, advice.horizon, plan))
     broken = sorted({worker.pipeline for worker in failed})
-    if len(broken) < planned.job.pipelines and not large:
+    if failed and len(broken) < planned.job.pipelines and not large:
         column = frozenset(Worker(p, s) for p in broken for s in range(planned.job.stages))
         if (plan := _plan(planned, column)) is not None:
             rate = Rate(plan.metrics.period * planned.unit, planned.samples).per_second
@@ -175,6 +196,18 @@ def candidates(
             dropped = Option(DROP, stay.pause, rate)
             found.append(_candidate(dropped, column, (), words, planned, advice.horizon, plan))
     return sorted(found, key=lambda pair: -pair[0].samples)
+
+
+def _laid_out(planned: PlannedJob, failed: frozenset[Worker]) -> Plan | None:
+    """With the best partition for those who live; where nobody is out, with that of the start."""
+    technique, memory = planned.technique, planned.memory
+    try:
+        over: Over = "partitions" if failed else "schedules"
+        job = planned.job if failed else planned.job.at_home
+        layout = lay_out(job, failed, technique=technique, memory=memory, over=over)
+        return make_plan(layout.problem, solver="list", look_ahead=False, layout=layout, form=checked_plan_of)
+    except PlannerError:
+        return None
 
 
 def _plan(planned: PlannedJob, failed: frozenset[Worker]) -> Plan | None:
@@ -201,10 +234,10 @@ def _candidate(
     full = planned.full.per_second
     samples = max(0.0, option.samples(horizon, full))
     text = f"{words}: " if words else ""
-    text += (
-        f"{option.rate:.4g} samples/s ({shares(option.rate, planned)}) after a pause of {option.pause:.3g} s, "
-        f"{samples:,.0f} samples in the {span(horizon)} to the expected repair"
-    )
+    text += f"{option.rate:.4g} samples/s ({shares(option.rate, planned)})"
+    if failed:
+        until = f"in the {span(horizon)} to the expected repair"
+        text += f" after a pause of {option.pause:.3g} s, {samples:,.0f} samples {until}"
     candidate = Candidate(
         option.name,
         tuple(map(str, sorted(failed))),
@@ -216,6 +249,7 @@ def _candidate(
         samples,
         plan.fingerprint if plan else "",
         text,
+        option.partition,
     )
     return candidate, plan
 
@@ -224,24 +258,31 @@ def decide(
     advice: Advice,
     failed: Sequence[str],
     full: float,
+    samples: float,
     basis: str,
     ways: Sequence[Candidate] = (),
     *,
     automatic: bool = True,
     migrate: bool = False,
+    relayout: MayMove = "never",
 ) -> Verdict:
     """Ranks what the job can do, and names what would train more and can't be done here after that. The job re-routes
-    in any case, and moves workers where that is clearly better and it may; every other way is left to an operator.
+    in any case; it moves workers where that is clearly better, and layers where that pays within the hour, if it may;
+    every other way is left to an operator. full: samples per second of the fault-free plan; samples: of an iteration.
     basis: said last."""
     horizon = advice.horizon
     known = {option.name: option for option in advice.options}
     # Dropped, a replica's micro-batches are run by the others here, which is another rate than the advisor's.
     can = {way.name: Option(way.name, way.pause, way.rate) for way in ways}
-    can |= {name: known[name] for name in (REROUTE, *can) if name in known and name != DROP}
+    # Nor are layers moved together with workers.
+    can |= {name: known[name] for name in (REROUTE, *can) if name in known and name not in (DROP, REPARTITION)}
     ranked = best_option(list(can.values()), horizon, full)
-    taken, moved = can.get(REROUTE), can.get(MIGRATE)
-    better = MIGRATE if moved and _gain(moved, taken, horizon, full) > CLEAR_MARGIN else ""
+    taken = can.get(REROUTE)
+    goes = [o for o in ranked if _taken_alone(o, taken, horizon, full, samples, relayout)]
+    better = goes[0].name if goes else ""
     way, advised = (better if automatic and better else REROUTE), REROUTE
+    if not failed:
+        return _back(ranked, way, better, taken, ways)
     text = f"With {names(list(failed))} empty"
     if ranked:
         best = ranked[0]
@@ -251,7 +292,7 @@ def decide(
             text += f"; next is {ranked[1].name}: {_numbers(ranked[1], horizon, full)}"
         text += f"; {advice.load}." if advice.load else "."
         gain = _gain(best, taken, horizon, full)
-        if best.name != REROUTE and gain > CLEAR_MARGIN:
+        if best.name != REROUTE and (gain > CLEAR_MARGIN or best.name == better):
             advised = best.name
             does = "this job does so now" if best.name == way else "an operator may choose it"
             than = f"It {_more(gain)} than to re-route" if math.isfinite(gain) else "Nothing else trains by then"
@@ -260,8 +301,32 @@ def decide(
             text += f" The job re-routes, which trains less by under {percent(CLEAR_MARGIN)}."
     else:
         text += ", the job has no option that it could take by itself."
-    text += _not_here(advice, ranked[0] if ranked else None, can, full, migrate=migrate)
+    text += _not_here(advice, ranked[0] if ranked else None, can, full, migrate=migrate, relayout=relayout)
     return Verdict(way, advised, advice.absorbed, f"{text} {basis}".strip(), tuple(ways), better)
+
+
+def _back(ranked: Sequence[Option], way: str, better: str, taken: Option | None, ways: Sequence[Candidate]) -> Verdict:
+    """All workers are back, and layers are still where they were without some."""
+    text = "all workers are back"
+    back = next((w for w in ways if w.name == REPARTITION), None)
+    if back is not None and taken is not None:
+        more = f"{back.rate:.4g} samples/s instead of {taken.rate:.4g}"
+        text += f"; with the layers where they were before it trains {more}"
+        text += ", and they move back now" if way == better else ", and an operator may move them back"
+    return Verdict(way, better or way, True, text, tuple(ways), better)
+
+
+def _taken_alone(
+    option: Option, taken: Option | None, horizon: float, full: float, samples: float, relayout: MayMove
+) -> bool:
+    """Does the job take that way by itself, rather than re-route?"""
+    if option.name == MIGRATE:
+        return _gain(option, taken, horizon, full) > CLEAR_MARGIN
+    if option.name != REPARTITION or taken is None:
+        return option.name == REPARTITION
+    now, then = samples / taken.rate, samples / option.rate
+    pays = worth_moving(now, then, now)[0] and _gain(option, taken, horizon, full) > 0
+    return option.rate > taken.rate and (pays or relayout == "always")
 
 
 def _numbers(option: Option, horizon: float, full: float) -> str:
@@ -271,18 +336,22 @@ def _numbers(option: Option, horizon: float, full: float) -> str:
     )
 
 
-def _not_here(advice: Advice, best: Option | None, can: Collection[str], full: float, *, migrate: bool) -> str:
+def _not_here(
+    advice: Advice, best: Option | None, can: Collection[str], full: float, *, migrate: bool, relayout: MayMove
+) -> str:
     """What would train clearly more than the best of what can be done, and why it can't."""
     others = []
     for option in advice.options:
         gain = _gain(option, best, advice.horizon, full)
         if option.name not in can and gain > CLEAR_MARGIN:
             more = f"would {_more(gain).replace('trains', 'train')}" if math.isfinite(gain) else "would train at all"
-            others.append(f"{option.name}, which {more} ({_why_not(option.name, migrate)})")
+            others.append(f"{option.name}, which {more} ({_why_not(option.name, migrate, relayout)})")
     return f" Not possible here: {'; '.join(others)}." if others else ""
 
 
-def _why_not(name: str, migrate: bool) -> str:
+def _why_not(name: str, migrate: bool, relayout: MayMove) -> str:
+    if name == REPARTITION and relayout == "never":
+        return "this job's layers can't change their stage"
     if name == MIGRATE:
         return "this job is too large for it" if migrate else "this job may not, as it was started"
     return _CANNOT.get(name, "this job can't do it")

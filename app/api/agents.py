@@ -25,6 +25,7 @@ from openrecycle.agent.protocol import (
     Recovery,
     Registered,
     Registration,
+    Relayout,
 )
 from openrecycle.app.api.intake import Intake
 from openrecycle.app.api.models import Actor, Outcome, ProfileName, Wait
@@ -127,6 +128,10 @@ def router(console: Console) -> APIRouter:
     @api.post("/{job_id}/recoveries", status_code=204)
     async def recovery(job_id: str, message: Recovery) -> None:
         await in_thread(console.recovered, job_id, message)
+
+    @api.post("/{job_id}/relayouts", status_code=204)
+    async def relayout(job_id: str, message: Relayout) -> None:
+        await in_thread(console.rearranged, job_id, message)
 
     @api.get("/{job_id}/commands")
     async def commands(job_id: str, after: After = 0, wait: Wait = 0) -> Commands:

@@ -141,8 +141,11 @@ class Catalogs:
     def find(self, question: Question, failed: Iterable[Worker]) -> tuple[Plan, str] | None:
         """The stored plan for exactly these failures, and in words where it is from; None: there is none.
 
-        A catalog that can't be read is as good as none: whoever asks has just lost a worker.
+        A catalog that can't be read is as good as none: whoever asks has just lost a worker. Nor has it any plan for
+        layers that have moved.
         """
+        if not _at_home(question):
+            return None
         info = info_of(question)
         try:
             found = self._opened(info).find(failed)
@@ -155,6 +158,8 @@ class Catalogs:
 
     def located(self, question: Question, failed: tuple[str, ...]) -> Located | None:
         """What `find` would give, not read yet: that of a large plan is for another process."""
+        if not _at_home(question):
+            return None
         info = info_of(question)
         try:
             catalog = self._opened(info)
@@ -170,6 +175,8 @@ class Catalogs:
 
     def names(self, question: Question) -> frozenset[str]:
         """The stored plans of a question. Raises ConsoleError."""
+        if not _at_home(question):
+            return frozenset()
         return frozenset(self._headers_of(info_of(question).fingerprint))
 
     def keep(self, question: Question, plan: Plan) -> None:
@@ -424,6 +431,11 @@ class Catalogs:
             with self._lock:
                 if info.fingerprint in self._headers:
                     self._headers[info.fingerprint].update(headers)
+
+
+def _at_home(question: Question) -> bool:
+    """Are its layers where they are without failures? Plans of other layouts are kept in no catalog of the console."""
+    return question.job.at_home is question.job
 
 
 def _origin(reason: str, metrics: MetricsDoc, solver: SolverDoc) -> str:

@@ -28,6 +28,7 @@ from openrecycle.agent.protocol import (
     RefusedReport,
     Registered,
     Registration,
+    Relayout,
 )
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.jobs.stored_plans import stored_plan
@@ -140,7 +141,7 @@ class Reports(ABC):
             grid = (plan.job.pipelines, plan.job.stages, plan.job.micro_batches)
             of_job = (job.spec.pipelines, job.spec.stages, job.spec.micro_batches)
             same = message.plan_fingerprint == plan.fingerprint == plan.compute_fingerprint()
-            if grid != of_job or not same or not job.is_for(plan, failed) or check(plan):
+            if grid != of_job or not same or sorted(plan.failed) != sorted(failed) or check(plan):
                 raise ConsoleError(422, "invalid", "document: expected a valid plan of the job, as the report names it")
         with storing():
             known = plan is not None or stored_plan(self._store, message.plan_fingerprint) is not None
@@ -186,6 +187,17 @@ class Reports(ABC):
             if self._store.add_recovery(job_id, {**message.model_dump(), "at": at}, events):
                 job.stored(len(events))
         job.topic.publish()
+
+    def rearranged(self, job_id: str, message: Relayout) -> None:
+        job = self.job(job_id)
+        try:
+            partition = job.nominal.check_partition(message.partition)
+        except PlannerError as error:
+            raise ConsoleError(422, "invalid", str(error)) from None
+        count = message.moved_layers
+        took = milliseconds(message.stall_ms)
+        text = f"{count} layer{'' if count == 1 else 's'} moved to another stage, which held training for {took}"
+        job.apply(happening.LayersMoved(message.generation, message.iteration, partition, text))
 
     def finish(self, job_id: str, message: JobFinished) -> None:
         job = self.job(job_id)

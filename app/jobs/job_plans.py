@@ -36,7 +36,7 @@ class PlannedJob(ABC):
     def __init__(self, job_id: str, spec: JobSpec, store: Store, look_up: LookUp) -> None:
         self.job_id = job_id
         self.spec = spec
-        self.nominal = spec.job()
+        self.nominal = spec.job()  # with its layers cut as for the generation in force, or the one that is to open
         self.job = self.nominal  # with the speeds that its workers turned out to have
         self.catalog = Catalog(self.job, Technique(spec.technique), MemoryLimit.parse(spec.memory, field="memory"))
         self.planned_ahead = 0
@@ -51,6 +51,22 @@ class PlannedJob(ABC):
     @abstractmethod
     def apply(self, event: Event, *, plan: Plan | None = None) -> str:
         """Takes one event; plan: the one that a PlanReady speaks of. Raises ConsoleError."""
+
+    def cut(self, partition: tuple[int, ...]) -> None:
+        """From now on plans are for stages of so many layers; (): as they are."""
+        with self.lock:
+            if not partition or partition == self.nominal.partition:
+                return
+            before = self.nominal
+            self.nominal = before.with_partition(partition)
+            self.job = self.nominal if self.job is before else self.job.with_partition(partition)
+            self.catalog = self.catalog.at(partition)
+            self.patterns_asked = set()
+            self.planned_ahead = self.plans_to_make = 0
+
+    def take_plan(self, plan: Plan) -> None:
+        """Keeps a plan for the failures and the layers that it is for. Raises InputError for one of another job."""
+        self.catalog.at(plan.partition).add(plan)
 
     @property
     def question(self) -> Question:
@@ -69,7 +85,7 @@ class PlannedJob(ABC):
                 self.apply(PlanRefused(failed, why))
                 return
             with self.lock:
-                self.catalog.add(made)
+                self.take_plan(made)
                 plan = self.catalog.find(_workers(failed))
                 if plan is None or (plan is not made and not self.is_for(plan, failed)):
                     plan = made
@@ -82,9 +98,10 @@ class PlannedJob(ABC):
 
         One that does not is an error of ours, and is not used.
         """
-        if sorted(plan.failed) == sorted(failed):
+        cut = plan.partition == self.nominal.partition
+        if cut and sorted(plan.failed) == sorted(failed):
             return True
-        why = f"it goes without {', '.join(plan.failed) or 'nobody'}"
+        why = f"it goes without {', '.join(plan.failed) or 'nobody'}" if cut else f"its partition is {plan.partition}"
         log.error("a plan is not used", job=self.job_id, plan=plan.fingerprint, failed=failed, reason=why)
         return False
 
@@ -110,7 +127,7 @@ class PlannedJob(ABC):
         with self.lock:
             if plan.job.speeds != {str(worker): speed for worker, speed in self.job.speeds}:
                 return
-            self.catalog.add(plan)
+            self.take_plan(plan)
         self._store.put_plan(self.job_id, plan.fingerprint, storable(plan), plan.failed, True)
         self.version += 1
 
@@ -136,7 +153,7 @@ class PlannedJob(ABC):
             log.exception("the planner failed", job=self.job_id, failed=failed)
             why = f"the planner failed ({type(error).__name__}); the console's log says more"
             return PlanRefused(failed, why), None
-        self.catalog.add(plan)
+        self.take_plan(plan)
         return PlanReady(failed, plan.fingerprint, origin), plan
 
 

@@ -42,8 +42,8 @@ from openrecycle.app.jobs.records import (
     contact_row,
     differs,
     generation_row,
-    interim_columns,
     job_columns,
+    later_columns,
     member_row,
     process_rows,
     read_contact,
@@ -101,11 +101,18 @@ class LiveJob(PlannedJob):
         super().__init__(job_id, spec, store, look_up)
         self.created_at = created_at
         self.ladder = ladder
-        self.advice_asked: tuple[str, ...] = ()  # the workers that were out then
+        # On what it was asked for last: who was out, and layers per stage.
+        self.advice_asked: tuple[tuple[str, ...], tuple[int, ...]] = ((), self.nominal.home)
         self.advised: tuple[tuple[str, ...], str] | None = None  # on these workers being out, in words
         self.topic = Topic()  # anything that is stored
         self.generation_topic = Topic()  # what thousands of workers may wait for: no other change wakes them
-        self.state = State.new(spec.pipelines, spec.stages, spec.iterations, checkpoints=spec.checkpoints)
+        self.state = State.new(
+            spec.pipelines,
+            spec.stages,
+            spec.iterations,
+            checkpoints=spec.checkpoints,
+            partition=self.nominal.partition,
+        )
         self.deployment: tuple[object, Deployment] | None = None  # the newest that was asked for, and of what
         self.contacts: dict[str, Contact] = {}
         self.op_times = OpTimes()
@@ -221,6 +228,7 @@ class LiveJob(PlannedJob):
             decisions, wanted = list(step.decisions), None
             state, reason = step.state, step.reason
             for need in [d for d in step.decisions if isinstance(d, NeedPlan)]:
+                self.cut(need.partition)
                 found = self.plan_now(need.failed)
                 if found is None:
                     wanted = need.failed
@@ -381,14 +389,14 @@ class LiveJob(PlannedJob):
             rows.setdefault(row["name"], {}).update(row)
         choices = after_change(self.choices, new.choosing, new.generation + 1 if new.pending else new.generation, now)
         opened = next((d.generation for d in decisions if isinstance(d, OpenGeneration)), None)
-        interim = interim_columns(old, new)
+        later = later_columns(old, new)
         fresh, repeats = self._folding.split((d for d in decisions if isinstance(d, Note)), now)
         change = Change(
             job=job_columns(old, new) | (waits_row(choices) if choices != self.choices else {}),
             workers=list(rows.values()),
-            plan=(plan.fingerprint, storable(plan), plan.failed, False) if (opened or interim) and plan else None,
+            plan=(plan.fingerprint, storable(plan), plan.failed, False) if (opened or later) and plan else None,
             generation=generation_row(opened) if opened else None,
-            interim=interim,
+            later=later,
             events=self.note(fresh),
             # Of a job that is over none counts any more.
             acknowledgements=[dict(r.acknowledgement) for r in reports if r.acknowledgement and not old.over],
@@ -435,7 +443,7 @@ class LiveJob(PlannedJob):
             for row in self._store.job_plans(self.job_id):
                 try:
                     if (plan := stored_plan(self._store, row["fingerprint"])) is not None:
-                        self.catalog.add(plan)
+                        self.take_plan(plan)
                 except PlannerError as error:
                     log.warning("a stored plan is not used", job=self.job_id, reason=str(error))
             self.apply(ConsoleRestarted())
@@ -453,7 +461,7 @@ class LiveJob(PlannedJob):
 
     def _read(self, job_row: Record) -> None:
         store, job_id = self._store, self.job_id
-        state = read_state(store, job_row, self.spec)
+        state = read_state(store, job_row, self.spec, self.nominal.home)
         self._event_seq = store.last_event(job_id)
         self._folding = Folding.read(store.events(job_id, limit=LOOK_BACK, newest=True))
         commands = store.commands(job_id)
@@ -462,4 +470,5 @@ class LiveJob(PlannedJob):
         self.choices, self.baseline = read_waits(job_row["waits"]), read_baseline(job_row["baseline"])
         self.processes = read_processes(store.workers(job_id))
         self.version += 1
+        self.cut(state.current.partition if state.current else ())
         self.state = state

@@ -136,6 +136,7 @@ def generation_row(generation: Generation) -> Record:
         "moves": generation.moves,
         "restore": generation.restore,
         "reason": generation.reason,
+        "partition": generation.partition,
         "opened_at": time.time(),
     }
 
@@ -145,18 +146,24 @@ def read_generation(row: Record) -> Generation:
     moves = tuple((source, to) for source, to in row["moves"])
     plan, reason = row["plan_fingerprint"], row["reason"]
     without = tuple(row["interim_failed"])
-    interim = Interim(row["interim_plan"], without) if without else None
-    return Generation(row["generation"], living, failed, joining, plan, reason, moves, row["restore"], interim)
+    interim = Interim(row["interim_plan"], without) if without or row["interim_plan"] else None
+    cut, restore = tuple(row["partition"]), row["restore"]
+    return Generation(row["generation"], living, failed, joining, plan, reason, moves, restore, interim, cut)
 
 
-def interim_columns(old: State, new: State) -> tuple[int, Record] | None:
-    """Of the generation in force, where it is still the same and now runs an interim plan."""
+def later_columns(old: State, new: State) -> list[tuple[int, Record]]:
+    """What is known of a generation after it has opened: the interim plan that it runs, and since when the workers have
+    its layers. Numbers, and the columns that changed."""
+    found = list[tuple[int, Record]]()
     current = new.current
     known = old.current.interim if old.current else None
-    if current is None or current.interim is None or old.generation != current.number or current.interim == known:
-        return None
-    found = current.interim
-    return current.number, {"interim_plan": found.plan_fingerprint, "interim_failed": found.failed}
+    if current and current.interim and old.generation == current.number and current.interim != known:
+        interim = current.interim
+        found.append((current.number, {"interim_plan": interim.plan_fingerprint, "interim_failed": interim.failed}))
+    if new.moved != old.moved:
+        number, iteration = new.moved
+        found.append((number, {"moved_at": iteration}))
+    return found
 
 
 def contact_row(name: str, contact: Contact) -> Record:
@@ -188,8 +195,8 @@ def read_contact(row: Record) -> Contact:
     return Contact(beat, row["heard_at"])
 
 
-def read_state(store: Store, job_row: Record, spec: JobSpec) -> State:
-    """What the database says of a job; nobody has been heard in it yet."""
+def read_state(store: Store, job_row: Record, spec: JobSpec, partition: tuple[int, ...]) -> State:
+    """What the database says of a job; nobody has been heard in it yet. partition: layers per stage at its start."""
     job_id = job_row["id"]
     newest = store.newest_generation(job_id)
     current = read_generation(newest) if newest else None
@@ -197,7 +204,9 @@ def read_state(store: Store, job_row: Record, spec: JobSpec) -> State:
     for row in store.acknowledgements(job_id, current.number) if current else ():
         key = row["incarnation"]
         acknowledged[key] = max(acknowledged.get(key, ""), row["state"], key=ACK_ORDER.index)  # type: ignore[arg-type]
-    state = State.new(spec.pipelines, spec.stages, spec.iterations, checkpoints=spec.checkpoints)
+    state = State.new(spec.pipelines, spec.stages, spec.iterations, checkpoints=spec.checkpoints, partition=partition)
+    if moved := store.newest_move(job_id) if partition else None:
+        state = replace(state, held=tuple(moved["partition"]), moved=(moved["generation"], moved["moved_at"]))
     members = dict(state.members)
     for row in store.workers(job_id):
         members[row["name"]] = read_member(row, members[row["name"]].stage, acknowledged)

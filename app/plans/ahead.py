@@ -75,7 +75,7 @@ class Planning:
             patterns = outlook.patterns[:MOST]  # the list scheduler serves the rest when they happen
             if job.ops * len(patterns) <= HELD_OPS:
                 self._submit(job, patterns)
-            elif job.job is job.nominal:  # speeds that were found pass
+            elif _lasts(job):
                 self._fill(job, outlook)
 
         self._catalogs.outlook(job.question, self._tolerance, take)
@@ -83,6 +83,8 @@ class Planning:
     def make_next(self, job: LiveJob) -> None:
         """Beyond the tolerance too, whatever worker fails next finds its plan made."""
         generation = job.state.current
+        if not job.plans_to_make and not job.state.over:
+            self.make_ahead(job)  # its layers are cut otherwise since
         if generation is None or len(generation.failed) < self._tolerance or len(generation.living) > NEXT_WORKERS:
             return
         failed = {Worker.parse(name) for name in generation.failed}
@@ -137,7 +139,7 @@ class Planning:
 
     def make_for(self, job: LiveJob, other: Job, failed: tuple[str, ...], done: Done[Plan]) -> None:
         """A plan for `job` as it would be with other speeds; calls `done` with it."""
-        request = PlanRequest(job.job_id, job_doc(other), failed, job.spec.technique, job.spec.memory)
+        request = _request(job, failed, other)
         self._maker.submit(request, done, priority=URGENT)
 
     def replan(self, job: LiveJob, other: Job, plan: Plan) -> None:
@@ -190,7 +192,7 @@ class Planning:
                     log.warning("no plan ahead", job=job.job_id, reason=why)
                 else:
                     job.file_plan(plan)
-                    if job.job is job.nominal:  # speeds that were found pass
+                    if _lasts(job):
                         self._catalogs.keep(job.question, plan)
             finally:
                 if job.job is asked:
@@ -233,5 +235,14 @@ class Planning:
             job.planned_ahead += 1
 
 
-def _request(job: LiveJob, failed: Iterable[str]) -> PlanRequest:
-    return PlanRequest(job.job_id, job_doc(job.job), tuple(failed), job.spec.technique, job.spec.memory)
+def _lasts(job: LiveJob) -> bool:
+    """Are its plans worth keeping with those of other jobs? Speeds that were found pass, and layers move back."""
+    return job.job is job.nominal and job.job.at_home is job.job
+
+
+def _request(job: LiveJob, failed: Iterable[str], other: Job | None = None) -> PlanRequest:
+    """other: the job as it would be with other speeds."""
+    asked = other or job.job
+    return PlanRequest(
+        job.job_id, job_doc(asked), tuple(failed), job.spec.technique, job.spec.memory, partition=asked.partition
+    )

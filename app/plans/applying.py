@@ -36,6 +36,10 @@ def misfit(job: LiveJob, plan: Plan) -> str:
         return f"the plan is for a job {plans}, and this one trains {jobs}"
     if current.plan_fingerprint == plan.fingerprint:
         return "it is in force already"
+    if plan.partition != current.partition and job.spec.relayout == "never":
+        return (
+            f"its layers per stage are {_counts(plan.partition)}, and those of this job stay {_counts(job.state.held)}"
+        )
     return _too_much(job, plan)
 
 
@@ -55,12 +59,16 @@ def use_plan(job: LiveJob, plan: Plan, actor: str) -> str:
         "target": plan.fingerprint,
         "detail": "",
     }
-    return job.apply(UsePlan(plan.fingerprint, plan.failed, who), plan=plan, audit=audit)
+    return job.apply(UsePlan(plan.fingerprint, plan.failed, who, "", plan.partition), plan=plan, audit=audit)
+
+
+def _counts(partition: tuple[int, ...]) -> str:
+    return ", ".join(map(str, partition))
 
 
 def _too_much(job: LiveJob, plan: Plan) -> str:
     """Would a worker hold more activations than the job's own limit allows?"""
-    limits = MemoryLimit.parse(job.spec.memory, field="memory").limits(job.job, plan.technique)
+    limits = MemoryLimit.parse(job.spec.memory, field="memory").limits(plan.problem().job, plan.technique)
     for name, held in plan.metrics.peak_activations.items():
         limit = limits[Worker.parse(name).stage]
         if limit is not None and held > limit:

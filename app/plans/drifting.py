@@ -95,6 +95,9 @@ class Drifting:
         if failed is None or current is None:
             watch.round.clear()  # in a recovery nobody's times are usual
             return
+        if watch.ratios.job is not job.nominal:  # with other layers an op of a stage takes another time
+            watch.ratios, watch.round = Ratios(job.nominal), {}
+            watch.wanted = drifted(job.nominal, watch.state)
         if watch.generation != current.number:
             watch.generation, watch.living = current.number, frozenset(map(Worker.parse, current.living))
         for name, (incarnation, milliseconds) in reports.items():

@@ -20,7 +20,7 @@ from openrecycle.planner.solvers.portfolio import checked_plan_of, make_plan
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """Asks for one plan. time_limit: of the solver, in seconds."""
+    """Asks for one plan. time_limit: of the solver, in seconds. partition: layers per stage; (): as the job says."""
 
     owner: str
     job: JobDoc
@@ -29,6 +29,7 @@ class PlanRequest:
     memory: str
     solver: str = "list"
     time_limit: float = 60.0
+    partition: tuple[int, ...] = ()
     patience: None = None
     makes: bool = True
 
@@ -73,7 +74,13 @@ def _plan(asked: dict[str, Any]) -> bytes:
     if "look_up" in asked:
         return to_bytes(_looked_up(**asked["look_up"]))
     plan = make_plan(
-        problem(JobDoc.model_validate(asked["job"]), asked["failed"], asked["technique"], asked["memory"]),
+        problem(
+            JobDoc.model_validate(asked["job"]),
+            asked["failed"],
+            asked["technique"],
+            asked["memory"],
+            asked["partition"],
+        ),
         solver=asked["solver"],
         time_limit=asked["time_limit"],
         look_ahead=asked["solver"] != "list",  # asked for while workers wait
@@ -91,7 +98,11 @@ def _looked_up(info: str, failed: Sequence[str], name: str, stored: str, **_: ob
     return found.plan
 
 
-def problem(job: JobDoc, failed: Sequence[str], technique: str, memory: str) -> Problem:
+def problem(
+    document: JobDoc, failed: Sequence[str], technique: str, memory: str, partition: Sequence[int] = ()
+) -> Problem:
     """Raises PlannerError."""
-    workers = frozenset(Worker.parse(name, field="failed") for name in failed)
-    return Problem(job.job(), workers, Technique.of(technique), MemoryLimit.parse(memory))
+    workers, job = frozenset(Worker.parse(name, field="failed") for name in failed), document.job()
+    return Problem(
+        job.with_partition(partition) if partition else job, workers, Technique.of(technique), MemoryLimit.parse(memory)
+    )

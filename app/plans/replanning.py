@@ -88,6 +88,8 @@ class Replanning:
                 memory=job.catalog.memory.text,
                 solver=solver,
                 time_limit=seconds,
+                over="schedules" if job.spec.relayout == "never" else "partitions",
+                partition=planned.partition,
             )
             asked.problem()
         except InputError as error:
@@ -178,7 +180,7 @@ class Replanning:
             return "kept", found.reason
         reason = f"{replan.actor} planned again ({plan.solver.name}): {found.reason}"
         try:
-            job.apply(UsePlan(plan.fingerprint, replan.failed, replan.actor, reason), plan=plan)
+            job.apply(UsePlan(plan.fingerprint, replan.failed, replan.actor, reason, plan.partition), plan=plan)
         except ConsoleError as error:
             if error.status >= 500:
                 raise

@@ -14,9 +14,10 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from openrecycle.app.runtime.children import Channel
 from openrecycle.planner.distribution import CopyCost
 from openrecycle.planner.errors import InputError, PlannerError
-from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique, Worker
+from openrecycle.planner.job import MAX_LAYERS, Job, MemoryLimit, Over, Problem, Technique, Worker
 from openrecycle.planner.migration import normalize
 from openrecycle.planner.packed import to_bytes
+from openrecycle.planner.partition import Layout, lay_out
 from openrecycle.planner.plan import INTEGER, JobDoc, WorkerName
 from openrecycle.planner.solvers.base import Progress
 from openrecycle.planner.solvers.portfolio import SOLVERS, checked_plan_of, make_plan
@@ -43,11 +44,14 @@ class _Settings(BaseModel):
 
 
 class PlanSettings(_Settings):
-    """All of a request for a plan but its job. solver: auto, list, cp-sat or milp. time_limit: seconds."""
+    """All of a request for a plan but its job. solver: auto, list, cp-sat or milp. time_limit: seconds. over: what may
+    be chosen beside the order of the ops (planner.job.Over); partition: layers per stage, where it is given."""
 
     kind: Literal["plan"] = "plan"
     solver: str = "auto"
     time_limit: Annotated[float, Field(strict=True, gt=0, le=MAX_SECONDS, allow_inf_nan=False)] = 20.0
+    over: Over = "schedules"
+    partition: Annotated[tuple[Annotated[int, INTEGER], ...], Field(max_length=MAX_LAYERS)] = ()
 
 
 class MigrationsSettings(_Settings):
@@ -98,7 +102,23 @@ class PlanAsked(_Asked, PlanSettings):
         """Raises InputError, and InfeasibleError when no schedule can exist."""
         if self.solver not in SOLVERS:
             raise InputError("solver", self.solver, "one of " + ", ".join(SOLVERS))
-        return Problem(self.checked_job(), self.dead(), self.technique, MemoryLimit.parse(self.memory, field="memory"))
+        job = self.checked_job()
+        job = job.with_partition(self.partition) if self.partition else job
+        return Problem(job, self.dead(), self.technique, MemoryLimit.parse(self.memory, field="memory"))
+
+    def layout(self) -> Layout | None:
+        """The best of those that `over` leaves open. Takes a while. Raises PlannerError."""
+        problem = self.problem()
+        if self.over == "schedules":
+            return None
+        return lay_out(
+            problem.job,
+            problem.failed,
+            technique=problem.technique,
+            memory=problem.memory,
+            over=self.over,
+            present=problem.job.partition,
+        )
 
 
 class MigrationsAsked(_Asked, MigrationsSettings):
@@ -164,8 +184,10 @@ def answer(request: Request, report: Any, wanted: Callable[[], bool]) -> bytes:
     (seconds, incumbent, bound, solver), times in the job's unit. Raises PlannerError."""
     if isinstance(request, MigrationsAsked):
         return json.dumps({"migrations": _migrations(request).model_dump()}).encode()
-    problem = request.problem()
-    job, begin = problem.job, time.monotonic()
+    begin = time.monotonic()
+    layout = request.layout()
+    problem = request.problem() if layout is None else layout.problem
+    job = problem.job
     last: tuple[float, int | None] = (-1.0, None)
 
     def on_progress(progress: Progress) -> None:
@@ -183,6 +205,7 @@ def answer(request: Request, report: Any, wanted: Callable[[], bool]) -> bytes:
         time_limit=request.time_limit,
         on_progress=on_progress,
         cancelled=lambda: not wanted(),
+        layout=layout,
         form=checked_plan_of,
     )
     metrics = plan.metrics

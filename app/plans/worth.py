@@ -29,7 +29,8 @@ def gain(now: Plan, other: Plan, job: Job) -> float:
 
     Both are for the same workers. Raises InputError for an order that can't run.
     """
-    return steady_period(now.schedule(), job) / steady_period(other.schedule(), job) - 1
+    first, second = (job.with_partition(p.partition) if p.partition else job for p in (now, other))
+    return steady_period(now.schedule(), first) / steady_period(other.schedule(), second) - 1
 
 
 def worth(now: Plan, other: Plan, job: Job, iterations: int) -> Worth:

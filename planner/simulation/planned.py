@@ -158,12 +158,20 @@ class PlannedJob:
 
     @property
     def full(self) -> Rate:
-        """Nothing has failed. Raises InfeasibleError when there is no plan."""
+        """Nothing has failed, and layers are where they are without failures. Raises InfeasibleError when there is no
+        plan."""
+        if self.job.at_home is not self.job:
+            return self._at_home
         made = self.rerouted(0)
         if made is None:
             Problem(self.job, frozenset(), self.technique, self.memory)
             raise InfeasibleError("the full grid has no plan", "raise the memory limit")
         return made
+
+    @cached_property
+    def _at_home(self) -> Rate:
+        problem = Problem(self.job.at_home, frozenset(), self.technique, self.memory)
+        return Rate(ListScheduler().solve(problem).schedule.period * self.tick, self.samples)
 
     def replicas(self, pipelines: int) -> Rate | None:
         """Only so many whole pipelines, each with its own micro-batches: fewer samples per iteration."""
