@@ -16,7 +16,6 @@ from typing import Any
 from openrecycle.agent import channel, poison, worker
 from openrecycle.agent.coordination.launcher import Coordination, Deploy, Fenced, Halt, Measure, Remark
 from openrecycle.agent.holding import Hold
-from openrecycle.agent.layers import holders
 from openrecycle.agent.liveness import CurrentOp, Silences, Turns, boot_clock
 from openrecycle.agent.processes import ProcessPool, WorkerProcess, preload
 from openrecycle.agent.protocol import Command, Iteration, Relayout, VerdictReport
@@ -28,6 +27,7 @@ from openrecycle.planner.catalog import Catalog
 from openrecycle.planner.errors import PlannerError
 from openrecycle.planner.job import Worker
 from openrecycle.planner.plan import Plan
+from openrecycle.planner.words import layers_moved
 
 TURN_SECONDS = 0.25
 
@@ -305,7 +305,7 @@ class Launcher:
         if deployed is None or message["generation"] != deployed.deployment.generation:
             return
         if self._rearranges(deployed):
-            self._moved = sum(a != b for a, b in zip(holders(self._held), holders(deployed.partition), strict=True))
+            self._moved = layers_moved(self._held, deployed.partition)
             self._held = deployed.partition
             about = {key: message[key] for key in ("generation", "iteration", "stall_ms")}
             self._coordination.rearranged(Relayout(**about, partition=self._held, moved_layers=self._moved))

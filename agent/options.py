@@ -23,7 +23,7 @@ from openrecycle.agent.timeouts import Timeouts
 from openrecycle.planner.errors import InputError
 from openrecycle.planner.job import Job, MayMove, MemoryLimit, Problem, Technique, Worker
 from openrecycle.planner.plan import JobDoc, PlanError
-from openrecycle.planner.profile import MAX_BYTES
+from openrecycle.planner.profile import MAX_BYTES, parse_partition
 from openrecycle.planner.profiles import Profile, job_on, load
 
 Mode = Literal["deterministic", "fast"]
@@ -72,13 +72,6 @@ def parse_pace(text: str) -> dict[str, float]:
     if missing:
         raise InputError("pace", text, f"a time above 0 for {', '.join(missing)} too")
     return out
-
-
-def parse_partition(text: str) -> tuple[int, ...]:
-    """`11,11,12` to numbers; () for an empty text. Raises InputError."""
-    if not re.fullmatch(r"([0-9]{1,5}(,[0-9]{1,5})*)?", text.replace(" ", "")):
-        raise InputError("partition", text, "numbers of layers, one per stage, with commas between: 11,11,11,11")
-    return tuple(map(int, filter(None, text.replace(" ", "").split(","))))
 
 
 @documented

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from openrecycle.agent.client import ConsoleClient
 from openrecycle.agent.nodes.role import NodeRole
-from openrecycle.agent.options import TrainingOptions, parse_partition
+from openrecycle.agent.options import TrainingOptions
 from openrecycle.agent.processes import preload, start_server
 from openrecycle.agent.protocol import JobSpec
 from openrecycle.agent.settings import spelled
@@ -25,6 +25,7 @@ from openrecycle.planner.catalog import Catalog
 from openrecycle.planner.errors import InputError
 from openrecycle.planner.job import Job, MayMove, MemoryLimit, Technique
 from openrecycle.planner.plan import job_doc
+from openrecycle.planner.profile import parse_partition
 
 if TYPE_CHECKING:
     from openrecycle.agent.checkpoints.checkpointing import Origin

@@ -18,7 +18,6 @@ from rich.console import Console
 from openrecycle.planner.check import check as find_violations
 from openrecycle.planner.check import claim
 from openrecycle.planner.cli_shared import (
-    AUTO,
     LAYERS_HELP,
     PARTITION_HELP,
     best_at_home,
@@ -35,6 +34,7 @@ from openrecycle.planner.gantt_text import gantt_lines
 from openrecycle.planner.job import Job, MemoryLimit, Over, Problem, Technique, Worker
 from openrecycle.planner.output import check_out, console, is_stdout, run, write_out
 from openrecycle.planner.plan import Plan
+from openrecycle.planner.profile import AUTO
 from openrecycle.planner.reference import reference_plan
 from openrecycle.planner.solvers.base import Progress
 from openrecycle.planner.solvers.portfolio import make_plan

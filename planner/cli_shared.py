@@ -14,9 +14,9 @@ from rich.console import Console
 from openrecycle.planner.errors import InputError, PlannerError
 from openrecycle.planner.job import Job, MemoryLimit, Technique, parse_durations
 from openrecycle.planner.plan import JobDoc
+from openrecycle.planner.profile import AUTO, parse_partition
 from openrecycle.planner.profiles import job_on, load
 
-AUTO = "auto"
 LAYERS_HELP = "Layers of the model, alike; --durations are then those of one."
 PARTITION_HELP = "Layers per stage: auto (the default with --layers) or numbers such as 11,11,11,11."
 
@@ -42,7 +42,7 @@ def job_of_options(
         if partition == AUTO and not job.layers:
             raise InputError("--partition", partition, "--layers beside it, or a profile by layers")
         return job
-    counts = _counts(partition)
+    counts = parse_partition(partition, field="--partition")
     if not job.layers:
         raise InputError("--partition", partition, "--layers beside it, or a profile by layers")
     given = job.check_partition(counts, field="--partition")
@@ -57,13 +57,6 @@ def best_at_home(job: Job, technique: Technique, memory: MemoryLimit) -> Job:
         raise PlannerError(f"--partition auto needs numpy, which is not installed here ({error})") from None
     home = lay_out(job, technique=technique, memory=memory).partition
     return replace(job, partition=home, home=home, profiles=(), transfers=(), backward_transfers=())
-
-
-def _counts(text: str) -> tuple[int, ...]:
-    parts = text.split(",")
-    if not all(part.strip().isascii() and part.strip().isdigit() and len(part.strip()) < 5 for part in parts):
-        raise InputError("--partition", text, "auto, or layers per stage such as 11,11,11,11")
-    return tuple(map(int, parts))
 
 
 def _job_of_options(

@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from openrecycle.planner.cli_shared import (
-    AUTO,
     LAYERS_HELP,
     PARTITION_HELP,
     best_at_home,
@@ -26,6 +25,7 @@ from openrecycle.planner.errors import InputError, PlannerError
 from openrecycle.planner.failures import parse_failed
 from openrecycle.planner.job import MemoryLimit, Over, Technique
 from openrecycle.planner.migration import SECONDS, Normalization, normalize
+from openrecycle.planner.profile import AUTO
 
 MEMORY_HELP = "Activations per worker: 1f1b, uniform, none, a number; or the profile's bytes."
 DEFAULT_BANDWIDTH = 12.5e9  # bytes per second: a 100 Gb/s link

@@ -34,6 +34,7 @@ from openrecycle.planner.migration import Migration, migrations_to
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
 from openrecycle.planner.solvers.rules import rules
 from openrecycle.planner.solvers.table import Table
+from openrecycle.planner.words import layers_moved
 
 Ints = NDArray[Any]  # int64, or Python's own integers where those are too short
 Partition = tuple[int, ...]
@@ -187,13 +188,6 @@ def with_stages(job: Job, stages: int, workers: int) -> Job | None:
         capacity_bytes=capacity,
         layers=tuple(replace(layer, reductions=reductions(layer)) for layer in job.layers),
     )
-
-
-def layers_moved(before: Sequence[int], after: Sequence[int]) -> int:
-    """Layers that are on another stage afterwards."""
-    was = [s for s, n in enumerate(before) for _ in range(n)]
-    now = [s for s, n in enumerate(after) for _ in range(n)]
-    return sum(a != b for a, b in zip(was, now, strict=True))
 
 
 # -- bounds --------------------------------------------------------------------------------------------

@@ -13,6 +13,8 @@ from typing import NamedTuple
 from openrecycle.planner.errors import InputError
 
 MAX_DECIMALS = 6
+# For the best partition of the layers, where numbers could be given.
+AUTO = "auto"
 MAX_BYTES = 1 << 60
 
 
@@ -185,6 +187,13 @@ class StageTicks(NamedTuple):
 
 # As JSON and people write it: `float` takes 1_000 and the digits of every script.
 _NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]{1,4})?|[+-]?(inf|nan)", re.IGNORECASE)
+
+
+def parse_partition(text: str, *, field: str = "partition") -> tuple[int, ...]:
+    """Layers per stage, `11,11,12`, to numbers; () for an empty text. Raises InputError."""
+    if not re.fullmatch(r"([0-9]{1,5}(,[0-9]{1,5})*)?", text.replace(" ", "")):
+        raise InputError(field, text, "numbers of layers, one per stage, with commas between: 11,11,11,11")
+    return tuple(map(int, filter(None, text.replace(" ", "").split(","))))
 
 
 def parse_durations(text: str, *, field: str = "--durations") -> dict[str, float]:

@@ -70,3 +70,10 @@ def micro_batch_names(numbers: Sequence[int], micro_batches: int, most: int = 6)
     `micro_batches` each."""
     shown = names([f"{n // micro_batches}.{n % micro_batches}" for n in numbers], most)
     return f"micro-batch{'' if len(numbers) == 1 else 'es'} {shown}"
+
+
+def layers_moved(before: Sequence[int], after: Sequence[int]) -> int:
+    """Layers that are on another stage afterwards."""
+    was = [s for s, n in enumerate(before) for _ in range(n)]
+    now = [s for s, n in enumerate(after) for _ in range(n)]
+    return sum(a != b for a, b in zip(was, now, strict=True))

@@ -250,7 +250,10 @@ def take_better(state: State, offer: Offer, notes: list[Decision]) -> Step:
     if state.frozen_by:
         text = f"{candidate.name} would be better, and waits: {state.frozen_by} has frozen the plan"
         return Step(state, (*notes, Note("info", "plan", text)), text)
-    return _take(state, candidate, f"{candidate.name}: {candidate.text}", notes)
+    why = candidate.text
+    if candidate.partition:
+        why = f"layers per stage become {', '.join(map(str, candidate.partition))}"
+    return _take(state, candidate, f"{candidate.name}: {why}", notes)
 
 
 def _take(state: State, candidate: Candidate, why: str, notes: list[Decision]) -> Step:

@@ -19,7 +19,7 @@ from openrecycle.app.runtime.maker import answered
 from openrecycle.planner.errors import PlannerError
 from openrecycle.planner.job import MayMove, MemoryLimit, Over, Problem, Technique, Worker
 from openrecycle.planner.packed import to_bytes
-from openrecycle.planner.partition import lay_out, layers_moved
+from openrecycle.planner.partition import lay_out
 from openrecycle.planner.plan import JobDoc, Plan
 from openrecycle.planner.policy import (
     PLANNED_OPS,
@@ -37,7 +37,7 @@ from openrecycle.planner.policy import (
 from openrecycle.planner.simulation.costs import RecoveryCosts
 from openrecycle.planner.simulation.planned import PlannedJob, Rate
 from openrecycle.planner.solvers.portfolio import checked_plan_of, make_plan
-from openrecycle.planner.words import DROP, MIGRATE, REROUTE, names, percent
+from openrecycle.planner.words import DROP, MIGRATE, REROUTE, layers_moved, names, percent
 
 RESTART, SPARES = "restart from the checkpoint", "take spares"
 # Another way is taken, or worth an operator's while, when it trains so much more than re-routing does.
@@ -147,8 +147,7 @@ def verdict_document(request: Mapping[str, Any]) -> str:
     verdict = decide(
         advice,
         request["failed"],
-        planned.full.per_second,
-        planned.samples,
+        planned.full,
         request["basis"],
         [c for c, _ in made],
         automatic=request["automatic"],
@@ -180,7 +179,8 @@ def candidates(
         plan = _laid_out(planned, failed)
         if plan is not None and plan.partition != planned.job.partition:
             rate = Rate(plan.metrics.period * planned.unit, planned.samples).per_second
-            words = f"{layers_moved(planned.job.partition, plan.partition)} layers move to another stage"
+            count = layers_moved(planned.job.partition, plan.partition)
+            words = "1 layer moves to another stage" if count == 1 else f"{count} layers move to other stages"
             way = Option(REPARTITION, laid.pause, rate, partition=plan.partition)
             found.append(_candidate(way, failed, (), words, planned, advice.horizon, plan))
     broken = sorted({worker.pipeline for worker in failed})
@@ -257,8 +257,7 @@ def _candidate(
 def decide(
     advice: Advice,
     failed: Sequence[str],
-    full: float,
-    samples: float,
+    whole: Rate,
     basis: str,
     ways: Sequence[Candidate] = (),
     *,
@@ -268,9 +267,9 @@ def decide(
 ) -> Verdict:
     """Ranks what the job can do, and names what would train more and can't be done here after that. The job re-routes
     in any case; it moves workers where that is clearly better, and layers where that pays within the hour, if it may;
-    every other way is left to an operator. full: samples per second of the fault-free plan; samples: of an iteration.
+    every other way is left to an operator. whole: what the fault-free plan comes to.
     basis: said last."""
-    horizon = advice.horizon
+    horizon, full, samples = advice.horizon, whole.per_second, whole.samples
     known = {option.name: option for option in advice.options}
     # Dropped, a replica's micro-batches are run by the others here, which is another rate than the advisor's.
     can = {way.name: Option(way.name, way.pause, way.rate) for way in ways}

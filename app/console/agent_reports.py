@@ -193,10 +193,11 @@ class Reports(ABC):
         try:
             partition = job.nominal.check_partition(message.partition)
         except PlannerError as error:
-            raise ConsoleError(422, "invalid", str(error)) from None
+            raise ConsoleError(409, "misfit", str(error)) from None
         count = message.moved_layers
         took = milliseconds(message.stall_ms)
-        text = f"{count} layer{'' if count == 1 else 's'} moved to another stage, which held training for {took}"
+        what = "1 layer moved to another stage" if count == 1 else f"{count} layers moved to other stages"
+        text = f"{what}, which held training for {took}"
         job.apply(happening.LayersMoved(message.generation, message.iteration, partition, text))
 
     def finish(self, job_id: str, message: JobFinished) -> None:

@@ -90,7 +90,8 @@ class JobView:
     iterations: the newest ones, oldest first. events: the newest ones, newest first.
     figures: ETTR, goodput and the fault-free rate so far. waits_since: when the wait for a person began that lasts
     (POSIX seconds), None: nobody is waited for.
-    advice: the best option with the workers that are out, None while nothing is known of it.
+    advice: the best option with the workers that are out, None while nothing is known of it. held: layers per stage as
+    the workers have them, () where stages can't be cut; coming: as they will, while layers move.
     """
 
     job_id: str
@@ -113,6 +114,8 @@ class JobView:
     moved: tuple[Process, ...] = ()
     waits_since: float | None = None
     plan_words: str = ""
+    held: tuple[int, ...] = ()
+    coming: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -78,6 +78,8 @@ def job_view(
         moved=worker_states.moved,
         waits_since=waited.since,
         plan_words=run.words if run else "",
+        held=state.held,
+        coming=state.current.partition if state.current and state.moving else (),
     )
 
 

@@ -43,15 +43,17 @@ class OpTime:
 
 @dataclass(frozen=True)
 class WorkerDetail:
-    """op_times: in the order F, I, W, B, O. events: newest first. log: oldest first. held: micro-batches
-    it holds at most at once by the plan in force, None when it has no part in it."""
+    """op_times: in the order F, I, W, B, O. events: newest first. log: oldest first. activations: of micro-batches,
+    that it holds at most at once by the plan in force, None when it has no part in it. held, coming: as in JobView."""
 
     worker: WorkerView
     stays: tuple[Stay, ...]
     op_times: tuple[OpTime, ...]
     events: tuple[EventView, ...]
     log: tuple[LogLine, ...]
-    held: int | None
+    activations: int | None
+    held: tuple[int, ...] = ()
+    coming: tuple[int, ...] = ()
 
 
 def worker_detail(console: Console, view: JobView, name: str, now: float) -> WorkerDetail:
@@ -76,6 +78,8 @@ def worker_detail(console: Console, view: JobView, name: str, now: float) -> Wor
         tuple(EventView(**{k: e[k] for k in _EVENT}, seen_by=seen.get(e["seq"], ("",))[0]) for e in events),
         console.observing.logs.lines(job.job_id, name),
         view.plan.metrics.peak_activations.get(name) if view.plan else None,
+        view.held,
+        view.coming,
     )
 
 

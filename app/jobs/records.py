@@ -195,7 +195,7 @@ def read_contact(row: Record) -> Contact:
     return Contact(beat, row["heard_at"])
 
 
-def read_state(store: Store, job_row: Record, spec: JobSpec, partition: tuple[int, ...]) -> State:
+def read_state(store: Store, job_row: Record, spec: JobSpec, partition: tuple[int, ...] = ()) -> State:
     """What the database says of a job; nobody has been heard in it yet. partition: layers per stage at its start."""
     job_id = job_row["id"]
     newest = store.newest_generation(job_id)

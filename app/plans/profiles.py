@@ -6,7 +6,7 @@ import hashlib
 import re
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -15,7 +15,7 @@ from openrecycle.db import profiles as rows
 from openrecycle.db.session import Database
 from openrecycle.planner.errors import InputError, PlannerError
 from openrecycle.planner.job import Job, Worker
-from openrecycle.planner.plan import JobDoc, first_problem, read_model
+from openrecycle.planner.plan import JobDoc, StageDoc, first_problem, read_model
 from openrecycle.planner.profiles import Profile, load_profile, shipped
 
 # What a profile may be called: it stands in addresses.
@@ -23,6 +23,8 @@ NAME = r"^[A-Za-z0-9][A-Za-z0-9_.+-]{0,79}$"
 # Longer documents are no profiles: one of 4,096 stages has some 600 kB.
 MAX_DOCUMENT = 1 << 20
 MOST = 1_000
+
+T = TypeVar("T", bound=StageDoc)
 
 
 class ProfileInfo(BaseModel):
@@ -177,17 +179,36 @@ def job_of(
     stages = own.stages if stages is None else stages
     if isinstance(document, Profile):
         return document.job_for(pipelines, stages, micro_batches)
+    if document.layers:
+        cut = document if stages == own.stages else of_layers(document, stages)
+        return on_grid(cut, pipelines, micro_batches).job()
     if stages != len(document.profiles):
         raise InputError("stages", stages, f"{len(document.profiles)}, as the profile has them")
     return on_grid(document, pipelines, micro_batches).job()
 
 
+def of_layers(document: JobDoc, stages: int, **changes: Any) -> JobDoc:
+    """The same layers, cut as evenly as they can be, with what follows from that left out."""
+    derived = {"profiles": (), "transfers": (), "backward_transfers": ()}
+    capacity = document.capacity_bytes if isinstance(document.capacity_bytes, int) else ()
+    inside = {w: x for w, x in document.speeds.items() if Worker.parse(w).stage < stages}
+    new = {"stages": stages, "partition": (), "capacity_bytes": capacity, "speeds": inside}
+    return document.model_copy(update=derived | new | changes)
+
+
 def on_grid(document: JobDoc, pipelines: int, micro_batches: int) -> JobDoc:
     """Reductions of fewer peers and speeds of fewer workers are among those of more."""
+
+    def fewer(items: tuple[T, ...]) -> tuple[T, ...]:
+        return tuple(item.model_copy(update={"reductions": item.reductions[:pipelines]}) for item in items)
+
     changes: dict[str, Any] = {
         "pipelines": pipelines,
         "micro_batches": micro_batches,
-        "profiles": tuple(p.model_copy(update={"reductions": p.reductions[:pipelines]}) for p in document.profiles),
+        "profiles": () if document.layers else fewer(document.profiles),
+        "transfers": () if document.layers else document.transfers,
+        "backward_transfers": () if document.layers else document.backward_transfers,
+        "layers": fewer(document.layers),
         "speeds": {w: x for w, x in document.speeds.items() if Worker.parse(w).pipeline < pipelines},
     }
     return document.model_copy(update=changes)
@@ -214,8 +235,9 @@ def _summary(document: Profile | JobDoc) -> dict[str, Any]:
             "time_unit": "ms",
         }
     about = f"job of {document.pipelines} x {document.stages} x {document.micro_batches}"
-    unit = document.time_unit
-    return {"kind": "job", "about": about, "stages": document.stages, "layers": None, "time_unit": unit}
+    layers = len(document.layers) or None
+    stages = None if layers else document.stages
+    return {"kind": "job", "about": about, "stages": stages, "layers": layers, "time_unit": document.time_unit}
 
 
 @cache

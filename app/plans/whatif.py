@@ -29,6 +29,7 @@ from openrecycle.app.plans.whatif_profile import (
 from openrecycle.planner.errors import InputError
 from openrecycle.planner.job import Job, MemoryLimit, Technique, Worker
 from openrecycle.planner.plan import JobDoc, Plan, PlanError, first_problem, job_doc, read_json
+from openrecycle.planner.profile import AUTO, parse_partition
 from openrecycle.planner.profiles import Profile, load_profile, shipped
 from openrecycle.planner.solvers.portfolio import SOLVERS
 
@@ -38,7 +39,8 @@ MAX_SIZE = 100_000
 @dataclass(frozen=True)
 class WhatIf:
     """failed: sorted. profile: a preset, a shipped profile's name, that of one that people keep (`saved_word`), or
-    one of the user's own (`own_profile`). kept: what stands behind the name.
+    one of the user's own (`own_profile`). kept: what stands behind the name. partition: of a profile with layers: how
+    many per stage, such as 11,14,7,12; AUTO: the best; "": as evenly as they go.
 
     seconds: of the solver. state_gb: weights and optimizer of a stage in 10^9 bytes (0: as the profile
     says); copy_gbs: 10^9 bytes per second of a copy; heals_in: seconds until the failed are back (0: never).
@@ -56,6 +58,7 @@ class WhatIf:
     state_gb: float = 0.0
     copy_gbs: float = 10.0
     heals_in: float = 0.0
+    partition: str = ""
     kept: Kept | None = field(default=None, compare=False)
 
     # -- for the planner --------------------------------------------------------------------
@@ -77,8 +80,8 @@ class WhatIf:
         if self.named is not None:
             return job_of(self.named.document, *grid)
         document = read_profile(self.profile)
-        if len(document.profiles) != self.stages:
-            raise InputError("profile", f"{len(document.profiles)} stages", f"one row for each of the {self.stages}")
+        if document.stages != self.stages:
+            raise InputError("profile", f"{document.stages} stages", f"one row for each of the {self.stages}")
         return on_grid(document, self.pipelines, self.micro_batches).job()
 
     def asked(self) -> PlanAsked:
@@ -90,6 +93,8 @@ class WhatIf:
             memory=self.memory,
             solver=self.solver,
             time_limit=self.seconds,
+            over="partitions" if self.partition == AUTO else "schedules",
+            partition=() if self.partition == AUTO else parse_partition(self.partition),
         )
 
     def migrations_asked(self) -> MigrationsAsked:
@@ -123,6 +128,8 @@ class WhatIf:
     def with_grid(self, pipelines: int, stages: int, micro_batches: int) -> WhatIf:
         """Failed workers outside the grid are let go; a profile of the user's own gets or loses last stages."""
         changed = replace(self, pipelines=pipelines, stages=stages, micro_batches=micro_batches)
+        if stages != self.stages and self.partition != AUTO:
+            changed = replace(changed, partition="")
         if stages != self.stages and not self._good_for(stages):
             changed = replace(changed, profile=own_profile(resized(self._document(), stages)))
         return changed.with_failed(set(self.failed))
@@ -159,12 +166,14 @@ class WhatIf:
     def of(cls, job: Job, failed: tuple[str, ...], technique: Technique, memory: str) -> WhatIf:
         """The question that a job and its present failures ask."""
         made = cls(job.pipelines, job.stages, job.micro_batches, technique=technique, memory=memory)
+        made = replace(made, partition=AUTO if job.layers else "")
         return replace(made, profile=own_profile(job_doc(job))).with_failed(set(failed))
 
     @classmethod
     def of_plan(cls, plan: Plan) -> WhatIf:
         """The question that a plan answers."""
-        return cls.of(plan.job.job(), plan.failed, plan.technique, plan.memory)
+        made = cls.of(plan.job.job(), plan.failed, plan.technique, plan.memory)
+        return replace(made, partition=",".join(map(str, plan.partition)))
 
     # -- for links --------------------------------------------------------------------------
 
@@ -190,6 +199,7 @@ class WhatIf:
             "state": f"{self.state_gb:g}",
             "copy": f"{self.copy_gbs:g}",
             "heals": f"{self.heals_in:g}",
+            "partition": self.partition,
         }
 
 
@@ -228,6 +238,7 @@ def parse(params: Mapping[str, str], kept: Kept | None = None) -> tuple[WhatIf, 
         "state": lambda t: {"state_gb": _number("state", t, 0, 1e6)},
         "copy": lambda t: {"copy_gbs": _number("copy", t, 1e-6, 1e6)},
         "heals": lambda t: {"heals_in": _number("heals", t, 0, 1e9)},
+        "partition": lambda t: {"partition": t if t == AUTO else ",".join(map(str, parse_partition(t)))},
     }
     for name, read in readers.items():
         if name in params:

@@ -10,7 +10,7 @@ from openrecycle.planner.bounds import Bound, best_bound
 from openrecycle.planner.errors import InfeasibleError, InputError, PlannerError
 from openrecycle.planner.job import Job
 
-GRID, PROFILE, TECHNIQUE, MEMORY, SOLVER = "grid", "profile", "technique", "memory", "solver"
+GRID, PROFILE, TECHNIQUE, MEMORY, SOLVER, PARTITION = "grid", "profile", "technique", "memory", "solver", "partition"
 # Up to so many ops the bound is worked out while somebody clicks; it takes milliseconds.
 BOUNDED_OPS = 20_000
 
@@ -43,11 +43,13 @@ def checked(question: WhatIf) -> Checked:
         return Checked(errors={PROFILE: str(error)})
     try:
         problem = asked.problem()
-        bound = best_bound(problem) if asked.ops <= BOUNDED_OPS else None
+        # Over all partitions it is another one, which whoever looks for the best of them works out.
+        bound = best_bound(problem) if asked.ops <= BOUNDED_OPS and asked.over == "schedules" else None
     except InfeasibleError as error:
         return Checked(job, asked, infeasible=f"{error.constraint}; {error.remedy}")
     except InputError as error:
-        where = {"--technique": TECHNIQUE, "solver": SOLVER, "failed": GRID}.get(error.field, MEMORY)
+        fields = {"--technique": TECHNIQUE, "solver": SOLVER, "failed": GRID, "partition": PARTITION}
+        where = fields.get(error.field, MEMORY)
         return Checked(job, asked, {where: _words(error, where)})
     return Checked(job, asked, bound=bound)
 

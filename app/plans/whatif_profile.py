@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from openrecycle.app.plans.profiles import NAME, Kept, on_grid
+from openrecycle.app.plans.profiles import NAME, Kept, of_layers, on_grid
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.planner.errors import InputError, PlannerError
 from openrecycle.planner.job import Job, StageProfile, Worker
@@ -83,13 +83,16 @@ def follow(word: str, keeper: Keeper, before: Callable[[], str] | None) -> Named
 
 def own_profile(document: JobDoc) -> str:
     """The stages' times and bytes of a job as one word of a URL; a preset's name where they are that."""
-    if not document.speeds:
+    if not document.speeds and not document.layers:
         job = on_grid(document, 1, 1).job()
         whole = not any(p.reductions for p in document.profiles)
         for name in PRESETS:
             if whole and job == Job(1, job.stages, 1, profiles=preset(name, job.stages)):
                 return name
-    text = document.model_copy(update={"pipelines": 1, "micro_batches": 1}).model_dump_json(exclude_defaults=True)
+    one = document.model_copy(update={"pipelines": 1, "micro_batches": 1})
+    if one.layers:  # what follows from them is left out
+        one = one.model_copy(update={"profiles": (), "transfers": (), "backward_transfers": ()})
+    text = one.model_dump_json(exclude_defaults=True)
     return f"{OWN}:" + base64.urlsafe_b64encode(zlib.compress(text.encode(), 9)).decode().rstrip("=")
 
 
@@ -117,7 +120,9 @@ def preset(name: str, stages: int) -> tuple[StageProfile, ...]:
 
 
 def resized(document: JobDoc, stages: int) -> JobDoc:
-    """Without its last stages, or with the last one and its boundary repeated."""
+    """Without its last stages, or with the last one and its boundary repeated; layers are cut anew."""
+    if document.layers:
+        return of_layers(document, stages)
 
     def fit(values: tuple[Any, ...], length: int, fill: Any) -> tuple[Any, ...]:
         return (*values, *(values[-1:] or (fill,)) * length)[:length]

@@ -71,7 +71,7 @@ _AGENT_ROUTES: Mapping[str, tuple[re.Pattern[str], ...]] = {
     "POST": (
         re.compile(r"/jobs"),
         re.compile(
-            r"/jobs/([^/]+)/(?:workers|heartbeats|acknowledgements|failures|iterations|recoveries|finish|logs"
+            r"/jobs/([^/]+)/(?:workers|heartbeats|acknowledgements|failures|iterations|recoveries|relayouts|finish|logs"
             r"|verdicts|measured|interim)"
         ),
     ),

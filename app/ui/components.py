@@ -165,6 +165,8 @@ def job_title(head: JobHead, *, pace: bool = True) -> None:
         f"{text.count(spec.micro_batches, 'micro-batch', 'micro-batches')} each · {spec.technique} · "
         f"memory limit {'by bytes' if spec.memory == 'bytes' else spec.memory}"
     )
+    if spec.profile is not None and spec.profile.layers:
+        about += f" · {text.count(len(spec.profile.layers), 'layer')}"
     paced, times = "", op_time_words(spec)
     if spec.profile is not None and times and not spec.paced:
         about += f" · op times by stage: {times}"
@@ -193,12 +195,18 @@ def until_drawn(figure: go.Figure) -> None:
         st.html(picture)
 
 
-def grid_columns(stages: int) -> None:
-    """Tells the style sheet how many columns the worker grid has; draws their heads."""
-    heads = "".join(
-        f'<span class="or-colhead"><span class="or-long">stage </span><span class="or-short">S</span>{s}</span>'
-        for s in range(stages)
-    )
+def grid_columns(stages: int, held: Sequence[int] = (), coming: Sequence[int] = ()) -> None:
+    """Tells the style sheet how many columns the worker grid has; draws their heads. held: layers per stage, where
+    stages can be cut anew; coming: those that they will have, once some have moved."""
+    heads = ""
+    for s in range(stages):
+        below = ""
+        if held:
+            now, then = text.layers(held, s), text.layers(coming or held, s)
+            moves = f' <b class="or-coming">→&nbsp;{then}</b>' if then != now else ""
+            below = f'<small><span class="or-long">layers </span><span class="or-short">L</span>{now}{moves}</small>'
+        name = f'<span class="or-long">stage </span><span class="or-short">S</span>{s}'
+        heads += f'<span class="or-colhead">{name}{below}</span>'
     st.html(f'<style>:root{{--or-stages:{stages}}}</style><div class="or-colheads"><span></span>{heads}</div>')
 
 

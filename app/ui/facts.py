@@ -160,10 +160,12 @@ def _plan(view: JobView) -> Card:
     gap = "proven optimal" if plan.metrics.gap <= 0 else f"gap ≤ {text.at_most(plan.metrics.gap)}"
     note = rolled or f"{against}, {gap}"
     joining = [w.name for w in view.workers if w.state is RoleState.JOINING]
+    there = f"{names(joining, 3, ' and ')} {'has' if len(joining) == 1 else 'have'} the state"
+    there = there if joining else "layers have moved"
     if view.plan_words == INTERIM:
-        note = f"until {names(joining, 3, ' and ')} {'has' if len(joining) == 1 else 'have'} the state; {against}"
+        note = f"until {there}; {against}"
     elif view.plan_words == SOON:
-        note = f"once {names(joining, 3, ' and ')} {'has' if len(joining) == 1 else 'have'} the state"
+        note = f"once {there}"
     title = {INTERIM: "Interim plan", SOON: "Plan in force soon", LAST: "Last plan in force"}
     head = title.get(view.plan_words, "Plan in force")
     if view.condition is Condition.WAITING:
@@ -200,8 +202,9 @@ def plan_cards(plan: Plan, schedule: Schedule) -> list[Card]:
     makespan, slot = f"makespan {text.planned(metrics.makespan, unit)}", slot_of(schedule.problem.job)
     slots = f"= {text.planned(round(metrics.period / slot, 1), 'slot')}" if slot else ""
     each = f"of {text.planned(slot, unit)} each; " if slot else ""
+    cut = f"layers per stage {text.counts(plan.partition)}; " if plan.partition else ""
     return [
-        Card("Period", text.planned(metrics.period, unit), each + makespan, of=slots),
+        Card("Period", text.planned(metrics.period, unit), cut + each + makespan, of=slots),
         Card(
             "Gap to the bound",
             text.percent(max(metrics.gap, 0)),

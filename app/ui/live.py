@@ -129,7 +129,7 @@ def _tiles(view: JobView) -> None:
     for worker in sorted(view.workers, key=lambda w: (w.pipeline, w.stage)):
         rows.setdefault(worker.pipeline, []).append(worker)
     with st.container(key="worker-grid", gap=None):
-        components.grid_columns(view.spec.stages)
+        components.grid_columns(view.spec.stages, view.held, view.coming)
         for pipeline, workers in rows.items():
             with st.container(key=f"grid-row-{pipeline}", horizontal=True):
                 components.row_head(pipeline)

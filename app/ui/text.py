@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from datetime import datetime
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
@@ -16,6 +17,18 @@ def seconds(value: float) -> str:
     if value < 9.95:
         return f"{value:.1f} s"
     return f"{value:.0f} s" if value < 59.5 else milliseconds(1000 * value)
+
+
+def layers(partition: Sequence[int], stage: int) -> str:
+    """Which a stage holds, counted from 0: `11–24`."""
+    first = sum(partition[:stage])
+    last = first + partition[stage] - 1
+    return f"{first}" if first == last else f"{first}–{last}"
+
+
+def counts(partition: Sequence[int]) -> str:
+    """Layers per stage: `11, 14, 7, 12`."""
+    return ", ".join(map(str, partition))
 
 
 def age(seconds: float | None) -> str:

@@ -24,10 +24,14 @@ NEWEST = 8
 
 def facts_html(detail: WorkerDetail) -> str:
     worker = detail.worker
+    layers = text.layers(detail.held, worker.stage) if detail.held else ""
+    if detail.coming and (then := text.layers(detail.coming, worker.stage)) != layers:
+        layers += f", soon {then}"
     gone = worker.state in OUT and worker.state is not RoleState.LEAVING
     rows = {
         "State": LOOKS[worker.state][0] + (f" – {worker.detail}" if worker.detail else ""),
         "Place": f"pipeline {worker.pipeline}, stage {worker.stage}",
+        "Layers": f"{layers} of {sum(detail.held)}" if layers and not gone else "",
         "Last iteration" if gone else "Iteration": f"{worker.iteration:,}, generation {worker.generation}"
         + (f", {worker.phase}" if worker.phase else ""),
         "Was at" if gone else "At": doing(worker.doing, limit=not gone) if worker.doing else "",
@@ -37,8 +41,8 @@ def facts_html(detail: WorkerDetail) -> str:
         "Last heartbeat": text.age(worker.heartbeat_age),
         "Process": _process(worker),
         "Memory in use": text.size(worker.resident_bytes) if worker.resident_bytes else "",
-        "Activations, by plan": f"at most {text.count(detail.held, 'micro-batch', 'micro-batches')} at once"
-        if detail.held is not None
+        "Activations, by plan": f"at most {text.count(detail.activations, 'micro-batch', 'micro-batches')} at once"
+        if detail.activations is not None
         else "",
     }
     items = "".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in rows.items() if v)

@@ -6,7 +6,7 @@ from openrecycle.agent.coordination.coordinator import nobody_heard
 from openrecycle.agent.coordination.membership import Ladder, Member, State, peer_of, returned
 from openrecycle.agent.protocol import JobState, WorkerState
 from openrecycle.app.workers.states import WorkerStates, lost_name
-from openrecycle.planner.words import names, percent
+from openrecycle.planner.words import layers_moved, names, percent
 
 MOST_MOVES = 4
 
@@ -89,6 +89,8 @@ def _in_a_generation(worker_states: WorkerStates, share: float | None) -> str:
     state = worker_states.state
     assert state.current is not None
     waiting, living = state.unsettled(), len(state.current.living)
+    if waiting and state.moving and state.interim is not None:
+        return f"Training with {living:,} of {len(state.members):,} workers; {_moving(state)}"
     if waiting:
         steps = {"": "to take up the plan", "adopted": "to form its groups", "formed": "to commit its first iteration"}
         slowest = min(waiting, key=lambda m: list(steps).index(m.acknowledged))
@@ -104,8 +106,17 @@ def _in_a_generation(worker_states: WorkerStates, share: float | None) -> str:
         text += f", at {percent(share)} of the fault-free throughput"
     out = _who_is_out(worker_states)
     work = "Living peers of the same stage do the work." if out else ""
+    moving = _moving(state) if state.moving else ""
     frozen = _frozen(state) if state.frozen_by else ""
-    return " ".join(part for part in (f"{text}.", out, work, frozen) if part)
+    return " ".join(part for part in (f"{text}.", moving, out, work, frozen) if part)
+
+
+def _moving(state: State) -> str:
+    assert state.current is not None
+    then = state.current.partition
+    count = layers_moved(state.held, then)
+    what = "1 layer moves to another stage" if count == 1 else f"{count} layers move to other stages"
+    return f"{what}, beside the training; from then on stages hold {', '.join(map(str, then))}."
 
 
 def _who_is_out(worker_states: WorkerStates) -> str:

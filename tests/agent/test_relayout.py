@@ -7,8 +7,9 @@ from typing import Any, ClassVar
 
 import pytest
 
+from openrecycle.agent.coordination.choosing import worth_moving
 from openrecycle.agent.coordination.launcher import Deploy
-from openrecycle.agent.coordination.local import LocalCoordination, worth_moving
+from openrecycle.agent.coordination.local import LocalCoordination
 from openrecycle.agent.options import HandOver, Optimization
 from openrecycle.agent.relayout import Move, moves
 from openrecycle.agent.workload import NamedWorkload

@@ -13,7 +13,7 @@ from ui_console import ConsoleHere, JobHere, until
 from openrecycle.agent.coordination.choosing import out
 from openrecycle.agent.coordination.membership import Candidate
 from openrecycle.agent.protocol import FailureReport
-from openrecycle.app.advice.service import REPAIR_SECONDS, copy_times, grounds
+from openrecycle.app.advice.service import REPAIR_SECONDS, copy_times, grounds, move_times
 from openrecycle.app.advice.verdict import AdviceRequest, Verdict, decide, serve, verdict_document
 from openrecycle.app.observing.job_history import changes, repair_times
 from openrecycle.app.runtime.maker import Maker
@@ -21,14 +21,16 @@ from openrecycle.planner.check import check
 from openrecycle.planner.job import Job
 from openrecycle.planner.packed import from_bytes
 from openrecycle.planner.plan import job_doc
-from openrecycle.planner.policy import Advice, Option, best_option
+from openrecycle.planner.policy import REPARTITION, Advice, Option, best_option
 from openrecycle.planner.simulation.costs import RecoveryCosts
+from openrecycle.planner.simulation.planned import Rate
 from openrecycle.planner.words import DROP, MIGRATE, REROUTE
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes
 
 HOUR = 3600.0
+FULL = Rate(1.0, 10.0)
 
 
 def advice(*options: Option, horizon: float = HOUR) -> Advice:
@@ -44,7 +46,7 @@ MOVE = Candidate(MIGRATE, ("W2_1",), (("W2_1", "W1_2"),))
 
 
 def test_re_routing_that_is_best_needs_no_operator() -> None:
-    verdict = decide(advice(Option("re-route", 1, 9.0), Option("re-partition", 20, 8.0)), ["W1_2"], 10.0, "Basis.")
+    verdict = decide(advice(Option("re-route", 1, 9.0), Option("re-partition", 20, 8.0)), ["W1_2"], FULL, "Basis.")
     assert (verdict.way, verdict.advised, verdict.absorbed) == ("re-route", "re-route", True)
     assert verdict.reason.startswith(golden("with-w1-2-empty-the-best"))
     assert verdict.reason.endswith("Basis.") and "re-partition" not in verdict.reason
@@ -52,7 +54,7 @@ def test_re_routing_that_is_best_needs_no_operator() -> None:
 
 
 def test_what_can_not_be_done_is_never_called_best() -> None:
-    verdict = decide(advice(Option("re-route", 0, 5.0), Option("re-partition", 0, 8.0)), ["W1_2"], 10.0, "", [STAY])
+    verdict = decide(advice(Option("re-route", 0, 5.0), Option("re-partition", 0, 8.0)), ["W1_2"], FULL, "", [STAY])
     assert (verdict.way, verdict.advised) == ("re-route", "re-route") and not verdict.calls_for_an_operator
     assert (
         golden("the-best-option-is-re-route") in verdict.reason
@@ -69,7 +71,7 @@ def test_what_can_not_be_done_is_never_called_best() -> None:
 )
 def test_a_clearly_better_move_is_made(automatic: bool, way: str, words: str) -> None:
     options = (Option(REROUTE, 0, 5.0), Option(MIGRATE, 5, 8.0))
-    verdict = decide(advice(*options), ["W1_2"], 10.0, "", [MOVE, STAY], automatic=automatic, migrate=True)
+    verdict = decide(advice(*options), ["W1_2"], FULL, "", [MOVE, STAY], automatic=automatic, migrate=True)
     assert (verdict.way, verdict.advised, verdict.better) == (way, MIGRATE, MIGRATE)
     assert verdict.calls_for_an_operator == (not automatic)
     assert golden("it-trains-60-more-than", words) in verdict.reason
@@ -77,7 +79,7 @@ def test_a_clearly_better_move_is_made(automatic: bool, way: str, words: str) ->
 
 def test_the_best_of_what_can_be_done_is_ranked_first() -> None:
     options = (Option(REROUTE, 0, 5.0), Option(MIGRATE, 0, 8.0), Option("re-partition", 0, 9.0))
-    verdict = decide(advice(*options), ["W1_2"], 10.0, "", [MOVE, STAY], automatic=True, migrate=True)
+    verdict = decide(advice(*options), ["W1_2"], FULL, "", [MOVE, STAY], automatic=True, migrate=True)
     assert (verdict.way, verdict.advised, verdict.better) == (MIGRATE, MIGRATE, MIGRATE)
     assert golden("the-best-option-is-migrate-and") in verdict.reason
     assert verdict.reason.index("next is re-route") < verdict.reason.index(golden("not-possible-here-re-partition"))
@@ -85,14 +87,14 @@ def test_the_best_of_what_can_be_done_is_ranked_first() -> None:
 
 def test_a_job_that_may_not_move_says_so() -> None:
     options = (Option(REROUTE, 0, 5.0), Option(MIGRATE, 0, 8.0))
-    verdict = decide(advice(*options), ["W1_2"], 10.0, "", [STAY])
+    verdict = decide(advice(*options), ["W1_2"], FULL, "", [STAY])
     assert (verdict.way, verdict.advised, verdict.better) == (REROUTE, REROUTE, "")
     assert golden("not-possible-here-migrate-and") in verdict.reason
 
 
 def test_a_way_that_is_hardly_better_is_not_worth_it() -> None:
     verdict = decide(
-        advice(Option("re-route", 0, 8.0), Option("migrate and re-route", 0, 8.3)), ["W1_2"], 10.0, "", [MOVE]
+        advice(Option("re-route", 0, 8.0), Option("migrate and re-route", 0, 8.3)), ["W1_2"], FULL, "", [MOVE]
     )
     assert not verdict.better
     assert not verdict.calls_for_an_operator
@@ -102,15 +104,15 @@ def test_a_way_that_is_hardly_better_is_not_worth_it() -> None:
 def test_work_that_a_restart_loses_counts() -> None:
     """Two hours since the checkpoint at 10 samples/s: more than an hour at twice the speed makes good."""
     options = (Option("re-route", 0, 5.0), Option("restart from the checkpoint", 0, 10.0, redo=2 * HOUR))
-    assert "restart" not in decide(advice(*options), ["W0_0"], 10.0, "").reason
-    later = decide(advice(*options, horizon=10 * HOUR), ["W0_0"], 10.0, "")
+    assert "restart" not in decide(advice(*options), ["W0_0"], FULL, "").reason
+    later = decide(advice(*options, horizon=10 * HOUR), ["W0_0"], FULL, "")
     assert golden("not-possible-here-restart-from") in later.reason
 
 
 def test_where_re_routing_trains_nothing_another_way_that_can_be_taken_is_better() -> None:
     drop = Candidate(DROP, ("W0_0", "W0_1"), rate=1.0)
     options = (Option("re-route", 2 * HOUR, 5.0), Option("re-partition", 0, 3.0))
-    verdict = decide(advice(*options), ["W0_0"], 10.0, "", [drop, STAY])
+    verdict = decide(advice(*options), ["W0_0"], FULL, "", [drop, STAY])
     assert verdict.advised == DROP and golden("the-best-option-is-drop") in verdict.reason
 
 
@@ -260,6 +262,57 @@ def test_who_has_moved_stays(grid: tuple[int, int, int], failed: tuple[str, ...]
     moved = better(failed)
     assert moved is not None
     assert better(moved.failed) is None
+
+
+LAYERED = job_doc(Job.uniform(3, 4, 6, durations={"F": 4.0, "I": 4.0, "W": 4.0}, time_unit="ms", layers=44))
+
+
+def verdict_on(**given: object) -> Verdict:
+    asked = request(**({"job": LAYERED, "failed": ("W1_2",), "relayout": "auto", "partition": (11,) * 4} | given))
+    return asked.read(verdict_document(json.loads(asked.to_json())))
+
+
+def test_layers_that_may_move_do_so_where_that_pays_within_the_hour() -> None:
+    verdict = verdict_on()
+    best = verdict.candidates[0]
+    assert (best.name, verdict.better, verdict.way) == (REPARTITION, REPARTITION, REPARTITION)
+    assert best.failed == ("W1_2",) and sum(best.partition) == 44 and best.partition != (11,) * 4
+    plan = next(p for p in map(from_bytes, map(b64decode, verdict.plans)) if p.fingerprint == best.plan)
+    assert plan.partition == best.partition and plan.metrics.bound_over == "partitions" and check(plan) == []
+    assert best.share > 0.88, "of 11/12"
+    after = verdict_on(partition=best.partition)
+    assert after.better == "" and all(c.name != REPARTITION for c in after.candidates), "they stay there"
+
+
+@pytest.mark.parametrize(
+    ("given", "better"),
+    [
+        ({"relayout": "never"}, ""),
+        ({"automatic": False}, REPARTITION),
+        ({"move": 4000.0}, ""),  # seconds of training lost, of the hour to the repair
+    ],
+)
+def test_layers_stay_where_they_may_not_move_or_it_costs_more(given: dict[str, object], better: str) -> None:
+    verdict = verdict_on(**given)
+    assert verdict.better == better and verdict.way == REROUTE
+
+
+def test_layers_go_back_when_all_workers_are_there() -> None:
+    verdict = verdict_on(failed=(), partition=(11, 14, 7, 12))
+    (back,) = [c for c in verdict.candidates if c.name == REPARTITION]
+    assert verdict.better == REPARTITION and back.partition == (11,) * 4 and back.failed == ()
+    assert back.share == pytest.approx(1.0)
+
+
+def test_what_moved_layers_cost_is_measured() -> None:
+    generations = [
+        {"generation": 1, "moved_at": None},
+        {"generation": 2, "moved_at": None},
+        {"generation": 3, "moved_at": 22},
+    ]
+    took = {10: 2.0, 11: 1.5, 12: 1.5, 20: 1.6, 21: 1.5, 22: 1.2, 23: 1.0, 24: 1.0}
+    rows = [{"iteration": i, "generation": 2 if i < 20 else 3, "seconds": s} for i, s in took.items()]
+    assert move_times(generations, rows) == [pytest.approx(0.1 + 0.2)]
 
 
 def test_advice_that_takes_too_long_is_given_up() -> None:

@@ -59,12 +59,26 @@ class JobHere:
         self.job_id = console.create_job(self.spec)[0].job_id
         self.names = [f"W{p}_{s}" for p in range(self.spec.pipelines) for s in range(self.spec.stages)]
         self.living = list(self.names)
+        self.turns: dict[str, str] = {}
+
+    def process(self, name: str) -> str:
+        """The incarnation that holds the role now."""
+        return f"{name}-{self.turns.get(name, 'a')}"
+
+    def back(self, name: str) -> JobHere:
+        """Another process asks to re-join in the place of one that has ended."""
+        self.turns[name] = chr(ord(self.turns.get(name, "a")) + 1)
+        self.living.append(name)
+        self.console.register(
+            self.job_id, Registration(worker=name, incarnation=self.process(name), host="node1", pid=200)
+        )
+        return self
 
     def register(self) -> JobHere:
         """All workers register; generation 1 opens with the fault-free plan and all resume in it."""
         for i, name in enumerate(self.names):
             self.console.register(
-                self.job_id, Registration(worker=name, incarnation=name + "-a", host="node1", pid=100 + i)
+                self.job_id, Registration(worker=name, incarnation=self.process(name), host="node1", pid=100 + i)
             )
         self.resume(1)
         return self
@@ -73,7 +87,7 @@ class JobHere:
         until(lambda: self.console.view(self.job_id).generation == generation, f"generation {generation} opens")
         for state in ("adopted", "formed", "resumed"):
             for name in self.living:
-                ack = Acknowledgement(worker=name, incarnation=name + "-a", generation=generation, state=state)  # type: ignore[arg-type]
+                ack = Acknowledgement(worker=name, incarnation=self.process(name), generation=generation, state=state)  # type: ignore[arg-type]
                 self.console.acknowledge(self.job_id, ack)
 
     def commit(self, first: int, last: int, generation: int) -> JobHere:
@@ -96,7 +110,7 @@ class JobHere:
         for name in self.living:
             beat = Heartbeat(
                 worker=name,
-                incarnation=name + "-a",
+                incarnation=self.process(name),
                 seq=iteration + 1,
                 generation=generation,
                 iteration=iteration,
@@ -111,7 +125,11 @@ class JobHere:
         """The launcher sees the worker's process end."""
         self.living.remove(name)
         report = FailureReport(
-            worker=name, incarnation=name + "-a", cause="exit", reporter="launcher node1", detail="killed by signal 9"
+            worker=name,
+            incarnation=self.process(name),
+            cause="exit",
+            reporter="launcher node1",
+            detail="killed by signal 9",
         )
         self.console.failure(self.job_id, report)
         return self

@@ -13,14 +13,16 @@ from openrecycle.app.console.plan_sources import without
 from openrecycle.app.console.service import Console
 from openrecycle.app.plans.solving_child import MAX_SECONDS
 from openrecycle.app.plans.whatif import WhatIf
-from openrecycle.app.plans.whatif_check import GRID, MEMORY, SOLVER, TECHNIQUE, Checked
+from openrecycle.app.plans.whatif_check import GRID, MEMORY, PARTITION, SOLVER, TECHNIQUE, Checked
 from openrecycle.app.plans.worked_example import STEPS
 from openrecycle.app.runtime.errors import ConsoleError
+from openrecycle.app.ui import text
 from openrecycle.app.ui.access import acting
 from openrecycle.app.ui.planning.pieces import field_error
 from openrecycle.app.ui.planning.state import PAGE, change, entered, now, said, say, shown
 from openrecycle.planner.errors import PlannerError
-from openrecycle.planner.job import MemoryLimit, Technique
+from openrecycle.planner.job import Job, MemoryLimit, Technique
+from openrecycle.planner.profile import AUTO
 from openrecycle.planner.solvers.portfolio import SOLVERS
 
 MAX_SIDE = 100_000
@@ -181,6 +183,9 @@ def limits(question: WhatIf, found: Checked) -> None:
             key = shown("planner-memory-count", count)
             st.number_input("Activations", 1, 10**9, count, step=1, key=key, on_change=_limit, width=110)
     wrong(found, MEMORY)
+    if found.job is not None and found.job.layers:
+        _layers(question, found.job)
+    wrong(found, PARTITION)
     with st.container(horizontal=True, vertical_alignment="bottom", key="planner-effort"):
         st.selectbox(
             "Solver",
@@ -205,6 +210,23 @@ def limits(question: WhatIf, found: Checked) -> None:
                 width=130,
             )
     wrong(found, SOLVER)
+
+
+def _layers(question: WhatIf, job: Job) -> None:
+    """How they are cut into stages."""
+    words = {AUTO: "Best partition", "": f"As evenly as they go: {text.counts(job.home)}"}
+    words.setdefault(question.partition, question.partition.replace(",", ", "))
+    st.selectbox(
+        "Layers per stage",
+        list(words),
+        index=list(words).index(question.partition),
+        format_func=words.__getitem__,
+        key=shown("planner-partition", question.partition),
+        on_change=_set(lambda value: replace(now(), partition=value), "planner-partition"),
+        help="The best partition for the workers that live: the bound is then over every partition, so the gap says "
+        "how far the plan may be from the best of all layouts.",
+        width=300,
+    )
 
 
 def _limit() -> None:

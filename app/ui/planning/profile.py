@@ -12,7 +12,7 @@ import streamlit as st
 
 from openrecycle.app.console.service import Console
 from openrecycle.app.plans.measured_profile import measured_profile
-from openrecycle.app.plans.profile_table import HELP, edited, table
+from openrecycle.app.plans.profile_table import HELP, edited, row_name, table
 from openrecycle.app.plans.profiles import ProfileInfo
 from openrecycle.app.plans.whatif import WhatIf, read_upload, uploaded
 from openrecycle.app.plans.whatif_check import PROFILE, Checked
@@ -26,7 +26,7 @@ from openrecycle.app.ui.planning.controls import wrong
 from openrecycle.app.ui.planning.pieces import field_error
 from openrecycle.app.ui.planning.state import PROFILE_NOTE, change, entered, now, said, say, shown
 from openrecycle.planner.errors import InputError, PlannerError
-from openrecycle.planner.job import Job
+from openrecycle.planner.job import Job, StageProfile
 from openrecycle.planner.plan import JobDoc, job_doc
 from openrecycle.planner.profiles import Profile, shipped
 
@@ -96,7 +96,8 @@ def profile(console: Console, question: WhatIf, found: Checked) -> None:
     if words := said(PROFILE_NOTE):
         st.warning(text.plain_markdown(words))
     if found.job is not None:
-        with bound.expander(f"Stages: {_sum_up(found.job)}", key="planner-stage-times"):
+        what = "Layers" if found.job.layers else "Stages"
+        with bound.expander(f"{what}: {_sum_up(found.job)}", key="planner-stage-times"):
             _editor(question, found.job)
 
 
@@ -119,13 +120,14 @@ def _sum_up(job: Job) -> str:
         low, high = min(values), max(values)
         return f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
 
+    rows: Sequence[StageProfile] = job.layers or job.profiles
     parts = [
-        f"F {span([p.forward for p in job.profiles])}",
-        f"I {span([p.input_backward for p in job.profiles])}",
-        f"W {span([p.weight_backward for p in job.profiles])}",
+        f"F {span([p.forward for p in rows])}",
+        f"I {span([p.input_backward for p in rows])}",
+        f"W {span([p.weight_backward for p in rows])}",
     ]
-    if any(p.optimizer for p in job.profiles):
-        parts.append(f"O {span([p.optimizer for p in job.profiles])}")
+    if any(p.optimizer for p in rows):
+        parts.append(f"O {span([p.optimizer for p in rows])}")
     if any(job.transfers):
         parts.append(f"transfers {span(list(job.transfers))}")
     return ", ".join(parts) + f" {text.plural(job.time_unit)}"
@@ -141,8 +143,8 @@ def _editor(question: WhatIf, job: Job) -> None:
         rows,
         key=key,
         hide_index=True,
-        disabled=["stage"],
-        height=min(len(rows["stage"]), ROWS) * 35 + 40,
+        disabled=[row_name(document)],
+        height=min(len(rows[row_name(document)]), ROWS) * 35 + 40,
         column_config={
             name: st.column_config.NumberColumn(name, help=HELP.get(name), min_value=0.0 if name in HELP else None)
             for name in rows

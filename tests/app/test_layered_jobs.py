@@ -1,0 +1,146 @@
+"""A job with layers in a console: they move after a death, and back; an operator may be asked; a restart knows it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from ui_console import ConsoleHere, JobHere, until
+
+from openrecycle.agent.coordination.membership import Mode
+from openrecycle.agent.protocol import Relayout
+from openrecycle.app.jobs.live_job import LiveJob
+from openrecycle.app.runtime.errors import ConsoleError
+from openrecycle.db.store import Store
+from openrecycle.planner.job import Job
+from openrecycle.planner.plan import job_doc
+from openrecycle.planner.policy import REPARTITION
+from openrecycle.planner.words import layers_moved
+
+pytestmark = pytest.mark.processes
+
+HOME = (11,) * 4
+LAYERED = job_doc(Job.uniform(3, 4, 6, durations={"F": 4.0, "I": 4.0, "W": 4.0}, time_unit="ms", layers=44))
+
+
+class Layered(JobHere):
+    def __init__(self, here: ConsoleHere, **changes: Any) -> None:
+        values: dict[str, Any] = {"profile": LAYERED.model_dump(), "durations": {}, "relayout": "auto"}
+        super().__init__(here.console, "layered", **(values | changes))
+
+    @property
+    def live(self) -> LiveJob:
+        return self.console.job(self.job_id)
+
+    def moved(self, iteration: int) -> None:
+        """The launcher says that its workers have the layers of the newest generation."""
+        current = self.live.state.current
+        assert current is not None
+        count = layers_moved(self.live.state.held, current.partition)
+        report = Relayout(
+            generation=current.number,
+            iteration=iteration,
+            partition=current.partition,
+            moved_layers=count,
+            stall_ms=20.0,
+        )
+        self.console.rearranged(self.job_id, report)
+
+
+def test_layers_move_after_a_death_and_back_after_the_return(here: ConsoleHere) -> None:
+    job = Layered(here).register().commit(0, 9, 1)
+    assert job.live.state.held == HOME
+    job.die("W1_2")
+    job.resume(2)
+    current = job.live.state.current
+    assert current is not None and current.partition == HOME, "first the work is re-routed, at once"
+    job.commit(10, 11, 2)
+    until(lambda: job.live.state.generation == 3, "the layers are to move")
+    current = job.live.state.current
+    assert current is not None and current.failed == ("W1_2",)
+    assert sum(current.partition) == 44 and current.partition != HOME
+    plan = here.console.plan(current.plan_fingerprint)
+    assert plan.partition == current.partition
+    assert job.live.state.moving and job.live.state.held == HOME
+    job.resume(3)
+    view = here.console.view(job.job_id)
+    assert (view.held, view.coming) == (HOME, current.partition)
+    job.moved(13)
+    job.moved(13)  # said twice, it is the same
+    view = here.console.view(job.job_id)
+    assert (view.held, view.coming) == (current.partition, ())
+    job.commit(12, 20, 3)
+
+    job.back("W1_2")
+    until(lambda: job.live.state.generation == 4, "it is let in")
+    joined = job.live.state.current
+    assert joined is not None and joined.partition == current.partition, "first it comes, then layers move"
+    job.resume(4)
+    until(lambda: job.live.state.generation == 5, "the layers are to go back")
+    home = job.live.state.current
+    assert home is not None and home.partition == HOME and home.failed == ()
+    job.resume(5)
+    job.moved(25)
+    assert job.live.state.held == HOME and not job.live.state.moving
+    job.commit(21, 30, 5)
+    until(
+        lambda: job.live.planned_ahead >= job.live.plans_to_make > 1, "plans are made ahead for the layers as they are"
+    )
+    assert job.live.state.generation == 5, "and now they stay"
+
+
+def test_who_fails_while_layers_move_is_planned_for_with_those_that_come(here: ConsoleHere) -> None:
+    job = Layered(here).register().commit(0, 9, 1).die("W1_2")
+    job.resume(2)
+    until(lambda: job.live.state.generation == 3, "the layers are to move")
+    moving = job.live.state.current
+    assert moving is not None
+    job.die("W0_3")
+    job.resume(4)
+    current = job.live.state.current
+    assert current is not None and current.failed == ("W0_3", "W1_2") and current.partition == moving.partition
+    assert here.console.plan(current.plan_fingerprint).partition == moving.partition
+
+
+def test_in_manual_mode_an_operator_is_asked(here: ConsoleHere) -> None:
+    job = Layered(here).register().commit(0, 9, 1)
+    here.console.operators.set_mode(job.job_id, Mode.MANUAL, 600.0, "ada")
+    job.die("W1_2")
+    until(lambda: job.live.state.offer is not None, "the options are known")
+    assert job.live.state.generation == 1, "nothing is done until somebody chooses"
+    here.console.operators.choose(job.job_id, REPARTITION, ("W1_2",), "ada")
+    until(lambda: job.live.state.generation == 2, "it goes on")
+    current = job.live.state.current
+    assert current is not None and current.partition != HOME
+
+
+def test_layers_that_may_not_move_stay(here: ConsoleHere) -> None:
+    job = Layered(here, relayout="never").register().commit(0, 9, 1).die("W1_2")
+    job.resume(2)
+    until(lambda: here.console.view(job.job_id).advice is not None, "the advice comes")
+    assert job.live.state.generation == 2 and job.live.state.held == HOME
+
+
+def test_a_restart_knows_which_layers_the_workers_have(here: ConsoleHere) -> None:
+    job = Layered(here).register().commit(0, 9, 1).die("W1_2")
+    job.resume(2)
+    until(lambda: job.live.state.generation == 3, "the layers are to move")
+    job.resume(3)
+    before = job.live.state
+    assert before.current is not None
+    row = Store(here.database).job(job.job_id)
+    assert row is not None
+    again = job.live
+    again.restore(row)
+    assert (again.state.held, again.state.moving) == (HOME, True), "as the database says"
+    assert again.job.partition == before.current.partition
+    job.moved(15)
+    again.restore(row)
+    assert (again.state.held, again.state.moving) == (before.current.partition, False)
+
+
+def test_a_report_of_other_layers_than_the_job_has_is_refused(here: ConsoleHere) -> None:
+    job = Layered(here).register()
+    report = Relayout(generation=1, iteration=0, partition=(1, 2, 3, 4), moved_layers=3, stall_ms=1.0)
+    with pytest.raises(ConsoleError):
+        here.console.rearranged(job.job_id, report)
