@@ -79,7 +79,8 @@ def chosen(state: State, event: Chosen, now: float, ladder: Ladder) -> Step:
     pending = state.pending
     waits = pending is not None and pending.until is not None
     failed = pending.failed if pending is not None and waits else out(state)
-    if not failed:
+    back = state.offer is not None and bool(state.offer.candidates) and state.offer.failed == failed
+    if failed is None or not (failed or back):
         return refuse(state, "no_choice", "there is nothing to choose: no worker is out, or the job recovers already")
     if event.failed is not None and sorted(event.failed) != sorted(failed):
         return refuse(

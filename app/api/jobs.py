@@ -156,6 +156,8 @@ def _detail(console: Console, job_id: str) -> JobDetail:
         fault_free_source=view.figures.baseline.words if view.figures and view.figures.baseline else None,
         waited_seconds=view.figures.waited if view.figures else 0.0,
         advice=view.advice,
+        partition=list(view.held),
+        moving_to=list(view.coming),
         ettr=view.figures.ettr if view.figures else None,
         goodput=view.figures.goodput if view.figures else None,
     )

@@ -38,7 +38,9 @@ class JobDetail(JobInfo):
     is run that was too large to be sent). advice: which option is best with the workers that are out, and why; null
     when none is, and until it is worked out. ettr: productive time / wall time so far; goodput: the same weighted with
     throughput / fault-free throughput. fault_free_samples_per_second: what throughput is measured by, and
-    fault_free_source: where that number is from. waited_seconds: for a person, so far; in no other number."""
+    fault_free_source: where that number is from. waited_seconds: for a person, so far; in no other number.
+    partition: layers per stage as the workers hold them, empty where stages can't be cut; moving_to: as they will,
+    while layers are on their way."""
 
     spec: JobSpec
     committed: int
@@ -50,6 +52,8 @@ class JobDetail(JobInfo):
     fault_free_source: str | None = None
     waited_seconds: float = 0.0
     advice: str | None = None
+    partition: list[int] = []
+    moving_to: list[int] = []
     ettr: float | None = None
     goodput: float | None = None
 
@@ -121,7 +125,8 @@ class AcknowledgementInfo(BaseModel):
 
 class GenerationInfo(BaseModel):
     """interim_plan: what it ran until newcomers had their state, "" if nothing; interim_failed: whom that goes
-    without."""
+    without. partition: layers per stage that its plan is for; moved_at: the iteration from which on workers had them,
+    null where they had them before, or have not got them."""
 
     generation: int
     plan_fingerprint: str
@@ -134,6 +139,8 @@ class GenerationInfo(BaseModel):
     opened_at: float
     interim_plan: str = ""
     interim_failed: list[str] = []
+    partition: list[int] = []
+    moved_at: int | None = None
     acknowledgements: list[AcknowledgementInfo]
 
 

@@ -25,7 +25,8 @@ class CandidateInfo(BaseModel):
 
     rate: samples per second by its plan. share: of the fault-free plan's rate. slowdown_vs_1f1b: of its
     period, 0.08 = 8 % longer than fault-free 1F1B. pause: seconds until it trains. samples: until the
-    expected repair. plan: fingerprint; "" where it is not made yet. text: all this in words.
+    expected repair. plan: fingerprint; "" where it is not made yet. text: all this in words. partition: layers per
+    stage, where some move.
     """
 
     name: str
@@ -38,6 +39,7 @@ class CandidateInfo(BaseModel):
     samples: float
     plan: str
     text: str
+    partition: list[int] = []
 
 
 class ChoiceInfo(BaseModel):

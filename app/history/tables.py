@@ -19,6 +19,7 @@ from openrecycle.agent.protocol import Identifier, JobSpec, Milliseconds, Name, 
 from openrecycle.app.observing.measuring import Measured
 from openrecycle.app.workers.states import RoleState
 from openrecycle.db.job_rows import table
+from openrecycle.planner.job import MAX_LAYERS
 
 Record = dict[str, Any]
 
@@ -84,6 +85,8 @@ _STRICTER: dict[str, Any] = {
     "acknowledgement.state": Literal["adopted", "formed", "resumed"],
     "generation.interim_plan": Fingerprint | Literal[""],
     "generation.interim_failed": Workers,
+    "generation.partition": Annotated[list[Annotated[int, Field(ge=1, le=MAX_LAYERS)]], Field(max_length=MAX_LAYERS)],
+    "generation.moved_at": Annotated[int, Field(ge=0, le=2**53)] | None,
     "event.severity": Literal["info", "warning", "error"],
     "event.kind": Literal["worker", "failure", "generation", "recovery", "plan", "job", "console", "operator", "step"],
     "event.worker": WorkerName | None,

@@ -19,7 +19,7 @@ from openrecycle.app.workers.states import OUT
 from openrecycle.planner.words import names
 
 WORDS = {Mode.AUTOMATIC: "Automatic", Mode.MANUAL: "Manual"}
-MOST_COLUMNS = 3
+MOST_COLUMNS = 4
 
 
 def said_by_controls(choice: dict[str, Any]) -> tuple[object, ...]:
@@ -92,7 +92,8 @@ def options(console: Console, view: JobView, choice: dict[str, Any]) -> None:
             _cards(console, view.job_id, choice, "Apply")
         elif choice["candidates"] or view.advice:
             out = choice["failed"] or [w.name for w in view.workers if w.state in OUT]
-            with bound.expander(f"Options with {names(out, 4)} empty", icon=":material/alt_route:", key="ways-folded"):
+            title = f"Options with {names(out, 4)} empty" if out else "Options now that all workers are back"
+            with bound.expander(title, icon=":material/alt_route:", key="ways-folded"):
                 if view.advice:
                     components.quiet(view.advice)
                 _cards(console, view.job_id, choice, "Switch to it")
@@ -127,6 +128,7 @@ def _card(console: Console, job_id: str, choice: dict[str, Any], way: dict[str, 
         f"<p><b>{text.percent(way['share'])}</b> of fault-free · period "
         f"{text.percent(way['slowdown_vs_1f1b'], sign=True)} vs 1F1B</p>"
         + (f"<p>Moves {escape(moves)}</p>" if moves else "")
+        + (f"<p>Layers per stage {text.counts(way['partition'])}</p>" if way["partition"] else "")
         + f"<p class='or-aside'>{escape(way['text'])}.</p></div>"
     )
     if way["plan"]:

@@ -24,6 +24,7 @@ from tests.golden import golden
 ROOT = Path(__file__).resolve().parents[2]
 VICTIM = "W1_2"
 PEERS = ("W0_2", "W2_2")
+HOME = [11, 11, 11, 11]
 # Loaded machines are slow, and twelve processes import torch first.
 START_SECONDS = 240.0
 CHART = ".js-plotly-plot .main-svg, .stVegaLiteChart .marks"
@@ -176,6 +177,17 @@ def test_kill_and_heal(demo: Demo, page: Page) -> None:
     wait_for_iterations(page, iterations_done(page) + 2)
     shifts.assert_few("as a worker was lost")
 
+    # Layers move to other stages, beside the training, and the plan is a shorter one than that which re-routes alone.
+    expect(page.locator(".or-colhead").nth(2)).not_to_contain_text("22–32")
+    demo.wait(lambda: not demo.get("")["moving_to"], "the layers have moved")
+    generations = {g["partition"] != HOME: g for g in demo.get("/generations")["generations"] if g["failed"]}
+    rerouted, moved = (demo.get(f"/plans/{generations[at]['plan_fingerprint']}") for at in (False, True))
+    assert generations[True]["moved_at"] is not None and demo.get("")["partition"] == moved["partition"]
+    assert rerouted["failed"] == moved["failed"] == [VICTIM]
+    assert moved["metrics"]["period"] < 0.9 * rerouted["metrics"]["period"]
+    expect(page.locator(".or-sentence .or-state")).to_have_text("degraded")
+    shifts.assert_few("as layers moved")
+
     # The console's record agrees with the page.
     assert demo.get("")["generation"] > plan_before[0]
     states = {w["name"]: w["state"] for w in demo.get("/workers")["workers"]}
@@ -198,6 +210,8 @@ def test_kill_and_heal(demo: Demo, page: Page) -> None:
     restart.click()
     expect(cell(page, "running", VICTIM)).to_be_visible()
     expect(page.locator(".or-sentence")).to_contain_text("all 12 workers")
+    expect(page.locator(".or-colhead").nth(2)).to_contain_text("22–32")
+    demo.wait(lambda: demo.get("")["partition"] == HOME and not demo.get("")["moving_to"], "layers are back")
     wait_for_iterations(page, iterations_done(page) + 1)
     shifts.assert_few("as it came back")
 
@@ -224,6 +238,7 @@ def test_manual_approval(demo: Demo, page: Page) -> None:
     expect(ways.nth(1)).to_be_visible()
     expect(page.locator(".or-sentence")).to_contain_text("Waiting for you")
     assert ways.filter(has_text="re-route").count() >= 1
+    expect(ways.first).to_contain_text("Layers per stage")
     boxes = [way.bounding_box() for way in ways.all()]
     assert len({round(box["y"]) for box in boxes if box}) == 1, "they stand side by side"
     assert len({round(box["x"]) for box in boxes if box}) == len(boxes)
@@ -246,6 +261,7 @@ def test_manual_approval(demo: Demo, page: Page) -> None:
     assert requests.put(f"{base}/mode", json={"mode": "automatic"}, timeout=10).ok
     assert requests.post(f"{base}/workers/{VICTIM}/restart", timeout=10).ok
     expect(page.locator(".or-sentence")).to_contain_text("all 12 workers")
+    demo.wait(lambda: demo.get("")["partition"] == HOME and not demo.get("")["moving_to"], "layers are back")
 
 
 @pytest.mark.parametrize(("scheme", "width", "height"), SCREENS)
