@@ -134,8 +134,10 @@ def staffed(
     memory: MemoryLimit,
     present: Partition | None = None,
     effort: int = EFFORT,
+    final: int = FINAL,
 ) -> Layout | None:
-    """The best layout of so many living workers, wherever they are needed; None where they can't run the job."""
+    """The best layout of so many living workers, wherever they are needed; None where they can't run the job. final: so
+    many of the shortest are planned in full."""
     now = job.partition if present is None else present
     bounds = layer_bounds(job, technique, memory)
     found = bounds.fewest(workers)
@@ -144,7 +146,7 @@ def staffed(
     bound, counts = found
     # Failures that share pipelines make shorter plans (measured).
     dead = frozenset(Worker(p, s) for s, n in enumerate(counts) for p in range(job.pipelines - n))
-    return replace(_made(bounds, dead, counts, job, now, effort), bound=bound, over="layouts")
+    return replace(_made(bounds, dead, counts, job, now, effort, final), bound=bound, over="layouts")
 
 
 def bound_over(problem: Problem, over: Over) -> int:
@@ -608,7 +610,13 @@ def _over(room: Ints, each: Ints, most: int) -> Ints:
 
 
 def _made(
-    bounds: LayerBounds, dead: frozenset[Worker], counts: Counts, job: Job, present: Partition, effort: int
+    bounds: LayerBounds,
+    dead: frozenset[Worker],
+    counts: Counts,
+    job: Job,
+    present: Partition,
+    effort: int,
+    final: int = FINAL,
 ) -> Layout:
     """The best partition for these counts, of which there is one."""
     bound = bounds.least(counts)
@@ -616,14 +624,14 @@ def _made(
     partition = bounds.partition(counts, bound.ticks, present)
     assert partition is not None
     problem = Problem(job.with_partition(partition), dead, bounds.technique, bounds.memory)
-    return _Choice(problem, present, effort).best(bounds, counts, bound)
+    return _Choice(problem, present, effort, final).best(bounds, counts, bound)
 
 
 class _Choice:
     """Finds the partition of the shortest plan, from the one that is best by the bounds."""
 
-    def __init__(self, problem: Problem, present: Partition, effort: int) -> None:
-        self.problem, self.present, self.effort = problem, present, effort
+    def __init__(self, problem: Problem, present: Partition, effort: int, final: int = FINAL) -> None:
+        self.problem, self.present, self.effort, self.final = problem, present, effort, final
         job = problem.job
         self.ops = 3 * job.pipelines * job.stages * job.micro_batches
 
@@ -656,7 +664,7 @@ class _Choice:
                 look(partition)
         ranked = sorted(known, key=lambda p: (known[p], p))
         best: tuple[int, int, Partition] | None = None
-        for partition in ranked[:FINAL] if self.ops < LARGE else ranked[:1]:
+        for partition in ranked[: self.final] if self.ops < LARGE else ranked[:1]:
             if best is None or best[0] > bound.ticks:
                 period = self._period(self._at(partition)) if self.ops < LARGE else known[partition][0]
                 found = period, known[partition][1], partition

@@ -136,6 +136,8 @@ def _acknowledged(state: State, event: Acknowledged, now: float, ladder: Ladder)
         )
     if ACK_ORDER.index(event.state) <= ACK_ORDER.index(member.acknowledged):
         return Step(state, reason="known already")
+    if member.state is FAILED:
+        return Step(state, reason=f"{member.name} is about to leave")
     notes: list[Decision] = []
     now_in = replace(member, acknowledged=event.state)
     if event.state == "resumed" and member.state is REJOINING:

@@ -164,8 +164,10 @@ class Accounts:
         if state.over or state.current is None:
             return
         if known is None and (planned := planned_rate(job)) is not None:
-            known = Baseline(planned, "planned", renew=0)
-            job.pin(known)
+            with job.lock:  # somebody may have had one measured meanwhile
+                if job.baseline is None:
+                    job.pin(Baseline(planned, "planned", renew=0))
+                known = job.baseline
         if known is not None and known.renew is None:
             if state.current.failed or not self._quicker(state.current.plan_fingerprint, known.plan):
                 self._windows.pop(job.job_id, None)
@@ -203,7 +205,9 @@ class Accounts:
                 text = f"fault-free is {_rate(made.samples_per_second)} samples/s, {made.words}{unsteady}"
                 if known is not None:
                     text += f"; until now {_rate(known.samples_per_second)}, {known.words}"
-            job.pin(made, Note("info", "job", text))
+            with job.lock:
+                if job.baseline is known:
+                    job.pin(made, Note("info", "job", text))
             return
 
     def _quicker(self, fingerprint: str, than: str) -> bool:

@@ -247,7 +247,7 @@ class PlannedJob:
         job = self.layered if stages == self.job.stages else with_stages(self.layered, stages, workers)
         if job is None:
             return None
-        made = staffed(job, workers, technique=self._layout_technique, memory=self.memory, effort=EFFORT)
+        made = staffed(job, workers, technique=self._layout_technique, memory=self.memory, effort=EFFORT, final=1)
         return None if made is None else self.rate_of(made)
 
     def templates(self, workers: int) -> Rate | None:

@@ -18,6 +18,10 @@ from openrecycle.agent.coordination.membership import Candidate, Mode, Offer, St
 from openrecycle.agent.protocol import JobSpec, JobState, Message, WorkerState
 from openrecycle.app.jobs import job_plans as planned
 from openrecycle.app.jobs.records import read_state
+from openrecycle.app.jobs.stored_plans import stored_plan
+from openrecycle.planner.job import Job
+from openrecycle.planner.plan import job_doc
+from openrecycle.planner.policy import REPARTITION
 from openrecycle.planner.words import DROP, MIGRATE, REROUTE
 from tests.app.flaky_database import FAULTS, Fault, FlakyDatabase
 from tests.app.job_world import STEPS, Process, Report, World
@@ -36,7 +40,17 @@ class History(RuleBasedStateMachine):
         self.database.heal()
         self.inline = mock.patch.object(planned, "INLINE_OPS", planned.INLINE_OPS)
         self.inline.start()
-        spec = JobSpec(name="job", pipelines=PIPELINES, stages=STAGES, micro_batches=3, iterations=60, migrate=True)
+        layered = job_doc(Job.uniform(PIPELINES, STAGES, 3, layers=6))
+        spec = JobSpec(
+            name="job",
+            pipelines=PIPELINES,
+            stages=STAGES,
+            micro_batches=3,
+            iterations=60,
+            migrate=True,
+            profile=layered,
+            relayout="auto",
+        )
         self.world = World(self.database, spec)
         self.accepted_audits: Counter[str] = Counter()
         self.next_iteration = 0
@@ -141,8 +155,17 @@ class History(RuleBasedStateMachine):
         wanted = self.world.wanted[-1 - number % len(self.world.wanted)]
         self.world.plan_arrives(wanted, refused)
 
-    @rule(sources=st.lists(name, max_size=2, unique=True), dropped=st.sets(name, max_size=2), better=st.booleans())
-    def advice_comes(self, sources: list[str], dropped: set[str], better: bool) -> None:
+    @rule()
+    def the_layers_have_moved(self) -> None:
+        self.world.layers_move()
+
+    @rule(
+        sources=st.lists(name, max_size=2, unique=True),
+        dropped=st.sets(name, max_size=2),
+        better=st.sampled_from(["", MIGRATE, REPARTITION]),
+        partition=st.sampled_from([(3, 3), (2, 4), (4, 2)]),
+    )
+    def advice_comes(self, sources: list[str], dropped: set[str], better: str, partition: tuple[int, ...]) -> None:
         now = self.state.pending or self.state.current
         if now is None:
             return
@@ -153,8 +176,10 @@ class History(RuleBasedStateMachine):
             Candidate(MIGRATE, after, moves),
             Candidate(REROUTE, failed),
             Candidate(DROP, tuple(n for n in NAMES if n in {*failed, *dropped})),
+            Candidate(REPARTITION, failed, partition=partition),
         )
-        event = Offered(failed, Offer(failed, candidates, MIGRATE if better and moves else ""))
+        usable = {"": True, MIGRATE: bool(moves), REPARTITION: partition != self.state.held}[better]
+        event = Offered(failed, Offer(failed, candidates, better if usable else ""))
         self.world.attempt(lambda: self.world.job.apply(event))
 
     def operate(self, action: str, *arguments: object) -> None:
@@ -179,7 +204,7 @@ class History(RuleBasedStateMachine):
     def a_worker_is_asked_to_leave(self, worker: str) -> None:
         self.operate("drain", worker)
 
-    @rule(way=st.sampled_from([REROUTE, MIGRATE, DROP]))
+    @rule(way=st.sampled_from([REROUTE, MIGRATE, DROP, REPARTITION]))
     def an_operator_chooses(self, way: str) -> None:
         self.operate("choose", way, None)
 
@@ -214,7 +239,16 @@ class History(RuleBasedStateMachine):
     @invariant()
     def the_database_knows_what_the_console_knows(self) -> None:
         if not self.world.in_doubt and not self.database.away:
-            assert durable(read_state(self.world.store, self.world.row, self.world.spec)) == durable(self.state)
+            home = self.world.job.nominal.home
+            stored = read_state(self.world.store, self.world.row, self.world.spec, home)
+            assert durable(stored) == durable(self.state)
+
+    @invariant()
+    def the_plan_in_force_is_for_the_layers_that_are_wanted(self) -> None:
+        current = self.state.current
+        if current is not None and not self.database.away:
+            plan = stored_plan(self.world.store, current.plan_fingerprint)
+            assert plan is not None and plan.partition == current.partition
 
     @invariant()
     def each_process_has_one_place(self) -> None:
@@ -257,7 +291,7 @@ class History(RuleBasedStateMachine):
         generation, members = self.state.current, self.state.members.values()
         waiting = [m for m in members if m.state is WorkerState.REJOINING and not self.state.frozen_by]
         broken = [process for process in self.world.living if generation and process.broken >= generation.number]
-        return self.state.settled and not waiting and not broken
+        return self.state.settled and not waiting and not broken and not self.state.moving
 
     def settle_a_little(self) -> None:
         while self.world.unsent:
@@ -273,6 +307,7 @@ class History(RuleBasedStateMachine):
             self.world.now = max(self.world.now, self.state.pending.until - 2)
             self.world.tick(3, self.world.living)
         self.world.take_up()
+        self.world.layers_move()
         while self.world.unsent:
             self.world.retry(self.world.unsent[0])
 
@@ -331,4 +366,4 @@ def durable(state: State) -> object:
     broken = (state.broken.reporter, state.broken.worker, state.broken.detail) if state.broken else None
     moves = state.pending.moves if state.pending else ()
     life = (state.over, state.over_reason, state.halted, state.mode, state.patience, state.frozen_by)
-    return members, state.current, state.committed, broken, moves, life
+    return members, state.current, state.committed, broken, moves, life, state.held, state.moved

@@ -26,6 +26,7 @@ from openrecycle.agent.protocol import (
     Message,
     Recovery,
     Registration,
+    Relayout,
 )
 from openrecycle.app.console.agent_reports import Reports
 from openrecycle.app.console.operator_actions import Operators
@@ -35,6 +36,7 @@ from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.settings import Keep
 from openrecycle.db.store import Record, Store
 from openrecycle.planner.job import Worker
+from openrecycle.planner.words import layers_moved
 from tests.agent.coordinator_run import LADDER
 from tests.app.flaky_database import FlakyDatabase
 
@@ -66,8 +68,8 @@ class Report:
 class World:
     """wanted: plans that are to be made elsewhere. taken: reports that the console accepted, and that count; unsent:
     those that it has to be sent again. told: the newest generation that the launcher knows. in_doubt: the database has
-    failed since the console last read or wrote it. stopped: incarnations that wait, since an
-    operator has paused the job."""
+    failed since the console last read or wrote it. held: layers per stage
+    as the workers have them. stopped: incarnations that wait, since an operator has paused the job."""
 
     database: FlakyDatabase
     spec: JobSpec
@@ -77,6 +79,7 @@ class World:
     unsent: list[Report] = field(default_factory=list)
     processes: dict[str, Process] = field(default_factory=dict)
     told: int = 0
+    held: tuple[int, ...] = ()
     in_doubt: bool = False
     stopped: set[str] = field(default_factory=set)
 
@@ -84,6 +87,7 @@ class World:
         self.store = Store(self.database)
         self.job_id = secrets.token_hex(6)
         self.job = self._live()
+        self.held = self.job.nominal.home
         members = [{"name": m.name, "state": m.state.value} for m in self.job.state.members.values()]
         self.store.create_job(
             self.job_id,
@@ -227,6 +231,17 @@ class World:
     def recovered(self, name: str, generation: int) -> None:
         times = dict.fromkeys(("detected_ms", "unblocked_ms", "reformed_ms", "resumed_ms"), 1.0)
         self.send(Report("recovered", Recovery(worker=name, generation=generation, **times)))
+
+    def layers_move(self) -> None:
+        """All workers take the layers into use that the plan of the newest generation is for."""
+        current = self.job.state.current
+        if current is None or current.number != self.told or not self.held:
+            return
+        if current.partition != self.held:  # which is that of the plan
+            moved = layers_moved(self.held, current.partition)
+            self.held = current.partition
+            about = Relayout(generation=self.told, iteration=0, partition=self.held, moved_layers=moved, stall_ms=1.0)
+            self.send(Report("rearranged", about))
 
     def finish(self) -> None:
         self.send(Report("finish", JobFinished(state="stopped", reason="the launcher stopped")))

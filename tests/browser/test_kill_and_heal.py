@@ -329,5 +329,6 @@ def test_workers_can_be_reached_by_keyboard(demo: Demo, page: Page) -> None:
     button.focus()
     page.keyboard.press("Enter")
     expect(page.get_by_role("dialog")).to_contain_text("pipeline 0, stage 0")
+    page.wait_for_function("document.querySelector('[role=dialog]').contains(document.activeElement)")
     page.keyboard.press("Escape")
     expect(page.get_by_role("dialog")).to_be_hidden()
