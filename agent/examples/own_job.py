@@ -10,8 +10,8 @@ from torch.utils.data import TensorDataset
 from openrecycle import Faults, Job, ResilientTrainer
 
 
-def build_stage(stage: int, stages: int) -> nn.Module:
-    first, last = stage == 0, stage == stages - 1
+def build_layer(layer: int, layers: int) -> nn.Module:
+    first, last = layer == 0, layer == layers - 1
     return nn.Sequential(nn.Linear(8 if first else 64, 64), nn.GELU(), nn.Linear(64, 2 if last else 64))
 
 
@@ -22,7 +22,8 @@ def points() -> TensorDataset:
 
 if __name__ == "__main__":
     trainer = ResilientTrainer(
-        stages=build_stage,
+        layers=build_layer,
+        layer_count=6,
         loss=functional.cross_entropy,
         data=points(),
         batch_size=16,
@@ -34,8 +35,8 @@ if __name__ == "__main__":
         on_recovery=lambda recovery: print(f"{recovery.worker} died; resumed after {recovery.resumed_ms:.0f} ms"),
     )
     result = trainer.fit(iterations=60)
-    model = nn.Sequential(*(build_stage(s, 3) for s in range(3)))
-    for s, part in enumerate(model):
-        part.load_state_dict(result.state_dict(s))
+    model = nn.Sequential(*(build_layer(k, 6) for k in range(6)))
+    for k, part in enumerate(model):
+        part.load_state_dict(result.state_dict(k))
     x, y = points().tensors
     print(f"accuracy {(model(x).argmax(1) == y).float().mean():.3f}  parameters {result.parameters_sha256}")

@@ -19,13 +19,14 @@ from openrecycle.planner.words import layers_moved
 
 pytestmark = pytest.mark.processes
 
-HOME = (11,) * 4
-LAYERED = job_doc(Job.uniform(3, 4, 6, durations={"F": 4.0, "I": 4.0, "W": 4.0}, time_unit="ms", layers=44))
+HOME = (6, 6)
+LAYERED = job_doc(Job.uniform(3, 2, 4, durations={"F": 4.0, "I": 4.0, "W": 4.0}, time_unit="ms", layers=12))
 
 
 class Layered(JobHere):
     def __init__(self, here: ConsoleHere, **changes: Any) -> None:
         values: dict[str, Any] = {"profile": LAYERED.model_dump(), "durations": {}, "relayout": "auto"}
+        values |= {"pipelines": 3, "stages": 2, "micro_batches": 4}
         super().__init__(here.console, "layered", **(values | changes))
 
     @property
@@ -50,15 +51,15 @@ class Layered(JobHere):
 def test_layers_move_after_a_death_and_back_after_the_return(here: ConsoleHere) -> None:
     job = Layered(here).register().commit(0, 9, 1)
     assert job.live.state.held == HOME
-    job.die("W1_2")
+    job.die("W1_1")
     job.resume(2)
     current = job.live.state.current
     assert current is not None and current.partition == HOME, "first the work is re-routed, at once"
     job.commit(10, 11, 2)
     until(lambda: job.live.state.generation == 3, "the layers are to move")
     current = job.live.state.current
-    assert current is not None and current.failed == ("W1_2",)
-    assert sum(current.partition) == 44 and current.partition != HOME
+    assert current is not None and current.failed == ("W1_1",)
+    assert sum(current.partition) == 12 and current.partition != HOME
     plan = here.console.plan(current.plan_fingerprint)
     assert plan.partition == current.partition
     assert job.live.state.moving and job.live.state.held == HOME
@@ -71,7 +72,7 @@ def test_layers_move_after_a_death_and_back_after_the_return(here: ConsoleHere) 
     assert (view.held, view.coming) == (current.partition, ())
     job.commit(12, 20, 3)
 
-    job.back("W1_2")
+    job.back("W1_1")
     until(lambda: job.live.state.generation == 4, "it is let in")
     joined = job.live.state.current
     assert joined is not None and joined.partition == current.partition, "first it comes, then layers move"
@@ -90,39 +91,39 @@ def test_layers_move_after_a_death_and_back_after_the_return(here: ConsoleHere) 
 
 
 def test_who_fails_while_layers_move_is_planned_for_with_those_that_come(here: ConsoleHere) -> None:
-    job = Layered(here).register().commit(0, 9, 1).die("W1_2")
+    job = Layered(here).register().commit(0, 9, 1).die("W1_1")
     job.resume(2)
     until(lambda: job.live.state.generation == 3, "the layers are to move")
     moving = job.live.state.current
     assert moving is not None
-    job.die("W0_3")
+    job.die("W0_0")
     job.resume(4)
     current = job.live.state.current
-    assert current is not None and current.failed == ("W0_3", "W1_2") and current.partition == moving.partition
+    assert current is not None and current.failed == ("W0_0", "W1_1") and current.partition == moving.partition
     assert here.console.plan(current.plan_fingerprint).partition == moving.partition
 
 
 def test_in_manual_mode_an_operator_is_asked(here: ConsoleHere) -> None:
     job = Layered(here).register().commit(0, 9, 1)
     here.console.operators.set_mode(job.job_id, Mode.MANUAL, 600.0, "ada")
-    job.die("W1_2")
+    job.die("W1_1")
     until(lambda: job.live.state.offer is not None, "the options are known")
     assert job.live.state.generation == 1, "nothing is done until somebody chooses"
-    here.console.operators.choose(job.job_id, REPARTITION, ("W1_2",), "ada")
+    here.console.operators.choose(job.job_id, REPARTITION, ("W1_1",), "ada")
     until(lambda: job.live.state.generation == 2, "it goes on")
     current = job.live.state.current
     assert current is not None and current.partition != HOME
 
 
 def test_layers_that_may_not_move_stay(here: ConsoleHere) -> None:
-    job = Layered(here, relayout="never").register().commit(0, 9, 1).die("W1_2")
+    job = Layered(here, relayout="never").register().commit(0, 9, 1).die("W1_1")
     job.resume(2)
     until(lambda: here.console.view(job.job_id).advice is not None, "the advice comes")
     assert job.live.state.generation == 2 and job.live.state.held == HOME
 
 
 def test_a_restart_knows_which_layers_the_workers_have(here: ConsoleHere) -> None:
-    job = Layered(here).register().commit(0, 9, 1).die("W1_2")
+    job = Layered(here).register().commit(0, 9, 1).die("W1_1")
     job.resume(2)
     until(lambda: job.live.state.generation == 3, "the layers are to move")
     job.resume(3)
@@ -141,6 +142,6 @@ def test_a_restart_knows_which_layers_the_workers_have(here: ConsoleHere) -> Non
 
 def test_a_report_of_other_layers_than_the_job_has_is_refused(here: ConsoleHere) -> None:
     job = Layered(here).register()
-    report = Relayout(generation=1, iteration=0, partition=(1, 2, 3, 4), moved_layers=3, stall_ms=1.0)
+    report = Relayout(generation=1, iteration=0, partition=(1, 2), moved_layers=3, stall_ms=1.0)
     with pytest.raises(ConsoleError):
         here.console.rearranged(job.job_id, report)

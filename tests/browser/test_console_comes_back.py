@@ -49,7 +49,7 @@ def test_an_open_page_comes_back_with_a_killed_console(browser: Browser, server:
     # It stands still without a word: the connection holds, and the page says that nothing comes.
     page.add_style_tag(content=".or-fresh::after { animation-delay: 3s !important; }")
     stale = "getComputedStyle(document.querySelector('.or-fresh'), '::after').visibility"
-    assert page.evaluate(stale) == "hidden"
+    page.wait_for_function(f"{stale} === 'hidden'")
     server.process.send_signal(signal.SIGSTOP)
     page.wait_for_function(f"{stale} === 'visible'")
     server.process.send_signal(signal.SIGCONT)
