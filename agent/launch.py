@@ -74,8 +74,10 @@ class Launcher:
         self._interim: Plan | None = None
         self._held = spec.partition
         """Layers per stage that the workers have, as far as is known; (): their stages can't be cut."""
-        self._moved, self._stalls = 0, dict[str, float]()
-        """Of the newest change of them: layers that changed their stage, and by worker the milliseconds it took."""
+        self._relayout: dict[str, Any] | None = None
+        """The line of the record on their newest change, while workers may still say how long it took them."""
+        self._stalls = dict[str, float]()
+        """By worker, milliseconds of that."""
         self._plans_sent: set[tuple[str, str]] = set()
         self._verdicts: set[int] = set()
         self._turns = Turns(boot_clock)
@@ -125,6 +127,7 @@ class Launcher:
                     self._end_early()
             if self._why_halted:
                 raise JobFailed(self._why_halted)
+            self._record_relayout()
             self._listener({"final": self._record.final()})
             state, reason = "finished", f"all {self._options.iterations} iterations are committed"
             if self._iterations < self._options.iterations:
@@ -305,15 +308,21 @@ class Launcher:
         if deployed is None or message["generation"] != deployed.deployment.generation:
             return
         if self._rearranges(deployed):
-            self._moved = layers_moved(self._held, deployed.partition)
+            about = {key: message[key] for key in ("iteration", "generation")}
+            about |= {"partition": deployed.partition, "moved_layers": layers_moved(self._held, deployed.partition)}
             self._held = deployed.partition
-            about = {key: message[key] for key in ("generation", "iteration", "stall_ms")}
-            self._coordination.rearranged(Relayout(**about, partition=self._held, moved_layers=self._moved))
+            self._coordination.rearranged(Relayout(**about, stall_ms=message["stall_ms"]))
+            self._relayout, self._stalls = about | {"reason": deployed.deployment.reason}, {}
         self._stalls[entry.incarnation] = message["stall_ms"]
         if len(self._stalls) == len(deployed.deployment.living):
-            about = {k: message[k] for k in ("iteration", "generation")}
-            about |= {"partition": list(deployed.partition), "moved_layers": self._moved}
-            about |= {"stall_ms": max(self._stalls.values()), "reason": deployed.deployment.reason}
+            self._record_relayout()
+
+    def _record_relayout(self) -> None:
+        """Once all have gone over; or some have died meanwhile, or all is over."""
+        about, self._relayout = self._relayout, None
+        if about is not None:
+            reason = about.pop("reason")
+            about |= {"partition": list(about["partition"]), "stall_ms": max(self._stalls.values()), "reason": reason}
             self._listener({"relayout": about})
 
     def _incarnations(self, stage: int | None = None) -> dict[str, str]:
@@ -373,7 +382,7 @@ class Launcher:
         living = {Worker.parse(name) for name in deployment.living}
         after = self._boundary(event)
         self._deployed = event
-        self._stalls = {}
+        self._record_relayout()
         now = time.monotonic_ns()
         for source, to in event.moves:
             if self._pool.move(source, to, deployment.generation):

@@ -340,8 +340,11 @@ class StateReceiver:
 
     def agreed(self, iteration: int, *, corrected: bool) -> None:
         """An agreement has led to `iteration`: what was put in place later, or of a step that has been put right
-        since, is no longer there. Called after a roll-back."""
+        since, is no longer there. Called after a roll-back, which leaves other tensors than there were; and what is on
+        its way by now may be of a step that was put right."""
+        self.stop()
         with self._optimizer.lock:
+            self._live = None
             last = iteration - 1 if corrected else iteration
             self._arrived = {n: v for n, v in self._arrived.items() if v[0] <= last}
             self._since = self._corrected = self._optimizer.corrections
@@ -421,7 +424,7 @@ class StateReceiver:
                 asked.append(wanted.popleft())
                 connection.sendall(_REQUEST.pack(self._numbers[asked[-1]]))
             number = asked.popleft()
-            if not self._take(connection, number):
+            if not self._take(connection, session, number):
                 wanted.append(number)
             if time.monotonic() - said >= PROGRESS_SECONDS:
                 said = time.monotonic()
@@ -430,8 +433,9 @@ class StateReceiver:
                     f"has {done:.0%} of its state from {source} ({size / 2**20:,.0f} MiB) after {said - began:.0f} s"
                 )
 
-    def _take(self, connection: socket.socket, number: int) -> bool:
-        """Puts the next piece in place, unless it is of another step than the values here; returns whether."""
+    def _take(self, connection: socket.socket, session: int, number: int) -> bool:
+        """Puts the next piece in place, unless it is of another step than the values here, or the session is over;
+        returns whether."""
         header_size, payload_size = _REPLY.unpack(_exactly(connection, _REPLY.size))
         if header_size > _MAX_REPLY_HEADER or payload_size > 64 * 16 * PIECE_ELEMENTS:
             raise StateError(f"piece {number} claims {payload_size} bytes")
@@ -453,7 +457,7 @@ class StateReceiver:
         with self._changed:
             self._drop_corrected()
             version, live = self._tensors()
-            if tuple(header["version"]) != version:
+            if tuple(header["version"]) != version or self._session != session:
                 return False
             names = _of_column(live, piece.column)
             if [n for n, _ in header["tensors"]] != names:
