@@ -225,6 +225,30 @@ def test_a_roll_back_takes_back_what_came_later(corrected: bool) -> None:
     assert receiver.missing > 10
 
 
+def test_what_comes_after_a_roll_back_is_put_into_the_tensors_that_it_has_left() -> None:
+    """Some pieces come, all step and roll that back, and the rest comes, of the same step as the first."""
+    source, target = _stage(0), _stage(1)
+    _step(source, 0)
+    server, receiver, description = _describe(source, target, rate=1e5)
+    whole = receiver.missing
+    receiver.begin(description, A)
+    while receiver.missing > whole - 3:
+        receiver.wait(0.01)
+    server.close()
+    receiver.stop()
+    assert receiver.missing, "some are still to come"
+    for stage in (source, target):
+        _step(stage, 1)
+        stage.roll_back()
+    receiver.agreed(1, corrected=False)
+    wire: Any = _Wire()
+    with closing(StateServer(source, "127.0.0.1", None)) as other:
+        other.send_description(wire, B, 0)
+        receiver.begin(receiver.receive_description(wire, A), A)
+        receiver.wait(10)
+    assert receiver.complete and _equal(target, source)
+
+
 def test_all_wait_for_a_state_whose_optimizer_mixes_elements() -> None:
     make = lambda p: _Whole(p, lr=0.1, momentum=0.9)  # noqa: E731
     source, target = _stage(0, make), _stage(1, make)
