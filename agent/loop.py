@@ -331,9 +331,11 @@ class WorkerLoop:
         for span, coming in list(self._coming.items()):
             if coming.optimizer.committed == iteration + 1 and not coming.lost:
                 coming.optimizer.roll_back()
-            elif coming.optimizer.committed != iteration or coming.lost:
+            elif coming.optimizer.committed != iteration:
                 coming.state.stop()
                 del self._coming[span]
+            else:
+                coming.lost = False  # the step that it has missed is one that nobody has taken
         self._steps.beside = [coming.optimizer for coming in self._coming.values()]
 
     def _begin_moves(self, groups: Groups, agreement: Agreement, living: list[Worker], target: Partition) -> bool:

@@ -222,7 +222,9 @@ class StageOptimizer:
         if self.scheduler is not None and first.scheduler is not None:
             self.scheduler.load_state_dict(first.scheduler.state_dict())
         self.committed, self.settled, self.post_validation = first.committed, True, first.post_validation
-        self.verdict, self.corrections = first.verdict, first.corrections
+        self.verdict, self.corrections, self.slot = first.verdict, first.corrections, first.slot
+        # Somebody may not have taken the last step: then it is undone here as well.
+        self._snapshot.adopt([part._snapshot for part in parts])
 
     # -- the state: for a peer that re-joins, for checkpoints, and for the fingerprint --------
 
@@ -418,6 +420,28 @@ class _Snapshot:
         self._scheduler = copy.deepcopy(stage.scheduler.state_dict()) if stage.scheduler is not None else {}
         self.before = stage.post_validation, stage.slot, stage.verdict
         self._valid = True
+
+    def adopt(self, parts: Sequence[_Snapshot]) -> None:
+        """Takes over those of other optimizers, of what this one has of their layers. All are of one step, or none is
+        of any use."""
+        self._valid = all(part._valid for part in parts)
+        self.before = parts[0].before
+        if not self._valid:
+            return
+        copies: dict[int, Tensor] = {}
+        states: dict[int, tuple[dict[str, Tensor], dict[str, Any]]] = {}
+        for part in parts:
+            kept = iter(part._copies)
+            of = part._stage
+            copies |= {id(tensor): next(kept) for tensor in (*of._trained, *of.gradients.moving)}
+            for parameter, keys, plain in part._states:
+                states[id(parameter)] = {k: next(kept) for k in keys}, plain
+        stage = self._stage
+        here = [p for group in stage.optimizer.param_groups for p in group["params"] if id(p) in states]
+        self._copies = [copies[id(t)] for t in (*stage._trained, *stage.gradients.moving)]
+        self._copies += [tensor for p in here for tensor in states[id(p)][0].values()]
+        self._states = [(p, list(states[id(p)][0]), states[id(p)][1]) for p in here]
+        self._groups, self._scheduler = parts[0]._groups, parts[0]._scheduler
 
     def restore(self, *, buffers: bool) -> None:
         """Puts everything back but the counts. buffers: the moving ones too?"""
