@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from openrecycle.agent.assembly import assemble
 from openrecycle.agent.checkpoints.checkpoint import Identity, find, load_layers, write_part
@@ -12,6 +13,7 @@ from openrecycle.agent.optimizer import StageOptimizer, joined, of_layers, stage
 from openrecycle.agent.options import Optimization
 from openrecycle.agent.post_validation import judge
 from openrecycle.agent.randomness import seed_for
+from openrecycle.agent.relayout import regrouped
 from openrecycle.agent.stage import Stage
 from openrecycle.agent.stage_io import Cuts
 from openrecycle.agent.state import StageState, pack
@@ -140,3 +142,20 @@ def test_a_job_cut_elsewhere_ends_with_the_same_bits_through_a_kill_and_a_return
     ).run()
     assert cut.dead == ["W1_1"]
     assert cut.losses == calm.losses and cut.lines[-1] == calm.lines[-1]
+
+
+def test_a_step_is_undone_by_an_optimizer_that_has_layers_of_two_stages() -> None:
+    """Layers have moved between the step and the news that a peer has not taken it."""
+    _, after, optimizers = _train(GPT, (2, 2, 2), CLIPPED, iterations=3)
+    _, before, _ = _train(GPT, (2, 2, 2), CLIPPED, iterations=2)
+    span = range(1, 4)
+    made = regrouped(GPT, optimizers[0], [optimizers[1]], span, CLIPPED, terms=2)
+    for state, committed in ((after, 3), (before, 2)):
+        if committed == 2:
+            made.roll_back()
+        expected, found = of_layers(state, span), made.state()
+        assert (made.committed, made.settled) == (committed, True)
+        assert found.tensors.keys() == expected.tensors.keys()
+        for name, tensor in expected.tensors.items():
+            assert torch.equal(found.tensors[name], tensor), name
+    assert made.verdict == optimizers[2].verdict_before
