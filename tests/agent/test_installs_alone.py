@@ -27,11 +27,11 @@ from functools import partial
 import torch
 from torch.nn import functional
 from openrecycle import Faults, Job, Reporter, ResilientTrainer
-from openrecycle.agent.examples.own_job import build_stage, points
+from openrecycle.agent.examples.own_job import build_layer, points
 
 if __name__ == "__main__":
     result = ResilientTrainer(
-        stages=build_stage, loss=functional.cross_entropy, data=points(), batch_size=4,
+        layers=build_layer, layer_count=4, loss=functional.cross_entropy, data=points(), batch_size=4,
         optimizer=partial(torch.optim.AdamW, lr=1e-3), job=Job.uniform(2, 2, 2), faults=Faults(kill=["W0_1@1:F0"]),
     ).fit(iterations=3)
     Reporter(console="http://127.0.0.1:9", run="r", job=Job.uniform(1, 1, 1), worker="W0_0", iterations=1).close()
