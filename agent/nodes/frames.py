@@ -1,31 +1,39 @@
-"""One TCP connection between two launchers of a job: JSON messages that only the other could have sent.
+"""One TLS connection between two launchers of a job: JSON messages that only the other could have sent or read.
 
-Both sides prove that they know the job's token, without sending it; after that every message
-carries an HMAC over its direction, its number and its text. Nothing is unpickled, and nothing is encrypted
-but the token that workers report with. Without a token (on loopback) the same happens with an empty one,
-which proves nothing.
+TLS 1.3 on both sides with a certificate: each side's private key is derived from the job's token (scrypt), so that
+both know, before they connect, the one certificate that the other may show, and nobody needs an authority. Nothing
+is unpickled. Without a token (on loopback) the same happens with an empty one, which proves nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import hmac
 import json
-import secrets
 import select
 import socket
+import ssl
 import struct
+import tempfile
 import threading
 import time
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
 from typing import Any, Literal
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 
 from openrecycle.planner.plan import read_json
 
 MAX_MESSAGE_BYTES = 1 << 26
-_MAGIC = b"openrecycle node 1\n"
-_NONCE = _MAC = 32
+_PROTOCOL = "openrecycle-nodes/2"
+"""Agreed on in the handshake (ALPN); another version of the messages has another number."""
 _HEADER = struct.Struct(">I")
+_PART_BYTES = 1 << 18
 HANDSHAKE_SECONDS = 10.0
 """For all of a handshake, however it comes."""
 _FRAME_SECONDS = 60.0
@@ -42,41 +50,75 @@ class NotTrusted(Exception):
 
 
 class Frames:
-    """`send` from any thread, `receive` from one. Both raise OSError when the connection is gone."""
+    """`send` from any thread, `receive` from one. Both raise OSError when the connection is gone.
 
-    def __init__(self, connection: socket.socket, key: bytes, side: Side) -> None:
-        self._socket, self._key, self._side = connection, key, side
-        self._sending = threading.Lock()
-        self._sent = self._received = 0
+    TLS works on memory here, beside the socket: one connection of OpenSSL must not be read and written at the same
+    time, and a thread that waits in it for what comes would keep the others from sending.
+    """
+
+    def __init__(self, connection: socket.socket, token: str, side: Side) -> None:
+        self._socket, self._side = connection, side
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = _context(token, side).wrap_bio(self._incoming, self._outgoing, server_side=side == "lead")
+        self._using, self._sending = threading.Lock(), threading.Lock()
+        self._come = bytearray()
+        self._broken = ""
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
+    @property
+    def waiting(self) -> bool:
+        """Whether some of a message has been taken from the socket already, which its readability does not show."""
+        return bool(self._come or self._broken)
+
+    def shake_hands(self, until: float) -> None:
+        """until: monotonic seconds by which it must be done. Raises NotTrusted and OSError."""
+        while True:
+            try:
+                self._tls.do_handshake()
+                break
+            except ssl.SSLWantReadError:
+                self._socket.sendall(self._outgoing.read())
+                self._incoming.write(_some(self._socket, until))
+            except ssl.SSLError as error:
+                with contextlib.suppress(OSError):
+                    self._socket.sendall(self._outgoing.read())  # the alert, which tells the other side
+                raise NotTrusted(_why(error, self._side)) from None
+        self._socket.sendall(self._outgoing.read())
+        if self._tls.selected_alpn_protocol() != _PROTOCOL:
+            raise NotTrusted(f"the other side {_MEANINGS['NO_APPLICATION_PROTOCOL']}")
+        self._open()
+
     def send(self, message: dict[str, Any]) -> None:
+        """Raises ValueError for one of more than MAX_MESSAGE_BYTES."""
         text = json.dumps(message).encode()
         if len(text) > MAX_MESSAGE_BYTES:
             raise ValueError(f"a message of {len(text):,} bytes, at most {MAX_MESSAGE_BYTES:,} can be sent")
+        data = memoryview(_HEADER.pack(len(text)) + text)
         with self._sending:
-            mac = self._mac(self._side, self._sent, text)
-            self._sent += 1
-            self._socket.sendall(_HEADER.pack(len(text)) + mac + text)
+            for begin in range(0, len(data), _PART_BYTES):
+                with self._using:
+                    self._tls.write(data[begin : begin + _PART_BYTES])
+                    sealed = self._outgoing.read()
+                self._socket.sendall(sealed)
 
     def receive(self, until: float | None = None) -> dict[str, Any]:
         """until: monotonic seconds by which all of it must have come; None: it may begin whenever it does.
 
-        Raises NotTrusted for a message that is too long, is no JSON object or has a wrong HMAC, and OSError for
-        one that comes too slowly.
+        Raises NotTrusted for a message that is too long, no JSON object, or not the other side's, and OSError for one
+        that comes too slowly.
         """
-        first = _exactly(self._socket, 1, until)
+        if not self._come:
+            self._fill(1, until)
         until = time.monotonic() + _FRAME_SECONDS if until is None else until
-        (size,) = _HEADER.unpack(first + _exactly(self._socket, _HEADER.size - 1, until))
+        self._fill(_HEADER.size, until)
+        (size,) = _HEADER.unpack_from(self._come)
         if size > MAX_MESSAGE_BYTES:
             raise NotTrusted(f"a message of {size:,} bytes was announced, at most {MAX_MESSAGE_BYTES:,} are taken")
-        mac = _exactly(self._socket, _MAC, until)
-        text = _exactly(self._socket, size, until)
-        if not hmac.compare_digest(mac, self._mac(_OTHER[self._side], self._received, text)):
-            raise NotTrusted("a message has a wrong HMAC")
-        self._received += 1
+        self._fill(_HEADER.size + size, until)
+        text = bytes(self._come[_HEADER.size : _HEADER.size + size])
+        del self._come[: _HEADER.size + size]
         try:
             message = read_json(text)
         except ValueError:
@@ -91,41 +133,39 @@ class Frames:
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
-    def _mac(self, side: Side, number: int, text: bytes) -> bytes:
-        return _hmac(self._key, side.encode(), number.to_bytes(8, "big"), text)
+    def _fill(self, size: int, until: float | None) -> None:
+        """Takes what comes, until so many bytes of messages are there."""
+        while len(self._come) < size:
+            if self._broken:
+                raise NotTrusted(self._broken)
+            part = _some(self._socket, until)
+            with self._using:
+                self._incoming.write(part)
+                self._open()
+            until = time.monotonic() + _FRAME_SECONDS if until is None else until
+
+    def _open(self) -> None:
+        """Decrypts what is there; what has come before a break still counts."""
+        try:
+            while part := self._tls.read(_PART_BYTES):
+                self._come += part
+        except ssl.SSLWantReadError:
+            pass
+        except ssl.SSLError as error:
+            self._broken = _why(error, self._side)
 
 
 def greet(connection: socket.socket, token: str, side: Side, until: float | None = None) -> Frames:
     """The handshake. until: monotonic seconds by which it must be done; None: in HANDSHAKE_SECONDS.
 
+    A node learns only from the first message whether the lead takes its certificate.
     Raises NotTrusted, or OSError when the other side leaves, or says too little in that time."""
-    secret = token.encode()
-    until = time.monotonic() + HANDSHAKE_SECONDS if until is None else until
     connection.settimeout(HANDSHAKE_SECONDS)  # of what is sent, which is little
-    if side == "lead":
-        ours = secrets.token_bytes(_NONCE)
-        connection.sendall(_MAGIC + ours)
-        theirs = _exactly(connection, _NONCE, until)
-        nonces = ours + theirs
-        if not hmac.compare_digest(_exactly(connection, _MAC, until), _hmac(secret, b"node", nonces)):
-            raise NotTrusted("a node does not know the token of this job")
-        connection.sendall(_hmac(secret, b"lead", nonces))
-    else:
-        if _exactly(connection, len(_MAGIC), until) != _MAGIC:
-            raise NotTrusted("what answers is no lead of a job, or one of another version")
-        theirs = _exactly(connection, _NONCE, until)
-        ours = secrets.token_bytes(_NONCE)
-        nonces = theirs + ours
-        connection.sendall(ours + _hmac(secret, b"node", nonces))
-        try:
-            proof = _exactly(connection, _MAC, until)
-        except OSError:
-            raise NotTrusted("the lead has another token than this node") from None
-        if not hmac.compare_digest(proof, _hmac(secret, b"lead", nonces)):
-            raise NotTrusted("what answers does not know the token of this job")
+    frames = Frames(connection, token, side)
+    frames.shake_hands(time.monotonic() + HANDSHAKE_SECONDS if until is None else until)
     connection.settimeout(None)
     _notice_loss(connection, side)
-    return Frames(connection, _hmac(secret, b"session", nonces), side)
+    return frames
 
 
 def _notice_loss(connection: socket.socket, side: Side) -> None:
@@ -141,24 +181,86 @@ def _notice_loss(connection: socket.socket, side: Side) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def _hmac(key: bytes, *parts: bytes) -> bytes:
-    return hmac.new(key, b"".join(parts), hashlib.sha256).digest()
+@cache
+def _context(token: str, side: Side) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if side == "lead" else ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False  # whoever has the key is meant, wherever it runs
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.set_alpn_protocols([_PROTOCOL])
+    if side == "lead":
+        context.num_tickets = 0  # sessions are not resumed; and what becomes readable at a node is a message
+    own, _ = _identities(token)[side]
+    _, other = _identities(token)[_OTHER[side]]
+    context.load_verify_locations(cadata=other)
+    with tempfile.TemporaryDirectory() as folder:  # 0700; ssl reads a key from a file alone
+        file = Path(folder, "identity.pem")
+        file.write_bytes(own)
+        context.load_cert_chain(file)
+    return context
 
 
-def _exactly(connection: socket.socket, size: int, until: float | None) -> bytes:
-    """until: monotonic seconds; a time-out of the socket itself would begin anew with each byte, and hold for what
-    another thread sends."""
-    data = bytearray()
+@cache
+def _identities(token: str) -> dict[Side, tuple[bytes, bytes]]:
+    """Of each side: its key and certificate (PEM), and the certificate alone (DER).
+
+    Both are functions of the token alone: so are an Ed25519 key of given bytes, and its signatures (RFC 8032).
+    scrypt takes 0.1 s and 32 MiB for each token that somebody wants to try on a certificate they have seen."""
+    secret = hashlib.scrypt(token.encode(), salt=b"openrecycle nodes", n=1 << 15, r=8, p=1, maxmem=1 << 26, dklen=32)
+    return {side: _identity(secret, side) for side in _OTHER}
+
+
+def _identity(secret: bytes, side: Side) -> tuple[bytes, bytes]:
+    key = Ed25519PrivateKey.from_private_bytes(HKDFExpand(hashes.SHA256(), 32, side.encode()).derive(secret))
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, f"openrecycle {side}")])
+    subject = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
+    issuer = x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(subject)
+    certificate = (
+        x509.CertificateBuilder(name, name, key.public_key(), 1)
+        .not_valid_before(datetime(2000, 1, 1, tzinfo=UTC))  # clocks of nodes may be wrong; the token has no end
+        .not_valid_after(datetime(9999, 12, 31, tzinfo=UTC))
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(subject, critical=False)
+        .add_extension(issuer, critical=False)
+        .sign(key, None)
+    )
+    form = serialization.PrivateFormat.PKCS8
+    private = key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
+    own = private + certificate.public_bytes(serialization.Encoding.PEM)
+    return own, certificate.public_bytes(serialization.Encoding.DER)
+
+
+def _some(connection: socket.socket, until: float | None) -> bytes:
+    """At least a byte. until: monotonic seconds by which there must be any; a time-out of the socket itself would begin
+    anew with each byte, and hold for what another thread sends."""
     if connection.fileno() < 0:
         raise ConnectionResetError("the connection is closed")
     poll = select.poll()
     poll.register(connection, select.POLLIN)
-    while len(data) < size:
-        left = None if until is None else max(0.0, until - time.monotonic())
-        if not poll.poll(None if left is None else 1000 * left):
-            raise TimeoutError("the other side says too little in its time")
-        part = connection.recv(min(size - len(data), 1 << 20))
-        if not part:
-            raise ConnectionResetError("the other side has closed the connection")
-        data += part
-    return bytes(data)
+    left = None if until is None else max(0.0, until - time.monotonic())
+    if not poll.poll(None if left is None else 1000 * left):
+        raise TimeoutError("the other side says too little in its time")
+    part = connection.recv(_PART_BYTES)
+    if not part:
+        raise ConnectionResetError("the other side has closed the connection")
+    return part
+
+
+# What OpenSSL says, and what it means here, of the other side.
+_MEANINGS = {
+    "CERTIFICATE_VERIFY_FAILED": "has another token",
+    "TLSV1_ALERT_UNKNOWN_CA": "has another token",
+    "TLSV1_ALERT_DECRYPT_ERROR": "has another token",
+    "PEER_DID_NOT_RETURN_A_CERTIFICATE": "shows no certificate",
+    "TLSV13_ALERT_CERTIFICATE_REQUIRED": "was shown no certificate",
+    "NO_APPLICATION_PROTOCOL": "is none of a job, or one of another version",
+    "HTTP_REQUEST": "does not speak TLS",
+    "WRONG_VERSION_NUMBER": "does not speak TLS",
+    "UNSUPPORTED_PROTOCOL": "speaks no TLS 1.3",
+}
+
+
+def _why(error: ssl.SSLError, side: Side) -> str:
+    reason = error.reason or str(error)
+    meaning = _MEANINGS.get(reason, f"broke TLS ({reason.lower().replace('_', ' ')})")
+    return f"{'the lead' if side == 'node' else 'a node'} {meaning}"

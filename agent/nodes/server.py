@@ -114,14 +114,14 @@ class NodeServer:
     def _turn(self, frames: Frames) -> None:
         pipes = {entry.pipe: incarnation for incarnation, entry in self._entries.items()}
         sentinels = {entry.process.sentinel: incarnation for incarnation, entry in self._entries.items()}
-        ready = wait([frames.fileno(), *pipes, *sentinels], 0.5)
+        ready = wait([frames.fileno(), *pipes, *sentinels], 0.0 if frames.waiting else 0.5)
         for item in ready:
             if item in pipes:
                 self._pass_on(frames, pipes[item])  # type: ignore[index]
         for item in ready:
             if item in sentinels:
                 self._ended(frames, sentinels[item])  # type: ignore[index]
-        if frames.fileno() in ready:
+        if frames.waiting or frames.fileno() in ready:
             self._obey(frames, frames.receive())
         self._vouch(frames)
 

@@ -1,5 +1,5 @@
-"""What `pip install` of this project brings: one package, which trains beside torch with requests, pydantic, typer
-and rich alone. What needs more says so in a sentence, and with it does all, far from the clone."""
+"""What `pip install` of this project brings: one package, which trains beside torch with cryptography, pydantic,
+requests, rich and typer alone. What needs more says so in a sentence, and with it does all, far from the clone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import requests
 
 pytestmark = pytest.mark.processes
 
-PLAIN = ("pydantic", "requests", "rich", "typer")
+PLAIN = ("cryptography", "pydantic", "requests", "rich", "typer")
 ROOT = Path(__file__).resolve().parents[2]
 TRAINS = """
 import sys

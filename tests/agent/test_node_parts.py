@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import multiprocessing
 import socket
+import ssl
 import threading
 import time
 from collections import Counter
@@ -20,6 +22,7 @@ from hypothesis import strategies as st
 from openrecycle.agent import channel
 from openrecycle.agent.checkpoints.checkpoint import Identity
 from openrecycle.agent.checkpoints.checkpointing import Origin
+from openrecycle.agent.nodes import frames as frames_module
 from openrecycle.agent.nodes.frames import MAX_MESSAGE_BYTES, Frames, NotTrusted, greet
 from openrecycle.agent.nodes.placement import place, stand_in
 from openrecycle.agent.nodes.pool import CLOCK_SAMPLES, NodeHub, SpreadPool
@@ -183,24 +186,105 @@ def test_another_token_is_refused_by_both(wire: Wire) -> None:
     assert isinstance(lead, NotTrusted) and isinstance(node, NotTrusted)
 
 
-@pytest.mark.parametrize("attack", ["altered", "replayed", "reflected", "oversized"])
+@pytest.mark.parametrize("attack", ["altered", "replayed", "reflected"])
 def test_only_the_other_sides_next_message_is_taken(attack: str, wire: Wire) -> None:
     lead, node = both(wire, "secret", "secret")
     lead.send({"kind": "start"})
-    size = len(json.dumps({"kind": "start"})) + 36
-    frame = node._socket.recv(size, socket.MSG_WAITALL)
+    sealed = wire[1].recv(1 << 16)
+    # Nothing of a message can be read on its way.
+    assert b"kind" not in sealed and b"start" not in sealed
     if attack == "altered":
-        wire[0].sendall(frame[:-3] + b'x"}')
+        wire[0].sendall(sealed[:-1] + bytes([sealed[-1] ^ 1]))
     elif attack == "replayed":
-        wire[0].sendall(frame + frame)
+        wire[0].sendall(sealed + sealed)
         assert node.receive() == {"kind": "start"}
-    elif attack == "reflected":
-        wire[1].sendall(frame)
-        node = lead
     else:
-        wire[0].sendall((MAX_MESSAGE_BYTES + 1).to_bytes(4, "big") + frame[4:])
+        wire[1].sendall(sealed)
+        node = lead
     with pytest.raises(NotTrusted):
         node.receive()
+
+
+def test_messages_have_a_limit(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    lead, node = both(wire, "secret", "secret")
+    with pytest.raises(ValueError, match="can be sent"):
+        lead.send({"text": "x" * MAX_MESSAGE_BYTES})
+    lead.send({"text": "x" * 1000})
+    monkeypatch.setattr(frames_module, "MAX_MESSAGE_BYTES", 100)
+    with pytest.raises(NotTrusted, match="are taken"):
+        node.receive()
+
+
+def test_long_messages_cross(wire: Wire) -> None:
+    """Each side sends more than a socket holds while it receives."""
+    lead, node = both(wire, "secret", "secret")
+    message = {"text": "x" * (8 << 20)}
+    senders = [threading.Thread(target=side.send, args=(message,)) for side in (lead, node)]
+    received: list[dict[str, Any]] = []
+    receivers = [threading.Thread(target=lambda s=side: received.append(s.receive())) for side in (lead, node)]
+    for thread in (*senders, *receivers):
+        thread.start()
+    for thread in (*senders, *receivers):
+        thread.join(60)
+    assert received == [message, message]
+
+
+def test_two_messages_at_once_are_both_there_to_take(wire: Wire) -> None:
+    lead, node = both(wire, "secret", "secret")
+    assert not node.waiting
+    lead.send({"number": 1})
+    lead.send({"number": 2})
+    until(lambda: len(wire[1].recv(1 << 16, socket.MSG_PEEK)) > 60, "both to have come", 5)
+    assert node.receive() == {"number": 1} and node.waiting
+    assert node.receive() == {"number": 2} and not node.waiting
+
+
+def test_whoever_shows_no_certificate_is_no_node(wire: Wire) -> None:
+    stranger = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    stranger.check_hostname, stranger.verify_mode = False, ssl.CERT_NONE
+
+    def connect() -> None:
+        with contextlib.suppress(OSError), stranger.wrap_socket(wire[1]) as connection:
+            assert connection.recv(1) == b""
+
+    thread = threading.Thread(target=connect)
+    thread.start()
+    with pytest.raises(NotTrusted, match="no certificate"):
+        greet(wire[0], "secret", "lead")
+    wire[0].close()
+    thread.join(10)
+
+
+def test_what_is_no_tls_is_refused(wire: Wire) -> None:
+    wire[1].sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+    with pytest.raises(NotTrusted, match="TLS"):
+        greet(wire[0], "secret", "lead")
+
+
+def test_an_older_version_of_tls_is_refused(wire: Wire) -> None:
+    old = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    old.check_hostname, old.verify_mode = False, ssl.CERT_NONE
+    old.maximum_version = ssl.TLSVersion.TLSv1_2
+
+    def connect() -> None:
+        with contextlib.suppress(OSError):
+            old.wrap_socket(wire[1])
+
+    thread = threading.Thread(target=connect)
+    thread.start()
+    with pytest.raises(NotTrusted, match="TLS"):
+        greet(wire[0], "secret", "lead")
+    wire[0].close()
+    thread.join(10)
+
+
+def test_another_version_of_the_messages_is_refused(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each context is made once: the node's has the other version."""
+    contexts = {side: frames_module._context.__wrapped__("other", side) for side in ("lead", "node")}
+    contexts["node"].set_alpn_protocols(["openrecycle-nodes/1"])
+    monkeypatch.setattr(frames_module, "_context", lambda token, side: contexts[side])
+    lead, node = both(wire, "secret", "secret")
+    assert isinstance(lead, NotTrusted) and isinstance(node, NotTrusted)
 
 
 def test_a_connection_that_ends_says_so(wire: Wire) -> None:

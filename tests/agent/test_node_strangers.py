@@ -76,12 +76,19 @@ def test_a_byte_now_and_then_does_not_stretch_the_handshake(monkeypatch: pytest.
 
 def test_a_message_that_drips_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frames, "_FRAME_SECONDS", 0.5)
-    ours, theirs = socket.socketpair()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        theirs = socket.create_connection(listener.getsockname())
+        ours, _ = listener.accept()
     stop = threading.Event()
+    met: list[Frames] = []
+    greeting = threading.Thread(target=lambda: met.append(greet(theirs, TOKEN, "node")))
+    greeting.start()
+    lead = greet(ours, TOKEN, "lead")
+    greeting.join()
 
     def drip() -> None:
         with contextlib.suppress(OSError):
-            theirs.send((1000).to_bytes(4, "big"))
+            theirs.send(bytes.fromhex("1703030fff"))  # a record of TLS of 4,095 bytes
             while not stop.wait(0.1):
                 theirs.send(b"x")
 
@@ -89,12 +96,12 @@ def test_a_message_that_drips_is_given_up(monkeypatch: pytest.MonkeyPatch) -> No
     thread.start()
     try:
         with pytest.raises(OSError, match="too little"):
-            Frames(ours, b"key", "lead").receive()
+            lead.receive()
     finally:
         stop.set()
         thread.join()
-        ours.close()
-        theirs.close()
+        lead.close()
+        met[0].close()
 
 
 def test_a_node_that_is_refused_tries_again_where_the_reason_passes(hub: NodeHub) -> None:

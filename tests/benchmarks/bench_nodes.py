@@ -1,6 +1,6 @@
 """What do several nodes cost? The same job under one launcher, and under two that talk over loopback.
 
-Every message of the second node's workers takes one more step there, over TCP with an HMAC. A worker
+Every message of the second node's workers takes one more step there, over TLS. A worker
 of that node is killed: seen, freed, re-formed and resumed are told by the lead. The round trip is that of
 a message to a node and its answer, as the lead measures it when a node comes.
 """
