@@ -207,7 +207,7 @@ def test_only_the_other_sides_next_message_is_taken(attack: str, wire: Wire) -> 
 
 def test_messages_have_a_limit(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
     lead, node = both(wire, "secret", "secret")
-    with pytest.raises(ValueError, match="can be sent"):
+    with pytest.raises(ValueError, match=golden("can-be-sent")):
         lead.send({"text": "x" * MAX_MESSAGE_BYTES})
     lead.send({"text": "x" * 1000})
     monkeypatch.setattr(frames_module, "MAX_MESSAGE_BYTES", 100)
