@@ -13,7 +13,7 @@ from tests.browser.watching import CHROMIUM, WAIT_MS
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     """No longer than its module: for as long as it is there, `asyncio.run` finds Playwright's loop in this thread."""
-    arguments = ["--no-sandbox", "--disable-dev-shm-usage", "--disable-background-networking"]
+    arguments = ["--no-sandbox", "--disable-dev-shm-usage", "--disable-background-networking", "--disable-gpu"]
     expect.set_options(timeout=WAIT_MS)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
