@@ -292,7 +292,7 @@ def consequence_of_restart(view: JobView, worker: WorkerView) -> tuple[str, bool
         return f"No worker of stage {worker.stage} is living, so there is nobody to take the weights from.", False
     return (
         f"A new process takes weights, optimizer state and iteration from a living peer of stage {worker.stage} "
-        f"({names(peers, 6, ' and ')}) and joins at an iteration boundary. Its micro-batches then come home.",
+        f"({names(peers, 6, ' and ')}) and joins at an iteration boundary. It then runs its own micro-batches again.",
         True,
     )
 

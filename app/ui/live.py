@@ -103,7 +103,7 @@ def _live(
         components.cards(facts.live_cards(view), now.at if moving else None)
     left, right = st.columns(2, gap="medium")
     with left, st.container(gap="xsmall"):
-        components.heading("Workers", "select one for details, kill or restart")
+        components.heading("Workers", "select one for details and actions")
         if len(view.workers) <= MAX_TILES:
             _tiles(view)
         else:

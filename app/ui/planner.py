@@ -41,7 +41,7 @@ def page() -> None:
         )
         controls.sources(console)
     for error in misread:
-        st.error(f"{error}. The usual is taken instead.")
+        st.error(f"{error}. The default is used instead.")
     if words := state.said(state.PAGE):
         st.error(words)
     if state.EXAMPLE in st.query_params:

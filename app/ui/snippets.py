@@ -5,22 +5,28 @@ from __future__ import annotations
 
 def token_line() -> str:
     """The token's name; its value is for whoever runs the console to give."""
-    return "export OPENRECYCLE_TOKEN=...   # the token that this console was started with"
+    return "export OPENRECYCLE_TOKEN=...   # an agent's: openrecycle token create --role agent"
 
 
 def trainer(address: str) -> str:
-    return f"""from openrecycle import Console, Job, ResilientTrainer
+    return f"""from functools import partial
 
-trainer = ResilientTrainer(
-    stages=build_stage,  # (stage, stages) -> torch.nn.Module
-    loss=torch.nn.functional.cross_entropy,
-    data=my_dataset,
-    batch_size=16,
-    optimizer=partial(torch.optim.AdamW, lr=3e-3),
-    job=Job.uniform(pipelines=2, stages=3, micro_batches=4),
-    console=Console(url="{address}"),
-)
-trainer.fit(iterations=1000)"""
+import torch
+from my_model import build_layer, my_dataset
+from openrecycle import Console, Job, ResilientTrainer
+
+if __name__ == "__main__":
+    trainer = ResilientTrainer(
+        layers=build_layer,  # (layer, layers) -> torch.nn.Module
+        layer_count=12,
+        loss=torch.nn.functional.cross_entropy,
+        data=my_dataset,
+        batch_size=16,
+        optimizer=partial(torch.optim.AdamW, lr=3e-3),
+        job=Job.uniform(pipelines=2, stages=3, micro_batches=4),
+        console=Console(url="{address}"),
+    )
+    trainer.fit(iterations=1000)"""
 
 
 def launch_line(address: str) -> str:

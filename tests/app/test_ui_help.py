@@ -109,7 +109,9 @@ def test_snippets_name_this_console_and_no_token(here: ConsoleHere) -> None:
     assert all("http://" in code for code in codes)
     for code in (snippets.trainer("http://h:1"), snippets.reporter("http://h:1")):
         tree = ast.parse(code)
-        names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+        ours = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == "openrecycle"]
+        names = {alias.name for node in ours for alias in node.names}
+        assert names
         package = __import__("openrecycle")
         assert all(hasattr(package, name) for name in names)
         assert "http://h:1" in code

@@ -345,7 +345,7 @@ def says_that_it_scrolls(page: Page, frame: str) -> bool | None:
     return said
 
 
-@pytest.mark.parametrize(("scheme", "width", "height"), SCREENS)
+@pytest.mark.parametrize(("scheme", "width", "height"), [at_length("light", 1440, 900), *SCREENS[1:]])
 def test_nothing_is_cut_or_pushed_out(site: Site, browser: Browser, scheme: Any, width: int, height: int) -> None:
     with watched(browser, site.root, viewport={"width": width, "height": height}, color_scheme=scheme) as page:
         shifts = Shifts(page)

@@ -155,7 +155,7 @@ def techniques(question: WhatIf, found: Checked) -> None:
             key = shown(f"planner-use-{technique.value}", on)
             st.toggle(label, on, key=key, help=note, on_change=_use, args=(technique,))
     if question.technique is Technique.FAULT_FREE:
-        st.caption("All off: plain 1F1B, which bears no failure.")
+        st.caption("All off: plain 1F1B, which can't run with a failed worker.")
     wrong(found, TECHNIQUE)
 
 

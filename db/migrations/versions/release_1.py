@@ -165,8 +165,6 @@ def upgrade() -> None:
         sa.Column("opened_at", sa.Double(), nullable=False),
         sa.Column("interim_plan", sa.String(length=64), server_default="", nullable=False),
         sa.Column("interim_failed", sa.Text(), server_default="[]", nullable=False),
-        sa.Column("partition", sa.Text(), server_default="[]", nullable=False),
-        sa.Column("moved_at", sa.BigInteger(), nullable=True),
         sa.ForeignKeyConstraint(["job_id"], ["job.id"], name=op.f("fk_generation_job_id_job"), ondelete="CASCADE"),
         sa.ForeignKeyConstraint(
             ["plan_fingerprint"], ["plan.fingerprint"], name=op.f("fk_generation_plan_fingerprint_plan")
