@@ -84,7 +84,8 @@ def _steps(colours: Palette) -> None:
         "5. Back on **Live**, click the dead worker, then **Restart**. It takes its state from a peer, and the full "
         "plan is back.\n"
         "6. **Planner** answers what-ifs: click workers dead, and see what the job would do. **Compare** lays plans on "
-        "one time axis, **Catalog** shows what further failures would cost, and **Simulate** shows what months of failures cost."
+        "one time axis, **Catalog** shows what further failures would cost, and **Simulate** what "
+        "months of failures cost."
     )
     components.quiet("What a page shows is in its address: send the link, and others see the same.")
 

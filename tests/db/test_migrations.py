@@ -11,6 +11,8 @@ from sqlalchemy import inspect
 
 from openrecycle.db.models import Base
 from openrecycle.db.session import Database, DatabaseError, alembic_config
+from openrecycle.db.store import Change, Store
+from tests.db.test_store import generation, make_job
 from tests.golden import golden
 
 
@@ -55,6 +57,20 @@ def test_every_migration_can_be_taken_back(database: Database) -> None:
     assert set(inspect(database.engine).get_table_names()) <= {"alembic_version"}
     database.upgrade()
     assert "job" in inspect(database.engine).get_table_names()
+
+
+def test_a_job_of_the_first_release_is_kept(database: Database) -> None:
+    """Its generations know of no partition: that column is of the second."""
+    store = Store(database)
+    make_job(store)
+    store.apply("job", Change(plan=("f", "{}", [], False), generation=generation(1)))
+    with database._writing() as connection:
+        command.downgrade(alembic_config(connection), "release_1")
+    assert "partition" not in {column["name"] for column in inspect(database.engine).get_columns("generation")}
+    database.upgrade()
+    (kept,) = store.generations("job")
+    assert (kept["living"], kept["partition"], kept["moved_at"]) == (["W0_0", "W1_0"], [], None)
+    assert store.newest_move("job") is None
 
 
 def test_one_console_at_a_time_has_an_sqlite_file(tmp_path: Path) -> None:
