@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from openrecycle.agent.devices import Transport
+from openrecycle.agent.script import MicroBatch
 from openrecycle.agent.stage_io import CPU
 from openrecycle.agent.store import StoreClient
 from openrecycle.agent.timeouts import Timeouts
 from openrecycle.agent.transport.group import GlooGroup, Group, Pending, TransferError, first_line
 from openrecycle.agent.transport.nccl import NcclGroup
 from openrecycle.agent.transport.ordered import OrderedTransfers, connect
-from openrecycle.agent.transport.tagged import TaggedTransfers
 from openrecycle.agent.transport.transfers import Layout, Lines, Transfers
 from openrecycle.planner.job import Worker
 
@@ -259,3 +259,21 @@ def _make(make: Callable[[], Groups], made: Made) -> None:
 def _bury(coffin: list[Groups]) -> None:
     coffin[0].halt()
     coffin.clear()
+
+
+# Tags tell apart the messages of this many iterations; two may be in flight, since steps are staggered.
+_TAG_ITERATIONS = 4
+
+
+class TaggedTransfers(Transfers):
+    """One tag per iteration, direction, micro-batch and tensor."""
+
+    def _post(self, kind: str, key: MicroBatch) -> None:
+        self._listen(kind, key)
+
+    def _tag(self, kind: str, key: MicroBatch, index: int) -> int:
+        layout = self._layout
+        iteration, direction = self._iteration % _TAG_ITERATIONS, "FI".index(kind)
+        slots = layout.job.pipelines * layout.job.micro_batches
+        slot = (2 * iteration + direction) * slots + key[0] * layout.job.micro_batches + key[1]
+        return slot * layout.widest + index

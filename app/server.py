@@ -11,8 +11,10 @@ import asyncio
 import contextlib
 import errno
 import os
+import resource
 import signal
 import socket
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -35,8 +37,7 @@ from openrecycle.app.api.connection import connections
 from openrecycle.app.api.routes import create_routes
 from openrecycle.app.console.service import Console
 from openrecycle.app.leadership.gate import Gate
-from openrecycle.app.leadership.host import ConsoleHost, set_host
-from openrecycle.app.leadership.start import make_host
+from openrecycle.app.leadership.host import ConsoleHost, make_host, set_host
 from openrecycle.app.metrics.requests import Metering
 from openrecycle.app.runtime.documents import PLAN_MIB
 from openrecycle.app.runtime.errors import SettingsError
@@ -45,7 +46,6 @@ from openrecycle.app.runtime.frontend import PAGES, PageBase
 from openrecycle.app.runtime.garbage_collection import GarbageCollection
 from openrecycle.app.runtime.logs import configure_logging
 from openrecycle.app.runtime.problems import problem
-from openrecycle.app.runtime.process import prepare
 from openrecycle.app.runtime.static_files import StaticFiles
 from openrecycle.app.runtime.warming import BUSY_SECONDS, CALM_SECONDS, Warming
 from openrecycle.app.security.access import Access
@@ -316,3 +316,18 @@ async def _no_pages(request: Request) -> Response:
 @asynccontextmanager
 async def _no_lifespan(app: object) -> AsyncIterator[None]:
     yield
+
+
+# How long a thread that computes (a page's script, a large view) keeps the others waiting: the event loop
+# waits so long twice or more per request. Python's own 5 ms would be most of a heartbeat's latency.
+SWITCH_SECONDS = 0.0003
+
+
+def prepare() -> None:
+    """For the whole process; once, before anything is served."""
+    sys.setswitchinterval(SWITCH_SECONDS)
+    # A worker has a connection or two, and many systems allow a process 1,024 files unless it asks for more.
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # macOS has a lower limit than it says
+        if soft != hard:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from sqlalchemy import delete, func, insert, select, update
+from sqlalchemy import Table, bindparam, delete, func, insert, select, update
 from sqlalchemy.orm import Session
 
-from openrecycle.db.catalog_blobs import CatalogBlobs
 from openrecycle.db.job_rows import HIDDEN
 from openrecycle.db.models import (
     AcknowledgementRow,
@@ -37,7 +36,6 @@ from openrecycle.db.models import (
 )
 from openrecycle.db.plan_rows import keep_plan, plan_document
 from openrecycle.db.session import Database
-from openrecycle.db.worker_rows import update_workers
 from openrecycle.planner.packed import Packed
 
 Record = dict[str, Any]
@@ -424,3 +422,60 @@ def _text(value: object) -> object:
 
 def _rows(session: Session, query: Any) -> list[Record]:
     return [dict(row) for row in session.execute(query).mappings()]
+
+
+def update_workers(session: Session, job_id: str, workers: Iterable[Mapping[str, Any]]) -> None:
+    """Updates many rows per statement.
+
+    Whoever else does so takes the same rows, in the same order: one of two transactions that take them in different
+    ones is ended by PostgreSQL. So all rows are taken by the first statement, sorted; it sets what all have, and those
+    after it what only some have.
+    """
+    rows = sorted(workers, key=lambda row: str(row["name"]))
+    if not rows:
+        return
+    common = set(rows[0]).intersection(*rows[1:]) - {"name"}
+    if common:
+        _update_columns(session, job_id, tuple(sorted(common)), rows)
+    others: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        if more := row.keys() - common - {"name"}:
+            others.setdefault(tuple(sorted(more)), []).append(row)
+    for columns, some in others.items():
+        _update_columns(session, job_id, columns, some)
+
+
+def _update_columns(session: Session, job_id: str, columns: tuple[str, ...], rows: Sequence[Mapping[str, Any]]) -> None:
+    table = WorkerRow.__table__
+    assert isinstance(table, Table)
+    statement = (
+        update(table)
+        .where(table.c.job_id == bindparam("_job"), table.c.name == bindparam("_name"))
+        .values({c: bindparam(f"_{c}_") for c in columns})
+    )
+    values = [{"_job": job_id, "_name": row["name"], **{f"_{c}_": row[c] for c in columns}} for row in rows]
+    session.connection().execute(statement, values)
+
+
+class CatalogBlobs:
+    """The stored plans of one catalog, each read when it is asked for."""
+
+    def __init__(self, database: Database, fingerprint: str) -> None:
+        self._database = database
+        self._fingerprint = fingerprint
+
+    def names(self) -> list[str]:
+        query = select(CatalogPlanRow.name).where(CatalogPlanRow.fingerprint == self._fingerprint)
+        with self._database.read() as session:
+            return sorted(session.scalars(query))
+
+    def get(self, name: str) -> bytes | None:
+        where = (CatalogPlanRow.fingerprint == self._fingerprint, CatalogPlanRow.name == name)
+        with self._database.read() as session:
+            return session.scalar(select(CatalogPlanRow.data).where(*where))
+
+    def all(self) -> dict[str, bytes]:
+        """Every plan by its name, at once."""
+        query = select(CatalogPlanRow.name, CatalogPlanRow.data).where(CatalogPlanRow.fingerprint == self._fingerprint)
+        with self._database.read() as session:
+            return {row.name: row.data for row in session.execute(query)}

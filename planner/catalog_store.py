@@ -30,7 +30,6 @@ from openrecycle.planner.migration import Migration, migrations_to
 from openrecycle.planner.packed import Header, Question, decode_columns, decode_header, decode_plan
 from openrecycle.planner.plan import JobDoc, Plan, PlanError, first_problem, job_doc, read_model
 from openrecycle.planner.plan_arrays import SMALL_OPS, Columns
-from openrecycle.planner.version import PLANNER_VERSION
 
 INFO = "catalog.json"
 SUFFIX = ".plan"
@@ -319,3 +318,7 @@ def _swap(job: Job, stage: int, planned: set[Worker], dead: frozenset[Worker]) -
     for idle, missing in zip(sorted(here - gone), sorted(gone - here), strict=True):
         out[missing], out[idle] = idle, missing
     return out
+
+
+# Raised when the same question may get another plan, or when stored catalogs change their form.
+PLANNER_VERSION = "2"

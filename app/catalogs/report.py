@@ -10,12 +10,11 @@ from itertools import islice
 from openrecycle.app.catalogs.outlook import Outlook
 from openrecycle.db.store import Record
 from openrecycle.planner.catalog_build import LISTED
-from openrecycle.planner.catalog_store import CatalogInfo, plan_name
+from openrecycle.planner.catalog_store import PLANNER_VERSION, CatalogInfo, plan_name
 from openrecycle.planner.errors import PlannerError
 from openrecycle.planner.job import Worker
 from openrecycle.planner.packed import Header, Question
 from openrecycle.planner.plan import job_doc
-from openrecycle.planner.version import PLANNER_VERSION
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from openrecycle.app.plans.service import Plans
 from openrecycle.app.runtime.errors import plain, storing, unknown_plan
 from openrecycle.app.workers.sentence import sentence
 from openrecycle.app.workers.states import WorkerStates
-from openrecycle.db.plan_columns import PlanColumns
+from openrecycle.db.plan_rows import PlanColumns
 from openrecycle.db.store import Record, Store
 from openrecycle.planner.plan import Plan
 

@@ -15,7 +15,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from openrecycle.app.runtime.children import Channel, ChildEnded, Children
 from openrecycle.app.runtime.garbage_collection import LARGE_OPS, OP_BYTES, building
-from openrecycle.db.plan_columns import PlanColumns
+from openrecycle.db.plan_rows import PlanColumns
 from openrecycle.db.store import Store
 from openrecycle.planner.errors import PlannerError
 from openrecycle.planner.packed import decode_header, pack, unpack

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from openrecycle.app.console.service import Console, set_console
 from openrecycle.app.leadership.watch import Leadership, LeaderStatus
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.security.tokens import Tokens
+from openrecycle.app.settings import Settings, default_database_url
 from openrecycle.db.session import NOT_LEADING, Database, DatabaseError
 from openrecycle.db.tokens import TokenStore
 
@@ -210,3 +212,35 @@ def set_host(host: ConsoleHost | None) -> None:
 def standing_by() -> LeaderStatus | None:
     """Who leads, where it is not this process; None where it is, or where nobody else could."""
     return None if _host is None or _host.console is not None else _host.status
+
+
+def make_host(
+    settings: Settings, make: Callable[[Database], Console], standby_tokens: Callable[[Tokens], None]
+) -> ConsoleHost:
+    """Not yet started. Raises DatabaseError for an address that is none."""
+    url, me = settings.database_url or default_database_url(), secrets.token_hex(8)
+    leadership: Leadership | None = None
+
+    def open_database(term: int | None) -> Database:
+        noticed = leadership.look if leadership is not None else lambda: None
+        return Database(url, me=me, term=term, on_fenced=noticed)
+
+    def prepare() -> None:
+        database = open_database(None)
+        try:
+            database.upgrade()
+        finally:
+            database.close()
+
+    standby = open_database(NOT_LEADING)
+    if not standby.is_sqlite:
+        leadership = Leadership(standby, me, settings.advertised, prepare=prepare)
+    standby.close()
+    return ConsoleHost(
+        open_database,
+        leadership,
+        make,
+        shown_url=standby.shown_url,
+        guarded=settings.token is not None,
+        standby_tokens=standby_tokens,
+    )

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from openrecycle.app.jobs.stored_plans import PlanCache
-from openrecycle.app.plans.summary import summary_of
-from openrecycle.app.plans.uploading import ReadPlan
+from openrecycle.app.plans.uploading import ReadPlan, summary_of
 from openrecycle.app.runtime.errors import ConsoleError, storing, unknown_plan
 from openrecycle.db.saved_plans import SavedPlans
 from openrecycle.db.store import Store

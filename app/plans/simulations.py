@@ -27,11 +27,10 @@ from openrecycle.planner.simulation.outcome import HOUR, Outcome
 from openrecycle.planner.simulation.planned import PlannedJob, Rate
 from openrecycle.planner.simulation.policies.planned_policies import PLANNED, planned_policy
 from openrecycle.planner.simulation.sensitivity import sweep
-from openrecycle.planner.simulation.trace import Trace
+from openrecycle.planner.simulation.trace import Trace, scaled
+from openrecycle.planner.simulation.traces import public_traces
 from openrecycle.planner.simulation.traces.generated import Domain, generated
 from openrecycle.planner.simulation.traces.history import from_history
-from openrecycle.planner.simulation.traces.public import public_traces
-from openrecycle.planner.simulation.traces.scaled import scaled
 
 log = structlog.get_logger()
 

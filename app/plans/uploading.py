@@ -12,12 +12,11 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import structlog
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from openrecycle.app.plans.summary import summary_of
 from openrecycle.app.runtime.children import Channel, ChildEnded, Children
 from openrecycle.app.runtime.documents import bounded
 from openrecycle.app.runtime.errors import ConsoleError
@@ -175,3 +174,21 @@ def answer(body: bytes) -> bytes:
         "ops": plan.op_count,
     }
     return json.dumps(head).encode() + b"\n" + plan.to_json().encode()
+
+
+def summary_of(plan: Plan) -> dict[str, Any]:
+    """Plain data."""
+    job, metrics = plan.job, plan.metrics
+    return {
+        "period": metrics.period,
+        "lower_bound": metrics.lower_bound,
+        "gap": metrics.gap,
+        "time_unit": job.time_unit,
+        "failed": list(plan.failed),
+        "technique": plan.technique.value,
+        "memory": plan.memory,
+        "pipelines": job.pipelines,
+        "stages": job.stages,
+        "micro_batches": job.micro_batches,
+        "workers": job.pipelines * job.stages,
+    }

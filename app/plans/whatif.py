@@ -26,7 +26,8 @@ from openrecycle.app.plans.whatif_profile import (
     saved_name,
     saved_word,
 )
-from openrecycle.planner.errors import InputError
+from openrecycle.planner.bounds import Bound, best_bound
+from openrecycle.planner.errors import InfeasibleError, InputError, PlannerError
 from openrecycle.planner.job import Job, MemoryLimit, Technique, Worker
 from openrecycle.planner.plan import JobDoc, Plan, PlanError, first_problem, job_doc, read_json
 from openrecycle.planner.profile import AUTO, parse_partition
@@ -337,3 +338,52 @@ def to_keep(question: WhatIf, measured: Profile | None = None) -> Profile | JobD
     if question.profile in shipped():
         return load_profile(question.profile)
     return measured or job_doc(question.job())
+
+
+GRID, PROFILE, TECHNIQUE, MEMORY, SOLVER, PARTITION = "grid", "profile", "technique", "memory", "solver", "partition"
+# Up to so many ops the bound is worked out while somebody clicks; it takes milliseconds.
+BOUNDED_OPS = 20_000
+
+
+@dataclass(frozen=True)
+class Checked:
+    """errors: sentences by field. infeasible: well asked, and no schedule exists. bound: of the period, before
+    anything is planned; None where it takes too long to work out, or there is none."""
+
+    job: Job | None = None
+    asked: PlanAsked | None = None
+    errors: dict[str, str] = field(default_factory=dict)
+    infeasible: str = ""
+    bound: Bound | None = None
+
+    @property
+    def plannable(self) -> bool:
+        return self.asked is not None and not self.errors and not self.infeasible
+
+
+def checked(question: WhatIf) -> Checked:
+    """Nothing is solved, and absurd sizes are refused before memory is taken."""
+    try:
+        job = question.job()
+        asked = question.asked()
+    except InputError as error:
+        where = GRID if error.field in ("grid", "pipelines", "stages", "micro_batches", "--stages") else PROFILE
+        return Checked(errors={where: _words(error, error.field)})
+    except PlannerError as error:
+        return Checked(errors={PROFILE: str(error)})
+    try:
+        problem = asked.problem()
+        # Over all partitions it is another one, which whoever looks for the best of them works out.
+        bound = best_bound(problem) if asked.ops <= BOUNDED_OPS and asked.over == "schedules" else None
+    except InfeasibleError as error:
+        return Checked(job, asked, infeasible=f"{error.constraint}; {error.remedy}")
+    except InputError as error:
+        fields = {"--technique": TECHNIQUE, "solver": SOLVER, "failed": GRID, "partition": PARTITION}
+        where = fields.get(error.field, MEMORY)
+        return Checked(job, asked, {where: _words(error, where)})
+    return Checked(job, asked, bound=bound)
+
+
+def _words(error: InputError, field: str) -> str:
+    """The sentence with the page's name of the field instead of the command line's."""
+    return f"{field.removeprefix('--')}: got {error.value!r}, expected {error.expected}"

@@ -13,7 +13,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from openrecycle.agent.protocol import API
 from openrecycle.app.runtime.documents import MOST_LARGE, PLAN_MIB
 from openrecycle.app.runtime.problems import problem
-from openrecycle.app.runtime.replay import replayed
 from openrecycle.app.security.hosts import UNSAFE
 
 BODY_LIMIT = 64 * 1024
@@ -147,3 +146,17 @@ def _limit(scope: Scope) -> int | None:
             return _PROFILE_LIMIT
         return next((limit for end, limit in _LARGER.items() if path.endswith(end)), BODY_LIMIT)
     return None
+
+
+def replayed(body: bytes, receive: Receive) -> Receive:
+    """Gives the whole body first, and then what else there is to receive."""
+    given = False
+
+    async def again() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return again

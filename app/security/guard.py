@@ -19,11 +19,10 @@ from openrecycle.app.runtime.problems import problem
 from openrecycle.app.security.access import Access
 from openrecycle.app.security.bodies import BodyLimit
 from openrecycle.app.security.callers import ACTOR, CALLER, LOCAL, MAX_ACTOR, STILL, Caller, Role, agent_route, refusal
-from openrecycle.app.security.hosts import foreign_page, hostname
+from openrecycle.app.security.hosts import CLOSED, foreign_page, hostname, refuse
 from openrecycle.app.security.limits import AGENTS, PEOPLE, UNKNOWN, Limits
 from openrecycle.app.security.login import COOKIE, SESSION_SECONDS, local, login_page
 from openrecycle.app.security.oidc import CALLBACK, LOGOUT, account
-from openrecycle.app.security.refusing import CLOSED, refuse
 from openrecycle.app.settings import is_loopback
 
 # What must work for whoever has not signed in; none of it says anything about a job.

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from openrecycle.app.runtime.problems import problem
-from openrecycle.app.security.refusing import refuse
 
 _HARDENING = (
     ("X-Content-Type-Options", "nosniff"),
@@ -98,3 +98,15 @@ def foreign_page(headers: Headers) -> bool:
             except ValueError:
                 return True
     return False
+
+
+# Of a WebSocket that is closed because its caller may not (or no longer) have it open.
+CLOSED = 4401
+
+
+async def refuse(scope: Scope, receive: Receive, send: Send, response: Response) -> None:
+    if scope["type"] == "websocket":
+        # Before `accept` this is an HTTP 403.
+        await send({"type": "websocket.close", "code": CLOSED})
+        return
+    await response(scope, receive, send)

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.app.security.audit import AuditLog
+from openrecycle.app.security.service import AuditLog
 from openrecycle.app.security.tokens import Tokens
 from openrecycle.app.settings import default_database_url
 from openrecycle.db.audit import AuditStore

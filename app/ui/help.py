@@ -11,9 +11,8 @@ from openrecycle.app.console.service import get_console
 from openrecycle.app.plans.idea import JOB, Picture, pictures
 from openrecycle.app.ui import bound, components
 from openrecycle.app.ui.charts.worker_grid import LOOKS
-from openrecycle.app.ui.snippets import launch_line, reporter, token_line, trainer
 from openrecycle.app.ui.theme import Palette
-from openrecycle.app.ui.words import SECTIONS, WORDS
+from openrecycle.app.ui.words import SECTIONS, WORDS, launch_line, reporter, token_line, trainer
 from openrecycle.planner.drawing import OP_WORDS
 from openrecycle.planner.export.picture import small
 from openrecycle.planner.export.svg import draw_svg

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from openrecycle.app.console.measured import MeasuredIteration, measured_iteration
 from openrecycle.app.console.service import Console
 from openrecycle.app.console.view import JobView
 from openrecycle.app.observing.rollout import RollOut
-from openrecycle.app.ui.patience import Patience
+from openrecycle.app.runtime.errors import ConsoleError
 
-_patience = Patience()
+# A database that hangs refuses nothing: it does not answer at all, and a page that waited for it would stand still
+# without a word. So a page waits no longer than this.
+READ_SECONDS = 3.0
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -37,4 +42,51 @@ def read_now(console: Console, job_id: str, iterations: int, events: int) -> Now
             view, choice, measured_iteration(console, job_id), console.observing.roll_outs.of(console.job(job_id)), at
         )
 
-    return _patience.read((id(console), job_id, events), read)
+    return _shared.read((id(console), job_id, events), read)
+
+
+@dataclass
+class _Read:
+    """One read under way. began: monotonic seconds."""
+
+    began: float = field(default_factory=time.monotonic)
+    over: threading.Event = field(default_factory=threading.Event)
+    made: Any = None
+    error: BaseException | None = None
+
+
+class SharedReads:
+    """Thread-safe. Who asks for what is being read already waits for that; so a database that hangs holds one thread
+    for each thing that is looked at, however many look and however often. seconds: how long each waits."""
+
+    def __init__(self, seconds: float = READ_SECONDS) -> None:
+        self._seconds = seconds
+        self._reads: dict[Hashable, _Read] = {}
+        self._lock = threading.Lock()
+
+    def read(self, what: Hashable, read: Callable[[], Result]) -> Result:
+        """Its result, or what it raises; ConsoleError (503) when it takes too long. what: equal for equal reads."""
+        with self._lock:
+            found = self._reads.get(what)
+            if found is None:
+                found = self._reads[what] = _Read()
+                threading.Thread(target=self._run, args=(what, found, read), name="page read", daemon=True).start()
+        if not found.over.wait(self._seconds):
+            seconds = time.monotonic() - found.began
+            raise ConsoleError(503, "unavailable", f"the database has not answered for {seconds:.0f} s")
+        if found.error is not None:
+            raise found.error
+        return found.made  # type: ignore[no-any-return]
+
+    def _run(self, what: Hashable, found: _Read, read: Callable[[], object]) -> None:
+        try:
+            found.made = read()
+        except BaseException as error:  # whoever waits raises it
+            found.error = error
+        finally:
+            with self._lock:
+                del self._reads[what]
+            found.over.set()
+
+
+_shared = SharedReads()

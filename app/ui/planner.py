@@ -5,11 +5,10 @@ from __future__ import annotations
 import streamlit as st
 
 from openrecycle.app.console.service import Console, get_console
+from openrecycle.app.plans.idea import STEPS, step_of
 from openrecycle.app.plans.solving import Solve
 from openrecycle.app.plans.solving_child import PlanAsked
-from openrecycle.app.plans.whatif import PARAMS, WhatIf
-from openrecycle.app.plans.whatif_check import Checked, checked
-from openrecycle.app.plans.worked_example import STEPS, step_of
+from openrecycle.app.plans.whatif import PARAMS, Checked, WhatIf, checked
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import components, text
 from openrecycle.app.ui.access import acting

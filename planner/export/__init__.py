@@ -7,9 +7,8 @@ from types import MappingProxyType
 
 from openrecycle.planner.errors import InputError
 from openrecycle.planner.export.chrome_trace import to_chrome_trace
-from openrecycle.planner.export.json_document import to_json
 from openrecycle.planner.export.png import to_png
-from openrecycle.planner.export.registry import Format
+from openrecycle.planner.export.registry import Format, to_json
 from openrecycle.planner.export.svg import to_svg
 from openrecycle.planner.export.tidy_csv import to_tidy_csv
 from openrecycle.planner.export.torch_csv import to_torch_csv

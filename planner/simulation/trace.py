@@ -92,3 +92,21 @@ class Trace:
         for (begin, n), (end, _) in zip(self.counts, [*self.counts[1:], (self.end, 0)], strict=True):
             total += n * (min(end, self.end) - min(begin, self.end))
         return total / self.end
+
+
+def scaled(trace: Trace, workers: int) -> Trace:
+    """The trace with `workers` where it has most: the share of workers that live stays, rounded.
+
+    Which worker leaves is no longer told: the youngest does.
+    """
+    most = trace.most
+    if most == workers:
+        return trace
+    events: list[Event] = []
+    living = 0
+    for at, count in trace.counts:
+        wanted = round(count / most * workers)
+        events += [Event(at, "add", f"node{i}") for i in range(living, wanted)]
+        events += [Event(at, "remove", f"node{i}") for i in range(living - 1, wanted - 1, -1)]
+        living = wanted
+    return Trace.of(trace.name, events, end=trace.end)

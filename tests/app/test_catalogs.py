@@ -26,7 +26,7 @@ from openrecycle.app.ui.theme import DARK, LIGHT
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 from openrecycle.planner.bounds import period_bound
-from openrecycle.planner.catalog_store import CatalogInfo, open_folder, plan_name
+from openrecycle.planner.catalog_store import PLANNER_VERSION, CatalogInfo, open_folder, plan_name
 from openrecycle.planner.check import check
 from openrecycle.planner.errors import InputError
 from openrecycle.planner.failures import canonical_pattern
@@ -34,7 +34,6 @@ from openrecycle.planner.job import Worker
 from openrecycle.planner.packed import Effort, Question, encode_plan
 from openrecycle.planner.plan import Plan
 from openrecycle.planner.solvers.portfolio import make_plan
-from openrecycle.planner.version import PLANNER_VERSION
 from tests.golden import golden
 
 SMALL = {"pipelines": 2, "stages": 2, "micro_batches": 3, "tolerance": 1}

@@ -6,8 +6,8 @@ import pytest
 from ui_console import ConsoleHere, JobHere
 
 from openrecycle.agent.protocol import LogLine, LogLines, VerdictReport
-from openrecycle.app.observing import log_book
-from openrecycle.app.observing.log_book import LogBook
+from openrecycle.app.observing import service
+from openrecycle.app.observing.service import LogBook
 from openrecycle.app.runtime.errors import ConsoleError
 from tests.golden import golden
 
@@ -52,7 +52,7 @@ def lines(*texts: str, worker: str = "W0_0", skipped: int = 0) -> LogLines:
 
 
 def test_the_newest_lines_of_each_worker_are_kept(here: ConsoleHere, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_book, "LINES", 21)
+    monkeypatch.setattr(service, "LINES", 21)
     job = here.console.job(JobHere(here.console, "logs").register().job_id)
     book = LogBook()
     for i in range(25):

@@ -10,7 +10,7 @@ import pytest
 
 from openrecycle.app.jobs import stored_plans
 from openrecycle.app.jobs.stored_plans import PlanCache
-from openrecycle.db.plan_columns import PlanColumns
+from openrecycle.db.plan_rows import PlanColumns
 from openrecycle.db.saved_plans import SavedPlans
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from openrecycle.app.runtime.process import SWITCH_SECONDS
+from openrecycle.app.server import SWITCH_SECONDS
 
 pytestmark = pytest.mark.processes
 
@@ -13,7 +13,7 @@ _CHILD = """
 import resource, sys
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
-from openrecycle.app.runtime.process import prepare
+from openrecycle.app.server import prepare
 prepare()
 print(resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard, sys.getswitchinterval())
 """

@@ -22,8 +22,8 @@ from openrecycle.app.ui.theme import DARK, LIGHT
 from openrecycle.planner.errors import InputError
 from openrecycle.planner.models import analytic_job, model_shape
 from openrecycle.planner.plan import job_doc
-from openrecycle.planner.simulation.traces.public import public_traces
-from openrecycle.planner.simulation.traces.scaled import scaled
+from openrecycle.planner.simulation.trace import scaled
+from openrecycle.planner.simulation.traces import public_traces
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes

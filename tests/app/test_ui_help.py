@@ -13,9 +13,8 @@ from ui_console import MAIN, ConsoleHere, JobHere
 
 from openrecycle.app.console.service import set_console
 from openrecycle.app.plans.idea import pictures
-from openrecycle.app.ui import snippets
 from openrecycle.app.ui.theme import DARK, LIGHT, Palette
-from openrecycle.app.ui.words import SECTIONS
+from openrecycle.app.ui.words import SECTIONS, reporter, token_line, trainer
 from openrecycle.planner.check import check
 from openrecycle.planner.export.picture import small
 from openrecycle.planner.export.svg import draw_svg
@@ -107,7 +106,7 @@ def test_snippets_name_this_console_and_no_token(here: ConsoleHere) -> None:
     codes = [code.value for code in test.code]
     assert len(codes) == 3, "a console without a token needs no line for it"
     assert all("http://" in code for code in codes)
-    for code in (snippets.trainer("http://h:1"), snippets.reporter("http://h:1")):
+    for code in (trainer("http://h:1"), reporter("http://h:1")):
         tree = ast.parse(code)
         ours = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == "openrecycle"]
         names = {alias.name for node in ours for alias in node.names}
@@ -115,4 +114,4 @@ def test_snippets_name_this_console_and_no_token(here: ConsoleHere) -> None:
         package = __import__("openrecycle")
         assert all(hasattr(package, name) for name in names)
         assert "http://h:1" in code
-    assert snippets.token_line().startswith("export OPENRECYCLE_TOKEN=...")
+    assert token_line().startswith("export OPENRECYCLE_TOKEN=...")

@@ -16,7 +16,7 @@ from openrecycle.agent.coordination.membership import Ladder, Mode
 from openrecycle.agent.protocol import LogLine, LogLines, Registration
 from openrecycle.app.console.service import Console, set_console
 from openrecycle.app.ui import live_now
-from openrecycle.app.ui.patience import Patience
+from openrecycle.app.ui.live_now import SharedReads
 from openrecycle.app.workers.states import Condition
 from openrecycle.db.store import Store
 from tests.golden import golden
@@ -160,7 +160,7 @@ def test_an_open_page_says_that_the_database_hangs_and_shows_what_it_last_knew(
     goes_on = threading.Event()
     view = console.view
     monkeypatch.setattr(console, "view", lambda *args: goes_on.wait(60) and view(*args))
-    monkeypatch.setattr(live_now, "_patience", Patience(0.01))
+    monkeypatch.setattr(live_now, "_patience", SharedReads(0.01))
     test.run()
     assert golden("the-database-has-not-answered") in test.warning[0].value
     assert "10 <span" in html(test), "iterations done"
@@ -169,13 +169,13 @@ def test_an_open_page_says_that_the_database_hangs_and_shows_what_it_last_knew(
     assert test.warning and [t for t in threading.enumerate() if t.name == "page read"] == begun, "one waits for all"
     goes_on.set()
     begun[0].join()
-    monkeypatch.setattr(live_now, "_patience", Patience(60))
+    monkeypatch.setattr(live_now, "_patience", SharedReads(60))
     test.run()
     assert not test.warning and not test.exception
 
 
 def test_patience_hands_on_results_and_errors() -> None:
-    patience = Patience(60)
+    patience = SharedReads(60)
     assert patience.read("sum", lambda: 1 + 1) == 2
     with pytest.raises(ZeroDivisionError):
         patience.read("sum", lambda: 1 // 0)

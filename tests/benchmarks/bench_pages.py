@@ -25,7 +25,7 @@ from playwright.sync_api import Browser, CDPSession, Page, expect, sync_playwrig
 
 from openrecycle.app.catalogs.fill import parse_request
 from openrecycle.app.console.service import Console
-from openrecycle.db.plan_columns import PlanColumns
+from openrecycle.db.plan_rows import PlanColumns
 from openrecycle.planner.job import Job, Problem, Worker
 from openrecycle.planner.plan import job_doc
 from openrecycle.planner.solvers.portfolio import make_plan

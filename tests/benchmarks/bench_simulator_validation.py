@@ -24,7 +24,7 @@ from openrecycle.planner.simulation.costs import RecoveryCosts
 from openrecycle.planner.simulation.engine import simulate
 from openrecycle.planner.simulation.outcome import Outcome
 from openrecycle.planner.simulation.planned import PlannedJob
-from openrecycle.planner.simulation.policies.recycle import ReCycle
+from openrecycle.planner.simulation.policies.planned_policies import ReCycle
 from openrecycle.planner.simulation.policy_base import SECOND
 from openrecycle.planner.simulation.trace import Event, Trace
 from tests.benchmarks.machine import describe

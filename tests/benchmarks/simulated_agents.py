@@ -25,7 +25,7 @@ from typing import Any
 
 import uvloop
 
-from openrecycle.app.runtime.process import prepare
+from openrecycle.app.server import prepare
 from tests.benchmarks.wire import PATIENCE_SECONDS, Wire
 
 OVERTIME_SECONDS = 900.0

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from sqlalchemy.exc import IntegrityError
 
-from openrecycle.db.plan_columns import PlanColumns
+from openrecycle.db.plan_rows import PlanColumns
 from openrecycle.db.store import Change, Store
 from openrecycle.planner.packed import Packed
 

@@ -11,10 +11,9 @@ import streamlit as st
 
 from openrecycle.app.console.plan_sources import without
 from openrecycle.app.console.service import Console
+from openrecycle.app.plans.idea import STEPS
 from openrecycle.app.plans.solving_child import MAX_SECONDS
-from openrecycle.app.plans.whatif import WhatIf
-from openrecycle.app.plans.whatif_check import GRID, MEMORY, PARTITION, SOLVER, TECHNIQUE, Checked
-from openrecycle.app.plans.worked_example import STEPS
+from openrecycle.app.plans.whatif import GRID, MEMORY, PARTITION, SOLVER, TECHNIQUE, Checked, WhatIf
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import text
 from openrecycle.app.ui.access import acting

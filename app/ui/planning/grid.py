@@ -10,8 +10,7 @@ from typing import Any
 
 import streamlit as st
 
-from openrecycle.app.plans.whatif import WhatIf, at_random
-from openrecycle.app.plans.whatif_check import GRID, Checked
+from openrecycle.app.plans.whatif import GRID, Checked, WhatIf, at_random
 from openrecycle.app.ui import components, text
 from openrecycle.app.ui.charts.dead_grid import PICKED, dead_grid
 from openrecycle.app.ui.planning.pieces import field_error

@@ -14,8 +14,7 @@ from openrecycle.app.console.service import Console
 from openrecycle.app.plans.measured_profile import measured_profile
 from openrecycle.app.plans.profile_table import HELP, edited, row_name, table
 from openrecycle.app.plans.profiles import ProfileInfo
-from openrecycle.app.plans.whatif import WhatIf, read_upload, uploaded
-from openrecycle.app.plans.whatif_check import PROFILE, Checked
+from openrecycle.app.plans.whatif import PROFILE, Checked, WhatIf, read_upload, uploaded
 from openrecycle.app.plans.whatif_profile import ENDS, EVEN, OWN, PRESETS, SAVED, UNEVEN, own_profile
 from openrecycle.app.runtime.documents import PLAN_MIB
 from openrecycle.app.runtime.errors import ConsoleError

@@ -8,19 +8,21 @@ from pathlib import Path
 
 import streamlit as st
 
+from openrecycle.agent.protocol import JobState
 from openrecycle.app.console.service import Console
+from openrecycle.app.plans.applying import misfit, use_plan
 from openrecycle.app.plans.solving import Solve
 from openrecycle.app.plans.whatif import WhatIf, parse_word
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import bound, chart_revision, components, facts, text
-from openrecycle.app.ui.access import acting
+from openrecycle.app.ui.access import acting, actor
 from openrecycle.app.ui.charts import overview as large
 from openrecycle.app.ui.charts.schedule import MAX_NODES, gantt
 from openrecycle.app.ui.exports import export_button
-from openrecycle.app.ui.planning import applying, state
+from openrecycle.app.ui.planning import state
 from openrecycle.app.ui.planning.controls import question_words
 from openrecycle.app.ui.planning.search import drawn
-from openrecycle.app.ui.planning.state import BEFORE, SAVED, SHOW, WINDOW, change, now, said, say
+from openrecycle.app.ui.planning.state import BEFORE, PAGE, SAVED, SHOW, WINDOW, change, now, said, say
 from openrecycle.app.ui.schedule_facts import many_words
 from openrecycle.app.ui.tables import beside_html, of_workers, workers_table
 from openrecycle.app.ui.theme import Palette
@@ -71,7 +73,7 @@ def result(console: Console, question: WhatIf, plan: Plan, solve: Solve | None, 
         components.heading("Plan", question_words(question))
         with st.container(horizontal=True, width="content", key="planner-result-actions"):
             _save(console, plan, question)
-            applying.apply(console, plan)
+            apply(console, plan)
             export_button(plan, "what-if", key="planner-export")
     if words := said(SAVED):
         st.success(words)
@@ -272,3 +274,38 @@ def _reference(plan: Plan) -> Plan:
 def _plain(words: str) -> str:
     """Without Markdown's marks."""
     return "".join(f"\\{c}" if c in "\\`*_{}[]()#+-.!:$<>|~" else c for c in words)
+
+
+JOB = "planner-apply-job"
+
+
+def apply(console: Console, plan: Plan) -> None:
+    """A button that asks which job; where the plan does not fit, why not."""
+    over = (JobState.FINISHED, JobState.STOPPED)
+    jobs = {job.job_id: job.name for job in console.list_jobs() if job.state not in over}
+    with st.popover("Apply to a job", icon=":material/play_circle:", key="planner-apply", disabled=not jobs):
+        if not jobs:
+            return
+        job_id = st.selectbox("Job", list(jobs), format_func=lambda j: f"{jobs[j]} · {j}", key=JOB)
+        why = misfit(console.job(job_id), plan)
+        if why:
+            st.caption(f"It does not fit this job: {why}.")
+        else:
+            st.caption("All workers take it up at the next iteration's boundary; nobody is restarted.")
+        st.button(
+            "Put in force",
+            type="primary",
+            key="planner-apply-go",
+            disabled=bool(why),
+            on_click=_apply,
+            args=(console, plan),
+        )
+
+
+def _apply(console: Console, plan: Plan) -> None:
+    try:
+        reason = use_plan(console.job(st.session_state[JOB]), plan, actor(console))
+    except ConsoleError as error:
+        say(PAGE, f"The plan was not applied: {error}")
+    else:
+        say(SAVED, f"Applied: {reason}. Live shows the workers take it up.")

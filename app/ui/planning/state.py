@@ -6,10 +6,9 @@ from typing import Any
 
 import streamlit as st
 
-from openrecycle.app.plans.whatif import PARAMS, WhatIf, parse
-from openrecycle.app.plans.whatif_check import PROFILE
+from openrecycle.app.plans.idea import step_of
+from openrecycle.app.plans.whatif import PARAMS, PROFILE, WhatIf, parse
 from openrecycle.app.plans.whatif_profile import Keeper, follow
-from openrecycle.app.plans.worked_example import step_of
 from openrecycle.app.ui import bound
 from openrecycle.planner.errors import InputError
 

@@ -3,16 +3,84 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from openrecycle.planner.errors import InputError
 from openrecycle.planner.simulation.policies.bamboo_table import BambooTable
 from openrecycle.planner.simulation.policies.measured import Measured
-from openrecycle.planner.simulation.policies.oobleck_table import OobleckTable
-from openrecycle.planner.simulation.policies.recycle_table import ReCycleTable
-from openrecycle.planner.simulation.policies.varuna_table import VarunaTable
+from openrecycle.planner.simulation.policy_base import (
+    SECOND,
+    Change,
+    Cluster,
+    Keep,
+    Pace,
+    Reaction,
+    Stop,
+    cut_to_milliseconds,
+)
 from openrecycle.planner.simulation.tables import Costs, NodeTable, read_costs, read_throughput
+
+
+class OobleckTable(Measured):
+    """A loss stops training for the model's constant time; an iteration that ends within it still counts."""
+
+    name = "oobleck"
+
+    def loss(self, left: int) -> Reaction:
+        return Stop(self.pause(left), grace=True)
+
+
+class ReCycleTable(Measured):
+    """Workers that return take part from the next iteration on. It needs one living worker per stage,
+    which the table does not say: it goes on as long as anyone lives.
+    """
+
+    name = "recycle"
+
+    def start(self, nodes: int) -> Reaction:
+        return Stop(0)
+
+    def changed(self, cluster: Cluster, change: Change, *, training: bool, paused: bool) -> Reaction:
+        if training and not change.lost:
+            return Keep(ask=True)
+        return super().changed(cluster, change, training=training, paused=paused)
+
+    def boundary(self, cluster: Cluster) -> Reaction:
+        return Keep(pace=self.pace(cluster))
+
+    def pace(self, cluster: Cluster) -> Pace | None:
+        rate = self.rate(cluster.usable)
+        if not cluster.usable or not rate:
+            return None
+        return Pace(cut_to_milliseconds(self.costs.samples / rate), self.costs.samples)
+
+
+class VarunaTable(Measured):
+    """A loss drops the work since the last checkpoint. The measured restart time includes saving one,
+    which does not happen at a loss, so that much is taken off.
+    """
+
+    name = "varuna"
+
+    def __init__(self, throughput: NodeTable, costs: Costs) -> None:
+        if costs.checkpoint is None or costs.every is None:
+            raise InputError("checkpoint_save_s", costs.checkpoint, "checkpoint_save_s and checkpoint_every_iterations")
+        super().__init__(throughput, costs)
+        self.checkpoint = round(costs.checkpoint * SECOND)
+        self.every = costs.every
+
+    def pause(self, nodes: int) -> int:
+        return max(0, super().pause(nodes) - self.checkpoint)
+
+    def loss(self, left: int) -> Reaction:
+        return Stop(self.pause(left), rollback=True)
+
+    def pace(self, cluster: Cluster) -> Pace | None:
+        made = super().pace(cluster)
+        return made and replace(made, checkpoint_every=self.every, checkpoint=self.checkpoint)
+
 
 # name: (the system whose rows it reads, how it is made)
 PUBLISHED: dict[str, tuple[str, Callable[[NodeTable, Costs], Measured]]] = {
