@@ -16,7 +16,7 @@ from openrecycle.agent.optimizer import StageOptimizer
 from openrecycle.agent.options import Optimization
 from openrecycle.agent.randomness import seed_for
 from openrecycle.agent.stage import Stage
-from openrecycle.agent.stage_io import CPU, Cuts, StageIO, tensors_of
+from openrecycle.agent.stage_io import CPU, StageCuts, StageIO, tensors_of
 from openrecycle.agent.workload import Workload, first_readable
 from openrecycle.planner.job import Job
 
@@ -24,7 +24,7 @@ from openrecycle.planner.job import Job
 def assemble(
     workload: Workload,
     job: Job,
-    cuts: Cuts,
+    cuts: StageCuts,
     stage: int,
     seed: int,
     optimization: Optimization,
@@ -51,7 +51,7 @@ def assemble(
 def reassemble(
     workload: Workload,
     job: Job,
-    cuts: Cuts,
+    cuts: StageCuts,
     stage: int,
     seed: int,
     optimization: Optimization,

@@ -36,7 +36,7 @@ def receive(pipe: Connection) -> Message:
 
 
 @dataclass(frozen=True)
-class Orders:
+class GenerationSpec:
     """One generation as this worker is told of it.
 
     cell: the place of the grid that it holds from this generation on. restore: the checkpoint that
@@ -87,7 +87,7 @@ class WorkerChannel:
         self._pipe = pipe
         self._announced, self._fenced, self._measure = announced, fenced, measure
         self._news = threading.Condition()
-        self._orders: Orders | None = None
+        self._orders: GenerationSpec | None = None
         self._plans: dict[str, Plan] = {}
         self._over = False
         self._iteration = -1
@@ -125,7 +125,7 @@ class WorkerChannel:
         told = self._told_at
         return 0.0 if told is None else time.monotonic() - told
 
-    def wait_for_generation(self, after: int, timeout: float | None = None) -> Orders | None:
+    def wait_for_generation(self, after: int, timeout: float | None = None) -> GenerationSpec | None:
         """The newest generation, when it is above `after`; None when the job is over or `timeout` seconds
         have passed."""
         with self._news:
@@ -152,7 +152,7 @@ class WorkerChannel:
         newer = self._newer(generation)
         return self._over or (newer is not None and (newer.after is None or self._iteration > newer.after))
 
-    def _newer(self, generation: int) -> Orders | None:
+    def _newer(self, generation: int) -> GenerationSpec | None:
         orders = self._orders
         return orders if orders is not None and orders.generation > generation else None
 
@@ -204,7 +204,7 @@ class WorkerChannel:
             plan = Plan.from_json(text)
             self._plans[plan.fingerprint] = plan
         host, port = message["store"]
-        self._orders = Orders(
+        self._orders = GenerationSpec(
             deployment,
             self._plans[deployment.plan_fingerprint],
             Worker.parse(message["cell"]),

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import requests
 from pydantic import BaseModel, ValidationError
 
-from openrecycle.agent.protocol import AGENT_TOKEN, API, Message, Problem
+from openrecycle.agent.protocol import AGENT_TOKEN, API, Message, ProblemDetails
 from openrecycle.planner.errors import InputError
 from openrecycle.planner.plan import read_model
 
@@ -31,7 +31,7 @@ class ConsoleUnavailable(Exception):
 class ConsoleRefused(Exception):
     """A 4xx: the same request will be refused again. `problem.code` is for programs."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: ProblemDetails) -> None:
         self.problem = problem
         super().__init__(problem.detail or problem.title)
 
@@ -151,12 +151,12 @@ class Backoff:
         self._next = self._first
 
 
-def _problem(answer: requests.Response) -> Problem:
+def _problem(answer: requests.Response) -> ProblemDetails:
     try:
-        return read_model(Problem, answer.content)
+        return read_model(ProblemDetails, answer.content)
     except ValidationError:
         text = answer.text[:200]
-        return Problem(title=answer.reason or "refused", status=answer.status_code, code="unknown", detail=text)
+        return ProblemDetails(title=answer.reason or "refused", status=answer.status_code, code="unknown", detail=text)
 
 
 def _detail(answer: requests.Response) -> str:

@@ -20,10 +20,10 @@ from openrecycle.agent.script import MicroBatch
 from openrecycle.agent.stage_io import CPU
 from openrecycle.agent.store import StoreClient
 from openrecycle.agent.timeouts import Timeouts
-from openrecycle.agent.transport.group import GlooGroup, Group, Pending, TransferError, first_line
+from openrecycle.agent.transport.group import GlooGroup, Group, PendingTransfer, TransferError, first_line
 from openrecycle.agent.transport.nccl import NcclGroup
 from openrecycle.agent.transport.ordered import OrderedTransfers, connect
-from openrecycle.agent.transport.transfers import Layout, Lines, Transfers
+from openrecycle.agent.transport.transfers import Lines, TransferLayout, Transfers
 from openrecycle.planner.job import Worker
 
 LOOPBACK = "127.0.0.1"
@@ -79,15 +79,15 @@ class Groups:
             text = f"the groups of generation {generation} could not be formed: {first_line(error)}"
             raise TransferError(text, peer) from None
 
-    def transfers(self, layout: Layout) -> Transfers:
+    def transfers(self, layout: TransferLayout) -> Transfers:
         """For the generation's iterations; once."""
         return (OrderedTransfers if self._ordered else TaggedTransfers)(self._lines, layout)
 
-    def send(self, to: Worker, tensor: Tensor, tag: int) -> Pending:
+    def send(self, to: Worker, tensor: Tensor, tag: int) -> PendingTransfer:
         """Starts a send of the control plane; the receiver may ask for it in any order."""
         return self._control.send(self._rank[to], tensor, tag)
 
-    def receive(self, source: Worker, buffer: Tensor, tag: int) -> Pending:
+    def receive(self, source: Worker, buffer: Tensor, tag: int) -> PendingTransfer:
         """Starts a receive of the control plane into `buffer`."""
         return self._control.receive(self._rank[source], buffer, tag)
 

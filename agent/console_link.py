@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from openrecycle.agent.client import Backoff, ConsoleClient, ConsoleRefused, ConsoleUnavailable
 from openrecycle.agent.clock import Offset
-from openrecycle.agent.coordination.launcher import Deploy, Event, Fenced, Halt, Measure
+from openrecycle.agent.coordination.launcher import Deploy, Event, Halt, Measure, ProcessFenced
 from openrecycle.agent.heartbeat import WorkerReports
 from openrecycle.agent.outbox import Outbox
 from openrecycle.agent.protocol import (
@@ -66,7 +66,7 @@ TRY_AGAIN_SECONDS = 1.0
 it (its transfer_grace) and has all connect anew, with the dead among them; and who trains waits for its decision."""
 
 
-class Report(NamedTuple):
+class QueuedReport(NamedTuple):
     """path: below the job's. at: when what it says happened, monotonic seconds."""
 
     path: str
@@ -119,7 +119,7 @@ def next_deployment(
     return deployment, plans[name]
 
 
-def merge_iterations(older: Report, newer: Report) -> Report | None:
+def merge_iterations(older: QueuedReport, newer: QueuedReport) -> QueuedReport | None:
     """Two reports of iterations as one, where it would not be too long."""
     first, second = older.message, newer.message
     if not isinstance(first, IterationReport) or not isinstance(second, IterationReport):
@@ -130,7 +130,7 @@ def merge_iterations(older: Report, newer: Report) -> Report | None:
     return newer._replace(message=IterationReport.model_construct(iterations=both, age=0.0))
 
 
-def is_history(report: Report) -> bool:
+def is_history(report: QueuedReport) -> bool:
     """May it be forgotten? Ends of processes, and of the job, may not."""
     return isinstance(report.message, IterationReport)
 
@@ -190,7 +190,7 @@ class ConsoleCoordination:
         self._connect, self._path, self._say = connect, f"/jobs/{job_id}", say
         self._checkpoint = checkpoint
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._reports: Outbox[Report] = Outbox(MAX_REPORTS, merge=merge_iterations, droppable=is_history)
+        self._reports: Outbox[QueuedReport] = Outbox(MAX_REPORTS, merge=merge_iterations, droppable=is_history)
         self._report_there, self._closing = threading.Event(), threading.Event()
         self.wake_fd, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
@@ -202,7 +202,7 @@ class ConsoleCoordination:
             connect(),
             job_id,
             interval=interval,
-            fenced=lambda incarnation: self._put(Fenced(incarnation)),
+            fenced=lambda incarnation: self._put(ProcessFenced(incarnation)),
             measure=lambda iteration: self._put(Measure(iteration)),
         )
         self._workers.start()
@@ -332,7 +332,7 @@ class ConsoleCoordination:
     # -- threads ------------------------------------------------------------------------------
 
     def _report(self, path: str, message: Message) -> None:
-        self._reports.put(Report(path, message, time.monotonic()))
+        self._reports.put(QueuedReport(path, message, time.monotonic()))
         self._report_there.set()
 
     def _put(self, event: Event) -> None:

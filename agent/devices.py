@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from openrecycle.agent.randomness import seed_for
-from openrecycle.agent.settings import Group, documented, option
+from openrecycle.agent.settings import OptionGroup, documented, option
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +36,7 @@ CUDA_ENVIRONMENT = {
 
 @documented
 @dataclass(frozen=True, kw_only=True)
-class Platform(Group):
+class Platform(OptionGroup):
     """What workers compute on; the same for all workers of a job. Either transport gives the same bits."""
 
     PATH: ClassVar[str] = "platform"

@@ -16,8 +16,8 @@ from openrecycle.agent.communicator import Groups
 from openrecycle.agent.devices import completion, on_device
 from openrecycle.agent.faults import FaultInjector
 from openrecycle.agent.ledger import Redo
-from openrecycle.agent.liveness import AT_REST, DATA, LEAVING, VALIDATION, WAITING, Progress
-from openrecycle.agent.op_times import OpTimes
+from openrecycle.agent.liveness import AT_REST, DATA, LEAVING, VALIDATION, WAITING, OpProgress
+from openrecycle.agent.op_times import OpSeconds
 from openrecycle.agent.pacing import PacedDevice
 from openrecycle.agent.randomness import seed_for
 from openrecycle.agent.relayout import Exchange
@@ -27,7 +27,7 @@ from openrecycle.agent.stage_io import CPU, Gradients, StageIO, StageOutput, che
 from openrecycle.agent.tied import TiedSums
 from openrecycle.agent.timeline import Timeline
 from openrecycle.agent.transport.group import TransferError
-from openrecycle.agent.transport.transfers import Layout, Transfers
+from openrecycle.agent.transport.transfers import TransferLayout, Transfers
 from openrecycle.agent.validation_exchange import Steps
 from openrecycle.agent.workload import Workload
 from openrecycle.planner.job import Job, Worker
@@ -69,11 +69,11 @@ class Executor:
         stage_io: StageIO,
         keeps_finished: bool = False,
         device: torch.device = CPU,
-        progress: Progress | None = None,
+        progress: OpProgress | None = None,
         incomplete: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._progress = progress or Progress()
-        self.times = OpTimes()
+        self._progress = progress or OpProgress()
+        self.times = OpSeconds()
         self.timeline = Timeline()
         self._me, self._job, self._seed = me, job, seed
         self._workload, self._stage, self._steps = workload, stage, steps
@@ -168,7 +168,7 @@ class Executor:
         self._incoming: StageOutput = stage_io[self._me.stage - 1] if self._me.stage else ()
         self._outgoing: StageOutput = () if self._last else stage_io[self._me.stage]
         widest = max(map(len, stage_io), default=1)
-        self._layout = Layout(self._job, self._incoming, self._outgoing, widest, self._where)
+        self._layout = TransferLayout(self._job, self._incoming, self._outgoing, widest, self._where)
 
     def set_pace(self, pace: Mapping[str, float]) -> None:
         """Seconds by op kind, from the next op on."""

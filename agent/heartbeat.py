@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from openrecycle.agent.client import Backoff, ConsoleClient, ConsoleRefused, ConsoleUnavailable
 from openrecycle.agent.clock import Offset, offset_to_console
-from openrecycle.agent.liveness import AT_REST, Progress
+from openrecycle.agent.liveness import AT_REST, OpProgress
 from openrecycle.agent.log_tail import LogTail
 from openrecycle.agent.outbox import Outbox
 from openrecycle.agent.protocol import (
@@ -39,7 +39,7 @@ from openrecycle.agent.protocol import (
     Registration,
     clock_name,
 )
-from openrecycle.agent.timeline import Recorded, Timeline
+from openrecycle.agent.timeline import IterationTimeline, Timeline
 
 M = TypeVar("M", bound=Message)
 
@@ -61,7 +61,7 @@ class Status:
     phase: str = "starting"
     take_op_milliseconds: Callable[[], dict[str, float]] = field(default=dict)
     timeline: Timeline = field(default_factory=Timeline)
-    progress: Progress = field(default_factory=Progress)
+    progress: OpProgress = field(default_factory=OpProgress)
 
     def take(self) -> dict[str, Any]:
         """Fields of the next Heartbeat, as JSON has them; op times start anew."""
@@ -313,7 +313,7 @@ def _read(kind: type[M], fields: Mapping[str, Any]) -> M | None:
         return None
 
 
-def doing(progress: Progress) -> Doing | None:
+def doing(progress: OpProgress) -> Doing | None:
     """What is posted of it; None: nothing in hand."""
     current = progress.current()
     if current.kind == AT_REST:
@@ -328,7 +328,7 @@ def doing(progress: Progress) -> Doing | None:
     )
 
 
-def measured_ops(recorded: Recorded, worker: str, incarnation: str) -> MeasuredOps | None:
+def measured_ops(recorded: IterationTimeline, worker: str, incarnation: str) -> MeasuredOps | None:
     """What is posted of a recorded iteration, with no offset yet; None: it is too long."""
     if len(recorded.ops) > MEASURED_OPS:
         return None

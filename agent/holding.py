@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from openrecycle.agent.processes import WorkerProcess
 
 
-class Hold:
+class PauseRequest:
     """The launcher's side. after: the iteration through which all go; None: the job is not paused.
     last: how many iterations there are in all, where the job is to end early."""
 

@@ -14,12 +14,12 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from openrecycle.agent import channel, poison, worker
-from openrecycle.agent.coordination.launcher import Coordination, Deploy, Fenced, Halt, Measure, Remark
-from openrecycle.agent.holding import Hold
-from openrecycle.agent.liveness import CurrentOp, Silences, Turns, boot_clock
+from openrecycle.agent.coordination.launcher import Coordination, Deploy, Halt, LauncherWarning, Measure, ProcessFenced
+from openrecycle.agent.holding import PauseRequest
+from openrecycle.agent.liveness import CurrentOp, LoopLag, Silences, boot_clock
 from openrecycle.agent.processes import ProcessPool, WorkerProcess, preload
 from openrecycle.agent.protocol import Command, Iteration, Relayout, VerdictReport
-from openrecycle.agent.record import DivergedError, Recorded, RunRecord
+from openrecycle.agent.record import DivergedError, RecordedProgress, RunRecord
 from openrecycle.agent.spec import RunSpec, WorkerSpec
 from openrecycle.agent.store import RendezvousStore, StoreError
 from openrecycle.agent.timeouts import TIMES_LONGEST
@@ -69,7 +69,7 @@ class Launcher:
         self._record = RunRecord(options.job.stages, time.monotonic_ns(), committed=begin)
         self._deployed: Deploy | None = None
         self._after: int | None = None
-        self._hold = Hold()
+        self._hold = PauseRequest()
         self._rejoins = list(options.rejoins)
         self._interim: Plan | None = None
         self._held = spec.partition
@@ -80,14 +80,14 @@ class Launcher:
         """By worker, milliseconds of that."""
         self._plans_sent: set[tuple[str, str]] = set()
         self._verdicts: set[int] = set()
-        self._turns = Turns(boot_clock)
+        self._turns = LoopLag(boot_clock)
         self._silences = Silences(options.faults.timeouts.pause, time.monotonic())
         self._committed_in = 0, -1
         """The newest generation that somebody has committed an iteration in, and the newest of these."""
         self._nobody_due = 0.0
         """After so many seconds without a word from any worker it is said (again)."""
         self._stop = 0
-        self._poison = poison.Poison()
+        self._poison = poison.BadSamples()
         self._found: dict[str, Any] = {}
         """What each member of the newest generation is told of micro-batches that raise; see agent.channel.Orders."""
         self._why_halted, self._halt_by = "", 0.0
@@ -170,7 +170,7 @@ class Launcher:
                 self._deploy(event)
             elif isinstance(event, Halt):
                 raise JobFailed(event.reason)
-            elif isinstance(event, Remark):
+            elif isinstance(event, LauncherWarning):
                 self._listener({"warning": event.text})
                 entry = self._pool.running.get(event.refused) if event.refused else None
                 if entry is not None and not entry.member:
@@ -178,7 +178,7 @@ class Launcher:
             elif isinstance(event, Measure):
                 for entry in self._pool.running.values():
                     entry.post("measure", iteration=event.iteration)
-            elif isinstance(event, Fenced):
+            elif isinstance(event, ProcessFenced):
                 for entry in self._pool.entries:
                     if entry.incarnation == event.incarnation:
                         entry.post("fenced")
@@ -279,7 +279,7 @@ class Launcher:
     def _raised(self, entry: WorkerProcess, message: channel.Message) -> None:
         """An op of a micro-batch raised: the worker lives, and waits for the next generation."""
         cell, faults = entry.worker, self._options.faults
-        said = poison.Raised(
+        said = poison.FailedOp(
             *(str(cell), entry.incarnation, cell.stage, message["iteration"], message["op"], message["micro_batch"]),
             *(message["error"], tuple(message["samples"])),
         )
@@ -361,7 +361,7 @@ class Launcher:
             # Whatever the coordination decides: all weights went with them.
             raise JobFailed(f"no worker process is left; the last one, {entry.worker}, {entry.ending}")
 
-    def _certain(self, recorded: Recorded) -> None:
+    def _certain(self, recorded: RecordedProgress) -> None:
         for iteration in recorded.iterations:
             self._listener(iteration_line(iteration))
         for recovery in recorded.recoveries:

@@ -33,7 +33,7 @@ def boot_clock() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
-class Turns:
+class LoopLag:
     """Of a loop that asks to run every so often: how much later than that it did."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
@@ -112,7 +112,7 @@ class CurrentOp:
         return what if self.index is None else f"{what} of micro-batch {self.index[0]}.{self.index[1]}"
 
 
-class Progress:
+class OpProgress:
     """What one worker's training thread is at, and what its ops have taken at most. No locks: `at` and `waiting` are
     the training thread's, `beat` that of one other thread, and `current` anybody's.
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from openrecycle.agent.assembly import assemble, reassemble
-from openrecycle.agent.channel import Orders, WorkerChannel
+from openrecycle.agent.channel import GenerationSpec, WorkerChannel
 from openrecycle.agent.checkpoints.checkpoint import CheckpointError, load_layers
 from openrecycle.agent.checkpoints.checkpointing import Checkpointer, Origin
 from openrecycle.agent.checkpoints.weights import save_weights
@@ -36,11 +36,11 @@ from openrecycle.agent.log_tail import LogTail
 from openrecycle.agent.optimizer import stage_optimizer
 from openrecycle.agent.pacing import profile_pace
 from openrecycle.agent.post_validation import ValidationResult
-from openrecycle.agent.recovery import Agreement, Makeup, NoAgreementError, agree, check_alike
-from openrecycle.agent.relayout import Coming, Exchange, common_strategy, moves, regrouped
+from openrecycle.agent.recovery import Agreement, Environment, NoAgreementError, agree, check_alike
+from openrecycle.agent.relayout import Exchange, IncomingLayers, common_strategy, moves, regrouped
 from openrecycle.agent.script import Script
 from openrecycle.agent.spec import WorkerSpec
-from openrecycle.agent.stage_io import CPU, Cuts, layer_io_of
+from openrecycle.agent.stage_io import CPU, StageCuts, layer_io_of
 from openrecycle.agent.state_transfer import StateReceiver, StateServer
 from openrecycle.agent.thread_stacks import told
 from openrecycle.agent.tied import TiedSums
@@ -83,9 +83,9 @@ class WorkerLoop:
         partition = partition_of(spec.run.partition, layer_count(workload, stages), stages)
         if layer_io is None:
             layer_io = layer_io_of(workload, sum(partition), options.seed, options.optimization.autocast, device)
-        self._cuts = Cuts(partition, layer_io)
+        self._cuts = StageCuts(partition, layer_io)
         self._device = device
-        self._makeup = Makeup(str(torch.__version__), torch.get_num_threads(), kind_number(device))
+        self._makeup = Environment(str(torch.__version__), torch.get_num_threads(), kind_number(device))
         # A worker that comes back is not killed, or slow, a second time by the same wish.
         self._kills, self._slowdowns = ((), ()) if spec.joins else (options.kills, options.slowdowns)
         self._pace = options.pace
@@ -109,7 +109,7 @@ class WorkerLoop:
             channel.say("warning", text=f"stage {me.stage}: {split.text}")
         self._split = stage.split
         self._optimizer = stage_optimizer(self._workload, stage.module, stage.gradients, options.optimization)
-        self._coming: dict[Span, Coming] = {}
+        self._coming: dict[Span, IncomingLayers] = {}
         progress = self._status.progress
         progress.forget()
         self._steps = Steps(
@@ -143,7 +143,7 @@ class WorkerLoop:
         self._status.take_op_milliseconds = self._executor.times.take
         self._status.timeline = self._executor.timeline
 
-    def _move(self, orders: Orders) -> None:
+    def _move(self, orders: GenerationSpec) -> None:
         """Gives up what this worker holds: for another place, or for what a checkpoint holds.
 
         Raises TransferError when the checkpoint can't be read.
@@ -199,7 +199,7 @@ class WorkerLoop:
             self._status.progress.at(AT_REST)
             self._channel.say("left", generation=self._generation, whole=whole)
 
-    def _live_through(self, orders: Orders) -> None:
+    def _live_through(self, orders: GenerationSpec) -> None:
         """One generation, until it is superseded, broken or over; returns when it was left at a boundary,
         with its groups still up."""
         self._generation = self._status.generation = orders.generation
@@ -359,7 +359,7 @@ class WorkerLoop:
             elif move.to == self._me:
                 coming = self._coming.get(move.span)
                 if coming is None:
-                    coming = self._coming[move.span] = Coming(
+                    coming = self._coming[move.span] = IncomingLayers(
                         *(move.span, self._cuts.layers, self._workload, options.job, options.seed),
                         *(options.optimization, self._device, self._say_hand_over),
                     )
@@ -479,7 +479,7 @@ class WorkerLoop:
         self._channel.say("redo", generation=self._generation, iteration=agreement.iteration, run=run, kept=kept)
         return left
 
-    def _left_out(self, orders: Orders, iteration: int) -> frozenset[tuple[int, int]]:
+    def _left_out(self, orders: GenerationSpec, iteration: int) -> frozenset[tuple[int, int]]:
         """The micro-batches of an iteration that nobody runs."""
         of_pipeline = self._options.job.micro_batches
         return frozenset(divmod(number, of_pipeline) for i, number in orders.left_out if i == iteration)

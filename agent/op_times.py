@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass
-class OpTimes:
+class OpSeconds:
     """Seconds spent per op kind since the last `take`; waiting for inputs does not count."""
 
     total: dict[str, float] = field(default_factory=dict)

@@ -18,7 +18,7 @@ from openrecycle.agent.client import check_url
 from openrecycle.agent.devices import Platform
 from openrecycle.agent.faults import Kill, Rejoin, Slow
 from openrecycle.agent.pacing import profile_pace
-from openrecycle.agent.settings import Group, documented, leaves, option, spelled
+from openrecycle.agent.settings import OptionGroup, documented, leaves, option, spelled
 from openrecycle.agent.timeouts import Timeouts
 from openrecycle.planner.errors import InputError
 from openrecycle.planner.job import Job, MayMove, MemoryLimit, Problem, Technique, Worker
@@ -76,7 +76,7 @@ def parse_pace(text: str) -> dict[str, float]:
 
 @documented
 @dataclass(frozen=True, kw_only=True)
-class Planning(Group):
+class Planning(OptionGroup):
     """Which plans may be made, and what they reckon with."""
 
     PATH: ClassVar[str] = "planning"
@@ -179,7 +179,7 @@ def with_profile(job: Job, profile: str | Path | Profile | JobDoc | None) -> Job
 
 @documented
 @dataclass(frozen=True, kw_only=True)
-class Optimization(Group):
+class Optimization(OptionGroup):
     """Precision, clipping, and when a step is final."""
 
     PATH: ClassVar[str] = "optimization"
@@ -195,7 +195,7 @@ class Optimization(Group):
 
 @documented
 @dataclass(frozen=True, kw_only=True)
-class Checkpoints(Group):
+class Checkpoints(OptionGroup):
     """What is written beside the training, to go on from."""
 
     PATH: ClassVar[str] = "checkpoints"
@@ -214,7 +214,7 @@ class Checkpoints(Group):
 
 @documented
 @dataclass(frozen=True, kw_only=True)
-class HandOver(Group):
+class HandOver(OptionGroup):
     """How a worker that joins gets its stage's state (agent.state_transfer)."""
 
     PATH: ClassVar[str] = "faults.hand_over"
@@ -250,7 +250,7 @@ class HandOver(Group):
 
 @documented
 @dataclass(frozen=True, kw_only=True)
-class Faults(Group):
+class Faults(OptionGroup):
     """What happens when workers, links or samples fail; and faults to train through on purpose."""
 
     PATH: ClassVar[str] = "faults"
@@ -275,7 +275,7 @@ class Faults(Group):
 
 @documented
 @dataclass(frozen=True, kw_only=True)
-class Console(Group):
+class Console(OptionGroup):
     """The console that watches the job and decides."""
 
     PATH: ClassVar[str] = "console"
@@ -292,7 +292,7 @@ class Console(Group):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingOptions(Group):
+class TrainingOptions(OptionGroup):
     """A job as its owner describes it, the same for all its processes. job: the grid, with the op times that plans
     reckon with (see Planning.job)."""
 

@@ -31,7 +31,7 @@ def named(samples: Sequence[int]) -> str:
 
 
 @dataclass(frozen=True)
-class Raised:
+class FailedOp:
     """An op of micro-batch `micro_batch` (numbered over the pipelines) raised in a process of `worker`, of `stage`.
 
     error: the exception, in a line. samples: which of the data set are in the micro-batch, where that is known.
@@ -56,7 +56,7 @@ class Suspect:
     """A micro-batch that has raised, and is to be tried again. tried: the processes that it raised on, by incarnation,
     with the worker's name then. given: the incarnation that has it in the newest generation."""
 
-    first: Raised
+    first: FailedOp
     tried: Mapping[str, str]
     raises: int = 1
     given: str = ""
@@ -67,7 +67,7 @@ class Suspect:
 
 
 @dataclass(frozen=True)
-class Poison:
+class BadSamples:
     """left_out: (iteration, micro-batch), as they were found. strikes: by incarnation."""
 
     suspects: tuple[Suspect, ...] = ()
@@ -80,7 +80,7 @@ class Finding:
     """poison: from here on. text: for people. left_out: (iteration, micro-batch), if it is from now on. halt: why the
     job must end before that iteration."""
 
-    poison: Poison
+    poison: BadSamples
     text: str
     left_out: tuple[int, int] | None = None
     halt: str = ""
@@ -96,7 +96,7 @@ class Blamed:
     out: bool
 
 
-def raised(poison: Poison, report: Raised, peers: Mapping[str, str], *, skip: bool, limit: int) -> Finding:
+def raised(poison: BadSamples, report: FailedOp, peers: Mapping[str, str], *, skip: bool, limit: int) -> Finding:
     """What follows from an exception. peers: the living processes of the stage, incarnation by worker. skip: leave out
     what is the data's fault; limit: so often."""
     found = f"{report.what}: {report.worker} raised {report.error}"
@@ -126,8 +126,8 @@ def raised(poison: Poison, report: Raised, peers: Mapping[str, str], *, skip: bo
 
 
 def assign(
-    poison: Poison, owner: Callable[[int, int], str], living: Mapping[str, str]
-) -> tuple[Poison, tuple[Run, ...]]:
+    poison: BadSamples, owner: Callable[[int, int], str], living: Mapping[str, str]
+) -> tuple[BadSamples, tuple[Run, ...]]:
     """Who does whose part of the plan in a new generation, so that other workers try what is suspect; and who that is.
 
     Two swap their parts; where that gives one what it has failed at, too, one does both, and the other none.
@@ -165,7 +165,7 @@ def _ways(owners: Iterable[str], living: Mapping[str, str]) -> Iterator[Mapping[
         yield {other: (), one: (one, other)}
 
 
-def committed(poison: Poison, iterations: int, living: Mapping[str, str]) -> tuple[Poison, tuple[Blamed, ...]]:
+def committed(poison: BadSamples, iterations: int, living: Mapping[str, str]) -> tuple[BadSamples, tuple[Blamed, ...]]:
     """So many iterations are committed: what was suspect in them has succeeded, and who failed at it is at fault.
 
     living: incarnation by worker.

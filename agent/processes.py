@@ -28,7 +28,7 @@ from openrecycle.agent.workload import WorkloadSource
 from openrecycle.planner.job import Worker
 
 
-class Process(Protocol):
+class ProcessHandle(Protocol):
     """What the launcher asks of a worker's process, here (multiprocessing's own) or on another node.
 
     sentinel: becomes readable at its end. exitcode: as multiprocessing has it; None while it runs,
@@ -66,7 +66,7 @@ class WorkerProcess:
 
     worker: Worker
     incarnation: str
-    process: Process
+    process: ProcessHandle
     pipe: Connection
     heard_at: float
     outbox: queue.SimpleQueue[dict[str, Any] | None] = field(default_factory=queue.SimpleQueue)

@@ -482,7 +482,7 @@ class JobFinished(Message):
     reason: Text = ""
 
 
-class Problem(Message):
+class ProblemDetails(Message):
     """Body of every 4xx and 5xx answer (RFC 9457, application/problem+json).
 
     code: for programs (`unknown_job`, `unknown_worker`, `fenced`, `invalid`, `too_large`, ...).

@@ -47,7 +47,7 @@ class _Progress:
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordedProgress:
     """What became certain: iterations, and failures that have been survived."""
 
     iterations: tuple[Iteration, ...] = ()
@@ -88,7 +88,7 @@ class RunRecord:
         at: int,
         after: int | None = None,
         joining: Collection[Worker] = (),
-    ) -> Recorded:
+    ) -> RecordedProgress:
         """A new membership is in force. after: the iteration through which the previous one goes on
         first, while the newcomers wait; None: it stops at once. joining: those of `living` whose
         process is not the one that an earlier generation had at that place."""
@@ -155,7 +155,7 @@ class RunRecord:
         """The worker has abandoned the iteration in flight."""
         self._of(worker).left_at = at
 
-    def formed(self, worker: Worker, generation: int, iteration: int, at: int) -> Recorded:
+    def formed(self, worker: Worker, generation: int, iteration: int, at: int) -> RecordedProgress:
         """The worker is in the groups of `generation` and goes on with `iteration`."""
         progress = self._of(worker)
         progress.formed_generation, progress.formed_at, progress.committed = generation, at, iteration
@@ -165,7 +165,7 @@ class RunRecord:
 
     def committed_by(
         self, worker: Worker, iteration: int, loss: str, at: int, skipped: Collection[int] = ()
-    ) -> Recorded:
+    ) -> RecordedProgress:
         """The worker has taken the step of `iteration`. loss: hexadecimal; counts on the last stage. skipped:
         micro-batches that it left out of its sum (see agent.protocol.Iteration).
 
@@ -228,9 +228,9 @@ class RunRecord:
     def _of(self, worker: Worker) -> _Progress:
         return self._workers.setdefault(worker, _Progress())
 
-    def _settle(self) -> Recorded:
+    def _settle(self) -> RecordedProgress:
         if not self._living:
-            return Recorded()
+            return RecordedProgress()
         certain = min(self._of(w).committed for w in self._living)
         iterations = []
         while self.committed < certain:
@@ -254,7 +254,7 @@ class RunRecord:
             self._recorded.append((i, loss))
             self._last_at = at
             self.committed += 1
-        return Recorded(tuple(iterations), self._survived() if iterations else ())
+        return RecordedProgress(tuple(iterations), self._survived() if iterations else ())
 
     def _survived(self) -> tuple[Recovery, ...]:
         """Failures after which a whole iteration has been committed, by all, in a later generation."""

@@ -97,7 +97,7 @@ def agree(committed: Mapping[Worker, int | None], incomplete: Collection[Worker]
 
 
 @dataclass(frozen=True)
-class Makeup:
+class Environment:
     """What must be equal on all workers for their numbers to be. threads: of torch, per worker.
     device: what kind it computes on, as a number."""
 
@@ -113,7 +113,7 @@ class Makeup:
 
 
 def check_alike(rows: Mapping[Worker, tuple[int, ...]]) -> None:
-    """rows: everybody's `Makeup.numbers`. Raises NoAgreementError naming two that differ."""
+    """rows: everybody's `Environment.numbers`. Raises NoAgreementError naming two that differ."""
     first = min(rows)
     for worker in sorted(rows):
         mine, other = rows[worker], rows[first]

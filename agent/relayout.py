@@ -23,7 +23,7 @@ from openrecycle.agent.layers import LayerStack, Partition, Span, build_layers, 
 from openrecycle.agent.optimizer import StageOptimizer, stage_optimizer
 from openrecycle.agent.options import Optimization
 from openrecycle.agent.state_transfer import StateReceiver
-from openrecycle.agent.transport.group import Pending, TransferError
+from openrecycle.agent.transport.group import PendingTransfer, TransferError
 from openrecycle.agent.workload import Workload
 from openrecycle.planner.job import Job, Worker
 
@@ -67,7 +67,7 @@ def moves(current: Partition, target: Partition, living: Collection[Worker], att
     return tuple(sorted(out))
 
 
-class Coming:
+class IncomingLayers:
     """Layers that come to this worker from one peer: built, stepped with every step of that peer's, and filled."""
 
     def __init__(
@@ -117,14 +117,19 @@ class Exchange:
     """A generation's reduced sums of the layers that move, from who has them to who will; iteration by iteration."""
 
     def __init__(
-        self, me: Worker, groups: Groups, planned: Iterable[Move], coming: Mapping[Span, Coming], own: StageOptimizer
+        self,
+        me: Worker,
+        groups: Groups,
+        planned: Iterable[Move],
+        coming: Mapping[Span, IncomingLayers],
+        own: StageOptimizer,
     ) -> None:
         self._groups, self._coming, self._own = groups, coming, own
         self._gives = [move for move in planned if move.source == me]
         self._takes = [move for move in planned if move.to == me]
-        self._sent: list[Pending] = []
+        self._sent: list[PendingTransfer] = []
 
-    def _post(self, iteration: int) -> list[tuple[Coming, Pending]]:
+    def _post(self, iteration: int) -> list[tuple[IncomingLayers, PendingTransfer]]:
         """Sends what others need of this worker's sums, which are reduced, and asks for what it needs. Raises
         TransferError."""
         for pending in self._sent:

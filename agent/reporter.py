@@ -30,7 +30,7 @@ from openrecycle.agent.client import Backoff, ConsoleClient, ConsoleRefused, Con
 from openrecycle.agent.console_link import LONG_POLL_SECONDS, next_deployment
 from openrecycle.agent.heartbeat import Status, WorkerReports
 from openrecycle.agent.liveness import AT_REST
-from openrecycle.agent.op_times import OpTimes
+from openrecycle.agent.op_times import OpSeconds
 from openrecycle.agent.options import with_profile
 from openrecycle.agent.protocol import (
     Acknowledgement,
@@ -111,7 +111,7 @@ class Reporter:
         self._run, self._last_stage = run, job.stages - 1
         self._on_plan, self._on_fenced = on_plan, on_fenced
         self._incarnation = uuid.uuid4().hex[:16]
-        self._times = OpTimes()
+        self._times = OpSeconds()
         self._status = Status(phase="waiting", take_op_milliseconds=self._times.take)
         self._reports: WorkerReports | None = None
         self._deployment: Deployment | None = None

@@ -49,7 +49,7 @@ def option(
     return field(default=default, metadata=metadata, repr=not secret)
 
 
-class Group:
+class OptionGroup:
     """Base of the dataclasses that hold options. PATH: where it stands in agent.options.TrainingOptions.
 
     Making one raises InputError that names the option by its path.
@@ -98,7 +98,7 @@ def leaves(group: type, prefix: str = "") -> Iterator[Leaf]:
     """All options in a group and in those within it, in order."""
     for own in fields(group):
         annotation, path = _hints(group)[own.name], f"{prefix}{own.name}"
-        if isinstance(annotation, type) and issubclass(annotation, Group):
+        if isinstance(annotation, type) and issubclass(annotation, OptionGroup):
             yield from leaves(annotation, f"{path}.")
         elif own.metadata:
             yield Leaf(path, own, annotation)
@@ -109,7 +109,7 @@ def build(group: type, given: Mapping[str, Any], prefix: str = "", **others: Any
     arguments = dict(others)
     for own in fields(group):
         annotation, path = _hints(group)[own.name], f"{prefix}{own.name}"
-        if isinstance(annotation, type) and issubclass(annotation, Group):
+        if isinstance(annotation, type) and issubclass(annotation, OptionGroup):
             arguments[own.name] = build(annotation, given, f"{path}.")
         elif path in given:
             arguments[own.name] = given[path]
@@ -139,7 +139,7 @@ def _checked(group: Any, own: Field[Any], value: Any) -> Any:
     kinds = without_none(annotation)
     if value is None and kinds != (annotation,):
         return None
-    if isinstance(annotation, type) and issubclass(annotation, Group):
+    if isinstance(annotation, type) and issubclass(annotation, OptionGroup):
         if not isinstance(value, annotation):
             raise InputError(path, value, f"openrecycle.{annotation.__name__}(...)")
         return value

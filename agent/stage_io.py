@@ -61,7 +61,7 @@ StageIO = tuple[StageOutput, ...]
 
 
 @dataclass(frozen=True)
-class Cuts:
+class StageCuts:
     """Where a model is cut into stages. partition: layers per stage. layer_io: what passes between layers."""
 
     partition: Partition
@@ -89,7 +89,7 @@ class Cuts:
         autocast: Autocast | None = None,
         device: torch.device = CPU,
         seed: int = 0,
-    ) -> Cuts:
+    ) -> StageCuts:
         """As given, or even; see `layer_io_of`. Raises InputError."""
         partition = partition_of(partition, layer_count(workload, stages), stages)
         return cls(partition, layer_io_of(workload, sum(partition), seed, autocast, device))

@@ -69,7 +69,7 @@ class StateTransferError(TransferError):
     """What arrived can't be used; the sentence says from whom it came. The next try should ask another peer."""
 
 
-class GaveUp(RuntimeError):
+class StateTransferFailed(RuntimeError):
     """A newcomer has got no usable state from any peer: it ends, and the job goes on without it."""
 
 
@@ -301,7 +301,7 @@ class StateReceiver:
         """Waits for what `StateServer.send_description` sends, and where nothing is held yet, loads it.
 
         Returns the description of the rest. Raises TransferError; StateTransferError, with nothing changed, when
-        it can't be used; GaveUp when it is not the first one that can't.
+        it can't be used; StateTransferFailed when it is not the first one that can't.
         """
         sizes = groups.receive(source, torch.zeros(2, dtype=torch.int64), _TAG).wait()
         header_size, body_size = (int(n) for n in sizes)
@@ -318,7 +318,7 @@ class StateReceiver:
             self._unusable += 1
             why = f"the state from {source} can't be used: {error}"
             if self._unusable >= STATE_ATTEMPTS:
-                raise GaveUp(f"{why}; that was attempt {self._unusable}") from None
+                raise StateTransferFailed(f"{why}; that was attempt {self._unusable}") from None
             raise StateTransferError(why) from None
         self._unusable = 0
         return description

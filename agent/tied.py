@@ -16,7 +16,7 @@ from torch import Tensor
 from openrecycle.agent.communicator import Groups
 from openrecycle.agent.layers import Partition, Tied, layer_of, spans
 from openrecycle.agent.optimizer import StageOptimizer
-from openrecycle.agent.transport.group import Pending
+from openrecycle.agent.transport.group import PendingTransfer
 from openrecycle.planner.job import Worker
 
 _TAG = 2**27
@@ -63,7 +63,7 @@ class TiedSums:
         all_routes = routes(tied, partition, living)
         self._gives = [route for route in all_routes if route.source == me]
         self._takes = [route for route in all_routes if route.to == me]
-        self._sent: list[Pending] = []
+        self._sent: list[PendingTransfer] = []
 
     def sum(self, iteration: int, optimizer: StageOptimizer) -> None:
         """Once the stage's sums are reduced: makes those of each copy here the sum over all copies. Raises

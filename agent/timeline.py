@@ -17,7 +17,7 @@ _NONE = -1
 
 
 @dataclass(frozen=True)
-class Recorded:
+class IterationTimeline:
     """One whole iteration. ops: in the order they ran. ends, seconds: of each, on this process's
     monotonic clock; seconds is what it took on the device, waiting for inputs not counted."""
 
@@ -42,13 +42,13 @@ class Timeline:
         self._count = 0
         self._ends = array("d")
         self._seconds = array("d")
-        self._done: deque[Recorded] = deque(maxlen=1)
+        self._done: deque[IterationTimeline] = deque(maxlen=1)
 
     def want(self, iteration: int) -> None:
         """Asks for an iteration that has not begun; said again, or too late, it changes nothing."""
         self._wanted = iteration
 
-    def take(self) -> Recorded | None:
+    def take(self) -> IterationTimeline | None:
         """What was asked for, once it is there; once."""
         return self._done.pop() if self._done else None
 
@@ -74,7 +74,9 @@ class Timeline:
             self.recording, self._wanted = False, _NONE
             if self._count == len(ops):
                 self._done.append(
-                    Recorded(self.generation, self._iteration, ops, self._ends.tolist(), self._seconds.tolist())
+                    IterationTimeline(
+                        self.generation, self._iteration, ops, self._ends.tolist(), self._seconds.tolist()
+                    )
                 )
 
     def drop(self) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from openrecycle.agent.settings import Group, documented, option
+from openrecycle.agent.settings import OptionGroup, documented, option
 
 LONGEST_SECONDS = 86400.0
 ALIVE_SECONDS = 1.0
@@ -30,7 +30,7 @@ def _seconds(default: float, flag: str, help: str) -> Any:
 
 @documented
 @dataclass(frozen=True, kw_only=True)
-class Timeouts(Group):
+class Timeouts(OptionGroup):
     """How long workers, and what watches them, wait."""
 
     PATH: ClassVar[str] = "faults.timeouts"

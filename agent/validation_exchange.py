@@ -25,7 +25,7 @@ from openrecycle.agent.communicator import Groups
 from openrecycle.agent.optimizer import NonFiniteError, StageOptimizer
 from openrecycle.agent.options import Optimization
 from openrecycle.agent.post_validation import MAX_SKIPPED, Slot, ValidationResult, judge
-from openrecycle.agent.transport.group import Pending, TransferError
+from openrecycle.agent.transport.group import PendingTransfer, TransferError
 from openrecycle.planner.job import Worker
 
 _TAG = 2**29
@@ -122,7 +122,7 @@ class Steps:
         self._groups: Groups | None = None
         self._paths = _Paths(me.stage, {}, ())
         self._exchange: _Exchange | None = None
-        self._sent: deque[tuple[int, list[Pending]]] = deque()
+        self._sent: deque[tuple[int, list[PendingTransfer]]] = deque()
         self.incomplete = 0
         """How many workers took their state from a peer in the iteration whose verdict is known last."""
         self.complete_since: int | None = None

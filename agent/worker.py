@@ -17,7 +17,7 @@ from openrecycle.agent.channel import WorkerChannel
 from openrecycle.agent.checkpoints.weights import WeightsError
 from openrecycle.agent.communicator import Communicator
 from openrecycle.agent.heartbeat import Status, measured_ops
-from openrecycle.agent.liveness import Progress, Turns
+from openrecycle.agent.liveness import LoopLag, OpProgress
 from openrecycle.agent.log_tail import Followed, LogTail
 from openrecycle.agent.loop import WorkerLoop
 from openrecycle.agent.optimizer import NonFiniteError
@@ -44,7 +44,7 @@ def main(spec: WorkerSpec, pipe: Connection) -> None:
     options = spec.run.options
     platform, timeouts = options.platform, options.faults.timeouts
     communicator = Communicator(timeouts, address=spec.address, transport=platform.carrier)
-    status, log = Status(progress=Progress(timeouts)), LogTail()
+    status, log = Status(progress=OpProgress(timeouts)), LogTail()
     channel = WorkerChannel(
         pipe, communicator.cancel, lambda: os._exit(FENCED), lambda iteration: status.timeline.want(iteration)
     )
@@ -74,7 +74,7 @@ def _say_alive(channel: WorkerChannel, status: Status, log: LogTail, spec: Worke
     too long, or does not take up a generation."""
     seconds = spec.run.heartbeat_seconds
     console, every = seconds is not None, ALIVE_SECONDS if seconds is None else min(ALIVE_SECONDS, seconds / 2)
-    pause, due, turns = threading.Event(), STUCK_SECONDS, Turns()
+    pause, due, turns = threading.Event(), STUCK_SECONDS, LoopLag()
     while not pause.wait(every):
         current = status.progress.beat(turns.late(every))
         told = asdict(current) | ({"where": thread_stacks()} if current.overdue else {})

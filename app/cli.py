@@ -9,12 +9,12 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from openrecycle.agent.coordination.membership import Ladder
+from openrecycle.agent.coordination.membership import FailureTimeouts
 from openrecycle.app.history.commands import install as install_histories
 from openrecycle.app.runtime.errors import SettingsError
 from openrecycle.app.security.oidc import read_oidc
 from openrecycle.app.security.token_cli import tokens
-from openrecycle.app.settings import Keep, Settings, read_token, seconds
+from openrecycle.app.settings import RetentionLimits, Settings, read_token, seconds
 from openrecycle.planner.errors import PlannerError
 from openrecycle.planner.output import run as run_command
 
@@ -28,7 +28,7 @@ cli = typer.Typer(
 cli.add_typer(tokens, name="token")
 install_histories(cli)
 
-_DEFAULT = Ladder()
+_DEFAULT = FailureTimeouts()
 
 Host = Annotated[str, typer.Option(help="Address to listen on. Any but loopback needs a token.")]
 Port = Annotated[int, typer.Option(help="Port; 0 takes any free one.")]
@@ -84,7 +84,9 @@ def serve(
     keep_seconds: Annotated[str, typer.Option(help="How long a worker's samples of one second are kept.")] = "15m",
     keep_minutes: Annotated[str, typer.Option(help="Those of one minute.")] = "2d",
     keep_hours: Annotated[str, typer.Option(help="Those of one hour.")] = "400d",
-    keep_events: Annotated[int, typer.Option(help="Lines of each job's event feed that are kept.")] = Keep.events,
+    keep_events: Annotated[
+        int, typer.Option(help="Lines of each job's event feed that are kept.")
+    ] = RetentionLimits.events,
 ) -> None:
     """Serve the pages and the REST API until Ctrl-C."""
     from openrecycle.app.server import serve as run
@@ -96,14 +98,14 @@ def serve(
             port=port,
             database_url=database_url,
             token=read_token(token_file),
-            ladder=Ladder(heartbeat=heartbeat, suspect=suspect, dead=dead),
+            ladder=FailureTimeouts(heartbeat=heartbeat, suspect=suspect, dead=dead),
             tolerance=tolerance,
             api_only=api_only,
             names=tuple(host_name or ()),
             proxies=tuple(proxy or Settings.proxies),
             connections_per_address=connections_per_address,
             oidc=None if oidc is None else read_oidc(oidc, _listed(oidc_operators), _listed(oidc_viewers)),
-            keep=Keep(
+            keep=RetentionLimits(
                 seconds=seconds(keep_seconds, "--keep-seconds"),
                 minutes=seconds(keep_minutes, "--keep-minutes"),
                 hours=seconds(keep_hours, "--keep-hours"),

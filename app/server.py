@@ -47,7 +47,7 @@ from openrecycle.app.runtime.garbage_collection import GarbageCollection
 from openrecycle.app.runtime.logs import configure_logging
 from openrecycle.app.runtime.problems import problem
 from openrecycle.app.runtime.static_files import StaticFiles
-from openrecycle.app.runtime.warming import BUSY_SECONDS, CALM_SECONDS, Warming
+from openrecycle.app.runtime.warming import BUSY_SECONDS, CALM_SECONDS, Preload
 from openrecycle.app.security.access import Access
 from openrecycle.app.security.bodies import BodyLimit
 from openrecycle.app.security.guard import AccessGuard
@@ -77,7 +77,7 @@ def create_app(host: ConsoleHost, settings: Settings, standby: Access) -> Starle
     if not settings.api_only:
         streamlit = _streamlit(settings)
         quiet = BUSY_SECONDS if _trains(host.console) else CALM_SECONDS
-        warming = Warming(_warm_up, {"simulate": lambda: _prepare_simulations(host.console)}, quiet=quiet)
+        warming = Preload(_warm_up, {"simulate": lambda: _prepare_simulations(host.console)}, quiet=quiet)
         static = _static()
         files = StaticFiles(streamlit, static)
         lifespan, pages = streamlit.lifespan(), PageBase(files, static, warming.page_asked_for)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from openrecycle.agent.coordination.membership import Ladder
+from openrecycle.agent.coordination.membership import FailureTimeouts
 from openrecycle.app.runtime.errors import SettingsError
 from openrecycle.planner.files import read_whole
 
@@ -26,7 +26,7 @@ LEAST_HOURS = 2 * 86_400.0
 
 
 @dataclass(frozen=True)
-class Keep:
+class RetentionLimits:
     """seconds, minutes, hours: for so many seconds of time, the samples of one second, minute and hour.
 
     events, states: of each job, the newest so many lines of the feed and changes of a worker's state.
@@ -81,14 +81,14 @@ class Settings:
     port: int = 8501
     database_url: str = ""
     token: str | None = field(default=None, repr=False)
-    ladder: Ladder = field(default_factory=Ladder)
+    ladder: FailureTimeouts = field(default_factory=FailureTimeouts)
     tolerance: int = 2
     api_only: bool = False
     advertise: str = ""
     names: tuple[str, ...] = ()
     proxies: tuple[str, ...] = ("127.0.0.1", "::1")
     oidc: OidcSettings | None = None
-    keep: Keep = field(default_factory=Keep)
+    keep: RetentionLimits = field(default_factory=RetentionLimits)
     connections_per_address: int = 0
 
     def __post_init__(self) -> None:

@@ -46,7 +46,7 @@ class Open:
     begin: int
 
 
-class Heartbeats:
+class HeartbeatStore:
     """Thread-safe. Raises SQLAlchemyError."""
 
     def __init__(self, database: Database) -> None:

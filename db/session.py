@@ -43,7 +43,7 @@ class DatabaseError(Exception):
     """The database can't be used. `str(error)` is one sentence, without the password."""
 
 
-class Fenced(SQLAlchemyError):
+class WriteFenced(SQLAlchemyError):
     """A write of a console that does not lead, or leads no more. Nothing of it has been stored."""
 
 
@@ -156,7 +156,7 @@ class Database:
         held = text("select 1 from leadership where id = 1 and term = :term for key share")
         if connection.scalar(held, {"term": self._term}) is None:
             self._on_fenced()
-            raise Fenced("this console does not lead")
+            raise WriteFenced("this console does not lead")
 
 
 @contextmanager

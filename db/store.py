@@ -47,7 +47,7 @@ CATALOG_BATCH = 64  # plans per statement; a large one has some 10^5 bytes
 
 
 @dataclass(frozen=True)
-class Change:
+class JobUpdate:
     """What one step of the coordinator adds to a job's history: stored in one transaction.
 
     job: columns of the job row that changed. workers, generation, events, acknowledgements, states, audit: rows
@@ -140,7 +140,7 @@ class Store:
 
     # -- the coordinator's steps ------------------------------------------------------------
 
-    def apply(self, job_id: str, change: Change) -> None:
+    def apply(self, job_id: str, change: JobUpdate) -> None:
         """All of it or nothing."""
         with self.database.write() as session:
             if change.job:

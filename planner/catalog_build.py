@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Protocol
 
 from openrecycle.planner.catalog_engines import Engine
-from openrecycle.planner.catalog_store import Blobs, StoredCatalog, create_folder, plan_name
+from openrecycle.planner.catalog_store import PlanStore, StoredCatalog, create_folder, plan_name
 from openrecycle.planner.catalog_task import LARGE as LARGE  # (where it was)
-from openrecycle.planner.catalog_task import Heir, Rows, Target, Task, workers_of
+from openrecycle.planner.catalog_task import ReusablePlan, Rows, Target, Task, workers_of
 from openrecycle.planner.distribution import Counts, best_distributions, models
 from openrecycle.planner.errors import InputError
 from openrecycle.planner.failures import canonical_pattern, patterns
 from openrecycle.planner.job import Job, Worker
-from openrecycle.planner.packed import Effort, Header, Question, decode_columns, decode_header
+from openrecycle.planner.packed import CatalogQuestion, Effort, Header, decode_columns, decode_header
 from openrecycle.planner.plan import PlanError, job_doc
 from openrecycle.planner.solvers.base import Cancelled
 
@@ -32,7 +32,7 @@ LISTED = 500
 CHUNK = 16
 
 
-class Keeper(Blobs, Protocol):
+class WritablePlanStore(PlanStore, Protocol):
     """Where plans lie that also takes new ones, one by one as they are made."""
 
     def put(self, name: str, blob: bytes) -> None: ...
@@ -49,7 +49,7 @@ class Filled:
 
 
 @dataclass(frozen=True)
-class Report:
+class BuildReport:
     """As Filled, with the catalog."""
 
     catalog: StoredCatalog
@@ -61,7 +61,7 @@ class Report:
 
 
 def build_catalog(
-    question: Question,
+    question: CatalogQuestion,
     tolerance: int,
     root: Path,
     *,
@@ -70,7 +70,7 @@ def build_catalog(
     per: str = "auto",
     on_progress: Callable[[int, int], None] | None = None,
     cancelled: Cancelled | None = None,
-) -> Report:
+) -> BuildReport:
     """Plans what is not there yet into a folder under `root`; a damaged plan counts as not there.
 
     per: `pattern`, `count`, or `auto`. on_progress gets (plans that are there, plans in all).
@@ -80,7 +80,7 @@ def build_catalog(
     wanted = targets(question, tolerance, per)
     catalog, folder = create_folder(root, question)
     filled = fill(question, wanted, folder, engine=engine, effort=effort, on_progress=on_progress, cancelled=cancelled)
-    return Report(
+    return BuildReport(
         StoredCatalog(catalog.info, folder),
         filled.planned,
         filled.kept,
@@ -91,9 +91,9 @@ def build_catalog(
 
 
 def fill(
-    question: Question,
+    question: CatalogQuestion,
     wanted: Sequence[Target],
-    keeper: Keeper,
+    keeper: WritablePlanStore,
     *,
     engine: Engine,
     effort: Effort,
@@ -122,7 +122,7 @@ def fill(
 # -- what to plan ----------------------------------------------------------------------------
 
 
-def targets(question: Question, tolerance: int, per: str = "auto") -> list[Target]:
+def targets(question: CatalogQuestion, tolerance: int, per: str = "auto") -> list[Target]:
     """Everything that a catalog up to `tolerance` failures holds. Raises InputError."""
     job = question.job
     most = job.stages * (job.pipelines - 1) if question.technique.reroutes else 0
@@ -148,7 +148,7 @@ def listed_patterns(job: Job, tolerance: int, per: str = "auto") -> list[frozens
     return listed if per == "pattern" or len(listed) <= LISTED else None
 
 
-def _by_count(question: Question, tolerance: int) -> list[Target]:
+def _by_count(question: CatalogQuestion, tolerance: int) -> list[Target]:
     """One target per count: the best distributions by each period model.
 
     The failures of all stages lie in the same pipelines, which makes shorter plans (measured:
@@ -170,7 +170,7 @@ def _rows(failed: frozenset[Worker], job: Job) -> Rows:
     return tuple(map(tuple, rows))
 
 
-def _there(folder: Blobs, effort: Effort) -> set[str]:
+def _there(folder: PlanStore, effort: Effort) -> set[str]:
     """Plans that need not be made again: undamaged, and optimal or made with as much effort."""
     out = set()
     for name in folder.names():
@@ -192,7 +192,7 @@ def _enough(header: Header, effort: Effort) -> bool:
     return header.effort.solver == effort.solver and (header.effort.time_limit or 0) >= (effort.time_limit or 0)
 
 
-def _tasks(question: Question, missing: Sequence[Target], effort: Effort) -> Iterator[Task]:
+def _tasks(question: CatalogQuestion, missing: Sequence[Target], effort: Effort) -> Iterator[Task]:
     job = job_doc(question.job).model_dump_json()
     nested = len({t.failures for t in missing}) == len(missing)
     for chunk in _chunks(question, missing, effort, nested):
@@ -208,7 +208,9 @@ def _tasks(question: Question, missing: Sequence[Target], effort: Effort) -> Ite
         )
 
 
-def _chunks(question: Question, missing: Sequence[Target], effort: Effort, nested: bool) -> Iterator[Sequence[Target]]:
+def _chunks(
+    question: CatalogQuestion, missing: Sequence[Target], effort: Effort, nested: bool
+) -> Iterator[Sequence[Target]]:
     """Targets that go together: few enough to share out and to stop soon.
 
     With as many failures on every stage a plan is at its best, and serves for all counts down to
@@ -225,7 +227,7 @@ def _chunks(question: Question, missing: Sequence[Target], effort: Effort, neste
 # -- neighbouring counts ---------------------------------------------------------------------
 
 
-def _inherit(question: Question, folder: Keeper, wanted: Sequence[Target]) -> None:
+def _inherit(question: CatalogQuestion, folder: WritablePlanStore, wanted: Sequence[Target]) -> None:
     """What `work` does within a task, across all of them.
 
     From the largest count down each plan that is longer than the one above it is replaced by that
@@ -248,7 +250,9 @@ def _inherit(question: Question, folder: Keeper, wanted: Sequence[Target]) -> No
         header = decode_header(blob, source=name)
         if heir is not None and heir[0].metrics.period < header.metrics.period:
             more = decode_columns(heir[1], question)
-            made = more and Heir(more[0], count + 1, heir[0].solver.name).for_fewer(question.problem(header.workers))
+            made = more and ReusablePlan(more[0], count + 1, heir[0].solver.name).for_fewer(
+                question.problem(header.workers)
+            )
             if made:
                 bound = round(header.metrics.lower_bound * question.job.ticks_per_unit)
                 blob = made.stored(bound, header.effort, question.over)[1]
@@ -257,7 +261,7 @@ def _inherit(question: Question, folder: Keeper, wanted: Sequence[Target]) -> No
         heir = (header, blob)
 
 
-def _inherit_patterns(question: Question, folder: Keeper, names: Mapping[int, Sequence[str]]) -> None:
+def _inherit_patterns(question: CatalogQuestion, folder: WritablePlanStore, names: Mapping[int, Sequence[str]]) -> None:
     """The same where each pattern has a plan: one that is longer than that of a pattern with one failure more
     is replaced by it, its pipelines renamed; from the most failures down, so that it holds for any number more."""
     job = question.job
@@ -278,7 +282,9 @@ def _inherit_patterns(question: Question, folder: Keeper, names: Mapping[int, Se
                     continue
                 blob = folder.get(name)
                 more = decode_columns(blob, question) if blob is not None else None
-                made = more and Heir(more[0], count, headers[name].solver.name).for_fewer(question.problem(failed))
+                made = more and ReusablePlan(more[0], count, headers[name].solver.name).for_fewer(
+                    question.problem(failed)
+                )
                 if not made:
                     continue
                 if list(places) != sorted(places):

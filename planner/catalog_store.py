@@ -27,7 +27,7 @@ from openrecycle.planner.failures import canonical_pattern, failures_per_stage
 from openrecycle.planner.files import read_whole
 from openrecycle.planner.job import Job, MemoryLimit, Over, Technique, Worker
 from openrecycle.planner.migration import Migration, migrations_to
-from openrecycle.planner.packed import Header, Question, decode_columns, decode_header, decode_plan
+from openrecycle.planner.packed import CatalogQuestion, Header, decode_columns, decode_header, decode_plan
 from openrecycle.planner.plan import JobDoc, Plan, PlanError, first_problem, job_doc, read_model
 from openrecycle.planner.plan_arrays import SMALL_OPS, Columns
 
@@ -50,7 +50,7 @@ class CatalogInfo(BaseModel):
     over: Annotated[Over, Field(exclude_if=lambda value: value == "schedules")] = "schedules"
 
     @classmethod
-    def of(cls, question: Question) -> CatalogInfo:
+    def of(cls, question: CatalogQuestion) -> CatalogInfo:
         return cls(
             planner_version=PLANNER_VERSION,
             job=job_doc(question.job),
@@ -68,8 +68,10 @@ class CatalogInfo(BaseModel):
             raise PlanError(f"{source} does not describe a catalog: {first_problem(error)}") from None
 
     @property
-    def question(self) -> Question:
-        return Question(self.job.job(), self.technique, MemoryLimit.parse(self.memory, field="memory"), self.over)
+    def question(self) -> CatalogQuestion:
+        return CatalogQuestion(
+            self.job.job(), self.technique, MemoryLimit.parse(self.memory, field="memory"), self.over
+        )
 
     @cached_property
     def fingerprint(self) -> str:
@@ -77,7 +79,7 @@ class CatalogInfo(BaseModel):
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-class Blobs(Protocol):
+class PlanStore(Protocol):
     """Where stored plans lie: a folder, or a database."""
 
     def names(self) -> list[str]: ...
@@ -131,13 +133,13 @@ class Found:
 class StoredCatalog:
     """Reads a catalog. Headers are kept once read; plans are not. headers: those that are read already."""
 
-    def __init__(self, info: CatalogInfo, blobs: Blobs, *, headers: Mapping[str, Header] | None = None) -> None:
+    def __init__(self, info: CatalogInfo, blobs: PlanStore, *, headers: Mapping[str, Header] | None = None) -> None:
         self.info = info
         self.blobs = blobs
         self._headers: dict[str, Header] = dict(headers or {})
 
     @cached_property
-    def question(self) -> Question:
+    def question(self) -> CatalogQuestion:
         return self.info.question
 
     def __len__(self) -> int:
@@ -258,7 +260,7 @@ def _plan(columns: Columns, header: Header) -> Plan:
     return plan.model_copy() if plan.op_count <= SMALL_OPS else plan
 
 
-def create_folder(root: Path, question: Question) -> tuple[StoredCatalog, FolderBlobs]:
+def create_folder(root: Path, question: CatalogQuestion) -> tuple[StoredCatalog, FolderBlobs]:
     """The catalog of `question` under `root`, made if it is not there. Raises InputError, PlanError."""
     info = CatalogInfo.of(question)
     path = root / info.fingerprint

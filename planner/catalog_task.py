@@ -12,7 +12,7 @@ from openrecycle.planner.catalog_store import plan_name
 from openrecycle.planner.check import check
 from openrecycle.planner.errors import PlannerError
 from openrecycle.planner.job import MemoryLimit, Over, Problem, Technique, Worker
-from openrecycle.planner.packed import Effort, Question, encode_columns, encode_plan
+from openrecycle.planner.packed import CatalogQuestion, Effort, encode_columns, encode_plan
 from openrecycle.planner.partition import Layout, bound_over, lay_out
 from openrecycle.planner.plan import PROVERS, JobDoc
 from openrecycle.planner.plan_arrays import ColumnarSchedule, Columns, NotColumnar
@@ -61,13 +61,13 @@ def work(task: Task) -> Blobs:
     From the largest count down: with `nested` failures a plan for more serves for fewer, and where
     it is as short as the bound allows for fewer, nothing needs solving.
     """
-    question = Question(
+    question = CatalogQuestion(
         JobDoc.model_validate_json(task.job).job(), Technique(task.technique), MemoryLimit.parse(task.memory), task.over
     )
     effort = Effort(solver=task.solver, time_limit=task.time_limit)
     job = question.job
     large = 3 * job.pipelines * job.stages * job.micro_batches >= LARGE
-    heir: Heir | None = None
+    heir: ReusablePlan | None = None
     solved = False
     out: list[tuple[str, bytes]] = []
     for target in sorted(task.targets, key=lambda t: -t.failures):
@@ -110,7 +110,7 @@ def _laid_out(problem: Problem, over: Over) -> Layout:
 
 
 @dataclass(frozen=True)
-class Heir:
+class ReusablePlan:
     """A plan that may serve for fewer failures too. made_for: how many it was made for; solver: by whom."""
 
     columns: Columns
@@ -121,7 +121,7 @@ class Heir:
     def period(self) -> int:
         return self.columns.period()
 
-    def for_fewer(self, problem: Problem) -> Heir | None:
+    def for_fewer(self, problem: Problem) -> ReusablePlan | None:
         """The same ops, when the failures of `problem` are among its own: whoever lives after all stays idle."""
         if not problem.failed < self.columns.problem.failed:
             return None
@@ -138,7 +138,7 @@ class Heir:
         return plan_name(self.columns.problem.failed), _encoded(self.columns, solution, effort)
 
 
-def _stored(solution: Solution, seconds: float, effort: Effort) -> tuple[str, bytes, Heir | None]:
+def _stored(solution: Solution, seconds: float, effort: Effort) -> tuple[str, bytes, ReusablePlan | None]:
     """Name and stored form of a solution, without a document in between where columns can hold it."""
     failed = solution.schedule.problem.failed
     try:
@@ -148,14 +148,14 @@ def _stored(solution: Solution, seconds: float, effort: Effort) -> tuple[str, by
     if wrong := check(ColumnarSchedule(columns)):
         raise PlannerError(f"the plan of {solution.solver} is not valid, and is not stored: {wrong[0]}")
     solution = replace(solution, schedule=columns.summary(), seconds=seconds)
-    return plan_name(failed), _encoded(columns, solution, effort), Heir(columns, len(failed), solution.solver)
+    return plan_name(failed), _encoded(columns, solution, effort), ReusablePlan(columns, len(failed), solution.solver)
 
 
 def _encoded(columns: Columns, solution: Solution, effort: Effort) -> bytes:
     return encode_columns(columns, metrics_of(solution), solver_of(solution, seconds=solution.seconds), effort)
 
 
-def _promising(problems: Sequence[Problem], taken: Heir | None) -> list[Problem]:
+def _promising(problems: Sequence[Problem], taken: ReusablePlan | None) -> list[Problem]:
     """The one that comes out shortest under the list scheduler's first rule, when that beats `taken`.
 
     All rules for all alternatives would take several times as long on grids of this size, for

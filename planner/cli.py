@@ -35,7 +35,7 @@ from openrecycle.planner.output import check_out, console, is_stdout, run, write
 from openrecycle.planner.plan import Plan
 from openrecycle.planner.profile import AUTO
 from openrecycle.planner.reference import reference_plan
-from openrecycle.planner.solvers.base import Progress
+from openrecycle.planner.solvers.base import SolverProgress
 from openrecycle.planner.solvers.portfolio import make_plan
 
 if TYPE_CHECKING:
@@ -244,7 +244,7 @@ def _progress(job: Job, *, quiet: bool) -> Iterator[Any]:
         return
     with _err.status("planning") as status:
 
-        def report(progress: Progress) -> None:
+        def report(progress: SolverProgress) -> None:
             best = "none yet" if progress.incumbent is None else job.units(progress.incumbent)
             status.update(
                 f"{progress.solver}: period {best}, bound {job.units(progress.bound)}, {progress.elapsed:.1f} s"

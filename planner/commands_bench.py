@@ -27,7 +27,7 @@ HEADER = f"{'grid':>10} {'failed':>7} {'solver':>7} {'period':>9} {'bound':>9} {
 
 
 @dataclass(frozen=True)
-class Row:
+class BenchRow:
     """One plan. failed: workers. period, bound: slots. gap: period / bound - 1. load: see `machine_load`."""
 
     grid: str
@@ -117,7 +117,7 @@ def bench_command(
         sys.stdout.write(json.dumps(document) + "\n")
 
 
-def _row(grid: str, failed: float, memory: str, solver: str, limit: float) -> Row:
+def _row(grid: str, failed: float, memory: str, solver: str, limit: float) -> BenchRow:
     pipelines, stages, micro_batches = map(int, grid.split("x"))
     problem = bench_problem((pipelines, stages, micro_batches), failed, memory)
     begin = time.perf_counter()
@@ -125,7 +125,7 @@ def _row(grid: str, failed: float, memory: str, solver: str, limit: float) -> Ro
     taken = time.perf_counter() - begin
     period = solution.schedule.period
     bound = min(solution.bound, period)
-    return Row(
+    return BenchRow(
         grid,
         len(problem.failed),
         solver,

@@ -24,7 +24,7 @@ from openrecycle.planner.distribution import check_copy_cost
 from openrecycle.planner.errors import InputError, PlannerError
 from openrecycle.planner.failures import parse_failed
 from openrecycle.planner.job import MemoryLimit, Over, Technique
-from openrecycle.planner.migration import SECONDS, Normalization, normalize
+from openrecycle.planner.migration import SECONDS, MigrationPlan, normalize
 from openrecycle.planner.profile import AUTO
 
 MEMORY_HELP = "Activations per worker: 1f1b, uniform, none, a number; or the profile's bytes."
@@ -84,7 +84,7 @@ def normalize_command(
         print(f"one {job.time_unit} is taken to last 1 s; --unit-seconds says otherwise")
 
 
-def _lines(result: Normalization) -> list[str]:
+def _lines(result: MigrationPlan) -> list[str]:
     return [
         result.reason,
         *(f"  {migration}" for migration in result.migrations),
@@ -136,7 +136,7 @@ def catalog_command(
     try:
         from openrecycle.planner.catalog_build import build_catalog
         from openrecycle.planner.catalog_engines import make_engine
-        from openrecycle.planner.packed import Effort, Question
+        from openrecycle.planner.packed import CatalogQuestion, Effort
     except ImportError as error:
         raise PlannerError(f"catalogs on disk need numpy, which is not installed here ({error})") from None
     if solver not in SOLVERS:
@@ -154,7 +154,7 @@ def catalog_command(
     if job.layers and partition in (None, AUTO):
         job = best_at_home(job, of, limit)
     over: Over = "partitions" if job.layers and relayout != "never" else "schedules"
-    question = Question(job, of, limit, over)
+    question = CatalogQuestion(job, of, limit, over)
     with interruptible() as stop, _bar(quiet=as_json) as progress:
         report = build_catalog(
             question,

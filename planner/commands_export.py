@@ -14,7 +14,7 @@ from rich.text import Text
 from openrecycle.planner.check import check
 from openrecycle.planner.errors import InputError
 from openrecycle.planner.export import EXPORTERS, format_named
-from openrecycle.planner.export.compare import Row, compare
+from openrecycle.planner.export.compare import ComparisonRow, compare
 from openrecycle.planner.export.yaml_document import parse_yaml
 from openrecycle.planner.files import PLAN_BYTES, read_whole
 from openrecycle.planner.output import check_out, console, write_out
@@ -80,7 +80,7 @@ def _short_names(paths: list[Path]) -> list[str]:
     return names if len(set(names)) == len(names) else [str(path) for path in paths]
 
 
-def _table(names: list[str], rows: tuple[Row, ...]) -> Table:
+def _table(names: list[str], rows: tuple[ComparisonRow, ...]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0), caption_justify="left")
     table.caption = "Changes, and ops that moved, are against the first plan."
     table.add_column("", no_wrap=True)

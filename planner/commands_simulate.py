@@ -20,7 +20,7 @@ from openrecycle.planner.models import analytic_job, model_shape
 from openrecycle.planner.output import console
 from openrecycle.planner.simulation.costs import RecoveryCosts
 from openrecycle.planner.simulation.engine import simulate
-from openrecycle.planner.simulation.outcome import Outcome
+from openrecycle.planner.simulation.outcome import SimulationOutcome
 from openrecycle.planner.simulation.planned import LAYERS_PER_STAGE, PlannedJob
 from openrecycle.planner.simulation.policies.measured import READY_AFTER
 from openrecycle.planner.simulation.policies.planned_policies import PLANNED, planned_policy
@@ -32,7 +32,7 @@ from openrecycle.planner.simulation.traces.generated import Domain, generated
 
 HOST = 8  # workers of one host
 
-Run = Callable[[Trace], list[Outcome]]
+Run = Callable[[Trace], list[SimulationOutcome]]
 
 
 def simulate_command(
@@ -146,7 +146,7 @@ def simulate_command(
 
 
 def _measured(names: Sequence[str], throughput: Path, costs: Path, model: str) -> Run:
-    def run(trace: Trace) -> list[Outcome]:
+    def run(trace: Trace) -> list[SimulationOutcome]:
         made = [published(name, throughput, costs, model) for name in names]
         return [simulate(trace, policy, ready_after=READY_AFTER) for policy in made]
 
@@ -154,7 +154,7 @@ def _measured(names: Sequence[str], throughput: Path, costs: Path, model: str) -
 
 
 def _planned(names: Sequence[str], planned: PlannedJob, costs: RecoveryCosts, spares: int) -> Run:
-    def run(trace: Trace) -> list[Outcome]:
+    def run(trace: Trace) -> list[SimulationOutcome]:
         made = [planned_policy(name, planned, costs, spares=spares) for name in names]
         return [simulate(trace, policy) for policy in made]
 
@@ -217,12 +217,12 @@ class _Show:
     as_json: bool
     over_time: bool
 
-    def line(self, outcome: Outcome, **more: float) -> None:
+    def line(self, outcome: SimulationOutcome, **more: float) -> None:
         document: dict[str, Any] = outcome.document(self.model, price=self.dollars, over_time=self.over_time)
         sys.stdout.write(json.dumps({**document, **more}) + "\n")
 
 
-def _print(outcomes: Sequence[Outcome], show: _Show) -> None:
+def _print(outcomes: Sequence[SimulationOutcome], show: _Show) -> None:
     model, dollars = show.model, show.dollars
     if show.as_json:
         for outcome in outcomes:

@@ -132,7 +132,7 @@ def best_distributions(model: PeriodModel, most: int) -> Iterator[Counts]:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class FailureDistribution:
     """One way to distribute the failures, from where they are now.
 
     period: ticks by the model. pause: seconds until the last copy has arrived. moved: bytes copied.
@@ -161,7 +161,7 @@ class CopyCost:
         return rounds * self.state_bytes[stage] / self.bandwidth
 
 
-def candidates(model: PeriodModel, present: Counts, cost: CopyCost) -> list[Candidate]:
+def candidates(model: PeriodModel, present: Counts, cost: CopyCost) -> list[FailureDistribution]:
     """Every distribution worth a thought: no other has a period, a pause and bytes moved that are all as good.
 
     For each period that a stage can have, from the shortest possible to the present one: a stage
@@ -180,7 +180,7 @@ def candidates(model: PeriodModel, present: Counts, cost: CopyCost) -> list[Cand
             f"{living} living workers can't staff {model.job.stages} stages", "bring back a failed worker"
         )
     longest = model.of(present)
-    out: list[Candidate] = []
+    out: list[FailureDistribution] = []
     for limit in _periods(model, present, shortest, longest):
         made = _within(model, present, cost, limit)
         if made is not None and (not out or made.pause < out[-1].pause or made.moved < out[-1].moved):
@@ -202,7 +202,7 @@ def _periods(model: PeriodModel, present: Counts, shortest: int, longest: int | 
     return sorted(found)
 
 
-def _within(model: PeriodModel, present: Counts, cost: CopyCost, limit: int) -> Candidate | None:
+def _within(model: PeriodModel, present: Counts, cost: CopyCost, limit: int) -> FailureDistribution | None:
     """The cheapest way to a period of at most `limit`; None when there is none."""
     pipelines = model.job.pipelines
     room = [model.most(s, limit) for s in range(model.job.stages)]
@@ -217,7 +217,7 @@ def _within(model: PeriodModel, present: Counts, cost: CopyCost, limit: int) -> 
     moved = sum(g * cost.state_bytes[s] for s, g in enumerate(given))
     period = model.of(counts)
     assert period is not None
-    return Candidate(counts, period, pause, moved)
+    return FailureDistribution(counts, period, pause, moved)
 
 
 def _place(model: PeriodModel, kept: Sequence[int], room: Sequence[int], extra: int) -> Counts | None:

@@ -8,7 +8,7 @@ machine, another clock), plans are as good as before, and only last longer. That
 said, but no speed changes.
 
 Nothing changes before a whole window of rounds agrees, and after a change the window begins anew:
-two changes of a worker are at least `Limits.window` rounds apart. A worker counts as slow (or fast)
+two changes of a worker are at least `DriftLimits.window` rounds apart. A worker counts as slow (or fast)
 beyond `slow`, and as nominal again within `well`; in between it stays what it was.
 """
 
@@ -25,7 +25,7 @@ from openrecycle.planner.migration import SECONDS
 
 
 @dataclass(frozen=True)
-class Limits:
+class DriftLimits:
     """slow: how many times longer than the others' a worker's ops take before it counts as slow; well:
     below this it counts as nominal again; change: by how much a slow worker's factor must move to be
     taken anew. scale: the same for all workers together, against the profile. window: rounds that
@@ -117,7 +117,7 @@ class Ratios:
         return self._speeds.get(worker, 1.0) * took / (self._tick * expected) if expected else None
 
 
-def observe(job: Job, state: DriftState, ratios: Mapping[Worker, float], limits: Limits) -> Drift:
+def observe(job: Job, state: DriftState, ratios: Mapping[Worker, float], limits: DriftLimits) -> Drift:
     """Takes one round: the ratio (see `Ratios`) of every worker that was heard. Others keep their window."""
     timed = job.time_unit in SECONDS
     scale = _low_median(ratios.values()) if timed and ratios else 1.0
@@ -157,7 +157,7 @@ def forget(state: DriftState, workers: Iterable[Worker]) -> DriftState:
     return replace(state, workers={w: track for w, track in state.workers.items() if w not in gone})
 
 
-def _judged(assumed: float, recent: tuple[float, ...], limits: Limits) -> float:
+def _judged(assumed: float, recent: tuple[float, ...], limits: DriftLimits) -> float:
     """The factor to plan with."""
     if len(recent) < limits.window:
         return assumed

@@ -15,7 +15,7 @@ _TECHNIQUES = (Technique.ADAPTIVE, Technique.DECOUPLED, Technique.STAGGERED)
 
 
 @dataclass(frozen=True)
-class FaultFree:
+class FaultFreePeriod:
     """period: ticks, by the technique's own definition. technique: of the plan that has it.
 
     schedule: that plan, of one pipeline where all are alike, else of the whole grid.
@@ -26,7 +26,7 @@ class FaultFree:
     schedule: Schedule
 
 
-def best_fault_free(job: Job, memory: MemoryLimit) -> FaultFree:
+def best_fault_free(job: Job, memory: MemoryLimit) -> FaultFreePeriod:
     """The shortest fault-free plan of `job` at a memory limit: the best of all techniques, each the best of the
     list scheduler's rules and of the published schedules (1F1B, GPipe, ZB-H1, ZB-H2) that it and the limit allow.
 
@@ -44,11 +44,11 @@ def best_fault_free(job: Job, memory: MemoryLimit) -> FaultFree:
 
 
 @lru_cache(maxsize=64)
-def _best(job: Job, memory: MemoryLimit) -> FaultFree:
+def _best(job: Job, memory: MemoryLimit) -> FaultFreePeriod:
     # Pipelines without failures are independent of each other: where their workers are equally fast,
     # one stands for all.
     alone = job if job.speeds else replace(job, pipelines=1)
-    best: FaultFree | None = None
+    best: FaultFreePeriod | None = None
     refused: InfeasibleError | None = None
     for technique in _TECHNIQUES:
         try:
@@ -58,7 +58,7 @@ def _best(job: Job, memory: MemoryLimit) -> FaultFree:
             refused = error
             continue
         if best is None or schedule.period < best.period:
-            best = FaultFree(schedule.period, technique, schedule)
+            best = FaultFreePeriod(schedule.period, technique, schedule)
     if best is None:
         assert refused is not None
         raise refused

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from openrecycle.planner.distribution import Candidate, CopyCost, Counts, candidates, models
+from openrecycle.planner.distribution import CopyCost, Counts, FailureDistribution, candidates, models
 from openrecycle.planner.errors import InfeasibleError, InputError
 from openrecycle.planner.failures import failures_per_stage
 from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique, Worker
@@ -40,7 +40,7 @@ class Migration:
 
 
 @dataclass(frozen=True)
-class Normalization:
+class MigrationPlan:
     """What to do about the failures, and why.
 
     present, counts: failures per stage now and afterwards. failed: the dead or vacated places
@@ -79,7 +79,7 @@ def normalize(
     cost: CopyCost | None = None,
     heals_in: float | None = None,
     unit_seconds: float | None = None,
-) -> Normalization:
+) -> MigrationPlan:
     """The distribution under which most iterations are done until the job heals.
 
     cost: of the copies; None: they are free. heals_in: seconds until the failed workers are
@@ -100,7 +100,7 @@ def normalize(
     present = failures_per_stage(dead, job)
     stay = _planned(job, dead, technique, memory, present)
     options = [stay] if stay else []
-    worth: dict[Counts, Candidate] = {}
+    worth: dict[Counts, FailureDistribution] = {}
     for model in reversed(models(job, technique, memory)):
         ranked = sorted(
             (c for c in candidates(model, present, cost) if c.counts != present),
@@ -120,7 +120,7 @@ def normalize(
     gained = None
     if stay is not None and heals_in is not None:
         gained = _iterations(best.period * tick, best.pause, heals_in) - _iterations(stay.period * tick, 0, heals_in)
-    return Normalization(
+    return MigrationPlan(
         present,
         best.counts,
         best.migrations,

@@ -65,7 +65,7 @@ SHAPES = {
 
 
 @dataclass(frozen=True)
-class Hardware:
+class WorkerHardware:
     """One worker. flops: peak per second in 16 bits. efficiency: share of it that ops reach.
 
     bandwidth: bytes per second between workers. memory: bytes.
@@ -98,13 +98,13 @@ def analytic_job(
     micro_batches: int,
     *,
     samples: int = 1,
-    hardware: Hardware | None = None,
+    hardware: WorkerHardware | None = None,
 ) -> Job:
     """The job in milliseconds; each micro-batch has so many samples. Raises InputError.
 
     The first stage also holds the embedding, the last one the projection to the vocabulary, tied to it.
     """
-    machine = hardware or Hardware()
+    machine = hardware or WorkerHardware()
     if isinstance(samples, bool) or not 1 <= samples <= 4096:
         raise InputError("samples per micro-batch", samples, "a whole number from 1 to 4096")
     if not 1 <= stages <= shape.layers:
@@ -156,13 +156,13 @@ def calibrated(
     *,
     samples: int,
     throughput: float,
-    hardware: Hardware | None = None,
-) -> Hardware:
+    hardware: WorkerHardware | None = None,
+) -> WorkerHardware:
     """The hardware with the efficiency at which fault-free 1F1B reaches `throughput` samples per second.
 
     By bisection. Raises InputError where no efficiency up to 1 does.
     """
-    machine = hardware or Hardware()
+    machine = hardware or WorkerHardware()
     wanted = pipelines * micro_batches * samples / throughput * 1000 if throughput > 0 else 0.0
 
     def period(efficiency: float) -> float:

@@ -47,7 +47,7 @@ class Effort(BaseModel):
     time_limit: float | None = None
 
 
-class Asked(BaseModel):
+class RequestedPlan(BaseModel):
     """What a plan is for, beside its failures."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -56,9 +56,9 @@ class Asked(BaseModel):
     technique: Technique
     memory: str
 
-    def question(self) -> Question:
+    def question(self) -> CatalogQuestion:
         """Raises PlannerError when it describes no job."""
-        return Question(self.job.job(), self.technique, MemoryLimit.parse(self.memory, field="memory"))
+        return CatalogQuestion(self.job.job(), self.technique, MemoryLimit.parse(self.memory, field="memory"))
 
 
 _Int = Annotated[int, INTEGER]
@@ -84,7 +84,7 @@ class Header(BaseModel):
     types: tuple[Literal["i1", "i2", "i4", "i8"], ...] = ()
     fingerprint: str | None = Field(default=None, max_length=64)
     peaks: tuple[_Int, ...] = ()
-    asked: Annotated[Asked | None, Field(exclude_if=lambda value: value is None)] = None
+    asked: Annotated[RequestedPlan | None, Field(exclude_if=lambda value: value is None)] = None
 
     @property
     def failures(self) -> int:
@@ -101,7 +101,7 @@ class Header(BaseModel):
 
 
 @dataclass(frozen=True)
-class Question:
+class CatalogQuestion:
     """What all plans of one catalog have in common. over: with `partitions`, each has the best one of its own."""
 
     job: Job
@@ -119,7 +119,7 @@ def encode_columns(
     solver: SolverDoc,
     effort: Effort,
     *,
-    asked: Asked | None = None,
+    asked: RequestedPlan | None = None,
     fingerprint: str | None = None,
 ) -> bytes:
     """asked, fingerprint: of a plan that stands by itself, not in a catalog."""
@@ -137,7 +137,7 @@ def encode_columns(
 def encode_plan(plan: Plan, effort: Effort, *, alone: bool = False) -> bytes:
     """Any plan; alone: not for a catalog. Raises PlannerError when its problem is none."""
     problem = plan.problem()
-    asked = Asked(job=plan.job, technique=plan.technique, memory=plan.memory) if alone else None
+    asked = RequestedPlan(job=plan.job, technique=plan.technique, memory=plan.memory) if alone else None
     fingerprint = plan.fingerprint if alone else None
     try:
         columns = columns_of(plan)
@@ -174,13 +174,13 @@ def decode_header(blob: bytes, *, source: str = "plan") -> Header:
     return _opened(blob, source)[0]
 
 
-def decode_columns(blob: bytes, question: Question, *, source: str = "plan") -> tuple[Columns, Header] | None:
+def decode_columns(blob: bytes, question: CatalogQuestion, *, source: str = "plan") -> tuple[Columns, Header] | None:
     """None when the plan is kept as JSON. Raises PlanError when the blob is damaged."""
     header, data = _opened(blob, source)
     return None if header.form == "json" else (_columns(header, data, question, source), header)
 
 
-def _columns(header: Header, data: bytes, question: Question, source: str) -> Columns:
+def _columns(header: Header, data: bytes, question: CatalogQuestion, source: str) -> Columns:
     job = question.job
     stages, pipelines, count = job.stages, job.pipelines, job.micro_batches
     rows = max(header.rows, default=-1) + 1
@@ -198,7 +198,7 @@ def _columns(header: Header, data: bytes, question: Question, source: str) -> Co
     return _from_waits(problem, full, split, durations, step)
 
 
-def decode_plan(blob: bytes, question: Question, *, source: str = "plan") -> Plan:
+def decode_plan(blob: bytes, question: CatalogQuestion, *, source: str = "plan") -> Plan:
     """Raises PlanError when the blob is damaged."""
     found = decode_columns(blob, question, source=source)
     if found is not None:

@@ -66,7 +66,7 @@ class Advice:
 
 
 @dataclass(frozen=True)
-class JobState:
+class PolicyState:
     """failed: dead places of the grid. since_checkpoint: seconds of work since the last one; None: there
     is none. spares: workers that stand by.
     """
@@ -82,7 +82,7 @@ def best_option(options: Sequence[Option], horizon: float, before: float) -> lis
 
 
 def advise(
-    state: JobState,
+    state: PolicyState,
     planned: PlannedJob,
     costs: RecoveryCosts,
     *,
@@ -115,7 +115,7 @@ def advise(
 
 
 def _options(
-    state: JobState,
+    state: PolicyState,
     planned: PlannedJob,
     costs: RecoveryCosts,
     catalog: Catalog | StoredCatalog | None,
@@ -217,7 +217,7 @@ def _rerouted_here(
     return Rate(schedule.period * planned.tick, planned.samples)
 
 
-def _load(state: JobState, planned: PlannedJob, rate: float | None) -> tuple[bool, str]:
+def _load(state: PolicyState, planned: PlannedJob, rate: float | None) -> tuple[bool, str]:
     """Do 1F1B's bubbles hold what each peer has to take beside its own? And in words.
 
     1F1B leaves stages - 1 slots idle on every worker of an iteration, so staggered iterations take

@@ -76,7 +76,7 @@ def profile_command(
         from openrecycle.agent.profiling import profiler
 
         torch.set_num_threads(threads)
-        effort = profiler.Effort(repeats, warm_up, clock)  # type: ignore[arg-type]
+        effort = profiler.ProfilingEffort(repeats, warm_up, clock)  # type: ignore[arg-type]
         grid = (pipelines, stages, micro_batches)
         try:
             if model is not None:

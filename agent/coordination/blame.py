@@ -31,7 +31,7 @@ Pair = tuple[str, str]
 
 
 @dataclass(frozen=True)
-class Limits:
+class BlameLimits:
     """borne: breaks of a pair before one end is taken out. in_a_row, unnamed: generations. memory, probation: committed
     iterations."""
 
@@ -85,7 +85,7 @@ class Links:
 
 
 @dataclass(frozen=True)
-class Ruling:
+class BlameDecision:
     """links: what is remembered from here on. text: for people; names the pair. out: who is taken out of the job, if
     anybody; for_good: and may not re-join. halt: the job can't go on, and why."""
 
@@ -103,17 +103,17 @@ def judge(
     committed: int,
     holders: Collection[str],
     late: Collection[str] = (),
-    limits: Limits | None = None,
-) -> Ruling:
+    limits: BlameLimits | None = None,
+) -> BlameDecision:
     """What follows from the complaints of one generation, in which nobody died.
 
     committed: iterations so far. holders: the living workers that have their stage's state. late: members that have
     not taken up the generation.
     """
-    limits = limits or Limits()
+    limits = limits or BlameLimits()
     if late:
         names = ", ".join(sorted(late)[:3])
-        return Ruling(
+        return BlameDecision(
             links, f"the generation did not form, since {names} had not taken it up yet: the same workers form anew"
         )
     complaints = sorted(complaints, key=lambda c: (c.reporter, c.peer))
@@ -130,13 +130,13 @@ def judge(
         who = "; ".join(f"{c.reporter}: {c.detail or 'a transfer broke'}" for c in complaints[:3])
         links = replace(links, unnamed=links.unnamed + 1)
         if links.unnamed >= limits.unnamed:
-            return Ruling(
+            return BlameDecision(
                 links,
                 who,
                 halt=f"transfers broke in {links.unnamed} generations in a row though nobody died, and no iteration "
                 f"was committed; nobody can say which link it is ({who})",
             )
-        return Ruling(links, f"a transfer broke though nobody died ({who}): the same workers form anew")
+        return BlameDecision(links, f"a transfer broke though nobody died ({who}): the same workers form anew")
 
     here = Break(committed, pair, ends)
     links = replace(links, breaks=(*links.breaks, here), in_a_row=links.in_a_row + 1)
@@ -161,18 +161,18 @@ def judge(
             taken_out={**links.taken_out, out: committed},
             barred=(*links.barred, out) if for_good else links.barred,
         )
-        return Ruling(links, text, out, for_good)
+        return BlameDecision(links, text, out, for_good)
     if links.in_a_row >= limits.in_a_row:
         pairs = Counter(b.pair for b in links.breaks[-links.in_a_row :])
         named = ", ".join(f"{a} and {b} ({n} times)" for (a, b), n in pairs.most_common())
-        return Ruling(
+        return BlameDecision(
             links,
             text,
             halt=f"links broke in {links.in_a_row} generations in a row though nobody died, and no iteration was "
             f"committed: "
             f"{named}. Neither end can be spared where it is the last that holds its stage; look at their network",
         )
-    return Ruling(links, text + ": the same workers form anew")
+    return BlameDecision(links, text + ": the same workers form anew")
 
 
 def attribute(complaints: Iterable[Complaint]) -> tuple[Pair | None, tuple[Pair, ...]]:

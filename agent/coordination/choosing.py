@@ -24,7 +24,7 @@ from openrecycle.agent.coordination.events import (
     Offered,
     PlanFrozen,
     PlanReady,
-    Step,
+    Transition,
     UsePlan,
     refuse,
 )
@@ -32,7 +32,7 @@ from openrecycle.agent.coordination.generations import ask, holders, move, pend,
 from openrecycle.agent.coordination.membership import (
     PRESENT,
     Candidate,
-    Ladder,
+    FailureTimeouts,
     Member,
     Mode,
     Offer,
@@ -55,25 +55,25 @@ def worth_moving(now: float, then: float, iteration_seconds: float) -> tuple[boo
     return saved > cost, f"layers move: the period falls by {1 - then / now:.1%}"
 
 
-def offered(state: State, event: Offered, now: float, ladder: Ladder) -> Step:
+def offered(state: State, event: Offered, now: float, ladder: FailureTimeouts) -> Transition:
     pending, offer = state.pending, event.offer
     if state.over:
-        return Step(state, reason=f"the job is {state.over}")
+        return Transition(state, reason=f"the job is {state.over}")
     if pending is not None and pending.until is not None and pending.failed == event.failed:
         if offer is None:
             text = f"the options could not be compared ({event.reason}): the job re-routes"
             return ask(state, pending, [Note("warning", "plan", text)])
         text = f"options without {names(event.failed)}: " + "; ".join(f"{c.name}: {c.text}" for c in offer.candidates)
-        return Step(replace(state, offer=offer), (Note("info", "plan", text),), text)
+        return Transition(replace(state, offer=offer), (Note("info", "plan", text),), text)
     if offer is None or out(state) != event.failed:
-        return Step(state, reason="other workers are out by now")
+        return Transition(state, reason="other workers are out by now")
     state = replace(state, offer=offer)
     if state.mode is Mode.AUTOMATIC:
         return take_better(state, offer, [])
-    return Step(state, reason="the options are known")
+    return Transition(state, reason="the options are known")
 
 
-def chosen(state: State, event: Chosen, now: float, ladder: Ladder) -> Step:
+def chosen(state: State, event: Chosen, now: float, ladder: FailureTimeouts) -> Transition:
     if state.over:
         return refuse(state, "job_over", f"the job is {state.over}")
     pending = state.pending
@@ -97,13 +97,13 @@ def chosen(state: State, event: Chosen, now: float, ladder: Ladder) -> Step:
     if waits:
         return _resolve(state, candidate, f"{event.actor} chose to {event.name}", [note])
     if candidate is None or candidate.name == REROUTE:
-        return Step(state, reason="the job re-routes already")
+        return Transition(state, reason="the job re-routes already")
     if state.frozen_by:
         return _is_frozen(state)
     return _take(state, candidate, f"{event.actor} chose to {event.name}", [note])
 
 
-def mode_set(state: State, event: ModeSet, now: float, ladder: Ladder) -> Step:
+def mode_set(state: State, event: ModeSet, now: float, ladder: FailureTimeouts) -> Transition:
     if state.over:
         return refuse(state, "job_over", f"the job is {state.over}")
     text = f"{event.actor} set the mode to {event.mode}"
@@ -116,10 +116,10 @@ def mode_set(state: State, event: ModeSet, now: float, ladder: Ladder) -> Step:
             return overdue(state, notes, "automatic mode")
         if state.offer and out(state) == state.offer.failed:
             return take_better(state, state.offer, notes)
-    return Step(state, tuple(notes), text)
+    return Transition(state, tuple(notes), text)
 
 
-def drain_asked(state: State, event: DrainAsked, now: float, ladder: Ladder) -> Step:
+def drain_asked(state: State, event: DrainAsked, now: float, ladder: FailureTimeouts) -> Transition:
     member = state.members.get(event.worker)
     if member is None:
         return refuse(state, "unknown_worker", no_such_worker(state, event.worker))
@@ -139,7 +139,7 @@ def drain_asked(state: State, event: DrainAsked, now: float, ladder: Ladder) -> 
     return reconsider(replace(state, members=members), text, notes, now)
 
 
-def use_plan(state: State, event: UsePlan, now: float, ladder: Ladder) -> Step:
+def use_plan(state: State, event: UsePlan, now: float, ladder: FailureTimeouts) -> Transition:
     """Opens a generation with the same members and another plan."""
     if state.over:
         return refuse(state, "job_over", f"the job is {state.over}")
@@ -156,7 +156,7 @@ def use_plan(state: State, event: UsePlan, now: float, ladder: Ladder) -> Step:
             f"failed: got {_plan_words(event.failed)}, expected {expected}",
         )
     if event.fingerprint == state.current.plan_fingerprint:
-        return Step(state, reason="that plan is in force already")
+        return Transition(state, reason="that plan is in force already")
     if state.frozen_by:
         return _is_frozen(state)
     text = event.reason or f"{event.actor} put plan {event.fingerprint[:8]} in force"
@@ -170,14 +170,14 @@ def use_plan(state: State, event: UsePlan, now: float, ladder: Ladder) -> Step:
         ladder,
     )
     notes = (Note("warning", "operator", text),) if event.actor else ()
-    return Step(step.state, (*notes, *step.decisions), text)
+    return Transition(step.state, (*notes, *step.decisions), text)
 
 
 def _plan_words(failed: tuple[str, ...]) -> str:
     return f"a plan without {names(failed)}" if failed else "a plan for all workers"
 
 
-def overdue(state: State, notes: list[Decision], why: str = "") -> Step:
+def overdue(state: State, notes: list[Decision], why: str = "") -> Transition:
     """The job waits for a choice no longer: the best way that is known is taken."""
     pending = state.pending
     assert pending is not None
@@ -199,7 +199,7 @@ def out(state: State) -> tuple[str, ...] | None:
 # -- a plan that is to stay -------------------------------------------------------------------
 
 
-def plan_frozen(state: State, event: PlanFrozen, now: float, ladder: Ladder) -> Step:
+def plan_frozen(state: State, event: PlanFrozen, now: float, ladder: FailureTimeouts) -> Transition:
     if state.over:
         return refuse(state, "job_over", f"the job is {state.over}")
     if event.frozen:
@@ -207,20 +207,20 @@ def plan_frozen(state: State, event: PlanFrozen, now: float, ladder: Ladder) -> 
     return _unfreeze(state, event.actor, now)
 
 
-def _freeze(state: State, actor: str) -> Step:
+def _freeze(state: State, actor: str) -> Transition:
     if state.frozen_by:
-        return Step(state, reason=f"{state.frozen_by} has frozen the plan already")
+        return Transition(state, reason=f"{state.frozen_by} has frozen the plan already")
     text = (
         f"{actor} froze the plan: it stays while its workers do; better plans and workers that come back wait, "
         "and a failure is handled as ever"
     )
-    return Step(replace(state, frozen_by=actor), (Note("warning", "operator", text),), text)
+    return Transition(replace(state, frozen_by=actor), (Note("warning", "operator", text),), text)
 
 
-def _unfreeze(state: State, actor: str, now: float) -> Step:
+def _unfreeze(state: State, actor: str, now: float) -> Transition:
     """What has waited is done now, in this order: workers that are back, then the better option."""
     if not state.frozen_by:
-        return Step(state, reason="the plan is not frozen")
+        return Transition(state, reason="the plan is not frozen")
     text = f"{actor} unfroze the plan"
     notes: list[Decision] = [Note("warning", "operator", text)]
     state = replace(state, frozen_by="")
@@ -228,13 +228,13 @@ def _unfreeze(state: State, actor: str, now: float) -> Step:
         return reconsider(state, f"{text}: {names(back)} re-join" + ("s" if len(back) == 1 else ""), notes, now)
     if state.mode is Mode.AUTOMATIC and state.offer and out(state) == state.offer.failed:
         return take_better(state, state.offer, notes)
-    return Step(state, tuple(notes), text)
+    return Transition(state, tuple(notes), text)
 
 
 # -- taking a way -------------------------------------------------------------------------------
 
 
-def _resolve(state: State, candidate: Candidate | None, why: str, notes: list[Decision]) -> Step:
+def _resolve(state: State, candidate: Candidate | None, why: str, notes: list[Decision]) -> Transition:
     """Ends the wait for a choice. None: re-route."""
     pending = state.pending
     assert pending is not None
@@ -243,28 +243,28 @@ def _resolve(state: State, candidate: Candidate | None, why: str, notes: list[De
     return _take(state, candidate, f"{pending.reason}; {why}", notes)
 
 
-def take_better(state: State, offer: Offer, notes: list[Decision]) -> Step:
+def take_better(state: State, offer: Offer, notes: list[Decision]) -> Transition:
     """Takes the option that is clearly better than re-routing, if there is one and the plan is not frozen."""
     candidate = offer.find(offer.better) if offer.better else None
     if candidate is None:
-        return Step(state, tuple(notes), "re-routing is the best option")
+        return Transition(state, tuple(notes), "re-routing is the best option")
     if state.frozen_by:
         text = f"{candidate.name} would be better, and waits: {state.frozen_by} has frozen the plan"
-        return Step(state, (*notes, Note("info", "plan", text)), text)
+        return Transition(state, (*notes, Note("info", "plan", text)), text)
     why = candidate.text
     if candidate.partition:
         why = f"layers per stage become {', '.join(map(str, candidate.partition))}"
     return _take(state, candidate, f"{candidate.name}: {why}", notes)
 
 
-def _take(state: State, candidate: Candidate, why: str, notes: list[Decision]) -> Step:
+def _take(state: State, candidate: Candidate, why: str, notes: list[Decision]) -> Transition:
     """Asks for the generation in which the job goes on by `candidate`; where workers have changed since it was
     worked out, by re-routing."""
     if problem := why_not(state, candidate.moves, candidate.failed):
         notes.append(Note("warning", "plan", f"{candidate.name} is not possible any more: {problem}"))
         if state.pending is not None:
             return ask(state, state.pending, notes)
-        return Step(state, tuple(notes), problem)
+        return Transition(state, tuple(notes), problem)
     members = dict(state.members)
     for source, to in candidate.moves:
         move(members, source, to)
@@ -277,7 +277,7 @@ def _take(state: State, candidate: Candidate, why: str, notes: list[Decision]) -
     return ask(state, pend(state, why, candidate.moves, partition=candidate.partition), notes)
 
 
-def _is_frozen(state: State) -> Step:
+def _is_frozen(state: State) -> Transition:
     return refuse(state, "frozen", f"{state.frozen_by} has frozen the plan; unfreeze it first")
 
 

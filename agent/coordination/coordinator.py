@@ -16,7 +16,6 @@ from typing import Any
 from openrecycle.agent.coordination import choosing, generations
 from openrecycle.agent.coordination.blame import Complaint, judge
 from openrecycle.agent.coordination.events import (
-    Acknowledged,
     Chosen,
     ConsoleRestarted,
     Decision,
@@ -24,23 +23,24 @@ from openrecycle.agent.coordination.events import (
     Event,
     Exited,
     Finished,
-    Heard,
+    GenerationAcknowledged,
+    HeartbeatsReceived,
+    InterimPlanUsed,
     IterationsCommitted,
     LayersMoved,
-    Meanwhile,
     ModeSet,
     Note,
     Offered,
+    OpRaised,
     PlanFrozen,
     PlanReady,
     PlanRefused,
-    Raised,
-    Registered,
     Stalled,
-    Step,
     Tick,
     TransferBroken,
+    Transition,
     UsePlan,
+    WorkerRegistered,
     refuse,
 )
 from openrecycle.agent.coordination.generations import lose, reconsider
@@ -48,7 +48,7 @@ from openrecycle.agent.coordination.membership import (
     ACK_ORDER,
     PRESENT,
     Broken,
-    Ladder,
+    FailureTimeouts,
     Member,
     State,
     counts,
@@ -66,7 +66,7 @@ RUNNING, SUSPECT, FAILED = WorkerState.RUNNING, WorkerState.SUSPECT, WorkerState
 REJOINING, STARTING, FINISHED = WorkerState.REJOINING, WorkerState.STARTING, WorkerState.FINISHED
 
 
-def step(state: State, event: Event, now: float, ladder: Ladder) -> Step:
+def step(state: State, event: Event, now: float, ladder: FailureTimeouts) -> Transition:
     """Pure: the same arguments give the same Step. A refused event leaves `state` as it is."""
     return _HANDLERS[type(event)](state, event, now, ladder)
 
@@ -74,7 +74,7 @@ def step(state: State, event: Event, now: float, ladder: Ladder) -> Step:
 # -- who comes, what they report, and the end -------------------------------------------------
 
 
-def _registered(state: State, event: Registered, now: float, ladder: Ladder) -> Step:
+def _registered(state: State, event: WorkerRegistered, now: float, ladder: FailureTimeouts) -> Transition:
     member = state.members.get(event.worker)
     if member is None:
         return refuse(state, "unknown_worker", no_such_worker(state, event.worker))
@@ -83,13 +83,13 @@ def _registered(state: State, event: Registered, now: float, ladder: Ladder) -> 
     if event.incarnation in member.retired or (event.incarnation == member.incarnation and member.state is FAILED):
         return refuse(state, "fenced", fenced_text(member, event.incarnation))
     if event.incarnation == member.incarnation:
-        return Step(state, reason=f"{event.worker} had registered already")
+        return Transition(state, reason=f"{event.worker} had registered already")
     if event.worker in state.links.barred:
         return refuse(state, "fenced", f"{event.worker} may not re-join: its links broke again after it had")
     if state.current and (elsewhere := place_of(state.members, event.incarnation)) is not None:
         # The network brought it late, or twice: since then the process was given another place.
         if counts(elsewhere, event.incarnation):
-            return Step(state, reason=f"{event.worker} had registered already, and is {elsewhere.name} now")
+            return Transition(state, reason=f"{event.worker} had registered already, and is {elsewhere.name} now")
         return refuse(state, "fenced", fenced_text(elsewhere, event.incarnation))
 
     arrived = replace(
@@ -118,7 +118,7 @@ def _registered(state: State, event: Registered, now: float, ladder: Ladder) -> 
     return reconsider(state.with_member(arrived), reason, notes, now)
 
 
-def _acknowledged(state: State, event: Acknowledged, now: float, ladder: Ladder) -> Step:
+def _acknowledged(state: State, event: GenerationAcknowledged, now: float, ladder: FailureTimeouts) -> Transition:
     member = holder(state, event.worker, event.incarnation)
     if member is None:
         return refuse(state, "unknown_worker", no_such_worker(state, event.worker))
@@ -129,15 +129,15 @@ def _acknowledged(state: State, event: Acknowledged, now: float, ladder: Ladder)
             state, "invalid", f"generation: got {event.generation}, expected at most {state.generation}, the newest"
         )
     if event.generation < state.generation or state.over:
-        return Step(state, reason=f"generation {event.generation} is over")
+        return Transition(state, reason=f"generation {event.generation} is over")
     if member.generation != state.generation:
         return refuse(
             state, "not_member", f"{member.name} is not in generation {event.generation}; it waits for a later one"
         )
     if ACK_ORDER.index(event.state) <= ACK_ORDER.index(member.acknowledged):
-        return Step(state, reason="known already")
+        return Transition(state, reason="known already")
     if member.state is FAILED:
-        return Step(state, reason=f"{member.name} is about to leave")
+        return Transition(state, reason=f"{member.name} is about to leave")
     notes: list[Decision] = []
     now_in = replace(member, acknowledged=event.state)
     if event.state == "resumed" and member.state is REJOINING:
@@ -153,48 +153,48 @@ def _acknowledged(state: State, event: Acknowledged, now: float, ladder: Ladder)
         notes.append(Note("info", "recovery" if state.generation > 1 else "job", text))
         if not state.frozen_by and (back := returned(state)):
             return reconsider(state, f"{names(back)} re-join" + ("s" if len(back) == 1 else ""), notes, now)
-    return Step(state, tuple(notes), f"{member.name} {event.state} generation {event.generation}")
+    return Transition(state, tuple(notes), f"{member.name} {event.state} generation {event.generation}")
 
 
-def _iterations_committed(state: State, event: IterationsCommitted, now: float, ladder: Ladder) -> Step:
+def _iterations_committed(state: State, event: IterationsCommitted, now: float, ladder: FailureTimeouts) -> Transition:
     if event.count <= state.committed:
-        return Step(state, reason="known already")
-    return Step(replace(state, committed=event.count), reason=f"{event.count} iterations are committed")
+        return Transition(state, reason="known already")
+    return Transition(replace(state, committed=event.count), reason=f"{event.count} iterations are committed")
 
 
-def _meanwhile(state: State, event: Meanwhile, now: float, ladder: Ladder) -> Step:
+def _meanwhile(state: State, event: InterimPlanUsed, now: float, ladder: FailureTimeouts) -> Transition:
     if state.current is None or event.generation != state.generation or state.over:
-        return Step(state, reason=f"generation {event.generation} is not in force")
+        return Transition(state, reason=f"generation {event.generation} is not in force")
     if unknown := [name for name in event.interim.failed if name not in state.members]:
         return refuse(state, "invalid", f"failed: got {unknown[0]!r}, expected workers of the job's grid")
     current = replace(state.current, interim=event.interim)
     text = f"a plan without {names(event.interim.failed)} is run until all have their state"
-    return Step(replace(state, current=current), reason=text)
+    return Transition(replace(state, current=current), reason=text)
 
 
-def _layers_moved(state: State, event: LayersMoved, now: float, ladder: Ladder) -> Step:
+def _layers_moved(state: State, event: LayersMoved, now: float, ladder: FailureTimeouts) -> Transition:
     if state.over or event.generation > state.generation or event.partition == state.held:
-        return Step(state, reason="known already")
+        return Transition(state, reason="known already")
     text = f"layers per stage are {', '.join(map(str, event.partition))} from here on"
     notes = (Note("info", "recovery", "; ".join(filter(None, (text, event.text)))),)
-    return Step(replace(state, held=event.partition, moved=(event.generation, event.iteration)), notes, text)
+    return Transition(replace(state, held=event.partition, moved=(event.generation, event.iteration)), notes, text)
 
 
-def _finished(state: State, event: Finished, now: float, ladder: Ladder) -> Step:
+def _finished(state: State, event: Finished, now: float, ladder: FailureTimeouts) -> Transition:
     if state.over:
-        return Step(state, reason=f"the job is {state.over} already")
+        return Transition(state, reason=f"the job is {state.over} already")
     present = PRESENT | {STARTING}
     members = {n: replace(m, state=FINISHED) if m.state in present else m for n, m in state.members.items()}
     text = f"job {event.state}" + (f": {event.reason}" if event.reason else "")
     over = replace(
         state, members=members, pending=None, broken=None, halted="", over=event.state, over_reason=event.reason
     )
-    return Step(over, (Note("info", "job", text),), text)
+    return Transition(over, (Note("info", "job", text),), text)
 
 
-def _console_restarted(state: State, event: ConsoleRestarted, now: float, ladder: Ladder) -> Step:
+def _console_restarted(state: State, event: ConsoleRestarted, now: float, ladder: FailureTimeouts) -> Transition:
     if state.over:
-        return Step(state)
+        return Transition(state)
     members = {n: m if m.last_heard is None else replace(m, last_heard=now) for n, m in state.members.items()}
     # Moves are done already, and the launcher has not been told of them; a broken connection is reported once.
     pending = state.pending if state.pending and state.pending.moves else None
@@ -203,7 +203,7 @@ def _console_restarted(state: State, event: ConsoleRestarted, now: float, ladder
     return reconsider(state, event.reason, [Note("info", "console", event.reason)], now)
 
 
-def _fence(state: State, member: Member, incarnation: str) -> Step | None:
+def _fence(state: State, member: Member, incarnation: str) -> Transition | None:
     """The refusal of a report from a process that does not count; None: it counts."""
     if counts(member, incarnation):
         return None
@@ -213,7 +213,7 @@ def _fence(state: State, member: Member, incarnation: str) -> Step | None:
 # -- who is lost ------------------------------------------------------------------------------
 
 
-def _heard(state: State, event: Heard, now: float, ladder: Ladder) -> Step:
+def _heard(state: State, event: HeartbeatsReceived, now: float, ladder: FailureTimeouts) -> Transition:
     notes, passing = list[Decision](), True
     if nobody_heard(state, now) > ladder.suspect and event.beats:
         # All were suspended, or cut off: who is woken later than the first has all of its time, too.
@@ -235,12 +235,12 @@ def _heard(state: State, event: Heard, now: float, ladder: Ladder) -> Step:
         if draining != member.draining:
             passing = False
         members[name] = member.heard_at(heard, draining)
-    return Step(state.with_heard(members), tuple(notes), "heartbeats", passing)
+    return Transition(state.with_heard(members), tuple(notes), "heartbeats", passing)
 
 
-def _tick(state: State, event: Tick, now: float, ladder: Ladder) -> Step:
+def _tick(state: State, event: Tick, now: float, ladder: FailureTimeouts) -> Transition:
     if state.over:
-        return Step(state)
+        return Transition(state)
     members, notes, dead = dict(state.members), list[Decision](), dict[str, str]()
     # Where nobody is heard, nobody would be left to go on with: they are suspended together, or cut off.
     together = ladder.suspect < nobody_heard(state, now) <= ladder.lost
@@ -265,10 +265,10 @@ def _tick(state: State, event: Tick, now: float, ladder: Ladder) -> Step:
     broken = state.broken
     if broken and not state.pending and now - broken.since >= ladder.transfer_grace:
         return _blame(state, broken, notes, now)
-    return Step(state, tuple(notes), "time went by")
+    return Transition(state, tuple(notes), "time went by")
 
 
-def _blame(state: State, broken: Broken, notes: list[Decision], now: float) -> Step:
+def _blame(state: State, broken: Broken, notes: list[Decision], now: float) -> Transition:
     """Nobody died: a link broke (agent.coordination.blame)."""
     holders = [m.name for m in state.members.values() if m.state in (RUNNING, SUSPECT)]
     living = state.current.living if state.current else ()
@@ -278,14 +278,14 @@ def _blame(state: State, broken: Broken, notes: list[Decision], now: float) -> S
     if ruling.halt:
         text = f"halted: {ruling.halt}"
         notes.append(Note("error", "job", text))
-        return Step(replace(state, pending=None, broken=None, halted=text), tuple(notes), text)
+        return Transition(replace(state, pending=None, broken=None, halted=text), tuple(notes), text)
     notes.append(Note("warning", "generation", ruling.text, ruling.out or broken.reporter))
     if ruling.out:
         return lose(state, {ruling.out: f"taken out: {ruling.text}"}, notes, now)
     return reconsider(state, ruling.text, notes, now, anew=True)
 
 
-def _stalled(state: State, event: Stalled, now: float, ladder: Ladder) -> Step:
+def _stalled(state: State, event: Stalled, now: float, ladder: FailureTimeouts) -> Transition:
     members = {
         name: m if m.last_heard is None else replace(m, last_heard=min(now, m.last_heard + event.seconds))
         for name, m in state.members.items()
@@ -297,31 +297,33 @@ def _stalled(state: State, event: Stalled, now: float, ladder: Ladder) -> Step:
     if broken:  # nor say who died
         broken = replace(broken, since=min(now, broken.since + event.seconds))
     state = replace(state, members=members, pending=pending, broken=broken)
-    return Step(state, (Note("warning", "console", text),), text)
+    return Transition(state, (Note("warning", "console", text),), text)
 
 
-def _exited(state: State, event: Exited, now: float, ladder: Ladder) -> Step:
+def _exited(state: State, event: Exited, now: float, ladder: FailureTimeouts) -> Transition:
     """However near the end it was: a launcher tells of none that it does not need any more."""
     member = holder(state, event.worker, event.incarnation)
     if member is None:
         return refuse(state, "unknown_worker", no_such_worker(state, event.worker))
     if state.over or event.incarnation in member.retired:
-        return Step(state, reason=f"the end of that process of {event.worker} is known")
+        return Transition(state, reason=f"the end of that process of {event.worker} is known")
     if member.incarnation not in (None, event.incarnation) or (member.incarnation is None and member.state is FAILED):
         # Its process died before it could register: nothing but that incarnation is lost.
         retired = replace(member, retired=(*member.retired, event.incarnation))
-        return Step(state.with_member(retired), reason=f"a process of {event.worker} ended before it registered")
+        return Transition(state.with_member(retired), reason=f"a process of {event.worker} ended before it registered")
     if member.leaving:
-        return Step(state.with_member(replace(member, leaving=False)), reason=f"{event.worker} has left, as asked")
+        return Transition(
+            state.with_member(replace(member, leaving=False)), reason=f"{event.worker} has left, as asked"
+        )
     if member.state in (FAILED, FINISHED):
-        return Step(state, reason=f"{event.worker} was out already")
+        return Transition(state, reason=f"{event.worker} was out already")
     if member.incarnation is None:
         state = state.with_member(replace(member, incarnation=event.incarnation))
     detail = f"its process {event.detail or 'ended'}"
     return lose(state, {member.name: detail}, [], now)
 
 
-def _transfer_broken(state: State, event: TransferBroken, now: float, ladder: Ladder) -> Step:
+def _transfer_broken(state: State, event: TransferBroken, now: float, ladder: FailureTimeouts) -> Transition:
     reporter = holder(state, event.reporter, event.incarnation)
     worker = state.members.get(event.worker)
     if reporter is None or worker is None:
@@ -330,17 +332,17 @@ def _transfer_broken(state: State, event: TransferBroken, now: float, ladder: La
         return fenced
     old = event.generation != state.generation if event.generation else reporter.acknowledged == ""
     if state.over or state.current is None or state.pending or old:
-        return Step(state, reason="that connection belongs to a generation that is over or about to end")
+        return Transition(state, reason="that connection belongs to a generation that is over or about to end")
     complaint = Complaint(reporter.name, "" if event.worker == event.reporter else event.worker, event.detail)
     if state.broken:
         known = state.broken
         if all(c.reporter != reporter.name for c in known.complaints):
             state = replace(state, broken=replace(known, complaints=(*known.complaints, complaint)))
-        return Step(state, reason=f"waiting already since {known.reporter} reported a broken connection")
+        return Transition(state, reason=f"waiting already since {known.reporter} reported a broken connection")
     detail = f" ({event.detail})" if event.detail else ""
     text = f"{event.reporter} can't exchange data with {peer_of(event.reporter, event.worker)}{detail}"
     broken = Broken(now, event.reporter, event.worker, event.detail, (complaint,))
-    return Step(replace(state, broken=broken), (Note("warning", "failure", text, event.reporter),), text)
+    return Transition(replace(state, broken=broken), (Note("warning", "failure", text, event.reporter),), text)
 
 
 def nobody_heard(state: State, now: float) -> float:
@@ -357,7 +359,7 @@ def _waited_for(state: State) -> list[Member]:
     ]
 
 
-def _raised(state: State, event: Raised, now: float, ladder: Ladder) -> Step:
+def _raised(state: State, event: OpRaised, now: float, ladder: FailureTimeouts) -> Transition:
     """The worker lives; all form anew, with what its launcher has them do about it."""
     member = holder(state, event.worker, event.incarnation)
     if member is None:
@@ -365,10 +367,10 @@ def _raised(state: State, event: Raised, now: float, ladder: Ladder) -> Step:
     if fenced := _fence(state, member, event.incarnation):
         return fenced
     if state.over or state.current is None:
-        return Step(state, reason="the job does not train")
+        return Transition(state, reason="the job does not train")
     notes: list[Decision] = [Note("warning", "failure", event.detail, member.name)]
     if state.pending or event.generation != state.generation:
-        return Step(state, tuple(notes), "that generation is over or about to end")
+        return Transition(state, tuple(notes), "that generation is over or about to end")
     return reconsider(state, event.detail, notes, now, anew=True)
 
 
@@ -377,19 +379,19 @@ def _is_done(state: State, member: Member) -> bool:
     return member.draining or state.committed >= state.iterations
 
 
-_HANDLERS: dict[type, Callable[[State, Any, float, Ladder], Step]] = {
-    Registered: _registered,
-    Heard: _heard,
+_HANDLERS: dict[type, Callable[[State, Any, float, FailureTimeouts], Transition]] = {
+    WorkerRegistered: _registered,
+    HeartbeatsReceived: _heard,
     Exited: _exited,
     TransferBroken: _transfer_broken,
-    Raised: _raised,
+    OpRaised: _raised,
     Tick: _tick,
     Stalled: _stalled,
     PlanReady: generations.plan_ready,
     PlanRefused: generations.plan_refused,
-    Acknowledged: _acknowledged,
+    GenerationAcknowledged: _acknowledged,
     IterationsCommitted: _iterations_committed,
-    Meanwhile: _meanwhile,
+    InterimPlanUsed: _meanwhile,
     LayersMoved: _layers_moved,
     Finished: _finished,
     ConsoleRestarted: _console_restarted,

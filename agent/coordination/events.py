@@ -16,7 +16,7 @@ from openrecycle.agent.protocol import JobState
 
 
 @dataclass(frozen=True)
-class Registered:
+class WorkerRegistered:
     """reports: does it send heartbeats? The silence of one that does not says nothing: it is lost when it ends."""
 
     worker: str
@@ -24,17 +24,17 @@ class Registered:
     reports: bool = True
 
 
-class Beat(NamedTuple):
+class LastHeartbeat(NamedTuple):
     incarnation: str
     heard: float
     draining: bool = False
 
 
 @dataclass(frozen=True)
-class Heard:
+class HeartbeatsReceived:
     """Heartbeats since the last time, the newest of each worker."""
 
-    beats: Mapping[str, Beat]
+    beats: Mapping[str, LastHeartbeat]
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class TransferBroken:
 
 
 @dataclass(frozen=True)
-class Raised:
+class OpRaised:
     """An op of a micro-batch raised in `worker`, in `generation`; detail: which, and what the launcher makes of it."""
 
     worker: str
@@ -103,7 +103,7 @@ class PlanRefused:
 
 
 @dataclass(frozen=True)
-class Acknowledged:
+class GenerationAcknowledged:
     worker: str
     incarnation: str
     generation: int
@@ -118,7 +118,7 @@ class IterationsCommitted:
 
 
 @dataclass(frozen=True)
-class Meanwhile:
+class InterimPlanUsed:
     """The launcher has the members of `generation` run another plan until newcomers have their state."""
 
     generation: int
@@ -205,18 +205,18 @@ class UsePlan:
 
 
 Event = (
-    Registered
-    | Heard
+    WorkerRegistered
+    | HeartbeatsReceived
     | Exited
     | TransferBroken
-    | Raised
+    | OpRaised
     | Tick
     | Stalled
     | PlanReady
     | PlanRefused
-    | Acknowledged
+    | GenerationAcknowledged
     | IterationsCommitted
-    | Meanwhile
+    | InterimPlanUsed
     | LayersMoved
     | Finished
     | ConsoleRestarted
@@ -267,7 +267,7 @@ Decision = NeedPlan | OpenGeneration | Note | Refuse
 
 
 @dataclass(frozen=True)
-class Step:
+class Transition:
     """What one event led to. reason: a sentence for people. passing: nothing of it is to be stored, as when
     workers were last heard."""
 
@@ -281,5 +281,5 @@ class Step:
         return next((d for d in self.decisions if isinstance(d, Refuse)), None)
 
 
-def refuse(state: State, code: Any, detail: str) -> Step:
-    return Step(state, (Refuse(code, detail),), detail)
+def refuse(state: State, code: Any, detail: str) -> Transition:
+    return Transition(state, (Refuse(code, detail),), detail)

@@ -10,8 +10,24 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
-from openrecycle.agent.coordination.events import Decision, NeedPlan, Note, OpenGeneration, PlanReady, PlanRefused, Step
-from openrecycle.agent.coordination.membership import PRESENT, Generation, Ladder, Member, Mode, Pending, State
+from openrecycle.agent.coordination.events import (
+    Decision,
+    NeedPlan,
+    Note,
+    OpenGeneration,
+    PlanReady,
+    PlanRefused,
+    Transition,
+)
+from openrecycle.agent.coordination.membership import (
+    PRESENT,
+    FailureTimeouts,
+    Generation,
+    Member,
+    Mode,
+    PendingGeneration,
+    State,
+)
 from openrecycle.agent.protocol import Deployment, WorkerState
 from openrecycle.planner.words import names
 
@@ -19,7 +35,7 @@ RUNNING, SUSPECT, FAILED = WorkerState.RUNNING, WorkerState.SUSPECT, WorkerState
 REJOINING, STARTING, FINISHED = WorkerState.REJOINING, WorkerState.STARTING, WorkerState.FINISHED
 
 
-def lose(state: State, causes: dict[str, str], notes: list[Decision], now: float) -> Step:
+def lose(state: State, causes: dict[str, str], notes: list[Decision], now: float) -> Transition:
     """Takes workers out. causes: worker -> why, as in `its process ended`."""
     members = dict(state.members)
     for name, cause in causes.items():
@@ -31,14 +47,14 @@ def lose(state: State, causes: dict[str, str], notes: list[Decision], now: float
     return reconsider(replace(state, members=members), reason, notes, now)
 
 
-def reconsider(state: State, reason: str, notes: list[Decision], now: float, *, anew: bool = False) -> Step:
+def reconsider(state: State, reason: str, notes: list[Decision], now: float, *, anew: bool = False) -> Transition:
     """Asks for a new generation if the membership calls for one. anew: even with the same members."""
     moves: tuple[tuple[str, str], ...] = ()
     restore = state.restoring or bool(state.pending and state.pending.restore)
     current = state.current
     if current is None:
         if state.tally.unready:
-            return Step(replace(state, pending=None) if state.pending else state, tuple(notes), reason)
+            return Transition(replace(state, pending=None) if state.pending else state, tuple(notes), reason)
     elif (lost := _lost_stages(state)) and state.checkpoints and _present(state):
         state, moves = staff(state)
         restore = True
@@ -49,7 +65,7 @@ def reconsider(state: State, reason: str, notes: list[Decision], now: float, *, 
         text = _halt_text(state, lost)
         if text != state.halted:
             notes.append(Note("error", "job", text))
-        return Step(replace(state, pending=None, broken=None, halted=text), tuple(notes), text)
+        return Transition(replace(state, pending=None, broken=None, halted=text), tuple(notes), text)
     else:
         in_generation = (state.members[name] for name in current.living)
         died = any(
@@ -58,7 +74,7 @@ def reconsider(state: State, reason: str, notes: list[Decision], now: float, *, 
         wait = any(m.generation != state.generation for m in _present(state))
         wait = wait and not state.tally.unsettled and not state.frozen_by
         if not (anew or died or wait or state.pending or state.halted):
-            return Step(state, tuple(notes), reason)
+            return Transition(state, tuple(notes), reason)
 
     pending = pend(state, reason, moves, restore=restore)
     if not restore and (lost_now := _lost_now(state, pending)):
@@ -73,13 +89,13 @@ def pend(
     *,
     restore: bool = False,
     partition: tuple[int, ...] = (),
-) -> Pending:
+) -> PendingGeneration:
     """The generation of all who are present. moves: those that have just been decided. partition: layers per stage,
     where those change; one that no generation has opened with is given up when the membership changes."""
     present = [m for m in state.members.values() if m.state in (PRESENT if state.current else {STARTING})]
     living = tuple(m.name for m in present)
     living_set = frozenset(living)
-    return Pending(
+    return PendingGeneration(
         living=living,
         failed=tuple(name for name in state.members if name not in living_set),
         joining=tuple(m.name for m in present if m.state is REJOINING),
@@ -90,17 +106,17 @@ def pend(
     )
 
 
-def ask(state: State, pending: Pending, notes: list[Decision]) -> Step:
+def ask(state: State, pending: PendingGeneration, notes: list[Decision]) -> Transition:
     """Asks for the plan of the generation to be."""
     state = replace(state, pending=replace(pending, until=None), halted="")
-    return Step(state, (*notes, NeedPlan(pending.failed, pending.partition)), pending.reason)
+    return Transition(state, (*notes, NeedPlan(pending.failed, pending.partition)), pending.reason)
 
 
 def _present(state: State) -> list[Member]:
     return [m for m in state.members.values() if m.state in PRESENT]
 
 
-def _lost_now(state: State, pending: Pending) -> list[str]:
+def _lost_now(state: State, pending: PendingGeneration) -> list[str]:
     """Those whose loss an operator should be asked about: out since the generation in force, not by request."""
     if state.mode is not Mode.MANUAL or state.current is None:
         return []
@@ -108,7 +124,9 @@ def _lost_now(state: State, pending: Pending) -> list[str]:
     return [name for name in pending.failed if name not in known and not state.members[name].leaving]
 
 
-def _let_choose(state: State, pending: Pending, lost: list[str], notes: list[Decision], now: float) -> Step:
+def _let_choose(
+    state: State, pending: PendingGeneration, lost: list[str], notes: list[Decision], now: float
+) -> Transition:
     """Manual mode: nothing is planned until an operator has chosen, or `patience` is over."""
     before = state.pending
     if before is not None and before.until is not None and before.failed == pending.failed:
@@ -118,7 +136,7 @@ def _let_choose(state: State, pending: Pending, lost: list[str], notes: list[Dec
         text = f"manual mode: the job waits {state.patience:g} s for an operator to choose how it goes on without "
         notes.append(Note("warning", "operator", text + names(lost)))
     pending = replace(pending, until=until)
-    return Step(replace(state, pending=pending, halted=""), tuple(notes), pending.reason)
+    return Transition(replace(state, pending=pending, halted=""), tuple(notes), pending.reason)
 
 
 def _unknown_moves(state: State) -> tuple[tuple[str, str], ...]:
@@ -143,13 +161,13 @@ def _halt_text(state: State, lost: list[int]) -> str:
     )
 
 
-def plan_ready(state: State, event: PlanReady, now: float, ladder: Ladder) -> Step:
+def plan_ready(state: State, event: PlanReady, now: float, ladder: FailureTimeouts) -> Transition:
     pending = state.pending
     if not _awaited(state, event.failed) or pending is None:
-        return Step(state, reason="nobody waits for that plan")
+        return Transition(state, reason="nobody waits for that plan")
     if event.moves:
         if problem := why_not(state, event.moves):
-            return Step(state, reason=f"that plan's moves are not possible: {problem}")
+            return Transition(state, reason=f"that plan's moves are not possible: {problem}")
         members = dict(state.members)
         for source, to in event.moves:
             move(members, source, to)
@@ -175,7 +193,7 @@ def plan_ready(state: State, event: PlanReady, now: float, ladder: Ladder) -> St
     offer = state.offer if state.offer and state.offer.failed == generation.failed else None
     without = f" without {names(generation.failed)}" if generation.failed else ""
     text = f"generation {generation.number}{without}: {pending.reason}; plan {event.fingerprint[:8]}: {event.origin}"
-    return Step(
+    return Transition(
         replace(state, members=members, current=generation, pending=None, broken=None, offer=offer),
         (OpenGeneration(generation), Note("info", "generation", text)),
         pending.reason,
@@ -198,11 +216,11 @@ def deployment_of(generation: Generation, leaving: tuple[str, ...] = (), origin:
     )
 
 
-def plan_refused(state: State, event: PlanRefused, now: float, ladder: Ladder) -> Step:
+def plan_refused(state: State, event: PlanRefused, now: float, ladder: FailureTimeouts) -> Transition:
     if not _awaited(state, event.failed):
-        return Step(state, reason="nobody waits for that plan")
+        return Transition(state, reason="nobody waits for that plan")
     text = f"halted: there is no plan for this job{_without(event.failed)}: {event.detail}"
-    return Step(replace(state, pending=None, broken=None, halted=text), (Note("error", "job", text),), text)
+    return Transition(replace(state, pending=None, broken=None, halted=text), (Note("error", "job", text),), text)
 
 
 def _awaited(state: State, failed: tuple[str, ...]) -> bool:

@@ -44,7 +44,7 @@ class Halt:
 
 
 @dataclass(frozen=True)
-class Remark:
+class LauncherWarning:
     """A warning for people. refused: the newcomer that it is about, which may not join; None: nobody is refused."""
 
     text: str
@@ -59,13 +59,13 @@ class Measure:
 
 
 @dataclass(frozen=True)
-class Fenced:
+class ProcessFenced:
     """That process no longer counts, and must end."""
 
     incarnation: str
 
 
-Event = Deploy | Halt | Command | Remark | Measure | Fenced
+Event = Deploy | Halt | Command | LauncherWarning | Measure | ProcessFenced
 
 
 class Coordination(Protocol):

@@ -14,27 +14,27 @@ from typing import TYPE_CHECKING, Any
 from openrecycle.agent.coordination import coordinator
 from openrecycle.agent.coordination.choosing import out, worth_moving
 from openrecycle.agent.coordination.events import (
-    Acknowledged,
     Event,
     Exited,
+    GenerationAcknowledged,
     IterationsCommitted,
     LayersMoved,
     NeedPlan,
     Note,
     OpenGeneration,
+    OpRaised,
     PlanReady,
     PlanRefused,
-    Raised,
     Refuse,
-    Registered,
     Tick,
     TransferBroken,
     UsePlan,
+    WorkerRegistered,
 )
 from openrecycle.agent.coordination.generations import deployment_of, why_not
-from openrecycle.agent.coordination.launcher import Coordination, Deploy, Halt, Remark
+from openrecycle.agent.coordination.launcher import Coordination, Deploy, Halt, LauncherWarning
 from openrecycle.agent.coordination.launcher import Event as Order
-from openrecycle.agent.coordination.membership import AckState, Generation, Ladder, State
+from openrecycle.agent.coordination.membership import AckState, FailureTimeouts, Generation, State
 from openrecycle.agent.protocol import Iteration, Recovery, Relayout, VerdictReport
 from openrecycle.planner.catalog import Catalog
 from openrecycle.planner.errors import PlannerError
@@ -67,7 +67,7 @@ class LocalCoordination(Coordination):
         self,
         catalog: Catalog,
         *,
-        grace: float = Ladder.transfer_grace,
+        grace: float = FailureTimeouts.transfer_grace,
         migrate: bool = False,
         checkpoint: Callable[[], str | None] | None = None,
         relayout: MayMove = "never",
@@ -80,7 +80,7 @@ class LocalCoordination(Coordination):
         self._looked_at = 0
         self._iteration_seconds = 0.0
         self._catalog, self._migrate, self._checkpoint = catalog, migrate, checkpoint
-        self._ladder = Ladder(transfer_grace=grace)
+        self._ladder = FailureTimeouts(transfer_grace=grace)
         # When all iterations are committed is for the launcher to say: until then it needs every worker.
         self._state = State.new(
             job.pipelines, job.stages, sys.maxsize, checkpoints=checkpoint is not None, partition=job.partition
@@ -96,8 +96,8 @@ class LocalCoordination(Coordination):
 
     def ready(self, worker: Worker, incarnation: str, host: str = "", pid: int = 0) -> None:
         self._places[incarnation] = str(worker)
-        if refusal := self._take(Registered(str(worker), incarnation, reports=False)):
-            self._orders.append(Remark(refusal.detail, worker))
+        if refusal := self._take(WorkerRegistered(str(worker), incarnation, reports=False)):
+            self._orders.append(LauncherWarning(refusal.detail, worker))
 
     def said(self, worker: Worker, incarnation: str, message: Mapping[str, Any], clock: Offset) -> None:
         """Nobody looks."""
@@ -127,7 +127,7 @@ class LocalCoordination(Coordination):
         self._take(TransferBroken(str(worker), incarnation, peer or str(worker), generation, detail))
 
     def raised(self, worker: Worker, incarnation: str, generation: int, text: str) -> None:
-        self._take(Raised(str(worker), incarnation, generation, text))
+        self._take(OpRaised(str(worker), incarnation, generation, text))
 
     def committed(self, iterations: Iterable[Iteration]) -> None:
         iterations = list(iterations)
@@ -195,7 +195,9 @@ class LocalCoordination(Coordination):
             return
         except ImportError:
             self._relayout = "never"
-            self._orders.append(Remark("layers stay where they are: moving them needs numpy (pip install numpy)"))
+            self._orders.append(
+                LauncherWarning("layers stay where they are: moving them needs numpy (pip install numpy)")
+            )
             return
         better, reason = worth_moving(now.metrics.period, plan.metrics.period, self._iteration_seconds)
         if not better and self._relayout != "always":
@@ -206,7 +208,7 @@ class LocalCoordination(Coordination):
     # -- the machine --------------------------------------------------------------------------
 
     def _acknowledge(self, worker: Worker, incarnation: str, generation: int, state: AckState) -> None:
-        self._take(Acknowledged(str(worker), incarnation, generation, state))
+        self._take(GenerationAcknowledged(str(worker), incarnation, generation, state))
 
     def _take(self, event: Event) -> Refuse | None:
         """One event, and what follows from it; what the launcher has to do about it waits for `poll`."""
@@ -221,7 +223,7 @@ class LocalCoordination(Coordination):
                 case OpenGeneration():
                     self._open(decision.generation)
                 case Note(severity="warning", kind="generation"):
-                    self._orders.append(Remark(f"generation {before.generation}: {decision.text}"))
+                    self._orders.append(LauncherWarning(f"generation {before.generation}: {decision.text}"))
         return step.refusal
 
     def _plan(self, failed: tuple[str, ...], partition: tuple[int, ...]) -> PlanReady | PlanRefused:

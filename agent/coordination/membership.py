@@ -21,7 +21,7 @@ LOST_SECONDS = 3600.0
 
 
 @dataclass(frozen=True)
-class Ladder:
+class FailureTimeouts:
     """When silence means what, in seconds. Each rung must lie above the one before.
 
     heartbeat: how often a worker reports. suspect: silence after which it is marked. dead: silence
@@ -187,7 +187,7 @@ class Generation:
 
 
 @dataclass(frozen=True)
-class Pending:
+class PendingGeneration:
     """The generation to be opened as soon as the plan for `failed`, with layers cut as `partition` says, is there.
 
     until: in manual mode, how long an operator may choose another way; None: nobody is asked.
@@ -238,7 +238,7 @@ class State:
     members: Mapping[str, Member]
     iterations: int
     current: Generation | None = None
-    pending: Pending | None = None
+    pending: PendingGeneration | None = None
     broken: Broken | None = None
     committed: int = 0
     halted: str = ""

@@ -17,12 +17,12 @@ from torch import Tensor
 from openrecycle.agent.assembly import assemble
 from openrecycle.agent.optimizer import StageOptimizer, stage_optimizer
 from openrecycle.agent.options import Optimization
-from openrecycle.agent.profiling.profiler import Effort, PartSpec, measure_part, size_of, timing_of
+from openrecycle.agent.profiling.profiler import PartSpec, ProfilingEffort, measure_part, size_of, timing_of
 from openrecycle.agent.profiling.shapes import parts_of, shape_of
 from openrecycle.agent.profiling.stages import Rounds, StageError, measure_stages
 from openrecycle.agent.profiling.traffic import TrafficError, measure_traffic
 from openrecycle.agent.stage import Stage
-from openrecycle.agent.stage_io import Cuts, Tensors, tensors_of
+from openrecycle.agent.stage_io import StageCuts, Tensors, tensors_of
 from openrecycle.agent.workload import NamedWorkload, load_workload
 from openrecycle.planner.errors import InputError
 from openrecycle.planner.job import Job
@@ -36,7 +36,7 @@ Grid = tuple[int, int, int]
 
 
 def measure_model(
-    name: str, batch: int, grid: Grid, optimization: Optimization, effort: Effort, say: Say
+    name: str, batch: int, grid: Grid, optimization: Optimization, effort: ProfilingEffort, say: Say
 ) -> Measurements:
     """Of a built-in shape: embedding, one layer and head, split as the deferred Linear does it.
 
@@ -72,7 +72,7 @@ def measure_model(
 
 
 def measure_workload(
-    path: str, options: Mapping[str, Any], grid: Grid, optimization: Optimization, effort: Effort, say: Say
+    path: str, options: Mapping[str, Any], grid: Grid, optimization: Optimization, effort: ProfilingEffort, say: Say
 ) -> Measurements:
     """Of any workload: each of its stages as a worker puts it together and runs it. Bytes are those of one
     micro-batch, fed with what the stage before puts out.
@@ -81,7 +81,7 @@ def measure_workload(
     """
     pipelines, stages, micro_batches = grid
     workload, job = load_workload(path, dict(options)), Job.uniform(*grid)
-    cuts = Cuts.of(workload, stages, autocast=optimization.autocast)
+    cuts = StageCuts.of(workload, stages, autocast=optimization.autocast)
     inputs = tensors_of(workload.inputs(0, 0, 0, 0), "data")
     x: Tensors = inputs if len(inputs) > 1 else inputs[0]
     targets = workload.targets(0, 0, 0, 0)
@@ -125,7 +125,7 @@ def _timed(part: Part, found: Rounds) -> Part:
 
 
 def _traffic(
-    sizes: tuple[int, ...], parts: list[Part], pipelines: int, effort: Effort, say: Say
+    sizes: tuple[int, ...], parts: list[Part], pipelines: int, effort: ProfilingEffort, say: Say
 ) -> tuple[tuple[Timing, ...], Reductions | None]:
     say("measuring transfers and reductions")
     largest = max(part.reduced_bytes for part in parts)
@@ -133,7 +133,7 @@ def _traffic(
     return measure_traffic(sizes, largest, pipelines, repeats=repeats, warm_up=effort.warm_up, clock=effort.clock)
 
 
-def _hardware(effort: Effort, optimization: Optimization) -> Hardware:
+def _hardware(effort: ProfilingEffort, optimization: Optimization) -> Hardware:
     return Hardware(
         processor=_processor(),
         cores=os.cpu_count() or 1,

@@ -32,7 +32,7 @@ _KEY = (0, 0)
 
 
 @dataclass(frozen=True)
-class Effort:
+class ProfilingEffort:
     """repeats: timed rounds, after `warm_up` others. clock: `cpu` is processor time of this process,
     for a machine that has other things to do."""
 
@@ -77,7 +77,7 @@ class PartSpec:
     loss: Callable[[Any], Tensor] | None
 
 
-def measure_part(spec: PartSpec, effort: Effort) -> tuple[Part, Tensors]:
+def measure_part(spec: PartSpec, effort: ProfilingEffort) -> tuple[Part, Tensors]:
     """The part, and its output (its scaled loss, where it is the last)."""
     (stage, optimizer), weight_bytes = kept_bytes(spec.build)
     watch = Stopwatch(CLOCKS[effort.clock])

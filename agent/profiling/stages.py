@@ -26,10 +26,10 @@ from openrecycle.agent.faults import FaultInjector
 from openrecycle.agent.optimizer import stage_optimizer
 from openrecycle.agent.options import Optimization
 from openrecycle.agent.processes import ProcessPool, WorkerProcess, preload
-from openrecycle.agent.profiling.profiler import CLOCKS, Effort, size_of
+from openrecycle.agent.profiling.profiler import CLOCKS, ProfilingEffort, size_of
 from openrecycle.agent.profiling.traffic import measure_traffic
 from openrecycle.agent.script import MicroBatch, Script
-from openrecycle.agent.stage_io import Cuts, StageIO, StageOutput
+from openrecycle.agent.stage_io import StageCuts, StageIO, StageOutput
 from openrecycle.agent.transport.transfers import Transfers
 from openrecycle.agent.validation_exchange import Steps
 from openrecycle.agent.workload import NamedWorkload, WorkloadSource
@@ -54,7 +54,7 @@ class StageRun:
     job: Job
     workload: WorkloadSource
     optimization: Optimization
-    effort: Effort
+    effort: ProfilingEffort
     threads: int
 
 
@@ -63,7 +63,7 @@ Rounds = dict[str, list[float]]
 
 
 def measure_stages(
-    workload: NamedWorkload, job: Job, optimization: Optimization, effort: Effort, say: Callable[[str], None]
+    workload: NamedWorkload, job: Job, optimization: Optimization, effort: ProfilingEffort, say: Callable[[str], None]
 ) -> list[Rounds]:
     """By stage. Raises StageError."""
     threads = torch.get_num_threads()
@@ -99,7 +99,7 @@ def measure_step(workload: WorkloadSource, job: Job, optimization: Optimization)
     torch.set_num_threads(1)  # as workers have
     try:
         for stage in range(job.stages):
-            bench = Bench(StageRun(Worker(0, stage), one, workload, optimization, Effort(), 1))
+            bench = StageBenchmark(StageRun(Worker(0, stage), one, workload, optimization, ProfilingEffort(), 1))
             for number in range(STEP_WARM_UP + STEP_ROUNDS):
                 seconds = bench.round()["O"]
                 if number >= STEP_WARM_UP:
@@ -140,7 +140,7 @@ def _hear(entry: WorkerProcess, kind: str) -> channel.Message:
 def _process(run: StageRun, pipe: Connection) -> None:
     torch.set_num_threads(run.threads)
     try:
-        bench = Bench(run)
+        bench = StageBenchmark(run)
         channel.send(pipe, "ready")
         channel.receive(pipe)
         for _ in range(run.effort.warm_up):
@@ -156,12 +156,12 @@ def _process(run: StageRun, pipe: Connection) -> None:
         os._exit(_FAILED)
 
 
-class Bench:
+class StageBenchmark:
     """One stage with its executor, and a script of F, I and W in 1F1B's order. clock: the effort's, unless given."""
 
     def __init__(self, run: StageRun, clock: Callable[[], float] | None = None) -> None:
         workload, me, job = run.workload.load(), run.cell, run.job
-        cuts = Cuts.of(workload, job.stages, autocast=run.optimization.autocast)
+        cuts = StageCuts.of(workload, job.stages, autocast=run.optimization.autocast)
         between = cuts.stage_io
         stage, _ = assemble(workload, job, cuts, me.stage, 0, run.optimization)
         optimizer = stage_optimizer(workload, stage.module, stage.gradients, run.optimization)
@@ -173,7 +173,7 @@ class Bench:
             *(self._mark, lambda *_: None, between),
         )
         self._script = script_of(me, job)
-        groups: Any = Alone(me, between)  # as far as the executor asks
+        groups: Any = NullGroup(me, between)  # as far as the executor asks
         steps.begin(groups, [me], 0, {})
         self._groups = groups
         self._iteration = 0
@@ -217,7 +217,7 @@ def script_of(me: Worker, job: Job) -> Script:
     return Script((*ops, step), before, after, {})
 
 
-class Alone:
+class NullGroup:
     """Groups of one worker whose neighbours have everything ready, and forget what they are sent."""
 
     def __init__(self, me: Worker, between: StageIO) -> None:

@@ -36,7 +36,7 @@ class TransferError(RuntimeError):
         self.peer = peer
 
 
-class Pending(Protocol):
+class PendingTransfer(Protocol):
     """A transfer under way; keeps its tensor alive."""
 
     tensor: Tensor
@@ -51,10 +51,10 @@ class Group(Protocol):
     @property
     def rank(self) -> int: ...
 
-    def send(self, to: int, tensor: Tensor, tag: int) -> Pending:
+    def send(self, to: int, tensor: Tensor, tag: int) -> PendingTransfer:
         """Starts a send; never waits for the receiver."""
 
-    def receive(self, source: int, buffer: Tensor, tag: int) -> Pending:
+    def receive(self, source: int, buffer: Tensor, tag: int) -> PendingTransfer:
         """Starts a receive into `buffer`. Among those of one source and tag, the n-th meets its n-th send."""
 
     def sum(self, tensor: Tensor) -> None:

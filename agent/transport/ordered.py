@@ -35,7 +35,7 @@ from collections.abc import Collection
 import torch
 
 from openrecycle.agent.script import Lane, MicroBatch, Script
-from openrecycle.agent.transport.transfers import Layout, Lines, Transfers
+from openrecycle.agent.transport.transfers import Lines, TransferLayout, Transfers
 from openrecycle.planner.job import Worker
 
 _ONE_TAG = 0
@@ -44,7 +44,7 @@ _ONE_TAG = 0
 class OrderedTransfers(Transfers):
     """Every message has the same tag, so only the order tells them apart."""
 
-    def __init__(self, lines: Lines, layout: Layout) -> None:
+    def __init__(self, lines: Lines, layout: TransferLayout) -> None:
         """lines: connected."""
         super().__init__(lines, layout)
         self._coming: dict[Lane, deque[MicroBatch]] = {}

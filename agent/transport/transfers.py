@@ -24,7 +24,7 @@ from torch import Tensor
 
 from openrecycle.agent.script import MicroBatch, Script, Transfer
 from openrecycle.agent.stage_io import StageOutput
-from openrecycle.agent.transport.group import Group, Pending
+from openrecycle.agent.transport.group import Group, PendingTransfer
 from openrecycle.planner.job import Job, Worker
 
 # Receives posted ahead of the op that needs them.
@@ -44,7 +44,7 @@ class Lines:
 
 
 @dataclass(frozen=True)
-class Layout:
+class TransferLayout:
     """incoming, outgoing: what passes from the previous stage and to the next one, per micro-batch.
 
     widest: most tensors of any boundary of the job. device: where the stage computes.
@@ -60,10 +60,10 @@ class Layout:
 class Transfers(ABC):
     """One worker's transfers, one iteration after the other; for one generation. Raises TransferError."""
 
-    def __init__(self, lines: Lines, layout: Layout) -> None:
+    def __init__(self, lines: Lines, layout: TransferLayout) -> None:
         self._lines, self._layout = lines, layout
-        self._sent: deque[tuple[int, Pending]] = deque()
-        self._receiving: dict[Transfer, dict[int, Pending]] = {}
+        self._sent: deque[tuple[int, PendingTransfer]] = deque()
+        self._receiving: dict[Transfer, dict[int, PendingTransfer]] = {}
         self._expected: Iterator[Transfer] = iter(())
         self._ahead = 0
         self._iteration = 0

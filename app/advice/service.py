@@ -19,12 +19,12 @@ from sqlalchemy.exc import SQLAlchemyError
 from openrecycle.agent.coordination.choosing import out
 from openrecycle.agent.coordination.events import Note, Offered
 from openrecycle.agent.coordination.membership import Candidate, Mode, Offer, State
-from openrecycle.app.advice.verdict import AdviceRequest, Verdict, serve
+from openrecycle.app.advice.verdict import AdviceRequest, Recommendation, serve
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.jobs.waiting import NOTHING, Waited, segments
 from openrecycle.app.observing.job_history import changes, repair_times
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.app.runtime.maker import Maker
+from openrecycle.app.runtime.maker import TaskQueue
 from openrecycle.db.store import Record, Store
 from openrecycle.planner.job import Worker
 from openrecycle.planner.packed import from_bytes, storable
@@ -41,7 +41,7 @@ NOTHING_ASKED = ((), (-1,))
 
 
 @dataclass(frozen=True)
-class Grounds:
+class MeasuredCosts:
     """Seconds: what recoveries, copies of a stage's state and repairs take in this job, as measured, or
     assumed. move: of layers to other stages; None: none has been measured. basis: which, in words.
     """
@@ -59,7 +59,7 @@ class Advising:
 
     def __init__(self, store: Store, waited: Callable[[LiveJob], Waited]) -> None:
         self._store, self._waited = store, waited
-        self._maker = Maker(serve, "advising")
+        self._maker = TaskQueue(serve, "advising")
 
     def start(self) -> None:
         self._maker.start(child=False)
@@ -91,7 +91,7 @@ class Advising:
             return
         job.advice_asked = asked
 
-        def done(verdict: Verdict | None, why: str) -> None:
+        def done(verdict: Recommendation | None, why: str) -> None:
             if verdict is None:
                 log.warning("no advice", job=job.job_id, failed=failed, reason=why)
                 self._offer(job, Offered(failed, None, why))
@@ -103,7 +103,7 @@ class Advising:
 
         self._maker.submit(request, done)
 
-    def _tell(self, job: LiveJob, failed: tuple[str, ...], verdict: Verdict) -> None:
+    def _tell(self, job: LiveJob, failed: tuple[str, ...], verdict: Recommendation) -> None:
         candidates = verdict.candidates
         try:
             # What the job has just done by advice, layers moved, needs no further word.
@@ -118,7 +118,7 @@ class Advising:
         offer = Offer(failed, candidates, verdict.better) if candidates else None
         self._offer(job, Offered(failed, offer, "the job has no option that it could take by itself"))
 
-    def _with_plans(self, job: LiveJob, verdict: Verdict) -> tuple[Candidate, ...]:
+    def _with_plans(self, job: LiveJob, verdict: Recommendation) -> tuple[Candidate, ...]:
         """The candidates, each with the plan that would be in force: the best that the job has by now."""
         for data in verdict.plans if not job.job.speeds else ():
             job.file_plan(from_bytes(b64decode(data), source="the advising process"))
@@ -225,7 +225,7 @@ def grounds(
     copies: Sequence[float] = (),
     waited: Waited = NOTHING,
     moves: Sequence[float] = (),
-) -> Grounds:
+) -> MeasuredCosts:
     """recoveries: rows of the database. repairs: seconds from a failure to the return. copies, moves: see copy_times,
     move_times. waited: for a person, which is no cost of a recovery."""
     assumed = RecoveryCosts()
@@ -235,7 +235,7 @@ def grounds(
     recovery = f"as in {_count(len(formed), 'recovery', 'recoveries')} measured" if formed else "assumed"
     repaired = f"the mean of {_count(len(repairs), 'repair', 'repairs')}" if repair > 0 else "assumed"
     copied = f"as in {_count(len(copies), 'return or move', 'returns and moves')}" if copies else "assumed"
-    return Grounds(
+    return MeasuredCosts(
         median(seen) if seen else assumed.detect,
         median(formed) if formed else assumed.recover,
         median(copies) if copies else assumed.migrate,

@@ -26,8 +26,8 @@ from openrecycle.planner.policy import (
     REPARTITION,
     SHALLOWER,
     Advice,
-    JobState,
     Option,
+    PolicyState,
     advise,
     best_option,
     one_f_one_b,
@@ -53,7 +53,7 @@ _CANNOT = {
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Recommendation:
     """way: what the job does, or is about to do. advised: what it should do. absorbed: do the bubbles hold
     the load? reason: why, in a few sentences.
 
@@ -109,7 +109,7 @@ class AdviceRequest:
     def to_json(self) -> bytes:
         return json.dumps({**self.__dict__, "job": self.job.model_dump(mode="json")}).encode()
 
-    def read(self, document: bytes) -> Verdict:
+    def read(self, document: bytes) -> Recommendation:
         body = json.loads(document)
         candidates = tuple(
             Candidate(
@@ -119,7 +119,7 @@ class AdviceRequest:
             )
             for c in body.pop("candidates")
         )
-        return Verdict(**body | {"candidates": candidates, "plans": tuple(body["plans"])})
+        return Recommendation(**body | {"candidates": candidates, "plans": tuple(body["plans"])})
 
 
 def serve(channel: Channel, request: bytes) -> None:
@@ -142,7 +142,7 @@ def verdict_document(request: Mapping[str, Any]) -> str:
     move = request["move"]
     if job.layers and request["relayout"] != "never":
         costs = replace(costs, repartition=MOVE_ITERATIONS * planned.full.seconds if move is None else move)
-    advice = advise(JobState(failed, request["since_checkpoint"]), planned, costs, heals_in=request["heals_in"])
+    advice = advise(PolicyState(failed, request["since_checkpoint"]), planned, costs, heals_in=request["heals_in"])
     made = candidates(advice, planned, failed, migrate=request["migrate"], relayout=request["relayout"])
     verdict = decide(
         advice,
@@ -264,7 +264,7 @@ def decide(
     automatic: bool = True,
     migrate: bool = False,
     relayout: MayMove = "never",
-) -> Verdict:
+) -> Recommendation:
     """Ranks what the job can do, and names what would train more and can't be done here after that. The job re-routes
     in any case; it moves workers where that is clearly better, and layers where that pays within the hour, if it may;
     every other way is left to an operator. whole: what the fault-free plan comes to.
@@ -301,10 +301,12 @@ def decide(
     else:
         text += ", the job has no option that it could take by itself."
     text += _not_here(advice, ranked[0] if ranked else None, can, full, migrate=migrate, relayout=relayout)
-    return Verdict(way, advised, advice.absorbed, f"{text} {basis}".strip(), tuple(ways), better)
+    return Recommendation(way, advised, advice.absorbed, f"{text} {basis}".strip(), tuple(ways), better)
 
 
-def _back(ranked: Sequence[Option], way: str, better: str, taken: Option | None, ways: Sequence[Candidate]) -> Verdict:
+def _back(
+    ranked: Sequence[Option], way: str, better: str, taken: Option | None, ways: Sequence[Candidate]
+) -> Recommendation:
     """All workers are back, and layers are still where they were without some."""
     text = "all workers are back"
     back = next((w for w in ways if w.name == REPARTITION), None)
@@ -312,7 +314,7 @@ def _back(ranked: Sequence[Option], way: str, better: str, taken: Option | None,
         more = f"{back.rate:.4g} samples/s instead of {taken.rate:.4g}"
         text += f"; with the layers where they were before it trains {more}"
         text += ", and they move back now" if way == better else ", and an operator may move them back"
-    return Verdict(way, better or way, True, text, tuple(ways), better)
+    return Recommendation(way, better or way, True, text, tuple(ways), better)
 
 
 def _taken_alone(

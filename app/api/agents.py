@@ -27,8 +27,8 @@ from openrecycle.agent.protocol import (
     Registration,
     Relayout,
 )
-from openrecycle.app.api.intake import Intake
-from openrecycle.app.api.models import Actor, Outcome, ProfileName, Wait
+from openrecycle.app.api.intake import ReportBatcher
+from openrecycle.app.api.models import Actor, ProfileName, ReportOutcome, Wait
 from openrecycle.app.api.parsing import ReadBeside, beside
 from openrecycle.app.console.service import Console
 from openrecycle.app.runtime.errors import ConsoleError
@@ -53,7 +53,7 @@ class JobWanted(JobSpec):
 
 
 def router(console: Console) -> APIRouter:
-    intake, deployments = Intake(), Deployments(console)
+    intake, deployments = ReportBatcher(), Deployments(console)
     api = APIRouter(prefix="/jobs", tags=["agents"], route_class=ReadBeside)
 
     @api.post("", status_code=201, responses={200: {"model": JobCreated}, 409: {}})
@@ -113,13 +113,13 @@ def router(console: Console) -> APIRouter:
         return await many(len(said), lambda: _json(console.answer_batch(job, said, answers)))
 
     @api.post("/{job_id}/failures")
-    async def failure(job_id: str, message: FailureReport) -> Outcome:
-        return Outcome(reason=await in_thread(console.failure, job_id, message))
+    async def failure(job_id: str, message: FailureReport) -> ReportOutcome:
+        return ReportOutcome(reason=await in_thread(console.failure, job_id, message))
 
     @api.post("/{job_id}/interim")
-    async def interim(job_id: str, message: InterimPlan) -> Outcome:
+    async def interim(job_id: str, message: InterimPlan) -> ReportOutcome:
         """What a generation runs until those who take their state from a peer have it."""
-        return Outcome(reason=await in_thread(console.meanwhile, job_id, message))
+        return ReportOutcome(reason=await in_thread(console.meanwhile, job_id, message))
 
     @api.post("/{job_id}/iterations", status_code=204)
     async def iterations(job_id: str, message: IterationReport) -> None:

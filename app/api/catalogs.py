@@ -21,7 +21,7 @@ from openrecycle.app.runtime.runner import in_thread
 from openrecycle.planner.catalog_store import CatalogInfo
 from openrecycle.planner.errors import InputError
 from openrecycle.planner.job import Technique
-from openrecycle.planner.packed import Question
+from openrecycle.planner.packed import CatalogQuestion
 from openrecycle.planner.plan import JobDoc, job_doc
 
 Fingerprint = Annotated[str, Path(pattern="^[0-9a-f]{32}$")]
@@ -128,7 +128,7 @@ def router(console: Console) -> APIRouter:
     api = APIRouter(tags=["catalogs"], route_class=ReadBeside)
     catalogs = console.catalogs
 
-    def report(question: Question, tolerance: int, fingerprint: str | None = None) -> Response:
+    def report(question: CatalogQuestion, tolerance: int, fingerprint: str | None = None) -> Response:
         found = catalogs.report(question, tolerance, fingerprint)
         if found is not None:
             return Response(_detail(found).model_dump_json(), media_type="application/json")

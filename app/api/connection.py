@@ -15,7 +15,7 @@ from http import HTTPStatus
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from openrecycle.app.api.crowd import PATIENCE, Crowd
+from openrecycle.app.api.crowd import PATIENCE, ConnectionLimit
 from openrecycle.app.runtime.problems import problem
 
 # Of a request's head: bytes, and seconds from its first one, or from the beginning of the connection.
@@ -36,7 +36,7 @@ class LimitedProtocol(HttpToolsProtocol):
     its answer is read, or given up (SEND_BYTES, SEND_SECONDS).
     """
 
-    crowd: Crowd
+    crowd: ConnectionLimit
     address = ""
     _refused = False
     _in_message = False  # has the parser had a part of a request?
@@ -212,8 +212,8 @@ def connections(
 ) -> type[LimitedProtocol]:
     """The protocol for uvicorn's `http`; after app.runtime.process.prepare.
 
-    share, exempt: see Crowd."""
-    return type("Connection", (LimitedProtocol,), {"crowd": Crowd.of_process(share, exempt)})
+    share, exempt: see ConnectionLimit."""
+    return type("Connection", (LimitedProtocol,), {"crowd": ConnectionLimit.of_process(share, exempt)})
 
 
 def _answer(status: int, code: str, detail: str) -> bytes:

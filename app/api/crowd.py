@@ -18,7 +18,7 @@ from typing import Protocol
 
 import structlog
 
-from openrecycle.agent.protocol import Problem
+from openrecycle.agent.protocol import ProblemDetails
 from openrecycle.app.runtime.problems import MEDIA_TYPE
 
 log = structlog.get_logger()
@@ -31,7 +31,7 @@ QUIET_SECONDS = 60.0
 PATIENCE = 1.0
 
 
-class Guest(Protocol):
+class LimitedConnection(Protocol):
     """A connection. address: of its other end; ours, behind a proxy."""
 
     address: str
@@ -40,7 +40,7 @@ class Guest(Protocol):
         """Ends it, soon: nothing has been asked over it."""
 
 
-class Crowd:
+class ConnectionLimit:
     """most: connections at a time. share: of one address, at most; None: half of them. exempt: is an address a
     proxy's, which has everybody's connections? For the event loop alone: no lock."""
 
@@ -58,13 +58,15 @@ class Crowd:
         self._clock = clock
         self._open: Counter[str] = Counter()
         # By address: those over which nothing is asked now, the one that waits for longest first.
-        self._waiting: dict[str, dict[Guest, None]] = {}
-        self._leaving: set[Guest] = set()
+        self._waiting: dict[str, dict[LimitedConnection, None]] = {}
+        self._leaving: set[LimitedConnection] = set()
         self._said = -QUIET_SECONDS
         self._refused = 0
 
     @classmethod
-    def of_process(cls, share: int | None = None, exempt: Callable[[str], bool] = lambda address: False) -> Crowd:
+    def of_process(
+        cls, share: int | None = None, exempt: Callable[[str], bool] = lambda address: False
+    ) -> ConnectionLimit:
         """By the files that this process may have open."""
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         most = 1 << 31 if files == resource.RLIM_INFINITY else max(1, files - min(KEPT_FILES, files // 2))
@@ -72,7 +74,7 @@ class Crowd:
 
     # -- who is there ---------------------------------------------------------------------------
 
-    def enter(self, guest: Guest, connections: int) -> bool:
+    def enter(self, guest: LimitedConnection, connections: int) -> bool:
         """May it stay? connections: that are open, with this one."""
         address = guest.address
         self._open[address] += 1
@@ -86,7 +88,7 @@ class Crowd:
                 return self.admits(connections - len(self._leaving))
         return True
 
-    def leave(self, guest: Guest) -> None:
+    def leave(self, guest: LimitedConnection) -> None:
         """It is closed, or is no HTTP connection any more."""
         self.asks(guest)
         if guest in self._leaving:
@@ -96,7 +98,7 @@ class Crowd:
         if self._open[guest.address] <= 0:
             del self._open[guest.address]
 
-    def waits(self, guest: Guest) -> None:
+    def waits(self, guest: LimitedConnection) -> None:
         """Nothing is asked over it from now on."""
         waiting = self._waiting.get(guest.address)
         if waiting is None:
@@ -104,7 +106,7 @@ class Crowd:
         waiting.pop(guest, None)
         waiting[guest] = None
 
-    def asks(self, guest: Guest) -> None:
+    def asks(self, guest: LimitedConnection) -> None:
         """The whole head of a request has come."""
         waiting = self._waiting.get(guest.address)
         if waiting is not None:
@@ -112,7 +114,7 @@ class Crowd:
             if not waiting:
                 del self._waiting[guest.address]
 
-    def _evict(self, address: str, newcomer: Guest) -> bool:
+    def _evict(self, address: str, newcomer: LimitedConnection) -> bool:
         victim = next((guest for guest in self._waiting.get(address, ()) if guest is not newcomer), None)
         if victim is None:
             return False
@@ -147,7 +149,9 @@ class Crowd:
         """To whatever is asked over a connection that is refused."""
         detail = f"{self.most} connections are open, as many as the console takes; try again in a second"
         body = (
-            Problem(title="Service Unavailable", status=503, code="crowded", detail=detail).model_dump_json().encode()
+            ProblemDetails(title="Service Unavailable", status=503, code="crowded", detail=detail)
+            .model_dump_json()
+            .encode()
         )
         head = f"content-type: {MEDIA_TYPE}\r\ncontent-length: {len(body)}\r\nretry-after: 1\r\nconnection: close"
         return b"HTTP/1.1 503 Service Unavailable\r\n%b\r\n\r\n%b" % (head.encode(), body)

@@ -10,7 +10,7 @@ from starlette.background import BackgroundTask
 from starlette.responses import FileResponse
 
 from openrecycle.agent.protocol import Identifier
-from openrecycle.app.api.models import Actor, Outcome
+from openrecycle.app.api.models import Actor, ReportOutcome
 from openrecycle.app.console.service import Console
 from openrecycle.app.runtime.runner import in_thread
 
@@ -58,9 +58,9 @@ def router(console: Console) -> APIRouter:
         return ImportedJob(job_id=done.job_id, rows=done.rows, plans=done.plans)
 
     @api.delete("/jobs/{job_id}", status_code=202, tags=["operator"], responses={409: {}})
-    async def delete(job_id: str, x_actor: Actor = "API") -> Outcome:
+    async def delete(job_id: str, x_actor: Actor = "API") -> ReportOutcome:
         """Deletes a job none of whose workers live, with everything of it; plans that others have are kept."""
         await in_thread(console.histories.delete, job_id, x_actor)
-        return Outcome(reason=f"job {job_id} is deleted")
+        return ReportOutcome(reason=f"job {job_id} is deleted")
 
     return api

@@ -10,22 +10,22 @@ import asyncio
 from collections.abc import Sequence
 
 from openrecycle.app.jobs.live_job import LiveJob
-from openrecycle.app.jobs.together import Report
+from openrecycle.app.jobs.together import IncomingReport
 from openrecycle.app.runtime.runner import in_thread
 
 # Of one transaction: whoever else waits for the job, such as the clock that looks for silent workers, comes in between.
 MOST = 1024
 
 
-class Intake:
+class ReportBatcher:
     """Of all jobs, in the API's event loop: what comes while a job stores, it takes together next."""
 
     def __init__(self) -> None:
-        self._queues: dict[LiveJob, list[tuple[Report, asyncio.Future[str]]]] = {}
+        self._queues: dict[LiveJob, list[tuple[IncomingReport, asyncio.Future[str]]]] = {}
         self._busy: set[LiveJob] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def put(self, job: LiveJob, report: Report) -> asyncio.Future[str]:
+    def put(self, job: LiveJob, report: IncomingReport) -> asyncio.Future[str]:
         """The reason, once it is stored; or ConsoleError, as LiveJob.apply raises it."""
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._queues.setdefault(job, []).append((report, answer))

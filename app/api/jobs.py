@@ -18,10 +18,10 @@ from openrecycle.app.api.models import (
     IterationInfo,
     Iterations,
     JobDetail,
-    Jobs,
-    Outcome,
+    JobsPage,
     PlanInfo,
-    Plans,
+    PlansPage,
+    ReportOutcome,
     Wait,
     WorkerInfo,
     Workers,
@@ -40,7 +40,7 @@ Limit = Annotated[int, Query(ge=1, le=5000)]
 def router(console: Console) -> APIRouter:
     api = APIRouter(prefix="/jobs", tags=["jobs"])
 
-    @api.get("", response_model=Jobs)
+    @api.get("", response_model=JobsPage)
     async def jobs(after: After = None, limit: Most = None) -> Response:
         """Newest first."""
         # There may be thousands: they are put into words off the event loop.
@@ -82,11 +82,11 @@ def router(console: Console) -> APIRouter:
         return await answer_in_thread(_generations, console, job_id, after, limit)
 
     @api.get("/{job_id}/plans")
-    async def plans(job_id: str, after: After = None, limit: Most = None) -> Plans:
+    async def plans(job_id: str, after: After = None, limit: Most = None) -> PlansPage:
         """Fewest failures first."""
         made = await in_thread(console.job_plans, job_id)
         rows, following = page(f"plans of {job_id}", made, _place_of_plan, after, limit)
-        return Plans(plans=[PlanInfo(**row) for row in rows], next=following)
+        return PlansPage(plans=[PlanInfo(**row) for row in rows], next=following)
 
     @api.get("/{job_id}/plans/{fingerprint}", response_model=dict[str, Any], responses={304: {}})
     async def plan(
@@ -109,16 +109,16 @@ def router(console: Console) -> APIRouter:
         return Response(document, media_type="application/json", headers=headers)
 
     @api.post("/{job_id}/workers/{worker}/kill", status_code=202, tags=["operator"])
-    async def kill(job_id: str, worker: str, x_actor: Actor = "API") -> Outcome:
+    async def kill(job_id: str, worker: str, x_actor: Actor = "API") -> ReportOutcome:
         """Asks the launcher of a demo job to kill this worker's process."""
         await in_thread(console.operators.kill, job_id, worker, x_actor)
-        return Outcome(reason=f"the launcher is asked to kill {worker}")
+        return ReportOutcome(reason=f"the launcher is asked to kill {worker}")
 
     @api.post("/{job_id}/workers/{worker}/restart", status_code=202, tags=["operator"])
-    async def restart(job_id: str, worker: str, x_actor: Actor = "API") -> Outcome:
+    async def restart(job_id: str, worker: str, x_actor: Actor = "API") -> ReportOutcome:
         """Asks the launcher to start a new process for this failed worker."""
         await in_thread(console.operators.restart, job_id, worker, x_actor)
-        return Outcome(reason=f"the launcher is asked to start {worker} again")
+        return ReportOutcome(reason=f"the launcher is asked to start {worker} again")
 
     return api
 

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query, Response
 from pydantic import BaseModel
 
 from openrecycle.agent.protocol import ClockReading, MeasuredOps, clock_name
-from openrecycle.app.api.models import Outcome
+from openrecycle.app.api.models import ReportOutcome
 from openrecycle.app.api.parsing import ReadBeside
 from openrecycle.app.console.measured import MeasuredIteration, measured_iteration
 from openrecycle.app.console.service import Console
@@ -44,9 +44,9 @@ def router(console: Console) -> APIRouter:
         return ClockReading(name=clock_name(), microseconds=time.monotonic_ns() // 1000)
 
     @api.post("/jobs/{job_id}/measured", tags=["agents"])
-    async def post_measured(job_id: str, message: MeasuredOps) -> Outcome:
+    async def post_measured(job_id: str, message: MeasuredOps) -> ReportOutcome:
         """One worker's part of the iteration that heartbeats asked for."""
-        return Outcome(reason=await in_thread(console.observing.measuring.take, console.job(job_id), message))
+        return ReportOutcome(reason=await in_thread(console.observing.measuring.take, console.job(job_id), message))
 
     @api.get("/jobs/{job_id}/measured", response_model=MeasuredInfo, responses={204: {}})
     async def measured(job_id: str, watch: Watch = False) -> Response:

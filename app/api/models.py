@@ -153,13 +153,13 @@ class PlanInfo(BaseModel):
     created_at: float
 
 
-class Outcome(BaseModel):
+class ReportOutcome(BaseModel):
     """reason: what the coordinator made of the report, in a sentence."""
 
     reason: str
 
 
-class Jobs(BaseModel):
+class JobsPage(BaseModel):
     """next: `after` of the next page; null: there is none."""
 
     jobs: list[JobInfo]
@@ -182,7 +182,7 @@ class Generations(BaseModel):
     generations: list[GenerationInfo]
 
 
-class Plans(BaseModel):
+class PlansPage(BaseModel):
     """next: `after` of the next page; null: there is none."""
 
     plans: list[PlanInfo]

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict, Field
 
 from openrecycle.agent.protocol import LogLine, LogLines, VerdictReport
-from openrecycle.app.api.models import Actor, Outcome
+from openrecycle.app.api.models import Actor, ReportOutcome
 from openrecycle.app.api.parsing import ReadBeside
 from openrecycle.app.console.service import Console
 from openrecycle.app.console.worker_history import worker_history
@@ -40,7 +40,7 @@ class StateInfo(BaseModel):
     at: float
 
 
-class Metric(BaseModel):
+class MetricSamples(BaseModel):
     """One entry per sample; null where no heartbeat of it brought this metric."""
 
     low: list[float | None]
@@ -60,7 +60,7 @@ class SeriesInfo(BaseModel):
     beats: list[int]
     iteration: list[int]
     phase: list[str]
-    metrics: dict[str, Metric]
+    metrics: dict[str, MetricSamples]
 
 
 class WorkerHistory(BaseModel):
@@ -87,9 +87,11 @@ def router(console: Console) -> APIRouter:
         await in_thread(console.observing.feed.take_verdict, console.job(job_id), message)
 
     @api.post("/{job_id}/events/acknowledge", tags=["operator"])
-    async def acknowledge(job_id: str, message: Acknowledged, x_actor: Actor = "API") -> Outcome:
+    async def acknowledge(job_id: str, message: Acknowledged, x_actor: Actor = "API") -> ReportOutcome:
         new = await in_thread(console.observing.feed.acknowledge, console.job(job_id), message.seqs, x_actor)
-        return Outcome(reason=f"{new} event{'' if new == 1 else 's'} acknowledged that nobody had acknowledged before")
+        return ReportOutcome(
+            reason=f"{new} event{'' if new == 1 else 's'} acknowledged that nobody had acknowledged before"
+        )
 
     @api.get("/{job_id}/workers/{worker}/history")
     async def history(

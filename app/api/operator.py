@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool
 
 from openrecycle.agent.coordination.membership import LEAST_PATIENCE, MOST_PATIENCE, PATIENCE, Mode
 from openrecycle.agent.protocol import WorkerName
-from openrecycle.app.api.models import Actor, Outcome
+from openrecycle.app.api.models import Actor, ReportOutcome
 from openrecycle.app.api.parsing import ReadBeside
 from openrecycle.app.console.operator_actions import named
 from openrecycle.app.console.service import Console
@@ -117,19 +117,19 @@ def router(console: Console) -> APIRouter:
     operators = console.operators
 
     @api.post("/{job_id}/workers/{worker}/drain", status_code=202, responses={409: {}})
-    async def drain(job_id: str, worker: str, x_actor: Actor = "API") -> Outcome:
+    async def drain(job_id: str, worker: str, x_actor: Actor = "API") -> ReportOutcome:
         """Asks this worker to leave when the iteration in hand is done; nothing is run twice for it."""
-        return Outcome(reason=await in_thread(operators.drain, job_id, worker, x_actor))
+        return ReportOutcome(reason=await in_thread(operators.drain, job_id, worker, x_actor))
 
     @api.post("/{job_id}/pause", status_code=202, responses={409: {}})
-    async def pause(job_id: str, x_actor: Actor = "API") -> Outcome:
+    async def pause(job_id: str, x_actor: Actor = "API") -> ReportOutcome:
         """Asks all workers to stop before the same iteration, with nothing in flight."""
-        return Outcome(reason=await in_thread(operators.pause, job_id, x_actor))
+        return ReportOutcome(reason=await in_thread(operators.pause, job_id, x_actor))
 
     @api.post("/{job_id}/resume", status_code=202, responses={409: {}})
-    async def resume(job_id: str, x_actor: Actor = "API") -> Outcome:
+    async def resume(job_id: str, x_actor: Actor = "API") -> ReportOutcome:
         """Lets a paused job go on."""
-        return Outcome(reason=await in_thread(operators.resume, job_id, x_actor))
+        return ReportOutcome(reason=await in_thread(operators.resume, job_id, x_actor))
 
     @api.get("/{job_id}/choice")
     async def choice(job_id: str) -> ChoiceInfo:
@@ -137,35 +137,35 @@ def router(console: Console) -> APIRouter:
         return ChoiceInfo(**await in_thread(operators.choice, job_id))
 
     @api.post("/{job_id}/choice", responses={409: {}})
-    async def choose(job_id: str, body: ChoiceMade, x_actor: Actor = "API") -> Outcome:
+    async def choose(job_id: str, body: ChoiceMade, x_actor: Actor = "API") -> ReportOutcome:
         """Takes one of the options: at once when the job waits for it, else at the next boundary."""
         failed = None if body.failed is None else tuple(body.failed)
-        return Outcome(reason=await in_thread(operators.choose, job_id, body.name, failed, x_actor))
+        return ReportOutcome(reason=await in_thread(operators.choose, job_id, body.name, failed, x_actor))
 
     @api.put("/{job_id}/mode", responses={409: {}})
-    async def mode(job_id: str, body: ModeWanted, x_actor: Actor = "API") -> Outcome:
+    async def mode(job_id: str, body: ModeWanted, x_actor: Actor = "API") -> ReportOutcome:
         """Automatic; or manual: when workers are lost, the job waits up to `patience` seconds for a choice."""
-        return Outcome(reason=await in_thread(operators.set_mode, job_id, body.mode, body.patience, x_actor))
+        return ReportOutcome(reason=await in_thread(operators.set_mode, job_id, body.mode, body.patience, x_actor))
 
     @api.put("/{job_id}/frozen", responses={409: {}})
-    async def frozen(job_id: str, body: FreezeWanted, x_actor: Actor = "API") -> Outcome:
+    async def frozen(job_id: str, body: FreezeWanted, x_actor: Actor = "API") -> ReportOutcome:
         """Has the plan in force stay while its workers do: better plans, and workers that come back, wait until it
         is frozen no more. A failure is handled as ever."""
-        return Outcome(reason=await in_thread(operators.freeze, job_id, body.frozen, x_actor))
+        return ReportOutcome(reason=await in_thread(operators.freeze, job_id, body.frozen, x_actor))
 
     @api.post("/{job_id}/baseline", status_code=202, responses={409: {}})
-    async def measure_baseline(job_id: str, x_actor: Actor = "API") -> Outcome:
+    async def measure_baseline(job_id: str, x_actor: Actor = "API") -> ReportOutcome:
         """Has the fault-free rate, by which throughput and goodput are measured, measured again from the next whole
         iterations on. Until then it stays; the event feed says who asked, and what it was and is."""
-        return Outcome(reason=await in_thread(operators.measure_anew, job_id, x_actor))
+        return ReportOutcome(reason=await in_thread(operators.measure_anew, job_id, x_actor))
 
     @api.post("/{job_id}/replan", status_code=202, responses={409: {}})
-    async def replan(job_id: str, body: ReplanWanted, x_actor: Actor = "API") -> Outcome:
+    async def replan(job_id: str, body: ReplanWanted, x_actor: Actor = "API") -> ReportOutcome:
         """Plans again for the workers that are out now. The plan is put in force if it is worth a new generation; the
         event feed, and GET here, say why not otherwise."""
         actor = named(x_actor)
         reason = await in_thread(console.plans.replanning.start, job_id, body.solver, body.seconds, actor)
-        return Outcome(reason=reason)
+        return ReportOutcome(reason=reason)
 
     @api.get("/{job_id}/replan")
     async def replan_status(job_id: str) -> ReplanInfo | None:
@@ -174,10 +174,10 @@ def router(console: Console) -> APIRouter:
         return None if found is None else ReplanInfo(**asdict(found))
 
     @api.post("/{job_id}/replan/stop", status_code=202, responses={409: {}})
-    async def stop_replan(job_id: str, x_actor: Actor = "API") -> Outcome:
+    async def stop_replan(job_id: str, x_actor: Actor = "API") -> ReportOutcome:
         """Has the search for a new plan end; its best one so far counts."""
         reason = await in_thread(console.plans.replanning.stop, job_id)
         await in_thread(console.security.audit.record, x_actor, "stop planning again", job_id, job_id=job_id)
-        return Outcome(reason=reason)
+        return ReportOutcome(reason=reason)
 
     return api

@@ -12,7 +12,7 @@ from fastapi import Request as HttpRequest
 from pydantic import BaseModel, ConfigDict, Field
 
 from openrecycle.agent.protocol import Memory
-from openrecycle.app.api.models import Actor, Outcome, ProfileName
+from openrecycle.app.api.models import Actor, ProfileName, ReportOutcome
 from openrecycle.app.api.paging import After, Most, page
 from openrecycle.app.api.parsing import ReadBeside, is_json
 from openrecycle.app.console.service import Console
@@ -52,7 +52,7 @@ class SavedPlan(BaseModel):
     workers: int
 
 
-class SavedPlans(BaseModel):
+class SavedPlansPage(BaseModel):
     """next: `after` of the next page; null: there is none."""
 
     plans: list[SavedPlan]
@@ -65,7 +65,7 @@ class PlanToUse(BaseModel):
     fingerprint: Annotated[str, Field(max_length=64)]
 
 
-class Kept(BaseModel):
+class SavedPlanReply(BaseModel):
     fingerprint: str
 
 
@@ -126,19 +126,19 @@ def router(console: Console) -> APIRouter:
     api = APIRouter(route_class=ReadBeside)
 
     @api.get("/plans", tags=["plans"])
-    async def saved(after: After = None, limit: Most = None) -> SavedPlans:
+    async def saved(after: After = None, limit: Most = None) -> SavedPlansPage:
         """Newest first."""
         rows, following = page("plans", await in_thread(console.plans.library.saved), _place_of_plan, after, limit)
-        return SavedPlans(plans=[SavedPlan(**row) for row in rows], next=following)
+        return SavedPlansPage(plans=[SavedPlan(**row) for row in rows], next=following)
 
     uploads = APIRouter(route_class=ReadElsewhere)
 
     @uploads.post("/plans", status_code=201, tags=["plans"])
-    async def save(message: PlanToSave, x_actor: Actor = "API") -> Kept:
+    async def save(message: PlanToSave, x_actor: Actor = "API") -> SavedPlanReply:
         """Keeps a plan under a name; one that is kept already takes the new name."""
         fingerprint = await in_thread(_save, console, message)
         await in_thread(console.security.audit.record, x_actor, "save plan", fingerprint, detail=message.name)
-        return Kept(fingerprint=fingerprint)
+        return SavedPlanReply(fingerprint=fingerprint)
 
     api.include_router(uploads)
 
@@ -155,10 +155,10 @@ def router(console: Console) -> APIRouter:
         await in_thread(console.security.audit.record, x_actor, "forget plan", fingerprint)
 
     @api.put("/jobs/{job_id}/plan", tags=["operator"])
-    async def use(job_id: str, message: PlanToUse, x_actor: Actor = "API") -> Outcome:
+    async def use(job_id: str, message: PlanToUse, x_actor: Actor = "API") -> ReportOutcome:
         """Puts a saved plan in force, with the same workers: it must be for the job's grid, profile and failures."""
         plan = await in_thread(console.plans.library.saved_plan, message.fingerprint)
-        return Outcome(reason=await in_thread(lambda: use_plan(console.job(job_id), plan, x_actor)))
+        return ReportOutcome(reason=await in_thread(lambda: use_plan(console.job(job_id), plan, x_actor)))
 
     @api.get("/solves", tags=["plans"])
     async def solves(after: After = None, limit: Most = None) -> SolveList:
@@ -260,7 +260,7 @@ def _upload(console: Console, body: bytes, actor: str) -> str:
     found = console.plans.uploads.read(body)
     saved = console.plans.library.save_read(found) if isinstance(found, ReadPlan) else _save(console, found)
     console.security.audit.record(actor, "save plan", saved, detail=found.name)
-    return Kept(fingerprint=saved).model_dump_json()
+    return SavedPlanReply(fingerprint=saved).model_dump_json()
 
 
 def _save(console: Console, message: PlanToSave) -> str:

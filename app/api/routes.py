@@ -9,7 +9,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Match, Mount, Route
 from starlette.types import Receive, Scope, Send
 
-from openrecycle.agent.protocol import API, Problem
+from openrecycle.agent.protocol import API, ProblemDetails
 from openrecycle.app.api import (
     access,
     agents,
@@ -29,7 +29,7 @@ from openrecycle.app.api.idempotency import Idempotency
 from openrecycle.app.api.parsing import ReadBeside, known_query
 from openrecycle.app.api.reference import POLICY, page
 from openrecycle.app.console.service import Console
-from openrecycle.app.metrics.requests import Named
+from openrecycle.app.metrics.requests import NamedRoutes
 from openrecycle.app.runtime import problems, runner
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.runner import in_thread
@@ -46,8 +46,8 @@ def create_api(console: Console) -> FastAPI:
         redoc_url=None,
         dependencies=[Depends(known_query)],
         responses={
-            "4XX": {"model": Problem, "description": "It can't be done as asked; `detail` says why."},
-            "5XX": {"model": Problem, "description": "The console or its database failed; 503: try again."},
+            "4XX": {"model": ProblemDetails, "description": "It can't be done as asked; `detail` says why."},
+            "5XX": {"model": ProblemDetails, "description": "The console or its database failed; 503: try again."},
         },
     )
     api.state.console = console
@@ -71,7 +71,7 @@ def create_api(console: Console) -> FastAPI:
 
 def create_routes(console: Console) -> list[BaseRoute]:
     api = create_api(console)
-    usual = Mount(API, Named(Idempotency(api, IdempotentRequests(console.database))))
+    usual = Mount(API, NamedRoutes(Idempotency(api, IdempotentRequests(console.database))))
 
     async def healthz(request: Request) -> Response:
         """The process serves requests, and none of its threads stands still: else it is to be started again."""

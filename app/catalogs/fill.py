@@ -21,7 +21,7 @@ from openrecycle.planner.catalog_build import fill, targets
 from openrecycle.planner.catalog_engines import make_engine
 from openrecycle.planner.errors import InputError, PlannerError
 from openrecycle.planner.job import Job, MemoryLimit, Technique
-from openrecycle.planner.packed import Effort, Question
+from openrecycle.planner.packed import CatalogQuestion, Effort
 from openrecycle.planner.plan import INTEGER, PRINTABLE, JobDoc
 from openrecycle.planner.solvers.portfolio import SOLVERS
 
@@ -58,7 +58,7 @@ class CatalogRequest(BaseModel):
     time_limit: Annotated[float, Field(strict=True, gt=0, le=600, allow_inf_nan=False)] = 10.0
 
     @cached_property
-    def question(self) -> Question:
+    def question(self) -> CatalogQuestion:
         """Raises InputError, also for what is too large for the console."""
         grid = self.job or self
         workers, ops = grid.pipelines * grid.stages, 3 * grid.pipelines * grid.stages * grid.micro_batches
@@ -76,7 +76,7 @@ class CatalogRequest(BaseModel):
                 self.pipelines, self.stages, self.micro_batches, durations=times, time_unit=self.time_unit
             )
         technique = Technique.of(self.technique, field="technique")
-        question = Question(job, technique, MemoryLimit.parse(self.memory, field="memory"))
+        question = CatalogQuestion(job, technique, MemoryLimit.parse(self.memory, field="memory"))
         question.problem(frozenset())  # refuses a limit that not even the full grid can keep
         most = most_failures(question)
         if self.tolerance > most:

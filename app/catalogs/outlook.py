@@ -18,7 +18,7 @@ from openrecycle.planner.baseline import reference_period
 from openrecycle.planner.catalog_store import CatalogInfo
 from openrecycle.planner.failures import patterns
 from openrecycle.planner.job import MemoryLimit, Technique, Worker
-from openrecycle.planner.packed import Question
+from openrecycle.planner.packed import CatalogQuestion
 from openrecycle.planner.plan import JobDoc
 
 # Patterns that are looked for: no more are ever planned one by one.
@@ -30,7 +30,7 @@ QUICK_OPS, QUICK_SETS = 20_000, 20_000
 
 
 @dataclass(frozen=True)
-class Outlook:
+class PlansNeeded:
     """patterns: canonical failure sets that leave every stage a living peer, fewest failures first: all of up to
     `tolerance` failures, or the first MOST + 1. reference: the period of fault-free 1F1B, in the job's time unit."""
 
@@ -63,18 +63,18 @@ class OutlookRequest:
     def to_json(self) -> bytes:
         return json.dumps({**self.__dict__, "job": self.job.model_dump(mode="json")}).encode()
 
-    def read(self, document: bytes) -> Outlook:
+    def read(self, document: bytes) -> PlansNeeded:
         said = json.loads(document)
         found = tuple(frozenset(map(Worker.parse, names)) for names in said["patterns"])
-        return Outlook(said["tolerance"], found, said["reference"])
+        return PlansNeeded(said["tolerance"], found, said["reference"])
 
 
-def most_failures(question: Question) -> int:
+def most_failures(question: CatalogQuestion) -> int:
     """How many failures leave each stage a living worker."""
     return question.job.stages * (question.job.pipelines - 1) if question.technique.reroutes else 0
 
 
-def is_quick(question: Question, tolerance: int) -> bool:
+def is_quick(question: CatalogQuestion, tolerance: int) -> bool:
     """Does `outlook` take milliseconds, whatever the job's shape is?"""
     job = question.job
     if 3 * job.pipelines * job.stages * job.micro_batches > QUICK_OPS:
@@ -83,11 +83,11 @@ def is_quick(question: Question, tolerance: int) -> bool:
     return comb(workers, min(tolerance, most_failures(question), workers // 2)) <= QUICK_SETS
 
 
-def outlook(question: Question, tolerance: int) -> Outlook:
+def outlook(question: CatalogQuestion, tolerance: int) -> PlansNeeded:
     """Its time has no bound, unless `is_quick` says so."""
     job, tolerance = question.job, min(tolerance, most_failures(question))
     every = chain.from_iterable(patterns(job, count) for count in range(tolerance + 1))
-    return Outlook(tolerance, tuple(islice(every, MOST + 1)), reference_period(job) / job.ticks_per_unit)
+    return PlansNeeded(tolerance, tuple(islice(every, MOST + 1)), reference_period(job) / job.ticks_per_unit)
 
 
 def serve(channel: Channel, request: bytes) -> None:
@@ -98,7 +98,7 @@ def serve(channel: Channel, request: bytes) -> None:
 def outlook_document(asked: dict[str, Any]) -> str:
     """In the child: what `OutlookRequest.read` reads. Raises PlannerError."""
     job = JobDoc.model_validate(asked["job"]).job()
-    question = Question(job, Technique.of(asked["technique"]), MemoryLimit.parse(asked["memory"]))
+    question = CatalogQuestion(job, Technique.of(asked["technique"]), MemoryLimit.parse(asked["memory"]))
     found = outlook(question, asked["tolerance"])
     names = [sorted(map(str, pattern)) for pattern in found.patterns]
     return json.dumps({"tolerance": found.tolerance, "patterns": names, "reference": found.reference})

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from openrecycle.app.catalogs.outlook import Outlook
+from openrecycle.app.catalogs.outlook import PlansNeeded
 from openrecycle.db.store import Record
 from openrecycle.planner.catalog_build import LISTED
 from openrecycle.planner.catalog_store import PLANNER_VERSION, CatalogInfo, plan_name
 from openrecycle.planner.errors import PlannerError
 from openrecycle.planner.job import Worker
-from openrecycle.planner.packed import Header, Question
+from openrecycle.planner.packed import CatalogQuestion, Header
 from openrecycle.planner.plan import job_doc
 
 
@@ -96,7 +96,7 @@ class CatalogReport:
     period of fault-free 1F1B.
     """
 
-    question: Question
+    question: CatalogQuestion
     fingerprint: str
     tolerance: int
     lines: tuple[CountLine, ...]
@@ -148,7 +148,9 @@ class CatalogSummary:
         return self.info.planner_version == PLANNER_VERSION
 
 
-def report(question: Question, outlook: Outlook, fingerprint: str, headers: Mapping[str, Header]) -> CatalogReport:
+def report(
+    question: CatalogQuestion, outlook: PlansNeeded, fingerprint: str, headers: Mapping[str, Header]
+) -> CatalogReport:
     """headers: of the stored plans, by name."""
     job, tolerance = question.job, outlook.tolerance
     by_count: dict[int, list[PlanLine]] = defaultdict(list)
@@ -209,7 +211,7 @@ def summary(row: Record) -> CatalogSummary | None:
     return CatalogSummary(row["fingerprint"], info, row["plans"], row["failures"], int(row["bytes"]), row["created_at"])
 
 
-def stale(question: Question, catalogs: Sequence[CatalogSummary]) -> list[tuple[CatalogSummary, str]]:
+def stale(question: CatalogQuestion, catalogs: Sequence[CatalogSummary]) -> list[tuple[CatalogSummary, str]]:
     """Catalogs of the same grid that don't answer this question any more, and why not."""
     own = CatalogInfo.of(question)
     out = []
@@ -233,7 +235,7 @@ def stale(question: Question, catalogs: Sequence[CatalogSummary]) -> list[tuple[
     return out
 
 
-def _line(name: str, header: Header, question: Question) -> PlanLine:
+def _line(name: str, header: Header, question: CatalogQuestion) -> PlanLine:
     metrics, splits = header.metrics, question.technique.splits
     held = [
         profile.fixed_bytes + peak * profile.micro_batch_bytes(splits=splits)

@@ -18,18 +18,18 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from openrecycle.app.catalogs import outlook as outlooks
 from openrecycle.app.catalogs.fill import CatalogRequest, read_message, serve, share_of_cores
-from openrecycle.app.catalogs.outlook import Outlook, OutlookRequest, is_quick, most_failures, outlook
+from openrecycle.app.catalogs.outlook import OutlookRequest, PlansNeeded, is_quick, most_failures, outlook
 from openrecycle.app.catalogs.report import CatalogReport, CatalogSummary, report, summary
-from openrecycle.app.runtime.children import Asked, ChildEnded, Children
+from openrecycle.app.runtime.children import ChildEnded, Children, PendingAnswer
 from openrecycle.app.runtime.errors import ConsoleError, unavailable
-from openrecycle.app.runtime.maker import Done, Maker
+from openrecycle.app.runtime.maker import Done, TaskQueue
 from openrecycle.db.store import Store
 from openrecycle.planner.catalog import rename_pipelines
 from openrecycle.planner.catalog_store import CatalogInfo, StoredCatalog, plan_name
 from openrecycle.planner.errors import PlannerError
 from openrecycle.planner.failures import canonical_pattern
 from openrecycle.planner.job import Job, Worker
-from openrecycle.planner.packed import Effort, Header, Question, decode_header, encode_plan
+from openrecycle.planner.packed import CatalogQuestion, Effort, Header, decode_header, encode_plan
 from openrecycle.planner.plan import MetricsDoc, Plan, PlanError, SolverDoc
 from openrecycle.planner.words import percent
 
@@ -46,7 +46,7 @@ MAX_WAITING, FAILED_SECONDS = 16, 30.0
 BATCH = 64
 
 Headers = Mapping[str, Header]
-Waiting = list[Done[Outlook]]
+Waiting = list[Done[PlansNeeded]]
 
 
 @dataclass
@@ -90,7 +90,7 @@ _infos: OrderedDict[tuple[int, str, str], tuple[Job, CatalogInfo]] = OrderedDict
 _infos_lock = threading.Lock()
 
 
-def info_of(question: Question) -> CatalogInfo:
+def info_of(question: CatalogQuestion) -> CatalogInfo:
     """As CatalogInfo.of, which takes half a second for 16,384 stages: once for each job that is asked about."""
     job = question.job
     key = id(job), question.technique.value, question.memory.text
@@ -116,14 +116,14 @@ class Catalogs:
         self._headers: OrderedDict[str, dict[str, Header]] = OrderedDict()
         self._fillings: OrderedDict[str, Filling] = OrderedDict()
         self._children = Children(serve, name="catalog", nested=True)
-        self._asked: dict[str, Asked] = {}
+        self._asked: dict[str, PendingAnswer] = {}
         self._threads: list[threading.Thread] = []
-        self._outlooks: OrderedDict[tuple[str, int], Outlook] = OrderedDict()
+        self._outlooks: OrderedDict[tuple[str, int], PlansNeeded] = OrderedDict()
         self._outlooks_wanted: dict[tuple[str, int], Waiting] = {}
         self._outlooks_failed: dict[tuple[str, int], tuple[str, float]] = {}  # why, and until when (monotonic seconds)
-        self._outlook_maker: Maker | None = None
+        self._outlook_maker: TaskQueue | None = None
         self._closed = False
-        self.on_plans: Callable[[Question, list[str]], None] = lambda question, names: None
+        self.on_plans: Callable[[CatalogQuestion, list[str]], None] = lambda question, names: None
 
     def close(self) -> None:
         """Ends every filling; what they have made is kept."""
@@ -138,7 +138,7 @@ class Catalogs:
 
     # -- looking up -------------------------------------------------------------------------
 
-    def find(self, question: Question, failed: Iterable[Worker]) -> tuple[Plan, str] | None:
+    def find(self, question: CatalogQuestion, failed: Iterable[Worker]) -> tuple[Plan, str] | None:
         """The stored plan for exactly these failures, and in words where it is from; None: there is none.
 
         A catalog that can't be read is as good as none: whoever asks has just lost a worker. Nor has it any plan for
@@ -156,7 +156,7 @@ class Catalogs:
             return None
         return found.plan, _origin(found.reason, found.plan.metrics, found.plan.solver)
 
-    def located(self, question: Question, failed: tuple[str, ...]) -> Located | None:
+    def located(self, question: CatalogQuestion, failed: tuple[str, ...]) -> Located | None:
         """What `find` would give, not read yet: that of a large plan is for another process."""
         if not _at_home(question):
             return None
@@ -173,13 +173,13 @@ class Catalogs:
         header = catalog.header(found[0])
         return Located(info.model_dump_json(), found[0], stored, _origin(found[1], header.metrics, header.solver))
 
-    def names(self, question: Question) -> frozenset[str]:
+    def names(self, question: CatalogQuestion) -> frozenset[str]:
         """The stored plans of a question. Raises ConsoleError."""
         if not _at_home(question):
             return frozenset()
         return frozenset(self._headers_of(info_of(question).fingerprint))
 
-    def keep(self, question: Question, plan: Plan) -> None:
+    def keep(self, question: CatalogQuestion, plan: Plan) -> None:
         """Adds a plan made elsewhere, unless a better one is stored, or it is too large to be taken apart here."""
         if 3 * plan.job.pipelines * plan.job.stages * plan.job.micro_batches > KEPT_OPS:
             return
@@ -213,7 +213,7 @@ class Catalogs:
         except PlannerError as error:
             raise ConsoleError(422, "invalid", str(error)) from None
 
-    def stored_of(self, question: Question) -> StoredCatalog:
+    def stored_of(self, question: CatalogQuestion) -> StoredCatalog:
         """What is stored for a question, which may be nothing. Raises ConsoleError."""
         return self._opened(info_of(question))
 
@@ -230,13 +230,13 @@ class Catalogs:
             rows = self._store.catalogs()
         return [found for row in reversed(rows) if (found := summary(row)) is not None]
 
-    def report(self, question: Question, tolerance: int, fingerprint: str | None = None) -> CatalogReport | None:
+    def report(self, question: CatalogQuestion, tolerance: int, fingerprint: str | None = None) -> CatalogReport | None:
         """What is planned for up to `tolerance` failures, and what is missing. None: what there is to plan is being
         worked out by another process; ask again. Raises ConsoleError (503) when it can't be.
 
         fingerprint: of a stored catalog that another planner made; by default that of the question.
         """
-        answers: list[tuple[Outlook | None, str]] = []
+        answers: list[tuple[PlansNeeded | None, str]] = []
         self.outlook(question, tolerance, lambda found, why: answers.append((found, why)), most=MAX_WAITING)
         if not answers:
             return None
@@ -246,7 +246,9 @@ class Catalogs:
         named = fingerprint or info_of(question).fingerprint
         return report(question, found, named, self._headers_of(named))
 
-    def outlook(self, question: Question, tolerance: int, done: Done[Outlook], *, most: int | None = None) -> None:
+    def outlook(
+        self, question: CatalogQuestion, tolerance: int, done: Done[PlansNeeded], *, most: int | None = None
+    ) -> None:
         """What there is to plan for. done: called with it, or with None and why there is none: now, where that is known
         or takes a moment, else from a thread of ours. most: so many others may be ahead of it."""
         if is_quick(question, tolerance):
@@ -273,18 +275,18 @@ class Catalogs:
             return "others are being worked out"
         return ""
 
-    def _want(self, key: tuple[str, int], question: Question) -> Waiting:
+    def _want(self, key: tuple[str, int], question: CatalogQuestion) -> Waiting:
         """Who waits for it. Under the lock."""
         if key not in self._outlooks_wanted:
             self._outlooks_wanted[key] = []
             if self._outlook_maker is None:
-                self._outlook_maker = Maker(outlooks.serve, "outlook")
+                self._outlook_maker = TaskQueue(outlooks.serve, "outlook")
                 self._outlook_maker.start(child=False)
             request = OutlookRequest.of("outlook", info_of(question), key[1])
             self._outlook_maker.submit(request, partial(self._outlook_made, key))
         return self._outlooks_wanted[key]
 
-    def _outlook_made(self, key: tuple[str, int], found: Outlook | None, why: str) -> None:
+    def _outlook_made(self, key: tuple[str, int], found: PlansNeeded | None, why: str) -> None:
         with self._lock:
             waiting = self._outlooks_wanted.pop(key)
             if found is not None:
@@ -360,7 +362,7 @@ class Catalogs:
                 filling.state = "cancelled"
                 asked.end()
 
-    def _collect(self, info: CatalogInfo, filling: Filling, asked: Asked) -> None:
+    def _collect(self, info: CatalogInfo, filling: Filling, asked: PendingAnswer) -> None:
         """Stores what the process makes until it says that it is done, or is gone."""
         begin = time.monotonic()
         outcome, why = "", ""
@@ -433,7 +435,7 @@ class Catalogs:
                     self._headers[info.fingerprint].update(headers)
 
 
-def _at_home(question: Question) -> bool:
+def _at_home(question: CatalogQuestion) -> bool:
     """Are its layers where they are without failures? Plans of other layouts are kept in no catalog of the console."""
     return question.job.at_home is question.job
 

@@ -32,7 +32,7 @@ from openrecycle.agent.protocol import (
 )
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.jobs.stored_plans import stored_plan
-from openrecycle.app.jobs.together import Report
+from openrecycle.app.jobs.together import IncomingReport
 from openrecycle.app.observing.service import Observing
 from openrecycle.app.runtime.errors import ConsoleError, plain, storing
 from openrecycle.db.store import Store
@@ -69,10 +69,12 @@ class Reports(ABC):
         job.apply(report.event, beside=[report])
         return Registered(worker=message.worker, generation=job.state.generation)
 
-    def registration(self, job_id: str, message: Registration) -> tuple[LiveJob, Report]:
+    def registration(self, job_id: str, message: Registration) -> tuple[LiveJob, IncomingReport]:
         """For whoever takes many together."""
         process = plain(message.host), message.pid
-        return self.job(job_id), Report(happening.Registered(message.worker, message.incarnation), process)
+        return self.job(job_id), IncomingReport(
+            happening.WorkerRegistered(message.worker, message.incarnation), process
+        )
 
     def heartbeats(self, job_id: str, beats: Sequence[Heartbeat]) -> BatchReply:
         """Each is taken or refused by itself. Touches no database and waits for nothing."""
@@ -108,7 +110,7 @@ class Reports(ABC):
             )
         if message.cause == "exception":
             return job.apply(
-                happening.Raised(message.worker, message.incarnation, message.generation, plain(message.detail))
+                happening.OpRaised(message.worker, message.incarnation, message.generation, plain(message.detail))
             )
         return job.apply(
             happening.TransferBroken(
@@ -120,12 +122,12 @@ class Reports(ABC):
         job, (report,) = self.acknowledgements(job_id, [message])
         return job.apply(report.event, beside=[report])
 
-    def acknowledgements(self, job_id: str, said: Sequence[Acknowledgement]) -> tuple[LiveJob, list[Report]]:
+    def acknowledgements(self, job_id: str, said: Sequence[Acknowledgement]) -> tuple[LiveJob, list[IncomingReport]]:
         """For whoever takes many together."""
-        job, reports = self.job(job_id), list[Report]()
+        job, reports = self.job(job_id), list[IncomingReport]()
         for one in said:
-            event = happening.Acknowledged(one.worker, one.incarnation, one.generation, one.state)
-            reports.append(Report(event, acknowledgement={**one.model_dump(), "at": time.time()}))
+            event = happening.GenerationAcknowledged(one.worker, one.incarnation, one.generation, one.state)
+            reports.append(IncomingReport(event, acknowledgement={**one.model_dump(), "at": time.time()}))
         return job, reports
 
     def meanwhile(self, job_id: str, message: InterimPlan) -> str:
@@ -146,7 +148,7 @@ class Reports(ABC):
         with storing():
             known = plan is not None or stored_plan(self._store, message.plan_fingerprint) is not None
         interim = Interim(message.plan_fingerprint if known else "", failed)
-        return job.apply(happening.Meanwhile(message.generation, interim), plan=plan)
+        return job.apply(happening.InterimPlanUsed(message.generation, interim), plan=plan)
 
     def committed(self, job_id: str, iterations: Sequence[Iteration], age: float = 0.0) -> None:
         """age: seconds since the newest was committed."""

@@ -13,7 +13,7 @@ import orjson
 import structlog
 
 from openrecycle.agent.coordination.events import Note
-from openrecycle.agent.coordination.membership import Ladder
+from openrecycle.agent.coordination.membership import FailureTimeouts
 from openrecycle.agent.protocol import JobCreated, JobSpec, JobState
 from openrecycle.app.console.view import JobSummary
 from openrecycle.app.jobs.live_job import LiveJob
@@ -31,10 +31,10 @@ MAX_WORKERS = 16_384
 MAX_LIVE_WORKERS = 16 * MAX_WORKERS
 
 
-class Jobs(ABC):
+class JobRegistry(ABC):
     """Thread-safe."""
 
-    def __init__(self, store: Store, ladder: Ladder, clock: Callable[[], float]) -> None:
+    def __init__(self, store: Store, ladder: FailureTimeouts, clock: Callable[[], float]) -> None:
         self._store, self.ladder, self._clock = store, ladder, clock
         self._jobs: dict[str, LiveJob] = {}
         self._index = JobIndex(store.database)

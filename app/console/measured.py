@@ -10,7 +10,7 @@ from itertools import pairwise
 from statistics import median
 
 from openrecycle.app.console.service import Console
-from openrecycle.app.observing.measuring import Measured
+from openrecycle.app.observing.measuring import IterationAsRun
 from openrecycle.planner.job import Job, Problem, StageProfile, Worker
 from openrecycle.planner.migration import SECONDS
 from openrecycle.planner.plan import MEASURED, MetricsDoc, Plan, SolverDoc
@@ -86,7 +86,7 @@ def measured_iteration(
     )
 
 
-def as_schedule(found: Measured, planned: Plan) -> Schedule:
+def as_schedule(found: IterationAsRun, planned: Plan) -> Schedule:
     """The ops with the times they had. The job's op times are the medians of those measured, by stage.
 
     A worker alone can't tell its reduction from its wait for peers; all of them together can: a stage's
@@ -116,7 +116,7 @@ def as_schedule(found: Measured, planned: Plan) -> Schedule:
     return Schedule(Problem(job, failed, problem.technique, problem.memory), ops)
 
 
-def _without_waiting(found: Measured) -> Measured:
+def _without_waiting(found: IterationAsRun) -> IterationAsRun:
     """Steps that begin no earlier than the last of their stage's other ops ends."""
     ready: dict[int, int] = {}
     for name, own in found.workers.items():
@@ -160,7 +160,7 @@ def as_plan(schedule: Schedule, planned: Plan) -> Plan:
     )
 
 
-def _measured_job(found: Measured, planned: Job) -> Job:
+def _measured_job(found: IterationAsRun, planned: Job) -> Job:
     """The grid, with the median of each stage's op times in milliseconds, whole microseconds."""
     times: list[dict[str, list[int]]] = [{} for _ in range(planned.stages)]
     for name, own in found.workers.items():
@@ -215,7 +215,7 @@ class _Cache:
         self._lock = threading.Lock()
         self._made: OrderedDict[tuple[str, int, int, float], tuple[Schedule, Plan]] = OrderedDict()
 
-    def get(self, job_id: str, found: Measured, planned: Plan) -> tuple[Schedule, Plan]:
+    def get(self, job_id: str, found: IterationAsRun, planned: Plan) -> tuple[Schedule, Plan]:
         key = (job_id, found.generation, found.iteration, found.at)
         with self._lock:
             if key in self._made:

@@ -13,8 +13,8 @@ from openrecycle.app.console.measured import MeasuredIteration, measured_iterati
 from openrecycle.app.console.service import Console
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.plans.exporting import Export
-from openrecycle.app.plans.page_plans import TIME_LIMIT, Question
-from openrecycle.app.plans.references import IN_FORCE, Made, Measured, OfCatalog, OfJob, Reference, Saved
+from openrecycle.app.plans.page_plans import TIME_LIMIT, PlanQuestion
+from openrecycle.app.plans.references import IN_FORCE, Made, MeasuredReference, OfCatalog, OfJob, Reference, Saved
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.workers.states import RoleState
 from openrecycle.db.store import Record
@@ -51,7 +51,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Awaited:
+class PendingPlan:
     """What is not there yet. words: what it waits for."""
 
     reference: Reference
@@ -59,7 +59,7 @@ class Awaited:
     words: str
 
 
-def find(console: Console, reference: Reference) -> Source | Awaited:
+def find(console: Console, reference: Reference) -> Source | PendingPlan:
     """Raises ConsoleError when nothing stands behind it, or no such plan can be made."""
     match reference:
         case OfJob():
@@ -71,7 +71,7 @@ def find(console: Console, reference: Reference) -> Source | Awaited:
         case OfCatalog(fingerprint, plan_name):
             plan = console.catalogs.plan(fingerprint, plan_name)
             return Source(reference, f"Catalog {fingerprint[:8]}: {without(plan.failed)}", plan)
-        case Measured():
+        case MeasuredReference():
             return _measured(console, reference)
 
 
@@ -136,7 +136,7 @@ def measured_name(console: Console, job_id: str) -> dict[str, str]:
     """The job's measured iteration, unless it can't get one any more."""
     if console.job(job_id).state.over and measured_iteration(console, job_id) is None:
         return {}
-    return {str(Measured(job_id)): "As it ran: the newest measured iteration"}
+    return {str(MeasuredReference(job_id)): "As it ran: the newest measured iteration"}
 
 
 def saved_names(console: Console) -> dict[str, str]:
@@ -188,12 +188,12 @@ def pinned(source: Source) -> Reference:
     match source.reference:
         case OfJob(job_id):
             return OfJob(job_id, source.plan.fingerprint)
-        case Measured(job_id) if source.measured is not None:
-            return Measured(job_id, source.measured.iteration)
+        case MeasuredReference(job_id) if source.measured is not None:
+            return MeasuredReference(job_id, source.measured.iteration)
     return source.reference
 
 
-def _measured(console: Console, reference: Measured) -> Source | Awaited:
+def _measured(console: Console, reference: MeasuredReference) -> Source | PendingPlan:
     job_id, iteration = reference.job_id, reference.iteration
     job = console.job(job_id)
     found = measured_iteration(console, job_id, iteration, watch=True, keep=True)
@@ -205,7 +205,7 @@ def _measured(console: Console, reference: Measured) -> Source | Awaited:
     if job.state.over:
         raise ConsoleError(404, "not_measured", f"no iteration of job {job.spec.name!r} was measured before it ended")
     name = f"{job.spec.name} as it runs"
-    return Awaited(reference, name, "Waiting for all workers of the job to report one iteration op by op.")
+    return PendingPlan(reference, name, "Waiting for all workers of the job to report one iteration op by op.")
 
 
 def _saved_name(console: Console, fingerprint: str) -> str:
@@ -213,17 +213,17 @@ def _saved_name(console: Console, fingerprint: str) -> str:
     return next(found, fingerprint[:12])
 
 
-def _made(console: Console, made: Made) -> Source | Awaited:
+def _made(console: Console, made: Made) -> Source | PendingPlan:
     try:
         job = made.of_slots or console.job(made.grid).job
-        answer = console.plans.making.get(Question(job_doc(job), made.failed, made.technique, made.memory))
+        answer = console.plans.making.get(PlanQuestion(job_doc(job), made.failed, made.technique, made.memory))
     except PlannerError as error:
         raise ConsoleError(422, "invalid", str(error)) from None
     job_id = None if made.of_slots else made.grid
     if not answer.done:
         seconds = time.monotonic() - answer.asked
         words = f"Planning: {made_name(made)} … {seconds:.0f} s of at most about {TIME_LIMIT:.0f} s."
-        return Awaited(made, made_name(made), words)
+        return PendingPlan(made, made_name(made), words)
     if answer.plan is None:
         raise ConsoleError(422, "no_plan", answer.why)
     return Source(made, made_name(made), answer.plan, job_id)

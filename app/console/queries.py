@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from openrecycle.agent.coordination.membership import Ladder
+from openrecycle.agent.coordination.membership import FailureTimeouts
 from openrecycle.app.console.jobs import PastJobs
 from openrecycle.app.console.view import JobHead, JobSummary, JobView
 from openrecycle.app.console.view_builder import SHARED, SHARED_SECONDS, head, job_view, summary
@@ -16,7 +16,7 @@ from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.observing.job_history import Row, changes
 from openrecycle.app.observing.rates import IterationView, recent_rate, share_of
 from openrecycle.app.observing.service import Observing
-from openrecycle.app.plans.service import Plans
+from openrecycle.app.plans.service import PlansService
 from openrecycle.app.runtime.errors import plain, storing, unknown_plan
 from openrecycle.app.workers.sentence import sentence
 from openrecycle.app.workers.states import WorkerStates
@@ -35,12 +35,12 @@ class _Line:
     line: JobSummary
 
 
-class Readings(ABC):
+class Queries(ABC):
     """Thread-safe. Every method raises ConsoleError: for an unknown job, or a database that does not answer."""
 
     _store: Store
-    ladder: Ladder
-    plans: Plans
+    ladder: FailureTimeouts
+    plans: PlansService
     observing: Observing
     past: PastJobs
 

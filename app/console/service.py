@@ -15,25 +15,25 @@ from contextlib import suppress
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from openrecycle.agent.coordination.membership import Ladder
+from openrecycle.agent.coordination.membership import FailureTimeouts
 from openrecycle.agent.protocol import JobSpec
 from openrecycle.app.advice.service import Advising
 from openrecycle.app.catalogs.service import Catalogs
 from openrecycle.app.console.agent_reports import Reports
-from openrecycle.app.console.jobs import MAX_WORKERS, Jobs
+from openrecycle.app.console.jobs import MAX_WORKERS, JobRegistry
 from openrecycle.app.console.operator_actions import Operators
-from openrecycle.app.console.queries import Readings
+from openrecycle.app.console.queries import Queries
 from openrecycle.app.history.service import Histories
 from openrecycle.app.jobs.live_job import TICK_SECONDS, LiveJob
 from openrecycle.app.metrics.exposition import Metrics
 from openrecycle.app.metrics.jobs import OVER_SHOWN, JobMetrics
 from openrecycle.app.observing.service import Observing
-from openrecycle.app.plans.service import Plans
+from openrecycle.app.plans.service import PlansService
 from openrecycle.app.runtime.children import begin_without_pages
 from openrecycle.app.runtime.errors import ConsoleError, storing
 from openrecycle.app.runtime.event_loop_watch import EventLoopWatch
 from openrecycle.app.security.service import Security
-from openrecycle.app.settings import Keep
+from openrecycle.app.settings import RetentionLimits
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 
@@ -49,7 +49,7 @@ PROBE_SECONDS = 1.0
 FLUSH_AT_ONCE = 512
 
 
-class Console(Jobs, Reports, Readings):
+class Console(JobRegistry, Reports, Queries):
     """One per process and database. `start` before use, `close` at the end.
 
     tolerance: plans are made ahead for up to this many failures. keep: how much of its history. pulse: of the event
@@ -60,19 +60,19 @@ class Console(Jobs, Reports, Readings):
         self,
         store: Store,
         *,
-        ladder: Ladder | None = None,
+        ladder: FailureTimeouts | None = None,
         tolerance: int = 2,
-        keep: Keep | None = None,
+        keep: RetentionLimits | None = None,
         pulse: EventLoopWatch | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(store, ladder or Ladder(), clock)
+        super().__init__(store, ladder or FailureTimeouts(), clock)
         self.pulse, self.tolerance = pulse or EventLoopWatch(clock=clock), tolerance
         self.metrics, heartbeat = Metrics(), self.ladder.heartbeat
         self.security = Security(store.database)
         self.operators = Operators(self.job, store)
         self.catalogs = Catalogs(store)
-        self.plans = Plans(
+        self.plans = PlansService(
             *(store, self.catalogs),
             tolerance=tolerance,
             heartbeat=heartbeat,
@@ -81,7 +81,7 @@ class Console(Jobs, Reports, Readings):
             on_made=self.metrics.plan_made,
         )
         cache = self.plans.cache
-        self.observing = Observing(store, heartbeat, cache.get, self.live_jobs, self.job_ids, keep or Keep())
+        self.observing = Observing(store, heartbeat, cache.get, self.live_jobs, self.job_ids, keep or RetentionLimits())
         accounts = self.observing.accounts
         waited = accounts.waiting.of
         self._advising = Advising(store, waited)

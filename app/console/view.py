@@ -14,7 +14,7 @@ from typing import NamedTuple
 from openrecycle.agent.protocol import Doing, JobSpec, JobState, OpKind
 from openrecycle.app.observing.goodput import Figures
 from openrecycle.app.observing.rates import IterationView
-from openrecycle.app.workers.states import Condition, Process, RoleState
+from openrecycle.app.workers.states import Condition, ProcessState, RoleState
 from openrecycle.planner.plan import Plan
 
 
@@ -110,8 +110,8 @@ class JobView:
     advice: str | None = None
     figures: Figures | None = None
     condition: Condition = Condition.RUNNING
-    missing: tuple[Process, ...] = ()
-    moved: tuple[Process, ...] = ()
+    missing: tuple[ProcessState, ...] = ()
+    moved: tuple[ProcessState, ...] = ()
     waits_since: float | None = None
     plan_words: str = ""
     held: tuple[int, ...] = ()

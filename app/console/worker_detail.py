@@ -22,7 +22,7 @@ _EVENT = ("seq", "at", "severity", "kind", "worker", "text", "count", "last_at")
 
 
 @dataclass(frozen=True)
-class Stay:
+class StateInterval:
     """The worker was in `state` from `begin` to `end` (POSIX seconds); the last stay ends now."""
 
     state: str
@@ -47,7 +47,7 @@ class WorkerDetail:
     that it holds at most at once by the plan in force, None when it has no part in it. held, coming: as in JobView."""
 
     worker: WorkerView
-    stays: tuple[Stay, ...]
+    stays: tuple[StateInterval, ...]
     op_times: tuple[OpTime, ...]
     events: tuple[EventView, ...]
     log: tuple[LogLine, ...]
@@ -71,7 +71,7 @@ def worker_detail(console: Console, view: JobView, name: str, now: float) -> Wor
     return WorkerDetail(
         worker,
         tuple(
-            Stay(BEFORE.get(row["state"]) or row["state"], row["at"], max(end, row["at"]))
+            StateInterval(BEFORE.get(row["state"]) or row["state"], row["at"], max(end, row["at"]))
             for row, end in zip(states, ends, strict=True)
         ),
         _op_times(job, view, worker),

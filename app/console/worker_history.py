@@ -21,7 +21,7 @@ Values = tuple[float | None, ...]
 
 
 @dataclass(frozen=True)
-class Metric:
+class MetricSeries:
     """One entry per sample; None where no heartbeat of it brought this metric."""
 
     low: Values
@@ -44,7 +44,7 @@ class Series:
     beats: tuple[int, ...]
     iteration: tuple[int, ...]
     phase: tuple[str, ...]
-    metrics: dict[str, Metric]
+    metrics: dict[str, MetricSeries]
 
 
 def worker_history(
@@ -73,7 +73,7 @@ def worker_history(
     metrics = {}
     for i, name in enumerate(METRICS):
         if samples.counts[:, i].any():
-            metrics[name] = Metric(*(_values(getattr(samples, kind)[:, i]) for kind in ("low", "mean", "high")))
+            metrics[name] = MetricSeries(*(_values(getattr(samples, kind)[:, i]) for kind in ("low", "mean", "high")))
     return Series(
         worker=worker,
         step=int(level),

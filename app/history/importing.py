@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 
 from openrecycle.app.history.reading import History, HistoryError, importable
-from openrecycle.app.history.tables import Format, format_of
+from openrecycle.app.history.tables import TableFormat, format_of
 from openrecycle.db.job_index import OVER
 from openrecycle.db.job_rows import IMPORTING, JobRows, Record
 from openrecycle.db.session import Database
@@ -117,7 +117,7 @@ def _store(rows: JobRows, history: History, job_id: str, rest: Callable[[float],
             rest(REST)
 
 
-def _batches(history: History, form: Format) -> Iterator[list[Record]]:
+def _batches(history: History, form: TableFormat) -> Iterator[list[Record]]:
     """A row that brings a plan along, which may be large, has few others beside it."""
     size = 8 if form.name in ("job_plan", "generation") else BATCH
     lines = history.lines(form.name)

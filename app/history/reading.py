@@ -20,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 
 from openrecycle.agent.protocol import JobSpec
 from openrecycle.app.history.archive import EXPORTED, IMPORTED, MANIFEST, Entry, Manifest, plan_file, table_file
-from openrecycle.app.history.tables import Format, format_of
+from openrecycle.app.history.tables import TableFormat, format_of
 from openrecycle.db.heartbeats import GROUP
 from openrecycle.db.samples import BlockError, unpack
 from openrecycle.planner.check import check
@@ -311,5 +311,5 @@ def _first(error: ValidationError) -> str:
     return f"{place or 'the line'}: {first['msg']}"
 
 
-def importable() -> list[Format]:
+def importable() -> list[TableFormat]:
     return [format_of(name) for name in IMPORTED if name != "job"]

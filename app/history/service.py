@@ -38,7 +38,7 @@ FOLLOW_SECONDS = 5.0
 _ALIVE = (WorkerState.RUNNING, WorkerState.SUSPECT, WorkerState.REJOINING)
 
 
-class Jobs(Protocol):
+class JobReader(Protocol):
     """What is asked of the console's jobs."""
 
     def job(self, job_id: str) -> LiveJob:
@@ -54,7 +54,7 @@ class Jobs(Protocol):
 class Histories:
     """One per console. Thread-safe; export and take_in are called in an event loop."""
 
-    def __init__(self, jobs: Jobs, database: Database) -> None:
+    def __init__(self, jobs: JobReader, database: Database) -> None:
         self._jobs, self._database = jobs, database
         self._rows = JobRows(database)
         self._busy = threading.Lock()

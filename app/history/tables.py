@@ -16,7 +16,7 @@ from sqlalchemy import BigInteger, Boolean, Column, Double, Integer, LargeBinary
 
 from openrecycle.agent.coordination.membership import LEAST_PATIENCE, MOST_PATIENCE, Mode
 from openrecycle.agent.protocol import Identifier, JobSpec, Milliseconds, Name, OpKind, WorkerName, WorkerState
-from openrecycle.app.observing.measuring import Measured
+from openrecycle.app.observing.measuring import IterationAsRun
 from openrecycle.app.workers.states import RoleState
 from openrecycle.db.job_rows import table
 from openrecycle.planner.job import MAX_LAYERS
@@ -98,7 +98,7 @@ _STRICTER: dict[str, Any] = {
     "iteration.skipped": list[Annotated[int, Field(ge=0, le=2**53)]],
     "iteration.loss_hex": Annotated[str, StringConstraints(max_length=40, strict=True), AfterValidator(_no_nul)],
     "recovery.worker": WorkerName,
-    "measured_iteration.document": Measured,
+    "measured_iteration.document": IterationAsRun,
     "worker_state.worker": WorkerName,
     "worker_state.state": RoleState | WorkerState,
     "command.kind": Literal["kill", "restart", "pause", "resume"],
@@ -108,7 +108,7 @@ _STRICTER: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Format:
+class TableFormat:
     """One table: the model of its lines, and its key; both without the job's id.
 
     key: columns in which lines rise strictly; () where equal lines may follow each other. single: there
@@ -144,7 +144,7 @@ class Format:
 
 
 @cache
-def format_of(name: str) -> Format:
+def format_of(name: str) -> TableFormat:
     columns = [c for c in table(name).columns if c.name != JOB_COLUMN and c.name not in LEFT_OUT.get(name, ())]
     fields: dict[str, Any] = {}
     write: dict[str, Callable[[Any], Any]] = {}
@@ -167,7 +167,7 @@ def format_of(name: str) -> Format:
         name, __config__=ConfigDict(extra="forbid", protected_namespaces=(), use_enum_values=True), **fields
     )
     key = tuple(c.name for c in table(name).primary_key.columns if c.name != JOB_COLUMN)
-    return Format(name, model, () if key == ("id",) else key, not key, write, read)
+    return TableFormat(name, model, () if key == ("id",) else key, not key, write, read)
 
 
 def _type(column: Column[Any]) -> Any:

@@ -17,7 +17,7 @@ from openrecycle.planner.catalog import Catalog
 from openrecycle.planner.check import checked
 from openrecycle.planner.errors import PlannerError
 from openrecycle.planner.job import Job, MemoryLimit, Technique, Worker
-from openrecycle.planner.packed import Question, storable
+from openrecycle.planner.packed import CatalogQuestion, storable
 from openrecycle.planner.plan import Plan
 
 log = structlog.get_logger()
@@ -25,10 +25,10 @@ log = structlog.get_logger()
 # Below this many ops a plan that is missing is made at once, by the thread that needs it: a few ms.
 INLINE_OPS = 1_500
 
-LookUp = Callable[[Question, frozenset[Worker]], tuple[Plan, str] | None]
+LookUp = Callable[[CatalogQuestion, frozenset[Worker]], tuple[Plan, str] | None]
 
 
-class PlannedJob(ABC):
+class JobPlans(ABC):
     """Thread-safe. look_up: a plan made ahead that is kept elsewhere, and where it is from."""
 
     state: State
@@ -69,9 +69,9 @@ class PlannedJob(ABC):
         self.catalog.at(plan.partition).add(plan)
 
     @property
-    def question(self) -> Question:
+    def question(self) -> CatalogQuestion:
         """What all plans of the job have in common."""
-        return Question(self.job, self.catalog.technique, self.catalog.memory)
+        return CatalogQuestion(self.job, self.catalog.technique, self.catalog.memory)
 
     @property
     def ops(self) -> int:

@@ -18,11 +18,11 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from openrecycle.agent.coordination import coordinator, membership
 from openrecycle.agent.coordination.events import (
-    Beat,
     ConsoleRestarted,
     Decision,
     Event,
-    Heard,
+    HeartbeatsReceived,
+    LastHeartbeat,
     NeedPlan,
     Note,
     OpenGeneration,
@@ -30,11 +30,11 @@ from openrecycle.agent.coordination.events import (
     Stalled,
     Tick,
 )
-from openrecycle.agent.coordination.membership import Ladder, Member, State
+from openrecycle.agent.coordination.membership import FailureTimeouts, Member, State
 from openrecycle.agent.protocol import Command, Deployment, Heartbeat, JobSpec
 from openrecycle.app.jobs.baseline import Baseline, read_baseline
 from openrecycle.app.jobs.folding import LOOK_BACK, Folding
-from openrecycle.app.jobs.job_plans import LookUp, PlannedJob
+from openrecycle.app.jobs.job_plans import JobPlans, LookUp
 from openrecycle.app.jobs.op_times import OpTimes
 from openrecycle.app.jobs.recording import Recording
 from openrecycle.app.jobs.records import (
@@ -53,12 +53,12 @@ from openrecycle.app.jobs.records import (
     waits_row,
 )
 from openrecycle.app.jobs.stored_plans import stored_plan
-from openrecycle.app.jobs.together import Report, processes_of, run_together
+from openrecycle.app.jobs.together import IncomingReport, processes_of, run_together
 from openrecycle.app.jobs.waiting import Wait, after_change, pauses, read_waits
 from openrecycle.app.runtime.errors import ConsoleError, refused, unavailable, unknown_job
 from openrecycle.app.runtime.notify import Topic
-from openrecycle.app.workers.states import Process, WorkerStates, follow
-from openrecycle.db.store import Change, Record, Store
+from openrecycle.app.workers.states import ProcessState, WorkerStates, follow
+from openrecycle.db.store import JobUpdate, Record, Store
 from openrecycle.planner.errors import PlannerError
 from openrecycle.planner.packed import storable
 from openrecycle.planner.plan import Plan
@@ -80,7 +80,7 @@ class PlanRun(NamedTuple):
     words: str
 
 
-class LiveJob(PlannedJob):
+class LiveJob(JobPlans):
     """Thread-safe. want_plan: called with the failed workers when a plan has to be made elsewhere;
     the answer comes back as a PlanReady or PlanRefused event. on_generation: called after a generation has
     opened. look_up: a plan made ahead that is kept elsewhere, and where it is from."""
@@ -92,7 +92,7 @@ class LiveJob(PlannedJob):
         created_at: float,
         *,
         store: Store,
-        ladder: Ladder,
+        ladder: FailureTimeouts,
         want_plan: Callable[[LiveJob, tuple[str, ...]], None],
         on_generation: Callable[[LiveJob], None],
         look_up: LookUp = lambda question, failed: None,
@@ -118,7 +118,7 @@ class LiveJob(PlannedJob):
         self.op_times = OpTimes()
         self.recording = Recording(self.state.members, spec.stages)
         self.slow: dict[str, float] = {}  # workers, and how many times the others' op times they take
-        self.processes: dict[str, Process] = {}  # by incarnation, those that came first first
+        self.processes: dict[str, ProcessState] = {}  # by incarnation, those that came first first
         self.commands: list[Command] = []
         self.held: list[tuple[str, float]] = []  # `pause` or `resume`, and when (POSIX seconds)
         self.choices: tuple[Wait, ...] = ()  # when it waited for one
@@ -206,7 +206,7 @@ class LiveJob(PlannedJob):
         self,
         event: Event,
         *,
-        beside: Sequence[Report] = (),
+        beside: Sequence[IncomingReport] = (),
         plan: Plan | None = None,
         audit: Record | None = None,
         now: float | None = None,
@@ -245,7 +245,7 @@ class LiveJob(PlannedJob):
             self._on_generation(self)
         return reason
 
-    def apply_all(self, reports: Sequence[Report]) -> list[str | ConsoleError]:
+    def apply_all(self, reports: Sequence[IncomingReport]) -> list[str | ConsoleError]:
         """Takes reports as `apply` would take each, with few transactions; the reason or the error of each."""
         out: list[str | ConsoleError] = []
         while left := reports[len(out) :]:
@@ -255,7 +255,7 @@ class LiveJob(PlannedJob):
                 out += [error] * (len(left) if error.status == 503 else 1)
         return out
 
-    def _apply_quiet(self, reports: Sequence[Report]) -> list[str | ConsoleError]:
+    def _apply_quiet(self, reports: Sequence[IncomingReport]) -> list[str | ConsoleError]:
         """Those up to the first that asks for a plan, in one transaction. Raises ConsoleError if it fails."""
         with self.writing():
             state, notes, answers = run_together(self.state, reports, self._clock(), self.ladder)
@@ -264,7 +264,7 @@ class LiveJob(PlannedJob):
         self._publish(change)
         return [refused(answer.code, answer.detail) if isinstance(answer, Refuse) else answer for answer in answers]
 
-    def _publish(self, change: Change) -> None:
+    def _publish(self, change: JobUpdate) -> None:
         if change:
             self.topic.publish()
         if self._published_generation != self.state.generation:
@@ -309,7 +309,7 @@ class LiveJob(PlannedJob):
 
     def take_heartbeats(self) -> None:
         """Gives the coordinator, and the next write to the database, what came in since the last call."""
-        beats: dict[str, Beat] = {}
+        beats: dict[str, LastHeartbeat] = {}
         news: list[tuple[Heartbeat, float]] = []
         fresh, contacts, at = self._fresh, self.contacts, time.time()
         while fresh:
@@ -320,12 +320,12 @@ class LiveJob(PlannedJob):
                 # An older one that came late still shows that the worker lives, and no more.
                 contacts[name] = Contact(beat, at)
                 news.append(arrived)
-            beats[name] = Beat(incarnation, heard, beat.phase == "draining")
+            beats[name] = LastHeartbeat(incarnation, heard, beat.phase == "draining")
         if beats:
             self.op_times.report(beat for beat, _ in news)
             self.recording.take(news)
             self._unsaved.update(dict.fromkeys(beat.worker for beat, _ in news))
-            self.apply(Heard(beats))
+            self.apply(HeartbeatsReceived(beats))
 
     def unsaved_contacts(self, most: int) -> list[Record]:
         """Worker columns out of the heartbeats since the last call, of `most` workers at most: those first that have
@@ -347,7 +347,7 @@ class LiveJob(PlannedJob):
         """Stores lines of the event feed that come from no step of the coordinator."""
         with self.writing():
             fresh, repeats = self._folding.split(notes, time.time())
-            self._save(Change(events=self.note(fresh), audit=audit, repeats=repeats))
+            self._save(JobUpdate(events=self.note(fresh), audit=audit, repeats=repeats))
         self.topic.publish()
 
     def stored(self, events: int = 0) -> None:
@@ -365,7 +365,7 @@ class LiveJob(PlannedJob):
         """What its throughput is measured by from now on. Raises ConsoleError."""
         with self.writing():
             self._save(
-                Change(job={"baseline": baseline.to_json()}, events=self.note([note] if note else []), audit=audit)
+                JobUpdate(job={"baseline": baseline.to_json()}, events=self.note([note] if note else []), audit=audit)
             )
             self.baseline = baseline
         self.topic.publish()
@@ -376,9 +376,9 @@ class LiveJob(PlannedJob):
         new: State,
         decisions: Sequence[Decision],
         plan: Plan | None,
-        reports: Sequence[Report],
+        reports: Sequence[IncomingReport],
         audit: Record | None,
-    ) -> Change:
+    ) -> JobUpdate:
         """Stores that `old` has become `new`, and then has it so here."""
         now = time.time()
         workers = [member_row(member) for name, member in new.members.items() if differs(member, old.members[name])]
@@ -391,7 +391,7 @@ class LiveJob(PlannedJob):
         opened = next((d.generation for d in decisions if isinstance(d, OpenGeneration)), None)
         later = later_columns(old, new)
         fresh, repeats = self._folding.split((d for d in decisions if isinstance(d, Note)), now)
-        change = Change(
+        change = JobUpdate(
             job=job_columns(old, new) | (waits_row(choices) if choices != self.choices else {}),
             workers=list(rows.values()),
             plan=(plan.fingerprint, storable(plan), plan.failed, False) if (opened or later) and plan else None,
@@ -408,7 +408,7 @@ class LiveJob(PlannedJob):
         self.state, self.processes, self.choices = new, known, choices
         return change
 
-    def _save(self, change: Change) -> None:
+    def _save(self, change: JobUpdate) -> None:
         if change:
             self._store.apply(self.job_id, change)
             self._event_seq += len(change.events)

@@ -18,12 +18,12 @@ from openrecycle.agent.coordination.membership import (
     Interim,
     Member,
     Mode,
-    Pending,
+    PendingGeneration,
     State,
 )
 from openrecycle.agent.protocol import Heartbeat, JobSpec, JobState, WorkerState
 from openrecycle.app.jobs.waiting import Wait
-from openrecycle.app.workers.states import Process, WorkerStates
+from openrecycle.app.workers.states import ProcessState, WorkerStates
 from openrecycle.db.store import Record, Store
 
 # Of the processes that were started for one place, the newest so many.
@@ -120,10 +120,10 @@ def _moves_text(state: State) -> str:
     return json.dumps(state.pending.moves if state.pending else ())
 
 
-def _read_pending(row: Record) -> Pending | None:
+def _read_pending(row: Record) -> PendingGeneration | None:
     """A generation that was to open is worked out anew; of its moves nobody but the database knows."""
     moves = tuple((source, to) for source, to in json.loads(row["moves"]))
-    return Pending((), (), (), "", moves) if moves else None
+    return PendingGeneration((), (), (), "", moves) if moves else None
 
 
 def generation_row(generation: Generation) -> Record:
@@ -247,9 +247,9 @@ def state_rows(old: WorkerStates, new: WorkerStates, at: float) -> list[Record]:
     return rows
 
 
-def process_rows(known: Mapping[str, Process], changed: Mapping[str, Process]) -> list[Record]:
+def process_rows(known: Mapping[str, ProcessState], changed: Mapping[str, ProcessState]) -> list[Record]:
     """The worker columns of the places that processes were started for, where one of those has changed."""
-    of: dict[str, list[Process]] = {process.slot: [] for process in changed.values()}
+    of: dict[str, list[ProcessState]] = {process.slot: [] for process in changed.values()}
     for process in known.values() if of else ():
         if process.slot in of:
             of[process.slot].append(process)
@@ -261,11 +261,11 @@ def process_rows(known: Mapping[str, Process], changed: Mapping[str, Process]) -
     return rows
 
 
-def read_processes(rows: Iterable[Record]) -> dict[str, Process]:
+def read_processes(rows: Iterable[Record]) -> dict[str, ProcessState]:
     """By incarnation, those that came first first."""
     found = []
     for row in rows:
         for incarnation, host, pid, held, ended, detail in json.loads(row["processes"]):
             roles = tuple((str(role), float(since)) for role, since in held)
-            found.append(Process(incarnation, host, pid, roles, ended, detail))
+            found.append(ProcessState(incarnation, host, pid, roles, ended, detail))
     return {process.incarnation: process for process in sorted(found, key=lambda p: p.since)}

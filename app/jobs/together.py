@@ -7,22 +7,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from openrecycle.agent.coordination.coordinator import step
-from openrecycle.agent.coordination.events import Acknowledged, Note, Refuse, Registered
-from openrecycle.agent.coordination.membership import Ladder, State
+from openrecycle.agent.coordination.events import GenerationAcknowledged, Note, Refuse, WorkerRegistered
+from openrecycle.agent.coordination.membership import FailureTimeouts, State
 
 
 @dataclass(frozen=True)
-class Report:
+class IncomingReport:
     """An event, and what is stored beside it if it is accepted. process: (host, pid) of a worker that
     registers. acknowledgement: a row."""
 
-    event: Registered | Acknowledged
+    event: WorkerRegistered | GenerationAcknowledged
     process: tuple[str, int] | None = None
     acknowledgement: Mapping[str, Any] | None = None
 
 
 def run_together(
-    state: State, reports: Sequence[Report], now: float, ladder: Ladder
+    state: State, reports: Sequence[IncomingReport], now: float, ladder: FailureTimeouts
 ) -> tuple[State, list[Note], list[str | Refuse]]:
     """Takes reports up to the first one that asks for a plan or opens a generation, which is not taken.
 
@@ -41,6 +41,6 @@ def run_together(
     return state, notes, answers
 
 
-def processes_of(reports: Iterable[Report]) -> dict[str, tuple[str, int]]:
+def processes_of(reports: Iterable[IncomingReport]) -> dict[str, tuple[str, int]]:
     """(host, pid) of those that registered, by incarnation."""
     return {report.event.incarnation: report.process for report in reports if report.process}

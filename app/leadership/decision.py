@@ -9,7 +9,7 @@ from openrecycle.db.leadership import Lease
 
 
 @dataclass(frozen=True)
-class Times:
+class LeaseTimes:
     """Seconds. renew: between two renewals of the lease. lease: without renewal, after which it has run out.
     poll: between two looks of a console that does not lead. A takeover takes at most about lease + 2 poll,
     and the reading of the jobs."""
@@ -45,7 +45,7 @@ class Decision:
     reason: str
 
 
-def decide(me: str, term: int | None, seen: Seen, times: Times) -> Decision:
+def decide(me: str, term: int | None, seen: Seen, times: LeaseTimes) -> Decision:
     """me: this console. term: the one in which it leads, or None."""
     return _waiting(me, seen, times) if term is None else _leading(me, term, seen)
 
@@ -61,7 +61,7 @@ def _leading(me: str, term: int, seen: Seen) -> Decision:
     return Decision(Action.STAY, f"this console leads (term {term})")
 
 
-def _waiting(me: str, seen: Seen, times: Times) -> Decision:
+def _waiting(me: str, seen: Seen, times: LeaseTimes) -> Decision:
     if not seen.reached:
         return Decision(Action.WAIT, "the database does not answer; nobody is known to lead")
     lease = seen.lease

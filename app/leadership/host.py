@@ -22,7 +22,7 @@ log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
-class Seat:
+class ActiveConsole:
     """A console that is up, its database, and the term in which it leads (None: nobody else could)."""
 
     console: Console
@@ -53,7 +53,7 @@ class ConsoleHost:
         self.shown_url = shown_url
         self._guarded, self._standby_tokens = guarded, standby_tokens
         self._standby: _Standby | None = None
-        self._seat: Seat | None = None
+        self._seat: ActiveConsole | None = None
         self._failed: int | None = None  # the term in which the jobs could not be taken up
         self._lost: list[Callable[[], None]] = []
         self._stop = threading.Event()
@@ -164,7 +164,7 @@ class ConsoleHost:
             raise
         self._end_standby()
         set_console(console)
-        self._seat = Seat(console, database, term)
+        self._seat = ActiveConsole(console, database, term)
 
     def _down(self) -> None:
         seat, self._seat = self._seat, None

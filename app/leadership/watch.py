@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from openrecycle.app.leadership.decision import Action, Decision, Seen, Times, decide
+from openrecycle.app.leadership.decision import Action, Decision, LeaseTimes, Seen, decide
 from openrecycle.db.leadership import LeaderSession, Lease
 from openrecycle.db.session import Database, DatabaseError
 
@@ -60,10 +60,10 @@ class Leadership:
         address: str,
         *,
         prepare: Callable[[], None],
-        times: Times | None = None,
+        times: LeaseTimes | None = None,
         clock: Callable[[], float] = boot_seconds,
     ) -> None:
-        self.times = times or Times()
+        self.times = times or LeaseTimes()
         self._database, self._me, self._address = database, me, address
         self._prepare, self._clock = prepare, clock
         self._session: LeaderSession | None = None

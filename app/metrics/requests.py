@@ -44,7 +44,7 @@ class Metering:
             self.metrics.latency.labels(method, route).observe(time.perf_counter() - began)
 
 
-class Named:
+class NamedRoutes:
     """Around FastAPI: tells Metering which of its routes a request has taken. What is between them may hand
     on copies of the scope, but not of what is in it."""
 

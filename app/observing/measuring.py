@@ -51,7 +51,7 @@ class WorkerOps(BaseModel):
     durations_us: tuple[int, ...]
 
 
-class Measured(BaseModel):
+class IterationAsRun(BaseModel):
     """One iteration as it ran. at: POSIX seconds. uncertainty_us: by how much times of workers of
     different hosts may be shifted against each other (0: one host)."""
 
@@ -64,7 +64,7 @@ class Measured(BaseModel):
 
 
 @dataclass(frozen=True)
-class Wish:
+class TimelineRequest:
     """until: monotonic seconds, when it is given up."""
 
     iteration: int
@@ -75,7 +75,7 @@ class Wish:
 
 
 @dataclass
-class Progress:
+class CommitRate:
     """How fast a job commits iterations, from looking at it now and then."""
 
     at: float
@@ -100,10 +100,10 @@ class Progress:
 class Measurement:
     """Of one job. wish: read by heartbeats without the lock. kept: iterations that links name, oldest first."""
 
-    progress: Progress
-    wish: Wish | None = None
+    progress: CommitRate
+    wish: TimelineRequest | None = None
     parts: dict[str, MeasuredOps] = field(default_factory=dict)
-    newest: Measured | None = None
+    newest: IterationAsRun | None = None
     kept: list[int] = field(default_factory=list)
     done_at: float = -math.inf
     watched_until: float = -math.inf
@@ -117,7 +117,7 @@ class Measuring:
     def __init__(self, store: Observations, heartbeat: float, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._store, self._heartbeat, self._clock = store, heartbeat, clock
         self._of: dict[str, Measurement] = {}
-        self._read: OrderedDict[tuple[str, int], Measured] = OrderedDict()
+        self._read: OrderedDict[tuple[str, int], IterationAsRun] = OrderedDict()
         self._lock = threading.Lock()
 
     # -- asked ------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ class Measuring:
         wish = found.wish if found else None
         return wish.iteration if wish else None
 
-    def newest(self, job: LiveJob, *, watch: bool = False, keep: bool = False) -> Measured | None:
+    def newest(self, job: LiveJob, *, watch: bool = False, keep: bool = False) -> IterationAsRun | None:
         """The newest iteration that is measured. watch: somebody looks, so have it measured again soon. keep: a link
         to it is made."""
         with self._lock:
@@ -139,7 +139,7 @@ class Measuring:
                 _keep(found.kept, found.newest.iteration, _most_kept(job))
             return found.newest
 
-    def kept(self, job: LiveJob, iteration: int) -> Measured | None:
+    def kept(self, job: LiveJob, iteration: int) -> IterationAsRun | None:
         """One that was measured, as long as it is kept: longest if it is looked at."""
         with self._lock:
             found = self._measurement(job)
@@ -211,7 +211,9 @@ class Measuring:
                 return
             until = now + 2 * (ahead + 4 * seconds) + 4 * self._heartbeat + 2.0
             found.parts = {}
-            found.wish = Wish(iteration, current.number, frozenset(current.living), current.plan_fingerprint, until)
+            found.wish = TimelineRequest(
+                iteration, current.number, frozenset(current.living), current.plan_fingerprint, until
+            )
 
     # -- details ----------------------------------------------------------------------------
 
@@ -228,7 +230,7 @@ class Measuring:
         found = self._of.get(job.job_id)
         if found is None:
             state = job.state
-            found = Measurement(Progress(self._clock(), state.committed, state.generation))
+            found = Measurement(CommitRate(self._clock(), state.committed, state.generation))
             found.newest = self._stored(job.job_id)
             found.kept = self._stored_kept(job)
             self._of[job.job_id] = found
@@ -243,16 +245,16 @@ class Measuring:
             )
             return []
 
-    def _stored(self, job_id: str, iteration: int | None = None) -> Measured | None:
+    def _stored(self, job_id: str, iteration: int | None = None) -> IterationAsRun | None:
         try:
             text = self._store.measured(job_id, iteration)
-            return None if text is None else Measured.model_validate_json(text)
+            return None if text is None else IterationAsRun.model_validate_json(text)
         except (SQLAlchemyError, ValueError) as error:
             log.warning("a stored measured iteration is not used", job=job_id, reason=type(error).__name__)
             return None
 
 
-def assemble(parts: Mapping[str, MeasuredOps], plan_fingerprint: str, at: float) -> Measured:
+def assemble(parts: Mapping[str, MeasuredOps], plan_fingerprint: str, at: float) -> IterationAsRun:
     """Puts the workers' parts of one iteration on one time axis.
 
     Workers with one clock need no alignment; between clocks, each clock's best reading counts.
@@ -266,7 +268,7 @@ def assemble(parts: Mapping[str, MeasuredOps], plan_fingerprint: str, at: float)
     first = min(begins[name] + min(part.starts_us) for name, part in parts.items())
     uncertain = sorted((part.uncertainty_us for part in clocks.values()), reverse=True)
     any_part = next(iter(parts.values()))
-    return Measured(
+    return IterationAsRun(
         iteration=any_part.iteration,
         generation=any_part.generation,
         plan_fingerprint=plan_fingerprint,

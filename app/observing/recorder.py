@@ -15,8 +15,8 @@ import structlog
 from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 
 from openrecycle.app.jobs.live_job import LiveJob
-from openrecycle.app.settings import Keep
-from openrecycle.db.heartbeats import Heartbeats, Level
+from openrecycle.app.settings import RetentionLimits
+from openrecycle.db.heartbeats import HeartbeatStore, Level
 from openrecycle.db.retention import Retention
 from openrecycle.db.samples import Samples
 from openrecycle.db.session import Database
@@ -44,11 +44,11 @@ class Recorder:
         self,
         database: Database,
         jobs: Callable[[], Iterable[LiveJob]],
-        keep: Keep,
+        keep: RetentionLimits,
         job_ids: Callable[[], Iterable[str]],
     ) -> None:
         self.keep = keep
-        self.heartbeats = Heartbeats(database)
+        self.heartbeats = HeartbeatStore(database)
         self._retention = Retention(database)
         self._jobs, self._job_ids = jobs, job_ids
         self._unsaved: deque[tuple[str, Sequence[Samples]]] = deque(maxlen=_WAITING)

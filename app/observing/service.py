@@ -13,7 +13,7 @@ from openrecycle.app.observing.goodput import Accounts
 from openrecycle.app.observing.measuring import Measuring
 from openrecycle.app.observing.recorder import Recorder
 from openrecycle.app.observing.rollout import RollOuts
-from openrecycle.app.settings import Keep
+from openrecycle.app.settings import RetentionLimits
 from openrecycle.db.observations import Observations
 from openrecycle.db.store import Store
 from openrecycle.planner.plan import Plan
@@ -30,7 +30,7 @@ class Observing:
         plan: Callable[[str], Plan | None],
         jobs: Callable[[], list[LiveJob]],
         job_ids: Callable[[], list[str]],
-        keep: Keep,
+        keep: RetentionLimits,
     ) -> None:
         self.observations = Observations(store.database)
         self.measuring = Measuring(self.observations, heartbeat)

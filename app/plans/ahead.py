@@ -11,7 +11,7 @@ import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
 from openrecycle.app.catalogs.fill import CatalogRequest
-from openrecycle.app.catalogs.outlook import MOST, Outlook
+from openrecycle.app.catalogs.outlook import MOST, PlansNeeded
 from openrecycle.app.catalogs.service import KEPT_OPS, Catalogs, info_of
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.plans.plan_requests import LookUpRequest, PlanRequest, plan_maker
@@ -33,7 +33,7 @@ HELD_OPS = 400_000
 NEXT_WORKERS = 512
 
 
-class Planning:
+class JobPlanner:
     """Plans of all jobs come out of the catalogs, and else out of one child process.
 
     tolerance: failures planned for from the start. on_made: called with each plan that the child makes.
@@ -64,7 +64,7 @@ class Planning:
         asked = job.job
         job.plans_to_make, job.planned_ahead = 1, 0  # the fault-free one, until it is known how many there are
 
-        def take(outlook: Outlook | None, why: str) -> None:
+        def take(outlook: PlansNeeded | None, why: str) -> None:
             if job.job is not asked or job.state.over:
                 return  # its workers' speeds have changed since
             job.plans_to_make = 0
@@ -156,7 +156,7 @@ class Planning:
             for name in names:
                 job.file_plan(stored.plan(name))
 
-    def _fill(self, job: LiveJob, outlook: Outlook) -> None:
+    def _fill(self, job: LiveJob, outlook: PlansNeeded) -> None:
         """Has the catalog filled for as many failures as have few enough patterns, up to the tolerance."""
         tolerances = range(outlook.tolerance, -1, -1)
         listed = ((t, outlook.listed(t, LISTED)) for t in tolerances)

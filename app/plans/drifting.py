@@ -18,10 +18,10 @@ from openrecycle.agent.coordination.choosing import out
 from openrecycle.agent.coordination.events import Note, UsePlan
 from openrecycle.agent.protocol import OpKind
 from openrecycle.app.jobs.live_job import LiveJob
-from openrecycle.app.plans.ahead import Planning
+from openrecycle.app.plans.ahead import JobPlanner
 from openrecycle.app.plans.worth import gain
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.planner.drift import Drift, DriftState, Limits, Ratios, assumed, drifted, forget, observe
+from openrecycle.planner.drift import Drift, DriftLimits, DriftState, Ratios, assumed, drifted, forget, observe
 from openrecycle.planner.errors import PlannerError
 from openrecycle.planner.job import Job, Worker
 from openrecycle.planner.migration import SECONDS
@@ -30,7 +30,7 @@ from openrecycle.planner.words import percent
 
 log = structlog.get_logger()
 
-LIMITS = Limits(slow=1.3, well=1.15, window=20)
+LIMITS = DriftLimits(slow=1.3, well=1.15, window=20)
 # A plan that is quicker by less is not worth the iteration that a new generation costs.
 LEAST_GAIN = 0.03
 # Above this an order is not played through with other op times: the new plan is taken.
@@ -65,11 +65,11 @@ class Drifting:
 
     def __init__(
         self,
-        planning: Planning,
+        planning: JobPlanner,
         plan: Callable[[str], Plan | None],
         heartbeat: float,
         *,
-        limits: Limits = LIMITS,
+        limits: DriftLimits = LIMITS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._planning, self._plan = planning, plan

@@ -40,7 +40,7 @@ class Refusal:
 
 
 @dataclass(frozen=True)
-class Offer:
+class ExportOffer:
     """One format of one plan. pipeline: the one that the file holds, where it can't hold all."""
 
     name: str
@@ -65,7 +65,7 @@ class Export:
     job_id: str | None = None
 
 
-def offers(plan: Plan, name: str, job_id: str | None = None) -> list[Offer]:
+def offers(plan: Plan, name: str, job_id: str | None = None) -> list[ExportOffer]:
     """Every format, those that are refused for this plan too. job_id: of the job that the plan belongs to."""
     stem = file_stem(plan, name, job_id)
     out = []
@@ -74,12 +74,12 @@ def offers(plan: Plan, name: str, job_id: str | None = None) -> list[Offer]:
         pipeline = 0 if entry.name == "torch-csv" else None
         title = entry.title + (", pipeline 0" if pipeline == 0 and plan.job.pipelines > 1 else "")
         refusal = _refusal(plan, entry.name)
-        out.append(Offer(entry.name, title, entry.media_type, stem + entry.suffix, pipeline, refusal))
-    bundle = Offer(BUNDLE, "Job bundle (zip)", BUNDLE_TYPE, stem + ".zip", refusal=_refusal(plan, BUNDLE))
+        out.append(ExportOffer(entry.name, title, entry.media_type, stem + entry.suffix, pipeline, refusal))
+    bundle = ExportOffer(BUNDLE, "Job bundle (zip)", BUNDLE_TYPE, stem + ".zip", refusal=_refusal(plan, BUNDLE))
     return [*out, bundle]
 
 
-def offer_named(plan: Plan, name: str, wanted: str, job_id: str | None = None) -> Offer:
+def offer_named(plan: Plan, name: str, wanted: str, job_id: str | None = None) -> ExportOffer:
     """Raises ConsoleError (422) for a format that there is none of."""
     found = {offer.name: offer for offer in offers(plan, name, job_id)}
     if wanted not in found:
@@ -87,7 +87,7 @@ def offer_named(plan: Plan, name: str, wanted: str, job_id: str | None = None) -
     return found[wanted]
 
 
-def render(export: Export, offer: Offer, pipeline: int | None = None) -> bytes:
+def render(export: Export, offer: ExportOffer, pipeline: int | None = None) -> bytes:
     """The file. pipeline: another one than the offer's. Raises ConsoleError (413, 422, 503).
 
     Blocks; a large plan's file is made in a child process.

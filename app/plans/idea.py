@@ -23,7 +23,7 @@ TWO = frozenset({Worker(0, 2), Worker(1, 2)})
 
 
 @dataclass(frozen=True)
-class Picture:
+class IntroductionPicture:
     """title and text: for people; `text` may speak of what came before. moved: who took whose place."""
 
     title: str
@@ -52,7 +52,7 @@ class Picture:
 
 
 @lru_cache(maxsize=1)
-def pictures() -> tuple[Picture, ...]:
+def pictures() -> tuple[IntroductionPicture, ...]:
     """Fault-free, then one technique after another; last a migration. Some 50 ms the first time."""
     whole = _plan(frozenset(), Technique.FAULT_FREE, "1f1b")
     adaptive = _plan(FAILED, Technique.ADAPTIVE, "1f1b")
@@ -64,28 +64,28 @@ def pictures() -> tuple[Picture, ...]:
     spread = _plan(moved.failed, Technique.STAGGERED, "uniform")
     migrations = "; ".join(map(str, moved.migrations))
     return (
-        Picture(
+        IntroductionPicture(
             f"Healthy: {_slots(whole)}",
             "Each row is a worker, each number a micro-batch. 1F1B runs one forward (F), one backward (B), and so on. "
             "At both ends workers wait for each other: these idle slots are bubbles, and they are what a failure will "
             "be paid with.",
             whole,
         ),
-        Picture(
+        IntroductionPicture(
             f"Adaptive pipelining: {_slots(adaptive)}",
             "W1_2 has died. The other two workers of stage 2 hold the same weights, so they take its micro-batches "
             "(hatched). Nobody restarts, and the same micro-batches enter every update. But a whole backward waits "
             f"for room in the middle of the pipeline: {_more(adaptive, whole)}.",
             adaptive,
         ),
-        Picture(
+        IntroductionPicture(
             f"Decoupled backward: {_slots(decoupled)}",
             "The backward is split. I, the gradient of the input, is what the stage before waits for; W, the gradient "
             "of the weights, is needed by nobody before the step. So W's are put off into bubbles: "
             f"{_more(decoupled, whole)}.",
             decoupled,
         ),
-        Picture(
+        IntroductionPicture(
             f"Staggered optimizer: {_slots(staggered)}",
             "Each stage steps as soon as its own gradients are there, and begins the next iteration (faint) at once, "
             "in the bubbles of its warm-up. What needs all stages (clipping, NaN) is checked afterwards and rolled "
@@ -93,7 +93,7 @@ def pictures() -> tuple[Picture, ...]:
             f"off: at the {JOB.stages} activations that the fullest healthy worker holds, it is {_slots(bounded)}.",
             staggered,
         ),
-        Picture(
+        IntroductionPicture(
             f"A migration: {_slots(spread)} instead of {_slots(crowded)}",
             "Two workers of one stage are dead, and the one left there would run all of its micro-batches. Only how "
             f"many fail on each stage counts, so a living worker of a fuller stage changes places: {migrations}.",
@@ -119,7 +119,7 @@ def _more(plan: Plan, whole: Plan) -> str:
 
 
 @dataclass(frozen=True)
-class Step:
+class ExampleStep:
     """name, about: for people. question: what the planner is asked."""
 
     name: str
@@ -129,22 +129,22 @@ class Step:
 
 _DEAD = ("W1_2",)
 STEPS = (
-    Step(
+    ExampleStep(
         "Fault-free 1F1B",
         "Nobody has failed.",
         WhatIf(technique=Technique.FAULT_FREE, memory="1f1b"),
     ),
-    Step(
+    ExampleStep(
         "Adaptive pipelining",
         "W1_2's micro-batches run on W0_2 and W2_2, which hold no more than 1F1B does.",
         WhatIf(failed=_DEAD, technique=Technique.ADAPTIVE, memory="1f1b"),
     ),
-    Step(
+    ExampleStep(
         "+ decoupled backward",
         "The gradients of the weights move into bubbles.",
         WhatIf(failed=_DEAD, technique=Technique.DECOUPLED, memory="none"),
     ),
-    Step(
+    ExampleStep(
         "+ staggered optimizer",
         "The next iteration begins on one stage before this one has ended on another.",
         WhatIf(failed=_DEAD, technique=Technique.STAGGERED, memory="none"),
@@ -152,6 +152,6 @@ STEPS = (
 )
 
 
-def step_of(question: WhatIf) -> Step | None:
+def step_of(question: WhatIf) -> ExampleStep | None:
     """The step that asks this, whatever the solver."""
     return next((s for s in STEPS if s.question == question), None)

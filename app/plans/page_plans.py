@@ -22,7 +22,7 @@ SEARCHED_OPS = 20_000
 
 
 @dataclass(frozen=True)
-class Question:
+class PlanQuestion:
     """What is to be planned. Equal questions have one answer."""
 
     job: JobDoc
@@ -60,7 +60,7 @@ class Making:
         self._maker = plan_maker("plans on the spot")
         self._started = False
 
-    def get(self, question: Question) -> Answer:
+    def get(self, question: PlanQuestion) -> Answer:
         """The answer, as far as it is there; it is begun now if nobody has asked before."""
         key = repr(question)
         with self._lock:
@@ -77,7 +77,7 @@ class Making:
             if self._started:
                 self._maker.close()
 
-    def _begin(self, question: Question) -> Answer:
+    def _begin(self, question: PlanQuestion) -> Answer:
         answer = Answer()
         if question.is_reference:
             # A fixed order of ops: nothing is searched for, so nobody need wait for a process to begin.

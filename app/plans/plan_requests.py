@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from openrecycle.app.runtime.children import Channel
-from openrecycle.app.runtime.maker import Maker, answered
+from openrecycle.app.runtime.maker import TaskQueue, answered
 from openrecycle.planner.catalog_store import CatalogInfo, MappedBlobs, StoredCatalog
 from openrecycle.planner.job import MemoryLimit, Problem, Technique, Worker
 from openrecycle.planner.packed import from_bytes, to_bytes
@@ -60,9 +60,9 @@ class LookUpRequest:
         return from_bytes(document, source="the planning process")
 
 
-def plan_maker(name: str = "planning", *, on_made: Callable[[Plan], None] = lambda made: None) -> Maker:
+def plan_maker(name: str = "planning", *, on_made: Callable[[Plan], None] = lambda made: None) -> TaskQueue:
     """Takes PlanRequest and LookUpRequest."""
-    return Maker(serve, name, on_made=on_made)
+    return TaskQueue(serve, name, on_made=on_made)
 
 
 def serve(channel: Channel, request: bytes) -> None:

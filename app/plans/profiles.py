@@ -45,7 +45,7 @@ class ProfileInfo(BaseModel):
 
 
 @dataclass(frozen=True)
-class Kept:
+class SavedProfile:
     """What is kept under a name. saved_by: who did so last. digest: of the document, so that a link can tell whether
     it is still that one."""
 
@@ -85,10 +85,10 @@ class NamedProfiles:
             raise unknown_profile(name)
         return ProfileInfo(source="saved", **found[0]), _read(found[1])
 
-    def kept(self, name: str) -> Kept:
+    def kept(self, name: str) -> SavedProfile:
         """One that people keep. Raises ConsoleError (404)."""
         line, document = self.get(name)
-        return Kept(name, document, line.saved_by)
+        return SavedProfile(name, document, line.saved_by)
 
     def put(self, name: str, document: Profile | JobDoc, actor: str) -> bool:
         """Keeps it in the place of what had the name before; says whether it is new.

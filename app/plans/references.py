@@ -47,7 +47,7 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredReference:
     """iteration: None for the newest one, whichever that is."""
 
     job_id: str
@@ -93,13 +93,13 @@ class Made:
         return Job.uniform(pipelines, stages, micro_batches)
 
 
-Reference = OfJob | Saved | Measured | OfCatalog | Made
+Reference = OfJob | Saved | MeasuredReference | OfCatalog | Made
 
 
 def job_of(reference: Reference) -> str | None:
     """The id of the job whose plan it is, or for whose grid it is made; None: of no job."""
     match reference:
-        case OfJob(job_id) | Measured(job_id):
+        case OfJob(job_id) | MeasuredReference(job_id):
             return job_id
         case Made():
             return None if reference.of_slots else reference.grid
@@ -125,9 +125,9 @@ def parse_reference(text: str, *, field: str = "plan") -> Reference:
             case "saved", [fingerprint]:
                 return Saved(fingerprint)
             case "measured", [job_id]:
-                return Measured(job_id)
+                return MeasuredReference(job_id)
             case "measured", [job_id, iteration] if _NUMBER.fullmatch(iteration):
-                return Measured(job_id, int(iteration))
+                return MeasuredReference(job_id, int(iteration))
             case "catalog", [fingerprint, name]:
                 return OfCatalog(fingerprint, name)
     raise InputError(field, text, EXPECTED)

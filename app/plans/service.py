@@ -8,7 +8,7 @@ from collections.abc import Callable
 from openrecycle.app.catalogs.service import Catalogs
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.jobs.stored_plans import PlanCache
-from openrecycle.app.plans.ahead import Planning
+from openrecycle.app.plans.ahead import JobPlanner
 from openrecycle.app.plans.drifting import Drifting
 from openrecycle.app.plans.library import Library
 from openrecycle.app.plans.page_plans import Making
@@ -19,11 +19,11 @@ from openrecycle.app.plans.solving import Solves
 from openrecycle.app.plans.uploading import Uploads
 from openrecycle.app.runtime.errors import plain, storing, unknown_plan
 from openrecycle.db.store import Store
-from openrecycle.planner.packed import Question
+from openrecycle.planner.packed import CatalogQuestion
 from openrecycle.planner.plan import Plan
 
 
-class Plans:
+class PlansService:
     """One per console. tolerance: plans are made ahead for up to this many failures. heartbeat: seconds. find: a job by
     its id, raises ConsoleError. jobs: those that are not over, and others. on_made: called with each plan that a solver
     made."""
@@ -42,7 +42,7 @@ class Plans:
         self._catalogs, self._jobs = catalogs, jobs
         catalogs.on_plans = self._take
         self.cache = PlanCache(store)
-        self.ahead = Planning(tolerance, catalogs, on_made)
+        self.ahead = JobPlanner(tolerance, catalogs, on_made)
         self.drifting = Drifting(self.ahead, self.cache.get, heartbeat)
         self.making = Making()
         self.library = Library(store, self.cache)
@@ -82,7 +82,7 @@ class Plans:
         if job.job is job.nominal:
             self._catalogs.keep(job.question, plan)
 
-    def _take(self, question: Question, names: list[str]) -> None:
+    def _take(self, question: CatalogQuestion, names: list[str]) -> None:
         """Running jobs use better plans of their catalog from the next failure on."""
         for job in self._jobs():
             if not job.state.over and job.question == question:

@@ -16,14 +16,14 @@ from typing import Annotated, Any
 import structlog
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from openrecycle.app.runtime.children import Asked, Channel, ChildEnded, Children
+from openrecycle.app.runtime.children import Channel, ChildEnded, Children, PendingAnswer
 from openrecycle.planner.errors import InputError, PlannerError
 from openrecycle.planner.job import Job
 from openrecycle.planner.models import SHAPES, analytic_job, model_shape
 from openrecycle.planner.plan import JobDoc
 from openrecycle.planner.simulation.costs import RecoveryCosts
 from openrecycle.planner.simulation.engine import simulate
-from openrecycle.planner.simulation.outcome import HOUR, Outcome
+from openrecycle.planner.simulation.outcome import HOUR, SimulationOutcome
 from openrecycle.planner.simulation.planned import PlannedJob, Rate
 from openrecycle.planner.simulation.policies.planned_policies import PLANNED, planned_policy
 from openrecycle.planner.simulation.sensitivity import sweep
@@ -105,7 +105,7 @@ class Simulation:
     crossings: list[str] = field(default_factory=list)
     error: str = ""
     done: bool = False
-    asked: Asked | None = None
+    asked: PendingAnswer | None = None
     first: threading.Event = field(default_factory=threading.Event)
 
     def take(self, message: bytes | None) -> None:
@@ -184,7 +184,7 @@ class Simulations:
             simulation.asked.end()
 
 
-def _follow(simulation: Simulation, asked: Asked) -> None:
+def _follow(simulation: Simulation, asked: PendingAnswer) -> None:
     try:
         for message in asked.messages():
             simulation.take(message)
@@ -303,7 +303,7 @@ def run(
         yield {"row": outcome.document(label, price=request.dollars), "curve": curve(outcome)}
     if request.trace == DRAWN:
 
-        def play(drawn: Trace) -> Sequence[Outcome]:
+        def play(drawn: Trace) -> Sequence[SimulationOutcome]:
             return [simulate(drawn, planned_policy(name, planned, costs)) for name in policies]
 
         hours = [request.mtbf * factor for factor in SWEEP]
@@ -315,7 +315,7 @@ def run(
         }
 
 
-def curve(outcome: Outcome) -> list[tuple[float, float]]:
+def curve(outcome: SimulationOutcome) -> list[tuple[float, float]]:
     """(hours, samples per second from then on), up to the trace's end."""
     points = [(at / HOUR, rate) for at, rate in outcome.rates]
     return [*points, (outcome.hours, points[-1][1])] if points else []

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 import structlog
 
 from openrecycle.app.plans.solving_child import PLAN, Migrations, Request, serve
-from openrecycle.app.runtime.children import Asked, Channel, ChildEnded, Children
+from openrecycle.app.runtime.children import Channel, ChildEnded, Children, PendingAnswer
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.garbage_collection import OP_BYTES, building
 from openrecycle.app.runtime.notify import Topic
@@ -66,7 +66,7 @@ class Solve:
     asked: float = field(default_factory=time.time)
     begun: float | None = None
     seconds: float | None = None
-    child: Asked | None = None
+    child: PendingAnswer | None = None
     topic: Topic = field(default_factory=Topic)
     version: int = 0  # rises with all that changes, which `topic` is told
 
@@ -183,7 +183,7 @@ class Solves:
         solve.changed()
         threading.Thread(target=self._collect, args=(solve, solve.child), name="solve", daemon=True).start()
 
-    def _collect(self, solve: Solve, child: Asked) -> None:
+    def _collect(self, solve: Solve, child: PendingAnswer) -> None:
         """Takes the child's messages until it is done, is gone, or takes too long."""
         try:
             for data in child.messages():

@@ -19,7 +19,7 @@ from openrecycle.planner.migration import normalize
 from openrecycle.planner.packed import to_bytes
 from openrecycle.planner.partition import Layout, lay_out
 from openrecycle.planner.plan import INTEGER, JobDoc, WorkerName
-from openrecycle.planner.solvers.base import Progress
+from openrecycle.planner.solvers.base import SolverProgress
 from openrecycle.planner.solvers.portfolio import SOLVERS, checked_plan_of, make_plan
 
 log = structlog.get_logger()
@@ -135,7 +135,7 @@ Request: TypeAlias = PlanAsked | MigrationsAsked
 _REQUEST: TypeAdapter[Request] = TypeAdapter(Annotated[Request, Field(discriminator="kind")])
 
 
-class Migration(BaseModel):
+class MigrationAnswer(BaseModel):
     """`worker` leaves its stage for the place of `takes`; `source` gives it the weights (None: a checkpoint)."""
 
     worker: WorkerName
@@ -147,7 +147,7 @@ class Migrations(BaseModel):
     """What planner.migration says: failed, the empty places afterwards; periods in the job's time unit;
     present, counts: failures per stage now and afterwards; pause: seconds; gained: iterations."""
 
-    migrations: list[Migration]
+    migrations: list[MigrationAnswer]
     failed: list[WorkerName]
     present: list[int]
     counts: list[int]
@@ -190,7 +190,7 @@ def answer(request: Request, report: Any, wanted: Callable[[], bool]) -> bytes:
     job = problem.job
     last: tuple[float, int | None] = (-1.0, None)
 
-    def on_progress(progress: Progress) -> None:
+    def on_progress(progress: SolverProgress) -> None:
         nonlocal last
         now = time.monotonic() - begin
         if progress.incumbent == last[1] and now - last[0] < 1 / POINTS_PER_SECOND:
@@ -225,7 +225,7 @@ def _migrations(request: MigrationsAsked) -> Migrations:
     )
     return Migrations(
         migrations=[
-            Migration(worker=str(m.worker), takes=str(m.takes), source=str(m.source) if m.source else None)
+            MigrationAnswer(worker=str(m.worker), takes=str(m.takes), source=str(m.source) if m.source else None)
             for m in found.migrations
         ],
         failed=[str(worker) for worker in sorted(found.failed)],

@@ -14,7 +14,7 @@ from urllib.parse import parse_qsl, urlencode
 
 from pydantic import ValidationError
 
-from openrecycle.app.plans.profiles import Kept, job_of, on_grid
+from openrecycle.app.plans.profiles import SavedProfile, job_of, on_grid
 from openrecycle.app.plans.solving_child import MAX_SECONDS, MAX_SOLVED_OPS, MigrationsAsked, PlanAsked
 from openrecycle.app.plans.whatif_profile import (
     EVEN,
@@ -60,7 +60,7 @@ class WhatIf:
     copy_gbs: float = 10.0
     heals_in: float = 0.0
     partition: str = ""
-    kept: Kept | None = field(default=None, compare=False)
+    kept: SavedProfile | None = field(default=None, compare=False)
 
     # -- for the planner --------------------------------------------------------------------
 
@@ -111,7 +111,7 @@ class WhatIf:
         )
 
     @property
-    def named(self) -> Kept | None:
+    def named(self) -> SavedProfile | None:
         """What people keep under the profile's name; None for any other profile."""
         return self.kept if self.kept is not None and self.profile == saved_word(self.kept) else None
 
@@ -135,7 +135,7 @@ class WhatIf:
             changed = replace(changed, profile=own_profile(resized(self._document(), stages)))
         return changed.with_failed(set(self.failed))
 
-    def with_kept(self, kept: Kept) -> WhatIf:
+    def with_kept(self, kept: SavedProfile) -> WhatIf:
         """With a profile that people keep, on as many stages as it has."""
         stages = kept.stages or self.stages
         made = replace(self, stages=stages, profile=saved_word(kept), kept=kept)
@@ -223,7 +223,7 @@ def at_random(question: WhatIf, count: int, noise: random.Random) -> WhatIf:
 PARAMS = tuple(WhatIf().words())
 
 
-def parse(params: Mapping[str, str], kept: Kept | None = None) -> tuple[WhatIf, list[InputError]]:
+def parse(params: Mapping[str, str], kept: SavedProfile | None = None) -> tuple[WhatIf, list[InputError]]:
     """The question of a URL, and what in it can't be understood, for which the usual stands.
 
     kept: the profile that people keep under the name that stands in it, where one does (whatif_profile.follow).
@@ -278,7 +278,7 @@ def _failed(text: str, made: WhatIf) -> tuple[str, ...]:
     return tuple(map(str, sorted(workers)))
 
 
-def _profile(text: str, kept: Kept | None) -> dict[str, Any]:
+def _profile(text: str, kept: SavedProfile | None) -> dict[str, Any]:
     name = saved_name(text)
     if name is not None:
         if kept is None or text != saved_word(kept):

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from openrecycle.app.plans.profiles import NAME, Kept, of_layers, on_grid
+from openrecycle.app.plans.profiles import NAME, SavedProfile, of_layers, on_grid
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.planner.errors import InputError, PlannerError
 from openrecycle.planner.job import Job, StageProfile, Worker
@@ -28,20 +28,20 @@ MAX_PROFILE = 1 << 20
 SAVED = "saved"
 _SAVED = re.compile(rf"{SAVED}:({NAME.strip('^$')})(?:@([0-9a-f]+))?")
 
-Keeper = Callable[[str], Kept]
+Keeper = Callable[[str], SavedProfile]
 
 
 @dataclass(frozen=True)
-class Named:
+class NamedProfile:
     """A link's word for a profile, as it is now. kept: what stands behind the name of one that people keep. note: a
     sentence where that is no longer what it was; "" where it is."""
 
     word: str
-    kept: Kept | None = None
+    kept: SavedProfile | None = None
     note: str = ""
 
 
-def saved_word(kept: Kept) -> str:
+def saved_word(kept: SavedProfile) -> str:
     return f"{SAVED}:{kept.name}@{kept.digest}"
 
 
@@ -51,7 +51,7 @@ def saved_name(word: str) -> str | None:
     return found.group(1) if found else None
 
 
-def follow(word: str, keeper: Keeper, before: Callable[[], str] | None) -> Named:
+def follow(word: str, keeper: Keeper, before: Callable[[], str] | None) -> NamedProfile:
     """Looks a name up. before: makes the user's own profile of what they had under that word, if they have it still:
     they keep it when the name stands for something else by now. A link alone gets what the name stands for.
 
@@ -59,7 +59,7 @@ def follow(word: str, keeper: Keeper, before: Callable[[], str] | None) -> Named
     """
     found = _SAVED.fullmatch(word)
     if found is None:
-        return Named(word)
+        return NamedProfile(word)
     name, digest = found.groups()
     try:
         kept = keeper(name)
@@ -68,15 +68,15 @@ def follow(word: str, keeper: Keeper, before: Callable[[], str] | None) -> Named
             raise
         kept = None
     if kept is not None and digest in (kept.digest, None):
-        return Named(saved_word(kept), kept)
+        return NamedProfile(saved_word(kept), kept)
     what = "was deleted" if kept is None else f"was saved anew by {kept.saved_by}"
     if before is not None:
         with suppress(PlannerError):  # it made no job of that grid: there is nothing to go on with
             note = f"The profile {name} {what} meanwhile. What you had of it is shown on as your own."
-            return Named(before(), None, note)
+            return NamedProfile(before(), None, note)
     if kept is None:
-        return Named(word)
-    return Named(
+        return NamedProfile(word)
+    return NamedProfile(
         saved_word(kept), kept, f"The profile {name} {what} since this link was made. It is shown as it is now."
     )
 

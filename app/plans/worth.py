@@ -17,7 +17,7 @@ ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
-class Worth:
+class PlanComparison:
     """reason: in words, with the numbers."""
 
     better: bool
@@ -33,7 +33,7 @@ def gain(now: Plan, other: Plan, job: Job) -> float:
     return steady_period(now.schedule(), first) / steady_period(other.schedule(), second) - 1
 
 
-def worth(now: Plan, other: Plan, job: Job, iterations: int) -> Worth:
+def worth(now: Plan, other: Plan, job: Job, iterations: int) -> PlanComparison:
     """Should `other` take the place of `now`, with so many iterations left?
 
     It should if what it saves until then is more than the iteration that a new generation costs. Both are for
@@ -42,26 +42,28 @@ def worth(now: Plan, other: Plan, job: Job, iterations: int) -> Worth:
     asked = job_doc(job)
     unit = job.time_unit
     if other.fingerprint == now.fingerprint:
-        return Worth(False, f"it is the one that was found again{_proof(now)}")
+        return PlanComparison(False, f"it is the one that was found again{_proof(now)}")
     if now.job == asked and other.job == asked:
         gained = now.metrics.period / other.metrics.period - 1
         periods = f"{other.metrics.period:.6g} {unit} against {now.metrics.period:.6g} {unit}"
     elif other.op_count > MOST_OPS:
-        return Worth(True, "it is for the op times that were measured, and the one before is not")
+        return PlanComparison(True, "it is for the op times that were measured, and the one before is not")
     else:
         try:
             gained = gain(now, other, job)
         except PlannerError as error:
-            return Worth(False, f"the two can't be compared: {error}")
+            return PlanComparison(False, f"the two can't be compared: {error}")
         periods = "at the op times that were measured"
     if gained <= ROUNDING:
-        return Worth(False, f"the new one is no shorter ({periods}){_proof(other)}")
+        return PlanComparison(False, f"the new one is no shorter ({periods}){_proof(other)}")
     saved = gained / (1 + gained)
     words = f"{percent(saved, 2)} of an iteration ({periods})"
     if saved * iterations <= 1:
         left = f"the {iterations} iterations that are left" if iterations != 1 else "the iteration that is left"
-        return Worth(False, f"the new one saves {words}; in {left} that is less than the one that a change costs")
-    return Worth(True, f"it saves {words}")
+        return PlanComparison(
+            False, f"the new one saves {words}; in {left} that is less than the one that a change costs"
+        )
+    return PlanComparison(True, f"it saves {words}")
 
 
 def _proof(plan: Plan) -> str:

@@ -147,7 +147,7 @@ class _Child:
     process: BaseProcess
     pipe: Connection
     uses: int = 0
-    asked: list[Asked] = field(default_factory=list)
+    asked: list[PendingAnswer] = field(default_factory=list)
     turn: threading.Lock = field(default_factory=threading.Lock)
 
     def kill(self) -> None:
@@ -159,7 +159,7 @@ class _Child:
             self.process.kill()
 
 
-class Asked:
+class PendingAnswer:
     """A question, and who answers it. stopped: when it was stopped, monotonic seconds."""
 
     def __init__(
@@ -267,7 +267,7 @@ class Children:
                 return
             self._expire(self._begin())
 
-    def begin(self, *question: Any, patience: float | None = None, grace: float = 0.0) -> Asked:
+    def begin(self, *question: Any, patience: float | None = None, grace: float = 0.0) -> PendingAnswer:
         """Whoever reads its messages has it answered. patience: seconds after which it is stopped; grace: seconds more
         after which its process is ended. Raises ChildEnded once this is closed."""
         with self._lock:
@@ -277,7 +277,7 @@ class Children:
             # One that was told to stop is ready in a moment, and begins with what it knows.
             free = (c for c in alive if not c.asked or (self._keep and len(c.asked) == 1 and c.asked[0].stopped))
             child = min(free, key=lambda c: len(c.asked), default=None) or self._begin()
-            asked = Asked(self, child, question, patience, grace)
+            asked = PendingAnswer(self, child, question, patience, grace)
             child.asked.append(asked)
             child.uses += 1
             return asked
@@ -314,7 +314,7 @@ class Children:
         self._children.append(child)
         return child
 
-    def _rest(self, asked: Asked, *, whole: bool) -> None:
+    def _rest(self, asked: PendingAnswer, *, whole: bool) -> None:
         """Its answer is over. whole: the process can take another question."""
         child = asked._child
         with self._lock:

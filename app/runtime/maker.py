@@ -51,7 +51,7 @@ Done = Callable[[Made | None, str], None]
 """Called with (what was made, "") or (None, why there is nothing), in the maker's own thread."""
 
 
-class Maker:
+class TaskQueue:
     """Owns the child process. Thread-safe. `done` callbacks run one after the other. serve: what the child does with a
     request (see `answered`). on_made: called with everything that was made, and not just looked up, before them."""
 

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match
 
-from openrecycle.agent.protocol import Problem
+from openrecycle.agent.protocol import ProblemDetails
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.sentences import sentence
 
@@ -28,7 +28,7 @@ _CODES = {400: "invalid", 401: "unauthorized", 404: "not_found", 405: "method_no
 
 
 def problem(status: int, code: str, detail: str, headers: Mapping[str, str] | None = None) -> Response:
-    body = Problem(title=HTTPStatus(status).phrase, status=status, code=code, detail=detail)
+    body = ProblemDetails(title=HTTPStatus(status).phrase, status=status, code=code, detail=detail)
     return Response(body.model_dump_json(), status, media_type=MEDIA_TYPE, headers=dict(headers or {}))
 
 

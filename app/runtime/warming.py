@@ -19,7 +19,7 @@ BUSY_SECONDS = 20.0
 CALM_SECONDS = 0.2
 
 
-class Warming:
+class Preload:
     """One per process. work: what is to be done once. each: what is to be done whenever a page of that name is asked
     for; it does nothing where it is done already. quiet: seconds without a page after which it is done anyway."""
 

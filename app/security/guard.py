@@ -20,7 +20,7 @@ from openrecycle.app.security.access import Access
 from openrecycle.app.security.bodies import BodyLimit
 from openrecycle.app.security.callers import ACTOR, CALLER, LOCAL, MAX_ACTOR, STILL, Caller, Role, agent_route, refusal
 from openrecycle.app.security.hosts import CLOSED, foreign_page, hostname, refuse
-from openrecycle.app.security.limits import AGENTS, PEOPLE, UNKNOWN, Limits
+from openrecycle.app.security.limits import AGENTS, PEOPLE, UNKNOWN, RateLimits
 from openrecycle.app.security.login import COOKIE, SESSION_SECONDS, local, login_page
 from openrecycle.app.security.oidc import CALLBACK, LOGOUT, account
 from openrecycle.app.settings import is_loopback
@@ -61,7 +61,7 @@ class AccessGuard:
     def __init__(self, app: ASGIApp, access: Access) -> None:
         self.app = app
         self.access = access
-        self.limits = Limits()
+        self.limits = RateLimits()
         self._sign_in = BodyLimit(self._login)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

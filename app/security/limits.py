@@ -17,16 +17,16 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Rate:
+class RateLimit:
     """per_second: in the long run. burst: at once."""
 
     per_second: float
     burst: float
 
 
-AGENTS = Rate(20_000, 100_000)
-PEOPLE = Rate(100, 1_000)
-UNKNOWN = Rate(10, 200)
+AGENTS = RateLimit(20_000, 100_000)
+PEOPLE = RateLimit(100, 1_000)
+UNKNOWN = RateLimit(10, 200)
 
 WRONG_SECONDS = 60.0
 WRONG_PER_ADDRESS = 20
@@ -40,14 +40,14 @@ MAX_KEPT = 20_000
 Clock = Callable[[], float]
 
 
-class Limits:
+class RateLimits:
     """One bucket for each (kind, key). For the event loop alone: no lock."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._clock = clock
-        self._buckets: OrderedDict[tuple[Rate, str], tuple[float, float]] = OrderedDict()
+        self._buckets: OrderedDict[tuple[RateLimit, str], tuple[float, float]] = OrderedDict()
 
-    def take(self, rate: Rate, key: str) -> int:
+    def take(self, rate: RateLimit, key: str) -> int:
         """0 when the request may pass, else seconds until it may."""
         now = self._clock()
         name = (rate, key)

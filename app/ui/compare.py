@@ -8,7 +8,7 @@ from functools import partial
 import streamlit as st
 
 from openrecycle.app.console.comparing import MOST, WORKED_EXAMPLE, candidates, first_choice, stage_table
-from openrecycle.app.console.plan_sources import NOT_KEPT, Awaited, Source, find, pinned
+from openrecycle.app.console.plan_sources import NOT_KEPT, PendingPlan, Source, find, pinned
 from openrecycle.app.console.service import Console, get_console
 from openrecycle.app.console.view import JobHead
 from openrecycle.app.plans.references import Reference, job_of, parse_reference
@@ -44,7 +44,7 @@ def page() -> None:
     if opened is None:
         st.html(TITLE)
     found = _choose(console, job_id)
-    waiting = [each for each in found if isinstance(each, Awaited)]
+    waiting = [each for each in found if isinstance(each, PendingPlan)]
     sources = [each for each in found if isinstance(each, Source)]
     wait_for(console, [each.reference for each in waiting])
     if len(found) < 2:
@@ -68,11 +68,11 @@ def _title(head: JobHead) -> bool:
     return True
 
 
-def _choose(console: Console, job_id: str | None) -> list[Source | Awaited]:
+def _choose(console: Console, job_id: str | None) -> list[Source | PendingPlan]:
     """What is compared, the baseline first. It is in the URL: `?plans=` once each, and `?baseline=`."""
     wanted = _wanted(console, job_id)
     options = candidates(console, job_id, clock)
-    found: dict[str, Source | Awaited] = {}
+    found: dict[str, Source | PendingPlan] = {}
     named: dict[str, str] = {}  # as asked for -> as shown: the plan of now, not "in force"
     for reference in wanted:
         try:

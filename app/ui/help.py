@@ -8,7 +8,7 @@ from html import escape
 import streamlit as st
 
 from openrecycle.app.console.service import get_console
-from openrecycle.app.plans.idea import JOB, Picture, pictures
+from openrecycle.app.plans.idea import JOB, IntroductionPicture, pictures
 from openrecycle.app.ui import bound, components
 from openrecycle.app.ui.charts.worker_grid import LOOKS
 from openrecycle.app.ui.theme import Palette
@@ -62,7 +62,7 @@ def _idea(colours: Palette) -> None:
 
 def _drawn(theme: str, _colours: Palette) -> list[tuple[str, str, str, str]]:
     """(title, text, SVG in base64, words) of each picture, all on one time axis."""
-    made: list[Picture] = list(pictures())
+    made: list[IntroductionPicture] = list(pictures())
     end = max(max(s.period, s.makespan) for s in (one.drawing.schedule for one in made)) + 3
     out = []
     for one in made:

@@ -12,7 +12,7 @@ from streamlit.delta_generator import DeltaGenerator
 from openrecycle.app.console.measured import measured_iteration
 from openrecycle.app.console.plan_sources import (
     NOT_KEPT,
-    Awaited,
+    PendingPlan,
     Source,
     find,
     measured_name,
@@ -22,7 +22,7 @@ from openrecycle.app.console.plan_sources import (
 )
 from openrecycle.app.console.service import Console
 from openrecycle.app.console.view import JobHead
-from openrecycle.app.plans.references import Measured, OfJob, Reference, job_of, parse_reference
+from openrecycle.app.plans.references import MeasuredReference, OfJob, Reference, job_of, parse_reference
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.garbage_collection import settle
 from openrecycle.app.ui import bound, components, text
@@ -115,12 +115,12 @@ def clock(at: float) -> str:
     return text.moment(at, st.context.timezone, time.time())
 
 
-def _wanted(console: Console, job_id: str | None, notes: DeltaGenerator) -> tuple[Source | Awaited | None, bool]:
+def _wanted(console: Console, job_id: str | None, notes: DeltaGenerator) -> tuple[Source | PendingPlan | None, bool]:
     """What the URL asks for, else the plan in force; a bare fingerprint is one of the job's. False: what the URL
     asks for can't be shown; it stays as it is."""
     said = st.query_params.get("plan")
     in_force = find(console, OfJob(job_id)) if job_id and console.job(job_id).state.current else None
-    found: Source | Awaited | None = in_force
+    found: Source | PendingPlan | None = in_force
     understood = True
     if said is not None:
         reference: Reference | None = None
@@ -130,7 +130,7 @@ def _wanted(console: Console, job_id: str | None, notes: DeltaGenerator) -> tupl
         except (InputError, ConsoleError) as error:
             understood = False
             notes.error(f"{error}. Choose one instead.")
-            if isinstance(reference, Measured) and isinstance(error, ConsoleError) and error.code == NOT_KEPT:
+            if isinstance(reference, MeasuredReference) and isinstance(error, ConsoleError) and error.code == NOT_KEPT:
                 notes.button(
                     "Show the newest that was measured", on_click=_show, args=(newest(reference),), key="show-newest"
                 )
@@ -142,7 +142,7 @@ def _wanted(console: Console, job_id: str | None, notes: DeltaGenerator) -> tupl
 
 
 def _follows(
-    console: Console, found: Source | Awaited | None, in_force: Source, job_id: str, notes: DeltaGenerator
+    console: Console, found: Source | PendingPlan | None, in_force: Source, job_id: str, notes: DeltaGenerator
 ) -> bool:
     """Does the page show the plan in force, whichever that is? A link says so of the plan that was in force when it
     was made, and shows that one as long as it is; the page that the link was copied from goes on with the job."""
@@ -176,10 +176,10 @@ def _turn(in_force: str, shown: str | None) -> None:
     show_instead(None, in_force if st.session_state[TOGGLE] or shown is None else shown)
 
 
-def newest(reference: Reference) -> Measured:
+def newest(reference: Reference) -> MeasuredReference:
     """Of a reference to an iteration as it ran, that to the newest one of its job."""
-    assert isinstance(reference, Measured)
-    return Measured(reference.job_id)
+    assert isinstance(reference, MeasuredReference)
+    return MeasuredReference(reference.job_id)
 
 
 def ready(console: Console, reference: Reference) -> Source | None:
@@ -221,7 +221,7 @@ def _wait(console: Console, references: Sequence[Reference]) -> None:
             found = find(console, reference)
         except ConsoleError:
             st.rerun()  # the page says why
-        if isinstance(found, Awaited):
+        if isinstance(found, PendingPlan):
             st.caption(found.words)
         else:
             st.rerun()

@@ -19,7 +19,7 @@ from openrecycle.app.ui.picker import open_job
 from openrecycle.app.ui.plan_source import pick_plan, say_measured, schedule_of, show_instead, title_of
 from openrecycle.app.ui.plan_upload import open_file
 from openrecycle.app.ui.schedule_facts import critical_words, many_words
-from openrecycle.app.ui.schedule_filters import Wish, choose_view, choose_workers, clicked
+from openrecycle.app.ui.schedule_filters import ScheduleView, choose_view, choose_workers, clicked
 from openrecycle.app.ui.schedule_large import large_chart
 from openrecycle.app.ui.tables import Table, of_workers, operations_table, workers_table
 from openrecycle.app.ui.theme import Palette
@@ -85,7 +85,9 @@ def _follow(console: Console, job_id: str, shown: tuple[str | None, str]) -> Non
         st.rerun()
 
 
-def _chart(source: Source, schedule: Schedule, workers: list[Worker], wish: Wish, colours: Palette) -> Detail | None:
+def _chart(
+    source: Source, schedule: Schedule, workers: list[Worker], wish: ScheduleView, colours: Palette
+) -> Detail | None:
     """Returns the part that is shown op by op, where that is not all of it."""
     plan, out = source.plan, source.out
     ops = sum(schedule.op_counts.get(w, 0) for w in workers)

@@ -23,7 +23,7 @@ MAX_PATHS = 4096
 
 
 @dataclass(frozen=True)
-class Wish:
+class ScheduleView:
     """path: (home pipeline, micro-batch)."""
 
     draw: frozenset[str]
@@ -64,12 +64,12 @@ def choose_rows(schedules: Sequence[Schedule]) -> Callable[[Schedule], list[Work
     return chosen
 
 
-def choose_view(plan: Plan, schedule: Schedule) -> Wish:
+def choose_view(plan: Plan, schedule: Schedule) -> ScheduleView:
     """What is drawn, the path of which micro-batch, and which time."""
     draw = bound.pills("Draw", list(DRAW), default=DRAWN, format_func=DRAW.__getitem__, key="draw")
     path = _choose_path(plan)
     end = float(schedule.problem.job.units(schedule.end))
-    return Wish(frozenset(draw), path, choose_time(plan.fingerprint[:12], end, text.plural(plan.job.time_unit)))
+    return ScheduleView(frozenset(draw), path, choose_time(plan.fingerprint[:12], end, text.plural(plan.job.time_unit)))
 
 
 def clicked(chart: str) -> None:

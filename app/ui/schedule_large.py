@@ -14,7 +14,7 @@ from openrecycle.app.ui.charts import overview as large
 from openrecycle.app.ui.charts.overview import Detail
 from openrecycle.app.ui.charts.schedule import MAX_NODES, gantt
 from openrecycle.app.ui.schedule_facts import many_words
-from openrecycle.app.ui.schedule_filters import Wish, clicked
+from openrecycle.app.ui.schedule_filters import ScheduleView, clicked
 from openrecycle.app.ui.theme import Palette
 from openrecycle.app.ui.time_range import FOLLOWED_CONFIG, TimeRange, follow, show_all, within
 from openrecycle.planner.drawing import Drawing
@@ -29,7 +29,7 @@ def large_chart(
     fingerprint: str,
     schedule: Schedule,
     workers: list[Worker],
-    wish: Wish,
+    wish: ScheduleView,
     colours: Palette,
     out: Mapping[str, str],
 ) -> Detail:

@@ -11,7 +11,7 @@ from itertools import groupby
 
 from openrecycle.agent.protocol import Doing
 from openrecycle.app.console.view import WorkerView
-from openrecycle.app.console.worker_detail import Stay, WorkerDetail
+from openrecycle.app.console.worker_detail import StateInterval, WorkerDetail
 from openrecycle.app.console.worker_history import Series
 from openrecycle.app.ui import text
 from openrecycle.app.ui.charts.worker_grid import LOOKS
@@ -139,7 +139,7 @@ def stays_html(detail: WorkerDetail, zone: str | None, now: float) -> str:
     return f'<div class="or-stays" role="img" aria-label="{words}">{bar}</div><ol class="or-changes">{rows}</ol>'
 
 
-def _runs(stays: list[Stay]) -> list[tuple[str, list[Stay]]]:
+def _runs(stays: list[StateInterval]) -> list[tuple[str, list[StateInterval]]]:
     return [(state, list(group)) for state, group in groupby(stays, lambda s: s.state)]
 
 
@@ -147,7 +147,7 @@ def _words(state: str) -> str:
     return LOOKS[RoleState(state)][0] if state in LOOKS else state
 
 
-def _lasted(stay: Stay) -> str:
+def _lasted(stay: StateInterval) -> str:
     return text.milliseconds(1000 * (stay.end - stay.begin))
 
 

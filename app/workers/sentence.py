@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from openrecycle.agent.coordination.coordinator import nobody_heard
-from openrecycle.agent.coordination.membership import Ladder, Member, State, peer_of, returned
+from openrecycle.agent.coordination.membership import FailureTimeouts, Member, State, peer_of, returned
 from openrecycle.agent.protocol import JobState, WorkerState
 from openrecycle.app.workers.states import WorkerStates, lost_name
 from openrecycle.planner.words import layers_moved, names, percent
@@ -11,7 +11,7 @@ from openrecycle.planner.words import layers_moved, names, percent
 MOST_MOVES = 4
 
 
-def sentence(worker_states: WorkerStates, now: float, ladder: Ladder, *, share: float | None = None) -> str:
+def sentence(worker_states: WorkerStates, now: float, ladder: FailureTimeouts, *, share: float | None = None) -> str:
     """share: of the fault-free throughput, that it trains at of late; None: not known."""
     state = worker_states.state
     if not worker_states.paused or state.over:
@@ -34,7 +34,7 @@ def _whole(text: str) -> str:
     return text[0].upper() + text[1:].rstrip(".") + "."
 
 
-def _text(worker_states: WorkerStates, now: float, ladder: Ladder, share: float | None) -> str:
+def _text(worker_states: WorkerStates, now: float, ladder: FailureTimeouts, share: float | None) -> str:
     state = worker_states.state
     if state.over:
         return over_sentence(state.over, state.over_reason)
@@ -143,7 +143,7 @@ def _frozen(state: State) -> str:
     return f"{text}: a better one waits until it is not."
 
 
-def _most_silent(state: State, now: float, ladder: Ladder) -> Member | None:
+def _most_silent(state: State, now: float, ladder: FailureTimeouts) -> Member | None:
     overdue = [
         m
         for m in state.members.values()

@@ -70,7 +70,7 @@ class Condition(StrEnum):
 
 
 @dataclass(frozen=True)
-class Process:
+class ProcessState:
     """held: the roles that it was given, oldest first, and since when (POSIX seconds; 0: not known). ended: how it
     left the job; "": it has not, or with the job. detail: why."""
 
@@ -101,13 +101,13 @@ class Process:
         return self.held[0][1]
 
 
-class Role(NamedTuple):
+class WorkerRole(NamedTuple):
     """process: that holds it, or did last. moved_to: the role that it holds now instead. detail: why it is so."""
 
     name: str
     stage: int
     state: RoleState
-    process: Process | None = None
+    process: ProcessState | None = None
     moved_to: str = ""
     detail: str = ""
 
@@ -121,25 +121,25 @@ def words_of(state: RoleState, moved_to: str) -> str:
     return f"moved to {moved_to}" if state is RoleState.MOVED else state.value
 
 
-def lost_name(process: Process, held: bool) -> str:
+def lost_name(process: ProcessState, held: bool) -> str:
     """Of a process that has left the job. held: does another one hold the place that it was started in?"""
     return f"{process.name}'s former process" if held else process.name
 
 
 def follow(
-    known: Mapping[str, Process],
+    known: Mapping[str, ProcessState],
     old: State,
     new: State,
     came: Mapping[str, tuple[str, int]],
     at: float,
-) -> dict[str, Process]:
+) -> dict[str, ProcessState]:
     """The processes, by incarnation, that are other than in `known` once `old` has become `new`. came: (host, process
     id) of those that have registered in between. at: POSIX seconds."""
-    changed: dict[str, Process] = {}
+    changed: dict[str, ProcessState] = {}
 
-    def known_as(incarnation: str, role: str) -> Process:
+    def known_as(incarnation: str, role: str) -> ProcessState:
         found = changed.get(incarnation) or known.get(incarnation)
-        return found or Process(incarnation, *came.get(incarnation, ("", 0)), ((role, at),))
+        return found or ProcessState(incarnation, *came.get(incarnation, ("", 0)), ((role, at),))
 
     for name, member in new.members.items():
         before = old.members[name]
@@ -171,7 +171,7 @@ class WorkerStates:
     iteration, by the plan in force. slow: how many times its peers' op times a role takes."""
 
     state: State
-    known: Mapping[str, Process]
+    known: Mapping[str, ProcessState]
     paused: bool = False
     rerouted: Mapping[str, int] = field(default_factory=dict)
     slow: Mapping[str, float] = field(default_factory=dict)
@@ -179,7 +179,7 @@ class WorkerStates:
     waiting: bool = False
 
     @cached_property
-    def roles(self) -> dict[str, Role]:
+    def roles(self) -> dict[str, WorkerRole]:
         """In grid order."""
         return {name: self.role(member) for name, member in self.state.members.items()}
 
@@ -200,7 +200,7 @@ class WorkerStates:
         return {incarnation: self._of(process) for incarnation, process in self.known.items()}
 
     @cached_property
-    def missing(self) -> tuple[Process, ...]:
+    def missing(self) -> tuple[ProcessState, ...]:
         """The processes that the empty roles are empty for: those that have ended, and that no other has replaced.
         A role whose process took the place of a lost one is empty for the lost one."""
         empty = (self.role(m) for m in self.state.members.values() if m.state is WorkerState.FAILED)
@@ -208,7 +208,7 @@ class WorkerStates:
         return tuple({process.incarnation: process for process in lost if process is not None}.values())
 
     @cached_property
-    def moved(self) -> tuple[Process, ...]:
+    def moved(self) -> tuple[ProcessState, ...]:
         """The processes that hold another role than that which they were started for."""
         return tuple(p for p in self.known.values() if p.role != p.slot and self._of(p) in ALIVE)
 
@@ -237,7 +237,7 @@ class WorkerStates:
         gone = (WorkerState.FAILED, WorkerState.FINISHED)
         return tuple(name for name in there if self.state.members[name].state not in gone)
 
-    def role(self, member: Member) -> Role:
+    def role(self, member: Member) -> WorkerRole:
         name, process = member.name, self.known.get(member.incarnation or "")
         state, moved_to, detail = self._held(member), "", member.detail
         if state is RoleState.EMPTY and member.state is WorkerState.FAILED:
@@ -248,7 +248,7 @@ class WorkerStates:
                 detail = f"its process holds {now.name} now"
             elif process is not None:
                 detail = f"its process moved to {process.role}, and {process.ended or 'ended'} there"
-        return Role(name, member.stage, state, process, moved_to, detail)
+        return WorkerRole(name, member.stage, state, process, moved_to, detail)
 
     # -- details ----------------------------------------------------------------------------
 
@@ -278,16 +278,16 @@ class WorkerStates:
             return RoleState.SLOW
         return RoleState.REROUTED if self.rerouted.get(member.name) else RoleState.RUNNING
 
-    def _of(self, process: Process) -> RoleState:
+    def _of(self, process: ProcessState) -> RoleState:
         member = self.state.present_at.get(process.incarnation)
         if member is not None:
             return self._held(member)
         return RoleState.DRAINED if process.ended == "drained" else RoleState.FAILED
 
     @cached_property
-    def _holders(self) -> dict[str, list[tuple[float, Process]]]:
+    def _holders(self) -> dict[str, list[tuple[float, ProcessState]]]:
         """Of each role, oldest first."""
-        found: dict[str, list[tuple[float, Process]]] = {}
+        found: dict[str, list[tuple[float, ProcessState]]] = {}
         for process in self.known.values():
             for role, since in process.held:
                 found.setdefault(role, []).append((since, process))
@@ -295,11 +295,11 @@ class WorkerStates:
             holders.sort(key=lambda held: held[0])
         return found
 
-    def _last_of(self, role: str) -> Process | None:
+    def _last_of(self, role: str) -> ProcessState | None:
         holders = self._holders.get(role)
         return holders[-1][1] if holders else None
 
-    def _lost_for(self, role: Role) -> Process | None:
+    def _lost_for(self, role: WorkerRole) -> ProcessState | None:
         """None: nobody has held it."""
         name, process = role.name, role.process
         for _ in range(len(self.known) + 1):

@@ -18,7 +18,7 @@ _Key = tuple[str, int, int | None, int]
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparisonRow:
     """key: for programs. kind: how to write the values; a time is in its own plan's unit.
 
     values: one per plan; None where the plan can't be compared with the first one.
@@ -127,7 +127,7 @@ def against_best(plans: Sequence[Plan]) -> tuple[float, ...]:
     return tuple(plan.metrics.period / best(plan) - 1 for plan in plans)
 
 
-def compare(plans: Sequence[Plan]) -> tuple[Row, ...]:
+def compare(plans: Sequence[Plan]) -> tuple[ComparisonRow, ...]:
     """The numbers of all plans, then what moved against the first.
 
     Ops are matched by kind, micro-batch and stage, a B with an I, which begins the backward too.
@@ -138,7 +138,9 @@ def compare(plans: Sequence[Plan]) -> tuple[Row, ...]:
     for key, label, kind, read in _NUMBERS:
         rows.append(_row(plans, key, label, kind, read))
         if key == "slowdown_vs_1f1b":
-            rows.append(Row("slowdown_vs_best", "slowdown vs best fault-free", "fraction", against_best(plans)))
+            rows.append(
+                ComparisonRow("slowdown_vs_best", "slowdown vs best fault-free", "fraction", against_best(plans))
+            )
     moved = [_moved(plans[0], plan) for plan in plans]
     for i, (key, label) in enumerate(
         (
@@ -147,17 +149,17 @@ def compare(plans: Sequence[Plan]) -> tuple[Row, ...]:
             ("split_otherwise", "backwards split in one only"),
         )
     ):
-        rows.append(Row(key, label, "count", tuple(counts[i] for counts in moved)))
+        rows.append(ComparisonRow(key, label, "count", tuple(counts[i] for counts in moved)))
     return tuple(rows)
 
 
-def _row(plans: Sequence[Plan], key: str, label: str, kind: Kind, read: Callable[[Plan], Value]) -> Row:
+def _row(plans: Sequence[Plan], key: str, label: str, kind: Kind, read: Callable[[Plan], Value]) -> ComparisonRow:
     values = tuple(map(read, plans))
     if kind != "time":
-        return Row(key, label, kind, values)
+        return ComparisonRow(key, label, kind, values)
     first = values[0]
     alike = [comparable(plans[0], plan) for plan in plans]
-    return Row(
+    return ComparisonRow(
         key,
         label,
         kind,

@@ -123,7 +123,7 @@ def blend(over: str, under: str, opacity: float) -> str:
 
 
 @dataclass(frozen=True)
-class Frame:
+class ChartFrame:
     """Where in the picture the rows lie, and where in them a moment is. left, top, width, height: pixels. end: the tick
     at the right edge; 0 is at the left."""
 
@@ -168,7 +168,7 @@ def gantt(plan: Plan, pipeline: int | None = None, colours: Colours = LIGHT) -> 
     end = max([schedule.ends[w] for w in drawing.living] + [drawing.fault_free_end, schedule.period])
     left = MARGIN + max(text_width(label, SMALL) for label in labels) + 10
     height = ROW * drawing.rows.extent if detailed else job.stages * _stage_row(job.stages)
-    frame = Frame(left, 0, _plot_width(drawing, end) if detailed else OVERVIEW_PLOT, height, end)
+    frame = ChartFrame(left, 0, _plot_width(drawing, end) if detailed else OVERVIEW_PLOT, height, end)
     head = list(_head(plan, drawing, frame, colours, detailed=detailed, pipeline=pipeline))
     frame = replace(frame, top=max(shape.y for shape in head if isinstance(shape, Text)) + 30)
     body = _worker_rows(drawing, frame, colours) if detailed else _stage_rows(drawing, frame, colours)
@@ -210,7 +210,7 @@ def _facts(plan: Plan) -> list[str]:
 
 
 def _head(
-    plan: Plan, drawing: Drawing, frame: Frame, colours: Colours, *, detailed: bool, pipeline: int | None
+    plan: Plan, drawing: Drawing, frame: ChartFrame, colours: Colours, *, detailed: bool, pipeline: int | None
 ) -> Iterator[Shape]:
     """Title, facts and key, each broken into lines that fit."""
     room = frame.right - MARGIN
@@ -252,7 +252,7 @@ def _key(drawing: Drawing, y: float, room: float, colours: Colours, *, detailed:
         x += width
 
 
-def _axis(drawing: Drawing, frame: Frame, colours: Colours) -> Iterator[Shape]:
+def _axis(drawing: Drawing, frame: ChartFrame, colours: Colours) -> Iterator[Shape]:
     bottom, job = frame.bottom + 4, drawing.job
     yield Line((frame.left, bottom), (frame.right, bottom), colours.line)
     for time in model.axis_times(job.units(frame.end), max(4.0, frame.width / 90)):
@@ -266,7 +266,7 @@ def _axis(drawing: Drawing, frame: Frame, colours: Colours) -> Iterator[Shape]:
 # -- rows -------------------------------------------------------------------------------------------
 
 
-def _worker_rows(drawing: Drawing, frame: Frame, colours: Colours, *, following: bool = False) -> Iterator[Shape]:
+def _worker_rows(drawing: Drawing, frame: ChartFrame, colours: Colours, *, following: bool = False) -> Iterator[Shape]:
     """Labels, tracks and bars, in the frame's height. following: the next iteration's bars, faint."""
     row = frame.height / drawing.rows.extent
     bar = row * BAR_HEIGHT
@@ -298,7 +298,7 @@ def _worker_rows(drawing: Drawing, frame: Frame, colours: Colours, *, following:
             yield from _bar(op, drawing, frame, top(op.worker), bar, colours)
 
 
-def _bar(op: Op, drawing: Drawing, frame: Frame, top: float, bar: float, colours: Colours) -> Iterator[Shape]:
+def _bar(op: Op, drawing: Drawing, frame: ChartFrame, top: float, bar: float, colours: Colours) -> Iterator[Shape]:
     x = frame.x(op.start)
     width = frame.x(min(op.end, frame.end)) - x
     fill = colours.ops[op.kind]
@@ -322,7 +322,7 @@ def _bar(op: Op, drawing: Drawing, frame: Frame, top: float, bar: float, colours
         yield Text(middle, top + bar / 2, label, size, colours.ops_text[op.kind], "middle", bold=op.rerouted)
 
 
-def _fault_free_end(drawing: Drawing, frame: Frame, colours: Colours) -> Iterator[Shape]:
+def _fault_free_end(drawing: Drawing, frame: ChartFrame, colours: Colours) -> Iterator[Shape]:
     x = frame.x(drawing.fault_free_end)
     yield Line((x, frame.top - 4), (x, frame.bottom + 4), colours.text, 1.4, (2.5, 3.0))
     anchor: Literal["start", "end"] = "end" if x > frame.left + frame.width / 2 else "start"
@@ -333,7 +333,7 @@ def _stage_row(stages: int) -> float:
     return 28.0 if stages <= 32 else 18.0 if stages <= 64 else 12.0
 
 
-def _stage_rows(drawing: Drawing, frame: Frame, colours: Colours) -> Iterator[Shape]:
+def _stage_rows(drawing: Drawing, frame: ChartFrame, colours: Colours) -> Iterator[Shape]:
     """Stacked shares of each stage's living workers; what is left is the bubble."""
     stages = drawing.job.stages
     row = frame.height / stages
@@ -355,7 +355,7 @@ def _stage_rows(drawing: Drawing, frame: Frame, colours: Colours) -> Iterator[Sh
 
 
 def _areas(
-    shares: dict[str, NDArray[np.float64]], frame: Frame, top: float, bar: float, stage: int, colours: Colours
+    shares: dict[str, NDArray[np.float64]], frame: ChartFrame, top: float, bar: float, stage: int, colours: Colours
 ) -> Iterator[Shape]:
     """Each kind a band on those before it, as steps; where nobody is in it, there is no band."""
     lower = np.zeros(max((len(row) for row in shares.values()), default=0))
@@ -369,7 +369,9 @@ def _areas(
         lower = upper
 
 
-def _steps(heights: NDArray[np.float64], first: int, end: int, frame: Frame, bottom: float, bar: float) -> list[Point]:
+def _steps(
+    heights: NDArray[np.float64], first: int, end: int, frame: ChartFrame, bottom: float, bar: float
+) -> list[Point]:
     """Corner points from column `first` to behind the last, equal neighbours left out."""
     width = frame.width / len(heights)
     levels = bottom - np.minimum(1.0, heights[first:end]) * bar
@@ -389,7 +391,7 @@ def _steps(heights: NDArray[np.float64], first: int, end: int, frame: Frame, bot
 
 def small(drawing: Drawing, colours: Colours, end: int, description: str) -> Picture:
     """All rows over ticks 0 to `end` and the period below them, with little else: 22 pixels for a slot."""
-    frame = Frame(46.0, 22.0, 22.0 * drawing.job.units(end), 19.0 * drawing.rows.extent, end)
+    frame = ChartFrame(46.0, 22.0, 22.0 * drawing.job.units(end), 19.0 * drawing.rows.extent, end)
     foot, until = frame.bottom + 10, frame.x(drawing.schedule.period)
     words = planned(drawing.job.units(drawing.schedule.period), drawing.job.time_unit)
     return Picture(

@@ -22,7 +22,7 @@ class PipelineExporter(Protocol):
 
 
 @dataclass(frozen=True)
-class Format:
+class ExportFormat:
     """name: as the user types it. suffix: with its dot. title: for a menu or a button."""
 
     name: str

@@ -10,8 +10,17 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass, field
 
-from openrecycle.planner.simulation.outcome import Outcome
-from openrecycle.planner.simulation.policy_base import MILLISECOND, Change, Cluster, Keep, Pace, Policy, Reaction, Stop
+from openrecycle.planner.simulation.outcome import SimulationOutcome
+from openrecycle.planner.simulation.policy_base import (
+    MILLISECOND,
+    Cluster,
+    KeepTraining,
+    MembershipChange,
+    Pace,
+    Policy,
+    Reaction,
+    Stop,
+)
 from openrecycle.planner.simulation.trace import Trace
 
 ADD, REMOVE, READY, RESUME = 1, 2, 3, 4
@@ -26,7 +35,7 @@ class _Event:
     worker: str = field(compare=False)
 
 
-def simulate(trace: Trace, policy: Policy, *, ready_after: int = 0) -> Outcome:
+def simulate(trace: Trace, policy: Policy, *, ready_after: int = 0) -> SimulationOutcome:
     """One run. ready_after: microseconds from a worker's arrival until it can train.
 
     What happens at the trace's end or later is not played, and an iteration that ends exactly then
@@ -60,7 +69,7 @@ class _Run:
         self.worker_time = self.seen = 0
         self.rates: list[tuple[int, float]] = []
 
-    def play(self) -> Outcome:
+    def play(self) -> SimulationOutcome:
         """The trace's events go through a binary heap in the order of the file, and a job at a standstill
         sees them one by one.
 
@@ -89,7 +98,7 @@ class _Run:
     def _push(self, time: int, kind: int, worker: str = "") -> None:
         heapq.heappush(self.heap, _Event(time, kind, worker))
 
-    def _pop(self, now: int) -> Change:
+    def _pop(self, now: int) -> MembershipChange:
         """Everything that happens now; at a standstill no more than one worker's getting ready."""
         self.worker_time += self.cluster.living * (now - self.seen)
         self.seen = self.cluster.now = now
@@ -113,7 +122,7 @@ class _Run:
                 ready.append(event.worker)
                 if self.pace is None and self.paused is None:
                     break
-        return Change(tuple(lost), tuple(ready))
+        return MembershipChange(tuple(lost), tuple(ready))
 
     # -- time ----------------------------------------------------------------------------------
 
@@ -227,7 +236,7 @@ class _Run:
         self._push(self.paused, RESUME)
         self._note(now, 0.0)
 
-    def _keep(self, keep: Keep, now: int) -> None:
+    def _keep(self, keep: KeepTraining, now: int) -> None:
         assert self.pace is not None
         self.asked = self.asked or keep.ask
         if self.saving is None:
@@ -257,8 +266,8 @@ class _Run:
         if not self.rates or self.rates[-1][1] != rate:
             self.rates.append((now, rate))
 
-    def _outcome(self) -> Outcome:
-        return Outcome(
+    def _outcome(self) -> SimulationOutcome:
+        return SimulationOutcome(
             policy=self.policy.name,
             trace=self.trace.name,
             begin=self.begin,

@@ -11,7 +11,7 @@ HOUR = 3600 * SECOND
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SimulationOutcome:
     """Totals of one policy on one trace. Times in microseconds.
 
     begin: the first iteration's start. last: the last completed iteration's end. end: of the trace.

@@ -36,7 +36,7 @@ class Pace:
 
 
 @dataclass(frozen=True)
-class Change:
+class MembershipChange:
     """Who came, who went and who became ready at one instant. lost: in the order in which they went."""
 
     lost: tuple[str, ...] = ()
@@ -102,7 +102,7 @@ class Stop:
 
 
 @dataclass(frozen=True)
-class Keep:
+class KeepTraining:
     """Training goes on.
 
     stretch: so much longer does what is left of the iteration in flight take, cut to milliseconds.
@@ -114,7 +114,7 @@ class Keep:
     ask: bool = False
 
 
-Reaction = Stop | Keep
+Reaction = Stop | KeepTraining
 
 
 class Policy(Protocol):
@@ -130,7 +130,7 @@ class Policy(Protocol):
     workers: int
     extra_workers: int
 
-    def changed(self, cluster: Cluster, change: Change, *, training: bool, paused: bool) -> Reaction:
+    def changed(self, cluster: Cluster, change: MembershipChange, *, training: bool, paused: bool) -> Reaction:
         """Workers came or went. training: an iteration is in flight; paused: between two paces; neither: halted."""
         ...
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from openrecycle.planner.simulation.outcome import Outcome
+from openrecycle.planner.simulation.outcome import SimulationOutcome
 from openrecycle.planner.simulation.trace import Trace
 
 
@@ -24,7 +24,7 @@ class Sweep:
     """One outcome per MTBF (hours, ascending) and policy."""
 
     hours: tuple[float, ...]
-    outcomes: tuple[tuple[Outcome, ...], ...]
+    outcomes: tuple[tuple[SimulationOutcome, ...], ...]
 
     def rates(self, policy: int) -> list[float]:
         """Samples per second over the whole trace, by MTBF."""
@@ -47,7 +47,9 @@ class Sweep:
         return sorted(out, key=lambda crossing: crossing.hours)
 
 
-def sweep(hours: Sequence[float], trace: Callable[[float], Trace], run: Callable[[Trace], Sequence[Outcome]]) -> Sweep:
+def sweep(
+    hours: Sequence[float], trace: Callable[[float], Trace], run: Callable[[Trace], Sequence[SimulationOutcome]]
+) -> Sweep:
     """trace(mtbf) makes the trace, run(trace) plays all policies against it."""
     ascending = tuple(sorted(set(hours)))
     return Sweep(ascending, tuple(tuple(run(trace(value))) for value in ascending))

@@ -11,7 +11,7 @@ from openrecycle.planner.schedule import Schedule
 
 
 @dataclass(frozen=True)
-class Progress:
+class SolverProgress:
     """Where a solver stands. elapsed: seconds; incumbent (None: no schedule yet), bound: ticks."""
 
     solver: str
@@ -20,7 +20,7 @@ class Progress:
     bound: int
 
 
-ProgressCallback = Callable[[Progress], None]
+ProgressCallback = Callable[[SolverProgress], None]
 Cancelled = Callable[[], bool]
 
 

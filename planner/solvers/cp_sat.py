@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 from openrecycle.planner.bounds import period_bound
 from openrecycle.planner.job import Problem
 from openrecycle.planner.schedule import Schedule
-from openrecycle.planner.solvers.base import Cancelled, Progress, ProgressCallback, Solution
+from openrecycle.planner.solvers.base import Cancelled, ProgressCallback, Solution, SolverProgress
 from openrecycle.planner.solvers.cp_sat_model import ScheduleModel
 from openrecycle.planner.solvers.cp_sat_routing import RoutingModel
-from openrecycle.planner.solvers.cp_sat_run import Outcome, Watcher, run
+from openrecycle.planner.solvers.cp_sat_run import CpSatOutcome, Watcher, run
 from openrecycle.planner.solvers.cp_sat_slice import SliceModel
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
-from openrecycle.planner.solvers.lns import Frame, Slices
+from openrecycle.planner.solvers.lns import ScheduleGraph, Slices
 from openrecycle.planner.solvers.pooled import PooledModel
 from openrecycle.planner.solvers.reduction import Reduction, proven_for_routing, routes_of
 
@@ -139,7 +139,7 @@ class _Search:
     def tell(self, incumbent: int, bound: int) -> None:
         if self.on_progress and self._told != (incumbent, bound):
             self._told = (incumbent, bound)
-            self.on_progress(Progress(CpSatSolver.name, time.monotonic() - self.begin, incumbent, bound))
+            self.on_progress(SolverProgress(CpSatSolver.name, time.monotonic() - self.begin, incumbent, bound))
 
     def take(self, schedule: Schedule) -> None:
         if schedule.period < self.best.period:
@@ -155,7 +155,7 @@ class _Search:
 
     def _run(
         self, model: ScheduleModel | SliceModel | RoutingModel | PooledModel, seconds: float, watch: Watcher | None
-    ) -> Outcome:
+    ) -> CpSatOutcome:
         outcome = run(
             model.model,
             time_limit=seconds,
@@ -186,7 +186,7 @@ class _Search:
             return
         times = reduction.times_of(self.best)
         assert times is not None  # the routes are those of `best`
-        frame = self._adopt(Frame(reduction, times))
+        frame = self._adopt(ScheduleGraph(reduction, times))
         slices = Slices(seed=self.seed)
         vain = 0
         while self.left and not self.closed:
@@ -205,7 +205,7 @@ class _Search:
             if outcome.solved:
                 frame = self._adopt(model.read(outcome.solver))
 
-    def _adopt(self, frame: Frame) -> Frame:
+    def _adopt(self, frame: ScheduleGraph) -> ScheduleGraph:
         """The frame with its stages started late; the new incumbent if it is better."""
         frame = frame.late()
         if frame.period < self.best.period:

@@ -13,7 +13,7 @@ from ortools.sat.python import cp_model
 
 from openrecycle.planner.job import Worker
 from openrecycle.planner.solvers.lns import OpKey
-from openrecycle.planner.solvers.reduction import Reduction, Times
+from openrecycle.planner.solvers.reduction import Reduction, StartTicks
 
 
 @dataclass
@@ -26,7 +26,7 @@ class ScheduleModel:
     reduction: Reduction
     lower: int
     upper: int
-    hint: Times | None = None
+    hint: StartTicks | None = None
     model: cp_model.CpModel = field(init=False, default_factory=cp_model.CpModel)
 
     def __post_init__(self) -> None:
@@ -134,7 +134,7 @@ class ScheduleModel:
 
     # -- hint and solution ------------------------------------------------------------------------
 
-    def _hint(self, times: Times) -> None:
+    def _hint(self, times: StartTicks) -> None:
         zero = min(times.forward[i][0] for c in self.reduction.kept for i in c)
         for key, variable in self.starts.items():
             self.model.add_hint(variable, _table(times, key[0])[key[1]][key[2]] - zero)
@@ -143,14 +143,14 @@ class ScheduleModel:
                 earliest = min(times.forward[i][s] for c in self.reduction.kept for i in c)
                 self.model.add_hint(variable, earliest - zero)
 
-    def read(self, value: cp_model.CpSolver | cp_model.CpSolverSolutionCallback) -> Times:
+    def read(self, value: cp_model.CpSolver | cp_model.CpSolverSolutionCallback) -> StartTicks:
         """The starts of a solution; those of micro-batches that were left out are 0."""
         count, stages = len(self.reduction.routes[0]), len(self.fastest)
-        times = Times(*([[0] * stages for _ in range(count)] for _ in range(3)))
+        times = StartTicks(*([[0] * stages for _ in range(count)] for _ in range(3)))
         for (kind, index, stage), variable in self.starts.items():
             _table(times, kind)[index][stage] = value.value(variable)
         return times
 
 
-def _table(times: Times, kind: str) -> list[list[int]]:
+def _table(times: StartTicks, kind: str) -> list[list[int]]:
     return times.forward if kind == "F" else times.backward if kind == "I" else times.weight

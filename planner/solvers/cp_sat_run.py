@@ -24,7 +24,7 @@ Watcher = Callable[[int | None, int], None]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CpSatOutcome:
     """status: CP-SAT's. objective: None without a solution. bound: of the objective, rounded up.
 
     cancelled: whether the caller ended it. solver: to read values from; only where `solved`.
@@ -67,7 +67,7 @@ def run(
     seed: int,
     watch: Watcher | None = None,
     cancelled: Cancelled | None = None,
-) -> Outcome:
+) -> CpSatOutcome:
     """Minimizes `model` for at most `time_limit` seconds.
 
     The search runs in a thread of its own: CP-SAT holds neither the GIL nor the calling thread, so
@@ -125,7 +125,7 @@ def run(
         raise ValueError(f"CP-SAT refuses the model: {model.validate()}")
     found = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
     objective_value = round(solver.objective_value) if found else None
-    return Outcome(status, objective_value, 0 if math.isinf(proven) else _whole(proven), solver, stopped)
+    return CpSatOutcome(status, objective_value, 0 if math.isinf(proven) else _whole(proven), solver, stopped)
 
 
 def _whole(bound: float) -> int:

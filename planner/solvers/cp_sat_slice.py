@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from ortools.sat.python import cp_model
 
-from openrecycle.planner.solvers.lns import Frame, OpKey, Room
+from openrecycle.planner.solvers.lns import OpKey, ScheduleGraph, SliceWindows
 
 
 class SliceModel:
     """A feasibility question, to be answered within the windows of `room`."""
 
-    def __init__(self, room: Room) -> None:
+    def __init__(self, room: SliceWindows) -> None:
         self.room = room
         self.model = cp_model.CpModel()
         frame = room.frame
@@ -60,7 +60,7 @@ class SliceModel:
             return self.starts[key]
         return self.room.earliest[key] if key in self.room.earliest else self.room.latest[key]
 
-    def read(self, solver: cp_model.CpSolver) -> Frame:
+    def read(self, solver: cp_model.CpSolver) -> ScheduleGraph:
         """The whole schedule with the slice as solved."""
         inside = {key: solver.value(start) for key, start in self.starts.items()}
         return self.room.frame.with_starts({**self.room.earliest, **inside, **self.room.latest})

@@ -16,9 +16,9 @@ from openrecycle.planner.bounds import period_bound
 from openrecycle.planner.failures import levelled
 from openrecycle.planner.job import Problem, Worker
 from openrecycle.planner.schedule import Schedule
-from openrecycle.planner.solvers.base import Cancelled, Progress, ProgressCallback, Solution
+from openrecycle.planner.solvers.base import Cancelled, ProgressCallback, Solution, SolverProgress
 from openrecycle.planner.solvers.rules import rules
-from openrecycle.planner.solvers.table import Result, Settings, Table
+from openrecycle.planner.solvers.table import DispatchSettings, Result, Table
 
 # Above so many items a second look at who must split, and at more failures than there are, takes longer than
 # it is worth.
@@ -54,14 +54,14 @@ class ListScheduler:
         table = Table(problem, compiled=self._compiled)
         target = min(bound, warm_start.period) if warm_start else bound
         best: Result | None = None
-        settings: Settings | None = None
+        settings: DispatchSettings | None = None
         for rule in rules(problem):
             tried = rule.settings(problem, bound)
             result = table.run(tried)
             if best is None or result.rank < best.rank:
                 best, settings = result, tried
                 if on_progress:
-                    on_progress(Progress(self.name, time.perf_counter() - begin, best.period, bound))
+                    on_progress(SolverProgress(self.name, time.perf_counter() - begin, best.period, bound))
             if best.period <= target or time.perf_counter() - begin > time_limit or (cancelled and cancelled()):
                 break
         assert best is not None and settings is not None
@@ -111,7 +111,7 @@ def rerouted_references(problem: Problem, *, below: int, compiled: bool | None =
         yield table.schedule(reference_result(table, reference))
 
 
-def _less_split(table: Table, best: Result, settings: Settings) -> Result:
+def _less_split(table: Table, best: Result, settings: DispatchSettings) -> Result:
     """The same with fewer workers that split B, where that costs nothing.
 
     I and W apart take a little longer than B on a real device, and more memory.

@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from openrecycle.planner.job import Worker
-from openrecycle.planner.solvers.reduction import Reduction, Times
+from openrecycle.planner.solvers.reduction import Reduction, StartTicks
 
 # (kind, micro-batch index, stage); the backward of either technique is I.
 OpKey = tuple[str, int, int]
 Edges = dict[OpKey, list[tuple[OpKey, int]]]
 
 
-class Frame:
+class ScheduleGraph:
     """A schedule of a reduction as a graph: its ops in an order, and what waits for what.
 
     rows: the ops of each worker in order. place: an op's position in `order`. first: the start
@@ -32,7 +32,7 @@ class Frame:
     links: precedences that hold whatever the order, as (op, then, ticks from start to start).
     """
 
-    def __init__(self, reduction: Reduction, times: Times) -> None:
+    def __init__(self, reduction: Reduction, times: StartTicks) -> None:
         self.reduction = reduction
         problem = reduction.problem
         job = problem.job
@@ -122,7 +122,7 @@ class Frame:
                 links += [(one, then, self.length(one)) for one, then in zip(releases, forwards[limit:], strict=False)]
         return links
 
-    def room(self, begin: int, end: int, target: int) -> Room | None:
+    def room(self, begin: int, end: int, target: int) -> SliceWindows | None:
         """What order[begin:end] may use; None when the rest alone already exceeds `target`."""
         earliest: dict[OpKey, int] = {}
         for key in self.order[:begin]:
@@ -152,23 +152,23 @@ class Frame:
                 windows[one] = windows[one][0], min(windows[one][1], latest[then] - lag)
         if any(low > high for low, high in windows.values()):
             return None
-        return Room(self, begin, end, target, earliest, latest, windows)
+        return SliceWindows(self, begin, end, target, earliest, latest, windows)
 
-    def with_starts(self, starts: Mapping[OpKey, int]) -> Frame:
-        return Frame(self.reduction, self._times(starts))
+    def with_starts(self, starts: Mapping[OpKey, int]) -> ScheduleGraph:
+        return ScheduleGraph(self.reduction, self._times(starts))
 
-    def times(self) -> Times:
+    def times(self) -> StartTicks:
         return self._times(self.starts)
 
-    def _times(self, starts: Mapping[OpKey, int]) -> Times:
+    def _times(self, starts: Mapping[OpKey, int]) -> StartTicks:
         count, stages = len(self.reduction.routes[0]), len(self.stages)
-        times = Times(*([[0] * stages for _ in range(count)] for _ in range(3)))
+        times = StartTicks(*([[0] * stages for _ in range(count)] for _ in range(3)))
         for (kind, index, stage), start in starts.items():
             table = times.forward if kind == "F" else times.backward if kind == "I" else times.weight
             table[index][stage] = start
         return times
 
-    def late(self) -> Frame:
+    def late(self) -> ScheduleGraph:
         """The same order with every op as late as the period allows: stages start later."""
         room = self.room(0, 0, self.period)
         assert room is not None  # the schedule itself is the witness
@@ -176,11 +176,11 @@ class Frame:
 
 
 @dataclass(frozen=True)
-class Room:
+class SliceWindows:
     """earliest: starts of the ops before the slice; latest: of those after; windows: first and last
     start of each op inside."""
 
-    frame: Frame
+    frame: ScheduleGraph
     begin: int
     end: int
     target: int
@@ -198,7 +198,7 @@ class Slices:
         self.size = 300
         self._random = random.Random(seed)
 
-    def next(self, frame: Frame) -> tuple[int, int]:
+    def next(self, frame: ScheduleGraph) -> tuple[int, int]:
         """begin, end in `frame.order`. The ends of a schedule come up as often as its middle."""
         count = len(frame.order)
         size = min(self.size, count)

@@ -26,7 +26,7 @@ from openrecycle.planner.errors import InputError
 from openrecycle.planner.job import Problem, Worker
 from openrecycle.planner.routing import Routes
 from openrecycle.planner.schedule import Op, Schedule
-from openrecycle.planner.solvers.base import Cancelled, Progress, ProgressCallback, Solution
+from openrecycle.planner.solvers.base import Cancelled, ProgressCallback, Solution, SolverProgress
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
 from openrecycle.planner.solvers.reduction import proven_for_routing, routes_of, whole_backwards
 
@@ -62,7 +62,7 @@ class MilpSolver:
 
         def tell() -> None:
             if on_progress:
-                on_progress(Progress(self.name, time.monotonic() - begin, best.period, bound))
+                on_progress(SolverProgress(self.name, time.monotonic() - begin, best.period, bound))
 
         model = StepModel(problem, routes_of(best), best.period)
         tell()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Manner:
+class DispatchRule:
     """How a window is dispatched, one number per stage; see `windows.redispatch`.
 
     target: ticks within which each stage should be done.
@@ -31,7 +31,7 @@ class Manner:
     target: int
 
 
-class Orders:
+class OpOrders:
     """The orders of one problem whose B's are all split. Not for two threads at once.
 
     compiled: use machine code. Both ways need numpy.
@@ -116,7 +116,7 @@ class Orders:
         )
 
     def again(
-        self, order: Array, begin: int, end: int, manner: Manner, keys: tuple[Array, Array], *, backwards: bool
+        self, order: Array, begin: int, end: int, manner: DispatchRule, keys: tuple[Array, Array], *, backwards: bool
     ) -> Array | None:
         """`order` with order[begin:end] dispatched anew, or None where memory locks it.
 

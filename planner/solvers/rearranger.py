@@ -23,9 +23,9 @@ from openrecycle.planner.baseline import references
 from openrecycle.planner.bounds import period_bound
 from openrecycle.planner.job import Problem
 from openrecycle.planner.schedule import Schedule
-from openrecycle.planner.solvers.base import Cancelled, Progress, ProgressCallback, Solution
+from openrecycle.planner.solvers.base import Cancelled, ProgressCallback, Solution, SolverProgress
 from openrecycle.planner.solvers.list_scheduler import ListScheduler, reference_result
-from openrecycle.planner.solvers.orders import Manner, Orders
+from openrecycle.planner.solvers.orders import DispatchRule, OpOrders
 from openrecycle.planner.solvers.rules import rules
 from openrecycle.planner.solvers.table import ALWAYS, UNLIMITED, ArraySchedule, Table
 from openrecycle.planner.solvers.tuning import COMPILED_SECONDS, searched
@@ -122,7 +122,7 @@ class Rearranger:
             if search.best < best:
                 best = search.best
                 if on_progress:
-                    on_progress(Progress(self.name, elapsed(), best, bound))
+                    on_progress(SolverProgress(self.name, elapsed(), best, bound))
         schedule = warm_start
         for start, search in zip(starts, searches, strict=True):
             if search.best < start.period:
@@ -144,7 +144,7 @@ class _Search:
         self.problem, self.bound, self.noise = searched(problem), bound, noise
         self.table = Table(self.problem, compiled=compiled)
         self._whole = problem
-        self.orders = Orders(self.table, compiled=compiled)
+        self.orders = OpOrders(self.table, compiled=compiled)
         self.random = np.random.default_rng(noise.randrange(1 << 30))
         self.pool: list[tuple[tuple[int, int], Array]] = []
         if isinstance(warm_start, ArraySchedule) and warm_start.problem == self.problem:
@@ -248,7 +248,7 @@ class _Search:
             )
         return down, up
 
-    def _any_manner(self) -> Manner:
+    def _any_manner(self) -> DispatchRule:
         """Rules at random, the same on all stages."""
         choice = self.noise.choice
         return self._manner(
@@ -263,7 +263,7 @@ class _Search:
 
     def _manner(
         self, depth: float, more: int, final: float, spare: int | None, patience: int, patience_w: int, target: int
-    ) -> Manner:
+    ) -> DispatchRule:
         """depth: as a multiple of 1F1B's, and so much more; final: as a multiple of twice that. spare:
         activations that pending W's leave free, beyond those of the micro-batches that turn round; None:
         W's need not."""
@@ -271,7 +271,7 @@ class _Search:
         stages = problem.job.stages
         below = [stages - s for s in range(stages)]
         most = [self.table.n if limit is None else limit for limit in problem.limits]
-        return Manner(
+        return DispatchRule(
             depth=tuple(max(0, int(depth * b) + more) for b in below),
             final=tuple(int(final * 2 * b) for b in below),
             open_limit=tuple(

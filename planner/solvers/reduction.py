@@ -30,7 +30,7 @@ from openrecycle.planner.routing import Routes, assign
 from openrecycle.planner.schedule import Op, Schedule
 
 
-class Times(NamedTuple):
+class StartTicks(NamedTuple):
     """Start ticks, each [micro-batch index][stage]; the index is pipeline x micro_batches + micro-batch.
 
     weight: start of W; where B is not split, the end of the first I ticks of B.
@@ -96,11 +96,11 @@ class Reduction:
                 table[Worker(row[members[0]], stage)].append(members)
         return dict(table)
 
-    def times_of(self, schedule: Schedule) -> Times | None:
+    def times_of(self, schedule: Schedule) -> StartTicks | None:
         """`schedule` in the order described above; None when it is routed otherwise."""
         job = self.problem.job
         count = len(self.routes[0])
-        times = Times(*([[0] * job.stages for _ in range(count)] for _ in range(3)))
+        times = StartTicks(*([[0] * job.stages for _ in range(count)] for _ in range(3)))
         for op in schedule.compute_ops():
             index = op.pipeline * job.micro_batches + op.micro_batch
             if self.routes[op.stage][index] != op.worker.pipeline:
@@ -116,7 +116,7 @@ class Reduction:
         self._sort(times)
         return times
 
-    def _sort(self, times: Times) -> None:
+    def _sort(self, times: StartTicks) -> None:
         """The k-th start of each kind and stage to the k-th micro-batch of each class.
 
         Between the classes of one worker, W's follow the order of their I's, which is no loss
@@ -133,11 +133,11 @@ class Reduction:
             for index, start in zip(guests, sorted(times.weight[i][stage] for i in guests), strict=True):
                 times.weight[index][stage] = start
 
-    def schedule(self, times: Times) -> Schedule:
+    def schedule(self, times: StartTicks) -> Schedule:
         """The whole problem's schedule, copies included. See `whole_backwards` for B."""
         return Schedule.build(self.problem, whole_backwards(self.problem, list(self._ops(times))))
 
-    def _ops(self, times: Times) -> Iterator[Op]:
+    def _ops(self, times: StartTicks) -> Iterator[Op]:
         job, splits = self.problem.job, self.problem.technique.splits
         for index in range(len(self.routes[0])):
             source = self.copies.get(index, index)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, chain, count, islice
 
 from openrecycle.planner.job import Problem
-from openrecycle.planner.solvers.table import ALWAYS, UNLIMITED, Settings
+from openrecycle.planner.solvers.table import ALWAYS, UNLIMITED, DispatchSettings
 
 # Rules tried so long as the ops of all tries together stay below this.
 EFFORT = 800_000
@@ -30,7 +30,7 @@ class Rule:
     below at full speed, and k more, stay free for forwards.
     patience, patience_w: percent, the same on all stages. target: multiple of the lower bound.
     final: last forwards that go first, as a multiple of the micro-batches that turn round below.
-    alike: see Settings; no help where F, I and W last equally long anyway.
+    alike: see DispatchSettings; no help where F, I and W last equally long anyway.
     """
 
     depth: str
@@ -43,14 +43,14 @@ class Rule:
     order: str | int = "index"
     split: str = "all"
 
-    def settings(self, problem: Problem, bound: int) -> Settings:
+    def settings(self, problem: Problem, bound: int) -> DispatchSettings:
         job = problem.job
         stages = range(job.stages)
         depths = {"eager": 0, "1f1b": 1, "zb": 2}[self.depth]
         # By stage, F's and I's from there to the last: the time in which a micro-batch turns round.
         turns = [*accumulate((t.forward + t.input_backward for t in reversed(job.ticks)), initial=0)][:0:-1]
         slowest = max(t.work for t in job.ticks)
-        return Settings(
+        return DispatchSettings(
             depth=tuple(depths * (job.stages - s) - (depths > 1) for s in stages),
             final=tuple(int(self.final * turns[s] / job.ticks[s].work) for s in stages),
             open_limit=tuple(self._open_limit(problem, s, turns[s], slowest) for s in stages),

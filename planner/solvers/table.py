@@ -22,7 +22,7 @@ ALWAYS = 1_000_000  # a patience that waits however little it spares
 
 
 @dataclass(frozen=True)
-class Settings:
+class DispatchSettings:
     """How the event loop chooses; see `dispatch`. One number per stage, but for:
 
     target: ticks within which a stage should be done, counted from when its first F can start.
@@ -100,7 +100,7 @@ class Table:
         self.capacity = self._vector([UNLIMITED if limit is None else limit for limit in problem.limits])
         self._keys: dict[str | int, Any] = {}
 
-    def run(self, settings: Settings) -> Result:
+    def run(self, settings: DispatchSettings) -> Result:
         job = self.problem.job
         functions: tuple[Callable[..., int], Callable[..., None]] = (dispatch, retime)
         loop, again = compiled_functions() if self.compiled else functions

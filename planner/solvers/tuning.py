@@ -20,10 +20,10 @@ from typing import Any
 from openrecycle.planner.bounds import period_bound
 from openrecycle.planner.job import Problem
 from openrecycle.planner.schedule import Schedule
-from openrecycle.planner.solvers.base import Cancelled, Progress, ProgressCallback, Solution
+from openrecycle.planner.solvers.base import Cancelled, ProgressCallback, Solution, SolverProgress
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
 from openrecycle.planner.solvers.rules import ORDERS, rules
-from openrecycle.planner.solvers.table import ALWAYS, UNLIMITED, Result, Settings, Table
+from openrecycle.planner.solvers.table import ALWAYS, UNLIMITED, DispatchSettings, Result, Table
 
 POOL = 4  # settings that are improved side by side
 PATIENCES = (0, 30, 100, 300, ALWAYS)
@@ -70,7 +70,7 @@ class Tuner:
                 pool[k] = (tried, changed)
             if tried.rank < best.rank:
                 if on_progress and tried.period < best.period:
-                    on_progress(Progress(self.name, time.perf_counter() - begin, tried.period, bound))
+                    on_progress(SolverProgress(self.name, time.perf_counter() - begin, tried.period, bound))
                 best, chosen = tried, changed
         if table.problem is not problem:
             table = Table(problem)
@@ -80,9 +80,9 @@ class Tuner:
             schedule = warm_start
         return Solution(schedule, bound, self.name, time.perf_counter() - begin)
 
-    def _pool(self, table: Table, bound: int, over: Cancelled) -> list[tuple[Result, Settings]]:
+    def _pool(self, table: Table, bound: int, over: Cancelled) -> list[tuple[Result, DispatchSettings]]:
         """The best of the rules, to start from."""
-        tried: list[tuple[Result, Settings]] = []
+        tried: list[tuple[Result, DispatchSettings]] = []
         for rule in rules(table.problem):
             settings = rule.settings(table.problem, bound)
             if not table.problem.failed:
@@ -109,7 +109,7 @@ def _table(problem: Problem, time_limit: float) -> Table:
     return Table(problem, compiled=True if many and find_spec("numba") is not None else None)
 
 
-def _change(settings: Settings, bound: int, noise: random.Random, *, reorder: bool) -> Settings:
+def _change(settings: DispatchSettings, bound: int, noise: random.Random, *, reorder: bool) -> DispatchSettings:
     """One to three small random changes, each to a run of neighbouring stages.
 
     reorder: of the order of micro-batches too.

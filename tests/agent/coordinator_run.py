@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from openrecycle.agent.coordination import coordinator
 from openrecycle.agent.coordination.events import (
-    Acknowledged,
-    Beat,
     Decision,
     Event,
     Exited,
-    Heard,
+    GenerationAcknowledged,
+    HeartbeatsReceived,
+    LastHeartbeat,
     NeedPlan,
     Note,
     OpenGeneration,
     PlanReady,
-    Registered,
-    Step,
     Tick,
+    Transition,
+    WorkerRegistered,
 )
-from openrecycle.agent.coordination.membership import Generation, Ladder, Member, State
+from openrecycle.agent.coordination.membership import FailureTimeouts, Generation, Member, State
 from openrecycle.app.workers.sentence import sentence
-from openrecycle.app.workers.states import Process, WorkerStates, follow
+from openrecycle.app.workers.states import ProcessState, WorkerStates, follow
 
-LADDER = Ladder(heartbeat=1, suspect=5, dead=20, transfer_grace=2)
+LADDER = FailureTimeouts(heartbeat=1, suspect=5, dead=20, transfer_grace=2)
 
 
 class Run:
@@ -45,7 +45,7 @@ class Run:
         self.notes: list[Note] = []
         self.wanted: list[tuple[str, ...]] = []
         self.count = 0
-        self.processes: dict[str, Process] = {}
+        self.processes: dict[str, ProcessState] = {}
 
     @property
     def names(self) -> list[str]:
@@ -54,10 +54,10 @@ class Run:
     def member(self, name: str) -> Member:
         return self.state.members[name]
 
-    def send(self, event: Event) -> Step:
+    def send(self, event: Event) -> Transition:
         self.log.append((event, self.now))
         step = coordinator.step(self.state, event, self.now, LADDER)
-        came = {event.incarnation: ("node1", len(self.processes) + 1)} if isinstance(event, Registered) else {}
+        came = {event.incarnation: ("node1", len(self.processes) + 1)} if isinstance(event, WorkerRegistered) else {}
         self.processes |= follow(self.processes, self.state, step.state, came, self.now)
         self.state = step.state
         for decision in step.decisions:
@@ -77,7 +77,7 @@ class Run:
     def start(self) -> Run:
         """Every worker registers; generation 1 opens and all resume."""
         for name in self.names:
-            self.send(Registered(name, f"{name}-1"))
+            self.send(WorkerRegistered(name, f"{name}-1"))
         self.resume()
         return self
 
@@ -87,22 +87,22 @@ class Run:
         for name in names or current.living:
             for state in ("adopted", "formed", "resumed"):
                 incarnation = self.member(name).incarnation or ""
-                self.send(Acknowledged(name, incarnation, current.number, state))  # type: ignore[arg-type]
+                self.send(GenerationAcknowledged(name, incarnation, current.number, state))  # type: ignore[arg-type]
 
-    def exit(self, name: str) -> Step:
+    def exit(self, name: str) -> Transition:
         return self.send(Exited(name, self.member(name).incarnation or "never", "launcher", "was killed by SIGKILL"))
 
-    def back(self, name: str) -> Step:
+    def back(self, name: str) -> Transition:
         self.count += 1
-        return self.send(Registered(name, f"{name}-again{self.count}"))
+        return self.send(WorkerRegistered(name, f"{name}-again{self.count}"))
 
-    def beat(self, *names: str, draining: bool = False) -> Step:
-        beats = {n: Beat(self.member(n).incarnation or "", self.now, draining) for n in names or self.names}
-        return self.send(Heard(beats))
+    def beat(self, *names: str, draining: bool = False) -> Transition:
+        beats = {n: LastHeartbeat(self.member(n).incarnation or "", self.now, draining) for n in names or self.names}
+        return self.send(HeartbeatsReceived(beats))
 
-    def wait(self, seconds: float, *heard: str) -> Step:
+    def wait(self, seconds: float, *heard: str) -> Transition:
         """Time goes by in steps of a second; `heard` go on sending heartbeats."""
-        step = Step(self.state)
+        step = Transition(self.state)
         for _ in range(int(seconds)):
             self.now += 1
             if heard:

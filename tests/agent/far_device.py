@@ -30,10 +30,10 @@ from openrecycle.agent.optimizer import StageOptimizer, stage_optimizer
 from openrecycle.agent.options import Optimization
 from openrecycle.agent.randomness import seed_for
 from openrecycle.agent.script import Script
-from openrecycle.agent.stage_io import Cuts
+from openrecycle.agent.stage_io import StageCuts
 from openrecycle.agent.state import pack, unpack
 from openrecycle.agent.transport.ordered import OrderedTransfers, connect
-from openrecycle.agent.transport.transfers import Layout, Lines
+from openrecycle.agent.transport.transfers import Lines, TransferLayout
 from openrecycle.agent.validation_exchange import Steps
 from openrecycle.planner.catalog import Catalog
 from openrecycle.planner.job import Job, MemoryLimit, Technique, Worker
@@ -166,9 +166,9 @@ class _Peers(Group):
 def train(device: torch.device, optimization: Optimization) -> dict[str, Any]:
     """Losses and hashes of the parameters, by worker; with what is done to a trained stage's state."""
     workload: Any = Mixed()
-    cuts = Cuts.of(workload, JOB.stages, autocast=optimization.autocast)
+    cuts = StageCuts.of(workload, JOB.stages, autocast=optimization.autocast)
     with FarFactories():
-        assert Cuts.of(workload, JOB.stages, (), optimization.autocast, device) == cuts
+        assert StageCuts.of(workload, JOB.stages, (), optimization.autocast, device) == cuts
     schedule = Catalog(JOB, Technique.STAGGERED, MemoryLimit("uniform")).plan_for(set())[0].schedule()
     living = list(JOB.workers())
     # One at a time: a real worker has torch's random numbers to itself.
@@ -203,7 +203,7 @@ def train(device: torch.device, optimization: Optimization) -> dict[str, Any]:
             rank,
         )
 
-        def transfers(layout: Layout) -> OrderedTransfers:
+        def transfers(layout: TransferLayout) -> OrderedTransfers:
             assert layout.device == device
             return OrderedTransfers(lines, layout)
 
@@ -237,7 +237,12 @@ def train(device: torch.device, optimization: Optimization) -> dict[str, Any]:
 
 
 def _handed_on(
-    trained: StageOptimizer, workload: Any, optimization: Optimization, cuts: Cuts, device: torch.device, me: Worker
+    trained: StageOptimizer,
+    workload: Any,
+    optimization: Optimization,
+    cuts: StageCuts,
+    device: torch.device,
+    me: Worker,
 ) -> list[str]:
     """Hashes: of a stage, of one that took its state over, of it after its last step was undone, of its weights."""
     assert all(p.device == device for p in trained.module.parameters())

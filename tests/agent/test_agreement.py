@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrecycle.agent.recovery import Makeup, NoAgreementError, agree, check_alike
+from openrecycle.agent.recovery import Environment, NoAgreementError, agree, check_alike
 from openrecycle.planner.job import Worker
 from tests.golden import golden
 
@@ -76,9 +76,9 @@ def test_the_next_attempt_asks_another_peer() -> None:
 
 
 def test_workers_that_compute_differently_are_told_so() -> None:
-    one, other = Makeup("2.13.0+cpu", 1).numbers(), Makeup("2.13.0", 1).numbers()
+    one, other = Environment("2.13.0+cpu", 1).numbers(), Environment("2.13.0", 1).numbers()
     check_alike({Worker(0, 0): one, Worker(0, 1): other})
     with pytest.raises(NoAgreementError, match="W0_1 computes with 4 threads and W0_0 with 1"):
-        check_alike({Worker(0, 0): one, Worker(0, 1): Makeup("2.13.0", 4).numbers()})
+        check_alike({Worker(0, 0): one, Worker(0, 1): Environment("2.13.0", 4).numbers()})
     with pytest.raises(NoAgreementError, match=r"W0_1 has torch 2\.12\.1 and W0_0 has 2\.13\.0"):
-        check_alike({Worker(0, 0): one, Worker(0, 1): Makeup("2.12.1", 1).numbers()})
+        check_alike({Worker(0, 0): one, Worker(0, 1): Environment("2.12.1", 1).numbers()})

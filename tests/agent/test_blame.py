@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrecycle.agent.coordination.blame import Complaint, Limits, Links, Ruling, attribute, judge
-from openrecycle.agent.coordination.launcher import Deploy, Halt, Remark
+from openrecycle.agent.coordination.blame import BlameDecision, BlameLimits, Complaint, Links, attribute, judge
+from openrecycle.agent.coordination.launcher import Deploy, Halt, LauncherWarning
 from openrecycle.agent.coordination.local import LocalCoordination
 from openrecycle.planner.catalog import Catalog
 from openrecycle.planner.job import Job, MemoryLimit, Technique, Worker
@@ -25,7 +25,7 @@ def said(*pairs: str) -> list[Complaint]:
     return [Complaint(*pair.split(">")) for pair in pairs]
 
 
-def again(links: Links, *pairs: str, times: int = 1, committed: int = 0, holders: Iterable[str] = ALL) -> Ruling:
+def again(links: Links, *pairs: str, times: int = 1, committed: int = 0, holders: Iterable[str] = ALL) -> BlameDecision:
     for _ in range(times):
         ruling = judge(links, said(*pairs), committed=committed, holders=list(holders))
         links = ruling.links
@@ -77,7 +77,7 @@ def test_the_last_holder_of_a_stage_stays() -> None:
 def test_committed_iterations_are_progress() -> None:
     """They end the row; and in time what broke is forgotten."""
     links = Links()
-    for committed in range(0, 2000, Limits().memory):
+    for committed in range(0, 2000, BlameLimits().memory):
         ruling = again(links, "W0_0>W1_1", committed=committed)
         assert not ruling.out and not ruling.halt
         links = ruling.links
@@ -88,11 +88,11 @@ def test_one_that_came_back_goes_for_good() -> None:
     links = again(Links(), "W0_0>W1_1", times=3, committed=7).links
     ruling = again(links, "W2_0>W1_1", committed=8)
     assert ruling.out == "W1_1" and ruling.for_good and ruling.links.barred == ("W1_1",)
-    assert not again(links, "W2_0>W1_1", committed=7 + Limits().probation).out
+    assert not again(links, "W2_0>W1_1", committed=7 + BlameLimits().probation).out
 
 
 def test_what_nobody_can_name_ends_too() -> None:
-    rulings = [again(Links(), "W0_0>", times=n) for n in (Limits().unnamed - 1, Limits().unnamed)]
+    rulings = [again(Links(), "W0_0>", times=n) for n in (BlameLimits().unnamed - 1, BlameLimits().unnamed)]
     assert [bool(r.halt) for r in rulings] == [False, True] and "W0_0" in rulings[1].halt
 
 
@@ -163,7 +163,7 @@ class Run:
         for event in self.coordination.poll(self.now):
             if isinstance(event, Halt):
                 return event.reason
-            if isinstance(event, Remark):
+            if isinstance(event, LauncherWarning):
                 self.remarks.append(event.text)
                 self.refused.append(event.refused)
             if isinstance(event, Deploy):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from openrecycle.agent.coordination.events import (
-    Acknowledged,
     Chosen,
     ConsoleRestarted,
     DrainAsked,
     Exited,
+    GenerationAcknowledged,
     ModeSet,
     Offered,
     PlanReady,
@@ -267,12 +267,12 @@ def test_a_worker_that_is_asked_to_leave_is_out_without_a_failure(mode: Mode) ->
     assert generation.failed == ("W1_0",) and generation.reason == "ada asked W1_0 to leave"
     assert not [n for n in run.notes if n.kind == "failure"]
     # Until it has left it counts, so that it can leave at the boundary; it changes nothing any more.
-    assert run.send(Acknowledged("W1_0", "W1_0-1", 1, "resumed")).refusal is None
+    assert run.send(GenerationAcknowledged("W1_0", "W1_0-1", 1, "resumed")).refusal is None
     before = run.state
     run.resume("W0_0", "W0_1")
     run.send(Exited("W1_0", "W1_0-1", "launcher", "ended with exit code 3"))
     assert run.state.generation == before.generation and not run.member("W1_0").leaving
-    assert run.send(Acknowledged("W1_0", "W1_0-1", 2, "adopted")).refusal is not None
+    assert run.send(GenerationAcknowledged("W1_0", "W1_0-1", 2, "adopted")).refusal is not None
     run.resume()
     run.back("W1_0")
     assert run.opened[-1].joining == ("W1_0",)

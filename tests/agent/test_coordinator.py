@@ -5,23 +5,23 @@ from __future__ import annotations
 import pytest
 
 from openrecycle.agent.coordination.events import (
-    Acknowledged,
-    Beat,
     ConsoleRestarted,
     Exited,
     Finished,
-    Heard,
+    GenerationAcknowledged,
+    HeartbeatsReceived,
     IterationsCommitted,
+    LastHeartbeat,
     NeedPlan,
+    OpRaised,
     PlanReady,
     PlanRefused,
-    Raised,
-    Registered,
     Stalled,
     Tick,
     TransferBroken,
+    WorkerRegistered,
 )
-from openrecycle.agent.coordination.membership import Ladder, State
+from openrecycle.agent.coordination.membership import FailureTimeouts, State
 from openrecycle.agent.protocol import JobState, WorkerState
 from openrecycle.app.jobs.live_job import TICK_SECONDS
 from openrecycle.app.jobs.records import _read_broken, job_columns
@@ -33,11 +33,11 @@ from tests.golden import golden
 def test_the_first_generation_opens_when_the_last_worker_registers() -> None:
     run = Run()
     for name in run.names[:-1]:
-        run.send(Registered(name, "a"))
+        run.send(WorkerRegistered(name, "a"))
         assert not run.opened
     assert run.state.job_state is JobState.STARTING
     assert run.sentence() == golden("waiting-for-1-of-4")
-    run.send(Registered("W1_1", "a"))
+    run.send(WorkerRegistered("W1_1", "a"))
     assert [e.number for e in run.opened] == [1]
     assert run.opened[0].living == ("W0_0", "W0_1", "W1_0", "W1_1")
     assert run.opened[0].failed == run.opened[0].joining == ()
@@ -47,7 +47,7 @@ def test_the_first_generation_opens_when_the_last_worker_registers() -> None:
 def test_the_job_runs_once_all_have_committed_an_iteration() -> None:
     run = Run()
     for name in run.names:
-        run.send(Registered(name, f"{name}-1"))
+        run.send(WorkerRegistered(name, f"{name}-1"))
     run.resume("W0_0", "W0_1", "W1_0")
     assert run.state.job_state is JobState.STARTING
     assert run.sentence() == (golden("generation-1-all-workers-have"))
@@ -59,7 +59,7 @@ def test_the_job_runs_once_all_have_committed_an_iteration() -> None:
 def test_registering_twice_changes_nothing() -> None:
     run = Run().start()
     before = run.state
-    step = run.send(Registered("W0_0", "W0_0-1"))
+    step = run.send(WorkerRegistered("W0_0", "W0_0-1"))
     assert step.refusal is None
     assert run.state is before
 
@@ -81,12 +81,12 @@ def test_an_exit_opens_a_generation_without_the_worker() -> None:
 def test_an_exit_before_the_first_generation_waits_for_the_worker_to_come_back() -> None:
     run = Run()
     for name in run.names[:-1]:
-        run.send(Registered(name, "a"))
+        run.send(WorkerRegistered(name, "a"))
     run.exit("W0_1")
-    run.send(Registered("W1_1", "a"))
+    run.send(WorkerRegistered("W1_1", "a"))
     assert not run.opened
     assert run.sentence() == golden("waiting-for-w0-1-to")
-    run.send(Registered("W0_1", "b"))
+    run.send(WorkerRegistered("W0_1", "b"))
     assert [e.number for e in run.opened] == [1]
 
 
@@ -94,8 +94,8 @@ def test_an_exit_before_registration_fences_that_process_only() -> None:
     run = Run()
     run.send(Exited("W0_0", "early", "launcher", "ended with status 1"))
     assert run.member("W0_0").state is WorkerState.FAILED
-    assert run.send(Registered("W0_0", "early")).refusal is not None
-    assert run.send(Registered("W0_0", "later")).refusal is None
+    assert run.send(WorkerRegistered("W0_0", "early")).refusal is not None
+    assert run.send(WorkerRegistered("W0_0", "later")).refusal is None
     before = run.member("W0_0")
     run.send(Exited("W0_0", "another", "launcher", "ended with status 1"))
     assert run.member("W0_0").state is before.state
@@ -173,21 +173,21 @@ def test_a_heartbeat_of_another_incarnation_does_not_count() -> None:
     run.wait(3, *run.names)
     heard = run.member("W0_0").last_heard
     run.now += 1
-    run.send(Heard({"W0_0": Beat("someone-else", run.now)}))
+    run.send(HeartbeatsReceived({"W0_0": LastHeartbeat("someone-else", run.now)}))
     assert run.member("W0_0").last_heard == heard
 
 
 @pytest.mark.parametrize(
     "event",
     [
-        Registered("W7_0", "x"),
+        WorkerRegistered("W7_0", "x"),
         Exited("W7_0", "x", "launcher"),
         TransferBroken("W7_0", "x", "W0_0"),
         TransferBroken("W0_0", "W0_0-1", "W7_0"),
-        Acknowledged("W7_0", "x", 1, "adopted"),
+        GenerationAcknowledged("W7_0", "x", 1, "adopted"),
     ],
 )
-def test_a_worker_outside_the_grid_is_refused(event: Registered) -> None:
+def test_a_worker_outside_the_grid_is_refused(event: WorkerRegistered) -> None:
     run = Run().start()
     before = run.state
     refusal = run.send(event).refusal
@@ -217,7 +217,7 @@ def _breaks(run: Run, *pairs: tuple[str, str]) -> None:
     run.now += 3
     for name in run.names:
         if run.member(name).incarnation:
-            run.send(Heard({name: Beat(run.member(name).incarnation or "", run.now)}))
+            run.send(HeartbeatsReceived({name: LastHeartbeat(run.member(name).incarnation or "", run.now)}))
     run.send(Tick())
 
 
@@ -233,25 +233,25 @@ def test_a_pair_that_breaks_again_loses_an_end_and_at_last_for_good() -> None:
     _breaks(run, ("W0_0", "W1_1"), ("W1_1", "W0_0"))
     assert "W1_1" not in run.opened[-1].living and run.member("W1_1").state is WorkerState.FAILED
     run.resume(*run.opened[-1].living)
-    run.send(Registered("W1_1", "W1_1-2"))
+    run.send(WorkerRegistered("W1_1", "W1_1-2"))
     run.resume()
     assert run.member("W1_1").state is WorkerState.RUNNING, "it may re-join"
     _breaks(run, ("W2_0", "W1_1"))
     assert "W1_1" not in run.opened[-1].living and "for good" in run.opened[-1].reason
-    refusal = run.send(Registered("W1_1", "W1_1-3")).refusal
+    refusal = run.send(WorkerRegistered("W1_1", "W1_1-3")).refusal
     assert refusal is not None and refusal.code == "fenced" and golden("may-not-re-join") in refusal.detail
 
 
 def test_what_raised_in_a_worker_has_all_form_anew_and_is_shown() -> None:
     run = Run().start()
-    run.send(Raised("W0_0", "W0_0-1", 1, "iteration 5, micro-batch 3: W0_0 raised ValueError"))
+    run.send(OpRaised("W0_0", "W0_0-1", 1, "iteration 5, micro-batch 3: W0_0 raised ValueError"))
     assert run.state.generation == 2 and run.opened[-1].living == run.opened[0].living
     assert any("micro-batch 3" in note.text for note in run.notes) and run.state.links == State.new(2, 2, 9).links
     # Late, or of a process that does not count: no further generation.
-    run.send(Raised("W0_1", "W0_1-1", 1, "iteration 5, micro-batch 2: W0_1 raised ValueError"))
+    run.send(OpRaised("W0_1", "W0_1-1", 1, "iteration 5, micro-batch 2: W0_1 raised ValueError"))
     assert run.state.generation == 2 and any("micro-batch 2" in note.text for note in run.notes)
-    assert run.send(Raised("W0_1", "other", 2, "x")).refusal is not None
-    assert run.send(Raised("W9_1", "other", 2, "x")).refusal is not None
+    assert run.send(OpRaised("W0_1", "other", 2, "x")).refusal is not None
+    assert run.send(OpRaised("W9_1", "other", 2, "x")).refusal is not None
 
 
 def test_links_that_break_for_ever_halt_the_job_with_their_names() -> None:
@@ -319,18 +319,18 @@ def test_a_plan_that_does_not_exist_halts_the_job_until_the_membership_changes()
 def test_an_acknowledgement_can_not_go_back() -> None:
     run = Run().start()
     before = run.state
-    run.send(Acknowledged("W0_0", "W0_0-1", 1, "adopted"))
+    run.send(GenerationAcknowledged("W0_0", "W0_0-1", 1, "adopted"))
     assert run.state is before
 
 
 def test_an_acknowledgement_of_the_future_is_refused_one_of_the_past_ignored() -> None:
     run = Run().start()
-    refusal = run.send(Acknowledged("W0_0", "W0_0-1", 2, "adopted")).refusal
+    refusal = run.send(GenerationAcknowledged("W0_0", "W0_0-1", 2, "adopted")).refusal
     assert refusal is not None
     assert refusal.detail == golden("generation-got-2-expected-at")
     run.exit("W1_1")
     before = run.state
-    assert run.send(Acknowledged("W0_0", "W0_0-1", 1, "resumed")).refusal is None
+    assert run.send(GenerationAcknowledged("W0_0", "W0_0-1", 1, "resumed")).refusal is None
     assert run.state is before
 
 
@@ -338,7 +338,7 @@ def test_a_worker_outside_the_generation_can_not_acknowledge_it() -> None:
     run = Run().start()
     run.exit("W1_0")
     run.back("W1_0")
-    refusal = run.send(Acknowledged("W1_0", run.member("W1_0").incarnation or "", 2, "adopted")).refusal
+    refusal = run.send(GenerationAcknowledged("W1_0", run.member("W1_0").incarnation or "", 2, "adopted")).refusal
     assert refusal is not None
     assert refusal.code == "not_member"
 
@@ -373,7 +373,7 @@ def test_a_job_that_is_over_takes_no_more_workers(state: JobState) -> None:
     assert run.state.job_state is state
     assert run.sentence().startswith(golden("the-job-has"))
     assert run.sentence().endswith(golden("all-workers-are-gone"))
-    refusal = run.send(Registered("W0_0", "new")).refusal
+    refusal = run.send(WorkerRegistered("W0_0", "new")).refusal
     assert refusal is not None
     assert refusal.code == "job_over"
     run.exit("W0_1")
@@ -412,7 +412,7 @@ def test_a_restarted_console_opens_the_generation_that_it_had_not_come_to() -> N
 )
 def test_a_ladder_whose_rungs_cross_is_refused(values: dict[str, float], field: str) -> None:
     with pytest.raises(InputError) as error:
-        Ladder(**values)
+        FailureTimeouts(**values)
     assert error.value.field == field
 
 
@@ -451,4 +451,4 @@ def test_a_silence_is_noticed_by_the_next_tick(phase: float, rung: float, state:
 
 
 def test_the_ladder_of_these_tests_is_the_default_one() -> None:
-    assert Ladder() == LADDER
+    assert FailureTimeouts() == LADDER

@@ -9,22 +9,22 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from openrecycle.agent.coordination import coordinator
 from openrecycle.agent.coordination.events import (
-    Acknowledged,
     Chosen,
     ConsoleRestarted,
     DrainAsked,
     Exited,
     Finished,
+    GenerationAcknowledged,
     IterationsCommitted,
     ModeSet,
     Offered,
     PlanFrozen,
     PlanReady,
     PlanRefused,
-    Registered,
     Stalled,
     TransferBroken,
     UsePlan,
+    WorkerRegistered,
 )
 from openrecycle.agent.coordination.membership import Candidate, Mode, Offer, State
 from openrecycle.agent.protocol import JobState, WorkerState
@@ -44,7 +44,7 @@ class Membership(RuleBasedStateMachine):
         super().__init__()
         self.run_ = Run(PIPELINES, STAGES, iterations=50, plans=False)
         self.incarnations = 0
-        self.registered: list[Registered] = []
+        self.registered: list[WorkerRegistered] = []
 
     def current(self, worker: str) -> str:
         return self.run_.member(worker).incarnation or "none"
@@ -59,7 +59,7 @@ class Membership(RuleBasedStateMachine):
     @rule(worker=name)
     def register(self, worker: str) -> None:
         self.incarnations += 1
-        event = Registered(worker, f"i{self.incarnations}")
+        event = WorkerRegistered(worker, f"i{self.incarnations}")
         if self.run_.send(event).refusal is None:
             self.registered.append(event)
 
@@ -112,7 +112,7 @@ class Membership(RuleBasedStateMachine):
     @rule(worker=name, state=st.sampled_from(["adopted", "formed", "resumed"]), back=st.integers(-1, 2))
     def acknowledge(self, worker: str, state: str, back: int) -> None:
         generation = max(1, self.run_.state.generation - back)
-        self.run_.send(Acknowledged(worker, self.current(worker), generation, state))  # type: ignore[arg-type]
+        self.run_.send(GenerationAcknowledged(worker, self.current(worker), generation, state))  # type: ignore[arg-type]
 
     @precondition(lambda self: self.run_.state.current)
     @rule()
@@ -188,10 +188,10 @@ class Membership(RuleBasedStateMachine):
         if incarnation is None:
             return
         before = self.run_.state
-        self.run_.send(Acknowledged(worker, incarnation, generation, state))  # type: ignore[arg-type]
+        self.run_.send(GenerationAcknowledged(worker, incarnation, generation, state))  # type: ignore[arg-type]
         self.run_.send(TransferBroken(worker, incarnation, NAMES[0], generation))
         assert self.run_.state is before
-        step = self.run_.send(Registered(worker, incarnation))
+        step = self.run_.send(WorkerRegistered(worker, incarnation))
         assert step.refusal is not None
         assert self.run_.state is before
         self.run_.send(Exited(worker, incarnation, "launcher"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrecycle.agent.coordination.events import Acknowledged, Exited, PlanReady
+from openrecycle.agent.coordination.events import Exited, GenerationAcknowledged, PlanReady
 from openrecycle.agent.coordination.membership import PRESENT
 from openrecycle.agent.protocol import JobState, WorkerState
 from tests.agent.coordinator_run import Run, fingerprint
@@ -40,7 +40,7 @@ def test_a_process_that_moved_is_not_fenced_while_it_does_not_know_yet() -> None
     run = lost_stage()
     (source, target), generation = run.opened[-1].moves[0], run.opened[-1].number
     moved = run.member(target).incarnation or ""
-    assert run.send(Acknowledged(source, moved, generation, "adopted")).refusal is None
+    assert run.send(GenerationAcknowledged(source, moved, generation, "adopted")).refusal is None
     assert run.member(target).acknowledged == "adopted"
     # Its end is the end of the worker it has become: another one moves there.
     run.send(Exited(source, moved, "launcher", "was killed by SIGKILL"))

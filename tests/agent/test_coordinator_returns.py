@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from openrecycle.agent.coordination.events import Acknowledged, Registered, TransferBroken
+from openrecycle.agent.coordination.events import GenerationAcknowledged, TransferBroken, WorkerRegistered
 from openrecycle.agent.protocol import JobState, WorkerState
 from tests.agent.coordinator_run import Run
 from tests.golden import golden
@@ -50,7 +50,7 @@ def test_a_worker_that_still_takes_weights_joins_again_in_the_next_generation() 
     run.resume()
     run.back("W1_0")
     incarnation = run.member("W1_0").incarnation or ""
-    run.send(Acknowledged("W1_0", incarnation, 3, "formed"))
+    run.send(GenerationAcknowledged("W1_0", incarnation, 3, "formed"))
     run.exit("W2_1")
     assert run.opened[-1].joining == ("W1_0",)
 
@@ -80,7 +80,7 @@ def test_a_fenced_worker_changes_nothing(incarnation: str) -> None:
     run.back("W1_0")
     before = run.state
     for event in (
-        Acknowledged("W1_0", incarnation, 3, "resumed"),
+        GenerationAcknowledged("W1_0", incarnation, 3, "resumed"),
         TransferBroken("W1_0", incarnation, "W0_0", 3),
     ):
         refusal = run.send(event).refusal
@@ -93,7 +93,7 @@ def test_a_fenced_worker_changes_nothing(incarnation: str) -> None:
 def test_a_worker_that_was_put_out_can_not_register_as_itself() -> None:
     run = Run().start()
     run.exit("W1_0")
-    refusal = run.send(Registered("W1_0", "W1_0-1")).refusal
+    refusal = run.send(WorkerRegistered("W1_0", "W1_0-1")).refusal
     assert refusal is not None
     assert refusal.code == "fenced"
     assert golden("may-only-re-join-as-a") in refusal.detail

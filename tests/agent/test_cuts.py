@@ -15,7 +15,7 @@ from openrecycle.agent.post_validation import judge
 from openrecycle.agent.randomness import seed_for
 from openrecycle.agent.relayout import regrouped
 from openrecycle.agent.stage import Stage
-from openrecycle.agent.stage_io import Cuts
+from openrecycle.agent.stage_io import StageCuts
 from openrecycle.agent.state import StageState, pack
 from openrecycle.agent.workload import NamedWorkload
 from openrecycle.planner.errors import InputError
@@ -43,7 +43,7 @@ def _train(workload, partition: tuple[int, ...], optimization: Optimization, ite
     """One pipeline, in this process: (losses, the state of all layers, the stages' optimizers)."""
     stages = len(partition)
     job = Job.uniform(1, stages, 2)
-    cuts = Cuts.of(workload, stages, partition, optimization.autocast)
+    cuts = StageCuts.of(workload, stages, partition, optimization.autocast)
     parts: list[tuple[Stage, StageOptimizer]] = []
     for stage in range(stages):
         made, _ = assemble(workload, job, cuts, stage, 0, optimization)

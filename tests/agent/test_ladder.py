@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from openrecycle.agent.coordination.membership import Ladder
+from openrecycle.agent.coordination.membership import FailureTimeouts
 from openrecycle.agent.protocol import JobSpec
 from openrecycle.agent.timeouts import Timeouts
 from openrecycle.app.console.service import Console
@@ -24,7 +24,7 @@ SPEC = JobSpec(name="a job", pipelines=1, stages=1, micro_batches=1, iterations=
 def open_console(path: Path, **rungs: float) -> tuple[Console, Database]:
     database = Database(f"sqlite:///{path / 'console.db'}")
     database.upgrade()
-    return Console(Store(database), ladder=Ladder(**rungs)), database
+    return Console(Store(database), ladder=FailureTimeouts(**rungs)), database
 
 
 def spec(timeouts: Timeouts) -> JobSpec:
@@ -32,7 +32,7 @@ def spec(timeouts: Timeouts) -> JobSpec:
 
 
 def test_the_defaults_of_both_sides_make_a_ladder() -> None:
-    ladder, agents = Ladder(), Timeouts()
+    ladder, agents = FailureTimeouts(), Timeouts()
     assert ladder.heartbeat < ladder.suspect < ladder.dead < agents.transfer < agents.group
 
 

@@ -15,7 +15,7 @@ import pytest
 from openrecycle.agent import console_link
 from openrecycle.agent.client import Backoff, ConsoleClient
 from openrecycle.agent.console_link import ConsoleCoordination
-from openrecycle.agent.coordination.membership import Ladder
+from openrecycle.agent.coordination.membership import FailureTimeouts
 from openrecycle.planner.job import Worker
 from tests.golden import golden
 
@@ -47,7 +47,7 @@ def test_tries_are_closer_together_than_the_console_waits(monkeypatch: pytest.Mo
     assert all(event.wait(PATIENCE) for event in enough.values())
     link.close(lambda: True)
     for name, pauses in waits.items():
-        assert max(pauses) <= Ladder().transfer_grace / 2, name
+        assert max(pauses) <= FailureTimeouts().transfer_grace / 2, name
         assert min(pauses[4:]) >= 0.5, f"{name}: and not all the time"
 
 

@@ -14,7 +14,7 @@ from multiprocessing import Pipe
 import pytest
 
 from openrecycle.agent.heartbeat import doing
-from openrecycle.agent.liveness import AT_REST, DATA, WAITING, Progress, Silences, Turns, activity
+from openrecycle.agent.liveness import AT_REST, DATA, WAITING, LoopLag, OpProgress, Silences, activity
 from openrecycle.agent.nodes.server import NodeServer
 from openrecycle.agent.processes import WorkerProcess
 from openrecycle.agent.timeouts import TIMES_LONGEST, Timeouts
@@ -29,7 +29,7 @@ class World:
 
     def __init__(self, workers: int = 12) -> None:
         self.now = 1000.0
-        self.turns = Turns(lambda: self.now)
+        self.turns = LoopLag(lambda: self.now)
         self.silences = Silences(PAUSE, self.now)
         self.heard = dict.fromkeys(range(workers), self.now)
         self.waits = dict.fromkeys(range(workers), False)
@@ -130,7 +130,7 @@ def test_short_stalls_do_not_hide_a_death() -> None:
 def test_time_in_which_the_machine_sleeps_is_seen() -> None:
     """The monotonic clock does not count it, the boot clock does."""
     now = [0.0]
-    turns = Turns(lambda: now[0])
+    turns = LoopLag(lambda: now[0])
     now[0] += TURN
     assert turns.late(TURN) == 0
     now[0] += 300 + TURN
@@ -146,8 +146,8 @@ class Worker:
 
     def __init__(self, timeouts: Timeouts = LIMITS) -> None:
         self.now = 0.0
-        self.progress = Progress(timeouts, lambda: self.now)
-        self.turns = Turns(lambda: self.now)
+        self.progress = OpProgress(timeouts, lambda: self.now)
+        self.turns = LoopLag(lambda: self.now)
         self.beaten = 0.0
 
     def beat(self) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from openrecycle.agent.coordination.launcher import Deploy, Halt, Remark
+from openrecycle.agent.coordination.launcher import Deploy, Halt, LauncherWarning
 from openrecycle.agent.coordination.local import LocalCoordination
 from openrecycle.agent.protocol import Deployment
 from openrecycle.planner.catalog import Catalog
@@ -28,7 +28,7 @@ def _started(pipelines: int = 2, stages: int = 2, **options: Any) -> LocalCoordi
 
 
 def _only(events: list[object]) -> Deploy:
-    (event,) = (e for e in events if not isinstance(e, Remark))
+    (event,) = (e for e in events if not isinstance(e, LauncherWarning))
     assert isinstance(event, Deploy)
     assert check(event.plan) == []
     assert event.deployment.plan_fingerprint == event.plan.fingerprint

@@ -25,7 +25,7 @@ from openrecycle.agent.options import (
     Planning,
     TrainingOptions,
 )
-from openrecycle.agent.settings import Group, build, leaves, spelled
+from openrecycle.agent.settings import OptionGroup, build, leaves, spelled
 from openrecycle.agent.spec import RunSpec, WorkerSpec
 from openrecycle.agent.timeouts import Timeouts
 from openrecycle.agent.trainer import ResilientTrainer
@@ -47,7 +47,7 @@ def value(options: TrainingOptions, path: str) -> Any:
 
 def groups(group: Any) -> list[Any]:
     inner = [getattr(group, name) for name in vars(group)]
-    return [group, *(g for i in inner if isinstance(i, Group) for g in groups(i))]
+    return [group, *(g for i in inner if isinstance(i, OptionGroup) for g in groups(i))]
 
 
 def test_every_option_reaches_the_worker_on_another_node() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrecycle.agent.console_link import REPORTED_ITERATIONS, Report, is_history, merge_iterations
+from openrecycle.agent.console_link import REPORTED_ITERATIONS, QueuedReport, is_history, merge_iterations
 from openrecycle.agent.outbox import Outbox
 from openrecycle.agent.protocol import FailureReport, Iteration, IterationReport
 
@@ -42,20 +42,20 @@ def test_what_may_be_dropped_goes_first() -> None:
     assert outbox.take() == "LAST"
 
 
-def iterations(first: int, count: int = 1) -> Report:
+def iterations(first: int, count: int = 1) -> QueuedReport:
     made = tuple(
         Iteration(iteration=first + n, loss=1.0, loss_hex=(1.0).hex(), seconds=0.1, generation=1, living=4)
         for n in range(count)
     )
-    return Report("/iterations", IterationReport(iterations=made), first - 1e6)
+    return QueuedReport("/iterations", IterationReport(iterations=made), first - 1e6)
 
 
 def test_iterations_share_reports_that_a_console_takes() -> None:
-    outbox: Outbox[Report] = Outbox(10, merge=merge_iterations, droppable=is_history)
+    outbox: Outbox[QueuedReport] = Outbox(10, merge=merge_iterations, droppable=is_history)
     failure = FailureReport(worker="W0_0", incarnation="a", cause="exit", reporter="launcher", detail="gone")
     for n in range(REPORTED_ITERATIONS + 5):
         outbox.put(iterations(n))
-    outbox.put(Report("/failures", failure, 0.0))
+    outbox.put(QueuedReport("/failures", failure, 0.0))
     outbox.put(iterations(REPORTED_ITERATIONS + 5))
     seen, paths = [], []
     while (report := outbox.take()) is not None:
@@ -73,10 +73,10 @@ def test_iterations_share_reports_that_a_console_takes() -> None:
 
 
 def test_a_full_outbox_forgets_history_and_no_exit() -> None:
-    outbox: Outbox[Report] = Outbox(3, merge=merge_iterations, droppable=is_history)
+    outbox: Outbox[QueuedReport] = Outbox(3, merge=merge_iterations, droppable=is_history)
     failure = FailureReport(worker="W0_0", incarnation="a", cause="exit", reporter="launcher", detail="gone")
     for n in range(3):
-        outbox.put(Report("/failures", failure, 0.0))
+        outbox.put(QueuedReport("/failures", failure, 0.0))
         outbox.put(iterations(1000 * n, REPORTED_ITERATIONS))
     kept = []
     while (report := outbox.take()) is not None:

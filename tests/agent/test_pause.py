@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from openrecycle.agent.holding import Hold
+from openrecycle.agent.holding import PauseRequest
 from openrecycle.agent.protocol import Command
 from tests.agent.local_jobs import LocalJob, fault_free_losses
 
@@ -62,7 +62,7 @@ class Told:
 
 
 def test_the_last_iteration_that_anybody_is_in_counts() -> None:
-    hold, all_of_them = Hold(), [Told(), Told()]
+    hold, all_of_them = PauseRequest(), [Told(), Told()]
     entries: Any = all_of_them
     hold.heard(7, entries)
     assert hold.after is None

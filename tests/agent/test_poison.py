@@ -8,19 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrecycle.agent.poison import ATTEMPTS, STRIKES, Finding, Poison, Raised, assign, committed, raised
+from openrecycle.agent.poison import ATTEMPTS, STRIKES, BadSamples, FailedOp, Finding, assign, committed, raised
 from tests.golden import golden
 
 PEERS = {f"W{p}_0": f"i{p}" for p in range(3)}
 
 
-def report(worker: str, iteration: int = 5, micro_batch: int = 3, stage: int = 0, **living: str) -> Raised:
+def report(worker: str, iteration: int = 5, micro_batch: int = 3, stage: int = 0, **living: str) -> FailedOp:
     incarnation = {**PEERS, **living}[worker]
-    return Raised(worker, incarnation, stage, iteration, "F", micro_batch, "ValueError: bad", (12, 13))
+    return FailedOp(worker, incarnation, stage, iteration, "F", micro_batch, "ValueError: bad", (12, 13))
 
 
 def found(
-    poison: Poison, said: Raised, peers: Mapping[str, str] = PEERS, *, skip: bool = True, limit: int = 9
+    poison: BadSamples, said: FailedOp, peers: Mapping[str, str] = PEERS, *, skip: bool = True, limit: int = 9
 ) -> Finding:
     return raised(poison, said, peers, skip=skip, limit=limit)
 
@@ -30,7 +30,7 @@ def planned(micro_batch: int, stage: int) -> str:
 
 
 def test_it_is_tried_again_on_another_worker_first() -> None:
-    first = found(Poison(), report("W0_0"))
+    first = found(BadSamples(), report("W0_0"))
     assert not first.left_out and not first.halt
     assert "iteration 5, micro-batch 3 (samples 12, 13): W0_0 raised ValueError: bad" in first.text
     poison, runs = assign(first.poison, planned, PEERS)
@@ -40,7 +40,7 @@ def test_it_is_tried_again_on_another_worker_first() -> None:
 
 
 def test_what_raises_on_two_workers_is_the_datas_fault() -> None:
-    poison = found(Poison(), report("W0_0")).poison
+    poison = found(BadSamples(), report("W0_0")).poison
     skipped = found(poison, report("W1_0"))
     assert skipped.left_out == (5, 3) and skipped.poison.left_out == ((5, 3),) and not skipped.poison.suspects
     assert "W0_0 and W1_0" in skipped.text
@@ -51,14 +51,14 @@ def test_what_raises_on_two_workers_is_the_datas_fault() -> None:
 
 def test_alone_it_is_tried_twice() -> None:
     alone = {"W0_0": "i0"}
-    first = found(Poison(), report("W0_0"), alone)
+    first = found(BadSamples(), report("W0_0"), alone)
     assert not first.left_out and "tried again" in first.text
     assert assign(first.poison, planned, alone)[1] == ()
     assert found(first.poison, report("W0_0"), alone).left_out == (5, 3)
 
 
 def test_the_limit_halts() -> None:
-    poison = Poison()
+    poison = BadSamples()
     for n in range(2):
         poison = found(poison, report("W0_0", n), limit=2).poison
         poison = found(poison, report("W1_0", n), limit=2).poison
@@ -67,7 +67,7 @@ def test_the_limit_halts() -> None:
 
 
 def test_what_succeeds_elsewhere_was_its_workers_fault() -> None:
-    poison = Poison()
+    poison = BadSamples()
     for n in range(STRIKES):
         poison = found(poison, report("W0_0", n)).poison
         poison, _ = assign(poison, planned, PEERS)
@@ -76,19 +76,19 @@ def test_what_succeeds_elsewhere_was_its_workers_fault() -> None:
         assert (blamed.worker, blamed.incarnation) == ("W0_0", "i0") and blamed.out == (n == STRIKES - 1)
         assert not poison.suspects
     # It is not taken out where it is the last.
-    strikes = Poison(strikes={"i0": STRIKES})
+    strikes = BadSamples(strikes={"i0": STRIKES})
     poison, _ = assign(found(strikes, report("W0_0")).poison, planned, PEERS)
     assert not committed(poison, 6, {"W0_0": "i0"})[1][0].out
 
 
 def test_what_then_succeeds_on_the_same_worker_is_held_against_nobody() -> None:
     alone = {"W0_0": "i0"}
-    poison, _ = assign(found(Poison(), report("W0_0"), alone).poison, planned, alone)
-    assert committed(poison, 6, alone) == (Poison(), ())
+    poison, _ = assign(found(BadSamples(), report("W0_0"), alone).poison, planned, alone)
+    assert committed(poison, 6, alone) == (BadSamples(), ())
 
 
 def test_two_that_raised_on_each_others_workers_swap_once() -> None:
-    poison = found(Poison(), report("W0_0", micro_batch=3)).poison
+    poison = found(BadSamples(), report("W0_0", micro_batch=3)).poison
     poison = found(poison, report("W1_0", micro_batch=1)).poison
     two = {"W0_0": "i0", "W1_0": "i1"}
     poison, runs = assign(poison, lambda micro_batch, stage: {3: "W0_0", 1: "W1_0"}[micro_batch], two)
@@ -98,7 +98,7 @@ def test_two_that_raised_on_each_others_workers_swap_once() -> None:
 def test_one_that_fails_at_everything_is_given_nothing() -> None:
     """After a swap it fails at the other's, too."""
     two = {"W0_0": "i0", "W1_0": "i1"}
-    poison = found(Poison(), report("W0_0", micro_batch=3), two).poison
+    poison = found(BadSamples(), report("W0_0", micro_batch=3), two).poison
     poison = found(poison, report("W0_0", micro_batch=1), two).poison
     poison, runs = assign(poison, lambda micro_batch, stage: {3: "W0_0", 1: "W1_0"}[micro_batch], two)
     assert runs == (("W0_0", ()), ("W1_0", ("W1_0", "W0_0"))) and [s.given for s in poison.suspects] == ["i1", "i1"]
@@ -108,7 +108,7 @@ def test_one_that_fails_at_everything_is_given_nothing() -> None:
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(0, 1)), max_size=40))
 def test_it_is_decided_after_a_few_attempts(skip: bool, history: list[tuple[int, int, int]]) -> None:
     """Whoever raises in whatever order, and however often: no micro-batch is tried for ever."""
-    poison, tries = Poison(), dict[tuple[int, int], int]()
+    poison, tries = BadSamples(), dict[tuple[int, int], int]()
     for pipeline, micro_batch, stage in history:
         key = stage, micro_batch
         if (5, micro_batch) in poison.left_out:

@@ -6,8 +6,16 @@ import pytest
 import torch
 
 from openrecycle.agent.options import Optimization
-from openrecycle.agent.profiling.profiler import Effort
-from openrecycle.agent.profiling.stages import Alone, Bench, StageError, StageRun, batches, measure_stages, script_of
+from openrecycle.agent.profiling.profiler import ProfilingEffort
+from openrecycle.agent.profiling.stages import (
+    NullGroup,
+    StageBenchmark,
+    StageError,
+    StageRun,
+    batches,
+    measure_stages,
+    script_of,
+)
 from openrecycle.agent.stage_io import TensorSpec
 from openrecycle.agent.workload import NamedWorkload
 from openrecycle.planner.job import Job, Worker
@@ -42,8 +50,8 @@ def test_the_order_is_that_of_1f1b(stage: int, order: str) -> None:
 def test_a_round_times_every_op_once() -> None:
     """With a clock that counts how often it is looked at: the times add up to the whole round."""
     looks = iter(range(10_000))
-    run = StageRun(Worker(0, 1), Job(1, 2, 3), GPT, Optimization(), Effort(1, 0), 1)
-    bench = Bench(run, lambda: float(next(looks)))
+    run = StageRun(Worker(0, 1), Job(1, 2, 3), GPT, Optimization(), ProfilingEffort(1, 0), 1)
+    bench = StageBenchmark(run, lambda: float(next(looks)))
     for _ in range(2):
         before = next(looks)
         times = bench.round()
@@ -55,7 +63,7 @@ def test_a_round_times_every_op_once() -> None:
 def test_neighbours_have_what_a_stage_waits_for() -> None:
     between = ((TensorSpec((2, 3), "float32"), TensorSpec((4,), "int64", False)), (TensorSpec((5,), "float32"),))
     job = Job(1, 3, 2)
-    alone = Alone(Worker(0, 1), between)
+    alone = NullGroup(Worker(0, 1), between)
 
     class Layout:
         outgoing = between[1]
@@ -75,9 +83,9 @@ def test_neighbours_have_what_a_stage_waits_for() -> None:
 @pytest.mark.processes
 def test_stages_are_measured_in_processes_of_their_own() -> None:
     said: list[str] = []
-    found = measure_stages(GPT, Job(1, 2, 2), Optimization(), Effort(3, 1, "cpu"), said.append)
+    found = measure_stages(GPT, Job(1, 2, 2), Optimization(), ProfilingEffort(3, 1, "cpu"), said.append)
     assert len(found) == 2 and all(stage.keys() == {"F", "I", "W", "O"} for stage in found)
     assert all(len(times) % 3 == 0 and min(times) > 0 for stage in found for times in stage.values())
     assert "stage 0" in " ".join(said)
     with pytest.raises(StageError, match=golden("stage-cant-be-run-inputerror")):
-        measure_stages(NamedWorkload("no.such:thing"), Job(1, 1, 1), Optimization(), Effort(1, 0), said.append)
+        measure_stages(NamedWorkload("no.such:thing"), Job(1, 1, 1), Optimization(), ProfilingEffort(1, 0), said.append)

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from openrecycle.agent.cli import app
 from openrecycle.agent.gradients import gradient_sum
 from openrecycle.agent.optimizer import StageOptimizer
-from openrecycle.agent.profiling.profiler import Effort, PartSpec, kept_bytes, measure_part, timing_of
+from openrecycle.agent.profiling.profiler import PartSpec, ProfilingEffort, kept_bytes, measure_part, timing_of
 from openrecycle.agent.profiling.shapes import SHAPES, shape_of
 from openrecycle.agent.profiling.traffic import measure_traffic
 from openrecycle.agent.stage import Stage
@@ -46,7 +46,7 @@ def test_bytes_are_those_that_stay() -> None:
 @pytest.mark.parametrize("layers", [1, 3])
 def test_a_stack_of_linears_holds_what_it_must(layers: int) -> None:
     """Its input and every output until I; for W the input and the output's gradient of every layer."""
-    part, y = measure_part(stack(layers), Effort(repeats=2, warm_up=0))
+    part, y = measure_part(stack(layers), ProfilingEffort(repeats=2, warm_up=0))
     assert isinstance(y, torch.Tensor) and y.shape == (BATCH, WIDTH)
     assert part.activation_bytes == (layers + 1) * FLOATS
     assert part.weight_backward_bytes == 2 * layers * FLOATS

@@ -14,7 +14,7 @@ from openrecycle.agent.backward.probe import FlopCount, Probe, choose_split
 from openrecycle.agent.examples.gpt import Gpt
 from openrecycle.agent.gradients import FastSum, GradientSum
 from openrecycle.agent.options import Optimization
-from openrecycle.agent.stage_io import Cuts, TensorSpec
+from openrecycle.agent.stage_io import StageCuts, TensorSpec
 from openrecycle.planner.job import Job
 from tests.golden import golden
 
@@ -126,10 +126,10 @@ def test_workers_of_a_stage_come_to_the_same_split() -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_the_demo_s_stages_are_deferred_whole(stage: int) -> None:
     gpt, job = Gpt(width=16, heads=2, sequence=8, batch=2), Job(pipelines=2, stages=3, micro_batches=4)
-    ops, split = assemble(gpt, job, Cuts.of(gpt, 3), stage, 0, Optimization())
+    ops, split = assemble(gpt, job, StageCuts.of(gpt, 3), stage, 0, Optimization())
     assert split.strategy.name == "deferred" and not split.warning and split.share > 0.45
     assert type(ops.gradients) is GradientSum
-    ops, split = assemble(gpt, job, Cuts.of(gpt, 3), stage, 0, Optimization(mode="fast", autocast="bf16"))
+    ops, split = assemble(gpt, job, StageCuts.of(gpt, 3), stage, 0, Optimization(mode="fast", autocast="bf16"))
     assert split.strategy.name == "deferred" and type(ops.gradients) is FastSum
 
 
@@ -155,7 +155,7 @@ def test_several_tensors_between_stages() -> None:
     pair, job = Pair(width=16, heads=2, sequence=8, batch=2), Job(pipelines=2, stages=3, micro_batches=4)
     boundary = (TensorSpec((2, 8, 16), "float32"), TensorSpec((8,), "int64", gradient=False))
     for stage in range(3):
-        ops, split = assemble(pair, job, Cuts((1, 1, 1), (boundary, boundary)), stage, 0, Optimization())
+        ops, split = assemble(pair, job, StageCuts((1, 1, 1), (boundary, boundary)), stage, 0, Optimization())
         assert split.strategy.name == "deferred"
     assert ops.held == 0
 

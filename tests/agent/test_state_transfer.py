@@ -23,7 +23,7 @@ from openrecycle.agent import state_transfer
 from openrecycle.agent.gradients import GradientSum
 from openrecycle.agent.optimizer import StageOptimizer
 from openrecycle.agent.post_validation import CLEAN, SKIP, Slot, ValidationResult
-from openrecycle.agent.state_transfer import GaveUp, StateReceiver, StateServer, StateTransferError
+from openrecycle.agent.state_transfer import StateReceiver, StateServer, StateTransferError, StateTransferFailed
 from openrecycle.planner.job import Worker
 from tests.conftest import examples
 from tests.golden import golden
@@ -298,7 +298,9 @@ def test_a_state_of_another_model_is_refused_and_changes_nothing() -> None:
         for attempt in range(state_transfer.STATE_ATTEMPTS):
             server.send_description(wire, B, 1 << 20)
             last = attempt == state_transfer.STATE_ATTEMPTS - 1
-            with pytest.raises(GaveUp if last else StateTransferError, match=golden("the-state-from-w0-0")):
+            with pytest.raises(
+                StateTransferFailed if last else StateTransferError, match=golden("the-state-from-w0-0")
+            ):
                 receiver.receive_description(wire, A)
     assert target.parameters_sha256() == before and not receiver.begun
 

@@ -7,7 +7,7 @@ import pytest
 from openrecycle.agent.clock import Offset, measure_offset
 from openrecycle.agent.heartbeat import measured_ops
 from openrecycle.agent.protocol import ClockReading, clock_name
-from openrecycle.agent.timeline import Recorded, Timeline
+from openrecycle.agent.timeline import IterationTimeline, Timeline
 from openrecycle.planner.job import Worker
 from openrecycle.planner.schedule import Op
 
@@ -82,7 +82,7 @@ def test_what_is_posted_says_when_each_op_ran() -> None:
 def test_ops_that_follow_each_other_at_once_do_not_overlap() -> None:
     """Every op takes 1.6 microseconds, which is two in whole ones."""
     ends = [50.0 + 1.6e-6 * i for i in range(1, 10)]
-    recorded = Recorded(1, 0, [Op("F", 0, m, 0, Worker(0, 0), 0, 1) for m in range(9)], ends, [1.6e-6] * 9)
+    recorded = IterationTimeline(1, 0, [Op("F", 0, m, 0, Worker(0, 0), 0, 1) for m in range(9)], ends, [1.6e-6] * 9)
     message = measured_ops(recorded, "W0_0", "a")
     assert message is not None
     finished = [start + took for start, took in zip(message.starts_us, message.durations_us, strict=True)]

@@ -24,7 +24,7 @@ from openrecycle.agent.ledger import Redo
 from openrecycle.agent.script import MicroBatch, Script
 from openrecycle.agent.stage_io import CPU, TensorSpec
 from openrecycle.agent.transport.ordered import OrderedTransfers, connect
-from openrecycle.agent.transport.transfers import Layout, Lines, Transfers
+from openrecycle.agent.transport.transfers import Lines, TransferLayout, Transfers
 from openrecycle.planner.job import Worker
 from openrecycle.planner.schedule import Schedule
 
@@ -292,7 +292,7 @@ def train(
         )
         made: list[Transfers] = []
 
-        def transfers(layout: Layout) -> Transfers:
+        def transfers(layout: TransferLayout) -> Transfers:
             made.append(kind(lines, layout))
             return made[-1]
 

@@ -20,7 +20,7 @@ from openrecycle.agent.protocol import (
 )
 from openrecycle.app.console.service import Console
 from openrecycle.app.history.tables import LEFT_OUT
-from openrecycle.app.observing.measuring import Measured, WorkerOps
+from openrecycle.app.observing.measuring import IterationAsRun, WorkerOps
 from openrecycle.db.job_rows import MODELS, table
 from openrecycle.db.session import Database
 
@@ -71,7 +71,7 @@ def lived_job(console: Console, *, finished: bool = True) -> str:
     ops = WorkerOps(
         kinds="FBO", pipelines=(0, 0, 0), micro_batches=(0, 0, -1), starts_us=(0, 5, 9), durations_us=(5, 4, 1)
     )
-    measured = Measured(
+    measured = IterationAsRun(
         iteration=3,
         generation=2,
         plan_fingerprint=generation.plan_fingerprint,

@@ -33,7 +33,7 @@ from openrecycle.app.console.operator_actions import Operators
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.observing.service import Observing
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.app.settings import Keep
+from openrecycle.app.settings import RetentionLimits
 from openrecycle.db.store import Record, Store
 from openrecycle.planner.job import Worker
 from openrecycle.planner.words import layers_moved
@@ -323,7 +323,7 @@ class _Reports(Reports):
     def __init__(self, world: World) -> None:
         self._store, self._world = world.store, world
         jobs = lambda: [world.job]  # noqa: E731
-        self.observing = Observing(world.store, 1.0, lambda fingerprint: None, jobs, list, Keep())
+        self.observing = Observing(world.store, 1.0, lambda fingerprint: None, jobs, list, RetentionLimits())
 
     def job(self, job_id: str) -> LiveJob:
         return self._world.job

@@ -14,9 +14,9 @@ from openrecycle.agent.coordination.choosing import out
 from openrecycle.agent.coordination.membership import Candidate
 from openrecycle.agent.protocol import FailureReport
 from openrecycle.app.advice.service import REPAIR_SECONDS, copy_times, grounds, move_times
-from openrecycle.app.advice.verdict import AdviceRequest, Verdict, decide, serve, verdict_document
+from openrecycle.app.advice.verdict import AdviceRequest, Recommendation, decide, serve, verdict_document
 from openrecycle.app.observing.job_history import changes, repair_times
-from openrecycle.app.runtime.maker import Maker
+from openrecycle.app.runtime.maker import TaskQueue
 from openrecycle.planner.check import check
 from openrecycle.planner.job import Job
 from openrecycle.planner.packed import from_bytes
@@ -201,9 +201,9 @@ def request(**given: object) -> AdviceRequest:
     return AdviceRequest(**(values | given))  # type: ignore[arg-type]
 
 
-def ask(**given: object) -> tuple[Verdict | None, str]:
+def ask(**given: object) -> tuple[Recommendation | None, str]:
     """The answer of a real advising process."""
-    maker, answers = Maker(serve, "advising"), list[tuple[Verdict | None, str]]()
+    maker, answers = TaskQueue(serve, "advising"), list[tuple[Recommendation | None, str]]()
     maker.start(child=False)
     try:
         maker.submit(request(**given), lambda verdict, why: answers.append((verdict, why)))
@@ -267,7 +267,7 @@ def test_who_has_moved_stays(grid: tuple[int, int, int], failed: tuple[str, ...]
 LAYERED = job_doc(Job.uniform(3, 4, 6, durations={"F": 4.0, "I": 4.0, "W": 4.0}, time_unit="ms", layers=44))
 
 
-def verdict_on(**given: object) -> Verdict:
+def verdict_on(**given: object) -> Recommendation:
     asked = request(**({"job": LAYERED, "failed": ("W1_2",), "relayout": "auto", "partition": (11,) * 4} | given))
     return asked.read(verdict_document(json.loads(asked.to_json())))
 
@@ -364,7 +364,7 @@ def test_each_new_set_of_failures_is_advised_once(here: ConsoleHere, tmp_path: P
 def test_advice_that_comes_during_another_recovery_is_asked_for_again(
     here: ConsoleHere, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = list[Callable[[Verdict | None, str], None]]()
+    asked = list[Callable[[Recommendation | None, str], None]]()
     monkeypatch.setattr(here.console._advising._maker, "submit", lambda request, done: asked.append(done))
     job = JobHere(here.console, "again").register().commit(0, 9, 1).die("W1_2")
     job.resume(2)
@@ -372,11 +372,11 @@ def test_advice_that_comes_during_another_recovery_is_asked_for_again(
     broken = FailureReport(worker="W0_1", incarnation="W0_0-a", cause="transfer", reporter="W0_0", generation=2)
     here.console.failure(job.job_id, broken)
     until(lambda: job.console.view(job.job_id).generation == 3, "all connect anew")
-    asked[0](Verdict("re-route", "re-route", True, "too late"), "")
+    asked[0](Recommendation("re-route", "re-route", True, "too late"), "")
     assert here.console.job(job.job_id).advice is None
     job.resume(3)
     until(lambda: len(asked) == 2, "advice is asked for again")
-    asked[1](Verdict("re-route", "re-route", True, "in time"), "")
+    asked[1](Recommendation("re-route", "re-route", True, "in time"), "")
     assert here.console.job(job.job_id).advice == "in time"
     assert advised(job) == ["in time"]
 

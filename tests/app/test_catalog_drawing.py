@@ -9,11 +9,11 @@ import pytest
 from openrecycle.app.catalogs.report import CatalogReport, CountLine, PlanLine, whole_counts
 from openrecycle.app.ui import catalog_words
 from openrecycle.planner.job import Job, MemoryLimit, Technique
-from openrecycle.planner.packed import Question
+from openrecycle.planner.packed import CatalogQuestion
 
 pytestmark = pytest.mark.processes
 
-QUESTION = Question(Job.uniform(3, 4, 6), Technique.STAGGERED, MemoryLimit("uniform"))
+QUESTION = CatalogQuestion(Job.uniform(3, 4, 6), Technique.STAGGERED, MemoryLimit("uniform"))
 
 
 def line(failures: int, wanted: int, there: int, period: float = 27.0) -> CountLine:

@@ -31,7 +31,7 @@ from openrecycle.planner.check import check
 from openrecycle.planner.errors import InputError
 from openrecycle.planner.failures import canonical_pattern
 from openrecycle.planner.job import Worker
-from openrecycle.planner.packed import Effort, Question, encode_plan
+from openrecycle.planner.packed import CatalogQuestion, Effort, encode_plan
 from openrecycle.planner.plan import Plan
 from openrecycle.planner.solvers.portfolio import make_plan
 from tests.golden import golden
@@ -61,7 +61,7 @@ def ended(filling: Filling) -> Filling:
     return filling
 
 
-def reported(catalogs: Catalogs, question: Question, tolerance: int) -> CatalogReport:
+def reported(catalogs: Catalogs, question: CatalogQuestion, tolerance: int) -> CatalogReport:
     """Once it is known what there is to plan."""
     found: list[CatalogReport | None] = []
     until(lambda: found.append(catalogs.report(question, tolerance)) or found[-1] is not None, "it is worked out")

@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from openrecycle.app.runtime.children import Asked, Channel, ChildEnded, Children, begin_without_pages
+from openrecycle.app.runtime.children import Channel, ChildEnded, Children, PendingAnswer, begin_without_pages
 
 pytestmark = pytest.mark.processes
 
@@ -66,7 +66,7 @@ def count(channel: Channel, to: int) -> None:
         channel.say(b"%d %d" % (i, os.getpid()))
 
 
-def ended(asked: Asked) -> bool:
+def ended(asked: PendingAnswer) -> bool:
     asked.process.join(PATIENCE)
     return not asked.process.is_alive()
 

@@ -16,7 +16,7 @@ from uvicorn.server import ServerState
 
 from openrecycle.agent.protocol import API
 from openrecycle.app.api.connection import connections
-from openrecycle.app.api.crowd import Crowd
+from openrecycle.app.api.crowd import ConnectionLimit
 from openrecycle.app.security.access import Access
 from tests.golden import golden
 
@@ -118,7 +118,7 @@ def test_beyond_the_open_files_it_is_said_and_those_before_are_served(
     monkeypatch.setattr("openrecycle.app.api.connection.PATIENCE", 0)
 
     async def case(first: Connection) -> None:
-        first.kind.crowd = Crowd(1)
+        first.kind.crowd = ConnectionLimit(1)
         second = Connection(served, first)
         ((status, headers, body),) = await second.ask(request(served, 2))
         assert (status, headers["retry-after"], headers["connection"]) == (503, "1", "close")
@@ -143,7 +143,7 @@ def test_beyond_the_open_files_it_is_said_and_those_before_are_served(
 
 def test_connections_that_are_refused_are_said_once_a_minute(capsys: pytest.CaptureFixture[str]) -> None:
     now = 0.0
-    crowd = Crowd(10, clock=lambda: now)
+    crowd = ConnectionLimit(10, clock=lambda: now)
     assert crowd.admits(10)
     assert not any(crowd.admits(11) for _ in range(5))
     assert capsys.readouterr().out.count(golden("connections-are-refused")) == 1
@@ -156,7 +156,7 @@ def test_connections_that_are_refused_are_said_once_a_minute(capsys: pytest.Capt
 def test_some_files_are_kept_for_the_console_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     for files, most in ((1_024, 896), (100, 50), (1, 1), (resource.RLIM_INFINITY, 1 << 31)):
         monkeypatch.setattr(resource, "getrlimit", lambda which, files=files: (files, files))
-        assert Crowd.of_process().most == most
+        assert ConnectionLimit.of_process().most == most
 
 
 def test_pieces_and_several_at_once_are_answered(served: Served) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from openrecycle.app.api.crowd import Crowd
+from openrecycle.app.api.crowd import ConnectionLimit
 
 
 class Visitor:
@@ -19,7 +19,7 @@ class Room:
     """A crowd, and who has come into it."""
 
     def __init__(self, most: int, share: int | None = None, proxy: str = "") -> None:
-        self.crowd = Crowd(most, share=share, exempt=lambda address: address == proxy)
+        self.crowd = ConnectionLimit(most, share=share, exempt=lambda address: address == proxy)
         self.inside: list[Visitor] = []
 
     def come(self, address: str) -> Visitor | None:

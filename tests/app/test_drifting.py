@@ -14,7 +14,7 @@ from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.plans.drifting import Drifting
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
-from openrecycle.planner.drift import Limits
+from openrecycle.planner.drift import DriftLimits
 from openrecycle.planner.job import Worker
 from openrecycle.planner.plan import Plan
 from tests.golden import golden
@@ -90,7 +90,7 @@ def until(true: Callable[[], object], seconds: float = 30) -> None:
 def started(store: Store) -> Console:
     console = Console(store)
     console.plans.drifting = Drifting(
-        console.plans.ahead, console.plans.cache.get, 1.0, limits=Limits(slow=1.3, window=WINDOW)
+        console.plans.ahead, console.plans.cache.get, 1.0, limits=DriftLimits(slow=1.3, window=WINDOW)
     )
     console.start()
     return console

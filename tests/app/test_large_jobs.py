@@ -22,7 +22,7 @@ from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 from openrecycle.planner.job import MemoryLimit, Technique
-from openrecycle.planner.packed import Question
+from openrecycle.planner.packed import CatalogQuestion
 from tests.app.console_server import ConsoleServer
 from tests.benchmarks.bench_api_stall import SHAPES, measure
 from tests.conftest import new_database
@@ -92,7 +92,7 @@ def test_a_catalog_that_takes_long_holds_up_no_other_answer(server: ConsoleServe
 @pytest.mark.parametrize(("pipelines", "stages"), [*SHAPES, (4096, 1), (2, 4096)])
 def test_what_large_jobs_may_lose_is_not_worked_out_in_the_apis_process(pipelines: int, stages: int) -> None:
     job = JobSpec.model_validate(body(pipelines, stages)).job()
-    assert not is_quick(Question(job, Technique.STAGGERED, MemoryLimit("none")), 2)
+    assert not is_quick(CatalogQuestion(job, Technique.STAGGERED, MemoryLimit("none")), 2)
 
 
 def test_workers_of_all_live_jobs_together_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from openrecycle.app.leadership.decision import Action, Seen, Times, decide
+from openrecycle.app.leadership.decision import Action, LeaseTimes, Seen, decide
 from openrecycle.db.leadership import Lease
 
-TIMES = Times(renew=1.0, lease=4.0, poll=0.5)
+TIMES = LeaseTimes(renew=1.0, lease=4.0, poll=0.5)
 OURS = Lease(3, "me", "http://me:8501", 0.1)
 THEIRS = Lease(4, "other", "http://other:8501", 0.4)
 SILENT = Lease(4, "other", "http://other:8501", 4.0)
@@ -55,6 +55,6 @@ def test_of_a_console_that_does_not(seen: Seen, action: Action, says: str) -> No
 
 
 def test_a_takeover_takes_less_than_ten_seconds_by_default() -> None:
-    times = Times()
+    times = LeaseTimes()
     assert times.renew < times.lease / 3, "one renewal may be lost, and another late"
     assert times.lease + 2 * times.poll <= 6, "which leaves time for the jobs to be taken up"

@@ -13,8 +13,8 @@ from sqlalchemy import text
 from sqlalchemy.exc import OperationalError
 
 from openrecycle.app.console.service import Console
-from openrecycle.app.leadership.decision import Times
-from openrecycle.app.leadership.host import ConsoleHost, Seat
+from openrecycle.app.leadership.decision import LeaseTimes
+from openrecycle.app.leadership.host import ActiveConsole, ConsoleHost
 from openrecycle.app.leadership.watch import Leadership
 from openrecycle.db.leadership import LeaderSession
 from openrecycle.db.session import NOT_LEADING, Database, DatabaseError
@@ -47,7 +47,7 @@ def url(postgres_url: str) -> str:
 
 
 def watch(
-    stack: ExitStack, url: str, me: str, times: Times | None = None, clock: Callable[[], float] | None = None
+    stack: ExitStack, url: str, me: str, times: LeaseTimes | None = None, clock: Callable[[], float] | None = None
 ) -> Leadership:
     database = Database(url, me=me, term=NOT_LEADING)
 
@@ -57,7 +57,7 @@ def watch(
         own.close()
 
     # No lease runs out because this machine is busy, unless a test wants one to.
-    times = times or Times(renew=0.05, lease=LONG, poll=0.05)
+    times = times or LeaseTimes(renew=0.05, lease=LONG, poll=0.05)
     made = Leadership(database, me, f"http://{me}:1", prepare=prepare, times=times, clock=clock or Clock())
     stack.callback(database.close)
     stack.callback(made.close)
@@ -111,8 +111,8 @@ def test_one_whose_session_is_ended_steps_down_and_may_lead_again(stack: ExitSta
 
 def test_one_that_stands_still_is_replaced_and_knows_it_at_once(stack: ExitStack, url: str) -> None:
     clock = Clock()
-    still = watch(stack, url, "a", Times(renew=LONG, lease=1.0, poll=0.05), clock)  # does not renew
-    second = watch(stack, url, "b", Times(renew=0.05, lease=1.0, poll=0.05))
+    still = watch(stack, url, "a", LeaseTimes(renew=LONG, lease=1.0, poll=0.05), clock)  # does not renew
+    second = watch(stack, url, "b", LeaseTimes(renew=0.05, lease=1.0, poll=0.05))
     still.start()
     second.start()
     assert until_leading(second) == 2
@@ -137,7 +137,7 @@ def test_an_only_console_whose_connection_broke_says_so_and_leads_on(
     stack: ExitStack, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The database has not noticed that the connection is gone: its session, and the lock, live on."""
-    only = watch(stack, url, "a", Times(renew=LONG, lease=LONG, poll=LONG))
+    only = watch(stack, url, "a", LeaseTimes(renew=LONG, lease=LONG, poll=LONG))
     only.start()
     assert only._session is not None
     stack.callback(only._session.close)
@@ -162,12 +162,12 @@ def _unreachable(*_: object) -> None:
 
 def test_a_console_that_is_up_and_not_confirmed_says_for_how_long(stack: ExitStack, url: str) -> None:
     clock = Clock()
-    only = watch(stack, url, "a", Times(renew=LONG, lease=4.0, poll=LONG), clock)
+    only = watch(stack, url, "a", LeaseTimes(renew=LONG, lease=4.0, poll=LONG), clock)
     only.start()
     host = ConsoleHost(lambda term: Database(url), only, lambda database: Console(Store(database)))
     assert host.status.sentence.endswith(golden("this-console-leads-term-1"))
     up: Any = "a console"
-    host._seat = Seat(up, up, 1)
+    host._seat = ActiveConsole(up, up, 1)
     assert host.console is up
     clock.now += 5.2
     assert host.console is None

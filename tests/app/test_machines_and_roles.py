@@ -22,7 +22,7 @@ from openrecycle.agent.protocol import JobSpec
 from openrecycle.app.api.models import WorkerInfo
 from openrecycle.app.catalogs.service import Catalogs
 from openrecycle.app.console.plan_sources import names
-from openrecycle.app.console.queries import Readings
+from openrecycle.app.console.queries import Queries
 from openrecycle.app.console.view import JobView
 from openrecycle.app.console.view_builder import job_view
 from openrecycle.app.console.worker_detail import WorkerDetail, worker_detail
@@ -30,8 +30,8 @@ from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.jobs.stored_plans import PlanCache
 from openrecycle.app.observing.rollout import RollOuts
 from openrecycle.app.observing.service import Observing
-from openrecycle.app.plans.service import Plans
-from openrecycle.app.settings import Keep
+from openrecycle.app.plans.service import PlansService
+from openrecycle.app.settings import RetentionLimits
 from openrecycle.app.ui import facts
 from openrecycle.app.ui.charts.worker_grid import LOOKS, worker_grid
 from openrecycle.app.ui.theme import LIGHT
@@ -52,12 +52,12 @@ SPEC = JobSpec(name="job", pipelines=PIPELINES, stages=STAGES, micro_batches=3, 
 pick = st.integers(0, 30)
 
 
-class Console(Readings):
+class Console(Queries):
     """What the pages and the API ask, of a played job."""
 
     def __init__(self, world: World) -> None:
         self._store, self._world, self.ladder = world.store, world, LADDER
-        self.observing = Observing(world.store, 1.0, lambda fingerprint: None, self.live_jobs, list, Keep())
+        self.observing = Observing(world.store, 1.0, lambda fingerprint: None, self.live_jobs, list, RetentionLimits())
 
     def job(self, job_id: str) -> LiveJob:
         return self._world.job
@@ -83,7 +83,7 @@ class Console(Readings):
     @property
     def picker(self) -> str:
         """What the plan pickers call the plan that is run."""
-        self.plans = Plans(
+        self.plans = PlansService(
             *(self._store, Catalogs(self._store)),
             tolerance=0,
             heartbeat=1.0,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from openrecycle.app.plans.solving import Point, Solve
-from openrecycle.app.plans.solving_child import Migration, Migrations, PlanAsked
+from openrecycle.app.plans.solving_child import MigrationAnswer, Migrations, PlanAsked
 from openrecycle.app.plans.whatif import WhatIf
 from openrecycle.app.ui.charts.dead_grid import dead_grid
 from openrecycle.app.ui.charts.migrations import migrations_chart
@@ -18,7 +18,7 @@ from tests.golden import golden
 
 ASKED = PlanAsked(job=job_doc(Job.uniform(3, 4, 6)), failed=("W1_2",))
 FOUND = Migrations(
-    migrations=[Migration(worker="W1_3", takes="W0_2", source="W2_2")],
+    migrations=[MigrationAnswer(worker="W1_3", takes="W0_2", source="W2_2")],
     failed=["W1_2", "W1_3"],
     present=[0, 0, 2, 0],
     counts=[0, 0, 1, 1],

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from openrecycle.app.plans.plan_requests import PlanRequest, plan_maker
-from openrecycle.app.runtime.maker import AHEAD, URGENT, Maker
+from openrecycle.app.runtime.maker import AHEAD, URGENT, TaskQueue
 from openrecycle.planner.check import check
 from openrecycle.planner.job import Job
 from openrecycle.planner.plan import Plan, job_doc
@@ -45,14 +45,14 @@ def request(*failed: str, owner: str = "job", job: object = JOB, solver: str = "
 
 
 @pytest.fixture
-def maker() -> Iterator[Maker]:
+def maker() -> Iterator[TaskQueue]:
     maker = plan_maker()
     maker.start()
     yield maker
     maker.close()
 
 
-def test_a_plan_comes_back_valid(maker: Maker) -> None:
+def test_a_plan_comes_back_valid(maker: TaskQueue) -> None:
     answers = Answers()
     maker.submit(request("W1_0"), answers.taker("a"))
     [(_, plan, why)] = answers.wait(1)
@@ -61,7 +61,7 @@ def test_a_plan_comes_back_valid(maker: Maker) -> None:
     assert check(plan) == []
 
 
-def test_what_can_not_be_planned_is_a_sentence(maker: Maker) -> None:
+def test_what_can_not_be_planned_is_a_sentence(maker: TaskQueue) -> None:
     answers = Answers()
     maker.submit(request("W0_0", "W1_0"), answers.taker("a"))
     [(_, plan, why)] = answers.wait(1)
@@ -93,7 +93,7 @@ def test_what_was_cancelled_is_not_made() -> None:
         maker.close()
 
 
-def test_the_death_of_the_child_costs_a_retry(maker: Maker) -> None:
+def test_the_death_of_the_child_costs_a_retry(maker: TaskQueue) -> None:
     answers = Answers()
     maker.submit(request(), answers.taker("before"))
     answers.wait(1)
@@ -105,7 +105,7 @@ def test_the_death_of_the_child_costs_a_retry(maker: Maker) -> None:
     assert plan is not None
 
 
-def test_an_error_in_a_callback_stops_nothing(maker: Maker) -> None:
+def test_an_error_in_a_callback_stops_nothing(maker: TaskQueue) -> None:
     def fails(plan: Plan | None, why: str) -> None:
         raise RuntimeError("the callback is at fault")
 

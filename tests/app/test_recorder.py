@@ -18,7 +18,7 @@ from openrecycle.app.console.worker_history import MAX_SAMPLES, worker_history
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.observing.recorder import Recorder, clock_offset
 from openrecycle.app.runtime.errors import ConsoleError, SettingsError
-from openrecycle.app.settings import Keep, seconds
+from openrecycle.app.settings import RetentionLimits, seconds
 from openrecycle.db.heartbeats import Level
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
@@ -135,7 +135,7 @@ def test_old_samples_expire(console: Console, job: LiveJob, database: Database) 
     job.take_heartbeats()
     taken = job.recording.peek(2, clock_offset())
     ten_past = 1_800_000_000 // 86_400 * 86_400 + 600
-    keep = Keep()
+    keep = RetentionLimits()
     recorder = Recorder(database, list, keep, list)
     recorder.heartbeats.add(job.job_id, [replace(taken, at=np.array([ten_past]))])
     sizes = recorder.heartbeats.bytes_by_level
@@ -169,9 +169,9 @@ def test_how_long_things_are_kept() -> None:
         with pytest.raises(SettingsError, match="--keep-hours: got"):
             seconds(wrong, "--keep-hours")
     with pytest.raises(SettingsError, match=golden("keep-minutes-got-60-s-expected")):
-        Keep(minutes=60)
+        RetentionLimits(minutes=60)
     with pytest.raises(SettingsError, match="--keep-events"):
-        Keep(events=5)
+        RetentionLimits(events=5)
 
 
 def test_a_worker_that_has_not_come_yet_has_a_detail(console: Console) -> None:

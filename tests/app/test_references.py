@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from ui_console import ConsoleHere, JobHere, until
 from ui_factory import plan as made_plan
 
-from openrecycle.app.console.plan_sources import Awaited, Source, find, names, saved_names, techniques
+from openrecycle.app.console.plan_sources import PendingPlan, Source, find, names, saved_names, techniques
 from openrecycle.app.plans.applying import use_plan
-from openrecycle.app.plans.references import Made, Measured, OfJob, Reference, Saved, parse_reference
+from openrecycle.app.plans.references import Made, MeasuredReference, OfJob, Reference, Saved, parse_reference
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.planner.errors import InputError
 from openrecycle.planner.job import MemoryLimit, Problem, Technique, Worker
@@ -27,7 +27,7 @@ MADE = st.builds(
     st.sampled_from(["3x4x6", "0a1b2c"]),
     st.sets(WORKER, max_size=3).map(lambda s: tuple(sorted(s, key=lambda w: tuple(map(int, w[1:].split("_")))))),
 )
-REFERENCES = st.one_of(st.builds(OfJob, WORD, WORD), st.builds(Saved, WORD), st.builds(Measured, WORD), MADE)
+REFERENCES = st.one_of(st.builds(OfJob, WORD, WORD), st.builds(Saved, WORD), st.builds(MeasuredReference, WORD), MADE)
 
 
 @given(REFERENCES)
@@ -98,7 +98,7 @@ def test_the_papers_worked_example_is_made_on_the_spot(here: ConsoleHere) -> Non
         "made:staggered:none:3x4x6:W1_2": 27,
     }
     first = find(here.console, parse_reference("made:staggered:none:3x4x6:W1_2"))
-    assert isinstance(first, Awaited), "nobody waits for a solver"
+    assert isinstance(first, PendingPlan), "nobody waits for a solver"
     for text, period in questions.items():
         plan = made(here, parse_reference(text)).plan
         assert (plan.metrics.period, plan.solver.status) == (period, "optimal"), text

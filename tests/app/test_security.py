@@ -19,7 +19,7 @@ from openrecycle.app.security.access import Access
 from openrecycle.app.security.bodies import BodyLimit
 from openrecycle.app.security.callers import Caller, Role, from_header
 from openrecycle.app.security.hosts import HostGuard
-from openrecycle.app.security.limits import AGENTS, UNKNOWN, WRONG_IN_ALL, WRONG_PER_ADDRESS, Limits, WrongTokens
+from openrecycle.app.security.limits import AGENTS, UNKNOWN, WRONG_IN_ALL, WRONG_PER_ADDRESS, RateLimits, WrongTokens
 from openrecycle.app.security.login import COOKIE
 from tests.golden import golden
 
@@ -220,7 +220,7 @@ def test_without_a_token_only_this_machine_is_answered() -> None:
 
 def test_a_bucket_empties_and_fills_again() -> None:
     now = 0.0
-    limits = Limits(lambda: now)
+    limits = RateLimits(lambda: now)
     assert [limits.take(UNKNOWN, "a") for _ in range(int(UNKNOWN.burst))] == [0] * int(UNKNOWN.burst)
     assert limits.take(UNKNOWN, "a") == 1
     assert limits.take(UNKNOWN, "b") == 0
@@ -231,7 +231,7 @@ def test_a_bucket_empties_and_fills_again() -> None:
 def test_8192_agents_of_one_token_at_1_hz_are_never_limited() -> None:
     """With four requests of each at once whenever a generation opens, every ten seconds."""
     now = 0.0
-    limits = Limits(lambda: now)
+    limits = RateLimits(lambda: now)
     for second in range(30):
         now = float(second)
         for _ in range(8_192 * (5 if second % 10 == 0 else 1)):

@@ -12,14 +12,14 @@ from sqlalchemy.exc import OperationalError
 
 from openrecycle.agent.protocol import Acknowledgement, FailureReport, JobSpec, Registration
 from openrecycle.app.api import intake as intake_module
-from openrecycle.app.api.intake import Intake
+from openrecycle.app.api.intake import ReportBatcher
 from openrecycle.app.console.service import Console
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.jobs.records import read_processes
-from openrecycle.app.jobs.together import Report
+from openrecycle.app.jobs.together import IncomingReport
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.db.session import Database
-from openrecycle.db.store import Change, Store
+from openrecycle.db.store import JobUpdate, Store
 
 pytestmark = pytest.mark.processes
 
@@ -33,12 +33,12 @@ class Counting(Store):
 
     def __init__(self, database: Database) -> None:
         super().__init__(database)
-        self.changes: list[Change] = []
+        self.changes: list[JobUpdate] = []
         self.broken = False
         self.entered, self.go_on = threading.Event(), threading.Event()
         self.go_on.set()
 
-    def apply(self, job_id: str, change: Change) -> None:
+    def apply(self, job_id: str, change: JobUpdate) -> None:
         self.entered.set()
         assert self.go_on.wait(60)
         if self.broken:
@@ -62,12 +62,12 @@ def store_of(console: Console) -> Counting:
     return console._store
 
 
-def registrations(console: Console, job_id: str) -> list[Report]:
+def registrations(console: Console, job_id: str) -> list[IncomingReport]:
     messages = [Registration(worker=name, incarnation=f"{name}-a", host="h", pid=7) for name in NAMES]
     return [console.registration(job_id, message)[1] for message in messages]
 
 
-def acknowledgements(console: Console, job_id: str, generation: int) -> list[Report]:
+def acknowledgements(console: Console, job_id: str, generation: int) -> list[IncomingReport]:
     messages = [
         Acknowledgement(worker=name, incarnation=f"{name}-a", generation=generation, state=state)  # type: ignore[arg-type]
         for state in STATES
@@ -111,7 +111,7 @@ def test_what_comes_together_is_stored_in_few_transactions(
     reports = acknowledgements(console, job_id, 1)
 
     async def all_at_once() -> list[str]:
-        intake = Intake()
+        intake = ReportBatcher()
         store.entered.clear()
         store.go_on.clear()
         first = intake.put(job, reports[0])

@@ -12,7 +12,7 @@ from starlette.websockets import WebSocketDisconnect
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.security.access import Access, caller_of
 from openrecycle.app.security.callers import Caller, Role, from_header
-from openrecycle.app.security.limits import AGENTS, PEOPLE, WRONG_PER_ADDRESS, Limits
+from openrecycle.app.security.limits import AGENTS, PEOPLE, WRONG_PER_ADDRESS, RateLimits
 from openrecycle.app.security.tokens import REFRESH, Tokens
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
@@ -235,11 +235,11 @@ def test_who_asks_too_often_is_told_when_to_come_back(
 ) -> None:
     seen: list[tuple[object, str]] = []
 
-    def take(self: Limits, asked: object, key: str) -> int:
+    def take(self: RateLimits, asked: object, key: str) -> int:
         seen.append((asked, key))
         return 7
 
-    monkeypatch.setattr(Limits, "take", take)
+    monkeypatch.setattr(RateLimits, "take", take)
     refused = guarded(Access(TOKEN, tokens)).get(path, headers=bearer(by_letter["o"]))
     assert (refused.status_code, refused.headers["Retry-After"], refused.json()["code"]) == (429, "7", "too_many")
     assert seen == [(rate, "token:" + by_letter["o"].split("_")[1])]

@@ -13,7 +13,7 @@ from openrecycle.app.ui.theme import LIGHT
 from openrecycle.planner.catalog_store import plan_name
 from openrecycle.planner.drawing import Drawing
 from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique
-from openrecycle.planner.packed import Effort, Question, decode_header, encode_plan
+from openrecycle.planner.packed import CatalogQuestion, Effort, decode_header, encode_plan
 from openrecycle.planner.plan import Plan
 from openrecycle.planner.solvers.portfolio import make_plan
 from tests.golden import golden
@@ -71,7 +71,7 @@ def test_the_chart_draws_bytes_against_the_capacity() -> None:
 def test_a_catalog_says_the_most_that_a_worker_may_hold() -> None:
     plan = planned()
     problem = plan.problem()
-    question = Question(problem.job, problem.technique, problem.memory)
+    question = CatalogQuestion(problem.job, problem.technique, problem.memory)
     headers = {plan_name(frozenset()): decode_header(encode_plan(plan, Effort(solver="list")))}
     found = report(question, outlook(question, 0), "0123", headers)
     assert found.lines[0].peak_bytes == 3 * GIB

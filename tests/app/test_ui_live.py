@@ -12,7 +12,7 @@ from streamlit.dataframe_util import convert_arrow_bytes_to_pandas_df
 from streamlit.testing.v1 import AppTest
 from ui_console import MAIN, JobHere, until
 
-from openrecycle.agent.coordination.membership import Ladder, Mode
+from openrecycle.agent.coordination.membership import FailureTimeouts, Mode
 from openrecycle.agent.protocol import LogLine, LogLines, Registration
 from openrecycle.app.console.service import Console, set_console
 from openrecycle.app.ui import live_now
@@ -131,7 +131,7 @@ def test_a_worker_is_drained_after_confirmation(console: Console) -> None:
 def test_a_page_without_the_database_says_so_and_comes_back(tmp_path: Path, page: str) -> None:
     database = FlakyDatabase(f"sqlite:///{tmp_path / 'console.db'}")
     database.upgrade()
-    console = Console(Store(database), ladder=Ladder(1.0, 80_000.0, 86_000.0))
+    console = Console(Store(database), ladder=FailureTimeouts(1.0, 80_000.0, 86_000.0))
     console.start()
     set_console(console)
     try:

@@ -13,7 +13,7 @@ from streamlit.dataframe_util import convert_arrow_bytes_to_pandas_df
 from streamlit.testing.v1 import AppTest
 from ui_console import MAIN, ConsoleHere, JobHere, until
 
-from openrecycle.agent.coordination.membership import Ladder
+from openrecycle.agent.coordination.membership import FailureTimeouts
 from openrecycle.app.console.service import Console, set_console
 from openrecycle.app.plans.references import OfJob, parse_reference
 from tests.golden import golden
@@ -166,7 +166,7 @@ def test_unknown_job_in_the_address(console: Console, jobs: dict[str, JobHere]) 
 
 
 def test_suspect_workers_show(tmp_path: Path) -> None:
-    here = ConsoleHere(tmp_path, Ladder(heartbeat=0.1, suspect=0.3, dead=3600.0))
+    here = ConsoleHere(tmp_path, FailureTimeouts(heartbeat=0.1, suspect=0.3, dead=3600.0))
     set_console(here.console)
     try:
         job = JobHere(here.console, "silent job").register()

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from openrecycle.app.console.worker_history import Metric, Series
+from openrecycle.app.console.worker_history import MetricSeries, Series
 from openrecycle.app.ui.charts.worker_time import broken, memory, op_times
 from openrecycle.app.ui.theme import LIGHT
 
 
-def series(**metrics: Metric) -> Series:
+def series(**metrics: MetricSeries) -> Series:
     return Series("W0_0", 1, (10, 11, 12, 60), (1, 2, 1, 1), (1, 2, 3, 4), ("training",) * 4, metrics)
 
 
-SAME = Metric((1.0, 2.0, 3.0, 4.0), (1.0, 2.5, 3.0, 4.0), (1.0, 3.0, 3.0, 4.0))
+SAME = MetricSeries((1.0, 2.0, 3.0, 4.0), (1.0, 2.5, 3.0, 4.0), (1.0, 3.0, 3.0, 4.0))
 
 
 def test_a_line_is_broken_where_the_worker_was_silent() -> None:
@@ -32,5 +32,5 @@ def test_each_kind_has_its_line_colour_and_plan() -> None:
 
 def test_memory_is_the_highest_of_each_step_in_mebibytes() -> None:
     most = tuple(n * 2.0**20 for n in (5, 6, 7, 8))
-    chart = memory(series(resident_bytes=Metric(most, most, most)), LIGHT)
+    chart = memory(series(resident_bytes=MetricSeries(most, most, most)), LIGHT)
     assert chart.rows["mebibytes"] == [5.0, 6.0, 7.0, None, 8.0]

@@ -10,7 +10,7 @@ import pytest
 
 import openrecycle.app.ui
 from openrecycle.app.runtime.frontend import PAGES
-from openrecycle.app.runtime.warming import Warming
+from openrecycle.app.runtime.warming import Preload
 from openrecycle.app.ui.warm import warm_up
 
 PATIENCE = 60.0
@@ -19,7 +19,7 @@ PATIENCE = 60.0
 @pytest.mark.parametrize("asked", [True, False])
 def test_it_begins_with_the_first_page_that_is_asked_for_or_after_a_while(asked: bool) -> None:
     worked = threading.Event()
-    warming = Warming(worked.set, quiet=10 * PATIENCE if asked else 0.01)
+    warming = Preload(worked.set, quiet=10 * PATIENCE if asked else 0.01)
     warming.start()
     if asked:
         assert not worked.is_set()
@@ -29,7 +29,7 @@ def test_it_begins_with_the_first_page_that_is_asked_for_or_after_a_while(asked:
 
 def test_what_one_page_needs_is_prepared_whenever_it_is_asked_for() -> None:
     prepared = threading.Semaphore(0)
-    warming = Warming(lambda: None, {"simulate": prepared.release})
+    warming = Preload(lambda: None, {"simulate": prepared.release})
     for page in ("simulate", "", "simulate"):
         warming.page_asked_for(page)
     assert prepared.acquire(timeout=PATIENCE) and prepared.acquire(timeout=PATIENCE)
@@ -40,7 +40,7 @@ def test_what_goes_wrong_is_logged_and_no_more(capsys: pytest.CaptureFixture[str
     def fails() -> None:
         raise OSError("no such thing")
 
-    warming = Warming(fails, quiet=0.0)
+    warming = Preload(fails, quiet=0.0)
     warming.start()
     warming.thread.join(PATIENCE)
     assert not warming.thread.is_alive() and "no such thing" in "".join(capsys.readouterr())

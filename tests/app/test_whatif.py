@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ui_factory import plan
 
-from openrecycle.app.plans.profiles import Kept, unknown_profile
+from openrecycle.app.plans.profiles import SavedProfile, unknown_profile
 from openrecycle.app.plans.whatif import WhatIf, parse, read_upload, to_keep, uploaded
 from openrecycle.app.plans.whatif_profile import PRESETS, follow, own_profile, read_profile, saved_word
 from openrecycle.app.runtime.errors import ConsoleError
@@ -184,15 +184,15 @@ def test_the_request_for_migrations_has_the_costs() -> None:
 
 # -- profiles that go by name -------------------------------------------------------------------
 
-KEPT = Kept("mine", job_doc(MEASURED), "ada")
-LAYERED = Kept("gpt", load_profile("gpt3-medium"), "ada")
+KEPT = SavedProfile("mine", job_doc(MEASURED), "ada")
+LAYERED = SavedProfile("gpt", load_profile("gpt3-medium"), "ada")
 
 
-def gone(name: str) -> Kept:
+def gone(name: str) -> SavedProfile:
     raise unknown_profile(name)
 
 
-def down(name: str) -> Kept:
+def down(name: str) -> SavedProfile:
     raise ConsoleError(503, "no_database", "the database does not answer")
 
 
@@ -223,7 +223,7 @@ def test_a_named_profile_on_another_number_of_stages() -> None:
 
 def test_a_name_that_stands_for_something_else_meanwhile() -> None:
     question = WhatIf().with_kept(KEPT)
-    newer = Kept("mine", job_doc(Job.uniform(1, 2, 1)), "eve")
+    newer = SavedProfile("mine", job_doc(Job.uniform(1, 2, 1)), "eve")
     word = question.profile
     assert follow(word, lambda name: KEPT, None) == follow(word, lambda name: KEPT, question.as_own)
     assert follow("saved:mine", lambda name: KEPT, None).word == word, "a link by hand needs no digest"

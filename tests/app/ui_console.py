@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from openrecycle.agent.coordination.membership import Ladder
+from openrecycle.agent.coordination.membership import FailureTimeouts
 from openrecycle.agent.protocol import (
     Acknowledgement,
     FailureReport,
@@ -28,11 +28,13 @@ MAIN = str(Path(__file__).resolve().parents[2] / "app" / "ui" / "main.py")
 class ConsoleHere:
     """Console and database below `folder`; `close` ends both."""
 
-    def __init__(self, folder: Path, ladder: Ladder | None = None) -> None:
+    def __init__(self, folder: Path, ladder: FailureTimeouts | None = None) -> None:
         self.database = Database(f"sqlite:///{folder / 'console.db'}")
         self.database.upgrade()
         # No silence is ever too long here: tests pause as they like.
-        self.console = Console(Store(self.database), ladder=ladder or Ladder(1.0, 80_000.0, 86_000.0), tolerance=1)
+        self.console = Console(
+            Store(self.database), ladder=ladder or FailureTimeouts(1.0, 80_000.0, 86_000.0), tolerance=1
+        )
         self.console.start()
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from openrecycle.app.console.view import EventView, JobSummary, JobView, Recover
 from openrecycle.app.jobs.baseline import Baseline
 from openrecycle.app.observing.goodput import Figures
 from openrecycle.app.observing.rates import IterationView
-from openrecycle.app.workers.states import OUT, Condition, Process, RoleState
+from openrecycle.app.workers.states import OUT, Condition, ProcessState, RoleState
 from openrecycle.planner.failures import parse_failed
 from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique
 from openrecycle.planner.plan import Plan
@@ -152,8 +152,8 @@ def starting() -> JobView:
     )
 
 
-def lost(name: str) -> Process:
-    return Process(f"{name}-a", "node-a", 4000, ((name, T0),), "failed", "process ended with signal 9")
+def lost(name: str) -> ProcessState:
+    return ProcessState(f"{name}-a", "node-a", 4000, ((name, T0),), "failed", "process ended with signal 9")
 
 
 def failed() -> JobView:

@@ -20,7 +20,7 @@ from openrecycle.planner.catalog_engines import make_engine
 from openrecycle.planner.catalog_store import StoredCatalog
 from openrecycle.planner.job import Job, MemoryLimit, Technique, Worker
 from openrecycle.planner.migration import normalize
-from openrecycle.planner.packed import Effort, Question
+from openrecycle.planner.packed import CatalogQuestion, Effort
 from tests.benchmarks.machine import describe
 
 PROCESSES = 2
@@ -34,7 +34,7 @@ def cpu_seconds() -> float:
 
 
 def catalog(job: Job, tolerance: int) -> None:
-    question = Question(job, Technique.STAGGERED, MemoryLimit("uniform"))
+    question = CatalogQuestion(job, Technique.STAGGERED, MemoryLimit("uniform"))
     with tempfile.TemporaryDirectory() as folder:
         begin, cpu = time.perf_counter(), cpu_seconds()
         engine = make_engine("local", jobs=PROCESSES, address=None)

@@ -27,7 +27,7 @@ from typing import Any
 
 import requests
 
-from openrecycle.agent.coordination.membership import Ladder
+from openrecycle.agent.coordination.membership import FailureTimeouts
 from tests.benchmarks.machine import describe
 from tests.benchmarks.phi_accrual import accrual, judge, timeout
 
@@ -168,7 +168,7 @@ def main() -> None:
     parser.add_argument("--burners", type=int, default=os.cpu_count() or 2, help="processes that only burn time")
     parser.add_argument("--hangs", type=int, default=HANGS)
     options = parser.parse_args()
-    ladder = Ladder()
+    ladder = FailureTimeouts()
     print(describe())
     with tempfile.TemporaryDirectory() as folder, burning(options.burners):
         notes = Path(folder) / "heartbeats"

@@ -35,8 +35,8 @@ from typing import Any
 import torch
 
 from openrecycle.agent.options import Optimization, TrainingOptions
-from openrecycle.agent.profiling.profiler import Effort
-from openrecycle.agent.profiling.stages import Bench, StageRun
+from openrecycle.agent.profiling.profiler import ProfilingEffort
+from openrecycle.agent.profiling.stages import StageBenchmark, StageRun
 from openrecycle.agent.start import make_launcher
 from openrecycle.agent.workload import NamedWorkload
 from openrecycle.planner.catalog import Catalog
@@ -149,8 +149,8 @@ def _instructions(job: Job) -> list[float]:
     torch.set_num_threads(1)  # the only one, which is counted
     out = []
     for stage in range(job.stages):
-        run = StageRun(Worker(0, stage), job, NamedWorkload(PATH, SIZES), Optimization(), Effort(), 1)
-        bench = Bench(run, read)
+        run = StageRun(Worker(0, stage), job, NamedWorkload(PATH, SIZES), Optimization(), ProfilingEffort(), 1)
+        bench = StageBenchmark(run, read)
         rounds = [bench.round() for _ in range(2 * WARM_UP)][WARM_UP:]
         one = {kind: statistics.median(r[kind] for r in rounds) for kind in rounds[0]}
         out.append(job.micro_batches * (one["F"] + one["I"] + one["W"]) + one["O"])

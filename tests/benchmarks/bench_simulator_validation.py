@@ -22,7 +22,7 @@ from openrecycle.planner.errors import InputError
 from openrecycle.planner.job import Job, MemoryLimit
 from openrecycle.planner.simulation.costs import RecoveryCosts
 from openrecycle.planner.simulation.engine import simulate
-from openrecycle.planner.simulation.outcome import Outcome
+from openrecycle.planner.simulation.outcome import SimulationOutcome
 from openrecycle.planner.simulation.planned import PlannedJob
 from openrecycle.planner.simulation.policies.planned_policies import ReCycle
 from openrecycle.planner.simulation.policy_base import SECOND
@@ -136,7 +136,7 @@ def calibrate(run: ScriptedRun) -> Calibration:
     )
 
 
-def predict(planned: PlannedJob, calibration: Calibration, script: Sequence[Step], until: float) -> Outcome:
+def predict(planned: PlannedJob, calibration: Calibration, script: Sequence[Step], until: float) -> SimulationOutcome:
     """The simulator's run of the script's first `until` seconds, which count from when training began."""
     start = round(1000 * calibration.ready_after)
     events = [Event(0, "add", str(worker)) for worker in planned.job.workers()]

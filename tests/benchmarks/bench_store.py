@@ -24,8 +24,8 @@ from openrecycle.agent.protocol import Heartbeat, JobSpec
 from openrecycle.app.history.archive import export
 from openrecycle.app.history.importing import import_history
 from openrecycle.app.jobs.recording import Recording
-from openrecycle.app.settings import Keep
-from openrecycle.db.heartbeats import GROUP, Heartbeats, Level, groups
+from openrecycle.app.settings import RetentionLimits
+from openrecycle.db.heartbeats import GROUP, HeartbeatStore, Level, groups
 from openrecycle.db.samples import METRICS, Samples, from_beats, joined, pack, rolled_up
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
@@ -65,7 +65,7 @@ def recording_seconds() -> float:
 def measure(name: str, url: str, folder: Path) -> None:
     database = Database(url)
     database.upgrade()
-    store, history = Store(database), Heartbeats(database)
+    store, history = Store(database), HeartbeatStore(database)
     spec = JobSpec(name="job", pipelines=WORKERS // STAGES, stages=STAGES, micro_batches=STAGES, iterations=10**9)
     workers = [{"name": f"W{i // STAGES}_{i % STAGES}", "state": "running"} for i in range(WORKERS)]
     store.create_job("job", name="job", spec=spec.model_dump_json(), state="finished", created_at=1, workers=workers)
@@ -96,7 +96,7 @@ def measure(name: str, url: str, folder: Path) -> None:
     # Of a day's hours one minute each: they vary more than whole hours do.
     hours = joined([replace(rolled_up(m[0], Level.HOUR), at=_at(h)) for h, m in enumerate(minutes[:HOURS])])
     hour_bytes = len(pack(hours)) / len(hours)
-    keep = Keep()
+    keep = RetentionLimits()
     kept = {
         "1 s": (second, second * DAY, second * keep.seconds),
         "1 min": (minute, minute * DAY / 60, minute * keep.minutes / 60),

@@ -11,9 +11,9 @@ from openrecycle.planner.catalog_build import build_catalog
 from openrecycle.planner.catalog_engines import InlineEngine
 from openrecycle.planner.catalog_store import CatalogInfo, MappedBlobs, StoredCatalog
 from openrecycle.planner.job import Job, MemoryLimit, Technique, Worker
-from openrecycle.planner.packed import Effort, Question
+from openrecycle.planner.packed import CatalogQuestion, Effort
 
-QUESTION = Question(Job.uniform(3, 2, 3), Technique.STAGGERED, MemoryLimit("uniform"))
+QUESTION = CatalogQuestion(Job.uniform(3, 2, 3), Technique.STAGGERED, MemoryLimit("uniform"))
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import pytest
 from sqlalchemy import delete, func, select, update
 from sqlalchemy.exc import IntegrityError
 
-from openrecycle.db.heartbeats import GROUP, Heartbeats, Level, groups
+from openrecycle.db.heartbeats import GROUP, HeartbeatStore, Level, groups
 from openrecycle.db.models import HeartbeatRow, JobRow
 from openrecycle.db.samples import METRICS, Samples, from_beats
 from openrecycle.db.session import Database
@@ -17,9 +17,9 @@ HOUR = 1_700_000_000 // 86_400 * 86_400  # a whole day, too
 
 
 @pytest.fixture
-def beats(database: Database, store: Store) -> Heartbeats:
+def beats(database: Database, store: Store) -> HeartbeatStore:
     store.create_job("a", name="n", spec="{}", state="running", created_at=1.0, workers=[])
-    return Heartbeats(database)
+    return HeartbeatStore(database)
 
 
 def seconds(begin: int, count: int, workers: tuple[int, ...] = (0, 1, 40)) -> Samples:
@@ -33,7 +33,7 @@ def seconds(begin: int, count: int, workers: tuple[int, ...] = (0, 1, 40)) -> Sa
     return from_beats(rows)
 
 
-def add_minutes(beats: Heartbeats, begin: int, minutes: int, length: int = 60) -> None:
+def add_minutes(beats: HeartbeatStore, begin: int, minutes: int, length: int = 60) -> None:
     for minute in range(minutes):
         beats.add("a", groups(seconds(begin + 60 * minute, length)))
 
@@ -44,7 +44,7 @@ def rows_by_level(database: Database) -> dict[int, int]:
         return dict(map(tuple, session.execute(query)))
 
 
-def test_a_minute_is_read_back_by_worker(beats: Heartbeats) -> None:
+def test_a_minute_is_read_back_by_worker(beats: HeartbeatStore) -> None:
     beats.add("a", groups(seconds(HOUR, 60)))
     found = beats.read("a", Level.SECOND, 1, HOUR + 10, HOUR + 20)
     assert found.at.tolist() == list(range(HOUR + 10, HOUR + 20))
@@ -57,7 +57,7 @@ def test_a_minute_is_read_back_by_worker(beats: Heartbeats) -> None:
     assert len(beats.read("b", Level.SECOND, 1, HOUR, HOUR + 60)) == 0
 
 
-def test_hours_and_days_become_one_block(beats: Heartbeats, database: Database) -> None:
+def test_hours_and_days_become_one_block(beats: HeartbeatStore, database: Database) -> None:
     add_minutes(beats, HOUR, 3, length=4)
     add_minutes(beats, HOUR + 3600, 2, length=4)
     assert beats.spans_to_pack(HOUR + 3600, 99) == [], "the last minutes of an hour may still be on their way"
@@ -79,7 +79,7 @@ def test_hours_and_days_become_one_block(beats: Heartbeats, database: Database) 
         assert beats.read("a", Level.MINUTE, worker, HOUR, HOUR + 7200).beats.tolist() == [4] * 5
 
 
-def test_a_console_that_was_started_again_within_the_minute(beats: Heartbeats) -> None:
+def test_a_console_that_was_started_again_within_the_minute(beats: HeartbeatStore) -> None:
     beats.add("a", groups(seconds(HOUR, 20)))
     beats.add("a", groups(seconds(HOUR + 20, 40)))
     for span in beats.spans_to_pack(HOUR + 3720, 9):
@@ -94,7 +94,7 @@ def test_a_console_that_was_started_again_within_the_minute(beats: Heartbeats) -
     assert beats.read("a", Level.HOUR, 0, HOUR, HOUR + 60).beats.tolist() == [90]
 
 
-def test_what_is_old_is_deleted_a_little_at_a_time(beats: Heartbeats, database: Database) -> None:
+def test_what_is_old_is_deleted_a_little_at_a_time(beats: HeartbeatStore, database: Database) -> None:
     add_minutes(beats, HOUR, 5, length=3)
     assert beats.expire(Level.SECOND, HOUR + 120, 3) == 3
     assert beats.expire(Level.SECOND, HOUR + 120, 3) == 1
@@ -103,7 +103,7 @@ def test_what_is_old_is_deleted_a_little_at_a_time(beats: Heartbeats, database: 
     assert beats.read("a", Level.SECOND, 0, 0, HOUR + 300).at.min() == HOUR + 120
 
 
-def test_a_damaged_block_costs_no_more_than_itself(beats: Heartbeats, database: Database) -> None:
+def test_a_damaged_block_costs_no_more_than_itself(beats: HeartbeatStore, database: Database) -> None:
     add_minutes(beats, HOUR, 3, length=2)
     with database.write() as session:
         session.execute(update(HeartbeatRow).where(HeartbeatRow.begin == HOUR + 60).values(data=b"\1damaged"))
@@ -113,7 +113,7 @@ def test_a_damaged_block_costs_no_more_than_itself(beats: Heartbeats, database: 
     assert beats.read("a", Level.HOUR, 0, HOUR, HOUR + 60).beats.tolist() == [4]
 
 
-def test_a_job_that_is_gone_takes_its_history_along(beats: Heartbeats, database: Database) -> None:
+def test_a_job_that_is_gone_takes_its_history_along(beats: HeartbeatStore, database: Database) -> None:
     add_minutes(beats, HOUR, 1, length=2)
     with database.write() as session:
         session.execute(delete(JobRow).where(JobRow.id == "a"))
@@ -122,7 +122,7 @@ def test_a_job_that_is_gone_takes_its_history_along(beats: Heartbeats, database:
         beats.add("a", groups(seconds(HOUR, 1)))
 
 
-def test_packing_twice_at_once_counts_nothing_twice(beats: Heartbeats) -> None:
+def test_packing_twice_at_once_counts_nothing_twice(beats: HeartbeatStore) -> None:
     add_minutes(beats, HOUR, 4, length=2)
     spans = beats.spans_to_pack(HOUR + 3720, 9)
     threads = [threading.Thread(target=lambda: [beats.pack(s) for s in spans]) for _ in range(3)]
@@ -134,7 +134,7 @@ def test_packing_twice_at_once_counts_nothing_twice(beats: Heartbeats) -> None:
     assert beats.read("a", Level.MINUTE, 0, HOUR, HOUR + 300).beats.tolist() == [2] * 4
 
 
-def test_bytes_by_level(beats: Heartbeats) -> None:
+def test_bytes_by_level(beats: HeartbeatStore) -> None:
     assert beats.bytes_by_level("a") == {}
     add_minutes(beats, HOUR, 1)
     sizes = beats.bytes_by_level("a")

@@ -12,7 +12,7 @@ from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
 
 from openrecycle.db.leadership import LeaderSession, Lease
-from openrecycle.db.session import NOT_LEADING, Database, DatabaseError, Fenced
+from openrecycle.db.session import NOT_LEADING, Database, DatabaseError, WriteFenced
 from tests.conftest import new_database
 from tests.golden import golden
 
@@ -123,7 +123,7 @@ def test_what_an_earlier_leader_writes_is_refused(stack: ExitStack, url: str) ->
     second, newer = session(stack, url, "b"), None
     until_free(second)
     newer = opened(stack, url, "b", second.claim("http://b:8501"))
-    with pytest.raises(Fenced):
+    with pytest.raises(WriteFenced):
         write(database, "too late")
     assert fenced == ["a"]
     write(newer, "the new one's")
@@ -133,7 +133,7 @@ def test_what_an_earlier_leader_writes_is_refused(stack: ExitStack, url: str) ->
 def test_whoever_does_not_lead_writes_nothing(stack: ExitStack, url: str) -> None:
     opened(stack, url).upgrade()
     standby = opened(stack, url, "b", NOT_LEADING)
-    with pytest.raises(Fenced):
+    with pytest.raises(WriteFenced):
         write(standby, "nothing")
     assert written(standby) == []
 

@@ -11,7 +11,7 @@ from sqlalchemy import inspect
 
 from openrecycle.db.models import Base
 from openrecycle.db.session import Database, DatabaseError, alembic_config
-from openrecycle.db.store import Change, Store
+from openrecycle.db.store import JobUpdate, Store
 from tests.db.test_store import generation, make_job
 from tests.golden import golden
 
@@ -63,7 +63,7 @@ def test_a_job_of_the_first_release_is_kept(database: Database) -> None:
     """Its generations know of no partition: that column is of the second."""
     store = Store(database)
     make_job(store)
-    store.apply("job", Change(plan=("f", "{}", [], False), generation=generation(1)))
+    store.apply("job", JobUpdate(plan=("f", "{}", [], False), generation=generation(1)))
     with database._writing() as connection:
         command.downgrade(alembic_config(connection), "release_1")
     assert "partition" not in {column["name"] for column in inspect(database.engine).get_columns("generation")}

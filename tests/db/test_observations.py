@@ -6,7 +6,7 @@ import pytest
 
 from openrecycle.db.observations import Observations
 from openrecycle.db.session import Database
-from openrecycle.db.store import Change, Store
+from openrecycle.db.store import JobUpdate, Store
 
 JOB = {"name": "job", "spec": "{}", "state": "running", "created_at": 1.0, "workers": []}
 
@@ -39,7 +39,7 @@ def test_measured_iterations_that_links_name_stay(seen: Observations) -> None:
 def test_states_of_a_worker_in_their_order(seen: Observations, store: Store) -> None:
     for at, state in enumerate(("starting", "running", "suspect", "failed")):
         rows = [{"worker": worker, "state": state, "at": float(at)} for worker in ("W0_0", "W0_1")]
-        store.apply("a", Change(job={"state": "running"}, states=rows))
+        store.apply("a", JobUpdate(job={"state": "running"}, states=rows))
     assert [(row["state"], row["at"]) for row in seen.states("a", "W0_1")] == [
         ("starting", 0.0),
         ("running", 1.0),
@@ -62,7 +62,7 @@ def event(seq: int, worker: str | None = None) -> dict[str, object]:
 
 
 def test_events_are_seen_once_and_by_whoever_saw_them_first(seen: Observations, store: Store) -> None:
-    store.apply("a", Change(events=[event(1), event(2, "W0_1"), event(3)]))
+    store.apply("a", JobUpdate(events=[event(1), event(2, "W0_1"), event(3)]))
     assert seen.see_events("a", [1, 2, 77], "Ann") == 2, "the job has no event 77"
     assert seen.see_events("a", [2, 3], "Bob") == 1
     assert seen.see_events("a", [], "Bob") == 0

@@ -14,7 +14,7 @@ from openrecycle.db.observations import Observations
 from openrecycle.db.retention import Retention
 from openrecycle.db.saved_plans import SavedPlans
 from openrecycle.db.session import Database
-from openrecycle.db.store import Change, Store
+from openrecycle.db.store import JobUpdate, Store
 
 MANY = {"events": 10**6, "states": 10**6, "generations": 10**6, "plans": 10**6}
 
@@ -37,7 +37,7 @@ def test_the_newest_events_stay(trim: Retention, store: Store, database: Databas
     make_job(store, "a")
     make_job(store, "b")
     for job in ("a", "b"):
-        store.apply(job, Change(events=[event(i) for i in range(1, 12)]))
+        store.apply(job, JobUpdate(events=[event(i) for i in range(1, 12)]))
     Observations(database).see_events("a", [1, 2, 11], "Ann")
     assert all_of(trim, "a", events=4) == [3, 3, 1], "a bounded number of rows at a time"
     assert [row["seq"] for row in store.events("a")] == [8, 9, 10, 11]
@@ -49,7 +49,7 @@ def test_the_newest_events_stay(trim: Retention, store: Store, database: Databas
 def test_each_worker_keeps_its_last_state(trim: Retention, store: Store, database: Database) -> None:
     make_job(store)
     rows = [("W0_0", "running"), *[("W1_1", s) for s in ("running", "suspect") * 4]]
-    store.apply("job", Change(events=[event(1)], states=[{"worker": w, "state": s, "at": 1.0} for w, s in rows]))
+    store.apply("job", JobUpdate(events=[event(1)], states=[{"worker": w, "state": s, "at": 1.0} for w, s in rows]))
     assert sum(all_of(trim, "job", states=2)) == 6
     seen = Observations(database)
     assert [row["state"] for row in seen.states("job", "W0_0")] == ["running"]
@@ -59,7 +59,7 @@ def test_each_worker_keeps_its_last_state(trim: Retention, store: Store, databas
 def test_acknowledgements_of_old_generations_go(trim: Retention, store: Store, database: Database) -> None:
     make_job(store)
     for number in range(1, 6):
-        store.apply("job", Change(plan=("f", "{}", [], False), generation=generation(number)))
+        store.apply("job", JobUpdate(plan=("f", "{}", [], False), generation=generation(number)))
         with database.write() as session:
             ack = {"job_id": "job", "worker": "W0_0", "incarnation": "a", "state": "adopted", "iteration": 0, "at": 1.0}
             session.execute(insert(AcknowledgementRow).values(generation=number, **ack))
@@ -73,7 +73,7 @@ def test_plans_made_ahead_that_never_ran(trim: Retention, store: Store, database
     for i in range(6):
         store.put_plan("job", f"f{i}", json.dumps({"plan": i}), [], True)
         time.sleep(0.002)  # created one after another
-    store.apply("job", Change(plan=("f0", "{}", [], False), generation=generation(1, "f0")))
+    store.apply("job", JobUpdate(plan=("f0", "{}", [], False), generation=generation(1, "f0")))
     SavedPlans(database).save("f1", json.dumps({"plan": 1}), "kept", {})
     all_of(trim, "job", plans=2)
     assert {row["fingerprint"] for row in store.job_plans("job")} == {"f0", "f4", "f5"}

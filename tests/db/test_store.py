@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy.exc import IntegrityError
 
 from openrecycle.db.plan_rows import PlanColumns
-from openrecycle.db.store import Change, Store
+from openrecycle.db.store import JobUpdate, Store
 from openrecycle.planner.packed import Packed
 
 WORKERS = [{"name": f"W{p}_{s}", "state": "starting"} for p in range(2) for s in range(2)]
@@ -66,7 +66,7 @@ def test_a_key_used_before_gives_the_earlier_job(store: Store) -> None:
 
 def test_a_change_is_stored_as_a_whole(store: Store) -> None:
     make_job(store)
-    change = Change(
+    change = JobUpdate(
         job={"state": "running"},
         workers=[{"name": "W0_0", "state": "running", "incarnation": "a"}, {"name": "W0_1", "state": "failed"}],
         plan=("f", '{"plan": 1}', ["W0_1"], False),
@@ -100,7 +100,7 @@ def test_generations_come_page_by_page_with_their_acknowledgements(store: Store)
         }
         later = [{**ack, "worker": "W1_0", "at": 1.5}, {**ack, "state": "formed", "at": 2.0}] if number == 4 else []
         plan = ("f", "{}", [], False) if number == 1 else None
-        store.apply("job", Change(plan=plan, generation=generation(number), acknowledgements=[ack, *later]))
+        store.apply("job", JobUpdate(plan=plan, generation=generation(number), acknowledgements=[ack, *later]))
     assert [(row["generation"], row["state"], row["at"]) for row in store.last_acknowledgements("job")] == [
         (1, "adopted", 1.0),
         (2, "adopted", 1.0),
@@ -126,9 +126,9 @@ def test_what_another_process_has_packed_is_stored_as_it_is(store: Store) -> Non
 
 def test_a_change_that_fails_leaves_nothing(store: Store) -> None:
     make_job(store)
-    store.apply("job", Change(events=[event(1)]))
+    store.apply("job", JobUpdate(events=[event(1)]))
     with pytest.raises(IntegrityError):
-        store.apply("job", Change(job={"state": "halted"}, events=[event(1, "twice")]))
+        store.apply("job", JobUpdate(job={"state": "halted"}, events=[event(1, "twice")]))
     assert store.jobs()[0]["state"] == "starting"
     assert [row["text"] for row in store.events("job")] == ["t"]
 
@@ -136,7 +136,7 @@ def test_a_change_that_fails_leaves_nothing(store: Store) -> None:
 def test_a_generation_needs_its_plan(store: Store) -> None:
     make_job(store)
     with pytest.raises(IntegrityError):
-        store.apply("job", Change(generation=generation(1, "nowhere")))
+        store.apply("job", JobUpdate(generation=generation(1, "nowhere")))
 
 
 def test_a_plan_is_stored_once_for_all_jobs(store: Store) -> None:
@@ -190,7 +190,7 @@ def test_iterations_are_read_on_from_where_one_was(store: Store) -> None:
 
 def test_events_are_read_on_from_where_one_was(store: Store) -> None:
     make_job(store)
-    store.apply("job", Change(events=[event(i) for i in range(1, 8)]))
+    store.apply("job", JobUpdate(events=[event(i) for i in range(1, 8)]))
     assert [r["seq"] for r in store.events("job", after=5)] == [6, 7]
     assert [r["seq"] for r in store.events("job", limit=3, newest=True)] == [7, 6, 5]
     assert store.last_event("job") == 7
@@ -278,7 +278,7 @@ def test_those_who_write_the_same_workers_wait_for_each_other(store: Store) -> N
 
     threads = [
         threading.Thread(target=write, args=(lambda: store.heartbeats({"job": beats}),)),
-        threading.Thread(target=write, args=(lambda: store.apply("job", Change(workers=members)),)),
+        threading.Thread(target=write, args=(lambda: store.apply("job", JobUpdate(workers=members)),)),
     ]
     for thread in threads:
         thread.start()

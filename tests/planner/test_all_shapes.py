@@ -17,7 +17,7 @@ from openrecycle.planner.distribution import MOST_BOUNDED_STAGES
 from openrecycle.planner.failures import canonical_pattern, failures_per_stage, patterns
 from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique, Worker
 from openrecycle.planner.migration import normalize
-from openrecycle.planner.packed import Question
+from openrecycle.planner.packed import CatalogQuestion
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
 from openrecycle.planner.solvers.portfolio import make_plan
 from tests.conftest import at_length
@@ -38,8 +38,8 @@ def _dead(job: Job) -> frozenset[Worker]:
     return frozenset({Worker(job.pipelines - 1, job.stages // 2)} if job.pipelines > 1 else ())
 
 
-def _question(job: Job) -> Question:
-    return Question(job, Technique.STAGGERED, MemoryLimit("uniform"))
+def _question(job: Job) -> CatalogQuestion:
+    return CatalogQuestion(job, Technique.STAGGERED, MemoryLimit("uniform"))
 
 
 WORK: dict[str, Callable[[Job], Any]] = {

@@ -6,7 +6,7 @@ import pytest
 
 from openrecycle.planner.baseline import reference_period
 from openrecycle.planner.errors import InputError
-from openrecycle.planner.models import SHAPES, Hardware, analytic_job, calibrated, model_shape
+from openrecycle.planner.models import SHAPES, WorkerHardware, analytic_job, calibrated, model_shape
 
 # Billions of parameters that the names promise.
 SIZES = {
@@ -63,6 +63,6 @@ def test_what_can_not_be() -> None:
     with pytest.raises(InputError, match="at most"):
         calibrated(SHAPES["gpt-3-6.7b"], 6, 4, 8, samples=1, throughput=1e9)
     with pytest.raises(InputError, match=r"hardware\.efficiency"):
-        Hardware(efficiency=0)
+        WorkerHardware(efficiency=0)
     with pytest.raises(InputError, match="micro-batch"):
         analytic_job(SHAPES["gpt-3-medium"], 2, 2, 4, samples=0)

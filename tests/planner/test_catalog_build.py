@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from openrecycle.planner import catalog_build, catalog_store, catalog_task
-from openrecycle.planner.catalog_build import Report, build_catalog, targets
+from openrecycle.planner.catalog_build import BuildReport, build_catalog, targets
 from openrecycle.planner.catalog_engines import InlineEngine, make_engine
 from openrecycle.planner.catalog_store import (
     CatalogInfo,
@@ -34,18 +34,20 @@ from openrecycle.planner.cli import app
 from openrecycle.planner.errors import InfeasibleError, InputError, PlannerError
 from openrecycle.planner.failures import failures_per_stage
 from openrecycle.planner.job import Job, MemoryLimit, Technique, Worker
-from openrecycle.planner.packed import Effort, Question
+from openrecycle.planner.packed import CatalogQuestion, Effort
 from openrecycle.planner.plan import PlanError
 from openrecycle.planner.solvers.portfolio import make_plan
 from tests.conftest import examples
 from tests.golden import golden
 
 LIST = Effort(solver="list")
-SMALL = Question(Job.uniform(3, 2, 3), Technique.STAGGERED, MemoryLimit("uniform"))
-GRID = Question(Job.uniform(4, 4, 6), Technique.STAGGERED, MemoryLimit("uniform"))
+SMALL = CatalogQuestion(Job.uniform(3, 2, 3), Technique.STAGGERED, MemoryLimit("uniform"))
+GRID = CatalogQuestion(Job.uniform(4, 4, 6), Technique.STAGGERED, MemoryLimit("uniform"))
 
 
-def build(question: Question, tolerance: int, root: Path, *, per: str = "auto", effort: Effort = LIST) -> Report:
+def build(
+    question: CatalogQuestion, tolerance: int, root: Path, *, per: str = "auto", effort: Effort = LIST
+) -> BuildReport:
     return build_catalog(question, tolerance, root, engine=InlineEngine(), effort=effort, per=per)
 
 
@@ -96,7 +98,7 @@ def test_what_is_there_is_not_planned_again(tmp_path: Path, monkeypatch: pytest.
     assert catalog_store.open_folder(folder.path).header(names[0]).failures == 0
     more = build(SMALL, 2, tmp_path)
     assert (more.planned, more.kept, more.total) == (4, 3, 7)
-    other = Question(SMALL.job, SMALL.technique, MemoryLimit("none"))
+    other = CatalogQuestion(SMALL.job, SMALL.technique, MemoryLimit("none"))
     assert build(other, 1, tmp_path).kept == 0
     monkeypatch.setattr(catalog_store, "PLANNER_VERSION", "another")
     assert build(SMALL, 1, tmp_path).kept == 0
@@ -105,7 +107,7 @@ def test_what_is_there_is_not_planned_again(tmp_path: Path, monkeypatch: pytest.
 
 def test_more_effort_plans_again_what_is_not_proven(tmp_path: Path) -> None:
     job = Job.uniform(3, 4, 6, durations={"F": 1, "I": 1.1, "W": 0.9})
-    question = Question(job, Technique.STAGGERED, MemoryLimit("uniform"))
+    question = CatalogQuestion(job, Technique.STAGGERED, MemoryLimit("uniform"))
     listed = build(question, 1, tmp_path).catalog
     open_ones = [n for n in listed.blobs.names() if listed.header(n).solver.status != "optimal"]
     assert open_ones
@@ -180,7 +182,7 @@ def test_every_survivable_failure_finds_its_plan_by_migrations(by_count: StoredC
 
 
 def test_a_large_grid_gets_one_plan_per_count() -> None:
-    large = Question(Job.uniform(64, 32, 64), Technique.STAGGERED, MemoryLimit("uniform"))
+    large = CatalogQuestion(Job.uniform(64, 32, 64), Technique.STAGGERED, MemoryLimit("uniform"))
     wanted = targets(large, 512)
     assert [t.failures for t in wanted] == list(range(513))
     for target in wanted:
@@ -232,7 +234,7 @@ def test_bad_input(tmp_path: Path) -> None:
         build(SMALL, -1, tmp_path)
     with pytest.raises(InputError, match="--per: got 'week'"):
         build(SMALL, 1, tmp_path, per="week")
-    fault_free = Question(SMALL.job, Technique.FAULT_FREE, MemoryLimit("1f1b"))
+    fault_free = CatalogQuestion(SMALL.job, Technique.FAULT_FREE, MemoryLimit("1f1b"))
     with pytest.raises(InputError, match=golden("fault-free-plans-take-no-failure")):
         build(fault_free, 1, tmp_path)
     with pytest.raises(InputError, match="--engine: got 'slurm'"):

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from openrecycle.planner.check import check
 from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique, Worker
 from openrecycle.planner.packed import (
+    CatalogQuestion,
     Effort,
-    Question,
     decode_columns,
     decode_header,
     decode_plan,
@@ -33,8 +33,8 @@ EFFORT = Effort(solver="list")
 JOB = Job.uniform(4, 3, 5, durations={"F": 1, "I": 1.1, "W": 0.9, "O": 0.5, "transfer": 0.25})
 
 
-def question(problem: Problem) -> Question:
-    return Question(problem.job, problem.technique, problem.memory)
+def question(problem: Problem) -> CatalogQuestion:
+    return CatalogQuestion(problem.job, problem.technique, problem.memory)
 
 
 def planned(*names: str, technique: Technique = Technique.STAGGERED, memory: str = "uniform") -> Plan:
@@ -149,7 +149,7 @@ def sealed(body: bytes) -> bytes:
 def test_a_blob_with_a_right_checksum_and_wrong_contents_is_refused() -> None:
     plan = planned("W1_2")
     blob = encode_plan(plan, EFFORT)
-    other = Question(Job.uniform(4, 3, 6), Technique.STAGGERED, MemoryLimit("uniform"))
+    other = CatalogQuestion(Job.uniform(4, 3, 6), Technique.STAGGERED, MemoryLimit("uniform"))
     with pytest.raises(PlanError, match=golden("not-a-plan-of-this")):
         decode_columns(blob, other)
     for body in (b"ORP1", b"ORP1\xff\xff\xff\xff", b"ORP1\x04\0\0\0abcd", blob[:-40]):

@@ -13,12 +13,12 @@ from openrecycle.planner.catalog_build import build_catalog
 from openrecycle.planner.catalog_engines import InlineEngine, make_engine
 from openrecycle.planner.errors import InputError
 from openrecycle.planner.job import Job, MemoryLimit, Technique
-from openrecycle.planner.packed import Effort, Question
+from openrecycle.planner.packed import CatalogQuestion, Effort
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes
 
-QUESTION = Question(Job.uniform(3, 3, 4), Technique.STAGGERED, MemoryLimit("uniform"))
+QUESTION = CatalogQuestion(Job.uniform(3, 3, 4), Technique.STAGGERED, MemoryLimit("uniform"))
 LIST = Effort(solver="list")
 
 

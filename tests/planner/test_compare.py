@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 
 from openrecycle.planner.catalog import rename_pipelines
-from openrecycle.planner.export.compare import Row, compare
+from openrecycle.planner.export.compare import ComparisonRow, compare
 from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique
 from openrecycle.planner.plan import MEASURED, Plan, SolverDoc
 from openrecycle.planner.reference import reference_plan
@@ -16,7 +16,7 @@ from tests.planner.plans import listed, worked_example
 from tests.planner.problems import problems
 
 
-def rows(*plans: Plan) -> dict[str, Row]:
+def rows(*plans: Plan) -> dict[str, ComparisonRow]:
     return {row.key: row for row in compare(plans)}
 
 

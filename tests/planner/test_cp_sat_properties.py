@@ -19,7 +19,7 @@ from openrecycle.planner.solvers.cp_sat_routing import RoutingModel
 from openrecycle.planner.solvers.cp_sat_run import run
 from openrecycle.planner.solvers.cp_sat_slice import SliceModel
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
-from openrecycle.planner.solvers.lns import Frame, Slices
+from openrecycle.planner.solvers.lns import ScheduleGraph, Slices
 from openrecycle.planner.solvers.pooled import PooledModel
 from openrecycle.planner.solvers.reduction import Reduction, routes_of
 from tests.conftest import examples
@@ -105,7 +105,7 @@ def test_slices_keep_a_schedule_valid_and_meet_their_target(problem: Problem, se
     reduction = Reduction.of(problem, routes_of(warm))
     times = reduction.times_of(warm)
     assert times is not None
-    frame = Frame(reduction, times)
+    frame = ScheduleGraph(reduction, times)
     assert frame.period <= warm.period
     late = frame.late()
     assert late.period <= frame.period and check(reduction.schedule(late.times())) == []

@@ -11,12 +11,12 @@ from openrecycle.planner.check import check
 from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique, Worker
 from openrecycle.planner.schedule import Schedule
 from openrecycle.planner.solvers import cp_sat
-from openrecycle.planner.solvers.base import Progress
+from openrecycle.planner.solvers.base import SolverProgress
 from openrecycle.planner.solvers.cp_sat import CpSatSolver
 from openrecycle.planner.solvers.cp_sat_model import ScheduleModel
 from openrecycle.planner.solvers.cp_sat_run import run
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
-from openrecycle.planner.solvers.reduction import Reduction, Times
+from openrecycle.planner.solvers.reduction import Reduction, StartTicks
 from tests.golden import golden
 
 JOB = Job.uniform(3, 4, 6)
@@ -33,7 +33,7 @@ def serial(problem: Problem) -> Schedule:
     job = problem.job
     stages = range(job.stages)
     count = job.pipelines * job.micro_batches
-    times = Times(*([[0] * job.stages for _ in range(count)] for _ in range(3)))
+    times = StartTicks(*([[0] * job.stages for _ in range(count)] for _ in range(3)))
     clock = 0
     for index in range(count):
         for s in stages:
@@ -86,7 +86,7 @@ def test_three_in_flight_on_the_peers_only_or_everywhere(limits: tuple[int, ...]
 
 def test_the_incumbent_never_grows_and_the_bound_never_falls() -> None:
     problem = worked_example("staggered", "1f1b")
-    seen: list[Progress] = []
+    seen: list[SolverProgress] = []
     start = serial(problem)
     solution = CpSatSolver().solve(problem, time_limit=60, warm_start=start, on_progress=seen.append)
     assert seen[0].incumbent == start.period and seen[-1].incumbent == solution.schedule.period
@@ -130,7 +130,7 @@ def test_slices_improve_a_schedule_that_is_too_large_for_one_model(monkeypatch: 
     warm = ListScheduler().solve(problem).schedule
     slow = serial(problem)
     monkeypatch.setattr(cp_sat, "SHARED_OPS", 0)
-    seen: list[Progress] = []
+    seen: list[SolverProgress] = []
     solution = CpSatSolver().solve(
         problem,
         time_limit=120,

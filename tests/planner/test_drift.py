@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrecycle.planner.drift import DriftState, Limits, Ratios, assumed, drifted, forget, observe
+from openrecycle.planner.drift import DriftLimits, DriftState, Ratios, assumed, drifted, forget, observe
 from openrecycle.planner.errors import InputError
 from openrecycle.planner.job import Job, StageProfile, Worker
 
-LIMITS = Limits(window=8)
+LIMITS = DriftLimits(window=8)
 JOB = Job(3, 2, 4, (StageProfile(10, 12, 8), StageProfile(20, 0, 40)), time_unit="ms")
 WORKERS = list(JOB.workers())
 SLOW = Worker(1, 1)
@@ -136,4 +136,4 @@ def test_a_quarter_of_a_window_may_be_off(off: int, start: int) -> None:
 )
 def test_limits_that_are_none(limits: dict[str, float], field: str) -> None:
     with pytest.raises(InputError, match=f"^{field}: got"):
-        Limits(**limits)  # type: ignore[arg-type]
+        DriftLimits(**limits)  # type: ignore[arg-type]

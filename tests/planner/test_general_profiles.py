@@ -22,7 +22,7 @@ from openrecycle.planner.cli import app
 from openrecycle.planner.errors import InfeasibleError, InputError, PlannerError
 from openrecycle.planner.failures import patterns
 from openrecycle.planner.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
-from openrecycle.planner.packed import Question
+from openrecycle.planner.packed import CatalogQuestion
 from openrecycle.planner.plan import JobDoc, Plan, job_doc
 from openrecycle.planner.routing import route
 from openrecycle.planner.schedule import Schedule
@@ -275,7 +275,7 @@ def test_with_speeds_every_failure_set_is_its_own_pattern() -> None:
 
 
 def test_with_speeds_there_is_no_plan_per_count() -> None:
-    question = Question(Job(2, 2, 3, speeds=HALF), Technique.STAGGERED, MemoryLimit("uniform"))
+    question = CatalogQuestion(Job(2, 2, 3, speeds=HALF), Technique.STAGGERED, MemoryLimit("uniform"))
     assert len(targets(question, 1)) == 5
     with pytest.raises(InputError, match=golden("plan-per-pattern")):
         targets(question, 1, "count")

@@ -11,7 +11,7 @@ from openrecycle.planner.bounds import period_bound
 from openrecycle.planner.check import check
 from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique, Worker
 from openrecycle.planner.schedule import Schedule
-from openrecycle.planner.solvers.base import Progress
+from openrecycle.planner.solvers.base import SolverProgress
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
 from openrecycle.planner.solvers.rules import EVERY, ORDERS, Rule
 from openrecycle.planner.solvers.table import Table
@@ -81,7 +81,7 @@ def test_never_worse_than_its_warm_start() -> None:
 
 
 def test_progress_falls_and_cancel_keeps_the_first_schedule() -> None:
-    seen: list[Progress] = []
+    seen: list[SolverProgress] = []
     problem = worked("adaptive", "1f1b")
     ListScheduler().solve(problem, on_progress=seen.append)
     incumbents = [p.incumbent for p in seen]

@@ -22,7 +22,7 @@ from openrecycle.planner.distribution import (
 from openrecycle.planner.errors import InfeasibleError, InputError
 from openrecycle.planner.failures import failures_per_stage
 from openrecycle.planner.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
-from openrecycle.planner.migration import Normalization, normalize
+from openrecycle.planner.migration import MigrationPlan, normalize
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
 from tests.conftest import examples
 from tests.golden import golden
@@ -109,7 +109,7 @@ def test_no_distribution_beats_the_candidates(
     assert best == max(map(brute, every_distribution(model.job, sum(present))))
 
 
-def check_possible(job: Job, failed: frozenset[Worker], result: Normalization) -> None:
+def check_possible(job: Job, failed: frozenset[Worker], result: MigrationPlan) -> None:
     """Plays the migrations one by one: each takes an empty place, leaves a living one, copies from a living peer."""
     empty = set(failed)
     touched: set[Worker] = set()

@@ -7,7 +7,7 @@ import pytest
 from openrecycle.planner.check import check
 from openrecycle.planner.errors import InputError
 from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique, Worker
-from openrecycle.planner.solvers.base import Progress
+from openrecycle.planner.solvers.base import SolverProgress
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
 from openrecycle.planner.solvers.milp import MAX_VARIABLES, MilpSolver
 from tests.golden import golden
@@ -42,7 +42,7 @@ def test_cancel_is_heeded_soon() -> None:
 
 def test_reports_progress_and_a_bound_for_all_routings() -> None:
     problem = Problem(Job.uniform(2, 3, 3), frozenset({Worker(0, 1)}), Technique.ADAPTIVE, MemoryLimit("1f1b"))
-    seen: list[Progress] = []
+    seen: list[SolverProgress] = []
     solution = MilpSolver().solve(problem, time_limit=60, on_progress=seen.append)
     assert (solution.schedule.period, seen[-1].incumbent, seen[-1].solver) == (24, 24, "milp")
     assert solution.bound == 23 and solution.message.startswith(golden("no-better-schedule-exists-for"))

@@ -13,11 +13,11 @@ from openrecycle.planner.catalog_engines import InlineEngine
 from openrecycle.planner.catalog_store import open_folder
 from openrecycle.planner.check import check
 from openrecycle.planner.job import Job, MemoryLimit, Over, Technique, Worker
-from openrecycle.planner.packed import Effort, Question
+from openrecycle.planner.packed import CatalogQuestion, Effort
 from openrecycle.planner.partition import bound_over
 
 JOB = Job.uniform(3, 3, 4, layers=12)
-QUESTION = Question(JOB, Technique.STAGGERED, MemoryLimit("none"), "partitions")
+QUESTION = CatalogQuestion(JOB, Technique.STAGGERED, MemoryLimit("none"), "partitions")
 
 
 def test_each_plan_has_the_partition_of_its_failures(tmp_path: Path) -> None:
@@ -38,7 +38,7 @@ def test_each_plan_has_the_partition_of_its_failures(tmp_path: Path) -> None:
 
 
 def test_a_catalog_of_one_partition_is_another(tmp_path: Path) -> None:
-    fixed = Question(JOB, Technique.STAGGERED, MemoryLimit("none"))
+    fixed = CatalogQuestion(JOB, Technique.STAGGERED, MemoryLimit("none"))
     made = [
         build_catalog(q, 1, tmp_path, engine=InlineEngine(), effort=Effort(solver="list")).catalog
         for q in (fixed, QUESTION)

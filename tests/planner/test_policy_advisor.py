@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from openrecycle.planner.catalog import Catalog
 from openrecycle.planner.errors import InfeasibleError, InputError
 from openrecycle.planner.job import Job, MemoryLimit, Technique, Worker
-from openrecycle.planner.policy import JobState, Option, advise, best_option
+from openrecycle.planner.policy import Option, PolicyState, advise, best_option
 from openrecycle.planner.simulation.costs import RecoveryCosts
 from openrecycle.planner.simulation.planned import PlannedJob
 from openrecycle.planner.solvers.portfolio import make_plan
@@ -26,7 +26,7 @@ ONE = frozenset({Worker(1, 2)})
 
 def test_the_worked_example_is_absorbed() -> None:
     """9 micro-batches on each of two peers instead of 6: as many further as there are bubbles."""
-    advice = advise(JobState(ONE), PLANNED, COSTS, heals_in=3600)
+    advice = advise(PolicyState(ONE), PLANNED, COSTS, heals_in=3600)
     assert advice.absorbed
     assert advice.choice.name == advice.options[0].name
     assert advice.sentence.endswith(golden("1f1bs-bubbles-have-room-for-the"))
@@ -36,7 +36,7 @@ def test_the_worked_example_is_absorbed() -> None:
 
 def test_room_in_the_bubbles_is_not_called_speed_where_it_is_none() -> None:
     """At `uniform` memory the best plan known is 29 slots, and 1F1B's 27."""
-    advice = advise(JobState(ONE), PlannedJob(JOB, samples=18), COSTS, heals_in=3600)
+    advice = advise(PolicyState(ONE), PlannedJob(JOB, samples=18), COSTS, heals_in=3600)
     (route,) = [o for o in advice.options if o.name == "re-route"]
     share = route.rate / (18 / 27)
     assert share < 0.99
@@ -45,7 +45,7 @@ def test_room_in_the_bubbles_is_not_called_speed_where_it_is_none() -> None:
 
 def test_a_migration_says_who_moves_and_is_planned_as_it_would_be() -> None:
     two = frozenset({Worker(0, 2), Worker(1, 2)})
-    advice = advise(JobState(two), PLANNED, COSTS, heals_in=3600)
+    advice = advise(PolicyState(two), PLANNED, COSTS, heals_in=3600)
     options = {o.name: o for o in advice.options}
     moved = options["migrate and re-route"]
     assert moved.migrations and all(m.takes in two and m.source == Worker(2, 2) for m in moved.migrations)
@@ -60,20 +60,20 @@ def test_a_migration_says_who_moves_and_is_planned_as_it_would_be() -> None:
 
 def test_a_copy_that_takes_longer_than_the_repair_moves_nobody() -> None:
     two = frozenset({Worker(0, 2), Worker(1, 2)})
-    advice = advise(JobState(two), PLANNED, RecoveryCosts(migrate=500), heals_in=400)
+    advice = advise(PolicyState(two), PLANNED, RecoveryCosts(migrate=500), heals_in=400)
     assert "migrate and re-route" not in {o.name for o in advice.options}
 
 
 def test_it_says_when_bubbles_run_out() -> None:
     two = frozenset({Worker(0, 2), Worker(1, 2)})
-    advice = advise(JobState(two), PLANNED, COSTS, heals_in=3600)
+    advice = advise(PolicyState(two), PLANNED, COSTS, heals_in=3600)
     assert not advice.absorbed
     assert golden("bubbles-cant-absorb-the-load") in advice.sentence
     assert "room for 3" in advice.sentence
 
 
 def test_the_sentence_has_the_numbers() -> None:
-    advice = advise(JobState(ONE), PLANNED, COSTS, heals_in=600)
+    advice = advise(PolicyState(ONE), PLANNED, COSTS, heals_in=600)
     match = re.match(
         r"(.+?): ([\d.]+) samples/s \((\d+) % of the fault-free plan, (\d+) % of fault-free 1F1B\) "
         r"after a pause of ([\d.]+) s",
@@ -91,17 +91,17 @@ def test_a_short_outage_is_not_worth_a_long_pause() -> None:
     deep = PlannedJob(Job.uniform(4, 6, 12), samples=48)
     dead = frozenset({Worker(0, s) for s in range(6)} | {Worker(1, 0)})
     costs = RecoveryCosts(repartition=300)
-    short = advise(JobState(dead), deep, costs, heals_in=60)
-    long = advise(JobState(dead), deep, costs, heals_in=7 * 86400)
+    short = advise(PolicyState(dead), deep, costs, heals_in=60)
+    long = advise(PolicyState(dead), deep, costs, heals_in=7 * 86400)
     assert short.choice.pause < 10
     assert long.choice.rate >= short.choice.rate
     assert long.choice.name == "re-partition"
 
 
 def test_spares_and_checkpoints_are_offered_where_there_are_any() -> None:
-    plain = {o.name for o in advise(JobState(ONE), PLANNED, COSTS, heals_in=60).options}
+    plain = {o.name for o in advise(PolicyState(ONE), PLANNED, COSTS, heals_in=60).options}
     assert "take spares" not in plain and golden("restart-from-the-checkpoint") not in plain
-    state = JobState(ONE, since_checkpoint=100, spares=1)
+    state = PolicyState(ONE, since_checkpoint=100, spares=1)
     offered = {o.name: o for o in advise(state, PLANNED, COSTS, heals_in=60).options}
     assert offered["take spares"].rate == pytest.approx(PLANNED.full.per_second)
     assert offered[golden("restart-from-the-checkpoint")].redo == 100
@@ -109,7 +109,7 @@ def test_spares_and_checkpoints_are_offered_where_there_are_any() -> None:
 
 def test_an_unstaffed_stage_is_migrated_to() -> None:
     column = frozenset(Worker(p, 2) for p in range(3))
-    advice = advise(JobState(column, since_checkpoint=10), PLANNED, COSTS, heals_in=86400)
+    advice = advise(PolicyState(column, since_checkpoint=10), PLANNED, COSTS, heals_in=86400)
     names = {o.name for o in advice.options}
     assert "re-route" not in names and "migrate and re-route" in names
     assert golden("no-worker-of-stage-2") in advice.sentence
@@ -118,16 +118,16 @@ def test_an_unstaffed_stage_is_migrated_to() -> None:
 def test_nobody_lives() -> None:
     everyone = frozenset(JOB.workers())
     with pytest.raises(InfeasibleError, match="0 living workers"):
-        advise(JobState(everyone), PLANNED, COSTS, heals_in=60)
+        advise(PolicyState(everyone), PLANNED, COSTS, heals_in=60)
 
 
 def test_a_catalogs_plan_is_taken() -> None:
     """Made ahead by a better solver, it counts instead of the list scheduler's."""
     catalog = Catalog(JOB, Technique.STAGGERED, MemoryLimit("none"))
-    bare = advise(JobState(ONE), PLANNED, COSTS, heals_in=60, catalog=catalog)
+    bare = advise(PolicyState(ONE), PLANNED, COSTS, heals_in=60, catalog=catalog)
     plan = make_plan(catalog.problem(ONE), solver="list", look_ahead=False)
     catalog.add(plan)
-    full = advise(JobState(frozenset({Worker(0, 2)})), PLANNED, COSTS, heals_in=60, catalog=catalog)
+    full = advise(PolicyState(frozenset({Worker(0, 2)})), PLANNED, COSTS, heals_in=60, catalog=catalog)
     for advice in (bare, full):
         (route,) = [o for o in advice.options if o.name == "re-route"]
         assert route.rate == pytest.approx(18 / plan.metrics.period)
@@ -136,14 +136,14 @@ def test_a_catalogs_plan_is_taken() -> None:
 @pytest.mark.parametrize(
     ("state", "heals_in", "field"),
     [
-        (JobState(ONE), 0, "heals_in"),
-        (JobState(ONE), float("nan"), "heals_in"),
-        (JobState(ONE, since_checkpoint=-1), 1, "since_checkpoint"),
-        (JobState(ONE, spares=-1), 1, "spares"),
-        (JobState(frozenset({Worker(9, 9)})), 1, "failed"),
+        (PolicyState(ONE), 0, "heals_in"),
+        (PolicyState(ONE), float("nan"), "heals_in"),
+        (PolicyState(ONE, since_checkpoint=-1), 1, "since_checkpoint"),
+        (PolicyState(ONE, spares=-1), 1, "spares"),
+        (PolicyState(frozenset({Worker(9, 9)})), 1, "failed"),
     ],
 )
-def test_bad_states(state: JobState, heals_in: float, field: str) -> None:
+def test_bad_states(state: PolicyState, heals_in: float, field: str) -> None:
     with pytest.raises(InputError) as caught:
         advise(state, PLANNED, COSTS, heals_in=heals_in)
     assert caught.value.field == field
@@ -166,6 +166,6 @@ def test_the_best_is_the_best(options: list[Option], horizon: float, before: flo
 @given(st.sets(st.sampled_from(list(JOB.workers())), min_size=1, max_size=6), st.floats(10, 1e5))
 def test_any_failures_get_advice(failed: set[Worker], heals_in: float) -> None:
     """While enough live; every option's rate is that of no more than a healthy job."""
-    advice = advise(JobState(frozenset(failed)), PLANNED, COSTS, heals_in=heals_in)
+    advice = advise(PolicyState(frozenset(failed)), PLANNED, COSTS, heals_in=heals_in)
     assert advice.choice in advice.options
     assert all(0 < o.rate <= 1.001 * PLANNED.full.per_second for o in advice.options)

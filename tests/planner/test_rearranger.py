@@ -12,9 +12,9 @@ from openrecycle.planner.bounds import period_bound
 from openrecycle.planner.check import check
 from openrecycle.planner.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
 from openrecycle.planner.schedule import Schedule
-from openrecycle.planner.solvers.base import Progress
+from openrecycle.planner.solvers.base import SolverProgress
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
-from openrecycle.planner.solvers.orders import Manner, Orders
+from openrecycle.planner.solvers.orders import DispatchRule, OpOrders
 from openrecycle.planner.solvers.rearranger import Rearranger, rearrangeable
 from openrecycle.planner.solvers.rules import EVERY
 from openrecycle.planner.solvers.table import ALWAYS, UNLIMITED, ArraySchedule, Table
@@ -26,19 +26,19 @@ FAILED = frozenset({Worker(1, 2), Worker(3, 4)})
 UNEQUAL = Problem(Job.uniform(4, 6, 12, durations={"F": 1, "I": 1.1, "W": 0.9}), FAILED)
 
 
-def of_list(problem: Problem) -> tuple[Orders, ArraySchedule]:
+def of_list(problem: Problem) -> tuple[OpOrders, ArraySchedule]:
     table = Table(problem, compiled=False)
     made = table.run(EVERY[0].settings(problem, period_bound(problem)))
-    return Orders(table, compiled=False), ArraySchedule(table, made)
+    return OpOrders(table, compiled=False), ArraySchedule(table, made)
 
 
-def manner(problem: Problem, noise: random.Random) -> Manner:
+def manner(problem: Problem, noise: random.Random) -> DispatchRule:
     stages = problem.job.stages
 
     def row(*choices: int) -> tuple[int, ...]:
         return tuple(noise.choice(choices) for _ in range(stages))
 
-    return Manner(
+    return DispatchRule(
         depth=row(0, 1, 2, 4),
         final=row(0, 0, 1, 3),
         open_limit=row(1, 2, UNLIMITED),
@@ -98,7 +98,7 @@ def test_a_whole_iteration_can_be_made_in_either_direction(backwards: bool) -> N
 def test_machine_code_does_the_same() -> None:
     problem = replace(UNEQUAL, job=Job.uniform(4, 6, 12, durations={"I": 1.1, "transfer": 0.3}))
     orders, schedule = of_list(problem)
-    compiled = Orders(Table(problem, compiled=True), compiled=True)
+    compiled = OpOrders(Table(problem, compiled=True), compiled=True)
     first = order = orders.of(schedule.result)
     noise = random.Random(5)
     keys = np.arange(orders.items)
@@ -129,7 +129,7 @@ def test_rearranged_schedules_are_valid_and_never_worse(problem: Problem) -> Non
 def test_it_shortens_a_plan_of_unequal_op_times_and_says_so() -> None:
     """In 300 windows; the clock is kept out of the test."""
     first = ListScheduler().solve(UNEQUAL).schedule
-    seen: list[Progress] = []
+    seen: list[SolverProgress] = []
     polls = iter(range(400))
     found = Rearranger(compiled=False).solve(
         UNEQUAL, time_limit=600, warm_start=first, on_progress=seen.append, cancelled=lambda: next(polls) > 300

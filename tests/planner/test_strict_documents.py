@@ -14,7 +14,7 @@ from openrecycle.planner.catalog_store import CatalogInfo
 from openrecycle.planner.errors import PlannerError
 from openrecycle.planner.export.yaml_document import parse_yaml, to_yaml
 from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique
-from openrecycle.planner.packed import Question
+from openrecycle.planner.packed import CatalogQuestion
 from openrecycle.planner.plan import Plan, job_doc
 from openrecycle.planner.profiles import load, load_profile, shipped
 from openrecycle.planner.simulation.traces.replay import read
@@ -44,7 +44,7 @@ def _catalog(plan: Plan) -> str:
 def _cases(plan: Plan) -> dict[str, tuple[str, Reader]]:
     """By what it is: a document, and who reads it."""
     shipped_profile = load_profile(shipped()[0]).model_dump_json()
-    info = CatalogInfo.of(Question(plan.job.job(), Technique.STAGGERED, MemoryLimit("uniform")))
+    info = CatalogInfo.of(CatalogQuestion(plan.job.job(), Technique.STAGGERED, MemoryLimit("uniform")))
     row = '[60000, "add", {"nodes": ["a"], "duration": 60000}]'
     return {
         "plan": (plan.to_json(), lambda text, folder: Plan.from_json(text)),

@@ -9,7 +9,7 @@ from hypothesis import given
 from openrecycle.planner.check import check
 from openrecycle.planner.errors import InputError
 from openrecycle.planner.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
-from openrecycle.planner.solvers.base import Progress
+from openrecycle.planner.solvers.base import SolverProgress
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
 from openrecycle.planner.solvers.portfolio import make_plan
 from openrecycle.planner.solvers.tuning import Tuner
@@ -37,7 +37,7 @@ def test_tuned_schedules_are_valid_and_never_worse_than_the_rules(problem: Probl
 def test_tuning_improves_on_an_uneven_grid_and_says_so() -> None:
     """What it finds in its first 400 changes; the clock is kept out of the test."""
     first = ListScheduler().solve(UNEVEN).schedule
-    seen: list[Progress] = []
+    seen: list[SolverProgress] = []
     polls = iter(range(500))
     tuned = Tuner().solve(
         UNEVEN, time_limit=120, warm_start=first, on_progress=seen.append, cancelled=lambda: next(polls) > 470

@@ -8,8 +8,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from openrecycle.planner.simulation.policies.measured import STAGES, Measured
-from openrecycle.planner.simulation.policy_base import MILLISECOND, SECOND, Change, Cluster, Keep, Pace, Reaction, Stop
+from openrecycle.planner.simulation.policies.measured import STAGES, MeasuredPolicy
+from openrecycle.planner.simulation.policy_base import (
+    MILLISECOND,
+    SECOND,
+    Cluster,
+    KeepTraining,
+    MembershipChange,
+    Pace,
+    Reaction,
+    Stop,
+)
 from openrecycle.planner.simulation.tables import Costs, NodeTable
 
 # What is left of an iteration, and all after it until the next re-balance, take so much longer.
@@ -22,7 +31,7 @@ EXPOSED = 0.05
 Place = tuple[int, int]  # (pipeline, stage)
 
 
-class BambooTable(Measured):
+class BambooTable(MeasuredPolicy):
     """`corrected`: without an artefact of the published simulation, in which the loss of a node that
     only stands by slows training down as well.
     """
@@ -41,7 +50,7 @@ class BambooTable(Measured):
     def start(self, nodes: int) -> Reaction:
         return Stop(GLOBAL_RESTART)
 
-    def changed(self, cluster: Cluster, change: Change, *, training: bool, paused: bool) -> Reaction:
+    def changed(self, cluster: Cluster, change: MembershipChange, *, training: bool, paused: bool) -> Reaction:
         if not training:
             earlier = self.order if paused else [n for n in cluster.ready if n not in change.ready]
             self.order = [*earlier, *change.ready]
@@ -49,7 +58,7 @@ class BambooTable(Measured):
             return super().changed(cluster, change, training=training, paused=paused)
         if paused:
             # Whoever was to take part is missing when the pause ends, and it begins anew.
-            return Stop(self.pause(cluster.usable)) if change.lost else Keep()
+            return Stop(self.pause(cluster.usable)) if change.lost else KeepTraining()
         self.waiting += len(change.ready)
         slower = False
         for name in change.lost:
@@ -60,14 +69,14 @@ class BambooTable(Measured):
             slower = slower or bool(places) or not self.corrected
         if self.corrected and change.lost and not slower:
             self.current = super().pace(cluster)
-            return Keep(pace=self.current, ask=self._due())
+            return KeepTraining(pace=self.current, ask=self._due())
         if not slower or self.slowed:
-            return Keep(ask=self._due())
+            return KeepTraining(ask=self._due())
         self.slowed = True
         assert self.current is not None
         iteration = int(self.current.iteration * FAIL_OVER) // MILLISECOND * MILLISECOND
         self.current = replace(self.current, iteration=iteration)
-        return Keep(stretch=FAIL_OVER, pace=self.current, ask=self._due())
+        return KeepTraining(stretch=FAIL_OVER, pace=self.current, ask=self._due())
 
     def _taken_over(self, places: list[Place]) -> bool:
         """Does the predecessor take the place? Not when the lost node held two, or the predecessor does."""
@@ -93,7 +102,7 @@ class BambooTable(Measured):
 
     def boundary(self, cluster: Cluster) -> Reaction:
         if not self._due():
-            return Keep()
+            return KeepTraining()
         self.order = cluster.ready
         return Stop(self.pause(cluster.usable))
 

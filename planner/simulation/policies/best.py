@@ -9,7 +9,15 @@ from openrecycle.planner.policy import REPARTITION, Option, best_option
 from openrecycle.planner.simulation.costs import RecoveryCosts
 from openrecycle.planner.simulation.planned import PlannedJob, Rate
 from openrecycle.planner.simulation.policies.grid import GridPolicy, seconds
-from openrecycle.planner.simulation.policy_base import SECOND, Change, Cluster, Keep, Pace, Reaction, Stop
+from openrecycle.planner.simulation.policy_base import (
+    SECOND,
+    Cluster,
+    KeepTraining,
+    MembershipChange,
+    Pace,
+    Reaction,
+    Stop,
+)
 from openrecycle.planner.words import DROP, REROUTE
 
 WAIT = "wait"
@@ -52,14 +60,14 @@ class Best(GridPolicy):
         """Seconds until the next change, as the past suggests."""
         return (self.prior + now / SECOND) / (1 + self.changes)
 
-    def changed(self, cluster: Cluster, change: Change, *, training: bool, paused: bool) -> Reaction:
+    def changed(self, cluster: Cluster, change: MembershipChange, *, training: bool, paused: bool) -> Reaction:
         if self.started:
             self.changes += 1
         if not training and not paused:
             self.fresh = True
         self._now = cluster.now
         reaction = super().changed(cluster, change, training=training, paused=paused)
-        if paused and change.ready and not self.fresh and isinstance(reaction, Keep):
+        if paused and change.ready and not self.fresh and isinstance(reaction, KeepTraining):
             # The pause may have been for a way that is no longer the best.
             chosen = self.mode
             again = self.loss(self.used(len(self.active) + len(self.standby)), len(change.ready))
@@ -79,7 +87,7 @@ class Best(GridPolicy):
     def boundary(self, cluster: Cluster) -> Reaction:
         grown = self.used(len(self.active) + len(self.standby))
         if grown <= len(self.active):
-            return Keep()
+            return KeepTraining()
         moved = self.costs.repartition if self.mode == REPARTITION else 0.0
         pauses = dict.fromkeys((REROUTE, DROP), max(self.costs.rejoin, moved))
         options = self._options(grown, {**pauses, REPARTITION: self.costs.repartition})
@@ -88,7 +96,7 @@ class Best(GridPolicy):
             options.append(Option(WAIT, 0.0, now.per_second))
         self._now = cluster.now
         if not options or self._best(options).name == WAIT:
-            return Keep()
+            return KeepTraining()
         return self._go(options)
 
     def pace(self, cluster: Cluster) -> Pace | None:

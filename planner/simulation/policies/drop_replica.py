@@ -11,7 +11,7 @@ import heapq
 from openrecycle.planner.simulation.costs import RecoveryCosts
 from openrecycle.planner.simulation.planned import PlannedJob, Rate
 from openrecycle.planner.simulation.policies.grid import GridPolicy, seconds
-from openrecycle.planner.simulation.policy_base import Change, Cluster, Keep, Pace, Reaction, Stop
+from openrecycle.planner.simulation.policy_base import Cluster, KeepTraining, MembershipChange, Pace, Reaction, Stop
 
 
 class DropReplica(GridPolicy):
@@ -34,7 +34,7 @@ class DropReplica(GridPolicy):
     def rate(self, workers: int) -> Rate | None:
         return self.planned.replicas(self.whole)
 
-    def changed(self, cluster: Cluster, change: Change, *, training: bool, paused: bool) -> Reaction:
+    def changed(self, cluster: Cluster, change: MembershipChange, *, training: bool, paused: bool) -> Reaction:
         before = self.whole
         self.standby.extend(change.ready)
         for name in change.lost:
@@ -47,14 +47,14 @@ class DropReplica(GridPolicy):
             self._take(self.standby.popleft())
         if not training and not paused:
             if not self.whole:
-                return Keep()
+                return KeepTraining()
             return Stop(seconds(self.costs.restart) if self.started else 0)
         if whole < before:
             return self.loss(0, self.whole - whole)
-        return Keep(ask=self.whole > self.running)
+        return KeepTraining(ask=self.whole > self.running)
 
     def boundary(self, cluster: Cluster) -> Reaction:
-        return self.growth(0) if self.whole > self.running else Keep()
+        return self.growth(0) if self.whole > self.running else KeepTraining()
 
     def pace(self, cluster: Cluster) -> Pace | None:
         self.running = self.whole

@@ -8,7 +8,15 @@ from collections import deque
 
 from openrecycle.planner.simulation.costs import RecoveryCosts
 from openrecycle.planner.simulation.planned import PlannedJob, Rate
-from openrecycle.planner.simulation.policy_base import SECOND, Change, Cluster, Keep, Pace, Reaction, Stop
+from openrecycle.planner.simulation.policy_base import (
+    SECOND,
+    Cluster,
+    KeepTraining,
+    MembershipChange,
+    Pace,
+    Reaction,
+    Stop,
+)
 
 
 class GridPolicy(ABC):
@@ -56,7 +64,7 @@ class GridPolicy(ABC):
 
     # -- Policy ------------------------------------------------------------------------------------
 
-    def changed(self, cluster: Cluster, change: Change, *, training: bool, paused: bool) -> Reaction:
+    def changed(self, cluster: Cluster, change: MembershipChange, *, training: bool, paused: bool) -> Reaction:
         self.standby.extend(change.ready)
         hit = 0
         for name in change.lost:
@@ -68,15 +76,15 @@ class GridPolicy(ABC):
         left = self.used(len(self.active) + len(self.standby))
         if not training and not paused:
             if self.rate(left) is None:
-                return Keep()
+                return KeepTraining()
             return Stop(seconds(self.costs.restart) if self.started else 0)
         if hit:
             return self.loss(left, max(0, min(hit, left - len(self.active))))
-        return Keep(ask=training and left > len(self.active))
+        return KeepTraining(ask=training and left > len(self.active))
 
     def boundary(self, cluster: Cluster) -> Reaction:
         grown = self.used(len(self.active) + len(self.standby))
-        return self.growth(grown) if grown > len(self.active) else Keep()
+        return self.growth(grown) if grown > len(self.active) else KeepTraining()
 
     def pace(self, cluster: Cluster) -> Pace | None:
         self._staff()

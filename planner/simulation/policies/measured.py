@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from openrecycle.planner.simulation.policy_base import (
     SECOND,
-    Change,
     Cluster,
-    Keep,
+    KeepTraining,
+    MembershipChange,
     Pace,
     Reaction,
     Stop,
@@ -20,7 +20,7 @@ STAGES = 12
 READY_AFTER = 45 * SECOND
 
 
-class Measured:
+class MeasuredPolicy:
     """A policy over samples per second by node count. stages: the fewest nodes that make a pipeline.
 
     A node that comes while the job trains takes part from the next reconfiguration on.
@@ -48,11 +48,11 @@ class Measured:
         """The first start, and every one after a standstill."""
         return Stop(self.pause(nodes))
 
-    def changed(self, cluster: Cluster, change: Change, *, training: bool, paused: bool) -> Reaction:
+    def changed(self, cluster: Cluster, change: MembershipChange, *, training: bool, paused: bool) -> Reaction:
         if not training and not paused:
-            return self.start(cluster.usable) if change.ready else Keep()
+            return self.start(cluster.usable) if change.ready else KeepTraining()
         if not change.lost:
-            return Keep()
+            return KeepTraining()
         return self.loss(cluster.usable)
 
     def loss(self, left: int) -> Reaction:
@@ -60,7 +60,7 @@ class Measured:
         return Stop(self.pause(left))
 
     def boundary(self, cluster: Cluster) -> Reaction:
-        return Keep()
+        return KeepTraining()
 
     def pace(self, cluster: Cluster) -> Pace | None:
         rate = self.rate(cluster.usable)

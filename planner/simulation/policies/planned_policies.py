@@ -12,7 +12,7 @@ from openrecycle.planner.simulation.policies.best import Best
 from openrecycle.planner.simulation.policies.checkpoint_restart import CheckpointRestart, Varuna
 from openrecycle.planner.simulation.policies.drop_replica import DropReplica
 from openrecycle.planner.simulation.policies.grid import GridPolicy, seconds
-from openrecycle.planner.simulation.policy_base import Change, Cluster, Keep, Policy, Reaction, Stop
+from openrecycle.planner.simulation.policy_base import Cluster, KeepTraining, MembershipChange, Policy, Reaction, Stop
 from openrecycle.planner.simulation.tables import Costs, NodeTable
 
 
@@ -36,8 +36,8 @@ class Bamboo(BambooTable):
 class FaultFree(GridPolicy):
     name = "fault-free"
 
-    def changed(self, cluster: Cluster, change: Change, *, training: bool, paused: bool) -> Reaction:
-        return Keep() if training or paused else Stop(0)
+    def changed(self, cluster: Cluster, change: MembershipChange, *, training: bool, paused: bool) -> Reaction:
+        return KeepTraining() if training or paused else Stop(0)
 
     def rate(self, workers: int) -> Rate | None:
         return self.planned.full

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from openrecycle.planner.errors import InputError
 from openrecycle.planner.simulation.policies.bamboo_table import BambooTable
-from openrecycle.planner.simulation.policies.measured import Measured
+from openrecycle.planner.simulation.policies.measured import MeasuredPolicy
 from openrecycle.planner.simulation.policy_base import (
     SECOND,
-    Change,
     Cluster,
-    Keep,
+    KeepTraining,
+    MembershipChange,
     Pace,
     Reaction,
     Stop,
@@ -23,7 +23,7 @@ from openrecycle.planner.simulation.policy_base import (
 from openrecycle.planner.simulation.tables import Costs, NodeTable, read_costs, read_throughput
 
 
-class OobleckTable(Measured):
+class OobleckTable(MeasuredPolicy):
     """A loss stops training for the model's constant time; an iteration that ends within it still counts."""
 
     name = "oobleck"
@@ -32,7 +32,7 @@ class OobleckTable(Measured):
         return Stop(self.pause(left), grace=True)
 
 
-class ReCycleTable(Measured):
+class ReCycleTable(MeasuredPolicy):
     """Workers that return take part from the next iteration on. It needs one living worker per stage,
     which the table does not say: it goes on as long as anyone lives.
     """
@@ -42,13 +42,13 @@ class ReCycleTable(Measured):
     def start(self, nodes: int) -> Reaction:
         return Stop(0)
 
-    def changed(self, cluster: Cluster, change: Change, *, training: bool, paused: bool) -> Reaction:
+    def changed(self, cluster: Cluster, change: MembershipChange, *, training: bool, paused: bool) -> Reaction:
         if training and not change.lost:
-            return Keep(ask=True)
+            return KeepTraining(ask=True)
         return super().changed(cluster, change, training=training, paused=paused)
 
     def boundary(self, cluster: Cluster) -> Reaction:
-        return Keep(pace=self.pace(cluster))
+        return KeepTraining(pace=self.pace(cluster))
 
     def pace(self, cluster: Cluster) -> Pace | None:
         rate = self.rate(cluster.usable)
@@ -57,7 +57,7 @@ class ReCycleTable(Measured):
         return Pace(cut_to_milliseconds(self.costs.samples / rate), self.costs.samples)
 
 
-class VarunaTable(Measured):
+class VarunaTable(MeasuredPolicy):
     """A loss drops the work since the last checkpoint. The measured restart time includes saving one,
     which does not happen at a loss, so that much is taken off.
     """
@@ -83,7 +83,7 @@ class VarunaTable(Measured):
 
 
 # name: (the system whose rows it reads, how it is made)
-PUBLISHED: dict[str, tuple[str, Callable[[NodeTable, Costs], Measured]]] = {
+PUBLISHED: dict[str, tuple[str, Callable[[NodeTable, Costs], MeasuredPolicy]]] = {
     "oobleck": ("oobleck", OobleckTable),
     "varuna": ("varuna", VarunaTable),
     "bamboo": ("bamboo", BambooTable),
@@ -92,7 +92,7 @@ PUBLISHED: dict[str, tuple[str, Callable[[NodeTable, Costs], Measured]]] = {
 }
 
 
-def published(name: str, throughput: Path, costs: Path, model: str) -> Measured:
+def published(name: str, throughput: Path, costs: Path, model: str) -> MeasuredPolicy:
     """A fresh policy for one run. Raises InputError."""
     if name not in PUBLISHED:
         raise InputError("--policy", name, "with --throughput one of " + ", ".join(PUBLISHED))

@@ -12,7 +12,7 @@ import openrecycle.planner.simulation
 from openrecycle.planner.job import Job
 from openrecycle.planner.simulation.costs import RecoveryCosts
 from openrecycle.planner.simulation.engine import simulate
-from openrecycle.planner.simulation.outcome import Outcome
+from openrecycle.planner.simulation.outcome import SimulationOutcome
 from openrecycle.planner.simulation.planned import PlannedJob
 from openrecycle.planner.simulation.policies.measured import READY_AFTER
 from openrecycle.planner.simulation.policies.planned_policies import PLANNED, planned_policy
@@ -44,7 +44,7 @@ def traces(draw: st.DrawFn, most: int) -> Trace:
     return Trace.of("drawn", events, end=time + draw(st.integers(1, 10_000_000)))
 
 
-def check(outcome: Outcome, trace: Trace) -> None:
+def check(outcome: SimulationOutcome, trace: Trace) -> None:
     end = trace.end * 1000
     assert 0 <= outcome.productive <= end and outcome.lost >= 0 and outcome.iterations >= 0
     assert 0 <= outcome.last <= end + 1

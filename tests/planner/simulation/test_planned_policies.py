@@ -12,11 +12,11 @@ from openrecycle.planner.catalog_build import build_catalog
 from openrecycle.planner.catalog_engines import InlineEngine
 from openrecycle.planner.errors import InfeasibleError, InputError
 from openrecycle.planner.job import Job, MemoryLimit, Technique, Worker
-from openrecycle.planner.packed import Effort, Question
+from openrecycle.planner.packed import CatalogQuestion, Effort
 from openrecycle.planner.plan import JobDoc
 from openrecycle.planner.simulation.costs import RecoveryCosts
 from openrecycle.planner.simulation.engine import simulate
-from openrecycle.planner.simulation.outcome import Outcome
+from openrecycle.planner.simulation.outcome import SimulationOutcome
 from openrecycle.planner.simulation.planned import PlannedJob
 from openrecycle.planner.simulation.policies.planned_policies import PLANNED, planned_policy
 from openrecycle.planner.simulation.sensitivity import sweep
@@ -68,7 +68,7 @@ def grid() -> PlannedJob:
     return PlannedJob(Job.uniform(6, 4, 12, durations=times), samples=240, memory=MemoryLimit("8"))
 
 
-def run(grid: PlannedJob, policy: str, trace: Trace, **costs: float) -> Outcome:
+def run(grid: PlannedJob, policy: str, trace: Trace, **costs: float) -> SimulationOutcome:
     return simulate(trace, planned_policy(policy, grid, RecoveryCosts(**costs), spares=2))
 
 
@@ -205,7 +205,7 @@ def test_large_grids_plan_few_counts() -> None:
 
 def test_a_catalogs_periods_are_taken(grid: PlannedJob, tmp_path: Path) -> None:
     small = Job.uniform(2, 2, 3)
-    question = Question(small, Technique.STAGGERED, MemoryLimit("uniform"))
+    question = CatalogQuestion(small, Technique.STAGGERED, MemoryLimit("uniform"))
     report = build_catalog(question, 1, tmp_path, engine=InlineEngine(), effort=Effort(solver="list", time_limit=None))
     planned = PlannedJob(small, samples=6, catalog=report.catalog)
     rate = planned.rerouted(1)
@@ -222,7 +222,7 @@ def test_sensitivity_and_crossings(grid: PlannedJob) -> None:
     def drawn(mtbf: float) -> Trace:
         return generated(24, 48, [Domain(1, mtbf, 0.5)], seed=5)
 
-    def both(trace: Trace) -> list[Outcome]:
+    def both(trace: Trace) -> list[SimulationOutcome]:
         return [run(grid, name, trace, repartition=300) for name in ("recycle", "repartition")]
 
     made = sweep([1000, 6, 60], drawn, both)

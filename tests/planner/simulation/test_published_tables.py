@@ -9,7 +9,7 @@ import pytest
 import openrecycle.planner.simulation
 from openrecycle.planner.errors import InputError
 from openrecycle.planner.simulation.engine import simulate
-from openrecycle.planner.simulation.outcome import Outcome
+from openrecycle.planner.simulation.outcome import SimulationOutcome
 from openrecycle.planner.simulation.policies.measured import READY_AFTER
 from openrecycle.planner.simulation.policies.published import published
 from openrecycle.planner.simulation.tables import read_costs, read_throughput
@@ -48,7 +48,7 @@ BETWEEN = {
 }
 
 
-def run(policy: str, model: str, trace: Trace) -> Outcome:
+def run(policy: str, model: str, trace: Trace) -> SimulationOutcome:
     return simulate(trace, published(policy, THROUGHPUT, COSTS, model), ready_after=READY_AFTER)
 
 
@@ -108,7 +108,7 @@ TABLE_1 = {
 }
 
 
-def recycle(policy: str, model: str, trace: Trace) -> Outcome:
+def recycle(policy: str, model: str, trace: Trace) -> SimulationOutcome:
     folder = DATA / "recycle"
     return simulate(
         trace, published(policy, folder / "throughput-by-gpu-count.csv", folder / "cost-constants.csv", model)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from openrecycle.planner.simulation.engine import simulate
-from openrecycle.planner.simulation.policy_base import Change, Cluster, Keep, Pace, Reaction, Stop
+from openrecycle.planner.simulation.policy_base import Cluster, KeepTraining, MembershipChange, Pace, Reaction, Stop
 from openrecycle.planner.simulation.trace import Event, Trace
 from tests.conftest import examples
 from tests.golden import golden
@@ -45,13 +45,13 @@ class Scripted:
         self.rules = rules
         self.fault_free = 1000 / rules.iteration
 
-    def changed(self, cluster: Cluster, change: Change, *, training: bool, paused: bool) -> Reaction:
+    def changed(self, cluster: Cluster, change: MembershipChange, *, training: bool, paused: bool) -> Reaction:
         if not training:
-            return Stop(self.rules.pause * 1000) if change.lost or not paused else Keep()
+            return Stop(self.rules.pause * 1000) if change.lost or not paused else KeepTraining()
         if change.lost and self.rules.stops:
             return Stop(self.rules.pause * 1000, grace=self.rules.grace, rollback=self.rules.rollback)
         stretch = self.rules.stretch if change.lost else 1.0
-        return Keep(stretch=stretch, ask=self.rules.rejoin is not None and bool(change.ready))
+        return KeepTraining(stretch=stretch, ask=self.rules.rejoin is not None and bool(change.ready))
 
     def boundary(self, cluster: Cluster) -> Reaction:
         assert self.rules.rejoin is not None
