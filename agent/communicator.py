@@ -1,6 +1,6 @@
 """The groups of a generation: re-forming them after a death, and waking whoever waits in them.
 
-The control plane (agreement, verdicts, state) is one gloo group over all living workers, whatever the
+The control plane (agreement, validations, state) is one gloo group over all living workers, whatever the
 device. The data plane (see agent.transport) has what its kind of transport needs.
 """
 

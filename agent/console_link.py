@@ -40,7 +40,7 @@ from openrecycle.agent.protocol import (
     Recovery,
     Registration,
     Relayout,
-    VerdictReport,
+    ValidationReport,
     clock_name,
 )
 from openrecycle.planner.job import Worker
@@ -271,8 +271,8 @@ class ConsoleCoordination:
     def recovered(self, recovery: Recovery) -> None:
         self._report("/recoveries", recovery)
 
-    def verdict(self, report: VerdictReport) -> None:
-        self._report("/verdicts", report)
+    def validation(self, report: ValidationReport) -> None:
+        self._report("/validations", report)
 
     def finished(self, state: str, reason: str) -> None:
         self._tell(float("inf"))

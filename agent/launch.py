@@ -18,7 +18,7 @@ from openrecycle.agent.coordination.launcher import Coordination, Deploy, Halt, 
 from openrecycle.agent.holding import PauseRequest
 from openrecycle.agent.liveness import CurrentOp, LoopLag, Silences, boot_clock
 from openrecycle.agent.processes import ProcessPool, WorkerProcess, preload
-from openrecycle.agent.protocol import Command, Iteration, Relayout, VerdictReport
+from openrecycle.agent.protocol import Command, Iteration, Relayout, ValidationReport
 from openrecycle.agent.record import DivergedError, RecordedProgress, RunRecord
 from openrecycle.agent.spec import RunSpec, WorkerSpec
 from openrecycle.agent.store import RendezvousStore, StoreError
@@ -79,7 +79,7 @@ class Launcher:
         self._stalls = dict[str, float]()
         """By worker, milliseconds of that."""
         self._plans_sent: set[tuple[str, str]] = set()
-        self._verdicts: set[int] = set()
+        self._validations: set[int] = set()
         self._turns = LoopLag(boot_clock)
         self._silences = Silences(options.faults.timeouts.pause, time.monotonic())
         self._committed_in = 0, -1
@@ -261,12 +261,12 @@ class Launcher:
                     self._send_deployments(after=None)  # the boundary is out of reach: all leave now
             case "raised":
                 self._raised(entry, message)
-            case "verdict":
-                if message["iteration"] not in self._verdicts:
-                    self._verdicts.add(message["iteration"])
-                    verdict = {k: message[k] for k in ("iteration", "coefficient", "redone")}
-                    self._listener({"verdict": verdict})
-                    self._coordination.verdict(VerdictReport.model_validate(verdict))
+            case "validation":
+                if message["iteration"] not in self._validations:
+                    self._validations.add(message["iteration"])
+                    validation = {k: message[k] for k in ("iteration", "coefficient", "redone")}
+                    self._listener({"validation": validation})
+                    self._coordination.validation(ValidationReport.model_validate(validation))
             case "warning":
                 self._listener({"warning": message["text"]})
             case "checkpoint":

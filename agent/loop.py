@@ -113,7 +113,7 @@ class WorkerLoop:
         progress = self._status.progress
         progress.forget()
         self._steps = Steps(
-            *(me, options.optimization, self._optimizer, self._cuts.partition, self._say_verdict, progress.waiting)
+            *(me, options.optimization, self._optimizer, self._cuts.partition, self._say_validation, progress.waiting)
         )
         self._state = StateReceiver(self._optimizer, self._say_hand_over)
         self._server: StateServer | None = None
@@ -535,8 +535,8 @@ class WorkerLoop:
     def _say_checkpoint(self, iteration: int, problem: str | None) -> None:
         self._channel.say("checkpoint", at_iteration=iteration, problem=problem)
 
-    def _say_verdict(self, iteration: int, verdict: ValidationResult, redone: bool) -> None:
-        self._channel.say("verdict", iteration=iteration, coefficient=verdict.coefficient, redone=redone)
+    def _say_validation(self, iteration: int, validation: ValidationResult, redone: bool) -> None:
+        self._channel.say("validation", iteration=iteration, coefficient=validation.coefficient, redone=redone)
 
     def _log_step(self, state: str, iteration: int) -> None:
         self._log.add(f"generation {self._generation}: {state}, iteration {iteration}")

@@ -2,7 +2,7 @@
 
 A stage steps when *its* gradients are reduced, without waiting for the other stages. Two things may
 undo that step: a death that interrupts the iteration elsewhere (some stages have stepped and others
-have not; the ones that have go back), and a verdict on the whole gradient that comes later (see
+have not; the ones that have go back), and a validation of the whole gradient that comes later (see
 agent.post_validation). One snapshot is enough for both: see agent.recovery.
 """
 
@@ -58,10 +58,10 @@ class StageOptimizer:
     """Module, optimizer and scheduler of one stage on one worker, and how many steps they have taken.
 
     committed: number of iterations whose step has been taken (so also the next iteration). settled:
-    is the verdict on the last one known? slot: this stage's share of it. post_validation: what the verdicts
+    is the validation of the last one known? slot: this stage's share of it. post_validation: what the validations
     so far make of the next one. skipped: this worker's micro-batches that the last measured sum lacks.
     clips: will anybody ask for the gradients' norm? lock: held while anything changes. corrections: how
-    often a verdict has changed a step; with `committed` it says which values these are.
+    often a validation has changed a step; with `committed` it says which values these are.
 
     The scheduler is stepped once per update, right after it. Raises InputError for an optimizer or
     scheduler that can't be driven that way.
@@ -87,7 +87,7 @@ class StageOptimizer:
         self.committed = 0
         self.settled = True
         self.slot = Slot()
-        self.verdict = CLEAN
+        self.validation = CLEAN
         """On the last step, where it is settled."""
         self.post_validation = PostValidation()
         self.lock = threading.RLock()
@@ -108,14 +108,14 @@ class StageOptimizer:
         return self._snapshot.before[1]
 
     @property
-    def verdict_before(self) -> ValidationResult:
-        """The verdict on it."""
+    def validation_before(self) -> ValidationResult:
+        """The validation of it."""
         return self._snapshot.before[2]
 
     # -- the step -----------------------------------------------------------------------------
 
     def measure(self) -> Slot:
-        """This stage's share of the verdict on the gradients that have just been reduced."""
+        """This stage's share of the validation of the gradients that have just been reduced."""
         rejected = self.gradients.rejected
         self.skipped = self.gradients.rejecting() if rejected else []
         if not self._clips:
@@ -124,56 +124,56 @@ class StageOptimizer:
         return Slot(tuple(map(norm, self._by_layer)), rejected)
 
     @_changing
-    def step(self, verdict: ValidationResult | None = CLEAN, slot: Slot | None = None) -> float:
+    def step(self, validation: ValidationResult | None = CLEAN, slot: Slot | None = None) -> float:
         """Takes the step on the reduced gradients; returns the (scaled) loss that came with them.
 
-        verdict: what all stages' gradients make of it; None when that is not known yet: then the
+        validation: what all stages' gradients make of it; None when that is not known yet: then the
         step is taken as if it were clean, and `settle` must follow before the next one.
         """
-        assert self.settled, "the verdict on the step before is not known"
+        assert self.settled, "the validation of the step before is not known"
         loss, slot = self.gradients.loss, slot if slot is not None else self.measure()
         self._snapshot.take()
         self.slot = slot
         self._kept = None
-        # A stage that knows its own gradients to be useless needs no verdict to leave them alone.
-        applied = (SKIP if slot.rejected else CLEAN) if verdict is None else verdict
+        # A stage that knows its own gradients to be useless needs no validation to leave them alone.
+        applied = (SKIP if slot.rejected else CLEAN) if validation is None else validation
         if applied.coefficient is not None:
             self.gradients.write_gradients()
-            if verdict is None and self._clips:
+            if validation is None and self._clips:
                 self._kept = [p.grad for p in self._trained]
             self._update(applied.coefficient)
             self.gradients.write_buffers()
         self.gradients.clear()
         self.committed += 1
-        self.settled = verdict is not None
-        if verdict is not None:
-            self.verdict = verdict
-            self.post_validation = self.post_validation.after(verdict)
+        self.settled = validation is not None
+        if validation is not None:
+            self.validation = validation
+            self.post_validation = self.post_validation.after(validation)
         return loss
 
     @_changing
-    def settle(self, verdict: ValidationResult) -> bool:
-        """Takes note of the verdict on the last step, and puts the step right where it differs.
+    def settle(self, validation: ValidationResult) -> bool:
+        """Takes note of the validation of the last step, and puts the step right where it differs.
 
         Returns whether it does: the same answer on every worker.
         """
         assert not self.settled
         self.settled, kept = True, self._kept
-        self.verdict, self._kept = verdict, None
-        self.post_validation = self.post_validation.after(verdict)
-        if verdict.clean:
+        self.validation, self._kept = validation, None
+        self.post_validation = self.post_validation.after(validation)
+        if validation.clean:
             return False
         # Whatever has been summed since belongs to parameters that nobody has any more.
         self.gradients.clear()
         self.corrections += 1
-        if verdict.coefficient is None:
+        if validation.coefficient is None:
             self._snapshot.restore(buffers=True)
         elif kept is not None:
             # The moving buffers are those of the step as it was: they don't depend on the norm.
             self._snapshot.restore(buffers=False)
             for parameter, gradient in zip(self._trained, kept, strict=True):
                 parameter.grad = gradient
-            self._update(verdict.coefficient)
+            self._update(validation.coefficient)
         return True
 
     def _update(self, coefficient: float) -> None:
@@ -222,7 +222,7 @@ class StageOptimizer:
         if self.scheduler is not None and first.scheduler is not None:
             self.scheduler.load_state_dict(first.scheduler.state_dict())
         self.committed, self.settled, self.post_validation = first.committed, True, first.post_validation
-        self.verdict, self.corrections, self.slot = first.verdict, first.corrections, first.slot
+        self.validation, self.corrections, self.slot = first.validation, first.corrections, first.slot
         # Somebody may not have taken the last step: then it is undone here as well.
         self._snapshot.adopt([part._snapshot for part in parts])
 
@@ -418,7 +418,7 @@ class _Snapshot:
             copy.deepcopy({k: v for k, v in g.items() if k != "params"}) for g in stage.optimizer.param_groups
         ]
         self._scheduler = copy.deepcopy(stage.scheduler.state_dict()) if stage.scheduler is not None else {}
-        self.before = stage.post_validation, stage.slot, stage.verdict
+        self.before = stage.post_validation, stage.slot, stage.validation
         self._valid = True
 
     def adopt(self, parts: Sequence[_Snapshot]) -> None:
@@ -470,7 +470,7 @@ class _Snapshot:
         if not self._valid:
             raise StateError(f"no snapshot to roll back from {stage.committed} committed iterations")
         self.restore(buffers=True)
-        stage.post_validation, stage.slot, stage.verdict = self.before
+        stage.post_validation, stage.slot, stage.validation = self.before
         stage.settled = True
         stage.committed -= 1
         self._valid = False

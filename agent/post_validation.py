@@ -1,12 +1,12 @@
 """What the global view says about an iteration's gradients, and whether to wait for it. Pure.
 
 Norm clipping and the check for NaN need every stage's gradients; a stage that steps as soon as its
-own are reduced does not have them. So it steps as if the verdict were clean (nothing clipped,
-nothing skipped), and is put right when the verdict says otherwise. Being wrong costs the iteration
+own are reduced does not have them. So it steps as if the validation were clean (nothing clipped,
+nothing skipped), and is put right when the validation says otherwise. Being wrong costs the iteration
 in flight. A job whose gradients are clipped often would be wrong often: after each surprise the
-stages wait for the verdict before they step, until `clean_needed` verdicts in a row were clean; and
+stages wait for the validation before they step, until `clean_needed` validations in a row were clean; and
 clean_needed doubles with every surprise, so that no pattern of clipping costs more than a few percent.
-All workers see the same verdicts, so all of them go over from one to the other at the same step
+All workers see the same validations, so all of them go over from one to the other at the same step
 without talking about it.
 """
 
@@ -26,7 +26,7 @@ _EPSILON = 1e-6
 
 @dataclass(frozen=True)
 class Slot:
-    """One stage's share of the verdict. squared_norms: per layer, of the reduced gradient; none where nobody clips.
+    """One stage's share of the validation. squared_norms: per layer, of the reduced gradient; none where nobody clips.
 
     rejected: how many of its terms were NaN, infinite or out of range.
     """
@@ -68,9 +68,9 @@ def judge(slots: Sequence[Slot], clip_norm: float | None) -> ValidationResult:
 
 @dataclass(frozen=True)
 class PostValidation:
-    """What the verdicts so far make of the next one.
+    """What the validations so far make of the next one.
 
-    optimistic: steps are taken before their verdict. calm: clean verdicts in a row since the last
+    optimistic: steps are taken before their validation. calm: clean validations in a row since the last
     change of mind. clean_needed: how many of those it takes. skipped: updates skipped in a row.
     """
 
@@ -79,10 +79,10 @@ class PostValidation:
     clean_needed: int = CLEAN_NEEDED
     skipped: int = 0
 
-    def after(self, verdict: ValidationResult) -> PostValidation:
-        """What follows once one more verdict is known."""
-        skipped = self.skipped + 1 if verdict.coefficient is None else 0
-        if not verdict.clean:
+    def after(self, validation: ValidationResult) -> PostValidation:
+        """What follows once one more validation is known."""
+        skipped = self.skipped + 1 if validation.coefficient is None else 0
+        if not validation.clean:
             clean_needed = min(2 * self.clean_needed, MAX_CLEAN_NEEDED) if self.optimistic else self.clean_needed
             return PostValidation(False, 0, clean_needed, skipped)
         calm = self.calm + 1

@@ -448,8 +448,8 @@ class LogLines(Message):
     skipped: Count = 0
 
 
-class VerdictReport(Message):
-    """POST /jobs/{job_id}/verdicts. From the launcher: what came of checking an iteration's gradients.
+class ValidationReport(Message):
+    """POST /jobs/{job_id}/validations. From the launcher: what came of checking an iteration's gradients.
 
     coefficient: what they were scaled by (1: nothing); None: the update was left out, since one was
     NaN, infinite or out of range. redone: the step had been taken otherwise and was put right.

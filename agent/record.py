@@ -200,7 +200,7 @@ class RunRecord:
         return self.committed >= iterations and all(self._of(w).sha256 is not None for w in self._living)
 
     def compared(self, worker: Worker, generation: int, iteration: int, settled: bool, sha256: str) -> None:
-        """At the boundary before `iteration` the worker's parameters had this hash. settled: was the verdict on
+        """At the boundary before `iteration` the worker's parameters had this hash. settled: was the validation of
         its last step known? Peers that are at the same point of the same generation answer alike.
 
         Raises DivergedError when they differ.

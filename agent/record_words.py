@@ -9,8 +9,8 @@ from openrecycle.agent.protocol import Iteration, Recovery
 
 def sentence_of(line: dict[str, Any]) -> str:
     """What a terminal or a log shows for a line of the record."""
-    if "verdict" in line:
-        return _verdict(**line["verdict"])
+    if "validation" in line:
+        return _validation(**line["validation"])
     if "warning" in line:
         return str(line["warning"])
     if "raised" in line:
@@ -48,7 +48,7 @@ def iteration_of(line: dict[str, Any]) -> Iteration:
     return Iteration(loss_hex=line["loss"], **(line | {"loss": float.fromhex(line["loss"])}))
 
 
-def _verdict(iteration: int, coefficient: float | None, redone: bool) -> str:
+def _validation(iteration: int, coefficient: float | None, redone: bool) -> str:
     if coefficient is None:
         what = "a gradient was NaN, infinite or out of range; its update is skipped"
     else:

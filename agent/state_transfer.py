@@ -477,7 +477,7 @@ class StateReceiver:
         return self._live
 
     def _drop_corrected(self) -> None:
-        """A verdict that changed the last step has taken back what was put in place since that step."""
+        """A validation that changed the last step has taken back what was put in place since that step."""
         if self._optimizer.corrections != self._corrected:
             self._corrected = self._optimizer.corrections
             at = (self._optimizer.committed, self._optimizer.corrections - self._since)

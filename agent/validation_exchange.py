@@ -1,6 +1,6 @@
-"""How the stages come to a verdict on an iteration's gradients, and what one worker does with it.
+"""How the stages come to a validation of an iteration's gradients, and what one worker does with it.
 
-With its share of the verdict a stage says how many of its workers still take their state from a peer: so all
+With its share of the validation a stage says how many of its workers still take their state from a peer: so all
 workers know at the same iteration that nobody does any more, and go over to the plan that counts on everybody.
 
 Every worker needs the few numbers (a Slot) of every stage. All living peers of a stage hold the
@@ -96,10 +96,10 @@ class _Exchange:
 
 
 class Steps:
-    """Takes the steps of one worker's stage, each as the verdicts so far advise, and puts right what
-    a later verdict overturns.
+    """Takes the steps of one worker's stage, each as the validations so far advise, and puts right what
+    a later validation overturns.
 
-    partition: layers per stage. notable: called with (iteration, verdict, redone) for a verdict that left an
+    partition: layers per stage. notable: called with (iteration, validation, redone) for a validation that left an
     update out or came too late (redone: the step had been taken otherwise); all workers say the same. waiting:
     entered while it waits for peers.
     """
@@ -124,7 +124,7 @@ class Steps:
         self._exchange: _Exchange | None = None
         self._sent: deque[tuple[int, list[PendingTransfer]]] = deque()
         self.incomplete = 0
-        """How many workers took their state from a peer in the iteration whose verdict is known last."""
+        """How many workers took their state from a peer in the iteration whose validation is known last."""
         self.complete_since: int | None = None
         """The first iteration of the generation in which no worker of any stage took its state from a peer any more,
         as far as this worker has heard; whoever begins the iteration after the next has heard of it."""
@@ -141,40 +141,40 @@ class Steps:
         assert self._groups is not None
         optimizer, iteration = self._optimizer, self._optimizer.committed
         slot = optimizer.measure()
-        ahead_of_verdict = not self._optimization.synchronous and optimizer.post_validation.optimistic
+        ahead_of_validation = not self._optimization.synchronous and optimizer.post_validation.optimistic
         try:
             exchange = _Exchange(self._groups, self._paths, self._norms, iteration, slot, incomplete)
         except TransferError:
-            if not ahead_of_verdict:
+            if not ahead_of_validation:
                 raise
             return self._step(None, slot)  # in doubt until the next generation's agreement
         self._sent.append((iteration, exchange.sent))
-        if ahead_of_verdict:
+        if ahead_of_validation:
             self._exchange = exchange
             return self._step(None, slot)
-        verdict = judge(self._slots_of(exchange), self._optimization.clip_norm)
-        loss = self._step(verdict, slot)
-        self._heed(verdict, redone=False)
+        validation = judge(self._slots_of(exchange), self._optimization.clip_norm)
+        loss = self._step(validation, slot)
+        self._heed(validation, redone=False)
         return loss
 
-    def _step(self, verdict: ValidationResult | None, slot: Slot) -> float:
+    def _step(self, validation: ValidationResult | None, slot: Slot) -> float:
         for coming in self.beside:
-            coming.step(verdict)
-        return self._optimizer.step(verdict, slot)
+            coming.step(validation)
+        return self._optimizer.step(validation, slot)
 
     def overturned(self) -> bool:
-        """Has the verdict on the last step arrived, and did it put that step right? Never blocks.
+        """Has the validation of the last step arrived, and did it put that step right? Never blocks.
 
         If so, the iteration in flight is of parameters that nobody has any more. Raises as `take`.
         """
         return self._exchange is not None and self._exchange.arrived() and self.settle()
 
     def settle(self) -> bool:
-        """The same, and waits for the verdict. Raises as `take`, or TransferError."""
+        """The same, and waits for the validation. Raises as `take`, or TransferError."""
         exchange, self._exchange = self._exchange, None
         if exchange is None:
             if not self._optimizer.settled:
-                raise TransferError("the verdict on the last step can't arrive any more")
+                raise TransferError("the validation of the last step can't arrive any more")
             return False
         return self._settle_by(judge(self._slots_of(exchange), self._optimization.clip_norm))
 
@@ -207,21 +207,21 @@ class Steps:
 
     def numbers(self) -> tuple[int, ...]:
         """What the others must know in an agreement: is the last step in doubt, and of the last step and the one
-        before: the verdict, and the slot (rejected, bits of the squared norms). Equally many on all workers."""
+        before: the validation, and the slot (rejected, bits of the squared norms). Equally many on all workers."""
         optimizer, width = self._optimizer, self._width
         out = [int(not optimizer.settled)]
-        for verdict, slot in (
-            (optimizer.verdict, optimizer.slot),
-            (optimizer.verdict_before, optimizer.slot_before),
+        for validation, slot in (
+            (optimizer.validation, optimizer.slot),
+            (optimizer.validation_before, optimizer.slot_before),
         ):
-            row = [_bits(_NONE if verdict.coefficient is None else verdict.coefficient), slot.rejected]
+            row = [_bits(_NONE if validation.coefficient is None else validation.coefficient), slot.rejected]
             row += map(_bits, slot.squared_norms)
             out += row + [0] * (width - len(row))
         return tuple(out)
 
     @property
     def _width(self) -> int:
-        """Of a verdict and a slot. However the model is cut, no stage has more layers."""
+        """Of a validation and a slot. However the model is cut, no stage has more layers."""
         return 2 + (sum(self._norms) - len(self._norms) + 1 if any(self._norms) else 0)
 
     def begin(
@@ -243,9 +243,9 @@ class Steps:
         slots = {}
         for worker, (count, in_doubt, *numbers) in sorted(holders.items()):
             ahead = count > committed
-            verdict, rejected, *bits = numbers[self._width :] if ahead else numbers[: self._width]
+            validation, rejected, *bits = numbers[self._width :] if ahead else numbers[: self._width]
             if ahead or not in_doubt:
-                coefficient = _float(verdict)  # whoever knows it may have cut the model elsewhere since
+                coefficient = _float(validation)  # whoever knows it may have cut the model elsewhere since
                 return self._settle_by(ValidationResult(None if math.isnan(coefficient) else coefficient))
             slots[worker.stage] = Slot(tuple(map(_float, bits[: self._norms[worker.stage]])), rejected)
         in_order = [slots[stage] for stage in sorted(slots)]
@@ -268,19 +268,19 @@ class Steps:
                 for pending in self._sent.popleft()[1]:
                     pending.wait()
 
-    # -- the verdict --------------------------------------------------------------------------
+    # -- the validation --------------------------------------------------------------------------
 
-    def _settle_by(self, verdict: ValidationResult) -> bool:
-        changed = self._optimizer.settle(verdict)
+    def _settle_by(self, validation: ValidationResult) -> bool:
+        changed = self._optimizer.settle(validation)
         for coming in self.beside:
-            coming.settle(verdict)
-        self._heed(verdict, redone=changed)
+            coming.settle(validation)
+        self._heed(validation, redone=changed)
         return changed
 
-    def _heed(self, verdict: ValidationResult, *, redone: bool) -> None:
+    def _heed(self, validation: ValidationResult, *, redone: bool) -> None:
         """What follows from an update that was left out, or changed."""
         iteration = self._optimizer.committed - 1
-        if verdict.coefficient is None:
+        if validation.coefficient is None:
             what = f"iteration {iteration}: a gradient was NaN, infinite or out of range"
             if self._optimization.non_finite == "stop":
                 self._optimizer.roll_back()
@@ -292,8 +292,8 @@ class Steps:
                 raise NonFiniteError(
                     f"{what}, for the {times}th time in a row; lower the learning rate or check the data"
                 )
-        if redone or verdict.coefficient is None:
-            self._notable(iteration, verdict, redone)
+        if redone or validation.coefficient is None:
+            self._notable(iteration, validation, redone)
 
 
 def _bits(value: float) -> int:

@@ -57,11 +57,11 @@ def run(options: DemoOptions, say: Callable[[str], None]) -> int:
         say(f"starting the console at {address} ...")
         children["console"] = _start(["serve", "--host", options.host, "--port", str(options.port), *options.serve])
         if not _wait(f"{address}/healthz", children, ended, lambda answer: answer.status_code == 200):
-            return _verdict(children, ended)
+            return _outcome(children, ended)
         say(f"console ready ({time.monotonic() - began:.1f} s); starting the training processes ...")
         children["training job"] = _start(["train", "--console", address, "--demo", *options.launch])
         if not _wait(f"{address}{API}/jobs", children, ended, _trains):
-            return _verdict(children, ended)
+            return _outcome(children, ended)
         say(f"training ({time.monotonic() - began:.1f} s)")
         say("")
         say(f"  Open {address}")
@@ -70,14 +70,14 @@ def run(options: DemoOptions, say: Callable[[str], None]) -> int:
         while not ended.wait(0.3):
             if any(child.poll() is not None for child in children.values()):
                 break
-        return _verdict(children, ended)
+        return _outcome(children, ended)
     finally:
         _end(children)
         if ended.is_set():
             say("stopped; no process is left")
 
 
-def _verdict(children: dict[str, subprocess.Popen[bytes]], ended: threading.Event) -> int:
+def _outcome(children: dict[str, subprocess.Popen[bytes]], ended: threading.Event) -> int:
     """0 when the user ended it or the job is done, else the status of what ended first."""
     if ended.is_set():
         return 0

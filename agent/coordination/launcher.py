@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from openrecycle.agent.protocol import Command, Deployment, Iteration, Recovery, Relayout, VerdictReport
+from openrecycle.agent.protocol import Command, Deployment, Iteration, Recovery, Relayout, ValidationReport
 from openrecycle.planner.job import Worker
 from openrecycle.planner.plan import Plan
 
@@ -108,7 +108,7 @@ class Coordination(Protocol):
 
     def recovered(self, recovery: Recovery) -> None: ...
 
-    def verdict(self, report: VerdictReport) -> None: ...
+    def validation(self, report: ValidationReport) -> None: ...
 
     def finished(self, state: str, reason: str) -> None: ...
 

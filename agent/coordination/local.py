@@ -35,7 +35,7 @@ from openrecycle.agent.coordination.generations import deployment_of, why_not
 from openrecycle.agent.coordination.launcher import Coordination, Deploy, Halt, LauncherWarning
 from openrecycle.agent.coordination.launcher import Event as Order
 from openrecycle.agent.coordination.membership import AckState, FailureTimeouts, Generation, State
-from openrecycle.agent.protocol import Iteration, Recovery, Relayout, VerdictReport
+from openrecycle.agent.protocol import Iteration, Recovery, Relayout, ValidationReport
 from openrecycle.planner.catalog import Catalog
 from openrecycle.planner.errors import PlannerError
 from openrecycle.planner.job import Job, MayMove, Worker
@@ -145,7 +145,7 @@ class LocalCoordination(Coordination):
     def recovered(self, recovery: Recovery) -> None:
         """Nobody looks."""
 
-    def verdict(self, report: VerdictReport) -> None:
+    def validation(self, report: ValidationReport) -> None:
         """Nobody looks."""
 
     def finished(self, state: str, reason: str) -> None:

@@ -19,7 +19,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from openrecycle.agent.coordination.choosing import out
 from openrecycle.agent.coordination.events import Note, Offered
 from openrecycle.agent.coordination.membership import Candidate, Mode, Offer, State
-from openrecycle.app.advice.verdict import AdviceRequest, Recommendation, serve
+from openrecycle.app.advice.recommendation import AdviceRequest, Recommendation, serve
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.jobs.waiting import NOTHING, Waited, segments
 from openrecycle.app.observing.job_history import changes, repair_times
@@ -91,39 +91,41 @@ class Advising:
             return
         job.advice_asked = asked
 
-        def done(verdict: Recommendation | None, why: str) -> None:
-            if verdict is None:
+        def done(recommendation: Recommendation | None, why: str) -> None:
+            if recommendation is None:
                 log.warning("no advice", job=job.job_id, failed=failed, reason=why)
                 self._offer(job, Offered(failed, None, why))
             elif (_in_question(job.state), job.state.held) == asked:
-                self._tell(job, failed, verdict)
+                self._tell(job, failed, recommendation)
             elif job.advice_asked == asked:
                 # The job recovers again; if the same workers are out then, it is advised then.
                 job.advice_asked = NOTHING_ASKED
 
         self._maker.submit(request, done)
 
-    def _tell(self, job: LiveJob, failed: tuple[str, ...], verdict: Recommendation) -> None:
-        candidates = verdict.candidates
+    def _tell(self, job: LiveJob, failed: tuple[str, ...], recommendation: Recommendation) -> None:
+        candidates = recommendation.candidates
         try:
             # What the job has just done by advice, layers moved, needs no further word.
-            news = failed and (job.state.held == job.nominal.home or verdict.calls_for_an_operator)
+            news = failed and (job.state.held == job.nominal.home or recommendation.calls_for_an_operator)
             if news and not job.state.choosing and not _told(self._store.events(job.job_id, limit=EVENTS, newest=True)):
-                job.record(Note("warning" if verdict.calls_for_an_operator else "info", "plan", verdict.reason))
-            candidates = self._with_plans(job, verdict)
+                job.record(
+                    Note("warning" if recommendation.calls_for_an_operator else "info", "plan", recommendation.reason)
+                )
+            candidates = self._with_plans(job, recommendation)
         except (ConsoleError, SQLAlchemyError) as error:
             log.warning("the advice could not be stored", job=job.job_id, reason=type(error).__name__)
         if failed:
-            job.advised = failed, verdict.reason  # who reads it finds its line in the event feed
-        offer = Offer(failed, candidates, verdict.better) if candidates else None
+            job.advised = failed, recommendation.reason  # who reads it finds its line in the event feed
+        offer = Offer(failed, candidates, recommendation.better) if candidates else None
         self._offer(job, Offered(failed, offer, "the job has no option that it could take by itself"))
 
-    def _with_plans(self, job: LiveJob, verdict: Recommendation) -> tuple[Candidate, ...]:
+    def _with_plans(self, job: LiveJob, recommendation: Recommendation) -> tuple[Candidate, ...]:
         """The candidates, each with the plan that would be in force: the best that the job has by now."""
-        for data in verdict.plans if not job.job.speeds else ():
+        for data in recommendation.plans if not job.job.speeds else ():
             job.file_plan(from_bytes(b64decode(data), source="the advising process"))
         named = []
-        for candidate in verdict.candidates:
+        for candidate in recommendation.candidates:
             with job.lock:
                 catalog = job.catalog.at(candidate.partition)
                 plan = catalog.find(Worker.parse(name) for name in candidate.failed)

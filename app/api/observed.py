@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict, Field
 
-from openrecycle.agent.protocol import LogLine, LogLines, VerdictReport
+from openrecycle.agent.protocol import LogLine, LogLines, ValidationReport
 from openrecycle.app.api.models import Actor, ReportOutcome
 from openrecycle.app.api.parsing import ReadBeside
 from openrecycle.app.console.service import Console
@@ -82,9 +82,9 @@ def router(console: Console) -> APIRouter:
         """Lines that a worker process has written since its last post."""
         console.observing.logs.take(console.job(job_id), message)
 
-    @api.post("/{job_id}/verdicts", status_code=204, tags=["agents"])
-    async def verdict(job_id: str, message: VerdictReport) -> None:
-        await in_thread(console.observing.feed.take_verdict, console.job(job_id), message)
+    @api.post("/{job_id}/validations", status_code=204, tags=["agents"])
+    async def validation(job_id: str, message: ValidationReport) -> None:
+        await in_thread(console.observing.feed.take_validation, console.job(job_id), message)
 
     @api.post("/{job_id}/events/acknowledge", tags=["operator"])
     async def acknowledge(job_id: str, message: Acknowledged, x_actor: Actor = "API") -> ReportOutcome:

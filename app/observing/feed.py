@@ -8,7 +8,7 @@ import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
 from openrecycle.agent.coordination.events import Note
-from openrecycle.agent.protocol import VerdictReport
+from openrecycle.agent.protocol import ValidationReport
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.runtime.errors import unavailable
 from openrecycle.db.observations import Observations
@@ -20,7 +20,7 @@ log = structlog.get_logger()
 LOOK_BACK = 200
 
 
-def verdict_note(report: VerdictReport) -> Note:
+def validation_note(report: ValidationReport) -> Note:
     """What came of checking an iteration's gradients, as a line of the feed."""
     if report.coefficient is None:
         undone = "; its step had been taken already and was rolled back" if report.redone else ""
@@ -48,9 +48,9 @@ class Feed:
     def __init__(self, store: Store, observations: Observations) -> None:
         self._store, self._observations = store, observations
 
-    def take_verdict(self, job: LiveJob, report: VerdictReport) -> None:
+    def take_validation(self, job: LiveJob, report: ValidationReport) -> None:
         """A report that is known already changes nothing. Raises ConsoleError (503)."""
-        note = verdict_note(report)
+        note = validation_note(report)
         try:
             with job.lock:
                 newest = self._store.events(job.job_id, limit=LOOK_BACK, newest=True)

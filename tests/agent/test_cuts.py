@@ -63,8 +63,8 @@ def _train(workload, partition: tuple[int, ...], optimization: Optimization, ite
                 dy = _sent(made.input_backward(key, dy))
             for made, _ in parts:
                 made.weight_backward(key)
-        verdict = judge([optimizer.measure() for _, optimizer in parts], optimization.clip_norm)
-        losses.append([optimizer.step(verdict) for _, optimizer in parts][-1])
+        validation = judge([optimizer.measure() for _, optimizer in parts], optimization.clip_norm)
+        losses.append([optimizer.step(validation) for _, optimizer in parts][-1])
     optimizers = [optimizer for _, optimizer in parts]
     return losses, joined([optimizer.state() for optimizer in optimizers]), optimizers
 
@@ -158,4 +158,4 @@ def test_a_step_is_undone_by_an_optimizer_that_has_layers_of_two_stages() -> Non
         assert found.tensors.keys() == expected.tensors.keys()
         for name, tensor in expected.tensors.items():
             assert torch.equal(found.tensors[name], tensor), name
-    assert made.verdict == optimizers[2].verdict_before
+    assert made.validation == optimizers[2].validation_before

@@ -33,8 +33,10 @@ def _run(record: Path, *arguments: str, iterations: int = ITERATIONS, **options:
     return nan_model(record, *arguments, iterations=iterations, options=options)
 
 
-def _verdicts(run: Run) -> list[tuple[int, bool]]:
-    return [(line["verdict"]["iteration"], line["verdict"]["redone"]) for line in run.lines if "verdict" in line]
+def _validations(run: Run) -> list[tuple[int, bool]]:
+    return [
+        (line["validation"]["iteration"], line["validation"]["redone"]) for line in run.lines if "validation" in line
+    ]
 
 
 def _same_bits(run: Run, reference: Run) -> None:
@@ -47,7 +49,7 @@ def synchronous(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("synchronous")
     run = _run(folder / "run.jsonl", "--clip-norm", str(CLIP), "--synchronous", **UNRULY)
     assert run.status == 0, run.errors
-    assert len(run.losses) == ITERATIONS and _verdicts(run) == [(20, False)]
+    assert len(run.losses) == ITERATIONS and _validations(run) == [(20, False)]
     return run
 
 
@@ -71,22 +73,22 @@ def test_the_synchronous_order_is_plain_training(synchronous: Run) -> None:
             scheduler.step()
 
 
-def test_steps_taken_before_their_verdict_end_in_the_same_bits(synchronous: Run, tmp_path: Path) -> None:
+def test_steps_taken_before_their_validation_end_in_the_same_bits(synchronous: Run, tmp_path: Path) -> None:
     run = _run(tmp_path / "run.jsonl", "--clip-norm", str(CLIP), **UNRULY)
     _same_bits(run, synchronous)
-    assert _verdicts(run) == [(1, True), (20, True), (55, True)]
+    assert _validations(run) == [(1, True), (20, True), (55, True)]
 
 
 @pytest.mark.parametrize(
     "kills",
     [
-        ("W0_1@1:V",),  # between the step and its verdict, which is to clip it
-        ("W1_0@20:V", "W0_1@40:I1"),  # which is to skip it; and one more while the stages wait for verdicts
+        ("W0_1@1:V",),  # between the step and its validation, which is to clip it
+        ("W1_0@20:V", "W0_1@40:I1"),  # which is to skip it; and one more while the stages wait for validations
         at_length(("W1_1@55:V",)),  # after the last step
-        ("W0_0@1:O",),  # some have stepped, and the verdict on what they did is never heard
+        ("W0_0@1:O",),  # some have stepped, and the validation of what they did is never heard
     ],
 )
-def test_a_death_between_step_and_verdict(kills: tuple[str, ...], synchronous: Run, tmp_path: Path) -> None:
+def test_a_death_between_step_and_validation(kills: tuple[str, ...], synchronous: Run, tmp_path: Path) -> None:
     wishes = [text for kill in kills for text in ("--kill", kill)]
     run = _run(tmp_path / "run.jsonl", "--clip-norm", str(CLIP), *wishes, **UNRULY)
     _same_bits(run, synchronous)
@@ -95,7 +97,7 @@ def test_a_death_between_step_and_verdict(kills: tuple[str, ...], synchronous: R
 
 
 def test_a_newcomer_knows_what_the_others_expect(synchronous: Run, tmp_path: Path) -> None:
-    """It returns while the stages wait for verdicts, and all of them stop waiting at the same step."""
+    """It returns while the stages wait for validations, and all of them stop waiting at the same step."""
     # Paced, so that there is a job left to come back to.
     wishes = ("--kill", "W1_0@2:F1", "--rejoin", "W1_0@2", "--pace", "F=4ms,I=4ms,W=4ms")
     run = _run(tmp_path / "run.jsonl", "--clip-norm", str(CLIP), *wishes, **UNRULY)
@@ -114,7 +116,7 @@ def test_too_many_skipped_updates_in_a_row_end_the_job(tmp_path: Path) -> None:
     run = _run(tmp_path / "run.jsonl", iterations=30, poisoned_all=[2, *range(4, 30)])
     assert run.status == 1
     assert golden("iteration-14-a-gradient-was") in run.errors
-    assert [i for i, _ in _verdicts(run)] == [2, *range(4, 14)]
+    assert [i for i, _ in _validations(run)] == [2, *range(4, 14)]
 
 
 # -- what a death leaves in doubt is settled by those who are left ---------------------------------

@@ -1,4 +1,4 @@
-"""Real workers record the same iteration and post it; logs and verdicts come to the console, too."""
+"""Real workers record the same iteration and post it; logs and validations come to the console, too."""
 
 from __future__ import annotations
 

@@ -52,10 +52,10 @@ def test_only_what_is_lost_is_run_again() -> None:
 
 
 def test_steps_that_are_put_right() -> None:
-    """Steps taken before their verdict, then clipped: iterations in flight are passed on and run again."""
+    """Steps taken before their validation, then clipped: iterations in flight are passed on and run again."""
     job = _ordered("W1_2@2:V", optimization=Optimization(clip_norm=0.3))
     assert job.losses == tagged_losses(0.3) != tagged_losses()
-    assert any("verdict" in line and line["verdict"]["redone"] for line in job.lines)
+    assert any("validation" in line and line["validation"]["redone"] for line in job.lines)
 
 
 def test_a_worker_returns() -> None:

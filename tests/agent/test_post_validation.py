@@ -1,4 +1,4 @@
-"""The verdict on an iteration's gradients, and when the stages wait for it."""
+"""The validation of an iteration's gradients, and when the stages wait for it."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from openrecycle.agent.post_validation import (
 from openrecycle.agent.validation_exchange import tellers
 from openrecycle.planner.job import Worker
 
-VERDICTS = st.sampled_from([CLEAN, SKIP, ValidationResult(0.5)])
+VALIDATIONS = st.sampled_from([CLEAN, SKIP, ValidationResult(0.5)])
 
 
-def _outlook(verdicts: list[ValidationResult]) -> PostValidation:
+def _outlook(validations: list[ValidationResult]) -> PostValidation:
     post_validation = PostValidation()
-    for verdict in verdicts:
-        post_validation = post_validation.after(verdict)
+    for validation in validations:
+        post_validation = post_validation.after(validation)
     return post_validation
 
 
-def test_the_verdict() -> None:
+def test_the_validation() -> None:
     assert judge([Slot((9.0,)), Slot((16.0,))], None) == CLEAN
     assert judge([Slot((9.0,)), Slot((16.0,))], 6.0) == CLEAN
     clipped = judge([Slot((9.0,)), Slot((16.0,))], 1.0)
@@ -62,19 +62,19 @@ def test_skipped_updates_in_a_row_are_counted() -> None:
     assert _outlook([SKIP, SKIP, CLEAN]).skipped == 0
 
 
-@given(st.lists(VERDICTS, max_size=400))
-def test_no_history_makes_optimism_dear(verdicts: list[ValidationResult]) -> None:
+@given(st.lists(VALIDATIONS, max_size=400))
+def test_no_history_makes_optimism_dear(validations: list[ValidationResult]) -> None:
     """Surprises (each costs about an iteration) stay below one in CLEAN_NEEDED, whatever the history."""
     post_validation, surprises = PostValidation(), 0
-    for verdict in verdicts:
-        surprises += post_validation.optimistic and not verdict.clean
-        post_validation = post_validation.after(verdict)
+    for validation in validations:
+        surprises += post_validation.optimistic and not validation.clean
+        post_validation = post_validation.after(validation)
         assert (
             CLEAN_NEEDED <= post_validation.clean_needed <= MAX_CLEAN_NEEDED
             and 0 <= post_validation.calm < post_validation.clean_needed
         )
         assert PostValidation.from_json(post_validation.to_json()) == post_validation
-    assert surprises <= 1 + len(verdicts) / CLEAN_NEEDED
+    assert surprises <= 1 + len(validations) / CLEAN_NEEDED
 
 
 @pytest.mark.parametrize("calm", range(1, 60))
@@ -82,9 +82,9 @@ def test_clipping_now_and_then_costs_less_and_less(calm: int) -> None:
     """Two thousand iterations of which every so-and-so-many-th is clipped: surprises stay below 3%."""
     post_validation, surprises = PostValidation(), 0
     for i in range(2000):
-        verdict = ValidationResult(0.5) if i % (calm + 1) == calm else CLEAN
-        surprises += post_validation.optimistic and not verdict.clean
-        post_validation = post_validation.after(verdict)
+        validation = ValidationResult(0.5) if i % (calm + 1) == calm else CLEAN
+        surprises += post_validation.optimistic and not validation.clean
+        post_validation = post_validation.after(validation)
     assert surprises <= 60
 
 

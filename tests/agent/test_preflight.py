@@ -145,7 +145,7 @@ def test_peers_that_do_not_drift_are_left_alone(synchronous: tuple[str, ...], tm
     )
     assert run.status == 0, run.errors
     assert len(run.losses) == 16 and [f["worker"] for f in run.failures] == ["W1_0"]
-    assert any(line.get("verdict", {}).get("redone") for line in run.lines) or synchronous
+    assert any(line.get("validation", {}).get("redone") for line in run.lines) or synchronous
     assert {line["iteration"]: line["skipped"] for line in run.iterations if "skipped" in line} == {
         3: [2],
         5: [3],

@@ -73,9 +73,9 @@ def _sum(stage: StageOptimizer, iteration: int) -> None:
     stage.gradients.add_loss(torch.tensor(float(iteration)))
 
 
-def _train(stage: StageOptimizer, iteration: int, verdict: ValidationResult | None = CLEAN) -> None:
+def _train(stage: StageOptimizer, iteration: int, validation: ValidationResult | None = CLEAN) -> None:
     _sum(stage, iteration)
-    assert stage.step(verdict) == iteration
+    assert stage.step(validation) == iteration
 
 
 def _everything(stage: StageOptimizer) -> tuple[Any, ...]:
@@ -118,24 +118,24 @@ def test_roll_back_is_exact_also_of_the_first_step(optimizer: str, scheduler: st
 
 
 @pytest.mark.parametrize(("optimizer", "scheduler"), EVERY)
-def test_a_late_verdict_leaves_what_an_early_one_would_have(optimizer: str, scheduler: str | None) -> None:
+def test_a_late_validation_leaves_what_an_early_one_would_have(optimizer: str, scheduler: str | None) -> None:
     """Clean, clipped and skipped steps, staggered against synchronous: every bit, and the roll-back after it."""
     late, early = (_stage(optimizer=optimizer, scheduler=scheduler) for _ in range(2))
-    for i, verdict in enumerate(
+    for i, validation in enumerate(
         [SKIP, CLEAN, ValidationResult(0.25), CLEAN, SKIP, ValidationResult(0.1), ValidationResult(0.5), CLEAN]
     ):
         before = _everything(late)
         _train(late, i, None)
         _sum(late, 100)
-        assert late.settle(verdict) == (not verdict.clean)
-        assert bool(late.gradients.buffer.any()) == verdict.clean
+        assert late.settle(validation) == (not validation.clean)
+        assert bool(late.gradients.buffer.any()) == validation.clean
         late.gradients.clear()
-        _train(early, i, verdict)
+        _train(early, i, validation)
         assert _equal(_everything(late), _everything(early))
         if i % 2:
             late.roll_back()
             assert _equal(_everything(late), before)
-            _train(late, i, verdict)
+            _train(late, i, validation)
             assert _equal(_everything(late), _everything(early))
 
 

@@ -55,14 +55,14 @@ def _stage(seed: int, optimizer: Any = OPTIMIZERS["AdamW"], width: int = 48) -> 
     return StageOptimizer(module, made, gradients, scheduler, clips=True)
 
 
-def _step(stage: StageOptimizer, iteration: int, verdict: ValidationResult | None = CLEAN) -> None:
+def _step(stage: StageOptimizer, iteration: int, validation: ValidationResult | None = CLEAN) -> None:
     """On gradients that depend on the iteration alone, as peers of a stage have them."""
     generator = torch.Generator().manual_seed(iteration)
     for tensor in stage.gradients.parameters:
         stage.gradients.add(tensor, torch.randn(tensor.shape, generator=generator))
     for tensor in stage.gradients.moving:
         stage.gradients.add_change(tensor, torch.randn(tensor.shape, generator=generator, dtype=torch.float64))
-    stage.step(verdict, Slot((1.0,), 0))
+    stage.step(validation, Slot((1.0,), 0))
 
 
 def _everything(stage: StageOptimizer) -> tuple[Any, dict[str, Tensor]]:
@@ -149,13 +149,13 @@ def test_beside_the_training_it_ends_with_the_same_bits(optimizer: str, before: 
     assert _equal(target, source)
 
 
-VERDICTS = st.sampled_from([CLEAN, CLEAN, CLEAN, SKIP, ValidationResult(0.5)])
+VALIDATIONS = st.sampled_from([CLEAN, CLEAN, CLEAN, SKIP, ValidationResult(0.5)])
 
 
 @examples(8)
-@given(verdicts=st.lists(VERDICTS, min_size=3, max_size=20), seed=st.integers(0, 2**32))
-def test_steps_that_are_put_right_take_back_what_came_since(verdicts: list[ValidationResult], seed: int) -> None:
-    """Either side may hear of a verdict first, and pieces arrive at any moment."""
+@given(validations=st.lists(VALIDATIONS, min_size=3, max_size=20), seed=st.integers(0, 2**32))
+def test_steps_that_are_put_right_take_back_what_came_since(validations: list[ValidationResult], seed: int) -> None:
+    """Either side may hear of a validation first, and pieces arrive at any moment."""
     order = random.Random(seed)
     source, target = _stage(0), _stage(1)
     _step(source, 0)
@@ -163,7 +163,7 @@ def test_steps_that_are_put_right_take_back_what_came_since(verdicts: list[Valid
     with closing(server):
         receiver.begin(description, A)
         i = 1
-        for verdict in [*verdicts, *[CLEAN] * 200]:
+        for validation in [*validations, *[CLEAN] * 200]:
             stages = [source, target]
             order.shuffle(stages)
             for stage in stages:
@@ -171,10 +171,10 @@ def test_steps_that_are_put_right_take_back_what_came_since(verdicts: list[Valid
                 receiver.wait(order.choice([0, 0.03]))
             order.shuffle(stages)
             for stage in stages:
-                stage.settle(verdict)
+                stage.settle(validation)
                 receiver.wait(order.choice([0, 0.03]))
             i += 1
-            if receiver.complete and i > len(verdicts):
+            if receiver.complete and i > len(validations):
                 break
         assert receiver.complete and _equal(target, source)
 

@@ -1,4 +1,4 @@
-"""The advisor's verdict on a job with workers out: what it says, on what grounds, and when."""
+"""The advisor's recommendation on a job with workers out: what it says, on what grounds, and when."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ui_console import ConsoleHere, JobHere, until
 from openrecycle.agent.coordination.choosing import out
 from openrecycle.agent.coordination.membership import Candidate
 from openrecycle.agent.protocol import FailureReport
+from openrecycle.app.advice.recommendation import AdviceRequest, Recommendation, decide, recommendation_document, serve
 from openrecycle.app.advice.service import REPAIR_SECONDS, copy_times, grounds, move_times
-from openrecycle.app.advice.verdict import AdviceRequest, Recommendation, decide, serve, verdict_document
 from openrecycle.app.observing.job_history import changes, repair_times
 from openrecycle.app.runtime.maker import TaskQueue
 from openrecycle.planner.check import check
@@ -46,21 +46,28 @@ MOVE = Candidate(MIGRATE, ("W2_1",), (("W2_1", "W1_2"),))
 
 
 def test_re_routing_that_is_best_needs_no_operator() -> None:
-    verdict = decide(advice(Option("re-route", 1, 9.0), Option("re-partition", 20, 8.0)), ["W1_2"], FULL, "Basis.")
-    assert (verdict.way, verdict.advised, verdict.absorbed) == ("re-route", "re-route", True)
-    assert verdict.reason.startswith(golden("with-w1-2-empty-the-best"))
-    assert verdict.reason.endswith("Basis.") and "re-partition" not in verdict.reason
-    assert not verdict.calls_for_an_operator
+    recommendation = decide(
+        advice(Option("re-route", 1, 9.0), Option("re-partition", 20, 8.0)), ["W1_2"], FULL, "Basis."
+    )
+    assert (recommendation.way, recommendation.advised, recommendation.absorbed) == ("re-route", "re-route", True)
+    assert recommendation.reason.startswith(golden("with-w1-2-empty-the-best"))
+    assert recommendation.reason.endswith("Basis.") and "re-partition" not in recommendation.reason
+    assert not recommendation.calls_for_an_operator
 
 
 def test_what_can_not_be_done_is_never_called_best() -> None:
-    verdict = decide(advice(Option("re-route", 0, 5.0), Option("re-partition", 0, 8.0)), ["W1_2"], FULL, "", [STAY])
-    assert (verdict.way, verdict.advised) == ("re-route", "re-route") and not verdict.calls_for_an_operator
-    assert (
-        golden("the-best-option-is-re-route") in verdict.reason
-        and golden("best-option-is-re-partition") not in verdict.reason
+    recommendation = decide(
+        advice(Option("re-route", 0, 5.0), Option("re-partition", 0, 8.0)), ["W1_2"], FULL, "", [STAY]
     )
-    first, after = verdict.reason.split(" Not possible here: ")
+    assert (recommendation.way, recommendation.advised) == (
+        "re-route",
+        "re-route",
+    ) and not recommendation.calls_for_an_operator
+    assert (
+        golden("the-best-option-is-re-route") in recommendation.reason
+        and golden("best-option-is-re-partition") not in recommendation.reason
+    )
+    first, after = recommendation.reason.split(" Not possible here: ")
     assert "re-partition" not in first
     assert after == golden("re-partition-which-would-train-60")
 
@@ -71,34 +78,36 @@ def test_what_can_not_be_done_is_never_called_best() -> None:
 )
 def test_a_clearly_better_move_is_made(automatic: bool, way: str, words: str) -> None:
     options = (Option(REROUTE, 0, 5.0), Option(MIGRATE, 5, 8.0))
-    verdict = decide(advice(*options), ["W1_2"], FULL, "", [MOVE, STAY], automatic=automatic, migrate=True)
-    assert (verdict.way, verdict.advised, verdict.better) == (way, MIGRATE, MIGRATE)
-    assert verdict.calls_for_an_operator == (not automatic)
-    assert golden("it-trains-60-more-than", words) in verdict.reason
+    recommendation = decide(advice(*options), ["W1_2"], FULL, "", [MOVE, STAY], automatic=automatic, migrate=True)
+    assert (recommendation.way, recommendation.advised, recommendation.better) == (way, MIGRATE, MIGRATE)
+    assert recommendation.calls_for_an_operator == (not automatic)
+    assert golden("it-trains-60-more-than", words) in recommendation.reason
 
 
 def test_the_best_of_what_can_be_done_is_ranked_first() -> None:
     options = (Option(REROUTE, 0, 5.0), Option(MIGRATE, 0, 8.0), Option("re-partition", 0, 9.0))
-    verdict = decide(advice(*options), ["W1_2"], FULL, "", [MOVE, STAY], automatic=True, migrate=True)
-    assert (verdict.way, verdict.advised, verdict.better) == (MIGRATE, MIGRATE, MIGRATE)
-    assert golden("the-best-option-is-migrate-and") in verdict.reason
-    assert verdict.reason.index("next is re-route") < verdict.reason.index(golden("not-possible-here-re-partition"))
+    recommendation = decide(advice(*options), ["W1_2"], FULL, "", [MOVE, STAY], automatic=True, migrate=True)
+    assert (recommendation.way, recommendation.advised, recommendation.better) == (MIGRATE, MIGRATE, MIGRATE)
+    assert golden("the-best-option-is-migrate-and") in recommendation.reason
+    assert recommendation.reason.index("next is re-route") < recommendation.reason.index(
+        golden("not-possible-here-re-partition")
+    )
 
 
 def test_a_job_that_may_not_move_says_so() -> None:
     options = (Option(REROUTE, 0, 5.0), Option(MIGRATE, 0, 8.0))
-    verdict = decide(advice(*options), ["W1_2"], FULL, "", [STAY])
-    assert (verdict.way, verdict.advised, verdict.better) == (REROUTE, REROUTE, "")
-    assert golden("not-possible-here-migrate-and") in verdict.reason
+    recommendation = decide(advice(*options), ["W1_2"], FULL, "", [STAY])
+    assert (recommendation.way, recommendation.advised, recommendation.better) == (REROUTE, REROUTE, "")
+    assert golden("not-possible-here-migrate-and") in recommendation.reason
 
 
 def test_a_way_that_is_hardly_better_is_not_worth_it() -> None:
-    verdict = decide(
+    recommendation = decide(
         advice(Option("re-route", 0, 8.0), Option("migrate and re-route", 0, 8.3)), ["W1_2"], FULL, "", [MOVE]
     )
-    assert not verdict.better
-    assert not verdict.calls_for_an_operator
-    assert verdict.reason.endswith(golden("the-job-re-routes-which-trains"))
+    assert not recommendation.better
+    assert not recommendation.calls_for_an_operator
+    assert recommendation.reason.endswith(golden("the-job-re-routes-which-trains"))
 
 
 def test_work_that_a_restart_loses_counts() -> None:
@@ -112,8 +121,8 @@ def test_work_that_a_restart_loses_counts() -> None:
 def test_where_re_routing_trains_nothing_another_way_that_can_be_taken_is_better() -> None:
     drop = Candidate(DROP, ("W0_0", "W0_1"), rate=1.0)
     options = (Option("re-route", 2 * HOUR, 5.0), Option("re-partition", 0, 3.0))
-    verdict = decide(advice(*options), ["W0_0"], FULL, "", [drop, STAY])
-    assert verdict.advised == DROP and golden("the-best-option-is-drop") in verdict.reason
+    recommendation = decide(advice(*options), ["W0_0"], FULL, "", [drop, STAY])
+    assert recommendation.advised == DROP and golden("the-best-option-is-drop") in recommendation.reason
 
 
 # -- the grounds --------------------------------------------------------------------------------
@@ -206,7 +215,7 @@ def ask(**given: object) -> tuple[Recommendation | None, str]:
     maker, answers = TaskQueue(serve, "advising"), list[tuple[Recommendation | None, str]]()
     maker.start(child=False)
     try:
-        maker.submit(request(**given), lambda verdict, why: answers.append((verdict, why)))
+        maker.submit(request(**given), lambda recommendation, why: answers.append((recommendation, why)))
         until(lambda: bool(answers), "the advice comes")
     finally:
         maker.close()
@@ -214,25 +223,25 @@ def ask(**given: object) -> tuple[Recommendation | None, str]:
 
 
 def test_the_process_says_when_bubbles_can_not_absorb_the_load() -> None:
-    verdict, why = ask()
-    assert verdict is not None, why
-    assert not verdict.absorbed
-    assert golden("the-bubbles-cant-absorb-the-load") in verdict.reason
-    assert verdict.reason.startswith(golden("with-w0-2-w1-2"))
-    assert [c.name for c in verdict.candidates] == [REROUTE, DROP] and not verdict.better
+    recommendation, why = ask()
+    assert recommendation is not None, why
+    assert not recommendation.absorbed
+    assert golden("the-bubbles-cant-absorb-the-load") in recommendation.reason
+    assert recommendation.reason.startswith(golden("with-w0-2-w1-2"))
+    assert [c.name for c in recommendation.candidates] == [REROUTE, DROP] and not recommendation.better
 
 
 def test_the_process_makes_the_plans_of_all_ways_that_the_job_can_take() -> None:
-    verdict, why = ask(migrate=True)
-    assert verdict is not None, why
-    best, stay, drop = verdict.candidates
-    assert (best.name, stay.name, drop.name) == (MIGRATE, REROUTE, DROP) and verdict.better == MIGRATE
+    recommendation, why = ask(migrate=True)
+    assert recommendation is not None, why
+    best, stay, drop = recommendation.candidates
+    assert (best.name, stay.name, drop.name) == (MIGRATE, REROUTE, DROP) and recommendation.better == MIGRATE
     ((source, to),) = best.moves
     assert to in ("W0_2", "W1_2") and source.endswith(("_0", "_1", "_3")) and best.failed != stay.failed
     assert stay.failed == ("W0_2", "W1_2")
     assert drop.failed == tuple(f"W{p}_{s}" for p in (0, 1) for s in range(4))
-    plans = {plan.fingerprint: plan for plan in (from_bytes(b64decode(data)) for data in verdict.plans)}
-    for way in verdict.candidates:
+    plans = {plan.fingerprint: plan for plan in (from_bytes(b64decode(data)) for data in recommendation.plans)}
+    for way in recommendation.candidates:
         assert plans[way.plan].failed == way.failed and check(plans[way.plan]) == []
         assert way.rate == pytest.approx(18 / (plans[way.plan].metrics.period / 1000))
         assert way.slowdown_vs_1f1b == pytest.approx(plans[way.plan].metrics.slowdown_vs_1f1b)
@@ -256,8 +265,8 @@ def test_who_has_moved_stays(grid: tuple[int, int, int], failed: tuple[str, ...]
 
     def better(out: tuple[str, ...]) -> Candidate | None:
         asked = request(job=job, failed=out, migrate=True)
-        verdict = asked.read(verdict_document(json.loads(asked.to_json())))
-        return next((c for c in verdict.candidates if c.name == verdict.better), None)
+        recommendation = asked.read(recommendation_document(json.loads(asked.to_json())))
+        return next((c for c in recommendation.candidates if c.name == recommendation.better), None)
 
     moved = better(failed)
     assert moved is not None
@@ -267,20 +276,20 @@ def test_who_has_moved_stays(grid: tuple[int, int, int], failed: tuple[str, ...]
 LAYERED = job_doc(Job.uniform(3, 4, 6, durations={"F": 4.0, "I": 4.0, "W": 4.0}, time_unit="ms", layers=44))
 
 
-def verdict_on(**given: object) -> Recommendation:
+def recommend(**given: object) -> Recommendation:
     asked = request(**({"job": LAYERED, "failed": ("W1_2",), "relayout": "auto", "partition": (11,) * 4} | given))
-    return asked.read(verdict_document(json.loads(asked.to_json())))
+    return asked.read(recommendation_document(json.loads(asked.to_json())))
 
 
 def test_layers_that_may_move_do_so_where_that_pays_within_the_hour() -> None:
-    verdict = verdict_on()
-    best = verdict.candidates[0]
-    assert (best.name, verdict.better, verdict.way) == (REPARTITION, REPARTITION, REPARTITION)
+    recommendation = recommend()
+    best = recommendation.candidates[0]
+    assert (best.name, recommendation.better, recommendation.way) == (REPARTITION, REPARTITION, REPARTITION)
     assert best.failed == ("W1_2",) and sum(best.partition) == 44 and best.partition != (11,) * 4
-    plan = next(p for p in map(from_bytes, map(b64decode, verdict.plans)) if p.fingerprint == best.plan)
+    plan = next(p for p in map(from_bytes, map(b64decode, recommendation.plans)) if p.fingerprint == best.plan)
     assert plan.partition == best.partition and plan.metrics.bound_over == "partitions" and check(plan) == []
     assert best.share > 0.88, "of 11/12"
-    after = verdict_on(partition=best.partition)
+    after = recommend(partition=best.partition)
     assert after.better == "" and all(c.name != REPARTITION for c in after.candidates), "they stay there"
 
 
@@ -293,14 +302,14 @@ def test_layers_that_may_move_do_so_where_that_pays_within_the_hour() -> None:
     ],
 )
 def test_layers_stay_where_they_may_not_move_or_it_costs_more(given: dict[str, object], better: str) -> None:
-    verdict = verdict_on(**given)
-    assert verdict.better == better and verdict.way == REROUTE
+    recommendation = recommend(**given)
+    assert recommendation.better == better and recommendation.way == REROUTE
 
 
 def test_layers_go_back_when_all_workers_are_there() -> None:
-    verdict = verdict_on(failed=(), partition=(11, 14, 7, 12))
-    (back,) = [c for c in verdict.candidates if c.name == REPARTITION]
-    assert verdict.better == REPARTITION and back.partition == (11,) * 4 and back.failed == ()
+    recommendation = recommend(failed=(), partition=(11, 14, 7, 12))
+    (back,) = [c for c in recommendation.candidates if c.name == REPARTITION]
+    assert recommendation.better == REPARTITION and back.partition == (11,) * 4 and back.failed == ()
     assert back.share == pytest.approx(1.0)
 
 
@@ -316,14 +325,14 @@ def test_what_moved_layers_cost_is_measured() -> None:
 
 
 def test_advice_that_takes_too_long_is_given_up() -> None:
-    verdict, why = ask(job=job_doc(Job.uniform(32, 32, 64)), failed=("W1_2",), patience=0.5)
-    assert verdict is None
+    recommendation, why = ask(job=job_doc(Job.uniform(32, 32, 64)), failed=("W1_2",), patience=0.5)
+    assert recommendation is None
     assert why == golden("it-took-more-than-0")
 
 
 def test_what_can_not_be_advised_is_a_sentence() -> None:
-    verdict, why = ask(heals_in=0.0)
-    assert verdict is None
+    recommendation, why = ask(heals_in=0.0)
+    assert recommendation is None
     assert why.startswith(golden("heals-in-got-0-0"))
 
 

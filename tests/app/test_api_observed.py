@@ -1,4 +1,4 @@
-"""Logs, verdicts, acknowledgements and measured iterations over the API, on both databases."""
+"""Logs, validations, acknowledgements and measured iterations over the API, on both databases."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def test_logs_and_states_of_a_worker(agents: Agents) -> None:
     assert unknown.status_code == 404 and unknown.json()["code"] == "unknown_worker"
 
 
-def test_verdicts_and_their_acknowledgement(agents: Agents) -> None:
+def test_validations_and_their_acknowledgement(agents: Agents) -> None:
     agents.register_all()
     report = {"iteration": 4, "coefficient": None, "redone": True}
     for _ in range(2):
-        assert agents.server.post(agents.path("/verdicts"), report).status_code == 204
+        assert agents.server.post(agents.path("/validations"), report).status_code == 204
     events = agents.server.get(agents.path("/events")).json()["events"]
     skipped = [e for e in events if e["kind"] == "step"]
     assert len(skipped) == 1 and "iteration 4 is skipped" in skipped[0]["text"]

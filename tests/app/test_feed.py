@@ -1,11 +1,11 @@
-"""The event feed: verdicts on steps, and who has taken note of what; the newest lines of workers."""
+"""The event feed: validations on steps, and who has taken note of what; the newest lines of workers."""
 
 from __future__ import annotations
 
 import pytest
 from ui_console import ConsoleHere, JobHere
 
-from openrecycle.agent.protocol import LogLine, LogLines, VerdictReport
+from openrecycle.agent.protocol import LogLine, LogLines, ValidationReport
 from openrecycle.app.observing import service
 from openrecycle.app.observing.service import LogBook
 from openrecycle.app.runtime.errors import ConsoleError
@@ -17,19 +17,19 @@ pytestmark = pytest.mark.processes
 @pytest.mark.parametrize(
     ("report", "severity", "words"),
     [
-        (VerdictReport(iteration=7, coefficient=None, redone=False), "warning", "iteration 7 is skipped"),
-        (VerdictReport(iteration=7, coefficient=None, redone=True), "warning", "was rolled back"),
-        (VerdictReport(iteration=7, coefficient=0.25, redone=True), "info", "clipped to 0.25 of their length"),
-        (VerdictReport(iteration=7, coefficient=1.0, redone=True), "info", "without the clipping"),
+        (ValidationReport(iteration=7, coefficient=None, redone=False), "warning", "iteration 7 is skipped"),
+        (ValidationReport(iteration=7, coefficient=None, redone=True), "warning", "was rolled back"),
+        (ValidationReport(iteration=7, coefficient=0.25, redone=True), "info", "clipped to 0.25 of their length"),
+        (ValidationReport(iteration=7, coefficient=1.0, redone=True), "info", "without the clipping"),
     ],
 )
-def test_a_verdict_is_a_line_of_the_feed_once(
-    here: ConsoleHere, report: VerdictReport, severity: str, words: str
+def test_a_validation_is_a_line_of_the_feed_once(
+    here: ConsoleHere, report: ValidationReport, severity: str, words: str
 ) -> None:
     console = here.console
     job_id = JobHere(console, "steps").job_id
     for _ in range(2):
-        console.observing.feed.take_verdict(console.job(job_id), report)
+        console.observing.feed.take_validation(console.job(job_id), report)
     lines = [e for e in console.view(job_id).events if e.kind == "step"]
     assert [(e.severity, words in e.text) for e in lines] == [(severity, True)]
 

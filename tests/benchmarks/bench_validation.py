@@ -40,7 +40,7 @@ def _milliseconds(name: str, *arguments: str, loud: list[int] | None = None) -> 
         task = ("--workload", "tests.agent.nan_model:NanModel", "--workload-options", json.dumps({"loud": loud or []}))
         run: Run = launch(Path(folder) / "run.jsonl", *GRID, *LOSS, *task, "--iterations", str(ITERATIONS), *arguments)
     assert run.status == 0, run.errors
-    redone = sum(line["verdict"]["redone"] for line in run.lines if "verdict" in line)
+    redone = sum(line["validation"]["redone"] for line in run.lines if "validation" in line)
     ms: float = 1000 * statistics.mean(line["seconds"] for line in run.iterations[WARM:])
     print(f"  {name}: {ms:.0f} ms an iteration, {redone} steps overturned")
     return ms

@@ -137,7 +137,7 @@ ODD: list[tuple[str, str, Any]] = [
             ]
         },
     ),
-    ("POST", "/jobs/{job}/verdicts", {"iteration": MOST, "coefficient": None, "redone": False}),
+    ("POST", "/jobs/{job}/validations", {"iteration": MOST, "coefficient": None, "redone": False}),
     (
         "POST",
         "/jobs/{job}/failures",

@@ -124,11 +124,11 @@ class AdviceRequest:
 
 def serve(channel: Channel, request: bytes) -> None:
     """In a child process."""
-    channel.say(answered(request, lambda asked: verdict_document(asked).encode()))
+    channel.say(answered(request, lambda asked: recommendation_document(asked).encode()))
 
 
-def verdict_document(request: Mapping[str, Any]) -> str:
-    """The verdict on an AdviceRequest, as JSON. Takes seconds for a large job. Raises PlannerError."""
+def recommendation_document(request: Mapping[str, Any]) -> str:
+    """The recommendation on an AdviceRequest, as JSON. Takes seconds for a large job. Raises PlannerError."""
     job = JobDoc.model_validate(request["job"]).job()
     planned = PlannedJob(
         job.with_partition(request["partition"]) if job.layers else job,
@@ -144,7 +144,7 @@ def verdict_document(request: Mapping[str, Any]) -> str:
         costs = replace(costs, repartition=MOVE_ITERATIONS * planned.full.seconds if move is None else move)
     advice = advise(PolicyState(failed, request["since_checkpoint"]), planned, costs, heals_in=request["heals_in"])
     made = candidates(advice, planned, failed, migrate=request["migrate"], relayout=request["relayout"])
-    verdict = decide(
+    recommendation = decide(
         advice,
         request["failed"],
         planned.full,
@@ -155,7 +155,7 @@ def verdict_document(request: Mapping[str, Any]) -> str:
         relayout=request["relayout"],
     )
     plans = [b64encode(to_bytes(plan)).decode() for _, plan in made if plan is not None]
-    return json.dumps(asdict(verdict) | {"plans": plans})
+    return json.dumps(asdict(recommendation) | {"plans": plans})
 
 
 def candidates(
