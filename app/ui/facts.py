@@ -55,9 +55,14 @@ def live_cards(view: JobView) -> list[Card]:
 
 
 def ready_words(view: JobView) -> str:
-    """How many plans are ready for the next loss. "": the job is over, or nothing is known yet."""
-    if view.state in OVER or not view.plans_to_make:
+    """How many plans are ready for the next loss. "": the job is over.
+
+    Never empty before: Streamlit draws no container that holds nothing, and all below it would move up (52 pixels, for
+    the moment in which it is found out anew which plans are needed: a worker is back, or layers have moved)."""
+    if view.state in OVER:
         return ""
+    if not view.plans_to_make:
+        return "Plans made ahead: none yet."
     done = view.planned_ahead >= view.plans_to_make
     made = f"{view.plans_to_make:,}" if done else f"{view.planned_ahead:,} of {view.plans_to_make:,}"
     out = any(w.state in OUT for w in view.workers)

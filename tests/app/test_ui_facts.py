@@ -233,3 +233,12 @@ def test_op_times_are_said_by_stage_where_stages_differ() -> None:
     assert facts.op_time_words(spec) == "F 6.0 ms to 12 ms, I 0 ms to 9.0 ms, W 12 ms"
     slots = factory.spec(**sizes, profile=job_doc(replace(job, time_unit="slot")))
     assert facts.op_time_words(slots) == ""
+
+
+def test_where_plans_are_said_there_are_words_until_the_job_is_over() -> None:
+    """A line that comes and goes moves all below it."""
+    assert facts.ready_words(factory.running(planned_ahead=0, plans_to_make=0))
+    assert facts.ready_words(factory.running(planned_ahead=3, plans_to_make=79)).startswith(
+        golden("plans-made-ahead-3-of")
+    )
+    assert not facts.ready_words(factory.running(state=JobState.FINISHED))
