@@ -20,7 +20,7 @@ M = TypeVar("M", bound=BaseModel)
 
 CONNECT_SECONDS = 5.0
 # Where there are several addresses: an answer takes so long at first, and a long-poll at most.
-FIRST_PATIENCE_SECONDS = 3.0
+FIRST_TIMEOUT_SECONDS = 3.0
 SHORT_POLL_SECONDS = 5.0
 
 
@@ -60,7 +60,7 @@ class ConsoleClient:
         self._urls = check_url(url).split(",")
         self._at = 0
         self._timeout = timeout
-        self._patience = self._first_patience()
+        self._current_timeout = self._first_timeout()
         self._session = requests.Session()
         # A console on this machine must not be looked for behind a proxy.
         self._session.trust_env = False
@@ -118,23 +118,23 @@ class ConsoleClient:
             at = (first + turn) % len(self._urls)
             url = self._urls[at]
             try:
-                patience = (min(CONNECT_SECONDS, self._patience), self._patience + extra_time)
-                answer = self._session.request(method, f"{url}{API}{path}", timeout=patience, **body)
+                timeouts = (min(CONNECT_SECONDS, self._current_timeout), self._current_timeout + extra_time)
+                answer = self._session.request(method, f"{url}{API}{path}", timeout=timeouts, **body)
             except requests.RequestException as error:
                 reasons.append(f"{url} does not answer ({type(error).__name__})")
                 continue
             self._at = at  # also one that is a standby: the other may hang, and would be waited for again
             if answer.status_code < 500 and answer.status_code != 429:
-                self._patience = self._first_patience()
+                self._current_timeout = self._first_timeout()
                 return answer
             reasons.append(f"{url} answered {answer.status_code}{_detail(answer)}")
         # One that is only slow is given more time.
-        self._patience = min(2 * self._patience, self._timeout)
+        self._current_timeout = min(2 * self._current_timeout, self._timeout)
         raise ConsoleUnavailable("; ".join(reasons))
 
-    def _first_patience(self) -> float:
+    def _first_timeout(self) -> float:
         """A console that hangs must not keep this one from its standby."""
-        return self._timeout if len(self._urls) == 1 else min(FIRST_PATIENCE_SECONDS, self._timeout)
+        return self._timeout if len(self._urls) == 1 else min(FIRST_TIMEOUT_SECONDS, self._timeout)
 
 
 class Backoff:

@@ -163,8 +163,8 @@ class Communicator:
             go = f"generation{generation}/go"
             if meeting.add(f"generation{generation}/ready", 1) == len(living):
                 meeting.set(go, _GO)
-            patience = self._timeouts.transfer if at_boundary else self._timeouts.form
-            meeting.wait([go], timedelta(seconds=patience))
+            timeout = self._timeouts.transfer if at_boundary else self._timeouts.form
+            meeting.wait([go], timedelta(seconds=timeout))
             if meeting.get(go) != _GO:
                 raise TransferError(f"generation {generation} is superseded")
             self.abandon()

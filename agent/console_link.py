@@ -57,10 +57,10 @@ REPORTED_ITERATIONS = 1000
 LAST_TRIES_SECONDS = 0.2
 PHASE_SECONDS = 1.0
 """So long an acknowledgement waits for workers that have not taken that step."""
-WORKERS_PATIENCE_SECONDS = 2.0
+WORKERS_TIMEOUT_SECONDS = 2.0
 """For the last words of the workers, at the end of the job."""
 # For a console that is away at the end of a job: where it was stopped, somebody waits for the launcher to end.
-STOPPED_PATIENCE_SECONDS, ENDED_PATIENCE_SECONDS = 3.0, 60.0
+STOPPED_TIMEOUT_SECONDS, ENDED_TIMEOUT_SECONDS = 3.0, 60.0
 TRY_AGAIN_SECONDS = 1.0
 """Between two tries, at most. A console that is back knows of a death by this report before it gives up waiting for
 it (its transfer_grace) and has all connect anew, with the dead among them; and who trains waits for its decision."""
@@ -81,8 +81,8 @@ class QueuedReport(NamedTuple):
         return self.message
 
 
-def create_job(client: ConsoleClient, spec: JobSpec, *, patience: float = 30.0) -> JobCreated:
-    """Registers the job; waits up to `patience` seconds for the console to answer.
+def create_job(client: ConsoleClient, spec: JobSpec, *, timeout: float = 30.0) -> JobCreated:
+    """Registers the job; waits up to `timeout` seconds for the console to answer.
 
     Raises ConsoleUnavailable or ConsoleRefused.
     """
@@ -93,7 +93,7 @@ def create_job(client: ConsoleClient, spec: JobSpec, *, patience: float = 30.0) 
             assert created is not None
             return created
         except ConsoleUnavailable:
-            if waited >= patience:
+            if waited >= timeout:
                 raise
             wait = backoff.seconds()
             threading.Event().wait(wait)
@@ -138,11 +138,11 @@ def is_history(report: QueuedReport) -> bool:
 class Phases:
     """Makes one acknowledgement of a generation's step out of those of all workers. No clock.
 
-    patience: seconds after which those that have taken a step are acknowledged without the others.
+    timeout: seconds after which those that have taken a step are acknowledged without the others.
     """
 
-    def __init__(self, patience: float) -> None:
-        self._patience = patience
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
         self._generation = 0
         self._expected: frozenset[str] = frozenset()
         self._known: dict[tuple[int, str], set[str]] = {}
@@ -163,7 +163,7 @@ class Phases:
         out = []
         for key, (since, waiting) in list(self._waiting.items()):
             complete = key[0] != self._generation or self._expected <= self._known.get(key, set())
-            if complete or now - since >= self._patience:
+            if complete or now - since >= self._timeout:
                 out.append(waiting)
                 del self._waiting[key]
         return out
@@ -277,7 +277,7 @@ class ConsoleCoordination:
     def finished(self, state: str, reason: str) -> None:
         self._tell(float("inf"))
         self._workers.stop()
-        self._workers.join(WORKERS_PATIENCE_SECONDS)
+        self._workers.join(WORKERS_TIMEOUT_SECONDS)
         self._report("/finish", JobFinished(state=state, reason=reason[:2000]))  # type: ignore[arg-type]
 
     def poll(self, now: float) -> list[Event]:
@@ -292,18 +292,18 @@ class ConsoleCoordination:
     def close(self, hurried: Callable[[], bool]) -> None:
         """Delivers what is queued, and says so where that takes long and where it is in vain.
 
-        hurried: while it holds, STOPPED_PATIENCE_SECONDS are enough, otherwise it is ENDED_PATIENCE_SECONDS.
+        hurried: while it holds, STOPPED_TIMEOUT_SECONDS are enough, otherwise it is ENDED_TIMEOUT_SECONDS.
         """
         begin = time.monotonic()
         self._closing.set()
         self._report_there.set()
-        self._sender.join(STOPPED_PATIENCE_SECONDS)
+        self._sender.join(STOPPED_TIMEOUT_SECONDS)
         if self._sender.is_alive() and not hurried():
             self._say(
                 "the console is away; it is told how the job ended once it is back, "
-                f"for up to {ENDED_PATIENCE_SECONDS:g} s"
+                f"for up to {ENDED_TIMEOUT_SECONDS:g} s"
             )
-        while self._sender.is_alive() and not hurried() and time.monotonic() - begin < ENDED_PATIENCE_SECONDS:
+        while self._sender.is_alive() and not hurried() and time.monotonic() - begin < ENDED_TIMEOUT_SECONDS:
             self._sender.join(LAST_TRIES_SECONDS)
         if self._sender.is_alive():
             self._say(f"the console was not told how the job ended; reports lost: {len(self._reports)}")

@@ -15,7 +15,7 @@ import torch
 from openrecycle.agent.communicator import Groups
 from openrecycle.agent.devices import completion, on_device
 from openrecycle.agent.faults import FaultInjector
-from openrecycle.agent.ledger import Redo
+from openrecycle.agent.kept_micro_batches import Redo
 from openrecycle.agent.liveness import AT_REST, DATA, LEAVING, VALIDATION, WAITING, OpProgress
 from openrecycle.agent.op_times import OpSeconds
 from openrecycle.agent.pacing import PacedDevice

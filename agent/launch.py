@@ -13,10 +13,10 @@ from collections.abc import Callable
 from multiprocessing.connection import wait
 from typing import Any
 
-from openrecycle.agent import channel, poison, worker
+from openrecycle.agent import bad_samples, channel, worker
 from openrecycle.agent.coordination.launcher import Coordination, Deploy, Halt, LauncherWarning, Measure, ProcessFenced
-from openrecycle.agent.holding import PauseRequest
 from openrecycle.agent.liveness import CurrentOp, LoopLag, Silences, boot_clock
+from openrecycle.agent.pausing import PauseRequest
 from openrecycle.agent.processes import ProcessPool, WorkerProcess, preload
 from openrecycle.agent.protocol import Command, Iteration, Relayout, ValidationReport
 from openrecycle.agent.record import DivergedError, RecordedProgress, RunRecord
@@ -87,7 +87,7 @@ class Launcher:
         self._nobody_due = 0.0
         """After so many seconds without a word from any worker it is said (again)."""
         self._stop = 0
-        self._poison = poison.BadSamples()
+        self._poison = bad_samples.BadSamples()
         self._found: dict[str, Any] = {}
         """What each member of the newest generation is told of micro-batches that raise; see agent.channel.Orders."""
         self._why_halted, self._halt_by = "", 0.0
@@ -279,12 +279,12 @@ class Launcher:
     def _raised(self, entry: WorkerProcess, message: channel.Message) -> None:
         """An op of a micro-batch raised: the worker lives, and waits for the next generation."""
         cell, faults = entry.worker, self._options.faults
-        said = poison.FailedOp(
+        said = bad_samples.FailedOp(
             *(str(cell), entry.incarnation, cell.stage, message["iteration"], message["op"], message["micro_batch"]),
             *(message["error"], tuple(message["samples"])),
         )
         skip, limit = faults.on_bad_sample == "skip", faults.bad_sample_limit
-        found = poison.raised(self._poison, said, self._incarnations(cell.stage), skip=skip, limit=limit)
+        found = bad_samples.raised(self._poison, said, self._incarnations(cell.stage), skip=skip, limit=limit)
         self._poison = found.poison
         about = {k: message[k] for k in ("iteration", "op", "micro_batch", "error", "samples", "traceback")}
         self._listener({"raised": {"worker": str(cell), **about, "text": found.text}})
@@ -332,7 +332,7 @@ class Launcher:
 
     def _fence_the_blamed(self) -> None:
         """Those that could not do what others could."""
-        self._poison, blamed = poison.committed(self._poison, self._record.committed, self._incarnations())
+        self._poison, blamed = bad_samples.committed(self._poison, self._record.committed, self._incarnations())
         if blamed and self._deployed is not None and self._found["runs"] and not self._poison.suspects:
             first = next(e for e in self._pool.running.values() if e.incarnation == blamed[0].incarnation)
             generation, text = (
@@ -416,7 +416,7 @@ class Launcher:
             return str(next(w for w in runs if any((o.pipeline, o.micro_batch) == key for o in schedule.ops[w])))
 
         in_force = {str(w): self._pool.running[w].incarnation for w in living if w in self._pool.running}
-        self._poison, runs = poison.assign(self._poison, owner, in_force)
+        self._poison, runs = bad_samples.assign(self._poison, owner, in_force)
         # Fixed with the generation: all its members must leave out the same.
         self._found = {"left_out": list(self._poison.left_out), "runs": list(runs)}
         # Whoever is to try a bad sample is named for the plan of all.

@@ -28,9 +28,9 @@ from openrecycle.agent.devices import kind_number
 from openrecycle.agent.executor import Executor, Interrupted, OpError
 from openrecycle.agent.faults import FaultInjector, slowness
 from openrecycle.agent.heartbeat import Status
+from openrecycle.agent.kept_micro_batches import Redo, decode, encode
+from openrecycle.agent.kept_micro_batches import redo as plan_redo
 from openrecycle.agent.layers import Partition, Span, layer_count, partition_of, tied_of
-from openrecycle.agent.ledger import Redo, decode, encode
-from openrecycle.agent.ledger import redo as plan_redo
 from openrecycle.agent.liveness import AT_REST
 from openrecycle.agent.log_tail import LogTail
 from openrecycle.agent.optimizer import stage_optimizer
@@ -42,7 +42,7 @@ from openrecycle.agent.script import Script
 from openrecycle.agent.spec import WorkerSpec
 from openrecycle.agent.stage_io import CPU, StageCuts, layer_io_of
 from openrecycle.agent.state_transfer import StateReceiver, StateServer
-from openrecycle.agent.thread_stacks import told
+from openrecycle.agent.thread_stacks import describe_exception
 from openrecycle.agent.tied import TiedSums
 from openrecycle.agent.timeouts import ALIVE_SECONDS
 from openrecycle.agent.transport.group import TransferError
@@ -552,7 +552,7 @@ class WorkerLoop:
             iteration=end.iteration,
             op=end.kind,
             micro_batch=end.key[0] * self._options.job.micro_batches + end.key[1],
-            error=told(error)[:1000],
+            error=describe_exception(error)[:1000],
             samples=list(samples(end.iteration, *end.key)) if samples is not None else [],
             traceback="".join(traceback.format_exception(error)).splitlines()[-TRACEBACK_LINES:],
         )

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from openrecycle.agent.bad_samples import named
 from openrecycle.agent.gradients import gradient_sum
 from openrecycle.agent.layers import build_layer, kind_of, layer_count, partition_of, spans, tied_of
 from openrecycle.agent.optimizer import StageOptimizer, stage_optimizer
 from openrecycle.agent.options import Optimization, TrainingOptions
-from openrecycle.agent.poison import named
 from openrecycle.agent.stage_io import StageIOError, TensorSpec, tensors_of
 from openrecycle.agent.state import StateError, pack, unpack
 from openrecycle.agent.workload import Workload

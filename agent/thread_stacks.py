@@ -20,11 +20,13 @@ def thread_stacks() -> str:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     mine = threading.get_ident()
     frames = sys._current_frames()
-    told = [f"{names.get(ident, 'a thread')} at {_place(frame)}" for ident, frame in frames.items() if ident != mine]
-    return "; ".join(sorted(told))
+    describe_exception = [
+        f"{names.get(ident, 'a thread')} at {_place(frame)}" for ident, frame in frames.items() if ident != mine
+    ]
+    return "; ".join(sorted(describe_exception))
 
 
-def told(error: BaseException) -> str:
+def describe_exception(error: BaseException) -> str:
     """An exception in a line, and where in the user's own code it came about: `, at model.py:12 in forward`."""
     libraries = tuple(
         str(Path(file).parent) for file in (getattr(sys.modules.get("torch"), "__file__", None), __file__) if file

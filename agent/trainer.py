@@ -48,7 +48,7 @@ from openrecycle.agent.options import (
 from openrecycle.agent.preflight import check_workload
 from openrecycle.agent.processes import preload, start_server
 from openrecycle.agent.protocol import Iteration, Recovery
-from openrecycle.agent.record_words import is_remark, iteration_of, sentence_of
+from openrecycle.agent.record_sentences import is_remark, iteration_of, sentence_of
 from openrecycle.agent.stage_io import StageIO
 from openrecycle.agent.start import check_writable, make_launcher
 from openrecycle.planner.errors import InputError

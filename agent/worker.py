@@ -25,7 +25,7 @@ from openrecycle.agent.recovery import NoAgreementError
 from openrecycle.agent.spec import WorkerSpec
 from openrecycle.agent.stage_io import StageIOError
 from openrecycle.agent.state import StateError
-from openrecycle.agent.thread_stacks import thread_stacks, told
+from openrecycle.agent.thread_stacks import describe_exception, thread_stacks
 from openrecycle.agent.timeouts import ALIVE_SECONDS
 
 # Exit codes the launcher tells apart.
@@ -61,7 +61,7 @@ def main(spec: WorkerSpec, pipe: Connection) -> None:
         channel.say("fatal", text=str(error))
         channel.wait_for_generation(WorkerChannel.OVER - 1)
     except Exception as error:
-        channel.say("error", text=told(error), traceback=traceback.format_exc())
+        channel.say("error", text=describe_exception(error), traceback=traceback.format_exc())
         sys.stdout.flush()
         os._exit(FAILED)
     # Not sys.exit: gloo's threads may still sit in a group that was given up.
@@ -77,12 +77,12 @@ def _say_alive(channel: WorkerChannel, status: Status, log: LogTail, spec: Worke
     pause, due, turns = threading.Event(), STUCK_SECONDS, LoopLag()
     while not pause.wait(every):
         current = status.progress.beat(turns.late(every))
-        told = asdict(current) | ({"where": thread_stacks()} if current.overdue else {})
+        describe_exception = asdict(current) | ({"where": thread_stacks()} if current.overdue else {})
         channel.say(
             "alive",
             phase=status.phase,
             iteration=status.iteration,
-            current=told,
+            current=describe_exception,
             op_limit=status.progress.longest_limit,
             **({"beat": status.take()} if console else {}),
         )

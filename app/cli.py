@@ -98,7 +98,7 @@ def serve(
             port=port,
             database_url=database_url,
             token=read_token(token_file),
-            ladder=FailureTimeouts(heartbeat=heartbeat, suspect=suspect, dead=dead),
+            failure_timeouts=FailureTimeouts(heartbeat=heartbeat, suspect=suspect, dead=dead),
             tolerance=tolerance,
             api_only=api_only,
             names=tuple(host_name or ()),

@@ -45,9 +45,9 @@ from openrecycle.app.runtime.event_loop_watch import EventLoopWatch
 from openrecycle.app.runtime.frontend import PAGES, PageBase
 from openrecycle.app.runtime.garbage_collection import GarbageCollection
 from openrecycle.app.runtime.logs import configure_logging
+from openrecycle.app.runtime.preload import BUSY_SECONDS, CALM_SECONDS, Preload
 from openrecycle.app.runtime.problems import problem
 from openrecycle.app.runtime.static_files import StaticFiles
-from openrecycle.app.runtime.warming import BUSY_SECONDS, CALM_SECONDS, Preload
 from openrecycle.app.security.access import Access
 from openrecycle.app.security.bodies import BodyLimit
 from openrecycle.app.security.guard import AccessGuard
@@ -120,12 +120,18 @@ def serve(settings: Settings, *, on_ready: Callable[[Settings], None] | None = N
     house_keeping = GarbageCollection()
     house_keeping.start()
     access = Access(settings.token, None, settings.oidc, _sign_in(settings))
-    pulse = EventLoopWatch()
-    pulse.expect()
+    loop_watch = EventLoopWatch()
+    loop_watch.expect()
 
     def make(database: Database) -> Console:
         tolerance, keep = settings.tolerance, settings.keep
-        return Console(Store(database), ladder=settings.ladder, tolerance=tolerance, keep=keep, pulse=pulse)
+        return Console(
+            Store(database),
+            failure_timeouts=settings.failure_timeouts,
+            tolerance=tolerance,
+            keep=keep,
+            loop_watch=loop_watch,
+        )
 
     def standby_tokens(tokens: Tokens) -> None:
         access.tokens = tokens
@@ -154,7 +160,7 @@ def serve(settings: Settings, *, on_ready: Callable[[Settings], None] | None = N
         )
 
         def ready() -> None:
-            pulse.start()
+            loop_watch.start()
             _ready(settings, host, on_ready)
 
         _run(_Server(config, host, ready), listener)

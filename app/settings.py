@@ -81,7 +81,7 @@ class Settings:
     port: int = 8501
     database_url: str = ""
     token: str | None = field(default=None, repr=False)
-    ladder: FailureTimeouts = field(default_factory=FailureTimeouts)
+    failure_timeouts: FailureTimeouts = field(default_factory=FailureTimeouts)
     tolerance: int = 2
     api_only: bool = False
     advertise: str = ""

@@ -239,18 +239,18 @@ def _inherit(question: CatalogQuestion, folder: WritablePlanStore, wanted: Seque
     if any(len(row) > 1 for row in names.values()):
         _inherit_patterns(question, folder, names)
         return
-    heir: tuple[Header, bytes] | None = None
+    reusable: tuple[Header, bytes] | None = None
     for count in range(max((t.failures for t in wanted), default=0), -1, -1):
         if len(names.get(count, [])) != 1:  # patterns, not counts
-            heir = None
+            reusable = None
             continue
         (name,) = names[count]
         blob = folder.get(name)
         assert blob is not None
         header = decode_header(blob, source=name)
-        if heir is not None and heir[0].metrics.period < header.metrics.period:
-            more = decode_columns(heir[1], question)
-            made = more and ReusablePlan(more[0], count + 1, heir[0].solver.name).for_fewer(
+        if reusable is not None and reusable[0].metrics.period < header.metrics.period:
+            more = decode_columns(reusable[1], question)
+            made = more and ReusablePlan(more[0], count + 1, reusable[0].solver.name).for_fewer(
                 question.problem(header.workers)
             )
             if made:
@@ -258,7 +258,7 @@ def _inherit(question: CatalogQuestion, folder: WritablePlanStore, wanted: Seque
                 blob = made.stored(bound, header.effort, question.over)[1]
                 header = decode_header(blob, source=name)
                 folder.put(name, blob)
-        heir = (header, blob)
+        reusable = (header, blob)
 
 
 def _inherit_patterns(question: CatalogQuestion, folder: WritablePlanStore, names: Mapping[int, Sequence[str]]) -> None:

@@ -67,12 +67,14 @@ def work(task: Task) -> Blobs:
     effort = Effort(solver=task.solver, time_limit=task.time_limit)
     job = question.job
     large = 3 * job.pipelines * job.stages * job.micro_batches >= LARGE
-    heir: ReusablePlan | None = None
+    reusable: ReusablePlan | None = None
     solved = False
     out: list[tuple[str, bytes]] = []
     for target in sorted(task.targets, key=lambda t: -t.failures):
         problems = [question.problem(workers_of(rows)) for rows in target.alternatives]
-        taken = next(filter(None, (heir.for_fewer(p) for p in problems)), None) if heir and task.nested else None
+        taken = (
+            next(filter(None, (reusable.for_fewer(p) for p in problems)), None) if reusable and task.nested else None
+        )
         if taken is not None:
             problems = [p for p in problems if bound_over(p, task.over) < taken.period]
         if large and (taken or len(problems) > 1):
@@ -94,11 +96,11 @@ def work(task: Task) -> Blobs:
             best = min(solutions, key=lambda s: (s.schedule.period, s.bound))
             seconds = time.perf_counter() - begin
             if taken is None or best.schedule.period <= taken.period:
-                name, blob, heir = _stored(best, seconds, effort)
+                name, blob, reusable = _stored(best, seconds, effort)
                 out.append((name, blob))
                 continue
         assert taken is not None
-        heir = taken
+        reusable = taken
         out.append(taken.stored(bound_over(taken.columns.problem, task.over), effort, task.over))
     return out
 

@@ -54,13 +54,13 @@ class DeferredGradients:
     """The weight gradients that one micro-batch has still to compute, in the order I met them."""
 
     def __init__(self) -> None:
-        self._owed: list[tuple[Sequence[nn.Parameter], Gradients]] = []
+        self._deferred: list[tuple[Sequence[nn.Parameter], Gradients]] = []
 
     def __len__(self) -> int:
-        return len(self._owed)
+        return len(self._deferred)
 
     def defer(self, parameters: Sequence[nn.Parameter], gradients: Gradients) -> None:
-        self._owed.append((parameters, gradients))
+        self._deferred.append((parameters, gradients))
 
     def flush(self, sink: GradientSink, known: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
         """Computes every pending gradient, hands each parameter's to `sink` once, and forgets it.
@@ -70,7 +70,7 @@ class DeferredGradients:
         """
         seen: set[int] = set()
         shared: dict[int, tuple[Tensor, Tensor] | None] = {}
-        for parameter in chain((p for p, _ in known), *(parameters for parameters, _ in self._owed)):
+        for parameter in chain((p for p, _ in known), *(parameters for parameters, _ in self._deferred)):
             if id(parameter) in seen:
                 shared[id(parameter)] = None
             seen.add(id(parameter))
@@ -87,9 +87,9 @@ class DeferredGradients:
 
         for parameter, gradient in known:
             put(parameter, gradient)
-        self._owed.reverse()
-        while self._owed:
-            parameters, gradients = self._owed.pop()
+        self._deferred.reverse()
+        while self._deferred:
+            parameters, gradients = self._deferred.pop()
             for pending, term in zip(parameters, gradients(), strict=True):
                 put(pending, term)
         for entry in shared.values():

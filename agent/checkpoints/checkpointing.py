@@ -20,7 +20,7 @@ from openrecycle.agent.options import Checkpoints
 from openrecycle.agent.state import StageState
 from openrecycle.planner.errors import InputError
 
-PATIENCE_SECONDS = 30.0
+TIMEOUT_SECONDS = 30.0
 """How long training waits for the checkpoint before to be written, when the next is to begin."""
 
 
@@ -89,7 +89,7 @@ class _Copy:
 
 class Checkpointer:
     """One worker's share. Nothing that goes wrong with the disk ends the training; one that is slower
-    than checkpoints are wanted holds it up, for PATIENCE_SECONDS at most.
+    than checkpoints are wanted holds it up, for TIMEOUT_SECONDS at most.
 
     said: called, also from the writing thread, with (iteration, None) when a checkpoint has become
     whole by this worker's part, and with (iteration, sentence) when it has not been written.
@@ -143,7 +143,7 @@ class Checkpointer:
             return
         # All stages wait alike: were one to leave out this checkpoint and the next stage the next
         # one, none would ever be whole.
-        if not self._wait(PATIENCE_SECONDS):
+        if not self._wait(TIMEOUT_SECONDS):
             if not self._interrupted():
                 self._said(
                     ready.iteration,

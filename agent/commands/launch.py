@@ -17,7 +17,7 @@ from openrecycle.agent.delivery import Delivery, Line, RecordFile
 from openrecycle.agent.nodes.role import NodeRole, check_token, role_of
 from openrecycle.agent.options import Planning, TrainingOptions
 from openrecycle.agent.processes import preload, start_server
-from openrecycle.agent.record_words import is_remark, sentence_of
+from openrecycle.agent.record_sentences import is_remark, sentence_of
 from openrecycle.agent.settings import build, leaves
 from openrecycle.agent.start import check_writable, make_launcher
 from openrecycle.agent.workload import NamedWorkload, WorkloadSource
@@ -195,7 +195,7 @@ def _leave(stream: Any) -> None:
         os.close(nowhere)
 
 
-PATIENCE_SECONDS = 600.0
+TIMEOUT_SECONDS = 600.0
 
 
 def serve_node(role: NodeRole, token: str | None, address: str | None, workload: WorkloadSource) -> None:
@@ -223,7 +223,7 @@ def serve_node(role: NodeRole, token: str | None, address: str | None, workload:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
     try:
-        typer.echo(server.run(PATIENCE_SECONDS))
+        typer.echo(server.run(TIMEOUT_SECONDS))
     except LeadLost as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(128 + stopped[0] if stopped else 1) from None

@@ -3,7 +3,7 @@ plan is to stay. Pure.
 
 In automatic mode the job re-routes at once, and takes the advisor's better way, if there is one, as
 soon as all train again. In manual mode it waits for an operator first (agent.coordination.generations). Each public
-function but `overdue` takes one kind of event: (state, event, now, ladder) -> Step.
+function but `overdue` takes one kind of event: (state, event, now, failure_timeouts) -> Step.
 
 Frozen, the plan in force stays for as long as the workers that run it do. What would replace it by
 choice waits: a better plan, a better option, a worker that has come back. What makes it impossible is
@@ -55,7 +55,7 @@ def worth_moving(now: float, then: float, iteration_seconds: float) -> tuple[boo
     return saved > cost, f"layers move: the period falls by {1 - then / now:.1%}"
 
 
-def offered(state: State, event: Offered, now: float, ladder: FailureTimeouts) -> Transition:
+def offered(state: State, event: Offered, now: float, failure_timeouts: FailureTimeouts) -> Transition:
     pending, offer = state.pending, event.offer
     if state.over:
         return Transition(state, reason=f"the job is {state.over}")
@@ -73,7 +73,7 @@ def offered(state: State, event: Offered, now: float, ladder: FailureTimeouts) -
     return Transition(state, reason="the options are known")
 
 
-def chosen(state: State, event: Chosen, now: float, ladder: FailureTimeouts) -> Transition:
+def chosen(state: State, event: Chosen, now: float, failure_timeouts: FailureTimeouts) -> Transition:
     if state.over:
         return refuse(state, "job_over", f"the job is {state.over}")
     pending = state.pending
@@ -103,14 +103,14 @@ def chosen(state: State, event: Chosen, now: float, ladder: FailureTimeouts) -> 
     return _take(state, candidate, f"{event.actor} chose to {event.name}", [note])
 
 
-def mode_set(state: State, event: ModeSet, now: float, ladder: FailureTimeouts) -> Transition:
+def mode_set(state: State, event: ModeSet, now: float, failure_timeouts: FailureTimeouts) -> Transition:
     if state.over:
         return refuse(state, "job_over", f"the job is {state.over}")
     text = f"{event.actor} set the mode to {event.mode}"
     if event.mode is Mode.MANUAL:
-        text += f": when workers are lost, the job waits up to {event.patience:g} s for a choice"
+        text += f": when workers are lost, the job waits up to {event.choice_timeout:g} s for a choice"
     notes: list[Decision] = [Note("warning", "operator", text)]
-    state = replace(state, mode=event.mode, patience=event.patience)
+    state = replace(state, mode=event.mode, choice_timeout=event.choice_timeout)
     if event.mode is Mode.AUTOMATIC:
         if state.choosing:
             return overdue(state, notes, "automatic mode")
@@ -119,7 +119,7 @@ def mode_set(state: State, event: ModeSet, now: float, ladder: FailureTimeouts) 
     return Transition(state, tuple(notes), text)
 
 
-def drain_asked(state: State, event: DrainAsked, now: float, ladder: FailureTimeouts) -> Transition:
+def drain_asked(state: State, event: DrainAsked, now: float, failure_timeouts: FailureTimeouts) -> Transition:
     member = state.members.get(event.worker)
     if member is None:
         return refuse(state, "unknown_worker", no_such_worker(state, event.worker))
@@ -139,7 +139,7 @@ def drain_asked(state: State, event: DrainAsked, now: float, ladder: FailureTime
     return reconsider(replace(state, members=members), text, notes, now)
 
 
-def use_plan(state: State, event: UsePlan, now: float, ladder: FailureTimeouts) -> Transition:
+def use_plan(state: State, event: UsePlan, now: float, failure_timeouts: FailureTimeouts) -> Transition:
     """Opens a generation with the same members and another plan."""
     if state.over:
         return refuse(state, "job_over", f"the job is {state.over}")
@@ -167,7 +167,7 @@ def use_plan(state: State, event: UsePlan, now: float, ladder: FailureTimeouts) 
         replace(state, pending=pending),
         PlanReady(pending.failed, event.fingerprint, "an operator's choice" if event.actor else "made now"),
         now,
-        ladder,
+        failure_timeouts,
     )
     notes = (Note("warning", "operator", text),) if event.actor else ()
     return Transition(step.state, (*notes, *step.decisions), text)
@@ -183,7 +183,7 @@ def overdue(state: State, notes: list[Decision], why: str = "") -> Transition:
     assert pending is not None
     best = state.offer.candidates[0] if state.offer and state.offer.failed == pending.failed else None
     name = best.name if best else REROUTE
-    why = why or f"nobody chose within {state.patience:g} s"
+    why = why or f"nobody chose within {state.choice_timeout:g} s"
     notes.append(Note("warning", "operator", f"{why}: the job goes on with the best way, {name}" + _numbers(best)))
     return _resolve(state, best, f"{why}: {name}", notes)
 
@@ -199,7 +199,7 @@ def out(state: State) -> tuple[str, ...] | None:
 # -- a plan that is to stay -------------------------------------------------------------------
 
 
-def plan_frozen(state: State, event: PlanFrozen, now: float, ladder: FailureTimeouts) -> Transition:
+def plan_frozen(state: State, event: PlanFrozen, now: float, failure_timeouts: FailureTimeouts) -> Transition:
     if state.over:
         return refuse(state, "job_over", f"the job is {state.over}")
     if event.frozen:

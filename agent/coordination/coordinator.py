@@ -1,6 +1,6 @@
 """Decides who is in a job's generation, and when the next one opens. No I/O, no clock, no threads.
 
-    step(state, event, now, ladder) -> Step(state, decisions, reason)
+    step(state, event, now, failure_timeouts) -> Step(state, decisions, reason)
 
 Here: who comes, what they report of a generation, who is lost (by silence, the end of a process, a broken transfer),
 and how the job ends. agent.coordination.generations: what follows from it. agent.coordination.choosing: what operators
@@ -66,15 +66,15 @@ RUNNING, SUSPECT, FAILED = WorkerState.RUNNING, WorkerState.SUSPECT, WorkerState
 REJOINING, STARTING, FINISHED = WorkerState.REJOINING, WorkerState.STARTING, WorkerState.FINISHED
 
 
-def step(state: State, event: Event, now: float, ladder: FailureTimeouts) -> Transition:
+def step(state: State, event: Event, now: float, failure_timeouts: FailureTimeouts) -> Transition:
     """Pure: the same arguments give the same Step. A refused event leaves `state` as it is."""
-    return _HANDLERS[type(event)](state, event, now, ladder)
+    return _HANDLERS[type(event)](state, event, now, failure_timeouts)
 
 
 # -- who comes, what they report, and the end -------------------------------------------------
 
 
-def _registered(state: State, event: WorkerRegistered, now: float, ladder: FailureTimeouts) -> Transition:
+def _registered(state: State, event: WorkerRegistered, now: float, failure_timeouts: FailureTimeouts) -> Transition:
     member = state.members.get(event.worker)
     if member is None:
         return refuse(state, "unknown_worker", no_such_worker(state, event.worker))
@@ -118,7 +118,9 @@ def _registered(state: State, event: WorkerRegistered, now: float, ladder: Failu
     return reconsider(state.with_member(arrived), reason, notes, now)
 
 
-def _acknowledged(state: State, event: GenerationAcknowledged, now: float, ladder: FailureTimeouts) -> Transition:
+def _acknowledged(
+    state: State, event: GenerationAcknowledged, now: float, failure_timeouts: FailureTimeouts
+) -> Transition:
     member = holder(state, event.worker, event.incarnation)
     if member is None:
         return refuse(state, "unknown_worker", no_such_worker(state, event.worker))
@@ -156,13 +158,15 @@ def _acknowledged(state: State, event: GenerationAcknowledged, now: float, ladde
     return Transition(state, tuple(notes), f"{member.name} {event.state} generation {event.generation}")
 
 
-def _iterations_committed(state: State, event: IterationsCommitted, now: float, ladder: FailureTimeouts) -> Transition:
+def _iterations_committed(
+    state: State, event: IterationsCommitted, now: float, failure_timeouts: FailureTimeouts
+) -> Transition:
     if event.count <= state.committed:
         return Transition(state, reason="known already")
     return Transition(replace(state, committed=event.count), reason=f"{event.count} iterations are committed")
 
 
-def _meanwhile(state: State, event: InterimPlanUsed, now: float, ladder: FailureTimeouts) -> Transition:
+def _meanwhile(state: State, event: InterimPlanUsed, now: float, failure_timeouts: FailureTimeouts) -> Transition:
     if state.current is None or event.generation != state.generation or state.over:
         return Transition(state, reason=f"generation {event.generation} is not in force")
     if unknown := [name for name in event.interim.failed if name not in state.members]:
@@ -172,7 +176,7 @@ def _meanwhile(state: State, event: InterimPlanUsed, now: float, ladder: Failure
     return Transition(replace(state, current=current), reason=text)
 
 
-def _layers_moved(state: State, event: LayersMoved, now: float, ladder: FailureTimeouts) -> Transition:
+def _layers_moved(state: State, event: LayersMoved, now: float, failure_timeouts: FailureTimeouts) -> Transition:
     if state.over or event.generation > state.generation or event.partition == state.held:
         return Transition(state, reason="known already")
     text = f"layers per stage are {', '.join(map(str, event.partition))} from here on"
@@ -180,7 +184,7 @@ def _layers_moved(state: State, event: LayersMoved, now: float, ladder: FailureT
     return Transition(replace(state, held=event.partition, moved=(event.generation, event.iteration)), notes, text)
 
 
-def _finished(state: State, event: Finished, now: float, ladder: FailureTimeouts) -> Transition:
+def _finished(state: State, event: Finished, now: float, failure_timeouts: FailureTimeouts) -> Transition:
     if state.over:
         return Transition(state, reason=f"the job is {state.over} already")
     present = PRESENT | {STARTING}
@@ -192,7 +196,9 @@ def _finished(state: State, event: Finished, now: float, ladder: FailureTimeouts
     return Transition(over, (Note("info", "job", text),), text)
 
 
-def _console_restarted(state: State, event: ConsoleRestarted, now: float, ladder: FailureTimeouts) -> Transition:
+def _console_restarted(
+    state: State, event: ConsoleRestarted, now: float, failure_timeouts: FailureTimeouts
+) -> Transition:
     if state.over:
         return Transition(state)
     members = {n: m if m.last_heard is None else replace(m, last_heard=now) for n, m in state.members.items()}
@@ -213,9 +219,9 @@ def _fence(state: State, member: Member, incarnation: str) -> Transition | None:
 # -- who is lost ------------------------------------------------------------------------------
 
 
-def _heard(state: State, event: HeartbeatsReceived, now: float, ladder: FailureTimeouts) -> Transition:
+def _heard(state: State, event: HeartbeatsReceived, now: float, failure_timeouts: FailureTimeouts) -> Transition:
     notes, passing = list[Decision](), True
-    if nobody_heard(state, now) > ladder.suspect and event.beats:
+    if nobody_heard(state, now) > failure_timeouts.suspect and event.beats:
         # All were suspended, or cut off: who is woken later than the first has all of its time, too.
         waited = _waited_for(state)
         state = state.with_heard({**state.members, **{m.name: replace(m, last_heard=now) for m in waited}})
@@ -229,7 +235,7 @@ def _heard(state: State, event: HeartbeatsReceived, now: float, ladder: FailureT
         name, before = member.name, member.last_heard
         if before is not None and before > heard:
             heard = before
-        if member.state is SUSPECT and now - heard <= ladder.suspect:
+        if member.state is SUSPECT and now - heard <= failure_timeouts.suspect:
             notes.append(Note("info", "worker", f"{name} is heard again", name))
             member, passing = replace(member, state=RUNNING), False
         if draining != member.draining:
@@ -238,23 +244,23 @@ def _heard(state: State, event: HeartbeatsReceived, now: float, ladder: FailureT
     return Transition(state.with_heard(members), tuple(notes), "heartbeats", passing)
 
 
-def _tick(state: State, event: Tick, now: float, ladder: FailureTimeouts) -> Transition:
+def _tick(state: State, event: Tick, now: float, failure_timeouts: FailureTimeouts) -> Transition:
     if state.over:
         return Transition(state)
     members, notes, dead = dict(state.members), list[Decision](), dict[str, str]()
     # Where nobody is heard, nobody would be left to go on with: they are suspended together, or cut off.
-    together = ladder.suspect < nobody_heard(state, now) <= ladder.lost
+    together = failure_timeouts.suspect < nobody_heard(state, now) <= failure_timeouts.lost
     for name, member in state.members.items():
         if member.last_heard is None or member.state in (FAILED, FINISHED):
             continue
         age = now - member.last_heard
-        if age > ladder.dead and _is_done(state, member):
+        if age > failure_timeouts.dead and _is_done(state, member):
             members[name] = replace(member, state=FINISHED)
-        elif age > ladder.dead and not together:
-            dead[name] = f"not heard for {age:.1f} s (dead at {ladder.dead:g} s)"
-        elif age > ladder.suspect and member.state is RUNNING and not _is_done(state, member):
+        elif age > failure_timeouts.dead and not together:
+            dead[name] = f"not heard for {age:.1f} s (dead at {failure_timeouts.dead:g} s)"
+        elif age > failure_timeouts.suspect and member.state is RUNNING and not _is_done(state, member):
             members[name] = replace(member, state=SUSPECT)
-            text = f"{name} has not been heard for {age:.1f} s (dead at {ladder.dead:g} s)"
+            text = f"{name} has not been heard for {age:.1f} s (dead at {failure_timeouts.dead:g} s)"
             notes.append(Note("warning", "worker", text, name))
     if any(members[name] is not state.members[name] for name in members):
         state = replace(state, members=members)
@@ -263,7 +269,7 @@ def _tick(state: State, event: Tick, now: float, ladder: FailureTimeouts) -> Tra
     if state.pending and state.pending.until is not None and now >= state.pending.until:
         return choosing.overdue(state, notes)
     broken = state.broken
-    if broken and not state.pending and now - broken.since >= ladder.transfer_grace:
+    if broken and not state.pending and now - broken.since >= failure_timeouts.transfer_grace:
         return _blame(state, broken, notes, now)
     return Transition(state, tuple(notes), "time went by")
 
@@ -273,19 +279,19 @@ def _blame(state: State, broken: Broken, notes: list[Decision], now: float) -> T
     holders = [m.name for m in state.members.values() if m.state in (RUNNING, SUSPECT)]
     living = state.current.living if state.current else ()
     late = [name for name in living if not state.members[name].acknowledged]
-    ruling = judge(state.links, broken.complaints, committed=state.committed, holders=holders, late=late)
-    state = replace(state, links=ruling.links)
-    if ruling.halt:
-        text = f"halted: {ruling.halt}"
+    decision = judge(state.links, broken.complaints, committed=state.committed, holders=holders, late=late)
+    state = replace(state, links=decision.links)
+    if decision.halt:
+        text = f"halted: {decision.halt}"
         notes.append(Note("error", "job", text))
         return Transition(replace(state, pending=None, broken=None, halted=text), tuple(notes), text)
-    notes.append(Note("warning", "generation", ruling.text, ruling.out or broken.reporter))
-    if ruling.out:
-        return lose(state, {ruling.out: f"taken out: {ruling.text}"}, notes, now)
-    return reconsider(state, ruling.text, notes, now, anew=True)
+    notes.append(Note("warning", "generation", decision.text, decision.out or broken.reporter))
+    if decision.out:
+        return lose(state, {decision.out: f"taken out: {decision.text}"}, notes, now)
+    return reconsider(state, decision.text, notes, now, anew=True)
 
 
-def _stalled(state: State, event: Stalled, now: float, ladder: FailureTimeouts) -> Transition:
+def _stalled(state: State, event: Stalled, now: float, failure_timeouts: FailureTimeouts) -> Transition:
     members = {
         name: m if m.last_heard is None else replace(m, last_heard=min(now, m.last_heard + event.seconds))
         for name, m in state.members.items()
@@ -300,7 +306,7 @@ def _stalled(state: State, event: Stalled, now: float, ladder: FailureTimeouts) 
     return Transition(state, (Note("warning", "console", text),), text)
 
 
-def _exited(state: State, event: Exited, now: float, ladder: FailureTimeouts) -> Transition:
+def _exited(state: State, event: Exited, now: float, failure_timeouts: FailureTimeouts) -> Transition:
     """However near the end it was: a launcher tells of none that it does not need any more."""
     member = holder(state, event.worker, event.incarnation)
     if member is None:
@@ -323,7 +329,7 @@ def _exited(state: State, event: Exited, now: float, ladder: FailureTimeouts) ->
     return lose(state, {member.name: detail}, [], now)
 
 
-def _transfer_broken(state: State, event: TransferBroken, now: float, ladder: FailureTimeouts) -> Transition:
+def _transfer_broken(state: State, event: TransferBroken, now: float, failure_timeouts: FailureTimeouts) -> Transition:
     reporter = holder(state, event.reporter, event.incarnation)
     worker = state.members.get(event.worker)
     if reporter is None or worker is None:
@@ -359,7 +365,7 @@ def _waited_for(state: State) -> list[Member]:
     ]
 
 
-def _raised(state: State, event: OpRaised, now: float, ladder: FailureTimeouts) -> Transition:
+def _raised(state: State, event: OpRaised, now: float, failure_timeouts: FailureTimeouts) -> Transition:
     """The worker lives; all form anew, with what its launcher has them do about it."""
     member = holder(state, event.worker, event.incarnation)
     if member is None:

@@ -168,10 +168,10 @@ class Chosen:
 
 @dataclass(frozen=True)
 class ModeSet:
-    """patience: seconds that the job waits for an operator in manual mode."""
+    """choice_timeout: seconds that the job waits for an operator in manual mode."""
 
     mode: Mode
-    patience: float
+    choice_timeout: float
     actor: str
 
 

@@ -127,13 +127,15 @@ def _lost_now(state: State, pending: PendingGeneration) -> list[str]:
 def _let_choose(
     state: State, pending: PendingGeneration, lost: list[str], notes: list[Decision], now: float
 ) -> Transition:
-    """Manual mode: nothing is planned until an operator has chosen, or `patience` is over."""
+    """Manual mode: nothing is planned until an operator has chosen, or `choice_timeout` is over."""
     before = state.pending
     if before is not None and before.until is not None and before.failed == pending.failed:
         until = before.until
     else:
-        until = now + state.patience
-        text = f"manual mode: the job waits {state.patience:g} s for an operator to choose how it goes on without "
+        until = now + state.choice_timeout
+        text = (
+            f"manual mode: the job waits {state.choice_timeout:g} s for an operator to choose how it goes on without "
+        )
         notes.append(Note("warning", "operator", text + names(lost)))
     pending = replace(pending, until=until)
     return Transition(replace(state, pending=pending, halted=""), tuple(notes), pending.reason)
@@ -161,7 +163,7 @@ def _halt_text(state: State, lost: list[int]) -> str:
     )
 
 
-def plan_ready(state: State, event: PlanReady, now: float, ladder: FailureTimeouts) -> Transition:
+def plan_ready(state: State, event: PlanReady, now: float, failure_timeouts: FailureTimeouts) -> Transition:
     pending = state.pending
     if not _awaited(state, event.failed) or pending is None:
         return Transition(state, reason="nobody waits for that plan")
@@ -216,7 +218,7 @@ def deployment_of(generation: Generation, leaving: tuple[str, ...] = (), origin:
     )
 
 
-def plan_refused(state: State, event: PlanRefused, now: float, ladder: FailureTimeouts) -> Transition:
+def plan_refused(state: State, event: PlanRefused, now: float, failure_timeouts: FailureTimeouts) -> Transition:
     if not _awaited(state, event.failed):
         return Transition(state, reason="nobody waits for that plan")
     text = f"halted: there is no plan for this job{_without(event.failed)}: {event.detail}"

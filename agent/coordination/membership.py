@@ -58,8 +58,8 @@ class FailureTimeouts:
             raise InputError("group_timeout", group, f"more than transfer_timeout ({transfer:g} s)")
 
 
-PATIENCE = 60.0
-LEAST_PATIENCE, MOST_PATIENCE = 1.0, 86_400.0
+CHOICE_TIMEOUT = 60.0
+LEAST_CHOICE_TIMEOUT, MOST_CHOICE_TIMEOUT = 1.0, 86_400.0
 
 
 class Mode(StrEnum):
@@ -229,7 +229,7 @@ class State:
 
     committed: iterations committed so far, of `iterations`. halted: why the job can't go on.
     over: set once the launcher has said that the job ended. checkpoints: does the job write any?
-    patience: seconds that an operator has for a choice in manual mode. offer: the newest one.
+    choice_timeout: seconds that an operator has for a choice in manual mode. offer: the newest one.
     frozen_by: the operator who has frozen the plan; "": nobody. links: what is remembered of links that broke.
     held: layers per stage as the workers have them; (): the model's stages can't be cut. moved: the generation and the
     iteration from which on they have; zeros: from the start.
@@ -246,7 +246,7 @@ class State:
     over_reason: str = ""
     checkpoints: bool = False
     mode: Mode = Mode.AUTOMATIC
-    patience: float = PATIENCE
+    choice_timeout: float = CHOICE_TIMEOUT
     offer: Offer | None = None
     frozen_by: str = ""
     links: Links = field(default_factory=Links)

@@ -38,7 +38,7 @@ HANDSHAKE_SECONDS = 10.0
 """For all of a handshake, however it comes."""
 _FRAME_SECONDS = 60.0
 """For all of a message, from its first byte."""
-LEAD_PATIENCE_SECONDS, NODE_PATIENCE_SECONDS = 30, 150
+LEAD_TIMEOUT_SECONDS, NODE_TIMEOUT_SECONDS = 30, 150
 """Without a sign of the other host."""
 
 Side = Literal["lead", "node"]
@@ -173,10 +173,10 @@ def _notice_loss(connection: socket.socket, side: Side) -> None:
     comes back to it. A launcher that stands still breaks nothing, as its host answers for it, until what it does not
     read has filled up: and a node, whose workers go on speaking, must bear that for as long as they bear each other.
     """
-    patience = LEAD_PATIENCE_SECONDS if side == "lead" else NODE_PATIENCE_SECONDS
+    timeout = LEAD_TIMEOUT_SECONDS if side == "lead" else NODE_TIMEOUT_SECONDS
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_USER_TIMEOUT", 1000 * patience)):
+    for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_USER_TIMEOUT", 1000 * timeout)):
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 

@@ -44,12 +44,12 @@ class NodeServer:
         """Ends this node soon; from the handler of signal `number`."""
         self._stop = self._stop or number
 
-    def run(self, patience: float) -> str:
+    def run(self, timeout: float) -> str:
         """Serves until the job is over; returns the lead's last sentence.
 
-        patience: seconds to wait for the lead. Raises LeadLost; no process is left behind.
+        timeout: seconds to wait for the lead. Raises LeadLost; no process is left behind.
         """
-        frames = self._join(patience)
+        frames = self._join(timeout)
         try:
             while True:
                 self._turn(frames)
@@ -64,9 +64,9 @@ class NodeServer:
             if self._pool is not None:
                 self._pool.kill_all()
 
-    def _join(self, patience: float) -> Frames:
+    def _join(self, timeout: float) -> Frames:
         host, port = self._lead
-        deadline, backoff = time.monotonic() + patience, Backoff(0.1, 2.0)
+        deadline, backoff = time.monotonic() + timeout, Backoff(0.1, 2.0)
         said = ""
         while True:
             why = ""
@@ -93,7 +93,7 @@ class NodeServer:
                     self._say(f"{why}: {reason}; it is tried again for {max(0.0, deadline - time.monotonic()):.0f} s")
                     said = reason
             if time.monotonic() > deadline or self._stop:
-                raise LeadLost(f"{why} within {patience:.0f} s ({reason})")
+                raise LeadLost(f"{why} within {timeout:.0f} s ({reason})")
             time.sleep(backoff.seconds())
 
     def _introduce(self, connection: socket.socket) -> Frames:

@@ -36,7 +36,7 @@ from openrecycle.agent.workload import NamedWorkload, WorkloadSource
 from openrecycle.planner.job import Job, Worker
 from openrecycle.planner.schedule import Op
 
-_PATIENCE_SECONDS = 600.0
+_TIMEOUT_SECONDS = 600.0
 _FAILED = 1
 # Of `measure_step`.
 STEP_ROUNDS, STEP_WARM_UP = 5, 2
@@ -124,8 +124,8 @@ def batches(job: Job, width: int) -> list[list[Worker]]:
 
 def _hear(entry: WorkerProcess, kind: str) -> channel.Message:
     try:
-        if not entry.pipe.poll(_PATIENCE_SECONDS):
-            raise StageError(f"measuring a stage did not end within {_PATIENCE_SECONDS:.0f} s")
+        if not entry.pipe.poll(_TIMEOUT_SECONDS):
+            raise StageError(f"measuring a stage did not end within {_TIMEOUT_SECONDS:.0f} s")
         message = channel.receive(entry.pipe)
     except (EOFError, OSError):
         raise StageError("a process that measures a stage ended early") from None

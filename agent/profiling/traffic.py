@@ -23,7 +23,7 @@ dist: Any = torch.distributed
 
 MAX_REDUCED_BYTES = 1 << 26
 """Larger sums are measured with this much, and take longer in proportion."""
-_PATIENCE_SECONDS = 300.0
+_TIMEOUT_SECONDS = 300.0
 _QUICKEST = 4
 
 
@@ -68,8 +68,8 @@ def measure_traffic(
             pool.start(Worker(number, 0), lambda _incarnation, spec=spec: spec, time.monotonic())  # type: ignore[misc]
         first = pool.running[Worker(0, 0)]
         try:
-            if not first.pipe.poll(_PATIENCE_SECONDS):
-                raise TrafficError(f"transfers and reductions did not end within {_PATIENCE_SECONDS:.0f} s")
+            if not first.pipe.poll(_TIMEOUT_SECONDS):
+                raise TrafficError(f"transfers and reductions did not end within {_TIMEOUT_SECONDS:.0f} s")
             seconds = channel.receive(first.pipe)
         except (EOFError, OSError):
             raise TrafficError("a process that measures transfers ended early") from None
@@ -87,7 +87,7 @@ def measure_traffic(
 def _peer(spec: _PeerSpec, pipe: Connection) -> None:
     """The process. Peer 0 measures and says what it found."""
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", spec.port, is_master=False, timeout=timedelta(seconds=_PATIENCE_SECONDS))
+    store = dist.TCPStore("127.0.0.1", spec.port, is_master=False, timeout=timedelta(seconds=_TIMEOUT_SECONDS))
     rounds = range(spec.warm_up + spec.repeats)
     everybody = [Worker(n, 0) for n in range(spec.peers)]
     transfers, reductions = [], []
@@ -104,7 +104,7 @@ def _peer(spec: _PeerSpec, pipe: Connection) -> None:
             pipe, "measured", transfers=[t[drop:] for t in transfers], reductions=[t[drop:] for t in reductions]
         )
     # Until it is ended from outside: a group that closes breaks what others still receive.
-    pipe.poll(_PATIENCE_SECONDS)
+    pipe.poll(_TIMEOUT_SECONDS)
 
 
 def _pass_on(groups: Groups, spec: _PeerSpec, size: int, rounds: range) -> list[float]:

@@ -15,7 +15,7 @@ from typing import Any
 from openrecycle.agent.coordination.choosing import MOVE_ITERATIONS, worth_moving
 from openrecycle.agent.coordination.membership import Candidate
 from openrecycle.app.runtime.children import Channel
-from openrecycle.app.runtime.maker import answered
+from openrecycle.app.runtime.task_queue import answered
 from openrecycle.planner.errors import PlannerError
 from openrecycle.planner.job import MayMove, MemoryLimit, Over, Problem, Technique, Worker
 from openrecycle.planner.packed import to_bytes
@@ -103,7 +103,7 @@ class AdviceRequest:
     move: float | None = None
     automatic: bool = True
     # More than this, and the job is too large to be advised while it matters.
-    patience: float = 60.0
+    timeout: float = 60.0
     makes: bool = True
 
     def to_json(self) -> bytes:

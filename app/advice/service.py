@@ -24,7 +24,7 @@ from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.jobs.waiting import NOTHING, Waited, segments
 from openrecycle.app.observing.job_history import changes, repair_times
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.app.runtime.maker import TaskQueue
+from openrecycle.app.runtime.task_queue import TaskQueue
 from openrecycle.db.store import Record, Store
 from openrecycle.planner.job import Worker
 from openrecycle.planner.packed import from_bytes, storable
@@ -155,7 +155,7 @@ class Advising:
         copies = copy_times(generations, store.last_acknowledgements(job.job_id))
         waited = self._waited(job)
         moves = move_times(generations, iterations)
-        known = grounds(store.recoveries(job.job_id), repair_times(changes(generations)), copies, waited, moves)
+        known = measured_costs(store.recoveries(job.job_id), repair_times(changes(generations)), copies, waited, moves)
         work = None
         if spec.checkpoints:
             # When the last one was written is not reported: on average half an interval ago.
@@ -221,7 +221,7 @@ def move_times(generations: Sequence[Record], iterations: Sequence[Record]) -> l
     return found
 
 
-def grounds(
+def measured_costs(
     recoveries: Sequence[Record],
     repairs: Sequence[float],
     copies: Sequence[float] = (),

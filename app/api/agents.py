@@ -27,9 +27,9 @@ from openrecycle.agent.protocol import (
     Registration,
     Relayout,
 )
-from openrecycle.app.api.intake import ReportBatcher
 from openrecycle.app.api.models import Actor, ProfileName, ReportOutcome, Wait
 from openrecycle.app.api.parsing import ReadBeside, beside
+from openrecycle.app.api.report_batcher import ReportBatcher
 from openrecycle.app.console.service import Console
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.runner import in_thread, in_turn

@@ -15,7 +15,7 @@ from http import HTTPStatus
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from openrecycle.app.api.crowd import PATIENCE, ConnectionLimit
+from openrecycle.app.api.connection_limit import TIMEOUT, ConnectionLimit
 from openrecycle.app.runtime.problems import problem
 
 # Of a request's head: bytes, and seconds from its first one, or from the beginning of the connection.
@@ -29,14 +29,14 @@ _AT_ONCE = struct.pack("ii", 1, 0)  # of SO_LINGER: on, for no time
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """One connection. crowd: set by `connections`.
+    """One connection. limit: set by `connections`.
 
     A request's head has HEAD_BYTES and HEAD_SECONDS at most, from its first byte, or from the connection's beginning;
     so has what is neither head nor body (trailers, sizes of chunks). A request that has been accepted takes its time;
     its answer is read, or given up (SEND_BYTES, SEND_SECONDS).
     """
 
-    crowd: ConnectionLimit
+    limit: ConnectionLimit
     address = ""
     _refused = False
     _in_message = False  # has the parser had a part of a request?
@@ -54,13 +54,13 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self.address = self.client[0] if self.client else ""
         self._await_head()
-        if self.crowd.enter(self, len(self.connections)):
+        if self.limit.enter(self, len(self.connections)):
             return
         self._refused = True
-        if self.crowd.hopeless(len(self.connections)):
+        if self.limit.hopeless(len(self.connections)):
             transport.close()
         else:
-            self.loop.call_later(PATIENCE, transport.close)
+            self.loop.call_later(TIMEOUT, transport.close)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._leave()
@@ -114,7 +114,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._head_came()
         if not self._left:
             self._left = True
-            self.crowd.leave(self)
+            self.limit.leave(self)
 
     def _await_head(self) -> None:
         if self._no_head_in_time is None:
@@ -142,7 +142,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         if self.cycle is None or self.cycle.response_complete:  # else there is an answer on its way
             self.transport.write(_answer(status, code, detail))
-        self.loop.call_later(PATIENCE, self.transport.close)
+        self.loop.call_later(TIMEOUT, self.transport.close)
 
     def send_400_response(self, msg: str) -> None:
         if self._too_large:
@@ -158,7 +158,7 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         if self._refused:
             if not self.transport.is_closing():
-                self.transport.write(self.crowd.answer)
+                self.transport.write(self.limit.answer)
                 self.transport.close()
             return
         self._idle_bytes += len(data)
@@ -173,7 +173,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         if not self._left:
-            self.crowd.waits(self)
+            self.limit.waits(self)
         super().on_response_complete()
         self._await_reader()
 
@@ -190,7 +190,7 @@ class LimitedProtocol(HttpToolsProtocol):
             raise ValueError("too large")
         self._head_open, self._idle_bytes = False, 0
         self._head_came()
-        self.crowd.asks(self)
+        self.limit.asks(self)
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -213,7 +213,7 @@ def connections(
     """The protocol for uvicorn's `http`; after app.runtime.process.prepare.
 
     share, exempt: see ConnectionLimit."""
-    return type("Connection", (LimitedProtocol,), {"crowd": ConnectionLimit.of_process(share, exempt)})
+    return type("Connection", (LimitedProtocol,), {"limit": ConnectionLimit.of_process(share, exempt)})
 
 
 def _answer(status: int, code: str, detail: str) -> bytes:

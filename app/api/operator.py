@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field, StrictBool
 
-from openrecycle.agent.coordination.membership import LEAST_PATIENCE, MOST_PATIENCE, PATIENCE, Mode
+from openrecycle.agent.coordination.membership import CHOICE_TIMEOUT, LEAST_CHOICE_TIMEOUT, MOST_CHOICE_TIMEOUT, Mode
 from openrecycle.agent.protocol import WorkerName
 from openrecycle.app.api.models import Actor, ReportOutcome
 from openrecycle.app.api.parsing import ReadBeside
@@ -43,8 +43,8 @@ class CandidateInfo(BaseModel):
 
 
 class ChoiceInfo(BaseModel):
-    """mode: who decides when workers are lost. patience: seconds that the job waits in manual mode. frozen_by: the
-    operator who has frozen the plan; "": nobody. paused: has an operator stopped it? stopped: and do
+    """mode: who decides when workers are lost. choice_timeout: seconds that the job waits in manual mode. frozen_by:
+    the operator who has frozen the plan; "": nobody. paused: has an operator stopped it? stopped: and do
     all workers wait by now? waiting: does it stand still for a choice now? seconds_left: then, until the best is taken.
 
     failed: the workers that are out. candidates: best first; empty until they are worked out, and when
@@ -52,7 +52,7 @@ class ChoiceInfo(BaseModel):
     """
 
     mode: Mode
-    patience: float
+    choice_timeout: float
     frozen_by: str
     paused: bool
     stopped: bool
@@ -77,7 +77,9 @@ class ModeWanted(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     mode: Mode
-    patience: Annotated[float, Field(strict=True, ge=LEAST_PATIENCE, le=MOST_PATIENCE, allow_inf_nan=False)] = PATIENCE
+    choice_timeout: Annotated[
+        float, Field(strict=True, ge=LEAST_CHOICE_TIMEOUT, le=MOST_CHOICE_TIMEOUT, allow_inf_nan=False)
+    ] = CHOICE_TIMEOUT
 
 
 class FreezeWanted(BaseModel):
@@ -144,8 +146,10 @@ def router(console: Console) -> APIRouter:
 
     @api.put("/{job_id}/mode", responses={409: {}})
     async def mode(job_id: str, body: ModeWanted, x_actor: Actor = "API") -> ReportOutcome:
-        """Automatic; or manual: when workers are lost, the job waits up to `patience` seconds for a choice."""
-        return ReportOutcome(reason=await in_thread(operators.set_mode, job_id, body.mode, body.patience, x_actor))
+        """Automatic; or manual: when workers are lost, the job waits up to `choice_timeout` seconds for a choice."""
+        return ReportOutcome(
+            reason=await in_thread(operators.set_mode, job_id, body.mode, body.choice_timeout, x_actor)
+        )
 
     @api.put("/{job_id}/frozen", responses={409: {}})
     async def frozen(job_id: str, body: FreezeWanted, x_actor: Actor = "API") -> ReportOutcome:

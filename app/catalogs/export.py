@@ -60,7 +60,7 @@ def json_zip(info: CatalogInfo, blobs: Mapping[str, bytes]) -> bytes:
     if why := json_refusal(info, len(blobs)):
         raise ConsoleError(413, "too_large", f"catalog: {why}; take it as stored")
     try:
-        return _CHILDREN.ask(info.model_dump_json(), dict(blobs), patience=SECONDS)
+        return _CHILDREN.ask(info.model_dump_json(), dict(blobs), timeout=SECONDS)
     except ChildEnded:
         detail = "the catalog could not be written as JSON; the console's log says more"
         raise ConsoleError(500, "internal", detail) from None

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 import structlog
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from openrecycle.app.catalogs.outlook import most_failures
+from openrecycle.app.catalogs.plans_needed import most_failures
 from openrecycle.app.runtime.children import Channel
 from openrecycle.planner.catalog_build import fill, targets
 from openrecycle.planner.catalog_engines import make_engine

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from openrecycle.app.catalogs.outlook import PlansNeeded
+from openrecycle.app.catalogs.plans_needed import PlansNeeded
 from openrecycle.db.store import Record
 from openrecycle.planner.catalog_build import LISTED
 from openrecycle.planner.catalog_store import PLANNER_VERSION, CatalogInfo, plan_name
@@ -149,14 +149,14 @@ class CatalogSummary:
 
 
 def report(
-    question: CatalogQuestion, outlook: PlansNeeded, fingerprint: str, headers: Mapping[str, Header]
+    question: CatalogQuestion, needed: PlansNeeded, fingerprint: str, headers: Mapping[str, Header]
 ) -> CatalogReport:
     """headers: of the stored plans, by name."""
-    job, tolerance = question.job, outlook.tolerance
+    job, tolerance = question.job, needed.tolerance
     by_count: dict[int, list[PlanLine]] = defaultdict(list)
     for name, header in headers.items():
         by_count[header.failures].append(_line(name, header, question))
-    patterns = outlook.listed(tolerance, LISTED)
+    patterns = needed.listed(tolerance, LISTED)
     wanted: dict[int, list[str]] = defaultdict(list)
     if patterns is not None:
         for pattern in patterns:
@@ -183,7 +183,7 @@ def report(
         tuple(lines),
         patterns is not None,
         max(limits, default=None),
-        outlook.reference,
+        needed.reference,
     )
 
 

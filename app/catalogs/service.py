@@ -16,13 +16,13 @@ from functools import partial
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from openrecycle.app.catalogs import outlook as outlooks
+from openrecycle.app.catalogs import plans_needed as plans_needed
 from openrecycle.app.catalogs.fill import CatalogRequest, read_message, serve, share_of_cores
-from openrecycle.app.catalogs.outlook import OutlookRequest, PlansNeeded, is_quick, most_failures, outlook
+from openrecycle.app.catalogs.plans_needed import OutlookRequest, PlansNeeded, is_quick, most_failures, needed
 from openrecycle.app.catalogs.report import CatalogReport, CatalogSummary, report, summary
 from openrecycle.app.runtime.children import ChildEnded, Children, PendingAnswer
 from openrecycle.app.runtime.errors import ConsoleError, unavailable
-from openrecycle.app.runtime.maker import Done, TaskQueue
+from openrecycle.app.runtime.task_queue import Done, TaskQueue
 from openrecycle.db.store import Store
 from openrecycle.planner.catalog import rename_pipelines
 from openrecycle.planner.catalog_store import CatalogInfo, StoredCatalog, plan_name
@@ -237,7 +237,7 @@ class Catalogs:
         fingerprint: of a stored catalog that another planner made; by default that of the question.
         """
         answers: list[tuple[PlansNeeded | None, str]] = []
-        self.outlook(question, tolerance, lambda found, why: answers.append((found, why)), most=MAX_WAITING)
+        self.needed(question, tolerance, lambda found, why: answers.append((found, why)), most=MAX_WAITING)
         if not answers:
             return None
         found, why = answers[0]
@@ -246,13 +246,13 @@ class Catalogs:
         named = fingerprint or info_of(question).fingerprint
         return report(question, found, named, self._headers_of(named))
 
-    def outlook(
+    def needed(
         self, question: CatalogQuestion, tolerance: int, done: Done[PlansNeeded], *, most: int | None = None
     ) -> None:
         """What there is to plan for. done: called with it, or with None and why there is none: now, where that is known
         or takes a moment, else from a thread of ours. most: so many others may be ahead of it."""
         if is_quick(question, tolerance):
-            done(outlook(question, tolerance), "")
+            done(needed(question, tolerance), "")
             return
         key = info_of(question).fingerprint, min(tolerance, most_failures(question))
         with self._lock:
@@ -280,9 +280,9 @@ class Catalogs:
         if key not in self._outlooks_wanted:
             self._outlooks_wanted[key] = []
             if self._outlook_maker is None:
-                self._outlook_maker = TaskQueue(outlooks.serve, "outlook")
+                self._outlook_maker = TaskQueue(plans_needed.serve, "needed")
                 self._outlook_maker.start(child=False)
-            request = OutlookRequest.of("outlook", info_of(question), key[1])
+            request = OutlookRequest.of("needed", info_of(question), key[1])
             self._outlook_maker.submit(request, partial(self._outlook_made, key))
         return self._outlooks_wanted[key]
 

@@ -31,8 +31,8 @@ from openrecycle.agent.protocol import (
     Relayout,
 )
 from openrecycle.app.jobs.live_job import LiveJob
+from openrecycle.app.jobs.report_batch import IncomingReport
 from openrecycle.app.jobs.stored_plans import stored_plan
-from openrecycle.app.jobs.together import IncomingReport
 from openrecycle.app.observing.service import Observing
 from openrecycle.app.runtime.errors import ConsoleError, plain, storing
 from openrecycle.db.store import Store

@@ -34,8 +34,8 @@ MAX_LIVE_WORKERS = 16 * MAX_WORKERS
 class JobRegistry(ABC):
     """Thread-safe."""
 
-    def __init__(self, store: Store, ladder: FailureTimeouts, clock: Callable[[], float]) -> None:
-        self._store, self.ladder, self._clock = store, ladder, clock
+    def __init__(self, store: Store, failure_timeouts: FailureTimeouts, clock: Callable[[], float]) -> None:
+        self._store, self.failure_timeouts, self._clock = store, failure_timeouts, clock
         self._jobs: dict[str, LiveJob] = {}
         self._index = JobIndex(store.database)
         self.past = PastJobs(self._index)
@@ -77,7 +77,7 @@ class JobRegistry(ABC):
             raise ConsoleError(409, "full", f"{detail}; end or delete some of them first")
         job_id, created_at = secrets.token_hex(6), time.time()
         try:
-            self.ladder.check_above(spec.transfer_timeout, spec.group_timeout)
+            self.failure_timeouts.check_above(spec.transfer_timeout, spec.group_timeout)
             job = self.new_job(job_id, spec, created_at)
         except PlannerError as error:
             raise ConsoleError(422, "invalid", str(error)) from None
@@ -104,12 +104,12 @@ class JobRegistry(ABC):
         if new:
             self.job_begins(job)
             log.info("job created", job=job_id, name=spec.name, workers=len(members))
-        ladder = self.ladder
+        failure_timeouts = self.failure_timeouts
         created = JobCreated(
             job_id=row["id"],
-            heartbeat_seconds=ladder.heartbeat,
-            suspect_seconds=ladder.suspect,
-            dead_seconds=ladder.dead,
+            heartbeat_seconds=failure_timeouts.heartbeat,
+            suspect_seconds=failure_timeouts.suspect,
+            dead_seconds=failure_timeouts.dead,
         )
         return created, new
 
@@ -181,7 +181,7 @@ class JobRegistry(ABC):
     def _check_ladder(self, job: LiveJob) -> None:
         """Of a job that another console took: it runs, so it is not refused."""
         try:
-            self.ladder.check_above(job.spec.transfer_timeout, job.spec.group_timeout)
+            self.failure_timeouts.check_above(job.spec.transfer_timeout, job.spec.group_timeout)
         except PlannerError as error:
             job.record(Note("warning", "console", f"this console's time-outs do not suit the job's agents: {error}"))
 

@@ -10,7 +10,7 @@ import structlog
 
 from openrecycle.agent.coordination.choosing import out
 from openrecycle.agent.coordination.events import Chosen, DrainAsked, ModeSet, Note, PlanFrozen
-from openrecycle.agent.coordination.membership import LEAST_PATIENCE, MOST_PATIENCE, Member, Mode, Offer
+from openrecycle.agent.coordination.membership import LEAST_CHOICE_TIMEOUT, MOST_CHOICE_TIMEOUT, Member, Mode, Offer
 from openrecycle.agent.protocol import Command, WorkerState
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.runtime.errors import ConsoleError, plain
@@ -106,13 +106,15 @@ class Operators:
         who = named(actor)
         return job.apply(DrainAsked(worker, who), audit=_audit(who, "drain", worker))
 
-    def set_mode(self, job_id: str, mode: Mode, patience: float, actor: str) -> str:
-        """patience: seconds that the job waits for a choice in manual mode. Raises ConsoleError."""
-        if not LEAST_PATIENCE <= patience <= MOST_PATIENCE:
-            expected = f"{LEAST_PATIENCE:g} to {MOST_PATIENCE:g} seconds"
-            raise ConsoleError(422, "invalid", f"patience: got {patience!r}, expected {expected}")
+    def set_mode(self, job_id: str, mode: Mode, choice_timeout: float, actor: str) -> str:
+        """choice_timeout: seconds that the job waits for a choice in manual mode. Raises ConsoleError."""
+        if not LEAST_CHOICE_TIMEOUT <= choice_timeout <= MOST_CHOICE_TIMEOUT:
+            expected = f"{LEAST_CHOICE_TIMEOUT:g} to {MOST_CHOICE_TIMEOUT:g} seconds"
+            raise ConsoleError(422, "invalid", f"choice_timeout: got {choice_timeout!r}, expected {expected}")
         who = named(actor)
-        return self._find(job_id).apply(ModeSet(mode, patience, who), audit=_audit(who, "mode", f"{mode} {patience:g}"))
+        return self._find(job_id).apply(
+            ModeSet(mode, choice_timeout, who), audit=_audit(who, "mode", f"{mode} {choice_timeout:g}")
+        )
 
     def freeze(self, job_id: str, frozen: bool, actor: str) -> str:
         """Has the plan in force stay, or no longer (agent.coordination.freezing). Raises ConsoleError."""
@@ -154,7 +156,7 @@ class Operators:
         offer = state.offer if state.offer and state.offer.failed == failed else Offer((), ())
         return {
             "mode": state.mode,
-            "patience": state.patience,
+            "choice_timeout": state.choice_timeout,
             "frozen_by": state.frozen_by,
             "paused": job.paused,
             "stopped": job.paused and not job.worker_states().running_on,

@@ -39,7 +39,7 @@ class Queries(ABC):
     """Thread-safe. Every method raises ConsoleError: for an unknown job, or a database that does not answer."""
 
     _store: Store
-    ladder: FailureTimeouts
+    failure_timeouts: FailureTimeouts
     plans: PlansService
     observing: Observing
     past: PastJobs
@@ -80,12 +80,12 @@ class Queries(ABC):
 
             def say(worker_states: WorkerStates, newest: Sequence[IterationView]) -> str:
                 share = share_of(recent_rate(newest), figures)
-                return sentence(worker_states, time.monotonic(), self.ladder, share=share)
+                return sentence(worker_states, time.monotonic(), self.failure_timeouts, share=share)
 
             return job_view(job, stores, self.plans.cache, say, figures, waited, iterations, events, workers=workers)
 
     def sentence(self, job: LiveJob) -> str:
-        return sentence(job.worker_states(), time.monotonic(), self.ladder)
+        return sentence(job.worker_states(), time.monotonic(), self.failure_timeouts)
 
     def plan(self, fingerprint: str) -> Plan:
         """Raises ConsoleError (404)."""

@@ -52,23 +52,23 @@ FLUSH_AT_ONCE = 512
 class Console(JobRegistry, Reports, Queries):
     """One per process and database. `start` before use, `close` at the end.
 
-    tolerance: plans are made ahead for up to this many failures. keep: how much of its history. pulse: of the event
-    loop that hears the workers; while that stands still, no silence counts.
+    tolerance: plans are made ahead for up to this many failures. keep: how much of its history. loop_watch: of the
+    event loop that hears the workers; while that stands still, no silence counts.
     """
 
     def __init__(
         self,
         store: Store,
         *,
-        ladder: FailureTimeouts | None = None,
+        failure_timeouts: FailureTimeouts | None = None,
         tolerance: int = 2,
         keep: RetentionLimits | None = None,
-        pulse: EventLoopWatch | None = None,
+        loop_watch: EventLoopWatch | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(store, ladder or FailureTimeouts(), clock)
-        self.pulse, self.tolerance = pulse or EventLoopWatch(clock=clock), tolerance
-        self.metrics, heartbeat = Metrics(), self.ladder.heartbeat
+        super().__init__(store, failure_timeouts or FailureTimeouts(), clock)
+        self.loop_watch, self.tolerance = loop_watch or EventLoopWatch(clock=clock), tolerance
+        self.metrics, heartbeat = Metrics(), self.failure_timeouts.heartbeat
         self.security = Security(store.database)
         self.operators = Operators(self.job, store)
         self.catalogs = Catalogs(store)
@@ -139,7 +139,7 @@ class Console(JobRegistry, Reports, Queries):
             spec,
             created_at,
             store=self._store,
-            ladder=self.ladder,
+            failure_timeouts=self.failure_timeouts,
             want_plan=self.plans.ahead.make_now,
             on_generation=self.plans.ahead.make_next,
             look_up=self.catalogs.find,
@@ -212,7 +212,7 @@ class Console(JobRegistry, Reports, Queries):
     def tick(self, job: LiveJob) -> None:
         """Looks for workers that have fallen silent, unless it is this process that can't hear them: then the next
         tick takes all of that time for a pause of the console's own."""
-        if self.pulse.overdue <= self.ladder.heartbeat:
+        if self.loop_watch.overdue <= self.failure_timeouts.heartbeat:
             job.tick()
 
     def _flush(self, most: int = MAX_WORKERS) -> None:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, create_model
 from sqlalchemy import BigInteger, Boolean, Column, Double, Integer, LargeBinary, String, Text
 
-from openrecycle.agent.coordination.membership import LEAST_PATIENCE, MOST_PATIENCE, Mode
+from openrecycle.agent.coordination.membership import LEAST_CHOICE_TIMEOUT, MOST_CHOICE_TIMEOUT, Mode
 from openrecycle.agent.protocol import Identifier, JobSpec, Milliseconds, Name, OpKind, WorkerName, WorkerState
 from openrecycle.app.observing.measuring import IterationAsRun
 from openrecycle.app.workers.states import RoleState
@@ -65,7 +65,7 @@ _STRICTER: dict[str, Any] = {
     "job.state": Literal["starting", "running", "recovering", "halted", "finished", "stopped"],
     "job.mode": Mode,
     "job.waits": list[tuple[Moment, Moment | None, Annotated[int, Field(ge=0, le=2**53)]]],
-    "job.patience": Annotated[float, Field(ge=LEAST_PATIENCE, le=MOST_PATIENCE)],
+    "job.patience": Annotated[float, Field(ge=LEAST_CHOICE_TIMEOUT, le=MOST_CHOICE_TIMEOUT)],
     "worker.name": WorkerName,
     "worker.state": WorkerState,
     "worker.incarnation": Identifier | None,

@@ -52,8 +52,8 @@ from openrecycle.app.jobs.records import (
     state_rows,
     waits_row,
 )
+from openrecycle.app.jobs.report_batch import IncomingReport, processes_of, run_together
 from openrecycle.app.jobs.stored_plans import stored_plan
-from openrecycle.app.jobs.together import IncomingReport, processes_of, run_together
 from openrecycle.app.jobs.waiting import Wait, after_change, pauses, read_waits
 from openrecycle.app.runtime.errors import ConsoleError, refused, unavailable, unknown_job
 from openrecycle.app.runtime.notify import Topic
@@ -92,7 +92,7 @@ class LiveJob(JobPlans):
         created_at: float,
         *,
         store: Store,
-        ladder: FailureTimeouts,
+        failure_timeouts: FailureTimeouts,
         want_plan: Callable[[LiveJob, tuple[str, ...]], None],
         on_generation: Callable[[LiveJob], None],
         look_up: LookUp = lambda question, failed: None,
@@ -100,7 +100,7 @@ class LiveJob(JobPlans):
     ) -> None:
         super().__init__(job_id, spec, store, look_up)
         self.created_at = created_at
-        self.ladder = ladder
+        self.failure_timeouts = failure_timeouts
         # On what it was asked for last: who was out, and layers per stage.
         self.advice_asked: tuple[tuple[str, ...], tuple[int, ...]] = ((), self.nominal.home)
         self.advised: tuple[tuple[str, ...], str] | None = None  # on these workers being out, in words
@@ -219,7 +219,7 @@ class LiveJob(JobPlans):
         """
         with self.writing():
             old, now = self.state, self._clock() if now is None else now
-            step = coordinator.step(old, event, now, self.ladder)
+            step = coordinator.step(old, event, now, self.failure_timeouts)
             if step.refusal:
                 raise refused(step.refusal.code, step.refusal.detail)
             if (step.state is old or step.passing) and not (step.decisions or beside or audit):
@@ -234,7 +234,7 @@ class LiveJob(JobPlans):
                     wanted = need.failed
                     continue
                 answer, plan = found
-                step = coordinator.step(state, answer, now, self.ladder)
+                step = coordinator.step(state, answer, now, self.failure_timeouts)
                 decisions += step.decisions
                 state, reason = step.state, step.reason
             change = self._take(old, state, decisions, plan, beside, audit)
@@ -258,7 +258,7 @@ class LiveJob(JobPlans):
     def _apply_quiet(self, reports: Sequence[IncomingReport]) -> list[str | ConsoleError]:
         """Those up to the first that asks for a plan, in one transaction. Raises ConsoleError if it fails."""
         with self.writing():
-            state, notes, answers = run_together(self.state, reports, self._clock(), self.ladder)
+            state, notes, answers = run_together(self.state, reports, self._clock(), self.failure_timeouts)
             taken = [report for report, answer in zip(reports, answers, strict=False) if isinstance(answer, str)]
             change = self._take(self.state, state, notes, None, taken, None)
         self._publish(change)
@@ -302,7 +302,7 @@ class LiveJob(JobPlans):
             return
         now = self._clock()
         late = now - self._ticked - TICK_SECONDS
-        if late > self.ladder.heartbeat:
+        if late > self.failure_timeouts.heartbeat:
             self.apply(Stalled(late), now=now)
         self._ticked = now
         self.apply(Tick(), now=now)

@@ -27,7 +27,7 @@ log = structlog.get_logger()
 _KEEP_PLANS = 64
 _KEEP_OPS = 400_000
 # Beyond this a process has gone astray.
-PATIENCE = 600.0
+TIMEOUT = 600.0
 
 
 def stored_plan(store: Store, fingerprint: str) -> Plan | None:
@@ -140,7 +140,7 @@ class Packing:
         while (fingerprint := self._queue.get()) is not None and not self._closed:
             try:
                 document = self._columns.deflated_document(fingerprint)
-                data = self._children.ask(document, patience=PATIENCE) if document is not None else None
+                data = self._children.ask(document, timeout=TIMEOUT) if document is not None else None
                 if data:
                     self._columns.put(fingerprint, data)
                     self._on_packed(fingerprint)

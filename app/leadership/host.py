@@ -64,10 +64,10 @@ class ConsoleHost:
     @property
     def console(self) -> Console | None:
         """The console, as long as this process leads beyond doubt."""
-        seat = self._seat
-        if seat is None or self._leadership is None or seat.term is None:
-            return seat.console if seat is not None else None
-        return seat.console if self._leadership.leads(seat.term) else None
+        active = self._seat
+        if active is None or self._leadership is None or active.term is None:
+            return active.console if active is not None else None
+        return active.console if self._leadership.leads(active.term) else None
 
     @property
     def status(self) -> LeaderStatus:
@@ -167,11 +167,11 @@ class ConsoleHost:
         self._seat = ActiveConsole(console, database, term)
 
     def _down(self) -> None:
-        seat, self._seat = self._seat, None
-        if seat is not None:
+        active, self._seat = self._seat, None
+        if active is not None:
             set_console(None)
-            seat.console.close()
-            seat.database.close()
+            active.console.close()
+            active.database.close()
 
     def _stand_by(self) -> None:
         if self._standby is None:

@@ -70,7 +70,7 @@ class Leadership:
         self._locked = False
         self._confirmed = 0.0  # when the lease was renewed last, at the latest
         self._led = False  # was it this console that led last, as far as is known?
-        self._standing = LeaderStatus(None, "", "this console is starting")
+        self._status = LeaderStatus(None, "", "this console is starting")
         self._changed = threading.Condition()
         self._wake, self._stop, self._unfit = threading.Event(), threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="leadership", daemon=True)
@@ -79,12 +79,12 @@ class Leadership:
 
     @property
     def status(self) -> LeaderStatus:
-        return self._standing
+        return self._status
 
     def leads(self, term: int) -> bool:
         """Does this console lead in that term, beyond doubt? Not after a standstill of its own: another
         one may lead by then."""
-        return self._standing.term == term and self._clock() - self._confirmed < self.times.lease
+        return self._status.term == term and self._clock() - self._confirmed < self.times.lease
 
     @property
     def unconfirmed(self) -> float:
@@ -95,8 +95,8 @@ class Leadership:
         """The term in which this console leads, as soon as it is another one than `term`, or `stop` is set:
         call `notify` after that."""
         with self._changed:
-            self._changed.wait_for(lambda: self._standing.term != term or stop.is_set())
-            return self._standing.term
+            self._changed.wait_for(lambda: self._status.term != term or stop.is_set())
+            return self._status.term
 
     def notify(self) -> None:
         with self._changed:
@@ -129,7 +129,7 @@ class Leadership:
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            self._wake.wait(self.times.renew if self._standing.term is not None else self.times.poll)
+            self._wake.wait(self.times.renew if self._status.term is not None else self.times.poll)
             self._wake.clear()
             if self._unfit.is_set():
                 self._unfit.clear()
@@ -140,7 +140,7 @@ class Leadership:
 
     def _step(self) -> None:
         asked = self._clock()
-        term = self._standing.term
+        term = self._status.term
         try:
             seen = self._see(term)
             decision = decide(self._me, term, seen, self.times)
@@ -196,7 +196,7 @@ class Leadership:
         self._led = self._led and not other
         leader = lease.address if lease is not None and lease.holder not in ("", self._me) else ""
         with self._changed:
-            self._standing = LeaderStatus(term, leader, reason, self._led and term is None, self.times.poll)
+            self._status = LeaderStatus(term, leader, reason, self._led and term is None, self.times.poll)
             self._changed.notify_all()
 
     def _drop(self) -> None:
@@ -206,7 +206,7 @@ class Leadership:
             session.close()
 
     def _resign(self, reason: str) -> None:
-        term = self._standing.term
+        term = self._status.term
         if term is not None and self._session is not None:
             with suppress(SQLAlchemyError):
                 self._session.resign(term)

@@ -98,10 +98,10 @@ class CommitRate:
 
 @dataclass
 class Measurement:
-    """Of one job. wish: read by heartbeats without the lock. kept: iterations that links name, oldest first."""
+    """Of one job. request: read by heartbeats without the lock. kept: iterations that links name, oldest first."""
 
     progress: CommitRate
-    wish: TimelineRequest | None = None
+    request: TimelineRequest | None = None
     parts: dict[str, MeasuredOps] = field(default_factory=dict)
     newest: IterationAsRun | None = None
     kept: list[int] = field(default_factory=list)
@@ -125,8 +125,8 @@ class Measuring:
     def wanted(self, job_id: str) -> int | None:
         """The iteration that workers are to record, for the reply to a heartbeat. Waits for nothing."""
         found = self._of.get(job_id)
-        wish = found.wish if found else None
-        return wish.iteration if wish else None
+        request = found.request if found else None
+        return request.iteration if request else None
 
     def newest(self, job: LiveJob, *, watch: bool = False, keep: bool = False) -> IterationAsRun | None:
         """The newest iteration that is measured. watch: somebody looks, so have it measured again soon. keep: a link
@@ -168,16 +168,16 @@ class Measuring:
         check_ops(message, job)
         with self._lock:
             found = self._measurement(job)
-            wish = found.wish
-            if wish is None or (message.generation, message.iteration) != (wish.generation, wish.iteration):
+            request = found.request
+            if request is None or (message.generation, message.iteration) != (request.generation, request.iteration):
                 return f"iteration {message.iteration} is not asked for any more"
-            if message.worker not in wish.living:
-                return f"{message.worker} was not in generation {wish.generation}"
+            if message.worker not in request.living:
+                return f"{message.worker} was not in generation {request.generation}"
             found.parts[message.worker] = message
-            if len(found.parts) < len(wish.living):
-                return f"{len(found.parts)} of {len(wish.living)} workers are here"
-            measured = assemble(found.parts, wish.plan_fingerprint, time.time())
-            found.newest, found.wish, found.parts = measured, None, {}
+            if len(found.parts) < len(request.living):
+                return f"{len(found.parts)} of {len(request.living)} workers are here"
+            measured = assemble(found.parts, request.plan_fingerprint, time.time())
+            found.newest, found.request, found.parts = measured, None, {}
             found.done_at, found.missed = self._clock(), 0
             # Gone back to a checkpoint, a job may run it twice: its link is to the later one.
             self._read.pop((job.job_id, measured.iteration), None)
@@ -195,12 +195,14 @@ class Measuring:
         with self._lock:
             found = self._measurement(job)
             seconds = found.progress.look(now, state.committed, state.generation)
-            if found.wish is not None and (now > found.wish.until or found.wish.generation != state.generation):
-                late = found.wish.generation == state.generation
+            if found.request is not None and (
+                now > found.request.until or found.request.generation != state.generation
+            ):
+                late = found.request.generation == state.generation
                 found.missed, found.missed_in = (found.missed + 1 if late else 0), state.generation
-                found.wish, found.parts = None, {}
+                found.request, found.parts = None, {}
             current = state.current
-            if found.wish is not None or current is None or seconds is None or not state.settled or state.over:
+            if found.request is not None or current is None or seconds is None or not state.settled or state.over:
                 return
             if state.halted or not self._due(found, job, now):
                 return
@@ -211,7 +213,7 @@ class Measuring:
                 return
             until = now + 2 * (ahead + 4 * seconds) + 4 * self._heartbeat + 2.0
             found.parts = {}
-            found.wish = TimelineRequest(
+            found.request = TimelineRequest(
                 iteration, current.number, frozenset(current.living), current.plan_fingerprint, until
             )
 

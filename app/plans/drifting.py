@@ -18,8 +18,8 @@ from openrecycle.agent.coordination.choosing import out
 from openrecycle.agent.coordination.events import Note, UsePlan
 from openrecycle.agent.protocol import OpKind
 from openrecycle.app.jobs.live_job import LiveJob
-from openrecycle.app.plans.ahead import JobPlanner
-from openrecycle.app.plans.worth import gain
+from openrecycle.app.plans.job_planner import JobPlanner
+from openrecycle.app.plans.plan_comparison import gain
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.planner.drift import Drift, DriftLimits, DriftState, Ratios, assumed, drifted, forget, observe
 from openrecycle.planner.errors import PlannerError
@@ -36,7 +36,7 @@ LEAST_GAIN = 0.03
 # Above this an order is not played through with other op times: the new plan is taken.
 MOST_OPS = 60_000
 # A round is closed without those that have been silent for so many heartbeats.
-PATIENCE = 2.5
+TIMEOUT = 2.5
 
 
 @dataclass
@@ -102,7 +102,7 @@ class Drifting:
             watch.generation, watch.living = current.number, frozenset(map(Worker.parse, current.living))
         for name, (incarnation, milliseconds) in reports.items():
             self._take(watch, watch.workers[name], incarnation, milliseconds)
-        late = self._clock() - watch.began > PATIENCE * self._heartbeat
+        late = self._clock() - watch.began > TIMEOUT * self._heartbeat
         if watch.round and (len(watch.round) == len(watch.living) or late):
             drift = observe(job.nominal, watch.state, watch.round, self._limits)
             watch.state, watch.round = drift.state, {}

@@ -167,7 +167,7 @@ def _in_child(export: Export, name: str, pipeline: int | None) -> bytes:
     document, catalog = export.plan.to_json(), _part(export, name)
     try:
         said = _CHILDREN.ask(
-            document, export.name, spec, catalog, name, pipeline, patience=CHILD_SECONDS, wait=CHILD_SECONDS
+            document, export.name, spec, catalog, name, pipeline, timeout=CHILD_SECONDS, wait=CHILD_SECONDS
         )
     except TimeoutError:
         raise ConsoleError(503, "unavailable", "other exports are being made; try again in a minute") from None

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from openrecycle.app.runtime.children import Channel
-from openrecycle.app.runtime.maker import TaskQueue, answered
+from openrecycle.app.runtime.task_queue import TaskQueue, answered
 from openrecycle.planner.catalog_store import CatalogInfo, MappedBlobs, StoredCatalog
 from openrecycle.planner.job import MemoryLimit, Problem, Technique, Worker
 from openrecycle.planner.packed import from_bytes, to_bytes
@@ -30,7 +30,7 @@ class PlanRequest:
     solver: str = "list"
     time_limit: float = 60.0
     partition: tuple[int, ...] = ()
-    patience: None = None
+    timeout: None = None
     makes: bool = True
 
     def to_json(self) -> bytes:
@@ -50,7 +50,7 @@ class LookUpRequest:
     failed: tuple[str, ...]
     name: str
     stored: bytes
-    patience: None = None
+    timeout: None = None
     makes: bool = False
 
     def to_json(self) -> bytes:

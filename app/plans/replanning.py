@@ -1,7 +1,7 @@
 """Plans a job again for the workers that are out now, when an operator asks for it.
 
 The plan is made beside the console (app.plans.solving). Made, it is kept for the job in any case, and
-put in force if it is worth a generation (app.plans.worth); the event feed says which, and why.
+put in force if it is worth a generation (app.plans.plan_comparison); the event feed says which, and why.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import structlog
 from openrecycle.agent.coordination.choosing import out
 from openrecycle.agent.coordination.events import Note, UsePlan
 from openrecycle.app.jobs.live_job import LiveJob
+from openrecycle.app.plans.plan_comparison import compare_plans
 from openrecycle.app.plans.solving import Point, Solve, Solves
 from openrecycle.app.plans.solving_child import PlanAsked
-from openrecycle.app.plans.worth import worth
 from openrecycle.app.runtime.errors import ConsoleError, storing
 from openrecycle.planner.errors import InputError, PlannerError
 from openrecycle.planner.job import Job
@@ -175,7 +175,9 @@ class Replanning:
                 f"the new one is for a job{_without(replan.failed) or ' with all workers'}; by now it trains{now}, or "
                 "recovers. It is used when it fits again"
             )
-        found = worth(self._plan(current.plan_fingerprint), plan, job.job, job.spec.iterations - state.committed)
+        found = compare_plans(
+            self._plan(current.plan_fingerprint), plan, job.job, job.spec.iterations - state.committed
+        )
         if not found.better:
             return "kept", found.reason
         reason = f"{replan.actor} planned again ({plan.solver.name}): {found.reason}"

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from openrecycle.app.catalogs.service import Catalogs
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.jobs.stored_plans import PlanCache
-from openrecycle.app.plans.ahead import JobPlanner
 from openrecycle.app.plans.drifting import Drifting
+from openrecycle.app.plans.job_planner import JobPlanner
 from openrecycle.app.plans.library import Library
 from openrecycle.app.plans.page_plans import Making
 from openrecycle.app.plans.profiles import NamedProfiles

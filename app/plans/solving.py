@@ -178,7 +178,7 @@ class Solves:
     def _begin(self, solve: Solve) -> None:
         document = solve.request.model_dump_json().encode()
         # A search that lasts longer than it was asked to ends with its best plan so far.
-        solve.child = self._children.begin(document, patience=solve.request.patience, grace=STOP_GRACE)
+        solve.child = self._children.begin(document, timeout=solve.request.timeout, grace=STOP_GRACE)
         solve.state, solve.begun = "running", time.time()
         solve.changed()
         threading.Thread(target=self._collect, args=(solve, solve.child), name="solve", daemon=True).start()

@@ -95,7 +95,7 @@ class _Asked(_Settings):
 
 class PlanAsked(_Asked, PlanSettings):
     @property
-    def patience(self) -> float:
+    def timeout(self) -> float:
         return self.time_limit
 
     def problem(self) -> Problem:
@@ -123,7 +123,7 @@ class PlanAsked(_Asked, PlanSettings):
 
 class MigrationsAsked(_Asked, MigrationsSettings):
     @property
-    def patience(self) -> float:
+    def timeout(self) -> float:
         return 60.0
 
     def cost(self) -> CopyCost:

@@ -33,7 +33,7 @@ LARGE = 128 * 1024
 # Uploads that may wait for the one that is read, each with its megabytes.
 MOST_WAITING = 8
 # Beyond this a process has gone astray: 31 MB take some 12 s and 0.7 GB, 128 MB four times that.
-PATIENCE = 300.0
+TIMEOUT = 300.0
 MOST_BYTES = 4 << 30
 # Eight megabytes of ops have no more; of larger ones so many bytes at least belong to each.
 MOST_CONTAINERS, MOST_FIELDS = 150_000, 800_000
@@ -100,7 +100,7 @@ class Uploads:
                 raise ConsoleError(429, "too_many", f"{MOST_WAITING} plans wait to be read already; try again later")
             self._waiting += 1
         try:
-            answered = self._children.ask(body, patience=PATIENCE)
+            answered = self._children.ask(body, timeout=TIMEOUT)
         except ChildEnded:
             detail = "the process that read the plan ended before it was done; perhaps memory was not enough"
             raise ConsoleError(503, "unavailable", detail) from None

@@ -163,10 +163,10 @@ class PendingAnswer:
     """A question, and who answers it. stopped: when it was stopped, monotonic seconds."""
 
     def __init__(
-        self, children: Children, child: _Child, question: tuple[Any, ...], patience: float | None, grace: float
+        self, children: Children, child: _Child, question: tuple[Any, ...], timeout: float | None, grace: float
     ) -> None:
         self._children, self._child, self._question = children, child, question
-        self._patience, self._grace = patience, grace
+        self._timeout, self._grace = timeout, grace
         self.stopped: float | None = None
 
     @property
@@ -230,7 +230,7 @@ class PendingAnswer:
         """Until when it is waited for, monotonic seconds."""
         if self.stopped is not None:
             return self.stopped + self._grace
-        return math.inf if self._patience is None else begin + self._patience
+        return math.inf if self._timeout is None else begin + self._timeout
 
 
 class Children:
@@ -267,8 +267,8 @@ class Children:
                 return
             self._expire(self._begin())
 
-    def begin(self, *question: Any, patience: float | None = None, grace: float = 0.0) -> PendingAnswer:
-        """Whoever reads its messages has it answered. patience: seconds after which it is stopped; grace: seconds more
+    def begin(self, *question: Any, timeout: float | None = None, grace: float = 0.0) -> PendingAnswer:
+        """Whoever reads its messages has it answered. timeout: seconds after which it is stopped; grace: seconds more
         after which its process is ended. Raises ChildEnded once this is closed."""
         with self._lock:
             if self._closed:
@@ -277,18 +277,18 @@ class Children:
             # One that was told to stop is ready in a moment, and begins with what it knows.
             free = (c for c in alive if not c.asked or (self._keep and len(c.asked) == 1 and c.asked[0].stopped))
             child = min(free, key=lambda c: len(c.asked), default=None) or self._begin()
-            asked = PendingAnswer(self, child, question, patience, grace)
+            asked = PendingAnswer(self, child, question, timeout, grace)
             child.asked.append(asked)
             child.uses += 1
             return asked
 
-    def ask(self, *question: Any, patience: float | None = None, wait: float | None = None) -> bytes:
+    def ask(self, *question: Any, timeout: float | None = None, wait: float | None = None) -> bytes:
         """All messages of the answer in one. wait: seconds for a place, where `most` are taken; None: as long as it
         takes. Raises ChildEnded; TimeoutError when there was no place."""
         if self._places is not None and not self._places.acquire(timeout=wait):
             raise TimeoutError
         try:
-            return b"".join(self.begin(*question, patience=patience).messages())
+            return b"".join(self.begin(*question, timeout=timeout).messages())
         finally:
             if self._places is not None:
                 self._places.release()

@@ -12,7 +12,7 @@ from openrecycle.app.catalogs.fill import CatalogRequest
 from openrecycle.app.catalogs.report import CatalogReport, CatalogSummary, stale
 from openrecycle.app.console.service import Console, get_console
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.app.ui import bound, catalog_chart, components
+from openrecycle.app.ui import catalog_chart, components, url_state
 from openrecycle.app.ui import catalog_words as words
 from openrecycle.app.ui.access import acting
 from openrecycle.app.ui.catalog_question import ask, stored
@@ -157,7 +157,7 @@ def _plans(report: CatalogReport) -> None:
     """One count's plans, and the way to the Gantt chart of each."""
     counts = [line.failures for line in report.lines if line.plans]
     known = {str(count): count for count in counts}
-    sent = bound.read(COUNT, known.get, bound.one_of(known))
+    sent = url_state.read(COUNT, known.get, url_state.one_of(known))
     number = counts[min(1, len(counts) - 1)] if sent is None else sent
     with st.container(horizontal=True, vertical_alignment="bottom", key="catalog-plans"):
         # Bound widgets lose what the address says when they are drawn in a fragment.
@@ -166,7 +166,7 @@ def _plans(report: CatalogReport) -> None:
         )
         line = report.lines[count]
         names = {plan.name: plan.words(8) or "fault-free" for plan in line.plans}
-        named = bound.read(PLAN, lambda name: name if name in names else None, bound.one_of(names))
+        named = url_state.read(PLAN, lambda name: name if name in names else None, url_state.one_of(names))
         chosen = st.selectbox(
             "Without",
             list(names),
@@ -179,8 +179,8 @@ def _plans(report: CatalogReport) -> None:
         )
         if st.button("Open on Schedule", key="open-plan"):
             catalog_chart.open_plan(report, chosen)
-        bound.say(COUNT)
-        bound.say(PLAN)
+        url_state.say(COUNT)
+        url_state.say(PLAN)
     table, caption = words.plans_table(line, report.question.job.time_unit), "Plans of one number of failures"
     if len(line.plans) <= MOST_ROWS:
         st.html(rows_html(table, caption))
@@ -189,13 +189,13 @@ def _plans(report: CatalogReport) -> None:
 
 
 def _choose_count() -> None:
-    bound.put(COUNT, str(st.session_state[COUNT]))
-    bound.put(PLAN, None)
+    url_state.put(COUNT, str(st.session_state[COUNT]))
+    url_state.put(PLAN, None)
 
 
 def _choose_plan(count: int) -> None:
-    bound.put(COUNT, str(count))
-    bound.put(PLAN, st.session_state[f"{PLAN}-{count}"])
+    url_state.put(COUNT, str(count))
+    url_state.put(PLAN, st.session_state[f"{PLAN}-{count}"])
 
 
 def _exports(console: Console, report: CatalogReport) -> None:

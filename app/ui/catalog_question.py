@@ -7,10 +7,10 @@ from typing import Any
 import streamlit as st
 
 from openrecycle.app.catalogs.fill import CatalogRequest, parse_request
-from openrecycle.app.catalogs.outlook import most_failures
+from openrecycle.app.catalogs.plans_needed import most_failures
 from openrecycle.app.console.service import Console
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.app.ui import bound
+from openrecycle.app.ui import url_state
 from openrecycle.app.ui.picker import CHOSEN
 from openrecycle.planner.catalog_store import PLANNER_VERSION
 from openrecycle.planner.job import Technique
@@ -86,7 +86,7 @@ def ask(console: Console) -> CatalogRequest:
             }
             most = most_failures(question)
             default = min(console.tolerance, most)
-        values["tolerance"] = bound.number_input(
+        values["tolerance"] = url_state.number_input(
             "Failures at once",
             0,
             1024,
@@ -106,11 +106,11 @@ def _own_question() -> dict[str, Any]:
         ("stages", "Stages", 4, 512),
         ("micro_batches", "Micro-batches", 6, 1024),
     ):
-        values[name] = bound.number_input(
+        values[name] = url_state.number_input(
             label, 1, most, value, key=f"cat_{name}", width=105, help="Per pipeline."
             if name == "micro_batches" else None,
         )  # fmt: skip
-    values["technique"] = bound.selectbox(
+    values["technique"] = url_state.selectbox(
         "Technique",
         [t.value for t in Technique if t.reroutes],
         index=2,
@@ -118,7 +118,7 @@ def _own_question() -> dict[str, Any]:
         help="Each includes the ones before it.",
         width=125,
     )
-    values["memory"] = bound.text_input(
+    values["memory"] = url_state.text_input(
         "Memory limit",
         "uniform",
         key="cat_memory",
@@ -136,12 +136,12 @@ def _own_question() -> dict[str, Any]:
             ("O", "Optimizer step", 0.0),
             ("transfer", "Transfer", 0.0),
         ):
-            durations[kind] = bound.number_input(name, 0.0, 1e6, time_of, key=f"cat_{kind}")
+            durations[kind] = url_state.number_input(name, 0.0, 1e6, time_of, key=f"cat_{kind}")
     return values | {"durations": durations}
 
 
 def _effort() -> dict[str, Any]:
-    solver = bound.selectbox(
+    solver = url_state.selectbox(
         "Solver",
         list(SOLVERS),
         index=list(SOLVERS).index("list"),
@@ -153,12 +153,12 @@ def _effort() -> dict[str, Any]:
     )
     if solver == "list":
         return {"solver": solver}
-    limit = bound.number_input("Seconds per plan", 0.1, 600.0, 10.0, key="cat_seconds", width=130, format="%g")
+    limit = url_state.number_input("Seconds per plan", 0.1, 600.0, 10.0, key="cat_seconds", width=130, format="%g")
     return {"solver": solver, "time_limit": limit}
 
 
 def _remember() -> None:
-    bound.moved()
+    url_state.moved()
     st.query_params["job"] = st.session_state[JOB]
     if st.session_state[JOB] != OWN:
         st.session_state[CHOSEN] = st.session_state[JOB]

@@ -7,11 +7,11 @@ from typing import Any
 
 import streamlit as st
 
-from openrecycle.agent.coordination.membership import LEAST_PATIENCE, MOST_PATIENCE, Mode
+from openrecycle.agent.coordination.membership import LEAST_CHOICE_TIMEOUT, MOST_CHOICE_TIMEOUT, Mode
 from openrecycle.app.console.service import Console
 from openrecycle.app.console.view import JobView
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.app.ui import bound, components, text
+from openrecycle.app.ui import components, text, url_state
 from openrecycle.app.ui.access import actor
 from openrecycle.app.ui.event_feed import say_later
 from openrecycle.app.ui.facts import ready_words
@@ -25,7 +25,7 @@ MOST_COLUMNS = 4
 def said_by_controls(choice: dict[str, Any]) -> tuple[object, ...]:
     """What the controls in the page's head say of the job. Others may change it, and workers take their time.
     choice: see Operators.choice."""
-    return tuple(choice[key] for key in ("mode", "patience", "paused", "stopped", "frozen_by"))
+    return tuple(choice[key] for key in ("mode", "choice_timeout", "paused", "stopped", "frozen_by"))
 
 
 def mode_switch(console: Console, job_id: str, choice: dict[str, Any], *, over: bool) -> None:
@@ -46,19 +46,19 @@ def mode_switch(console: Console, job_id: str, choice: dict[str, Any], *, over: 
             key=f"mode-choice-{mode}",
             label_visibility="collapsed",
         )
-        patience = st.number_input(
+        choice_timeout = st.number_input(
             "Seconds to choose in",
-            min_value=LEAST_PATIENCE,
-            max_value=MOST_PATIENCE,
-            value=float(choice["patience"]),
+            min_value=LEAST_CHOICE_TIMEOUT,
+            max_value=MOST_CHOICE_TIMEOUT,
+            value=float(choice["choice_timeout"]),
             step=10.0,
             disabled=wanted is not Mode.MANUAL,
-            key=f"patience-{choice['patience']}",
+            key=f"choice_timeout-{choice['choice_timeout']}",
         )
-        unchanged = wanted is mode and (wanted is Mode.AUTOMATIC or patience == choice["patience"])
+        unchanged = wanted is mode and (wanted is Mode.AUTOMATIC or choice_timeout == choice["choice_timeout"])
         if st.button("Apply", type="primary", disabled=unchanged, key="mode-apply"):
             try:
-                console.operators.set_mode(job_id, Mode(wanted), patience, actor(console))
+                console.operators.set_mode(job_id, Mode(wanted), choice_timeout, actor(console))
             except ConsoleError as error:
                 st.error(str(error))
                 return
@@ -93,7 +93,7 @@ def options(console: Console, view: JobView, choice: dict[str, Any]) -> None:
         elif choice["candidates"] or view.advice:
             out = choice["failed"] or [w.name for w in view.workers if w.state in OUT]
             title = f"Options with {names(out, 4)} empty" if out else "Options now that all workers are back"
-            with bound.expander(title, icon=":material/alt_route:", key="ways-folded"):
+            with url_state.expander(title, icon=":material/alt_route:", key="ways-folded"):
                 if view.advice:
                     components.quiet(view.advice)
                 _cards(console, view.job_id, choice, "Switch to it")

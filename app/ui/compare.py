@@ -13,7 +13,7 @@ from openrecycle.app.console.service import Console, get_console
 from openrecycle.app.console.view import JobHead
 from openrecycle.app.plans.references import Reference, job_of, parse_reference
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.app.ui import bound, chart_revision, components, facts, text
+from openrecycle.app.ui import chart_revision, components, facts, text, url_state
 from openrecycle.app.ui.charts.overview import MAX_BARS
 from openrecycle.app.ui.charts.schedule import MAX_NODES, Strip, comparison, last_time, short_unit, time_factors
 from openrecycle.app.ui.exports import export_source
@@ -107,8 +107,11 @@ def _choose(console: Console, job_id: str | None) -> list[Source | PendingPlan]:
         open_file(console, partial(_add, list(found)))
         if len(found) > 1:
             names = list(found)
-            wished = bound.read(
-                "baseline", lambda name: name if name in names else None, bound.one_of(names), "The first one is it."
+            wished = url_state.read(
+                "baseline",
+                lambda name: name if name in names else None,
+                url_state.one_of(names),
+                "The first one is it.",
             )
             st.session_state[BASELINE] = wished or names[0]
             st.selectbox(
@@ -120,7 +123,7 @@ def _choose(console: Console, job_id: str | None) -> list[Source | PendingPlan]:
                 width=320,
                 help="Changes are against it, and its period is drawn through all.",
             )
-            bound.say("baseline")
+            url_state.say("baseline")
             first = st.session_state[BASELINE]
             return [found[first], *(each for name, each in found.items() if name != first)]
     return list(found.values())
@@ -170,16 +173,16 @@ def _add(shown: list[str], reference: str) -> None:
 def _remember(known: frozenset[str]) -> None:
     """known: the plans that were offered. Of one that is called otherwise since, the browser still sends the words."""
     if known.issuperset(st.session_state[PICKER]):
-        bound.moved()
+        url_state.moved()
         st.query_params["plans"] = st.session_state[PICKER]
 
 
 def _remember_baseline() -> None:
-    bound.put("baseline", st.session_state[BASELINE])
+    url_state.put("baseline", st.session_state[BASELINE])
 
 
 def _show_worked_example() -> None:
-    bound.moved()
+    url_state.moved()
     st.query_params["plans"] = [str(made) for made in WORKED_EXAMPLE]
     st.query_params.pop("baseline", None)
 
@@ -275,7 +278,7 @@ def _grid(plan: Plan) -> str:
 
 def _tables(console: Console, sources: list[Source], schedules: list[Schedule], labels: list[str]) -> None:
     components.heading("What differs", "changes are against the baseline, the first column")
-    plans, stages, files = bound.tabs(["Plans", "Stages", "Files"], key="figures")
+    plans, stages, files = url_state.tabs(["Plans", "Stages", "Files"], key="figures")
     with plans:
         st.html(beside_html(labels, differences([s.plan for s in sources]), "Figures by plan"))
     with stages:

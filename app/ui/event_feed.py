@@ -11,7 +11,7 @@ import streamlit as st
 from openrecycle.app.console.service import Console
 from openrecycle.app.console.view import EventView, JobView
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.app.ui import bound, text
+from openrecycle.app.ui import text, url_state
 from openrecycle.app.ui.access import actor
 
 MARKS = {"error": "✕", "warning": "▲", "info": "·"}
@@ -41,8 +41,8 @@ def say_now() -> None:
 
 def asked_for() -> tuple[str, str]:
     """What the filter is set to and the words to look for, by the address."""
-    show = bound.read("events", lambda word: word if word in SHOW else None, bound.one_of(SHOW))
-    words = bound.read("find", str, "words")
+    show = url_state.read("events", lambda word: word if word in SHOW else None, url_state.one_of(SHOW))
+    words = url_state.read("find", str, "words")
     return show or DEFAULT, (words or "").strip()
 
 
@@ -71,14 +71,14 @@ def controls() -> tuple[str, str]:
             label_visibility="collapsed",
             width=170,
         )
-    bound.say("events")
+    url_state.say("events")
     return show, words
 
 
 def _into_address() -> None:
     show = st.session_state.get("events") or DEFAULT
-    bound.put("events", None if show == DEFAULT else show)
-    bound.put("find", st.session_state.get("find") or None)
+    url_state.put("events", None if show == DEFAULT else show)
+    url_state.put("find", st.session_state.get("find") or None)
 
 
 def filtering(show: str, words: str) -> bool:

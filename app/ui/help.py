@@ -8,8 +8,8 @@ from html import escape
 import streamlit as st
 
 from openrecycle.app.console.service import get_console
-from openrecycle.app.plans.idea import JOB, IntroductionPicture, pictures
-from openrecycle.app.ui import bound, components
+from openrecycle.app.plans.introduction import JOB, IntroductionPicture, pictures
+from openrecycle.app.ui import components, url_state
 from openrecycle.app.ui.charts.worker_grid import LOOKS
 from openrecycle.app.ui.theme import Palette
 from openrecycle.app.ui.words import SECTIONS, WORDS, launch_line, reporter, token_line, trainer
@@ -32,7 +32,7 @@ def page() -> None:
         '<h1 class="or-title">Help</h1><div class="or-about">A training job goes on when workers die: their '
         "micro-batches run on living peers of the same stage, in slots that were idle anyway.</div>"
     )
-    section = bound.segmented_control(
+    section = url_state.segmented_control(
         "Section",
         list(SECTIONS),
         default="idea",

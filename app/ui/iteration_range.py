@@ -12,7 +12,7 @@ import re
 
 import streamlit as st
 
-from openrecycle.app.ui import bound, chart_revision
+from openrecycle.app.ui import chart_revision, url_state
 from openrecycle.app.ui.chart_revision import Range
 from openrecycle.app.ui.charts.progress import ZOOM
 
@@ -32,7 +32,7 @@ def asked_for(first: int, last: int) -> Range | None:
         return (low, high) if low < high and low <= last and high >= first else None
 
     expected = f"two iterations between {first} and {last}, the newest, such as {first}-{max(first + 1, last)}"
-    return bound.read(ITERATIONS, accept, expected, "All of them are shown.")
+    return url_state.read(ITERATIONS, accept, expected, "All of them are shown.")
 
 
 def zoomed(chart: str, key: str) -> None:
@@ -48,4 +48,4 @@ def zoomed(chart: str, key: str) -> None:
             return
         part = float(low), float(high)
     chart_revision.moved(chart, part)
-    bound.put(ITERATIONS, f"{part[0]:.0f}-{part[1]:.0f}" if part else None)
+    url_state.put(ITERATIONS, f"{part[0]:.0f}-{part[1]:.0f}" if part else None)

@@ -12,7 +12,6 @@ from openrecycle.app.console.service import Console, get_console
 from openrecycle.app.console.view import JobView, WorkerView
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import (
-    bound,
     chart_revision,
     choice,
     components,
@@ -24,6 +23,7 @@ from openrecycle.app.ui import (
     standby,
     tables,
     text,
+    url_state,
 )
 from openrecycle.app.ui.charts.progress import ZOOM, generation_marks, losses, progress_rows, throughput
 from openrecycle.app.ui.charts.worker_grid import PICKED, worker_grid, worker_sentence
@@ -61,7 +61,9 @@ def page() -> None:
         choice.mode_switch(console, head.job_id, offered, over=over)
         plan_control.plan_menu(console, head.job_id, over=over)
         job_menu.job_menu(console, head)
-        moving = bound.toggle("Refresh", value=True, key="refresh", help="Off: the page stands still, to look closely.")
+        moving = url_state.toggle(
+            "Refresh", value=True, key="refresh", help="Off: the page stands still, to look closely."
+        )
     every = (1.0 if head.workers <= MAX_TILES else 2.0) if moving else None
     show_opened(console, head.job_id)  # first, since somebody has just clicked
     said = choice.said_by_controls(offered)
@@ -161,7 +163,7 @@ def _heat_map(view: JobView, colours: Palette) -> None:
         selection_mode=PICKED,
         alt="Worker grid: pipelines across, stages down. The table below has each worker's state.",
     )
-    figures = bound.expander("The same in figures", key="worker-figures")
+    figures = url_state.expander("The same in figures", key="worker-figures")
     if figures.open:
         table = tables.grid_table(view.workers)
         figures.dataframe(
@@ -205,7 +207,7 @@ def _progress(view: JobView, colours: Palette) -> None:
                 selection_mode=ZOOM,
                 alt=alt,
             )
-    bound.say(iteration_range.ITERATIONS)
+    url_state.say(iteration_range.ITERATIONS)
     source = (
         f"Fault-free {text.rate(reference.samples_per_second)} samples/s (dotted), {reference.words}. "
         if reference
@@ -216,7 +218,7 @@ def _progress(view: JobView, colours: Palette) -> None:
         source += f"{text.milliseconds(1000 * waited)} of waiting for a person left out. "
     st.caption(source + "Drag to move, Alt + wheel to zoom, double-click to see all.")
     # Only what is opened is sent at each refresh.
-    figures = bound.expander("The same in figures", key="progress-figures")
+    figures = url_state.expander("The same in figures", key="progress-figures")
     if figures.open:
         figures.dataframe(
             tables.iterations_table(view.iterations, marks, view.spec.micro_batches),

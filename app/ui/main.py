@@ -7,7 +7,7 @@ from pathlib import Path
 import streamlit as st
 
 from openrecycle.app.leadership.host import standing_by
-from openrecycle.app.ui import bound, standby
+from openrecycle.app.ui import standby, url_state
 
 _HERE = Path(__file__).resolve().parent
 _LOGO = str(_HERE / "assets" / "logo.svg")
@@ -29,8 +29,8 @@ _page = st.navigation(
 )
 if _standing is None:
     st.set_page_config(page_title=f"{_page.title} · OpenReCycle")
-    bound.enter(_page.url_path)
-    bound.say_unknown()
+    url_state.enter(_page.url_path)
+    url_state.say_unknown()
     _page.run()
 else:
     standby.show(_standing)

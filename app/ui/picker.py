@@ -9,7 +9,7 @@ from streamlit.delta_generator import DeltaGenerator
 
 from openrecycle.app.console.service import Console
 from openrecycle.app.console.view import JobHead, JobSummary
-from openrecycle.app.ui import bound, components
+from openrecycle.app.ui import components, url_state
 from openrecycle.app.ui.facts import OVER
 from openrecycle.app.ui.iteration_range import ITERATIONS
 
@@ -96,7 +96,7 @@ def forget() -> None:
 def _remember(known: frozenset[str]) -> None:
     """known: the jobs that were offered. Of one that is gone since, the browser still sends the words."""
     if st.session_state[PICKER] in known:
-        bound.moved()
+        url_state.moved()
         st.query_params["job"] = st.session_state[CHOSEN] = st.session_state[PICKER]
         left = ["plan", "follow", ITERATIONS]
         if st.query_params.get_all("plans") == st.session_state.get(BEGAN_WITH):

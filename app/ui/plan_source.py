@@ -25,7 +25,7 @@ from openrecycle.app.console.view import JobHead
 from openrecycle.app.plans.references import MeasuredReference, OfJob, Reference, job_of, parse_reference
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.garbage_collection import settle
-from openrecycle.app.ui import bound, components, text
+from openrecycle.app.ui import components, text, url_state
 from openrecycle.app.ui.schedule_facts import measured_words
 from openrecycle.planner.errors import InputError
 from openrecycle.planner.plan import Plan
@@ -239,6 +239,6 @@ def _show(reference: Reference) -> None:
 
 def show_instead(_: Reference | None, reference: Reference | str) -> None:
     """For callbacks: the page goes on with another plan."""
-    bound.moved()
+    url_state.moved()
     st.query_params["plan"] = str(reference)
     st.query_params.pop(FOLLOW, None)

@@ -13,7 +13,7 @@ from openrecycle.app.plans.references import Saved
 from openrecycle.app.plans.uploading import Reading, ReadPlan
 from openrecycle.app.runtime.documents import PLAN_MIB
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.app.ui import bound, text
+from openrecycle.app.ui import text, url_state
 from openrecycle.app.ui.access import actor, why_not
 
 TURN, READING = "plan-upload-turn", "plan-upload-reading"
@@ -55,7 +55,7 @@ def show_reading(show: Callable[[str], None]) -> None:
     if not reading.over:
         st.fragment(_wait, run_every=LOOK_SECONDS)(reading)
     elif reading.error:
-        bound.field_error(reading.error, "stretch")
+        url_state.field_error(reading.error, "stretch")
     else:
         del st.session_state[READING]
         show(str(Saved(reading.kept)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import streamlit as st
 
 from openrecycle.app.console.service import Console, get_console
-from openrecycle.app.plans.idea import STEPS, step_of
+from openrecycle.app.plans.introduction import STEPS, step_of
 from openrecycle.app.plans.solving import Solve
 from openrecycle.app.plans.solving_child import PlanAsked
 from openrecycle.app.plans.whatif import PARAMS, Checked, WhatIf, checked

@@ -11,7 +11,7 @@ from openrecycle.app.console.plan_sources import Source
 from openrecycle.app.console.service import Console, get_console
 from openrecycle.app.plans.references import Made, OfJob
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.app.ui import bound, chart_revision, components, facts
+from openrecycle.app.ui import chart_revision, components, facts, url_state
 from openrecycle.app.ui.charts.overview import MAX_BARS, Detail
 from openrecycle.app.ui.charts.schedule import MAX_NODES, gantt
 from openrecycle.app.ui.exports import export_source
@@ -158,7 +158,7 @@ def _tables(
             )
             export_source(console, source)
     tabs = ["Workers", "Ops of the detail" if detail else "Ops"]
-    by_worker, by_op = bound.tabs(tabs, key="figures")
+    by_worker, by_op = url_state.tabs(tabs, key="figures")
     with by_worker:
         table = st.cache_data(_workers_table, max_entries=32, show_spinner=False)(
             plan.fingerprint, ",".join(map(str, workers)), dict(source.out), schedule

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import streamlit as st
 
-from openrecycle.app.ui import bound, text
+from openrecycle.app.ui import text, url_state
 from openrecycle.app.ui.time_range import TimeRange, choose_time
 from openrecycle.planner.drawing import pipeline_workers, stage_workers, touched_workers
 from openrecycle.planner.job import Worker
@@ -39,7 +39,7 @@ def choose_workers(schedule: Schedule) -> list[Worker]:
 def choose_rows(schedules: Sequence[Schedule]) -> Callable[[Schedule], list[Worker]]:
     """One choice for all of them; where one has no such pipeline or stage, all its workers are shown."""
     touched = {worker for schedule in schedules for worker in touched_workers(schedule)}
-    show = bound.segmented_control(
+    show = url_state.segmented_control(
         "Show",
         [key for key in SHOW if key != "failure" or touched],
         default="all",
@@ -50,7 +50,7 @@ def choose_rows(schedules: Sequence[Schedule]) -> Callable[[Schedule], list[Work
     number = 0
     if show in ("pipeline", "stage"):
         sizes = [getattr(schedule.problem.job, f"{show}s") for schedule in schedules]
-        number = bound.selectbox(show.capitalize(), range(max(sizes)), key=show, width=120)
+        number = url_state.selectbox(show.capitalize(), range(max(sizes)), key=show, width=120)
 
     def chosen(schedule: Schedule) -> list[Worker]:
         if show == "failure":
@@ -66,7 +66,7 @@ def choose_rows(schedules: Sequence[Schedule]) -> Callable[[Schedule], list[Work
 
 def choose_view(plan: Plan, schedule: Schedule) -> ScheduleView:
     """What is drawn, the path of which micro-batch, and which time."""
-    draw = bound.pills("Draw", list(DRAW), default=DRAWN, format_func=DRAW.__getitem__, key="draw")
+    draw = url_state.pills("Draw", list(DRAW), default=DRAWN, format_func=DRAW.__getitem__, key="draw")
     path = _choose_path(plan)
     end = float(schedule.problem.job.units(schedule.end))
     return ScheduleView(frozenset(draw), path, choose_time(plan.fingerprint[:12], end, text.plural(plan.job.time_unit)))
@@ -86,7 +86,7 @@ def _choose_path(plan: Plan) -> tuple[int, int] | None:
     job = plan.job
     last = f"{job.pipelines - 1}.{job.micro_batches - 1}"
     expected = f"a pipeline and its micro-batch, from 0.0 to {last}"
-    known = bound.read(PATH, lambda name: name if _place(name, plan) else None, expected, "No path is shown.")
+    known = url_state.read(PATH, lambda name: name if _place(name, plan) else None, expected, "No path is shown.")
     if PATH not in st.session_state:
         st.session_state[PATH] = known
     elif st.session_state[PATH] and not _place(st.session_state[PATH], plan):
@@ -102,7 +102,7 @@ def _choose_path(plan: Plan) -> tuple[int, int] | None:
             on_change=_remember_path,
             width=200,
         )
-    bound.say(PATH)
+    url_state.say(PATH)
     return _place(st.session_state[PATH], plan)
 
 
@@ -115,4 +115,4 @@ def _place(name: str | None, plan: Plan) -> tuple[int, int] | None:
 
 
 def _remember_path() -> None:
-    bound.put(PATH, st.session_state.get(PATH) or None)
+    url_state.put(PATH, st.session_state.get(PATH) or None)

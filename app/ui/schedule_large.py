@@ -9,7 +9,7 @@ from pathlib import Path
 import streamlit as st
 from streamlit.components.v2.types import ComponentRenderer
 
-from openrecycle.app.ui import bound, chart_revision, components
+from openrecycle.app.ui import chart_revision, components, url_state
 from openrecycle.app.ui.charts import overview as large
 from openrecycle.app.ui.charts.overview import Detail
 from openrecycle.app.ui.charts.schedule import MAX_NODES, gantt
@@ -43,13 +43,13 @@ def large_chart(
     names = [str(w) for w in drawing.rows.workers]
     width = schedule.problem.job.units(schedule.end)
     with st.container(horizontal=True, vertical_alignment="bottom", key="overview-part"):
-        first = bound.selectbox("First row", names, key="first-row", on_change=_forget_box, width=160)
+        first = url_state.selectbox("First row", names, key="first-row", on_change=_forget_box, width=160)
         box = _box(len(workers), width)
         if box:
             st.button("Forget the box", on_click=_forget_box, key="forget-box")
         else:
             st.caption("Or draw a box on the overview.")
-            bound.say(BOX)
+            url_state.say(BOX)
     if box:
         detail = large.detail_of_box(drawing, *box)
     else:
@@ -117,18 +117,18 @@ def _box(rows: int, width: float) -> tuple[tuple[float, float], tuple[float, flo
         return ((x0, x1), (y0, y1)) if fits else None
 
     expected = f"two times up to {width:,.10g} and two rows up to {rows:,}, such as 20,60,0,8"
-    return bound.read(BOX, accept, expected, "No box is drawn.")
+    return url_state.read(BOX, accept, expected, "No box is drawn.")
 
 
 def remember_box(time: TimeRange) -> None:
     """Shows all of it."""
     if box := drawn_box(PAD):
         show_all(time)
-        bound.put(BOX, ",".join(f"{value:.6g}" for value in box))
+        url_state.put(BOX, ",".join(f"{value:.6g}" for value in box))
 
 
 def _forget_box() -> None:
-    bound.put(BOX, None)
+    url_state.put(BOX, None)
 
 
 _SCRIPT = Path(__file__).parent / "assets" / "box_select.js"

@@ -17,7 +17,7 @@ from openrecycle.app.plans.simulations import (
     parse_request,
     shapes,
 )
-from openrecycle.app.ui import bound, components, text
+from openrecycle.app.ui import components, text, url_state
 from openrecycle.app.ui.charts.simulation import policy_words, sensitivity, throughput_over_time
 from openrecycle.app.ui.facts import Card
 from openrecycle.app.ui.tables import Table, rows_html
@@ -31,7 +31,7 @@ SHOWN = "simulation-shown"
 # In the URL, so that a link shows what its sender saw.
 COVERS = "covers"
 # For the first result, which often comes at once; after that the page is drawn without, and looks again.
-PATIENCE_SECONDS = 0.5
+TIMEOUT_SECONDS = 0.5
 DEFAULT_POLICIES = ["ours", "recycle", "repartition", "drop-replica", "checkpoint-restart"]
 
 
@@ -56,7 +56,7 @@ def page() -> None:
         console.plans.simulations.cancel(before)
     st.session_state[SHOWN] = request
     simulation = console.plans.simulations.get(request)
-    simulation.first.wait(PATIENCE_SECONDS)
+    simulation.first.wait(TIMEOUT_SECONDS)
     st.fragment(_results, run_every=None if simulation.done else 0.2)(simulation, colours)
 
 
@@ -66,7 +66,7 @@ def _ask(console: Console) -> SimulationRequest | None:
     jobs = {job.job_id: job.name for job in reversed(console.list_jobs())}
     values: dict[str, Any] = {}
     with st.container(horizontal=True, vertical_alignment="bottom", key="simulate-job"):
-        source = bound.selectbox(
+        source = url_state.selectbox(
             "Job",
             [SHAPE, *jobs],
             format_func=lambda j: j if j == SHAPE else f"{jobs[j]} · {j}",
@@ -74,7 +74,7 @@ def _ask(console: Console) -> SimulationRequest | None:
             width=240,
         )
         if source == SHAPE:
-            values["model"] = bound.selectbox(
+            values["model"] = url_state.selectbox(
                 "Model", shapes(), index=shapes().index("gpt-3-6.7b"), key="model", width=160
             )
             for name, label, value in (
@@ -82,7 +82,7 @@ def _ask(console: Console) -> SimulationRequest | None:
                 ("stages", "Stages", 4),
                 ("micro_batches", "Micro-batches", 16),
             ):
-                values[name] = bound.number_input(
+                values[name] = url_state.number_input(
                     label, 1, 1024, value, key=f"sim_{name}", width=110, help="Per pipeline."
                     if name == "micro_batches" else None,
                 )  # fmt: skip
@@ -93,7 +93,7 @@ def _ask(console: Console) -> SimulationRequest | None:
     traces = [DRAWN, *([HISTORY] if source != SHAPE else []), *public_traces()]
     names = {DRAWN: "Drawn at random", HISTORY: "This job's own history"}
     with st.container(horizontal=True, vertical_alignment="bottom", key="simulate-trace"):
-        values["trace"] = bound.selectbox(
+        values["trace"] = url_state.selectbox(
             "Failures", traces, format_func=lambda t: names.get(t, t), key="trace", width=240
         )
         if values["trace"] == DRAWN:
@@ -103,11 +103,11 @@ def _ask(console: Console) -> SimulationRequest | None:
                 ("hours", "Length (h)", 72.0, 1.0, "Of the run."),
                 ("host_mtbf", "Host MTBF (h)", 0.0, 0.0, "Hours between failures of a whole host of 8; 0: never."),
             ):
-                values[name] = bound.number_input(
+                values[name] = url_state.number_input(
                     label, least, 1e6, hours, key=f"sim_{name}", width=130, help=note, format="%g"
                 )
-            values["seed"] = bound.number_input("Seed", 0, 2**31, 2, key="sim_seed", width=100)
-        values["dollars"] = bound.number_input(
+            values["seed"] = url_state.number_input("Seed", 0, 2**31, 2, key="sim_seed", width=100)
+        values["dollars"] = url_state.number_input(
             "$ per worker-hour", 0.0, 1e4, 2.0, key="sim_dollars", width=130, format="%g"
         )
     untold = False
@@ -122,7 +122,7 @@ def _ask(console: Console) -> SimulationRequest | None:
     else:
         st.query_params.pop(COVERS, None)
     values["policies"] = tuple(
-        bound.multiselect("Policies", POLICIES, default=DEFAULT_POLICIES, format_func=policy_words, key="policies")
+        url_state.multiselect("Policies", POLICIES, default=DEFAULT_POLICIES, format_func=policy_words, key="policies")
     )
     if not values["policies"]:
         components.quiet("Choose at least one policy to simulate; two or more are compared.")
@@ -138,9 +138,9 @@ def _history(console: Console, job_id: str) -> tuple[tuple[Row, ...], float]:
         job, _, seconds = word.partition(":")
         return float(seconds) if job == job_id and seconds.isdecimal() and len(seconds) < 10 else None
 
-    pinned = bound.read(COVERS, accept, f"{job_id}:<seconds>", "All of its history is shown.")
+    pinned = url_state.read(COVERS, accept, f"{job_id}:<seconds>", "All of its history is shown.")
     rows, covered = console.past_failures(job_id, pinned)
-    bound.say(COVERS)
+    url_state.say(COVERS)
     if pinned is None:
         st.query_params[COVERS] = f"{job_id}:{covered:.0f}"
     elif console.past_failures(job_id)[1] > covered:
@@ -151,7 +151,7 @@ def _history(console: Console, job_id: str) -> tuple[tuple[Row, ...], float]:
 
 
 def _up_to_now() -> None:
-    bound.put(COVERS, None)
+    url_state.put(COVERS, None)
 
 
 def _results(simulation: Simulation, colours: Palette) -> None:
@@ -191,7 +191,7 @@ def _results(simulation: Simulation, colours: Palette) -> None:
             key="simulation-mtbf",
             alt=sensitivity_words(simulation),
         )
-        figures = bound.expander("The same in figures", key="simulation-mtbf-figures")
+        figures = url_state.expander("The same in figures", key="simulation-mtbf-figures")
         if figures.open:
             figures.html(rows_html(sensitivity_table(simulation), "Figures by MTBF"))
         if simulation.crossings:

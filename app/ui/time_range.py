@@ -10,7 +10,7 @@ from pathlib import Path
 import streamlit as st
 from streamlit.components.v2.types import ComponentRenderer
 
-from openrecycle.app.ui import bound, chart_revision
+from openrecycle.app.ui import chart_revision, url_state
 from openrecycle.app.ui.chart_revision import Range
 from openrecycle.app.ui.theme import CHART_CONFIG
 
@@ -36,7 +36,7 @@ def choose_time(of: str, end: float, unit: str, name: str = TIME) -> TimeRange:
     the address."""
     key = f"{name}-{of}"
     expected = f"two times from 0 to {spelled(end)}, such as 0-{spelled(end / 2)}"
-    sent = bound.read(name, lambda word: parsed(word, end), expected, "All of it is shown.")
+    sent = url_state.read(name, lambda word: parsed(word, end), expected, "All of it is shown.")
     if key not in st.session_state:
         st.session_state[key] = sent or (0.0, end)
     chosen = st.slider(
@@ -50,7 +50,7 @@ def choose_time(of: str, end: float, unit: str, name: str = TIME) -> TimeRange:
         args=(name, key, end),
         width=240,
     )
-    bound.say(name)
+    url_state.say(name)
     return TimeRange(name, key, end, narrowed(chosen, end))
 
 
@@ -102,7 +102,7 @@ def slid(name: str, key: str, end: float) -> None:
 
 
 def _remember(name: str, part: Range | None) -> None:
-    bound.put(name, "-".join(map(spelled, part)) if part else None)
+    url_state.put(name, "-".join(map(spelled, part)) if part else None)
 
 
 def narrowed(chosen: Range, end: float) -> Range | None:

@@ -13,7 +13,7 @@ from openrecycle.app.console.view import JobView, WorkerView
 from openrecycle.app.console.worker_detail import WorkerDetail, worker_detail
 from openrecycle.app.console.worker_history import worker_history
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.app.ui import bound, facts, worker_words
+from openrecycle.app.ui import facts, url_state, worker_words
 from openrecycle.app.ui.access import actor
 from openrecycle.app.ui.charts.worker_time import memory, op_times
 from openrecycle.app.ui.event_feed import feed_html
@@ -85,7 +85,7 @@ def _detail(console: Console, job_id: str, name: str) -> None:
         st.error(str(error))
         return
     zone = st.context.timezone
-    present, over_time, history, log = bound.tabs(["Now", "Over time", "History", "Log"], key=TABS)
+    present, over_time, history, log = url_state.tabs(["Now", "Over time", "History", "Log"], key=TABS)
     with present:
         st.html(worker_words.facts_html(detail))
         if detail.op_times:
@@ -102,7 +102,7 @@ def _detail(console: Console, job_id: str, name: str) -> None:
 def _over_time(console: Console, job_id: str, detail: WorkerDetail) -> None:
     """Op times against the plan's and memory, as charts and in figures."""
     name = detail.worker.name
-    span = bound.segmented_control(
+    span = url_state.segmented_control(
         "Span", list(SPANS), default=next(iter(SPANS)), key=SPAN, label_visibility="collapsed"
     )
     until = time.time() + 1

@@ -11,16 +11,18 @@ from openrecycle.planner.words import layers_moved, names, percent
 MOST_MOVES = 4
 
 
-def sentence(worker_states: WorkerStates, now: float, ladder: FailureTimeouts, *, share: float | None = None) -> str:
+def sentence(
+    worker_states: WorkerStates, now: float, failure_timeouts: FailureTimeouts, *, share: float | None = None
+) -> str:
     """share: of the fault-free throughput, that it trains at of late; None: not known."""
     state = worker_states.state
     if not worker_states.paused or state.over:
-        return _whole(_text(worker_states, now, ladder, share))
+        return _whole(_text(worker_states, now, failure_timeouts, share))
     held = "paused: all workers wait before the same iteration until somebody resumes the job."
     if worker_states.running_on:
         held = f"pausing: waiting for {names(worker_states.running_on)} to finish the iteration in hand."
     if state.halted or not state.settled:
-        return _whole(f"{held} {_whole(_text(worker_states, now, ladder, None))}")
+        return _whole(f"{held} {_whole(_text(worker_states, now, failure_timeouts, None))}")
     return _whole(" ".join(part for part in (held, _who_is_out(worker_states)) if part))
 
 
@@ -34,20 +36,20 @@ def _whole(text: str) -> str:
     return text[0].upper() + text[1:].rstrip(".") + "."
 
 
-def _text(worker_states: WorkerStates, now: float, ladder: FailureTimeouts, share: float | None) -> str:
+def _text(worker_states: WorkerStates, now: float, failure_timeouts: FailureTimeouts, share: float | None) -> str:
     state = worker_states.state
     if state.over:
         return over_sentence(state.over, state.over_reason)
     if state.halted:
         return state.halted
-    if (nobody := nobody_heard(state, now)) > ladder.dead:
+    if (nobody := nobody_heard(state, now)) > failure_timeouts.dead:
         return (
             f"Waiting for all workers: none has been heard for {nobody:.0f} s, so they are suspended, or cut off from "
-            f"here; the job is given up at {ladder.lost:g} s."
+            f"here; the job is given up at {failure_timeouts.lost:g} s."
         )
-    if silent := _most_silent(state, now, ladder):
+    if silent := _most_silent(state, now, failure_timeouts):
         age = now - (silent.last_heard or now)
-        return f"Waiting for {silent.name}: last heard {age:.1f} s ago, dead at {ladder.dead:g} s."
+        return f"Waiting for {silent.name}: last heard {age:.1f} s ago, dead at {failure_timeouts.dead:g} s."
     if state.pending and state.pending.until is not None:
         return _waiting_for_a_choice(state, state.pending.until - now)
     if state.pending:
@@ -57,7 +59,7 @@ def _text(worker_states: WorkerStates, now: float, ladder: FailureTimeouts, shar
         return _before_the_first_generation(state)
     if state.broken:
         peer = peer_of(state.broken.reporter, state.broken.worker)
-        left = max(0.0, state.broken.since + ladder.transfer_grace - now)
+        left = max(0.0, state.broken.since + failure_timeouts.transfer_grace - now)
         return (
             f"{state.broken.reporter} can't exchange data with {peer}: waiting {left:.1f} s more "
             "for an exit or a time-out that explains it, then all connect anew."
@@ -143,13 +145,13 @@ def _frozen(state: State) -> str:
     return f"{text}: a better one waits until it is not."
 
 
-def _most_silent(state: State, now: float, ladder: FailureTimeouts) -> Member | None:
+def _most_silent(state: State, now: float, failure_timeouts: FailureTimeouts) -> Member | None:
     overdue = [
         m
         for m in state.members.values()
         if m.state not in (WorkerState.FAILED, WorkerState.FINISHED)
         and not m.draining
         and m.last_heard is not None
-        and now - m.last_heard > ladder.suspect
+        and now - m.last_heard > failure_timeouts.suspect
     ]
     return min(overdue, key=lambda m: m.last_heard or 0.0, default=None)

@@ -54,7 +54,7 @@ class _Run:
         self.heap: list[_Event] = []
         self.pace: Pace | None = None
         self.at = 0  # where the present iteration, checkpoint or standstill began
-        self.flight_end: int | None = None  # of the iteration in flight, where it is not at + pace.iteration
+        self.in_flight_end: int | None = None  # of the iteration in flight, where it is not at + pace.iteration
         self.saving: int | None = None  # when the present checkpoint ends
         self.paused: int | None = None  # when the present pause ends
         self.asked = False
@@ -150,8 +150,8 @@ class _Run:
             self.at, self.saving = self.saving, None
             self._save()
             return True
-        if self.flight_end is not None:
-            if self.flight_end >= until:
+        if self.in_flight_end is not None:
+            if self.in_flight_end >= until:
                 return False
             self._complete(1)
             return True
@@ -177,7 +177,7 @@ class _Run:
         assert pace is not None
         begin = self.at
         self.at = self._flight_end() + (count - 1) * pace.iteration
-        self.flight_end = None
+        self.in_flight_end = None
         self.last = self.at
         self._count(count, self.at - begin, pace)
         if pace.checkpoint_every:
@@ -205,7 +205,7 @@ class _Run:
 
     def _flight_end(self) -> int:
         assert self.pace is not None
-        return self.at + self.pace.iteration if self.flight_end is None else self.flight_end
+        return self.at + self.pace.iteration if self.in_flight_end is None else self.in_flight_end
 
     def _in_flight(self) -> bool:
         return self.pace is not None
@@ -231,7 +231,7 @@ class _Run:
         if stop.rollback:
             self.lost += self.unsaved_iterations
             self._forget()
-        self.pace, self.flight_end, self.saving, self.asked = None, None, None, False
+        self.pace, self.in_flight_end, self.saving, self.asked = None, None, None, False
         self.paused = now + stop.pause
         self._push(self.paused, RESUME)
         self._note(now, 0.0)
@@ -243,7 +243,7 @@ class _Run:
             ends = self._flight_end()
             if keep.pace is not None or keep.stretch != 1.0:
                 extra = int((ends - now) * (keep.stretch - 1)) // MILLISECOND * MILLISECOND
-                self.flight_end = ends + extra if now > self.at else None
+                self.in_flight_end = ends + extra if now > self.at else None
         if keep.pace is not None:
             self.pace = keep.pace
             self._note(now, keep.pace.rate)

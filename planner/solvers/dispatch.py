@@ -63,8 +63,8 @@ def dispatch(
     depth: Ints,
     final: Ints,
     open_limit: Ints,
-    patience: Ints,
-    patience_w: Ints,
+    max_wait: Ints,
+    max_wait_w: Ints,
     slack: Buffer,
     base: Ints,
     ready_f: Buffer,
@@ -88,8 +88,8 @@ def dispatch(
       4. F, when memory allows;
       5. W.
     Before an F of 4. or a W it may wait for an I that is under way and would come before that op's end:
-    when the wait is shorter than patience % of the delay it spares the I, and the worker would
-    still be done in time (`slack`). Before a W it may wait for an F in the same way (patience_w).
+    when the wait is shorter than max_wait % of the delay it spares the I, and the worker would
+    still be done in time (`slack`). Before a W it may wait for an F in the same way (max_wait_w).
 
     No limit of at least 1 can deadlock. A worker waits only for an op that is running or being
     transferred, so if nothing runs, nobody waits by choice. On the last stage an F that has run
@@ -100,7 +100,7 @@ def dispatch(
     route: worker of each item. forward, input_backward, weight_backward: ticks by worker (one that
     does not split takes both for B). transfer, transfer_back: by boundary, of activations and of
     gradients. capacity, depth, final,
-    open_limit, patience, patience_w: by stage. split: by worker, 0 or 1. key: by item, smaller first; equal
+    open_limit, max_wait, max_wait_w: by stage. split: by worker, 0 or 1. key: by item, smaller first; equal
     keys go by micro-batch. slack: by worker, the latest tick at which it may begin all its work
     and end in time; moves on with the work done. base: where each worker's part of ready_f,
     ready_i and pending_w begins. state: STATE zeros per worker.
@@ -164,13 +164,13 @@ def dispatch(
             if waits and choice != 2:
                 length = forward[w] if choice == 1 else weight_backward[w]
                 wait = state[due_i + w] - now
-                if 0 < wait < length and wait * 100 < patience[s] * (length - wait) and now + wait <= slack[w]:
+                if 0 < wait < length and wait * 100 < max_wait[s] * (length - wait) and now + wait <= slack[w]:
                     continue
                 wait = state[due_f + w] - now
                 if (
                     choice == 3
                     and 0 < wait < length
-                    and wait * 100 < patience_w[s] * (length - wait)
+                    and wait * 100 < max_wait_w[s] * (length - wait)
                     and now + wait <= slack[w]
                 ):
                     continue

@@ -26,8 +26,8 @@ class DispatchRule:
     depth: tuple[int, ...]
     final: tuple[int, ...]
     open_limit: tuple[int, ...]
-    patience: tuple[int, ...]
-    patience_w: tuple[int, ...]
+    max_wait: tuple[int, ...]
+    max_wait_w: tuple[int, ...]
     target: int
 
 
@@ -148,7 +148,7 @@ class OpOrders:
             *keys,
             *(
                 np.array(row, dtype=np.int64)
-                for row in (manner.depth, manner.final, manner.open_limit, manner.patience, manner.patience_w)
+                for row in (manner.depth, manner.final, manner.open_limit, manner.max_wait, manner.max_wait_w)
             ),
             slack,
             self._base,

@@ -37,7 +37,7 @@ POOL = 4  # orders that are improved side by side
 # Rules of the list scheduler to start from; fewer where each takes long.
 STARTS, STARTS_LARGE, LARGE_ITEMS = 12, 4, 50_000
 # The first windows, each reaching to the end and dispatched backwards: where it begins as a part of the
-# order, then depth and final as multiples of 1F1B's, patience, patience_w. Chosen by measurement, like
+# order, then depth and final as multiples of 1F1B's, max_wait, max_wait_w. Chosen by measurement, like
 # the rules of the list scheduler, on 64 x 32 x 64 and 32 x 64 x 128.
 OPENING = (
     (0.3, 1.25, 0.25, 300, ALWAYS),
@@ -183,8 +183,8 @@ class _Search:
                 return
         last = self._index.max() - self._index
         heads = [order for _, order in self.pool[:2]]
-        for cut, depth, final, patience, patience_w in OPENING:
-            manner = self._manner(depth, 0, final, None, patience, patience_w, self.bound)
+        for cut, depth, final, max_wait, max_wait_w in OPENING:
+            manner = self._manner(depth, 0, final, None, max_wait, max_wait_w, self.bound)
             for order in heads:
                 if over() or self.best <= self.bound:
                     return
@@ -262,7 +262,7 @@ class _Search:
         )
 
     def _manner(
-        self, depth: float, more: int, final: float, spare: int | None, patience: int, patience_w: int, target: int
+        self, depth: float, more: int, final: float, spare: int | None, max_wait: int, max_wait_w: int, target: int
     ) -> DispatchRule:
         """depth: as a multiple of 1F1B's, and so much more; final: as a multiple of twice that. spare:
         activations that pending W's leave free, beyond those of the micro-batches that turn round; None:
@@ -278,7 +278,7 @@ class _Search:
                 UNLIMITED if spare is None else max(1, limit - spare - 2 * b // 3)
                 for limit, b in zip(most, below, strict=True)
             ),
-            patience=(patience,) * stages,
-            patience_w=(patience_w,) * stages,
+            max_wait=(max_wait,) * stages,
+            max_wait_w=(max_wait_w,) * stages,
             target=target,
         )

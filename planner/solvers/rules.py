@@ -28,15 +28,15 @@ class Rule:
     open_limit: pending W's that force one. `never`; `one`; `half` of the memory limit; `full-k`
     k + 1 less than the limit; `turn-k` so that as many activations as micro-batches turn round
     below at full speed, and k more, stay free for forwards.
-    patience, patience_w: percent, the same on all stages. target: multiple of the lower bound.
+    max_wait, max_wait_w: percent, the same on all stages. target: multiple of the lower bound.
     final: last forwards that go first, as a multiple of the micro-batches that turn round below.
     alike: see DispatchSettings; no help where F, I and W last equally long anyway.
     """
 
     depth: str
     open_limit: str
-    patience: int = 0
-    patience_w: int = 0
+    max_wait: int = 0
+    max_wait_w: int = 0
     target: float = 1.0
     final: float = 0.0
     alike: bool = False
@@ -54,8 +54,8 @@ class Rule:
             depth=tuple(depths * (job.stages - s) - (depths > 1) for s in stages),
             final=tuple(int(self.final * turns[s] / job.ticks[s].work) for s in stages),
             open_limit=tuple(self._open_limit(problem, s, turns[s], slowest) for s in stages),
-            patience=(self.patience,) * job.stages,
-            patience_w=(self.patience_w,) * job.stages,
+            max_wait=(self.max_wait,) * job.stages,
+            max_wait_w=(self.max_wait_w,) * job.stages,
             target=int(bound * self.target),
             order=self.order,
             split=self.split,
@@ -79,7 +79,7 @@ class Rule:
         return max(1, limit - int(less) - -(-turn // slowest))
 
 
-# depth, open_limit, patience, patience_w, target, final
+# depth, open_limit, max_wait, max_wait_w, target, final
 EVERY = [
     Rule("1f1b", "never", 100, 100),
     Rule("1f1b", "turn-0", 100, 100, alike=True),
@@ -147,8 +147,8 @@ def _endless(problem: Problem) -> Iterator[Rule]:
 
 
 def _coupled(problem: Problem) -> Iterator[Rule]:
-    """Without W's of their own only depth, patience and order matter."""
-    plain = [Rule(depth, "never", patience, split="none") for patience in (0, 100) for depth in ("1f1b", "eager", "zb")]
+    """Without W's of their own only depth, max_wait and order matter."""
+    plain = [Rule(depth, "never", max_wait, split="none") for max_wait in (0, 100) for depth in ("1f1b", "eager", "zb")]
     orders: Iterator[str | int] = chain(ORDERS, count())
     for order in orders:
         yield from (replace(rule, order=order) for rule in plain)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from openrecycle.planner.plan_arrays import Columns
 
 UNLIMITED = 1 << 40
-ALWAYS = 1_000_000  # a patience that waits however little it spares
+ALWAYS = 1_000_000  # a wait that goes on however little it spares
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class DispatchSettings:
     depth: tuple[int, ...]
     final: tuple[int, ...]
     open_limit: tuple[int, ...]
-    patience: tuple[int, ...]
-    patience_w: tuple[int, ...]
+    max_wait: tuple[int, ...]
+    max_wait_w: tuple[int, ...]
     target: int
     order: str | int = "index"
     split: str = "all"
@@ -126,8 +126,8 @@ class Table:
                     settings.depth,
                     settings.final,
                     settings.open_limit,
-                    settings.patience,
-                    settings.patience_w,
+                    settings.max_wait,
+                    settings.max_wait_w,
                 ),
             ),
             self._vector(self._slack(settings.target, scale, alike=settings.alike)),

@@ -26,7 +26,7 @@ from openrecycle.planner.solvers.rules import ORDERS, rules
 from openrecycle.planner.solvers.table import ALWAYS, UNLIMITED, DispatchSettings, Result, Table
 
 POOL = 4  # settings that are improved side by side
-PATIENCES = (0, 30, 100, 300, ALWAYS)
+MAX_WAITS = (0, 30, 100, 300, ALWAYS)
 TARGETS = (0.98, 1.0, 1.01, 1.02, 1.05, 1.1)
 # Ops and seconds from which so many runs repay the time that loading compiled loops takes.
 COMPILED_OPS, COMPILED_SECONDS = 1_500, 3.0
@@ -115,7 +115,7 @@ def _change(settings: DispatchSettings, bound: int, noise: random.Random, *, reo
     reorder: of the order of micro-batches too.
     """
     stages = len(settings.depth)
-    kinds = ("depth", "final", "open_limit", "patience", "patience_w", "target", *(("order",) if reorder else ()))
+    kinds = ("depth", "final", "open_limit", "max_wait", "max_wait_w", "target", *(("order",) if reorder else ()))
     for _ in range(noise.choice((1, 1, 2, 3))):
         what = noise.choice(kinds)
         if what == "order":
@@ -127,8 +127,8 @@ def _change(settings: DispatchSettings, bound: int, noise: random.Random, *, reo
         begin = noise.randrange(stages)
         end = min(stages, begin + noise.choice((1, 1, 2, 4, stages)))
         values: list[int] = list(getattr(settings, what))
-        if what in ("patience", "patience_w"):
-            values[begin:end] = [noise.choice(PATIENCES)] * (end - begin)
+        if what in ("max_wait", "max_wait_w"):
+            values[begin:end] = [noise.choice(MAX_WAITS)] * (end - begin)
         else:
             step = noise.choice((-2, -1, 1, 2))
             values[begin:end] = _stepped(values[begin:end], step, lowest=int(what == "open_limit"), top=2 * stages)

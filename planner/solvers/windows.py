@@ -30,8 +30,8 @@ def redispatch(
     depth: Ints,
     final: Ints,
     open_limit: Ints,
-    patience: Ints,
-    patience_w: Ints,
+    max_wait: Ints,
+    max_wait_w: Ints,
     slack: Buffer,
     base: Ints,
     begin: int,
@@ -229,13 +229,13 @@ def redispatch(
             if waits and choice != 2:
                 length = down[w] if choice == 1 else weight[w]
                 wait = state[due_up + w] - now
-                if 0 < wait < length and wait * 100 < patience[s] * (length - wait) and now + wait <= slack[w]:
+                if 0 < wait < length and wait * 100 < max_wait[s] * (length - wait) and now + wait <= slack[w]:
                     continue
                 wait = state[due_down + w] - now
                 if (
                     choice == 3
                     and 0 < wait < length
-                    and wait * 100 < patience_w[s] * (length - wait)
+                    and wait * 100 < max_wait_w[s] * (length - wait)
                     and now + wait <= slack[w]
                     and not (backwards and state[stock + w] == 0)
                 ):

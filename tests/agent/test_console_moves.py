@@ -128,7 +128,7 @@ def test_an_operator_decides_and_lets_workers_go(reference: Run, tmp_path: Path)
     with job(tmp_path) as running:
         running.settles(6)
         put = f"{running.server.base}/jobs/{running.job_id}/mode"
-        running.server.session.put(put, json={"mode": "manual", "patience": 3000}, timeout=30).raise_for_status()
+        running.server.session.put(put, json={"mode": "manual", "choice_timeout": 3000}, timeout=30).raise_for_status()
         running.ask("/workers/W1_1/kill")
         seen = until(lambda: (c := running.read("/choice"))["candidates"] and c, "the candidates")
         assert seen["waiting"] and seen["failed"] == ["W1_1"]

@@ -127,9 +127,9 @@ class Membership(RuleBasedStateMachine):
     def console_restarts(self) -> None:
         self.run_.send(ConsoleRestarted())
 
-    @rule(mode=st.sampled_from(Mode), patience=st.sampled_from([2.0, 30.0]))
-    def mode_is_set(self, mode: Mode, patience: float) -> None:
-        self.run_.send(ModeSet(mode, patience, "ada"))
+    @rule(mode=st.sampled_from(Mode), choice_timeout=st.sampled_from([2.0, 30.0]))
+    def mode_is_set(self, mode: Mode, choice_timeout: float) -> None:
+        self.run_.send(ModeSet(mode, choice_timeout, "ada"))
 
     @rule(frozen=st.booleans())
     def plan_is_frozen(self, frozen: bool) -> None:

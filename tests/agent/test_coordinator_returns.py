@@ -90,7 +90,7 @@ def test_a_fenced_worker_changes_nothing(incarnation: str) -> None:
         assert run.state is before
 
 
-def test_a_worker_that_was_put_out_can_not_register_as_itself() -> None:
+def test_a_fenced_worker_can_not_register_as_itself() -> None:
     run = Run().start()
     run.exit("W1_0")
     refusal = run.send(WorkerRegistered("W1_0", "W1_0-1")).refusal

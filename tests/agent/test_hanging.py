@@ -97,7 +97,7 @@ def test_one_that_never_lets_go_is_ended(tmp_path: Path) -> None:
     assert job.losses == fault_free_losses(len(job.losses), **GRID)
 
 
-def test_a_stage_that_is_slow_as_a_whole_is_not_put_out() -> None:
+def test_a_stage_that_is_slow_as_a_whole_is_not_fenced() -> None:
     """Its disk is: who would go on without it?"""
     job = job_of("SlowData", {"iteration": 8, "seconds": 8.0}, iterations=12, pace=0.02).run()
     assert not job.dead

@@ -24,7 +24,7 @@ SPEC = JobSpec(name="a job", pipelines=1, stages=1, micro_batches=1, iterations=
 def open_console(path: Path, **rungs: float) -> tuple[Console, Database]:
     database = Database(f"sqlite:///{path / 'console.db'}")
     database.upgrade()
-    return Console(Store(database), ladder=FailureTimeouts(**rungs)), database
+    return Console(Store(database), failure_timeouts=FailureTimeouts(**rungs)), database
 
 
 def spec(timeouts: Timeouts) -> JobSpec:
@@ -32,8 +32,10 @@ def spec(timeouts: Timeouts) -> JobSpec:
 
 
 def test_the_defaults_of_both_sides_make_a_ladder() -> None:
-    ladder, agents = FailureTimeouts(), Timeouts()
-    assert ladder.heartbeat < ladder.suspect < ladder.dead < agents.transfer < agents.group
+    failure_timeouts, agents = FailureTimeouts(), Timeouts()
+    assert (
+        failure_timeouts.heartbeat < failure_timeouts.suspect < failure_timeouts.dead < agents.transfer < agents.group
+    )
 
 
 def test_a_job_whose_agents_give_up_before_the_console_does_is_refused(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from tests.golden import golden
 pytestmark = pytest.mark.processes
 
 ITERATIONS, CLIP = 56, 2.0
-UNRULY = {"loud": [1, 55], "poisoned": [20]}
+NAN_ITERATIONS = {"loud": [1, 55], "poisoned": [20]}
 
 
 def _run(record: Path, *arguments: str, iterations: int = ITERATIONS, **options: list[int]) -> Run:
@@ -47,7 +47,7 @@ def _same_bits(run: Run, reference: Run) -> None:
 @pytest.fixture(scope="module")
 def synchronous(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("synchronous")
-    run = _run(folder / "run.jsonl", "--clip-norm", str(CLIP), "--synchronous", **UNRULY)
+    run = _run(folder / "run.jsonl", "--clip-norm", str(CLIP), "--synchronous", **NAN_ITERATIONS)
     assert run.status == 0, run.errors
     assert len(run.losses) == ITERATIONS and _validations(run) == [(20, False)]
     return run
@@ -55,7 +55,7 @@ def synchronous(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def test_the_synchronous_order_is_plain_training(synchronous: Run) -> None:
     """Against one process, one module and torch's own clipping, to the rounding of float32."""
-    task = NanModel(**UNRULY)
+    task = NanModel(**NAN_ITERATIONS)
     module = nn.Sequential(*(task.build_stage(s, 2, 0) for s in range(2)))
     optimizer = task.optimizer(module.parameters())
     scheduler = task.scheduler(optimizer)
@@ -66,15 +66,15 @@ def test_the_synchronous_order_is_plain_training(synchronous: Run) -> None:
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         norm = nn.utils.clip_grad_norm_(module.parameters(), CLIP)
-        assert (norm.item() > CLIP) == (i in UNRULY["loud"])
-        assert norm.isnan().item() == (i in UNRULY["poisoned"])
+        assert (norm.item() > CLIP) == (i in NAN_ITERATIONS["loud"])
+        assert norm.isnan().item() == (i in NAN_ITERATIONS["poisoned"])
         if not norm.isnan():
             optimizer.step()
             scheduler.step()
 
 
 def test_steps_taken_before_their_validation_end_in_the_same_bits(synchronous: Run, tmp_path: Path) -> None:
-    run = _run(tmp_path / "run.jsonl", "--clip-norm", str(CLIP), **UNRULY)
+    run = _run(tmp_path / "run.jsonl", "--clip-norm", str(CLIP), **NAN_ITERATIONS)
     _same_bits(run, synchronous)
     assert _validations(run) == [(1, True), (20, True), (55, True)]
 
@@ -90,7 +90,7 @@ def test_steps_taken_before_their_validation_end_in_the_same_bits(synchronous: R
 )
 def test_a_death_between_step_and_validation(kills: tuple[str, ...], synchronous: Run, tmp_path: Path) -> None:
     wishes = [text for kill in kills for text in ("--kill", kill)]
-    run = _run(tmp_path / "run.jsonl", "--clip-norm", str(CLIP), *wishes, **UNRULY)
+    run = _run(tmp_path / "run.jsonl", "--clip-norm", str(CLIP), *wishes, **NAN_ITERATIONS)
     _same_bits(run, synchronous)
     # A death after the last step may leave nothing to redo.
     assert len(run.failures) == len(kills) or kills == ("W1_1@55:V",)
@@ -100,7 +100,7 @@ def test_a_newcomer_knows_what_the_others_expect(synchronous: Run, tmp_path: Pat
     """It returns while the stages wait for validations, and all of them stop waiting at the same step."""
     # Paced, so that there is a job left to come back to.
     wishes = ("--kill", "W1_0@2:F1", "--rejoin", "W1_0@2", "--pace", "F=4ms,I=4ms,W=4ms")
-    run = _run(tmp_path / "run.jsonl", "--clip-norm", str(CLIP), *wishes, **UNRULY)
+    run = _run(tmp_path / "run.jsonl", "--clip-norm", str(CLIP), *wishes, **NAN_ITERATIONS)
     _same_bits(run, synchronous)
     assert run.iterations[-1]["living"] == 4
 

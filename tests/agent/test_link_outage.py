@@ -20,7 +20,7 @@ from openrecycle.planner.job import Worker
 from tests.golden import golden
 
 TRIES = 12
-PATIENCE = 60.0
+TIMEOUT = 60.0
 
 
 def test_tries_are_closer_together_than_the_console_waits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,13 +38,13 @@ def test_tries_are_closer_together_than_the_console_waits(monkeypatch: pytest.Mo
             if len(waits[mine]) < TRIES:
                 return 0.0
             enough[mine].set()
-            return PATIENCE
+            return TIMEOUT
 
     monkeypatch.setattr(console_link, "Backoff", Watched)
-    monkeypatch.setattr(console_link, "STOPPED_PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(console_link, "STOPPED_TIMEOUT_SECONDS", 0.0)
     link = ConsoleCoordination(lambda: ConsoleClient(f"http://127.0.0.1:{port}"), "job", lambda text: None)
     link.exited(Worker(0, 1), "i1", "was killed by SIGKILL")
-    assert all(event.wait(PATIENCE) for event in enough.values())
+    assert all(event.wait(TIMEOUT) for event in enough.values())
     link.close(lambda: True)
     for name, pauses in waits.items():
         assert max(pauses) <= FailureTimeouts().transfer_grace / 2, name
@@ -83,7 +83,7 @@ class Console(ThreadingHTTPServer):
 
 @pytest.fixture
 def console(monkeypatch: pytest.MonkeyPatch) -> Iterator[Console]:
-    monkeypatch.setattr(console_link, "STOPPED_PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(console_link, "STOPPED_TIMEOUT_SECONDS", 0.0)
     monkeypatch.setattr(console_link, "LAST_TRIES_SECONDS", 0.01)
     with Console() as console:
         yield console
@@ -101,7 +101,7 @@ def test_a_console_that_comes_back_learns_how_the_job_ended(console: Console) ->
     said: list[str] = []
 
     def hurried() -> bool:
-        if said:  # the first patience is over
+        if said:  # the first time-out is over
             console.back.set()
         return False
 

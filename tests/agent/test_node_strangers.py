@@ -140,7 +140,7 @@ def test_a_node_that_is_refused_for_good_gives_up(hub: NodeHub) -> None:
         NodeServer(7, (hub.host, hub.port), TOKEN, None, lambda _: None).run(60)
 
 
-def test_patience_has_an_end(hub: NodeHub) -> None:
+def test_waiting_has_an_end(hub: NodeHub) -> None:
     first, _ = join(hub, 1)
     threading.Thread(target=_tell_the_time, args=(first,), daemon=True).start()
     until(lambda: 1 in hub.links, "the first node to be there", 10)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from openrecycle.agent.holding import PauseRequest
+from openrecycle.agent.pausing import PauseRequest
 from openrecycle.agent.protocol import Command
 from tests.agent.local_jobs import LocalJob, fault_free_losses
 

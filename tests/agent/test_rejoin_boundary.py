@@ -28,7 +28,7 @@ def _return_after_death(job: LocalJob, line: dict[str, Any]) -> None:
 
 def test_nothing_is_redone_and_the_bits_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Though it is kept waiting first, for hours if an operator has frozen the plan: it says every second that it
-    lives, and that is all that the launcher's patience (hang_seconds) goes by."""
+    lives, and that is all that the launcher's time-out (hang_seconds) goes by."""
     waiting: list[tuple[Worker, str]] = []
     heard: list[float] = []
     let_in = LocalCoordination.ready

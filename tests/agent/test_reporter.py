@@ -75,8 +75,8 @@ def _times(server: JobConsole, job_id: str) -> dict[str, dict[str, float]]:
 @pytest.mark.processes
 def test_the_others_get_the_plan_that_goes_on_without_a_silent_worker(tmp_path: Path) -> None:
     """W0_1 hangs, which is also the one that spoke for all; another takes over, and no iteration is missing."""
-    ladder = ("--heartbeat", "0.2", "--suspect", "1", "--dead", "4")
-    with console(tmp_path, *ladder) as server, loops(server, tmp_path) as running:
+    failure_timeouts = ("--heartbeat", "0.2", "--suspect", "1", "--dead", "4")
+    with console(tmp_path, *failure_timeouts) as server, loops(server, tmp_path) as running:
         job_id = server.job_id()
         until(lambda: all(1 in loop.generations() for loop in running.values()), "the first plan everywhere")
         until(lambda: len(reported(server, job_id)) > 3, "iterations")

@@ -77,11 +77,11 @@ def test_a_death_is_decided_by_the_console_and_the_bits_stay(reference: Run, tmp
         assert "W1_1" in texts and "SIGKILL" in texts and "resumed" in texts
 
 
-def test_a_worker_that_hangs_is_put_out(reference: Run, tmp_path: Path) -> None:
+def test_a_worker_that_hangs_is_fenced(reference: Run, tmp_path: Path) -> None:
     """SIGSTOP: nothing breaks and nobody exits; only silence tells."""
-    ladder = ("--heartbeat", "0.3", "--suspect", "1.5", "--dead", "4")
+    failure_timeouts = ("--heartbeat", "0.3", "--suspect", "1.5", "--dead", "4")
     with (
-        console(tmp_path, *ladder) as server,
+        console(tmp_path, *failure_timeouts) as server,
         job(server, tmp_path / "run.jsonl", ITERATIONS, "--pace", "F=20ms,I=20ms,W=20ms") as launcher,
     ):
         job_id = server.job_id()

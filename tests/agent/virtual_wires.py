@@ -20,7 +20,7 @@ from torch import Tensor
 
 from openrecycle.agent.executor import Executor, OpError
 from openrecycle.agent.faults import FaultInjector
-from openrecycle.agent.ledger import Redo
+from openrecycle.agent.kept_micro_batches import Redo
 from openrecycle.agent.script import MicroBatch, Script
 from openrecycle.agent.stage_io import CPU, TensorSpec
 from openrecycle.agent.transport.ordered import OrderedTransfers, connect

@@ -192,9 +192,9 @@ class History(RuleBasedStateMachine):
 
         self.world.attempt(call)
 
-    @rule(mode=st.sampled_from(Mode), patience=st.sampled_from([2.0, 30.0]))
-    def the_mode_is_set(self, mode: Mode, patience: float) -> None:
-        self.operate("set_mode", mode, patience)
+    @rule(mode=st.sampled_from(Mode), choice_timeout=st.sampled_from([2.0, 30.0]))
+    def the_mode_is_set(self, mode: Mode, choice_timeout: float) -> None:
+        self.operate("set_mode", mode, choice_timeout)
 
     @rule(frozen=st.booleans())
     def the_plan_is_frozen(self, frozen: bool) -> None:
@@ -365,5 +365,5 @@ def durable(state: State) -> object:
     }
     broken = (state.broken.reporter, state.broken.worker, state.broken.detail) if state.broken else None
     moves = state.pending.moves if state.pending else ()
-    life = (state.over, state.over_reason, state.halted, state.mode, state.patience, state.frozen_by)
+    life = (state.over, state.over_reason, state.halted, state.mode, state.choice_timeout, state.frozen_by)
     return members, state.current, state.committed, broken, moves, life, state.held, state.moved

@@ -109,7 +109,7 @@ class World:
             self.spec,
             0.0,
             store=self.store,
-            ladder=LADDER,
+            failure_timeouts=LADDER,
             want_plan=lambda job, failed: self.wanted.append(failed),
             on_generation=lambda job: None,
             clock=lambda: self.now,

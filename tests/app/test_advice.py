@@ -14,9 +14,9 @@ from openrecycle.agent.coordination.choosing import out
 from openrecycle.agent.coordination.membership import Candidate
 from openrecycle.agent.protocol import FailureReport
 from openrecycle.app.advice.recommendation import AdviceRequest, Recommendation, decide, recommendation_document, serve
-from openrecycle.app.advice.service import REPAIR_SECONDS, copy_times, grounds, move_times
+from openrecycle.app.advice.service import REPAIR_SECONDS, copy_times, measured_costs, move_times
 from openrecycle.app.observing.job_history import changes, repair_times
-from openrecycle.app.runtime.maker import TaskQueue
+from openrecycle.app.runtime.task_queue import TaskQueue
 from openrecycle.planner.check import check
 from openrecycle.planner.job import Job
 from openrecycle.planner.packed import from_bytes
@@ -135,7 +135,7 @@ def recovery(detected: float, reformed: float, *, known: bool = True) -> dict[st
 
 def test_costs_are_measured_where_there_is_history() -> None:
     rows = [recovery(100, 300), recovery(200, 1200), recovery(0, 400, known=False)]
-    known = grounds(rows, [60.0, 120.0], [0.5, 3.0])
+    known = measured_costs(rows, [60.0, 120.0], [0.5, 3.0])
     assert (known.detect, known.recover, known.copy, known.repair) == pytest.approx((0.15, 0.4, 1.75, 90.0))
     assert known.basis == (golden("recovery-costs-are-as-in-3"))
 
@@ -153,7 +153,7 @@ def test_a_copy_takes_from_the_last_that_left_to_the_last_that_is_ready() -> Non
 
 
 def test_without_history_defaults_are_said_to_be_assumed() -> None:
-    known = grounds([], [])
+    known = measured_costs([], [])
     assumed = RecoveryCosts()
     assert (known.detect, known.recover, known.copy) == (assumed.detect, assumed.recover, assumed.migrate)
     assert known.repair == REPAIR_SECONDS
@@ -325,7 +325,7 @@ def test_what_moved_layers_cost_is_measured() -> None:
 
 
 def test_advice_that_takes_too_long_is_given_up() -> None:
-    recommendation, why = ask(job=job_doc(Job.uniform(32, 32, 64)), failed=("W1_2",), patience=0.5)
+    recommendation, why = ask(job=job_doc(Job.uniform(32, 32, 64)), failed=("W1_2",), timeout=0.5)
     assert recommendation is None
     assert why == golden("it-took-more-than-0")
 

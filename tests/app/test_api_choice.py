@@ -52,7 +52,7 @@ def test_the_operator_compares_and_chooses(server: ConsoleServer) -> None:
     agents = started(server, migrate=True)
     assert choice(agents) == {
         "mode": "automatic",
-        "patience": 60.0,
+        "choice_timeout": 60.0,
         "frozen_by": "",
         "paused": False,
         "stopped": False,
@@ -62,7 +62,7 @@ def test_the_operator_compares_and_chooses(server: ConsoleServer) -> None:
         "candidates": [],
         "better": "",
     }
-    answer = put_mode(agents, "manual", patience=600)
+    answer = put_mode(agents, "manual", choice_timeout=600)
     assert answer.status_code == 200 and golden("waits-up-to-600-s") in answer.json()["reason"]
     agents.exit("W0_2")
     agents.exit("W1_2")
@@ -98,14 +98,19 @@ def test_a_mode_outlives_the_console(tmp_path: Path) -> None:
     server = ConsoleServer(f"sqlite:///{tmp_path / 'console.db'}", *PATIENT)
     try:
         agents = started(server)
-        assert put_mode(agents, "manual", patience=500).status_code == 200
+        assert put_mode(agents, "manual", choice_timeout=500).status_code == 200
         agents.exit("W1_1")
         assert choice(agents)["waiting"]
         assert server.post(agents.path("/pause")).status_code == 202
         server.stop()
         server.start()
         after = choice(agents)
-        assert (after["mode"], after["patience"], after["waiting"], after["paused"]) == ("manual", 500, True, True)
+        assert (after["mode"], after["choice_timeout"], after["waiting"], after["paused"]) == (
+            "manual",
+            500,
+            True,
+            True,
+        )
         assert put_mode(agents, "automatic").status_code == 200
         assert agents.deployment(after=1)["failed"] == ["W1_1"]
         assert not choice(agents)["waiting"]
@@ -177,7 +182,7 @@ def test_the_baseline_is_measured_again_when_somebody_asks(server: ConsoleServer
 
 def test_what_is_wrong_is_said_by_its_name(server: ConsoleServer) -> None:
     agents = started(server)
-    assert put_mode(agents, "manual", patience=0).json()["detail"].startswith("patience: got 0, expected")
+    assert put_mode(agents, "manual", choice_timeout=0).json()["detail"].startswith("choice_timeout: got 0, expected")
     assert put_mode(agents, "semi").json()["detail"] == "mode: got 'semi', expected 'automatic' or 'manual'"
     nothing = server.post(agents.path("/choice"), {"name": "re-route"})
     assert nothing.status_code == 409 and nothing.json()["detail"].startswith(golden("there-is-nothing-to-choose"))

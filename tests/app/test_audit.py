@@ -91,7 +91,7 @@ def test_each_change_leaves_a_line_that_says_who(here: ConsoleHere, app: TestCli
 
     job = JobHere(console, "audited").register().commit(0, 2, 1)
     at = {"job_id": job.job_id}
-    call("PUT", "/jobs/{job_id}/mode", {"mode": "manual", "patience": 900}, **at)
+    call("PUT", "/jobs/{job_id}/mode", {"mode": "manual", "choice_timeout": 900}, **at)
     call("PUT", "/jobs/{job_id}/frozen", {"frozen": True}, **at)
     call("PUT", "/jobs/{job_id}/frozen", {"frozen": False}, **at)
     call("POST", "/jobs/{job_id}/pause", **at)

@@ -66,7 +66,7 @@ def test_plans_too_large_for_memory_stay_in_the_catalog_until_they_are_needed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("openrecycle.app.jobs.job_plans.INLINE_OPS", 1)
-    monkeypatch.setattr("openrecycle.app.plans.ahead.HELD_OPS", 1)
+    monkeypatch.setattr("openrecycle.app.plans.job_planner.HELD_OPS", 1)
     here = ConsoleHere(tmp_path)
     job = JobHere(here.console, "large")
     live = here.console.job(job.job_id)
@@ -115,8 +115,8 @@ def test_a_large_plan_is_fitted_beside_the_console(
     for limit in (
         "openrecycle.app.jobs.job_plans.INLINE_OPS",
         "openrecycle.app.jobs.job_plans.LARGE_OPS",
-        "openrecycle.app.plans.ahead.LARGE_OPS",
-        "openrecycle.app.plans.ahead.HELD_OPS",
+        "openrecycle.app.plans.job_planner.LARGE_OPS",
+        "openrecycle.app.plans.job_planner.HELD_OPS",
     ):
         monkeypatch.setattr(limit, 1)
     here = ConsoleHere(tmp_path)
@@ -145,7 +145,7 @@ def test_a_large_plan_is_fitted_beside_the_console(
 
 def test_the_filling_of_a_job_that_ends_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = ConsoleHere(tmp_path)
-    monkeypatch.setattr("openrecycle.app.plans.ahead.HELD_OPS", 1)
+    monkeypatch.setattr("openrecycle.app.plans.job_planner.HELD_OPS", 1)
     here.console.plans.ahead._tolerance = 3
     jobs = [JobHere(here.console, f"job {i}", pipelines=8, stages=16, micro_batches=64) for i in range(2)]
     wait(lambda: len(here.console.plans.ahead._filling) == 2)

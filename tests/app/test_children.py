@@ -17,7 +17,7 @@ from openrecycle.app.runtime.children import Channel, ChildEnded, Children, Pend
 pytestmark = pytest.mark.processes
 
 PAGES = Path(__file__).resolve().parents[2] / "app" / "ui"
-PATIENCE = 120.0
+TIMEOUT = 120.0
 
 
 def tell(channel: Channel) -> None:
@@ -34,7 +34,7 @@ def test_a_child_neither_runs_the_page_nor_looks_for_packages_beside_it(monkeypa
     monkeypatch.setitem(sys.modules, "__main__", page)
     monkeypatch.syspath_prepend(str(PAGES))
     begin_without_pages()
-    found, in_path, streamlit = Children(tell, name="tell").ask(patience=PATIENCE).decode().split()
+    found, in_path, streamlit = Children(tell, name="tell").ask(timeout=TIMEOUT).decode().split()
     assert Path(found).resolve() == PAGES.parents[1] / "planner" / "errors.py"
     assert (in_path, streamlit) == ("False", "False")
 
@@ -50,8 +50,8 @@ def hungry(channel: Channel, size: int) -> None:
 @pytest.mark.processes
 def test_a_child_takes_no_more_memory_than_it_may() -> None:
     children = Children(hungry, name="hungry", memory=256 << 20)
-    assert children.ask(64 << 20, patience=PATIENCE) == b"%d" % (64 << 20)
-    assert children.ask(512 << 20, patience=PATIENCE) == b"no more"
+    assert children.ask(64 << 20, timeout=TIMEOUT) == b"%d" % (64 << 20)
+    assert children.ask(512 << 20, timeout=TIMEOUT) == b"no more"
 
 
 def count(channel: Channel, to: int) -> None:
@@ -67,7 +67,7 @@ def count(channel: Channel, to: int) -> None:
 
 
 def ended(asked: PendingAnswer) -> bool:
-    asked.process.join(PATIENCE)
+    asked.process.join(TIMEOUT)
     return not asked.process.is_alive()
 
 
@@ -77,7 +77,7 @@ def processes(messages: list[bytes]) -> set[bytes]:
 
 @pytest.mark.processes
 def test_a_process_that_is_kept_answers_one_question_after_the_other_and_another_one_beside_it() -> None:
-    children = Children(count, name="counting", keep=PATIENCE)
+    children = Children(count, name="counting", keep=TIMEOUT)
     children.prepare()
     first = list(children.begin(3).messages())
     second, third = children.begin(2000), children.begin(2)
@@ -104,8 +104,8 @@ def test_one_that_is_not_kept_ends_with_its_answer_and_takes_what_was_prepared()
 
 @pytest.mark.processes
 def test_what_is_not_wanted_any_more_ends_soon_and_its_process_goes_on() -> None:
-    children = Children(count, name="counting", keep=PATIENCE)
-    endless = children.begin(10**9, grace=PATIENCE)
+    children = Children(count, name="counting", keep=TIMEOUT)
+    endless = children.begin(10**9, grace=TIMEOUT)
     heard: list[bytes] = []
     reader = threading.Thread(target=lambda: heard.extend(endless.messages()))
     reader.start()
@@ -113,7 +113,7 @@ def test_what_is_not_wanted_any_more_ends_soon_and_its_process_goes_on() -> None
     endless.stop()
     after = children.begin(4)
     assert len(list(after.messages())) == 4
-    reader.join(PATIENCE)
+    reader.join(TIMEOUT)
     assert after.process is endless.process and len(heard) < 10**9
     children.close()
 
@@ -121,7 +121,7 @@ def test_what_is_not_wanted_any_more_ends_soon_and_its_process_goes_on() -> None
 @pytest.mark.processes
 @pytest.mark.parametrize(("question", "killed"), [(-1, True), (0, False)])
 def test_one_that_dies_or_fails_says_so_and_the_next_question_has_another(question: int, killed: bool) -> None:
-    children = Children(count, name="counting", keep=PATIENCE)
+    children = Children(count, name="counting", keep=TIMEOUT)
     asked = children.begin(question)
     with pytest.raises(ChildEnded) as error:
         list(asked.messages())
@@ -152,7 +152,7 @@ def test_one_that_takes_too_long_is_ended_with_what_it_started() -> None:
     with pytest.raises(ChildEnded) as error:
         next(messages)
     assert error.value.late and ended(asked)
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + TIMEOUT
     while Path(f"/proc/{grandchild}").exists() and "State:\tZ" not in Path(f"/proc/{grandchild}/status").read_text():
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -161,7 +161,7 @@ def test_one_that_takes_too_long_is_ended_with_what_it_started() -> None:
 @pytest.mark.processes
 def test_a_question_has_its_time() -> None:
     with pytest.raises(ChildEnded) as error:
-        Children(deaf, name="deaf").ask(patience=0.1)
+        Children(deaf, name="deaf").ask(timeout=0.1)
     assert error.value.late
 
 
@@ -180,5 +180,5 @@ def test_no_more_than_so_many_at_a_time() -> None:
     with pytest.raises(TimeoutError):
         children.ask(wait=0.0)
     children.close()
-    taken.join(PATIENCE)
+    taken.join(TIMEOUT)
     assert not taken.is_alive()

@@ -16,7 +16,7 @@ from uvicorn.server import ServerState
 
 from openrecycle.agent.protocol import API
 from openrecycle.app.api.connection import connections
-from openrecycle.app.api.crowd import ConnectionLimit
+from openrecycle.app.api.connection_limit import ConnectionLimit
 from openrecycle.app.security.access import Access
 from tests.golden import golden
 
@@ -115,10 +115,10 @@ def run(served: Served, case: Case) -> None:
 def test_beyond_the_open_files_it_is_said_and_those_before_are_served(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("openrecycle.app.api.connection.PATIENCE", 0)
+    monkeypatch.setattr("openrecycle.app.api.connection.TIMEOUT", 0)
 
     async def case(first: Connection) -> None:
-        first.kind.crowd = ConnectionLimit(1)
+        first.kind.limit = ConnectionLimit(1)
         second = Connection(served, first)
         ((status, headers, body),) = await second.ask(request(served, 2))
         assert (status, headers["retry-after"], headers["connection"]) == (503, "1", "close")
@@ -143,14 +143,14 @@ def test_beyond_the_open_files_it_is_said_and_those_before_are_served(
 
 def test_connections_that_are_refused_are_said_once_a_minute(capsys: pytest.CaptureFixture[str]) -> None:
     now = 0.0
-    crowd = ConnectionLimit(10, clock=lambda: now)
-    assert crowd.admits(10)
-    assert not any(crowd.admits(11) for _ in range(5))
+    limit = ConnectionLimit(10, clock=lambda: now)
+    assert limit.admits(10)
+    assert not any(limit.admits(11) for _ in range(5))
     assert capsys.readouterr().out.count(golden("connections-are-refused")) == 1
     now = 60.0
-    assert not crowd.admits(11)
+    assert not limit.admits(11)
     assert "refused=5" in capsys.readouterr().out
-    assert crowd.hopeless(10 + 33) and not crowd.hopeless(10 + 32)
+    assert limit.hopeless(10 + 33) and not limit.hopeless(10 + 32)
 
 
 def test_some_files_are_kept_for_the_console_itself(monkeypatch: pytest.MonkeyPatch) -> None:

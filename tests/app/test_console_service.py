@@ -299,7 +299,7 @@ def test_a_job_that_can_not_be_read_back_does_not_stop_the_others(store: Store) 
     console.close()
     with store.database.write() as session:
         session.execute(text("update job set spec = '{}' where id = :id"), {"id": bad.job_id})
-    again = Console(store, ladder=FailureTimeouts())
+    again = Console(store, failure_timeouts=FailureTimeouts())
     again.start()
     try:
         assert [job.job_id for job in again.list_jobs()] == [good.job_id]

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from ui_console import ConsoleHere, JobHere, until
 
-from openrecycle.app.advice.service import grounds
+from openrecycle.app.advice.service import measured_costs
 from openrecycle.app.console.service import Console
 from openrecycle.app.jobs.baseline import Baseline
 from openrecycle.app.jobs.waiting import Wait, segments
@@ -212,5 +212,5 @@ def test_a_persons_time_is_no_cost_and_no_dip(here: ConsoleHere) -> None:
     assert sum(steps.values()) == pytest.approx(61_000), "they add up"
     assert steps[golden("waited-for-a-person")] == pytest.approx(60_000)
     assert max(t for words, t in steps.items() if "person" not in words) < 1000
-    assert grounds([recovery], [], [], waited).recover < 1
-    assert grounds([recovery], []).recover > 60, "what it would have been"
+    assert measured_costs([recovery], [], [], waited).recover < 1
+    assert measured_costs([recovery], []).recover > 60, "what it would have been"

@@ -85,8 +85,8 @@ def test_a_launcher_with_an_agents_token_hears_why_its_job_stands_still(
     app: TestClient, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It asks whenever there has been no new generation for some seconds; a refusal would end the job."""
-    for patience in ("SAY_WHY_NOT_SECONDS", "LONG_POLL_SECONDS"):
-        monkeypatch.setattr(console_link, patience, 0.1)
+    for choice_timeout in ("SAY_WHY_NOT_SECONDS", "LONG_POLL_SECONDS"):
+        monkeypatch.setattr(console_link, choice_timeout, 0.1)
     token = make(app, role="agent")
     said: list[str] = []
     created = create_job(ConsoleClient(url, token=token), JobSpec.model_validate(SPEC))

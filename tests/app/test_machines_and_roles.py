@@ -56,7 +56,7 @@ class Console(Queries):
     """What the pages and the API ask, of a played job."""
 
     def __init__(self, world: World) -> None:
-        self._store, self._world, self.ladder = world.store, world, LADDER
+        self._store, self._world, self.failure_timeouts = world.store, world, LADDER
         self.observing = Observing(world.store, 1.0, lambda fingerprint: None, self.live_jobs, list, RetentionLimits())
 
     def job(self, job_id: str) -> LiveJob:

@@ -13,8 +13,8 @@ from ui_factory import plan
 from openrecycle.app.api.routes import create_routes
 from openrecycle.app.console.service import Console
 from openrecycle.app.plans.applying import use_plan
+from openrecycle.app.plans.plan_comparison import compare_plans
 from openrecycle.app.plans.replanning import Replan
-from openrecycle.app.plans.worth import worth
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.planner.job import MemoryLimit, Problem, Technique, Worker
 from openrecycle.planner.plan import Plan
@@ -131,14 +131,17 @@ def test_a_plan_is_worth_a_generation_if_it_saves_more_than_one_iteration() -> N
     poor, good = plan(LOST, technique="adaptive"), plan(LOST)
     job = good.job.job()
     saved = 1 - good.metrics.period / poor.metrics.period
-    assert worth(poor, good, job, int(1 / saved) + 1).better
-    assert not worth(poor, good, job, int(1 / saved)).better
-    assert not worth(good, poor, job, 10_000).better and "no shorter" in worth(good, poor, job, 10_000).reason
-    assert "found again" in worth(good, good, job, 10_000).reason
+    assert compare_plans(poor, good, job, int(1 / saved) + 1).better
+    assert not compare_plans(poor, good, job, int(1 / saved)).better
+    assert (
+        not compare_plans(good, poor, job, 10_000).better
+        and "no shorter" in compare_plans(good, poor, job, 10_000).reason
+    )
+    assert "found again" in compare_plans(good, good, job, 10_000).reason
 
 
 def test_with_other_speeds_the_orders_are_played_through() -> None:
     slow = replace(plan().job.job(), speeds=((Worker(1, 1), 0.5),))
     problem = Problem(slow, frozenset(), Technique.STAGGERED, MemoryLimit.parse("uniform"))
-    found = worth(plan(), make_plan(problem, solver="list"), slow, 1_000)
+    found = compare_plans(plan(), make_plan(problem, solver="list"), slow, 1_000)
     assert found.better and golden("at-the-op-times-that") in found.reason

@@ -110,8 +110,10 @@ class DeafConsole:
         self.now = 1_000.0
         self.database = Database(f"sqlite:///{folder / 'console.db'}")
         self.database.upgrade()
-        pulse = EventLoopWatch(0.01, lambda: self.now)
-        self.console = Console(Store(self.database), ladder=LADDER, tolerance=0, pulse=pulse, clock=lambda: self.now)
+        loop_watch = EventLoopWatch(0.01, lambda: self.now)
+        self.console = Console(
+            Store(self.database), failure_timeouts=LADDER, tolerance=0, loop_watch=loop_watch, clock=lambda: self.now
+        )
         self.console.start()
         self.held, self._let_go = threading.Event(), threading.Event()
 
@@ -122,7 +124,7 @@ class DeafConsole:
 
         @asynccontextmanager
         async def lifespan(app: object) -> AsyncIterator[None]:
-            pulse.start()
+            loop_watch.start()
             yield
 
         app = Starlette(routes=[Route("/hold", hold), *create_routes(self.console)], lifespan=lifespan)
@@ -139,7 +141,7 @@ class DeafConsole:
         """That time, looked at as often as the console does; it is to be able to hear."""
         for _ in range(round(seconds / TICK_SECONDS)):
             self.now += TICK_SECONDS
-            until(lambda: self.console.pulse.overdue <= 0, "the loop to run")
+            until(lambda: self.console.loop_watch.overdue <= 0, "the loop to run")
             self.console.tick(job)
 
     def close(self) -> None:
@@ -199,20 +201,20 @@ def test_nobody_is_lost_while_the_event_loop_stands_still(tmp_path: Path) -> Non
 
 def test_a_loop_stands_still_from_when_it_is_expected_until_it_ends() -> None:
     now = [0.0]
-    pulse = EventLoopWatch(0.01, lambda: now[0])
+    loop_watch = EventLoopWatch(0.01, lambda: now[0])
     now[0] += 7
-    assert pulse.overdue == 0
-    pulse.expect()  # a console that takes up its jobs before it takes requests
+    assert loop_watch.overdue == 0
+    loop_watch.expect()  # a console that takes up its jobs before it takes requests
     now[0] += 3
-    assert pulse.overdue == pytest.approx(2.99)
+    assert loop_watch.overdue == pytest.approx(2.99)
 
     async def live() -> None:
-        pulse.start()
+        loop_watch.start()
         now[0] += 5
-        assert pulse.overdue == pytest.approx(4.99)
+        assert loop_watch.overdue == pytest.approx(4.99)
         await asyncio.sleep(0.05)
-        assert pulse.overdue == 0
+        assert loop_watch.overdue == 0
 
     asyncio.run(live())
     now[0] += 99
-    assert pulse.overdue == 0
+    assert loop_watch.overdue == 0

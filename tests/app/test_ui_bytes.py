@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from openrecycle.app.catalogs.outlook import outlook
+from openrecycle.app.catalogs.plans_needed import needed
 from openrecycle.app.catalogs.report import report
 from openrecycle.app.ui import catalog_words, facts, text
 from openrecycle.app.ui.charts.schedule import gantt
@@ -73,7 +73,7 @@ def test_a_catalog_says_the_most_that_a_worker_may_hold() -> None:
     problem = plan.problem()
     question = CatalogQuestion(problem.job, problem.technique, problem.memory)
     headers = {plan_name(frozenset()): decode_header(encode_plan(plan, Effort(solver="list")))}
-    found = report(question, outlook(question, 0), "0123", headers)
+    found = report(question, needed(question, 0), "0123", headers)
     assert found.lines[0].peak_bytes == 3 * GIB
     assert catalog_words.counts_table(found)["memory, at most (GiB)"] == [3.0]
     assert catalog_words.plans_table(found.lines[0], "slot")["memory, at most (GiB)"] == [3.0]

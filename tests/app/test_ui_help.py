@@ -12,7 +12,7 @@ from streamlit.testing.v1 import AppTest
 from ui_console import MAIN, ConsoleHere, JobHere
 
 from openrecycle.app.console.service import set_console
-from openrecycle.app.plans.idea import pictures
+from openrecycle.app.plans.introduction import pictures
 from openrecycle.app.ui.theme import DARK, LIGHT, Palette
 from openrecycle.app.ui.words import SECTIONS, reporter, token_line, trainer
 from openrecycle.planner.check import check

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from openrecycle.app.ui import bound, chart_revision, iteration_range
+from openrecycle.app.ui import chart_revision, iteration_range, url_state
 from openrecycle.app.ui.charts.progress import ZOOM, losses, progress_rows, throughput
 from openrecycle.app.ui.theme import LIGHT
 from tests.golden import golden
@@ -17,7 +17,7 @@ from tests.golden import golden
 def page(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """What Streamlit keeps between two runs of a page."""
     kept = SimpleNamespace(session_state={}, query_params={})
-    for module in (iteration_range, chart_revision, bound):
+    for module in (iteration_range, chart_revision, url_state):
         monkeypatch.setattr(module, "st", kept)
     return kept
 
@@ -49,7 +49,7 @@ def test_a_link_names_iterations_that_there_are(
     page.query_params["iterations"] = word
     assert iteration_range.asked_for(100, 499) == found
     assert page.query_params.get("iterations") == (word if found else None)
-    words = page.session_state[bound.NOTES]["iterations"].words
+    words = page.session_state[url_state.NOTES]["iterations"].words
     assert words == (golden("iterations-got-expected-two-iterations", f"{word!r}") if found is None else "")
 
 
@@ -57,7 +57,7 @@ def test_what_the_job_leaves_behind_is_shown_no_more_without_a_word(page: Simple
     page.query_params["iterations"] = "100-150"
     assert iteration_range.asked_for(100, 499) == (100, 150)
     assert iteration_range.asked_for(151, 550) is None and page.query_params == {}
-    assert page.session_state[bound.NOTES]["iterations"].words == ""
+    assert page.session_state[url_state.NOTES]["iterations"].words == ""
 
 
 def test_both_curves_show_what_one_is_moved_to_and_that_one_is_not_drawn_anew(page: SimpleNamespace) -> None:
@@ -77,7 +77,7 @@ def test_both_curves_show_what_one_is_moved_to_and_that_one_is_not_drawn_anew(pa
 
 
 def test_what_a_browser_sends_before_it_hears_of_the_new_address_changes_nothing(page: SimpleNamespace) -> None:
-    bound.enter("live")
+    url_state.enter("live")
     move(page, "loss", {"before": [120.4, 180.2]})
     for late in ({}, {"iterations": "5-9"}):
         page.query_params = dict(late)
@@ -88,20 +88,20 @@ def test_what_a_browser_sends_before_it_hears_of_the_new_address_changes_nothing
 
 
 def test_when_the_page_runs_as_a_whole_its_address_counts(page: SimpleNamespace) -> None:
-    bound.enter("live")
+    url_state.enter("live")
     move(page, "loss", {"before": [120.4, 180.2]})
-    bound.enter("live")  # at once, where a callback comes before a whole run
+    url_state.enter("live")  # at once, where a callback comes before a whole run
     page.query_params = {}
     assert iteration_range.asked_for(0, 399) == (120, 180)
     page.query_params = {"iterations": "5-9"}  # the browser's Back
-    bound.enter("live")
+    url_state.enter("live")
     assert iteration_range.asked_for(0, 399) == (5, 9)
     page.query_params = {}
     assert iteration_range.asked_for(0, 399) is None
 
 
 def test_what_the_job_leaves_behind_does_not_come_back(page: SimpleNamespace) -> None:
-    bound.enter("live")
+    url_state.enter("live")
     move(page, "loss", {"before": [120.4, 180.2]})
     assert iteration_range.asked_for(200, 399) is None and page.query_params == {}
     assert iteration_range.asked_for(200, 399) is None and page.query_params == {}

@@ -131,7 +131,7 @@ def test_a_worker_is_drained_after_confirmation(console: Console) -> None:
 def test_a_page_without_the_database_says_so_and_comes_back(tmp_path: Path, page: str) -> None:
     database = FlakyDatabase(f"sqlite:///{tmp_path / 'console.db'}")
     database.upgrade()
-    console = Console(Store(database), ladder=FailureTimeouts(1.0, 80_000.0, 86_000.0))
+    console = Console(Store(database), failure_timeouts=FailureTimeouts(1.0, 80_000.0, 86_000.0))
     console.start()
     set_console(console)
     try:
@@ -160,7 +160,7 @@ def test_an_open_page_says_that_the_database_hangs_and_shows_what_it_last_knew(
     goes_on = threading.Event()
     view = console.view
     monkeypatch.setattr(console, "view", lambda *args: goes_on.wait(60) and view(*args))
-    monkeypatch.setattr(live_now, "_patience", SharedReads(0.01))
+    monkeypatch.setattr(live_now, "_shared", SharedReads(0.01))
     test.run()
     assert golden("the-database-has-not-answered") in test.warning[0].value
     assert "10 <span" in html(test), "iterations done"
@@ -169,17 +169,17 @@ def test_an_open_page_says_that_the_database_hangs_and_shows_what_it_last_knew(
     assert test.warning and [t for t in threading.enumerate() if t.name == "page read"] == begun, "one waits for all"
     goes_on.set()
     begun[0].join()
-    monkeypatch.setattr(live_now, "_patience", SharedReads(60))
+    monkeypatch.setattr(live_now, "_shared", SharedReads(60))
     test.run()
     assert not test.warning and not test.exception
 
 
-def test_patience_hands_on_results_and_errors() -> None:
-    patience = SharedReads(60)
-    assert patience.read("sum", lambda: 1 + 1) == 2
+def test_shared_reads_hand_on_results_and_errors() -> None:
+    reads = SharedReads(60)
+    assert reads.read("sum", lambda: 1 + 1) == 2
     with pytest.raises(ZeroDivisionError):
-        patience.read("sum", lambda: 1 // 0)
-    assert patience.read("sum", lambda: 3) == 3, "each is read anew"
+        reads.read("sum", lambda: 1 // 0)
+    assert reads.read("sum", lambda: 3) == 3, "each is read anew"
 
 
 def test_who_decides_can_be_changed(console: Console) -> None:

@@ -18,7 +18,7 @@ from ui_console import DEADLINE, MAIN, ConsoleHere, JobHere, until
 
 from openrecycle.agent.protocol import MeasuredOps
 from openrecycle.app.console.service import Console, set_console
-from openrecycle.app.ui import bound, schedule_filters, schedule_large, time_range
+from openrecycle.app.ui import schedule_filters, schedule_large, time_range, url_state
 from openrecycle.app.ui.charts import overview
 from openrecycle.app.ui.schedule_facts import critical_words
 from openrecycle.planner.drawing import OP_WORDS
@@ -104,7 +104,7 @@ def test_a_click_toggles_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """What Streamlit reports of a click, in each form that it has been seen to take."""
     state: dict[str, Any] = {}
     query: dict[str, str] = {}
-    for module in (schedule_filters, bound):
+    for module in (schedule_filters, url_state):
         monkeypatch.setattr(module, "st", SimpleNamespace(session_state=state, query_params=query))
     for given in ("1.2", ["1.2"], {"0": "1.2"}):
         state["gantt"] = {"selection": {"points": [{"customdata": given}]}}
@@ -211,7 +211,7 @@ def test_a_box_in_the_link_chooses_the_detail(console: Console, job: JobHere, mo
 def test_a_box_that_is_drawn_goes_into_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
     query = {"time": "40-50"}
     state: dict[str, Any] = {schedule_large.PAD: {"box": [10, 30.5, 3, 7]}, "slider": (40.0, 50.0)}
-    for module in (schedule_large, time_range, bound):
+    for module in (schedule_large, time_range, url_state):
         monkeypatch.setattr(module, "st", SimpleNamespace(session_state=state, query_params=query))
     time = time_range.TimeRange("time", "slider", 60.0, (40.0, 50.0))
     schedule_large.remember_box(time)

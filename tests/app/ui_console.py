@@ -28,12 +28,14 @@ MAIN = str(Path(__file__).resolve().parents[2] / "app" / "ui" / "main.py")
 class ConsoleHere:
     """Console and database below `folder`; `close` ends both."""
 
-    def __init__(self, folder: Path, ladder: FailureTimeouts | None = None) -> None:
+    def __init__(self, folder: Path, failure_timeouts: FailureTimeouts | None = None) -> None:
         self.database = Database(f"sqlite:///{folder / 'console.db'}")
         self.database.upgrade()
         # No silence is ever too long here: tests pause as they like.
         self.console = Console(
-            Store(self.database), ladder=ladder or FailureTimeouts(1.0, 80_000.0, 86_000.0), tolerance=1
+            Store(self.database),
+            failure_timeouts=failure_timeouts or FailureTimeouts(1.0, 80_000.0, 86_000.0),
+            tolerance=1,
         )
         self.console.start()
 

@@ -168,7 +168,7 @@ def main() -> None:
     parser.add_argument("--burners", type=int, default=os.cpu_count() or 2, help="processes that only burn time")
     parser.add_argument("--hangs", type=int, default=HANGS)
     options = parser.parse_args()
-    ladder = FailureTimeouts()
+    failure_timeouts = FailureTimeouts()
     print(describe())
     with tempfile.TemporaryDirectory() as folder, burning(options.burners):
         notes = Path(folder) / "heartbeats"
@@ -191,14 +191,17 @@ def main() -> None:
         f"gaps between heartbeats, s: median {gaps[len(gaps) // 2]:.2f}, longest {[round(gap, 2) for gap in gaps[-5:]]}"
     )
     print("detector                 gaps   false alarms   silence until alarm, s: mean  largest")
-    detectors = {f"time-out {s:g} s": timeout(s) for s in (1.5, 2, 3, ladder.suspect, ladder.dead)}
+    detectors = {f"time-out {s:g} s": timeout(s) for s in (1.5, 2, 3, failure_timeouts.suspect, failure_timeouts.dead)}
     detectors |= {f"phi >= {threshold:g}": accrual(threshold) for threshold in (1, 2, 3, 5, 8, 12, 16)}
     for name, patience in detectors.items():
         found = judge(patience, processes)
         print(f"{name:<22}{found.gaps:>7}{found.false_alarms:>15}{found.mean:>30.2f}{found.largest:>9.2f}")
     if hangs:
-        off = max(abs(age / ladder.suspect - 1) for age in hangs)
-        print(f"SIGSTOP -> suspect after s of silence: {hangs} (ladder: {ladder.suspect:g}); off by {100 * off:.0f} %")
+        off = max(abs(age / failure_timeouts.suspect - 1) for age in hangs)
+        print(
+            f"SIGSTOP -> suspect after s of silence: {hangs} "
+            f"(time-out: {failure_timeouts.suspect:g}); off by {100 * off:.0f} %"
+        )
 
 
 if __name__ == "__main__":

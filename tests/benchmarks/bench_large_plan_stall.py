@@ -80,8 +80,8 @@ def main() -> None:
     print(describe())
     with tempfile.TemporaryDirectory() as folder:
         # Nobody sends heartbeats here: silence must not pass for death.
-        ladder = ("--suspect", "3000", "--dead", "3600")
-        server = ConsoleServer(f"sqlite:///{folder}/console.db", "--api-only", "--tolerance", "0", *ladder)
+        failure_timeouts = ("--suspect", "3000", "--dead", "3600")
+        server = ConsoleServer(f"sqlite:///{folder}/console.db", "--api-only", "--tolerance", "0", *failure_timeouts)
         try:
             _measure(server)
         finally:

@@ -9,7 +9,7 @@ from streamlit.proto.ForwardMsg_pb2 import ForwardMsg
 from websockets.sync.client import connect
 from websockets.typing import Subprotocol
 
-PATIENCE_SECONDS = 60.0
+TIMEOUT_SECONDS = 60.0
 
 
 class PageSession:
@@ -43,7 +43,7 @@ class PageSession:
         began, size = time.monotonic(), 0
         self._socket.send(message.SerializeToString())
         while True:
-            data = self._socket.recv(timeout=PATIENCE_SECONDS)
+            data = self._socket.recv(timeout=TIMEOUT_SECONDS)
             assert isinstance(data, bytes)
             size += len(data)
             told = ForwardMsg()

@@ -26,7 +26,7 @@ from typing import Any
 import uvloop
 
 from openrecycle.app.server import prepare
-from tests.benchmarks.wire import PATIENCE_SECONDS, Wire
+from tests.benchmarks.wire import TIMEOUT_SECONDS, Wire
 
 OVERTIME_SECONDS = 900.0
 LONG_POLL_SECONDS = 20.0
@@ -128,7 +128,7 @@ class Launcher:
         living = self.living
         if not living:
             return
-        if self._wire.waits_since() < due - PATIENCE_SECONDS:
+        if self._wire.waits_since() < due - TIMEOUT_SECONDS:
             self._wire.give_up("no answer")
         body = ('{"heartbeats":[' + ",".join(map(self._said, living)) + "]}").encode()
         sent, told, recovering, count = crowd.loop.time(), crowd.told, crowd.recovering, len(living)

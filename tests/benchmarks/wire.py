@@ -8,7 +8,7 @@ import re
 from collections import deque
 from collections.abc import Callable
 
-PATIENCE_SECONDS = 60.0
+TIMEOUT_SECONDS = 60.0
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 
 Answered = Callable[[int, bytes], None]
@@ -46,7 +46,7 @@ class Wire(asyncio.Protocol):
         else:
             transport.write(request)
 
-    async def ask(self, request: bytes, patience: float = PATIENCE_SECONDS) -> tuple[int, bytes]:
+    async def ask(self, request: bytes, timeout: float = TIMEOUT_SECONDS) -> tuple[int, bytes]:
         """Status and body. Raises OSError, also where no answer comes."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[tuple[int, bytes]] = loop.create_future()
@@ -60,7 +60,7 @@ class Wire(asyncio.Protocol):
                 answer.set_exception(ConnectionError(body.decode()))
 
         self.send(request, answered)
-        timer = loop.call_later(patience, self.give_up, "no answer")
+        timer = loop.call_later(timeout, self.give_up, "no answer")
         try:
             return await answer
         finally:

@@ -37,7 +37,7 @@ DEAD_SECONDS = 6
 LADDER = ("--heartbeat", "0.5", "--suspect", "3", "--dead", str(DEAD_SECONDS))
 PER_CHANGE, SPARE = 6, 12
 """Iterations that one change may take on average, with those around it; and those that none needs."""
-PATIENCE = 120.0
+TIMEOUT = 120.0
 """Seconds without anything of what a test waits for."""
 LAST_EVENTS = 30
 """Lines of the event feed that are shown of a job that got stuck."""
@@ -132,7 +132,7 @@ class ChaoticJob:
             return condition()
 
         try:
-            return until(alive, what, PATIENCE)
+            return until(alive, what, TIMEOUT)
         except AssertionError as error:
             raise AssertionError(f"seed {self.seed}, after {self.done[-5:]}: {error}; {self._situation()}") from None
 

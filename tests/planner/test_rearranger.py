@@ -42,8 +42,8 @@ def manner(problem: Problem, noise: random.Random) -> DispatchRule:
         depth=row(0, 1, 2, 4),
         final=row(0, 0, 1, 3),
         open_limit=row(1, 2, UNLIMITED),
-        patience=row(0, 100, ALWAYS),
-        patience_w=row(0, 100, ALWAYS),
+        max_wait=row(0, 100, ALWAYS),
+        max_wait_w=row(0, 100, ALWAYS),
         target=period_bound(problem),
     )
 

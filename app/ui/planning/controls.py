@@ -11,7 +11,7 @@ import streamlit as st
 
 from openrecycle.app.console.plan_sources import without
 from openrecycle.app.console.service import Console
-from openrecycle.app.plans.idea import STEPS
+from openrecycle.app.plans.introduction import STEPS
 from openrecycle.app.plans.solving_child import MAX_SECONDS
 from openrecycle.app.plans.whatif import GRID, MEMORY, PARTITION, SOLVER, TECHNIQUE, Checked, WhatIf
 from openrecycle.app.runtime.errors import ConsoleError

@@ -7,13 +7,13 @@ from html import escape
 import streamlit as st
 
 from openrecycle.app.plans.solving import Solve
-from openrecycle.app.ui import bound, text
+from openrecycle.app.ui import text, url_state
 from openrecycle.app.ui.facts import Card, gap_words
 
 
 def field_error(words: str) -> None:
     """Below the field that it speaks of, as wide as that."""
-    bound.field_error(words, "stretch")
+    url_state.field_error(words, "stretch")
 
 
 def example_steps(items: list[tuple[str, str, Solve | None, bool]]) -> None:
@@ -66,7 +66,7 @@ def log_lines(solve: Solve, unit: str) -> list[str]:
 def search_cards(solve: Solve, unit: str) -> list[Card]:
     """Where a search stands."""
     last = solve.points[-1] if solve.points else None
-    limit = solve.request.patience
+    limit = solve.request.timeout
     if last is None or last.incumbent is None:
         best = [Card("Best so far", "–", "no plan yet"), Card("Proven bound", "–"), Card("Gap", "–")]
     else:

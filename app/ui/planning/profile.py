@@ -18,7 +18,7 @@ from openrecycle.app.plans.whatif import PROFILE, Checked, WhatIf, read_upload, 
 from openrecycle.app.plans.whatif_profile import ENDS, EVEN, OWN, PRESETS, SAVED, UNEVEN, own_profile
 from openrecycle.app.runtime.documents import PLAN_MIB
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.app.ui import bound, text
+from openrecycle.app.ui import text, url_state
 from openrecycle.app.ui.plan_upload import read_file, show_reading
 from openrecycle.app.ui.planning import keeping
 from openrecycle.app.ui.planning.controls import wrong
@@ -96,7 +96,7 @@ def profile(console: Console, question: WhatIf, found: Checked) -> None:
         st.warning(text.plain_markdown(words))
     if found.job is not None:
         what = "Layers" if found.job.layers else "Stages"
-        with bound.expander(f"{what}: {_sum_up(found.job)}", key="planner-stage-times"):
+        with url_state.expander(f"{what}: {_sum_up(found.job)}", key="planner-stage-times"):
             _editor(question, found.job)
 
 
@@ -133,7 +133,9 @@ def _sum_up(job: Job) -> str:
 
 
 def _editor(question: WhatIf, job: Job) -> None:
-    memory = bound.toggle("Memory too", key="planner-bytes", help="Bytes of activations, weights and workers, in MB.")
+    memory = url_state.toggle(
+        "Memory too", key="planner-bytes", help="Bytes of activations, weights and workers, in MB."
+    )
     document = job_doc(job)
     # After each edit the table begins anew from what was made of it.
     key = f"planner-table-{abs(hash((question.profile, question.stages, memory)))}"

@@ -14,7 +14,7 @@ from openrecycle.app.plans.applying import misfit, use_plan
 from openrecycle.app.plans.solving import Solve
 from openrecycle.app.plans.whatif import WhatIf, parse_word
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.app.ui import bound, chart_revision, components, facts, text
+from openrecycle.app.ui import chart_revision, components, facts, text, url_state
 from openrecycle.app.ui.access import acting, actor
 from openrecycle.app.ui.charts import overview as large
 from openrecycle.app.ui.charts.schedule import MAX_NODES, gantt
@@ -87,7 +87,7 @@ def result(console: Console, question: WhatIf, plan: Plan, solve: Solve | None, 
     components.heading("Compared")
     shown = list(compared.values())
     st.html(beside_html([s.name for s in shown], _comparison([s.plan for s in shown]), "Plans compared"))
-    how, workers = bound.tabs(["How it was found", "Workers"], key="details")
+    how, workers = url_state.tabs(["How it was found", "Workers"], key="details")
     with how:
         if solve is None:
             made = plan.solver
@@ -109,7 +109,7 @@ def result(console: Console, question: WhatIf, plan: Plan, solve: Solve | None, 
 
 
 def _chart(compared: dict[str, Shown], colours: Palette) -> None:
-    sent = bound.read(SHOW, lambda name: name if name in compared else None, bound.one_of(compared))
+    sent = url_state.read(SHOW, lambda name: name if name in compared else None, url_state.one_of(compared))
     wanted = sent or THIS
     with st.container(horizontal=True, vertical_alignment="bottom", key="planner-drawn"):
         shown = st.segmented_control(
@@ -122,7 +122,7 @@ def _chart(compared: dict[str, Shown], colours: Palette) -> None:
             on_change=_choose,
             wrap=True,
         )
-        bound.say(SHOW)
+        url_state.say(SHOW)
         plan = compared.get(shown or THIS, compared[THIS]).plan
         schedule = _schedule(plan)
         end = float(schedule.problem.job.units(schedule.end))
@@ -143,7 +143,7 @@ def _chart(compared: dict[str, Shown], colours: Palette) -> None:
 
 def _choose() -> None:
     chosen = state.entered(SHOWN) or THIS
-    bound.put(SHOW, None if chosen == THIS else chosen)
+    url_state.put(SHOW, None if chosen == THIS else chosen)
 
 
 def _picture(schedule: Schedule, colours: Palette) -> None:

@@ -32,7 +32,7 @@ def _follow(console: Console, solve_id: str, unit: str, colours: Palette) -> Non
     if solve.over:
         st.rerun()
     with st.container(horizontal=True, vertical_alignment="center", horizontal_alignment="distribute"):
-        components.heading("Planning", _standing(solve))
+        components.heading("Planning", _search_status(solve))
         st.button(
             "Stopping …" if solve.state == "stopping" else "Cancel",
             key="planner-cancel",
@@ -70,15 +70,15 @@ def others(console: Console, shown: Sequence[str]) -> None:
             components.quiet(
                 f"Also being planned: {job.pipelines} × {job.stages} × {job.micro_batches}, "
                 f"{text.count(len(solve.request.failed), 'worker')} dead, {solve.request.technique.value} "
-                f"({_standing(solve)})."
+                f"({_search_status(solve)})."
             )
             st.button("Cancel", key=f"planner-cancel-{solve.id}", on_click=_stop, args=(console, solve.id))
 
 
-def _standing(solve: Solve) -> str:
+def _search_status(solve: Solve) -> str:
     if solve.state == "waiting":
         return "waits its turn"
-    return f"{text.seconds(solve.elapsed)} of at most {text.seconds(solve.request.patience)}"
+    return f"{text.seconds(solve.elapsed)} of at most {text.seconds(solve.request.timeout)}"
 
 
 def _stop(console: Console, solve_id: str) -> None:

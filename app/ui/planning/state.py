@@ -6,10 +6,10 @@ from typing import Any
 
 import streamlit as st
 
-from openrecycle.app.plans.idea import step_of
+from openrecycle.app.plans.introduction import step_of
 from openrecycle.app.plans.whatif import PARAMS, PROFILE, WhatIf, parse
 from openrecycle.app.plans.whatif_profile import Keeper, follow
-from openrecycle.app.ui import bound
+from openrecycle.app.ui import url_state
 from openrecycle.planner.errors import InputError
 
 QUESTION = "planner-question"
@@ -57,7 +57,7 @@ def change(made: WhatIf, *, saved: str | None = None, example: bool = False) -> 
     which stay for as long as the question is one of them."""
     if made != st.session_state.get(QUESTION):
         for name in (SHOW, WINDOW):
-            bound.put(name, None)
+            url_state.put(name, None)
     st.session_state[QUESTION] = made
     words = made.params()
     if saved:

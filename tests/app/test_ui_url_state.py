@@ -13,7 +13,7 @@ from ui_console import MAIN, ConsoleHere, JobHere, until
 from openrecycle.app.catalogs.fill import parse_request
 from openrecycle.app.console.service import Console
 from openrecycle.app.plans.whatif import WhatIf
-from openrecycle.app.ui import bound
+from openrecycle.app.ui import url_state
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes
@@ -23,28 +23,30 @@ def script() -> None:
     """A page with one control of each kind."""
     import streamlit as st
 
-    from openrecycle.app.ui import bound
+    from openrecycle.app.ui import url_state
 
-    bound.enter(st.session_state.get("page", "first"))
+    url_state.enter(st.session_state.get("page", "first"))
     with st.container(horizontal=True):
-        bound.selectbox("Select", ["a", "b"], key="select", format_func=str.upper)
-        bound.segmented_control("Segment", ["a", "b"], default="b", key="segment")
-        bound.pills("Pills", ["a", "b", "c"], default=["a"], key="pills")
-        bound.multiselect("Many", ["a", "b", "c"], default=["a", "b"], key="many")
-        bound.number_input("Whole", 1, 1024, 7, key="whole")
-        bound.number_input("Real", 0.5, 2e3, 1.0, key="real")
-        bound.text_input("Text", "plain", key="text", max_chars=5)
-        bound.toggle("Switch", key="switch")
+        url_state.selectbox("Select", ["a", "b"], key="select", format_func=str.upper)
+        url_state.segmented_control("Segment", ["a", "b"], default="b", key="segment")
+        url_state.pills("Pills", ["a", "b", "c"], default=["a"], key="pills")
+        url_state.multiselect("Many", ["a", "b", "c"], default=["a", "b"], key="many")
+        url_state.number_input("Whole", 1, 1024, 7, key="whole")
+        url_state.number_input("Real", 0.5, 2e3, 1.0, key="real")
+        url_state.text_input("Text", "plain", key="text", max_chars=5)
+        url_state.toggle("Switch", key="switch")
         if st.session_state.get("more"):
-            bound.selectbox("Of few", range(st.session_state.get("few", 30)), key="few-of")
-    st.button("Another job", key="another", on_click=bound.moved)
-    bound.tabs(["One", "Two"], key="tabs")
-    if bound.expander("Figures", key="figures").open:
+            url_state.selectbox("Of few", range(st.session_state.get("few", 30)), key="few-of")
+    st.button("Another job", key="another", on_click=url_state.moved)
+    url_state.tabs(["One", "Two"], key="tabs")
+    if url_state.expander("Figures", key="figures").open:
         st.write("the figures")
-    found = bound.read("free", lambda text: int(text) if text.isdecimal() else None, "a whole number")
+    found = url_state.read("free", lambda text: int(text) if text.isdecimal() else None, "a whole number")
     box = "free-box"
-    st.selectbox("Free", range(9), found or 0, key=box, on_change=lambda: bound.put("free", str(st.session_state[box])))
-    bound.say("free")
+    st.selectbox(
+        "Free", range(9), found or 0, key=box, on_change=lambda: url_state.put("free", str(st.session_state[box]))
+    )
+    url_state.say("free")
 
 
 def opened(**query: Any) -> AppTest:
@@ -124,11 +126,11 @@ def test_it_is_said_until_that_control_is_changed() -> None:
 
 
 def test_of_many_or_long_values_the_first_few_are_named() -> None:
-    assert bound.one_of("abc") == golden("one-of-a-b-c")
-    assert bound.one_of(map(str, range(30))) == "one of 0, 1, 2, 3, 4, 5, 6, 7 and 22 more"
+    assert url_state.one_of("abc") == golden("one-of-a-b-c")
+    assert url_state.one_of(map(str, range(30))) == "one of 0, 1, 2, 3, 4, 5, 6, 7 and 22 more"
     long = [letter * 50 for letter in "abcd"]
-    assert bound.one_of(long) == f"one of {long[0]}, {long[1]} and 2 more"
-    assert bound.one_of(["a" * 500]) == "one of " + "a" * 500
+    assert url_state.one_of(long) == f"one of {long[0]}, {long[1]} and 2 more"
+    assert url_state.one_of(["a" * 500]) == "one of " + "a" * 500
 
 
 def test_a_field_that_is_drawn_later_is_looked_at_then() -> None:
@@ -234,10 +236,10 @@ def strange() -> None:
     """A page of which only the names in its address count."""
     import streamlit as st
 
-    from openrecycle.app.ui import bound
+    from openrecycle.app.ui import url_state
 
-    bound.enter(st.session_state.get("page", "schedule"))
-    bound.say_unknown()
+    url_state.enter(st.session_state.get("page", "schedule"))
+    url_state.say_unknown()
 
 
 def test_a_name_that_a_page_has_nothing_for_is_said() -> None:
@@ -252,7 +254,7 @@ def test_a_name_that_a_page_has_nothing_for_is_said() -> None:
     assert [words.partition(" ")[0] for words in said(test.run())] == ["'paln'", "'plan'", "'show'"]
 
 
-@pytest.mark.parametrize("page", list(bound.NAMES))
+@pytest.mark.parametrize("page", list(url_state.NAMES))
 def test_what_the_pages_put_into_their_addresses_they_know(page: str, here: ConsoleHere, console: Console) -> None:
     """Opened as people open them; nothing of what is in an address afterwards, or has a control, is called unknown."""
     JobHere(console, "known names").register().commit(0, 9, 1)
@@ -260,8 +262,8 @@ def test_what_the_pages_put_into_their_addresses_they_know(page: str, here: Cons
     if page:
         test.switch_page(f"{page}.py").run()
     assert not test.exception, test.exception[0].message
-    known = bound.NAMES[page]
+    known = url_state.NAMES[page]
     begins = tuple(name[:-1] for name in known if name.endswith("*"))
-    for name in [*test.query_params, *test.session_state[bound.NOTES]]:
+    for name in [*test.query_params, *test.session_state[url_state.NOTES]]:
         assert name in (*known, "job") or (begins and name.startswith(begins)), name
     assert not [words for words in said(test) if golden("in-the-link") in words]

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Sequence
 
 from openrecycle.app.jobs.live_job import LiveJob
-from openrecycle.app.jobs.together import IncomingReport
+from openrecycle.app.jobs.report_batch import IncomingReport
 from openrecycle.app.runtime.runner import in_thread
 
 # Of one transaction: whoever else waits for the job, such as the clock that looks for silent workers, comes in between.

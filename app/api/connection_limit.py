@@ -28,7 +28,7 @@ KEPT_FILES = 128
 # Between two lines in the log.
 QUIET_SECONDS = 60.0
 # Seconds for a refused connection to ask, so that the answer reaches it.
-PATIENCE = 1.0
+TIMEOUT = 1.0
 
 
 class LimitedConnection(Protocol):

@@ -22,7 +22,7 @@ class IncomingReport:
 
 
 def run_together(
-    state: State, reports: Sequence[IncomingReport], now: float, ladder: FailureTimeouts
+    state: State, reports: Sequence[IncomingReport], now: float, failure_timeouts: FailureTimeouts
 ) -> tuple[State, list[Note], list[str | Refuse]]:
     """Takes reports up to the first one that asks for a plan or opens a generation, which is not taken.
 
@@ -31,7 +31,7 @@ def run_together(
     notes: list[Note] = []
     answers: list[str | Refuse] = []
     for report in reports:
-        after = step(state, report.event, now, ladder)
+        after = step(state, report.event, now, failure_timeouts)
         said = [decision for decision in after.decisions if isinstance(decision, Note)]
         if len(said) < len(after.decisions) - (after.refusal is not None):
             break

@@ -33,7 +33,7 @@ def gain(now: Plan, other: Plan, job: Job) -> float:
     return steady_period(now.schedule(), first) / steady_period(other.schedule(), second) - 1
 
 
-def worth(now: Plan, other: Plan, job: Job, iterations: int) -> PlanComparison:
+def compare_plans(now: Plan, other: Plan, job: Job, iterations: int) -> PlanComparison:
     """Should `other` take the place of `now`, with so many iterations left?
 
     It should if what it saves until then is more than the iteration that a new generation costs. Both are for

@@ -34,7 +34,7 @@ Made_co = TypeVar("Made_co", covariant=True)
 
 
 class Request(Protocol[Made_co]):
-    """owner: what `cancel` goes by (the job's id). patience: seconds that its work may take; None: any. makes: is what
+    """owner: what `cancel` goes by (the job's id). timeout: seconds that its work may take; None: any. makes: is what
     comes of it new, and not just looked up?"""
 
     @property
@@ -42,7 +42,7 @@ class Request(Protocol[Made_co]):
     @property
     def makes(self) -> bool: ...
     @property
-    def patience(self) -> float | None: ...
+    def timeout(self) -> float | None: ...
     def to_json(self) -> bytes: ...
     def read(self, document: bytes) -> Made_co: ...
 
@@ -107,10 +107,10 @@ class TaskQueue:
     def _solve(self, request: Request[Made]) -> tuple[Made | None, str]:
         for _ in range(_ATTEMPTS):
             try:
-                made, why = read_answer(self._children.ask(request.to_json(), patience=request.patience))
+                made, why = read_answer(self._children.ask(request.to_json(), timeout=request.timeout))
             except ChildEnded as ended:
                 if ended.late:
-                    return None, f"it took more than {request.patience:g} s"
+                    return None, f"it took more than {request.timeout:g} s"
                 if self._stopping:
                     return None, "the console is stopping"
                 log.warning("the planning process died; starting another", job=request.owner)

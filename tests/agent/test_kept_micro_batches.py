@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrecycle.agent.ledger import decode, encode, redo
+from openrecycle.agent.kept_micro_batches import decode, encode, redo
 from openrecycle.planner.job import Job, Worker
 from tests.golden import golden
 

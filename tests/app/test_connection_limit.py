@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from openrecycle.app.api.crowd import ConnectionLimit
+from openrecycle.app.api.connection_limit import ConnectionLimit
 
 
 class Visitor:
@@ -19,21 +19,21 @@ class Room:
     """A crowd, and who has come into it."""
 
     def __init__(self, most: int, share: int | None = None, proxy: str = "") -> None:
-        self.crowd = ConnectionLimit(most, share=share, exempt=lambda address: address == proxy)
+        self.limit = ConnectionLimit(most, share=share, exempt=lambda address: address == proxy)
         self.inside: list[Visitor] = []
 
     def come(self, address: str) -> Visitor | None:
         """None: refused."""
         visitor = Visitor(address)
         # Those that make way are still there for a moment.
-        stays = self.crowd.enter(visitor, len(self.inside) + 1)
+        stays = self.limit.enter(visitor, len(self.inside) + 1)
         if stays:
             self.inside.append(visitor)
         else:
-            self.crowd.leave(visitor)
+            self.limit.leave(visitor)
         for gone in [v for v in self.inside if v.gone]:
             self.inside.remove(gone)
-            self.crowd.leave(gone)
+            self.limit.leave(gone)
         return visitor if stays else None
 
 
@@ -41,8 +41,8 @@ def test_the_one_that_waits_longest_makes_way() -> None:
     room = Room(4, share=4)
     first, second, third, fourth = (room.come("a") for _ in range(4))
     assert first and second and third and fourth
-    room.crowd.asks(first)
-    room.crowd.waits(first)  # it was answered: now it has waited least
+    room.limit.asks(first)
+    room.limit.waits(first)  # it was answered: now it has waited least
     newest = room.come("b")
     assert newest is not None
     assert [v.gone for v in (first, second, third, fourth)] == [False, True, False, False]
@@ -53,7 +53,7 @@ def test_what_has_been_asked_is_never_cut_off() -> None:
     busy = [room.come("a"), room.come("a")]
     for visitor in busy:
         assert visitor is not None
-        room.crowd.asks(visitor)
+        room.limit.asks(visitor)
     assert room.come("b") is None
     assert not any(visitor.gone for visitor in busy if visitor)
 
@@ -90,6 +90,6 @@ def test_nothing_is_remembered_of_who_has_left() -> None:
     for number in range(500):
         visitor = room.come(f"address {number}")
         assert visitor is not None
-        room.crowd.leave(visitor)
+        room.limit.leave(visitor)
         room.inside.remove(visitor)
-    assert not room.crowd._open and not room.crowd._waiting and not room.crowd._leaving
+    assert not room.limit._open and not room.limit._waiting and not room.limit._leaving

@@ -1,7 +1,7 @@
 """What there is to plan for a job: which workers may fail, and how long an iteration without failures takes.
 
 Both cost more than the API's process may take, once a job has thousands of stages or micro-batches: the answer then
-comes from a child process (app.runtime.maker).
+comes from a child process (app.runtime.task_queue).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from math import comb
 from typing import Any
 
 from openrecycle.app.runtime.children import Channel
-from openrecycle.app.runtime.maker import answered
+from openrecycle.app.runtime.task_queue import answered
 from openrecycle.planner.baseline import reference_period
 from openrecycle.planner.catalog_store import CatalogInfo
 from openrecycle.planner.failures import patterns
@@ -24,7 +24,7 @@ from openrecycle.planner.plan import JobDoc
 # Patterns that are looked for: no more are ever planned one by one.
 MOST = 512
 # Seconds that the child may take for one answer.
-PATIENCE = 30.0
+TIMEOUT = 30.0
 # Up to so many ops, and sets of workers that might be looked at, the answer takes milliseconds.
 QUICK_OPS, QUICK_SETS = 20_000, 20_000
 
@@ -53,12 +53,12 @@ class OutlookRequest:
     technique: str
     memory: str
     tolerance: int
-    patience: float
+    timeout: float
     makes: bool = False
 
     @classmethod
     def of(cls, owner: str, info: CatalogInfo, tolerance: int) -> OutlookRequest:
-        return cls(owner, info.job, info.technique.value, info.memory, tolerance, PATIENCE)
+        return cls(owner, info.job, info.technique.value, info.memory, tolerance, TIMEOUT)
 
     def to_json(self) -> bytes:
         return json.dumps({**self.__dict__, "job": self.job.model_dump(mode="json")}).encode()
@@ -75,7 +75,7 @@ def most_failures(question: CatalogQuestion) -> int:
 
 
 def is_quick(question: CatalogQuestion, tolerance: int) -> bool:
-    """Does `outlook` take milliseconds, whatever the job's shape is?"""
+    """Does `needed` take milliseconds, whatever the job's shape is?"""
     job = question.job
     if 3 * job.pipelines * job.stages * job.micro_batches > QUICK_OPS:
         return False
@@ -83,7 +83,7 @@ def is_quick(question: CatalogQuestion, tolerance: int) -> bool:
     return comb(workers, min(tolerance, most_failures(question), workers // 2)) <= QUICK_SETS
 
 
-def outlook(question: CatalogQuestion, tolerance: int) -> PlansNeeded:
+def needed(question: CatalogQuestion, tolerance: int) -> PlansNeeded:
     """Its time has no bound, unless `is_quick` says so."""
     job, tolerance = question.job, min(tolerance, most_failures(question))
     every = chain.from_iterable(patterns(job, count) for count in range(tolerance + 1))
@@ -99,6 +99,6 @@ def outlook_document(asked: dict[str, Any]) -> str:
     """In the child: what `OutlookRequest.read` reads. Raises PlannerError."""
     job = JobDoc.model_validate(asked["job"]).job()
     question = CatalogQuestion(job, Technique.of(asked["technique"]), MemoryLimit.parse(asked["memory"]))
-    found = outlook(question, asked["tolerance"])
+    found = needed(question, asked["tolerance"])
     names = [sorted(map(str, pattern)) for pattern in found.patterns]
     return json.dumps({"tolerance": found.tolerance, "patterns": names, "reference": found.reference})

@@ -10,21 +10,21 @@ import pytest
 
 import openrecycle.app.ui
 from openrecycle.app.runtime.frontend import PAGES
-from openrecycle.app.runtime.warming import Preload
+from openrecycle.app.runtime.preload import Preload
 from openrecycle.app.ui.warm import warm_up
 
-PATIENCE = 60.0
+CHOICE_TIMEOUT = 60.0
 
 
 @pytest.mark.parametrize("asked", [True, False])
 def test_it_begins_with_the_first_page_that_is_asked_for_or_after_a_while(asked: bool) -> None:
     worked = threading.Event()
-    warming = Preload(worked.set, quiet=10 * PATIENCE if asked else 0.01)
+    warming = Preload(worked.set, quiet=10 * CHOICE_TIMEOUT if asked else 0.01)
     warming.start()
     if asked:
         assert not worked.is_set()
         warming.page_asked_for("schedule")
-    assert worked.wait(PATIENCE)
+    assert worked.wait(CHOICE_TIMEOUT)
 
 
 def test_what_one_page_needs_is_prepared_whenever_it_is_asked_for() -> None:
@@ -32,7 +32,7 @@ def test_what_one_page_needs_is_prepared_whenever_it_is_asked_for() -> None:
     warming = Preload(lambda: None, {"simulate": prepared.release})
     for page in ("simulate", "", "simulate"):
         warming.page_asked_for(page)
-    assert prepared.acquire(timeout=PATIENCE) and prepared.acquire(timeout=PATIENCE)
+    assert prepared.acquire(timeout=CHOICE_TIMEOUT) and prepared.acquire(timeout=CHOICE_TIMEOUT)
     assert not prepared.acquire(blocking=False)
 
 
@@ -42,7 +42,7 @@ def test_what_goes_wrong_is_logged_and_no_more(capsys: pytest.CaptureFixture[str
 
     warming = Preload(fails, quiet=0.0)
     warming.start()
-    warming.thread.join(PATIENCE)
+    warming.thread.join(CHOICE_TIMEOUT)
     assert not warming.thread.is_alive() and "no such thing" in "".join(capsys.readouterr())
 
 

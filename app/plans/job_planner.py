@@ -11,13 +11,13 @@ import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
 from openrecycle.app.catalogs.fill import CatalogRequest
-from openrecycle.app.catalogs.outlook import MOST, PlansNeeded
+from openrecycle.app.catalogs.plans_needed import MOST, PlansNeeded
 from openrecycle.app.catalogs.service import KEPT_OPS, Catalogs, info_of
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.plans.plan_requests import LookUpRequest, PlanRequest, plan_maker
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.garbage_collection import LARGE_OPS, building
-from openrecycle.app.runtime.maker import AHEAD, URGENT, Done
+from openrecycle.app.runtime.task_queue import AHEAD, URGENT, Done
 from openrecycle.planner.catalog_build import LISTED
 from openrecycle.planner.catalog_store import plan_name
 from openrecycle.planner.failures import canonical_pattern
@@ -64,21 +64,21 @@ class JobPlanner:
         asked = job.job
         job.plans_to_make, job.planned_ahead = 1, 0  # the fault-free one, until it is known how many there are
 
-        def take(outlook: PlansNeeded | None, why: str) -> None:
+        def take(needed: PlansNeeded | None, why: str) -> None:
             if job.job is not asked or job.state.over:
                 return  # its workers' speeds have changed since
             job.plans_to_make = 0
-            if outlook is None:
+            if needed is None:
                 log.warning("only the fault-free plan is made ahead", job=job.job_id, reason=why)
                 self._submit(job, [frozenset()])
                 return
-            patterns = outlook.patterns[:MOST]  # the list scheduler serves the rest when they happen
+            patterns = needed.patterns[:MOST]  # the list scheduler serves the rest when they happen
             if job.ops * len(patterns) <= HELD_OPS:
                 self._submit(job, patterns)
             elif _lasts(job):
-                self._fill(job, outlook)
+                self._fill(job, needed)
 
-        self._catalogs.outlook(job.question, self._tolerance, take)
+        self._catalogs.needed(job.question, self._tolerance, take)
 
     def make_next(self, job: LiveJob) -> None:
         """Beyond the tolerance too, whatever worker fails next finds its plan made."""
@@ -156,10 +156,10 @@ class JobPlanner:
             for name in names:
                 job.file_plan(stored.plan(name))
 
-    def _fill(self, job: LiveJob, outlook: PlansNeeded) -> None:
+    def _fill(self, job: LiveJob, needed: PlansNeeded) -> None:
         """Has the catalog filled for as many failures as have few enough patterns, up to the tolerance."""
-        tolerances = range(outlook.tolerance, -1, -1)
-        listed = ((t, outlook.listed(t, LISTED)) for t in tolerances)
+        tolerances = range(needed.tolerance, -1, -1)
+        listed = ((t, needed.listed(t, LISTED)) for t in tolerances)
         tolerance, patterns = next((t, found) for t, found in listed if found is not None)
         question, names = job.question, frozenset(map(plan_name, patterns))
         request = CatalogRequest(
