@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 import typer
 from rich.console import Console
@@ -22,6 +24,12 @@ _STDOUT = ("-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
 _WIDE = 10_000
 # The base of what typer says of the words of a command line; it has no public name.
 _UsageError: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+
+# What a number on a command line looks like, by its type.
+_PLAIN: dict[Any, tuple[str, re.Pattern[str]]] = {
+    int: ("a whole number", re.compile(r"[+-]?[0-9]+")),
+    float: ("a number", re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?|[+-]?(?:inf|nan)")),
+}
 
 
 def is_stdout(path: Path) -> bool:
@@ -92,14 +100,39 @@ def console() -> Console:
     return Console(highlight=False, width=_WIDE if wide else None)
 
 
-def run(app: Callable[..., Any]) -> NoReturn:
+def _with_plain_numbers(app: typer.Typer) -> Any:
+    """The command of `app`, whose numbers are digits: pydantic, which reads them, takes 1_000, 4.0 and ' 12 ' for whole
+    numbers, and digits of all scripts."""
+    command: Any = typer.main.get_command(app)
+    waiting = [command]
+    while waiting:
+        one = waiting.pop()
+        waiting += getattr(one, "commands", {}).values()
+        for option in one.params:
+            annotation = option.type_descriptor.annotation if hasattr(option, "type_descriptor") else None
+            kind = next(iter(get_args(annotation)), annotation)
+            if kind in _PLAIN:
+                option.process_value = partial(_plain, option, option.process_value, *_PLAIN[kind])
+    return command
+
+
+def _plain(
+    option: Any, process: Callable[..., Any], expected: str, form: re.Pattern[str], context: Any, given: Any
+) -> Any:
+    for text in given if isinstance(given, (list, tuple)) else (given,):
+        if isinstance(text, str) and not form.fullmatch(text):
+            raise typer.BadParameter(f"got {text!r}, expected {expected}", context, option)
+    return process(context, given)
+
+
+def run(app: typer.Typer) -> NoReturn:
     """Runs a command line (a Typer app) and ends the process: 0 done, 2 refused with one sentence.
 
     Whatever goes wrong with standard output is a sentence too, and none if its reader (head, a pager) has
     seen enough.
     """
     try:
-        status = app(standalone_mode=False)
+        status = _with_plain_numbers(app)(standalone_mode=False)
         sys.stdout.flush()
     except PlannerError as error:
         _refuse(str(error))

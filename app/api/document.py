@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from openrecycle.app.api.idempotency import HEADER, MOST_CHARACTERS, keeps_keys
 from openrecycle.app.runtime.problems import MEDIA_TYPE
 
-_PROBLEM = {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}}
+_PROBLEM = {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/ProblemDetails"}}}
 
 _KEY = {
     "name": HEADER,

@@ -37,7 +37,7 @@ def test_a_large_plan_is_the_same_as_its_document(technique: Technique, failed: 
 
 
 def test_what_has_come_over_a_pipe_is_stored_as_it_is() -> None:
-    made = make_plan(problem(), solver="list", form=checked_plan_of)
+    made = make_plan(problem(), solver="list", look_ahead=False, form=checked_plan_of)
     data = to_bytes(made)
     there = from_bytes(data)
     assert made.in_arrays
@@ -52,7 +52,7 @@ def test_what_has_come_over_a_pipe_is_stored_as_it_is() -> None:
 
 def test_a_small_plan_stays_a_document() -> None:
     small = Problem(Job.uniform(2, 2, 3), frozenset(), Technique.STAGGERED, MemoryLimit("uniform"))
-    made = make_plan(small, solver="list", form=checked_plan_of)
+    made = make_plan(small, solver="list", look_ahead=False, form=checked_plan_of)
     assert made.op_count < SMALL_OPS
     assert not made.in_arrays
     assert from_bytes(to_bytes(made)) == made
@@ -66,7 +66,7 @@ def test_what_is_no_plan_is_refused(data: bytes) -> None:
 
 
 def test_pipelines_are_renamed_in_columns_as_in_documents() -> None:
-    made = make_plan(problem(), solver="list", form=checked_plan_of)
+    made = make_plan(problem(), solver="list", look_ahead=False, form=checked_plan_of)
     names = [(p + 3) % 8 for p in range(8)]
     renamed, expected = rename_pipelines(made, names), Plan.from_json(made.to_json()).renamed(names)
     assert renamed.in_arrays
@@ -76,7 +76,7 @@ def test_pipelines_are_renamed_in_columns_as_in_documents() -> None:
 
 
 def test_a_catalog_of_plans_in_columns_is_written_with_their_ops() -> None:
-    made = make_plan(problem(), solver="list", form=checked_plan_of)
+    made = make_plan(problem(), solver="list", look_ahead=False, form=checked_plan_of)
     catalog = Catalog(LARGE, Technique.STAGGERED, MemoryLimit("uniform"))
     catalog.add(made)
     again = Catalog.from_json(catalog.to_json())

@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from openrecycle.agent import cli as agent_cli
 from openrecycle.agent.protocol import Iteration
+from openrecycle.planner import cli as planner_cli
 from openrecycle.planner.errors import InputError
 from openrecycle.planner.job import BYTES_PER_OP, MAX_OPS, Job, MemoryLimit, Problem, Worker, parse_durations
+from openrecycle.planner.output import run
 from openrecycle.planner.plan import Plan, PlanError
 from openrecycle.planner.solvers.portfolio import make_plan
 from tests.golden import golden
@@ -156,3 +159,25 @@ def test_an_op_takes_no_more_memory_than_is_counted() -> None:
         done = subprocess.run([sys.executable, "-c", program, str(micro_batches)], capture_output=True, check=True)
         peaks.append(1024 * int(done.stdout.split()[1]))
     assert peaks[1] - peaks[0] < 100_000 * 3 * BYTES_PER_OP
+
+
+@pytest.mark.parametrize("number", ["1_0", "4.0", " 3", "３", "0x3", ""])
+def test_a_whole_number_on_a_command_line_is_digits(
+    number: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command, app in (("plan --pipelines", planner_cli.app), ("launch --iterations", agent_cli.app)):
+        monkeypatch.setattr("sys.argv", ["openrecycle", *command.split(), number])
+        with pytest.raises(SystemExit) as ended:
+            run(app)
+        assert ended.value.code == 2
+        assert golden("got-expected-a-whole-number", f"{number!r}") in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", ["1_0", " 3", "３", "1e"])
+def test_a_number_on_a_command_line_is_ascii(
+    number: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["openrecycle", "plan", "--time-limit", number])
+    with pytest.raises(SystemExit):
+        run(planner_cli.app)
+    assert golden("got-expected-a-number", f"{number!r}") in capsys.readouterr().err
