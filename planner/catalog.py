@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from openrecycle.planner.errors import InputError
 from openrecycle.planner.failures import canonical_pattern, patterns
 from openrecycle.planner.job import Job, MemoryLimit, Over, Problem, Technique, Worker
-from openrecycle.planner.plan import JobDoc, Plan, PlanError, first_problem, job_doc, read_model
+from openrecycle.planner.plan import INTEGER, JobDoc, Plan, PlanError, first_problem, job_doc, read_model
 from openrecycle.planner.solvers.portfolio import make_plan
 from openrecycle.planner.words import percent
 
@@ -29,7 +29,7 @@ class CatalogDoc(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    schema_version: Literal[1] = 1
+    schema_version: Annotated[Literal[1], INTEGER] = 1
     job: JobDoc
     technique: Technique
     memory: str

@@ -28,7 +28,7 @@ from openrecycle.planner.files import read_whole
 from openrecycle.planner.job import Job, MemoryLimit, Over, Technique, Worker
 from openrecycle.planner.migration import Migration, migrations_to
 from openrecycle.planner.packed import CatalogQuestion, Header, decode_columns, decode_header, decode_plan
-from openrecycle.planner.plan import JobDoc, Plan, PlanError, first_problem, job_doc, read_model
+from openrecycle.planner.plan import INTEGER, JobDoc, Plan, PlanError, first_problem, job_doc, read_model
 from openrecycle.planner.plan_arrays import SMALL_OPS, Columns
 
 INFO = "catalog.json"
@@ -42,7 +42,7 @@ class CatalogInfo(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    format: Literal[1] = 1
+    format: Annotated[Literal[1], INTEGER] = 1
     planner_version: str
     job: JobDoc
     technique: Technique

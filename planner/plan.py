@@ -328,7 +328,7 @@ class SolverDoc(_Model):
 class Plan(_Model):
     """See the module. `fingerprint` is a hash of the problem and the ops; equal plans share it."""
 
-    schema_version: Literal[1] = SCHEMA_VERSION
+    schema_version: Annotated[Literal[1], INTEGER] = SCHEMA_VERSION
     job: JobDoc
     failed: Annotated[tuple[WorkerName, ...], Field(fail_fast=True)]
     # Layers per stage in this plan; empty where the job has no layers.

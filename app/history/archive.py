@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from openrecycle.app.history.tables import Fingerprint, format_of
 from openrecycle.db.job_rows import MODELS, JobRows
 from openrecycle.db.session import Database
+from openrecycle.planner.plan import INTEGER
 
 MANIFEST = "manifest.json"
 # The audit log is this console's own: it goes along to be read, and is never taken from a file.
@@ -52,7 +53,7 @@ class Manifest(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     format: Literal["openrecycle-history"]
-    version: Literal[1]
+    version: Annotated[Literal[1], INTEGER]
     job: str
     exported_at: float
     tables: dict[str, TableEntry]

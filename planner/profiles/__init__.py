@@ -126,7 +126,7 @@ class Measurements(_Model):
     boundary; one for all where cut is `layers`. capacity_bytes: memory of one worker; 0 when not known.
     """
 
-    profile_version: Literal[1] = 1
+    profile_version: Annotated[Literal[1], INTEGER] = 1
     model: Text
     about: Text
     samples_per_micro_batch: Samples

@@ -116,3 +116,14 @@ def test_whole_numbers_of_an_op_are_too(plan: Plan) -> None:
                 with pytest.raises(PlannerError):
                     Plan.from_json(json.dumps(document))
         op[name] = whole
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("job", "trace")])
+def test_a_version_is_a_number(kind: str, plan: Plan, tmp_path: Path) -> None:
+    text, read_it = _cases(plan)[kind]
+    document = json.loads(text)
+    (version,) = {"schema_version", "profile_version", "format"} & set(document)
+    assert document[version] == 1
+    for wrong in (True, "1", 2, None):
+        with pytest.raises(PlannerError):
+            read_it(json.dumps({**document, version: wrong}), tmp_path)
