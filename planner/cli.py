@@ -109,7 +109,7 @@ def plan(
     dead = parse_failed((name for text in fail or [] for name in text.split(",")), job)
     layout = None
     if reference is not None:
-        _refuse_beside_reference({"--fail": fail, "--memory": memory})
+        _refuse_beside_reference({"--fail": fail, "--memory": memory, "--migrate": migrate or None})
         if technique not in (None, Technique.FAULT_FREE.value):
             raise InputError("--technique", technique, "fault-free beside --reference")
     else:

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from openrecycle.planner.errors import InputError
 from openrecycle.planner.files import read_whole
-from openrecycle.planner.job import Job, LayerProfile, StageProfile
+from openrecycle.planner.job import MAX_LAYERS, Job, LayerProfile, StageProfile
 from openrecycle.planner.plan import (
     INTEGER,
     PRINTABLE,
@@ -133,7 +133,7 @@ class Measurements(_Model):
     mode: Literal["deterministic", "fast"]
     hardware: Hardware
     cut: Literal["stages", "layers"]
-    layers: Annotated[int, Field(ge=0), INTEGER] = 0
+    layers: Annotated[int, Field(ge=0, le=MAX_LAYERS), INTEGER] = 0
     parts: Annotated[tuple[Part, ...], Field(min_length=1, fail_fast=True)]
     boundary_bytes: Bytes
     transfers: Annotated[tuple[Timing, ...], Field(fail_fast=True)]

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from openrecycle.planner.cli import app
-from openrecycle.planner.errors import InputError
-from openrecycle.planner.job import Problem
+from openrecycle.planner.errors import InputError, PlannerError
+from openrecycle.planner.job import MAX_LAYERS, Problem
 from openrecycle.planner.plan import PlanError
 from openrecycle.planner.profiles import (
     Hardware,
@@ -167,3 +167,17 @@ def test_shipped_profiles_plan(name: str) -> None:
     plan = make_plan(Problem(job), solver="list", time_limit=10)
     heaviest = max(p.forward + p.input_backward + p.weight_backward for p in job.profiles)
     assert plan.metrics.period >= 6 * heaviest
+
+
+@pytest.mark.parametrize("layers", [MAX_LAYERS + 1, 10**9, 10**30])
+def test_more_layers_than_a_job_may_have_are_refused_at_once(layers: int, tmp_path: Path) -> None:
+    """Whoever may save a profile would else hold a thread of the console for ever: layers are dealt one by one."""
+    document = json.loads(load_profile(next(name for name in shipped() if by_layers(name))).model_dump_json())
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps({**document, "layers": layers}))
+    with pytest.raises(PlannerError, match="layers"):
+        load_profile(path)
+
+
+def by_layers(name: str) -> bool:
+    return load_profile(name).cut == "layers"
