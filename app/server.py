@@ -11,10 +11,8 @@ import asyncio
 import contextlib
 import errno
 import os
-import resource
 import signal
 import socket
-import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -42,12 +40,10 @@ from openrecycle.app.metrics.requests import Metering
 from openrecycle.app.runtime.documents import PLAN_MIB
 from openrecycle.app.runtime.errors import SettingsError
 from openrecycle.app.runtime.event_loop_watch import EventLoopWatch
-from openrecycle.app.runtime.frontend import PAGES, PageBase
-from openrecycle.app.runtime.garbage_collection import GarbageCollection
 from openrecycle.app.runtime.logs import configure_logging
+from openrecycle.app.runtime.patches import PAGES, GarbageCollection, PageBase, StaticFiles, tune_process
 from openrecycle.app.runtime.preload import BUSY_SECONDS, CALM_SECONDS, Preload
 from openrecycle.app.runtime.problems import problem
-from openrecycle.app.runtime.static_files import StaticFiles
 from openrecycle.app.security.access import Access
 from openrecycle.app.security.bodies import BodyLimit
 from openrecycle.app.security.guard import AccessGuard
@@ -116,7 +112,7 @@ def serve(settings: Settings, *, on_ready: Callable[[Settings], None] | None = N
     listener = bind(settings.host, settings.port)
     settings = replace(settings, port=listener.getsockname()[1])
     configure_logging()
-    prepare()
+    tune_process()
     house_keeping = GarbageCollection()
     house_keeping.start()
     access = Access(settings.token, None, settings.oidc, _sign_in(settings))
@@ -266,7 +262,7 @@ def _streamlit(settings: Settings) -> Any:
             "server.fileWatcherType": "none",
             "server.maxUploadSize": PLAN_MIB,
             # It would look through all that the console has, in one piece, after each refresh of each viewer's
-            # page (app.runtime.garbage_collection); Python's own rounds come when there is something to free.
+            # page (app.runtime.patches); Python's own rounds come when there is something to free.
             "runner.postScriptGC": False,
             "browser.gatherUsageStats": False,
             "browser.serverAddress": settings.host if settings.loopback else None,
@@ -322,18 +318,3 @@ async def _no_pages(request: Request) -> Response:
 @asynccontextmanager
 async def _no_lifespan(app: object) -> AsyncIterator[None]:
     yield
-
-
-# How long a thread that computes (a page's script, a large view) keeps the others waiting: the event loop
-# waits so long twice or more per request. Python's own 5 ms would be most of a heartbeat's latency.
-SWITCH_SECONDS = 0.0003
-
-
-def prepare() -> None:
-    """For the whole process; once, before anything is served."""
-    sys.setswitchinterval(SWITCH_SECONDS)
-    # A worker has a connection or two, and many systems allow a process 1,024 files unless it asks for more.
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):  # macOS has a lower limit than it says
-        if soft != hard:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -177,7 +177,15 @@ def _meanwhile(state: State, event: InterimPlanUsed, now: float, failure_timeout
 
 
 def _layers_moved(state: State, event: LayersMoved, now: float, failure_timeouts: FailureTimeouts) -> Transition:
-    if state.over or event.generation > state.generation or event.partition == state.held:
+    if state.current is None or event.generation > state.generation:
+        return refuse(state, "invalid", f"generation {event.generation} has not begun")
+    if event.generation == state.generation and event.partition != state.current.partition:
+        expected = f"the layers per stage of generation {event.generation}: {state.current.partition}"
+        return refuse(state, "invalid", f"partition: got {event.partition}, expected {expected}")
+    if event.iteration > state.iterations:
+        return refuse(state, "invalid", f"iteration: got {event.iteration}, expected at most {state.iterations}")
+    # Late, of a generation after which layers have moved again: what it says has been true.
+    if state.over or event.generation < state.moved[0] or event.partition == state.held:
         return Transition(state, reason="known already")
     text = f"layers per stage are {', '.join(map(str, event.partition))} from here on"
     notes = (Note("info", "recovery", "; ".join(filter(None, (text, event.text)))),)

@@ -210,7 +210,7 @@ class LimitedProtocol(HttpToolsProtocol):
 def connections(
     share: int | None = None, exempt: Callable[[str], bool] = lambda address: False
 ) -> type[LimitedProtocol]:
-    """The protocol for uvicorn's `http`; after app.runtime.process.prepare.
+    """The protocol for uvicorn's `http`; after app.runtime.patches.tune_process.
 
     share, exempt: see ConnectionLimit."""
     return type("Connection", (LimitedProtocol,), {"limit": ConnectionLimit.of_process(share, exempt)})

@@ -197,6 +197,13 @@ class Reports(ABC):
         except PlannerError as error:
             raise ConsoleError(409, "misfit", str(error)) from None
         count = message.moved_layers
+        if count > sum(partition):
+            raise ConsoleError(409, "misfit", f"moved_layers: got {count}, expected at most {sum(partition)}")
+        with storing():
+            opened = self._store.generations(job_id, after=message.generation - 1, limit=1)
+        if not opened or opened[0]["generation"] != message.generation or tuple(opened[0]["partition"]) != partition:
+            detail = f"partition: got {list(partition)}, which is not that of generation {message.generation}"
+            raise ConsoleError(409, "misfit", detail)
         took = milliseconds(message.stall_ms)
         what = "1 layer moved to another stage" if count == 1 else f"{count} layers moved to other stages"
         text = f"{what}, which held training for {took}"

@@ -29,9 +29,9 @@ from openrecycle.app.metrics.exposition import Metrics
 from openrecycle.app.metrics.jobs import OVER_SHOWN, JobMetrics
 from openrecycle.app.observing.service import Observing
 from openrecycle.app.plans.service import PlansService
-from openrecycle.app.runtime.children import begin_without_pages
 from openrecycle.app.runtime.errors import ConsoleError, storing
 from openrecycle.app.runtime.event_loop_watch import EventLoopWatch
+from openrecycle.app.runtime.patches import begin_without_pages
 from openrecycle.app.security.service import Security
 from openrecycle.app.settings import RetentionLimits
 from openrecycle.db.session import Database

@@ -11,7 +11,7 @@ import structlog
 from openrecycle.agent.coordination.events import Event, PlanReady, PlanRefused
 from openrecycle.agent.coordination.membership import State
 from openrecycle.agent.protocol import JobSpec
-from openrecycle.app.runtime.garbage_collection import LARGE_OPS
+from openrecycle.app.runtime.patches import LARGE_OPS
 from openrecycle.db.store import Store
 from openrecycle.planner.catalog import Catalog
 from openrecycle.planner.check import checked

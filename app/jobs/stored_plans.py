@@ -14,7 +14,7 @@ import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
 from openrecycle.app.runtime.children import Channel, ChildEnded, Children
-from openrecycle.app.runtime.garbage_collection import LARGE_OPS, OP_BYTES, building
+from openrecycle.app.runtime.patches import LARGE_OPS, OP_BYTES, building
 from openrecycle.db.plan_rows import PlanColumns
 from openrecycle.db.store import Store
 from openrecycle.planner.errors import PlannerError

@@ -19,8 +19,6 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import wraps
-from multiprocessing import spawn
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -33,28 +31,6 @@ from openrecycle.app.runtime.logs import configure_logging
 log = structlog.get_logger()
 
 _SLICE = 0.2
-_PAGES = str(Path(__file__).resolve().parents[1] / "ui")
-_original = spawn.get_preparation_data
-
-
-@wraps(_original)
-def _without_pages(name: str) -> dict[str, Any]:
-    data = dict(_original(name))
-    data.pop("init_main_from_name", None)
-    data.pop("init_main_from_path", None)
-    data["sys_path"] = [path for path in data["sys_path"] if path != _PAGES]
-    return data
-
-
-def begin_without_pages() -> None:
-    """For all processes that this one spawns from now on. Does nothing the second time.
-
-    multiprocessing has a spawned child import what `__main__` is in its parent, in case the work was
-    defined there, and gives it the parent's import path. Ours is never defined there; but Streamlit puts
-    the page that runs at that moment in the place of `__main__`, and its folder first in the path. The
-    child would run the whole page, and find pages where it looks for packages (app/ui/planner.py).
-    """
-    spawn.get_preparation_data = _without_pages
 
 
 # -- the child ---------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 import structlog
 
 from openrecycle.app.runtime.children import Channel, ChildEnded, Children
-from openrecycle.app.runtime.garbage_collection import OP_BYTES, building
+from openrecycle.app.runtime.patches import OP_BYTES, building
 from openrecycle.planner.errors import PlannerError
 
 log = structlog.get_logger()

@@ -24,7 +24,7 @@ from openrecycle.app.console.service import Console
 from openrecycle.app.console.view import JobHead
 from openrecycle.app.plans.references import MeasuredReference, OfJob, Reference, job_of, parse_reference
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.app.runtime.garbage_collection import settle
+from openrecycle.app.runtime.patches import settle
 from openrecycle.app.ui import components, text, url_state
 from openrecycle.app.ui.schedule_facts import measured_words
 from openrecycle.planner.errors import InputError

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Mount, Route
 from starlette.testclient import TestClient
 
-from openrecycle.app.runtime.frontend import PAGES, PageBase
+from openrecycle.app.runtime.patches import PAGES, PageBase
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes

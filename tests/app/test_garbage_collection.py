@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from openrecycle.app.runtime import garbage_collection
-from openrecycle.app.runtime.garbage_collection import Round
+from openrecycle.app.runtime import patches
+from openrecycle.app.runtime.patches import Round
 
 
 class Thing:
@@ -20,16 +20,16 @@ class Thing:
 
 @pytest.fixture(autouse=True)
 def thawed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(garbage_collection, "WHOLE_SECONDS", 0.0)
+    monkeypatch.setattr(patches, "WHOLE_SECONDS", 0.0)
     gc.unfreeze()
     yield
     gc.unfreeze()
 
 
 def test_only_large_plans_are_worth_it() -> None:
-    garbage_collection.settle(garbage_collection.LARGE_OPS)
+    patches.settle(patches.LARGE_OPS)
     assert gc.get_freeze_count() == 0
-    garbage_collection.settle(garbage_collection.LARGE_OPS + 1)
+    patches.settle(patches.LARGE_OPS + 1)
     assert gc.get_freeze_count() > 0
 
 
@@ -37,81 +37,79 @@ def test_what_was_kept_out_is_still_freed() -> None:
     plain, cycle = Thing(), Thing()
     cycle.own = cycle  # type: ignore[attr-defined]
     seen = weakref.ref(plain), weakref.ref(cycle)
-    garbage_collection.settle(garbage_collection.LARGE_OPS + 1)
+    patches.settle(patches.LARGE_OPS + 1)
     del plain, cycle
     assert seen[0]() is None, "by its reference count"
     gc.collect()
     assert seen[1]() is not None, "a cycle is not looked at"
-    garbage_collection.settle(garbage_collection.LARGE_OPS + 1)
+    patches.settle(patches.LARGE_OPS + 1)
     assert seen[1]() is None, "until the next round"
 
 
 def test_rounds_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:
-    garbage_collection.settle(garbage_collection.LARGE_OPS + 1)
-    monkeypatch.setattr(garbage_collection, "WHOLE_SECONDS", 1e9)
+    patches.settle(patches.LARGE_OPS + 1)
+    monkeypatch.setattr(patches, "WHOLE_SECONDS", 1e9)
     cycle = Thing()
     cycle.own = cycle  # type: ignore[attr-defined]
     seen = weakref.ref(cycle)
     for _ in range(2):
-        garbage_collection.settle(garbage_collection.LARGE_OPS + 1)
+        patches.settle(patches.LARGE_OPS + 1)
         cycle = Thing()
     assert seen() is not None
 
 
 def test_nothing_is_collected_while_a_large_plan_is_built() -> None:
-    with garbage_collection.building(garbage_collection.LARGE_OPS):
+    with patches.building(patches.LARGE_OPS):
         assert gc.isenabled()
-    with garbage_collection.building(garbage_collection.LARGE_OPS + 1):
-        with garbage_collection.building(garbage_collection.LARGE_OPS + 1):
+    with patches.building(patches.LARGE_OPS + 1):
+        with patches.building(patches.LARGE_OPS + 1):
             assert not gc.isenabled()
         assert not gc.isenabled(), "until the last one is done"
         built = [Thing() for _ in range(1000)]
     assert gc.isenabled()
     assert gc.get_freeze_count() > len(built)
-    with pytest.raises(ValueError, match="damaged"), garbage_collection.building(garbage_collection.LARGE_OPS + 1):
+    with pytest.raises(ValueError, match="damaged"), patches.building(patches.LARGE_OPS + 1):
         raise ValueError("damaged")
     assert gc.isenabled()
 
 
 @pytest.fixture
 def usual(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(garbage_collection, "WHOLE_SECONDS", 900.0)
+    monkeypatch.setattr(patches, "WHOLE_SECONDS", 900.0)
 
 
 @pytest.mark.usefixtures("usual")
 def test_when_a_round_is_due() -> None:
-    gib, begin, objects = 2**30, Round(0.0, 0.01, 2**30), garbage_collection.NEW_OBJECTS
-    soon, late = garbage_collection.NEW_SECONDS - 1, garbage_collection.NEW_SECONDS
+    gib, begin, objects = 2**30, Round(0.0, 0.01, 2**30), patches.NEW_OBJECTS
+    soon, late = patches.NEW_SECONDS - 1, patches.NEW_SECONDS
 
     def due(now: float, last: Round = begin, more: int = 10, resident: int = gib) -> bool | None:
-        return garbage_collection.due(now, last, begin, more, resident)
+        return patches.due(now, last, begin, more, resident)
 
     assert due(soon) is None
     assert due(late) is False, "over what is new"
     assert due(soon, more=objects) is False, "much is new"
     assert due(soon, replace(begin, kept_out=5 * objects), objects) is None, "not so much for so many"
     assert due(soon, resident=2 * gib) is False, "and large"
-    assert due(soon, resident=gib + garbage_collection.NEW_BYTES) is None, "there is so much already"
-    recent = Round(garbage_collection.WHOLE_SECONDS - 2, 0.1, 2 * gib)
-    assert due(garbage_collection.WHOLE_SECONDS - 1, last=recent) is None
-    assert due(garbage_collection.WHOLE_SECONDS, last=recent) is True, "over everything"
-    recent = Round(garbage_collection.GROWN_SECONDS - 2, 0.1, 2 * gib)
-    assert due(garbage_collection.GROWN_SECONDS - 1, last=recent, resident=2 * gib) is None
-    assert due(garbage_collection.GROWN_SECONDS, last=recent, resident=2 * gib) is True, (
-        "something is kept out that is in cycles"
-    )
+    assert due(soon, resident=gib + patches.NEW_BYTES) is None, "there is so much already"
+    recent = Round(patches.WHOLE_SECONDS - 2, 0.1, 2 * gib)
+    assert due(patches.WHOLE_SECONDS - 1, last=recent) is None
+    assert due(patches.WHOLE_SECONDS, last=recent) is True, "over everything"
+    recent = Round(patches.GROWN_SECONDS - 2, 0.1, 2 * gib)
+    assert due(patches.GROWN_SECONDS - 1, last=recent, resident=2 * gib) is None
+    assert due(patches.GROWN_SECONDS, last=recent, resident=2 * gib) is True, "something is kept out that is in cycles"
 
 
 @pytest.mark.usefixtures("usual")
 def test_rounds_take_a_thousandth_of_the_time() -> None:
     gib, took = 2**30, 2.0
     long = Round(0.0, took, gib)
-    assert garbage_collection.due(1000 * took - 1, long, long, 10, gib) is None
-    assert garbage_collection.due(1000 * took, long, long, 10, gib) is True
+    assert patches.due(1000 * took - 1, long, long, 10, gib) is None
+    assert patches.due(1000 * took, long, long, 10, gib) is True
     short = Round(0.0, 0.1, gib)
-    assert garbage_collection.due(1000 * short.took - 1, short, long, 10, gib) is None
-    assert garbage_collection.due(1000 * short.took, short, long, 10, gib) is False
-    assert garbage_collection.due(garbage_collection.GROWN_SECONDS, long, long, 10, 2 * gib) is True, "but for growth"
+    assert patches.due(1000 * short.took - 1, short, long, 10, gib) is None
+    assert patches.due(1000 * short.took, short, long, 10, gib) is False
+    assert patches.due(patches.GROWN_SECONDS, long, long, 10, 2 * gib) is True, "but for growth"
 
 
 def test_what_a_round_waits_for_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,8 +119,8 @@ def test_what_a_round_waits_for_does_not_count(monkeypatch: pytest.MonkeyPatch) 
         time.sleep(waited)
         return 2**30
 
-    monkeypatch.setattr(garbage_collection, "make_round", make_round)
-    assert garbage_collection.timed(whole=True).took < waited / 2
+    monkeypatch.setattr(patches, "make_round", make_round)
+    assert patches.timed(whole=True).took < waited / 2
 
 
 def test_a_short_round_frees_what_is_new_and_a_whole_one_the_rest() -> None:
@@ -133,14 +131,14 @@ def test_a_short_round_frees_what_is_new_and_a_whole_one_the_rest() -> None:
 
     old = Thing()
     seen_old = weakref.ref(old)
-    garbage_collection.make_round(whole=False)
+    patches.make_round(whole=False)
     old.own = old  # type: ignore[attr-defined]
     del old
     new = cycle()
-    garbage_collection.make_round(whole=False)
+    patches.make_round(whole=False)
     assert new() is None
     assert seen_old() is not None, "kept out"
-    garbage_collection.make_round(whole=True)
+    patches.make_round(whole=True)
     assert seen_old() is None
 
 
@@ -150,24 +148,24 @@ def test_no_round_while_a_large_plan_is_built() -> None:
     cycle.own = cycle  # type: ignore[attr-defined]
     seen = weakref.ref(cycle)
     del cycle
-    with garbage_collection.building(garbage_collection.LARGE_OPS + 1):
+    with patches.building(patches.LARGE_OPS + 1):
         another = Thing()
         another.own = another  # type: ignore[attr-defined]
         seen_another = weakref.ref(another)
         del another
-        assert garbage_collection.make_round(whole=True) > 0
+        assert patches.make_round(whole=True) > 0
         assert seen_another() is not None
     assert seen() is None, "a round went before"
-    garbage_collection.make_round(whole=True)
+    patches.make_round(whole=True)
     assert seen_another() is None
 
 
 def test_the_console_makes_the_rounds_itself() -> None:
-    keeping = garbage_collection.GarbageCollection()
+    keeping = patches.GarbageCollection()
     try:
         keeping.start()
         assert not gc.isenabled()
-        with garbage_collection.building(garbage_collection.LARGE_OPS + 1):
+        with patches.building(patches.LARGE_OPS + 1):
             pass
         assert not gc.isenabled()
     finally:

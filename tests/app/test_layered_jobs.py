@@ -145,3 +145,28 @@ def test_a_report_of_other_layers_than_the_job_has_is_refused(here: ConsoleHere)
     report = Relayout(generation=1, iteration=0, partition=(1, 2), moved_layers=3, stall_ms=1.0)
     with pytest.raises(ConsoleError):
         here.console.rearranged(job.job_id, report)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"generation": 0},
+        {"generation": 3},
+        {"partition": (5, 7)},
+        {"partition": (7, 5)},
+        {"iteration": 2**53},
+        {"moved_layers": 13},
+    ],
+    ids=str,
+)
+def test_only_what_a_generation_is_planned_for_is_taken(here: ConsoleHere, wrong: dict[str, Any]) -> None:
+    """Else an agent's word would have the pages say for good that layers are on their way."""
+    job = Layered(here, relayout="never").register().commit(0, 9, 1)
+    job.die("W1_1")
+    job.resume(2)
+    before = job.live.state.held, job.live.state.moved
+    report = {"generation": 2, "iteration": 10, "partition": HOME, "moved_layers": 0, "stall_ms": 1.0} | wrong
+    with pytest.raises(ConsoleError) as refused:
+        job.console.rearranged(job.job_id, Relayout(**report))
+    assert refused.value.status in (409, 422)
+    assert (job.live.state.held, job.live.state.moved) == before and not job.live.state.moving

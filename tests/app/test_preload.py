@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import openrecycle.app.ui
-from openrecycle.app.runtime.frontend import PAGES
+from openrecycle.app.runtime.patches import PAGES
 from openrecycle.app.runtime.preload import Preload
 from openrecycle.app.ui.warm import warm_up
 

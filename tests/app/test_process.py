@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from openrecycle.app.server import SWITCH_SECONDS
+from openrecycle.app.runtime.patches import SWITCH_SECONDS
 
 pytestmark = pytest.mark.processes
 
@@ -13,8 +13,8 @@ _CHILD = """
 import resource, sys
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
-from openrecycle.app.server import prepare
-prepare()
+from openrecycle.app.runtime.patches import tune_process
+tune_process()
 print(resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard, sys.getswitchinterval())
 """
 

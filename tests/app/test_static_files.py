@@ -12,8 +12,7 @@ from starlette.testclient import TestClient
 from streamlit.file_util import get_static_dir
 from streamlit.web.server.starlette.starlette_static_routes import create_streamlit_static_handler
 
-from openrecycle.app.runtime.frontend import ELEMENTS, LATER, WAITS, PageBase
-from openrecycle.app.runtime.static_files import AT_ONCE, StaticFiles
+from openrecycle.app.runtime.patches import AT_ONCE, ELEMENTS, LATER, WAITS, PageBase, StaticFiles
 
 pytestmark = pytest.mark.processes
 

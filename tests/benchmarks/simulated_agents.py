@@ -25,7 +25,7 @@ from typing import Any
 
 import uvloop
 
-from openrecycle.app.server import prepare
+from openrecycle.app.runtime.patches import tune_process
 from tests.benchmarks.wire import TIMEOUT_SECONDS, Wire
 
 OVERTIME_SECONDS = 900.0
@@ -370,7 +370,7 @@ def simulate(load: Load, pipe: Pipe) -> None:
             crowd.told.errors["the job did not come to rest in time"] += 1
             return crowd.told
 
-    prepare()  # as many files as the console asks for
+    tune_process()  # as many files as the console asks for
     gc.disable()  # real agents do not all stand still at once, for a quarter of a second, while one looks for cycles
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         pipe.send(("told", runner.run(run()), 0.0))

@@ -1,4 +1,4 @@
-// Stands before the module of Plotly's charts (app/runtime/frontend.py): running that takes most of a second, in which nothing
+// Stands before the module of Plotly's charts (app/runtime/patches.py): running that takes most of a second, in which nothing
 // of the page is painted. What is to come before the chart is painted first, the picture of a schedule with it.
 {
   const MOST = 3000; // milliseconds, as what is kept out of sight (console.css)
