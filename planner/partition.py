@@ -50,8 +50,11 @@ WORSE = 1.05
 NEIGHBOURS = 64
 # Stages, the slowest ones, of which a layer is tried on any other.
 SOURCES = 8
-# Stages and numbers of workers whose costs are kept.
-KEPT = 512
+# Cells of the arrays (see LayerBounds) that a job may have: 100 bytes and 2 microseconds each. And where times are too
+# long for 64 bits: 700 bytes, and 100 times as long.
+CELLS, EXACT_CELLS = 3_000_000, 40_000
+# Cells of which the costs are kept, for some numbers of workers.
+KEPT = 10_000_000
 _NONE = 1 << 61
 _BEYOND = 1 << 200
 
@@ -209,7 +212,7 @@ class LayerBounds:
     """c(s, a, b) of the module for all stages and layers, in ticks.
 
     Arrays are [D, D], where stage s may begin at layers s to s + D - 1 and end behind those: D = layers - stages + 1,
-    as each other stage has at least one. What can't be is beyond all times.
+    as each other stage has at least one. What can't be is beyond all times. Raises InputError where that are too many.
     """
 
     def __init__(self, job: Job, technique: Technique, memory: MemoryLimit) -> None:
@@ -228,6 +231,15 @@ class LayerBounds:
         most = (sum(forward) + sum(back) + sum(weight) + sum(step) + sum(wires)) * 4 * (self.total + 1)
         self.exact: Any = np.int64 if most * 100 < _NONE else object
         self.none = _NONE if self.exact is np.int64 else _BEYOND
+        cells, few = job.stages * self.width**2, EXACT_CELLS if self.exact is object else CELLS
+        if cells > few:
+            why = " with op times of so many digits" if cells <= CELLS else ""
+            expected = (
+                f"fewer to choose a partition for {job.stages} stages{why}: there are {cells:,} places for a stage, "
+                f"at most {few:,}; or a partition that is given"
+            )
+            raise InputError("layers", len(job.layers), expected)
+        self._keep = max(job.stages, KEPT // self.width**2)
         self.forward, self.back, self.weight, self.step = (self._sums(v) for v in (forward, back, weight, step))
         self.wires = wires
         self.down = [round(layer.transfer * scale) for layer in job.layers]
@@ -347,7 +359,7 @@ class LayerBounds:
     def costs(self, s: int, living: int) -> tuple[Ints, Ints]:
         """(c, and of the bound with the first stage all but the latter's W and O), [D, D] each."""
         if (s, living) not in self._known:
-            if len(self._known) >= KEPT:
+            if len(self._known) >= self._keep:
                 self._known.clear()
             self._known[s, living] = self._costs(s, living)
         return self._known[s, living]

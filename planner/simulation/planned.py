@@ -216,7 +216,7 @@ class PlannedJob:
         if failed not in self._layouts:
             try:
                 made = lay_out(job, failed, technique=self._layout_technique, memory=self.memory, over="layouts")
-            except InfeasibleError:
+            except (InfeasibleError, InputError):  # none, or too many to choose from
                 self._layouts[failed] = None
             else:
                 self._layouts[failed] = made
@@ -247,7 +247,10 @@ class PlannedJob:
         job = self.layered if stages == self.job.stages else with_stages(self.layered, stages, workers)
         if job is None:
             return None
-        made = staffed(job, workers, technique=self._layout_technique, memory=self.memory, effort=EFFORT, final=1)
+        try:
+            made = staffed(job, workers, technique=self._layout_technique, memory=self.memory, effort=EFFORT, final=1)
+        except InputError:  # too many layers and stages to choose from
+            return None
         return None if made is None else self.rate_of(made)
 
     def templates(self, workers: int) -> Rate | None:

@@ -21,6 +21,8 @@ READY_SECONDS = 150
 class ConsoleServer:
     """`openrecycle serve` on a free port. `base` ends in /api/v1."""
 
+    module: tuple[str, ...] = ("-m", "app")
+
     def __init__(self, database_url: str, *options: str, environment: dict[str, str] | None = None) -> None:
         self.database_url = database_url
         self.options = options
@@ -29,7 +31,7 @@ class ConsoleServer:
         self.start()
 
     def start(self, port: int = 0) -> None:
-        command = [sys.executable, "-m", "app", "serve", "--port", str(port), "--database-url", self.database_url]
+        command = [sys.executable, *self.module, "serve", "--port", str(port), "--database-url", self.database_url]
         environment = {k: v for k, v in os.environ.items() if k not in ("DATABASE_URL", "OPENRECYCLE_TOKEN")}
         self.process = subprocess.Popen(
             [*command, *self.options],

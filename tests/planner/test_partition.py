@@ -369,3 +369,15 @@ def test_a_bound_over_partitions_needs_layers() -> None:
     plan = make_plan(Problem(Job.uniform(2, 2, 2)), solver="list")
     metrics = plan.metrics.model_copy(update={"bound_over": "partitions"})
     assert any("layers" in str(v) for v in check(plan.model_copy(update={"metrics": metrics})))
+
+
+@pytest.mark.parametrize(
+    ("stages", "layers", "forward"), [(171, 512, 1.0), (12, 512, 1.0), (4, 512, 1000000.123456)], ids=str
+)
+def test_what_is_too_large_to_choose_from_is_refused_at_once(stages: int, layers: int, forward: float) -> None:
+    """It took 9 GB, or minutes that no time limit ended."""
+    job = Job.uniform(2, stages, 4, durations={"F": forward, "I": forward + 1e-6, "W": forward}, layers=layers)
+    with pytest.raises(InputError, match="layers: got 512"):
+        lay_out(job, [Worker(0, 1)])
+    given = lay_out(job, [Worker(0, 1)], over="schedules")
+    assert given.partition == job.partition and given.bound.ticks > 0
