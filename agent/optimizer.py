@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from openrecycle.agent import compat
 from openrecycle.agent.gradients import GradientSum, MicroBatch
 from openrecycle.agent.layers import LayerStack, Span, parameters_by_layer
 from openrecycle.agent.options import Optimization
@@ -179,7 +180,7 @@ class StageOptimizer:
     def _update(self, coefficient: float) -> None:
         gradients = [p.grad for p in self._trained if p.grad is not None]
         if coefficient != 1.0 and gradients:  # torch takes no empty list
-            torch._foreach_mul_(gradients, coefficient)
+            compat.multiply(gradients, coefficient)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if self.scheduler is not None:
@@ -408,7 +409,7 @@ class _Snapshot:
         if like == [(t.shape, t.dtype, t.device) for t in self._copies]:
             # By type and device: mixed lists would go the slow way, one by one.
             for mine, theirs in _alike(self._copies, live):
-                torch._foreach_copy_(mine, theirs)
+                compat.copy(mine, theirs)
         else:
             self._copies = [t.detach().clone() for t in live]
         self._states = [

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from openrecycle.agent import compat
 from openrecycle.agent.layers import Partition, Span, build_layer, kind_of, layer_count, partition_of, spans
 from openrecycle.agent.options import Autocast
 from openrecycle.agent.workload import Workload, first_readable
@@ -170,7 +171,7 @@ def _infer(workload: Workload, layers: int, seed: int, autocast: Autocast | None
     if device.type != "cpu":
         return _chain(workload, layers, seed, autocast, tuple(t.to(device) for t in probe))
     # Autocast goes by the device, and does nothing to meta tensors.
-    symbolic = [_fake] if autocast else [_meta, _fake]
+    symbolic = [compat.tensors_without_data] if autocast else [_meta, compat.tensors_without_data]
     for way in symbolic:
         try:
             with way() as take:
@@ -212,15 +213,6 @@ def _meta() -> Iterator[Callable[[Tensor], Tensor]]:
     """Tensors without data; knows nothing of devices."""
     with torch.device("meta"):
         yield lambda t: torch.empty_like(t, device="meta")
-
-
-@contextmanager
-def _fake() -> Iterator[Callable[[Tensor], Tensor]]:
-    """Tensors without data that remember their device; takes a second to load."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        yield mode.from_tensor
 
 
 def _leaf(tensor: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """All limits of the agents, with their defaults and reasons: how long a worker waits for a peer, how long it may be
 silent, how long it may be at one op.
 
-heartbeat < suspect < dead < transfer < group: the lower rungs are the console's (Ladder in
+heartbeat < suspect < dead < transfer < group: the lower time-outs are the console's (FailureTimeouts in
 agent.coordination.membership). Whoever waits for a dead peer is freed by the generation that the console opens, long
 before its own time-outs. A shorter one would break a transfer whose peer is only slow to be declared dead, and take
 the blame for it.

@@ -13,17 +13,16 @@ stages is nothing that any of them knows of.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from openrecycle.agent.backward.buffers import moved_by
 from openrecycle.agent.backward.split import Deferred, Fused, Strategy, StrategyName, TorchSplit
+from openrecycle.agent.compat import FlopCount
 from openrecycle.agent.gradients import GradientSum, MicroBatch
 from openrecycle.agent.options import Autocast
 from openrecycle.agent.stage import Stage
@@ -254,31 +253,3 @@ def _covers_most(strategy: Strategy) -> bool:
         return False
     deferred, every = ({id(p): p.numel() for p in ps} for ps in (strategy.layers.parameters, strategy.parameters))
     return sum(deferred.values()) >= _NEARLY * sum(every.values())
-
-
-class FlopCount(TorchDispatchMode):
-    """total: of matrix products, convolutions and attention, as torch counts them.
-
-    What torch.utils.flop_counter.FlopCounterMode counts, without its import of torch._dynamo, which would
-    add a second to every worker's start.
-    """
-
-    supports_higher_order_operators = True
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.total = 0
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # True would wrap __torch_dispatch__ in a function of torch._dynamo.
-        return False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        formula = flop_registry.get(getattr(func, "overloadpacket", None))
-        if formula is not None:
-            self.total += formula(*args, **(kwargs or {}), out_val=out)
-        return out

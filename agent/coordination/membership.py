@@ -22,7 +22,7 @@ LOST_SECONDS = 3600.0
 
 @dataclass(frozen=True)
 class FailureTimeouts:
-    """When silence means what, in seconds. Each rung must lie above the one before.
+    """When silence means what, in seconds. Each time-out must lie above the one before.
 
     heartbeat: how often a worker reports. suspect: silence after which it is marked. dead: silence
     after which the job goes on without it. transfer_grace: how long a broken transfer may wait for
@@ -50,7 +50,7 @@ class FailureTimeouts:
         return max(self.dead, LOST_SECONDS)
 
     def check_above(self, transfer: float | None, group: float | None) -> None:
-        """The rungs that a job's agents have said they wait on. Raises InputError."""
+        """The time-outs that a job's agents have said they wait on. Raises InputError."""
         if transfer is not None and transfer <= self.dead:
             expected = f"more than dead ({self.dead:g} s), the silence after which this console takes a worker out"
             raise InputError("transfer_timeout", transfer, expected)

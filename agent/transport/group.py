@@ -19,6 +19,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from openrecycle.agent import compat
 from openrecycle.agent.timeouts import Timeouts
 from openrecycle.planner.job import Worker
 
@@ -90,10 +91,8 @@ class GlooGroup:
         """Blocks until all ranks are there. Raises RuntimeError."""
         self.rank, self._members = rank, members
         self._timeout, self._sum_timeout = timedelta(seconds=timeouts.transfer), timedelta(seconds=timeouts.group)
-        options = dist.ProcessGroupGloo._Options()
-        options._timeout = timedelta(seconds=timeouts.form)
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-        self._group = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, len(members), options)
+        own, form = dist.PrefixStore(name, store), timedelta(seconds=timeouts.form)
+        self._group = compat.gloo_group(own, rank, len(members), timeout=form, address=address)
 
     def send(self, to: int, tensor: Tensor, tag: int) -> GlooPending:
         try:

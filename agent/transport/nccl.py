@@ -36,6 +36,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from openrecycle.agent import compat
 from openrecycle.agent.timeouts import Timeouts
 from openrecycle.agent.transport.group import TransferError, first_line, only_other
 from openrecycle.planner.job import Worker
@@ -102,9 +103,8 @@ class NcclGroup:
         self._seconds, self._sum_seconds, self._device = timeouts.transfer, timeouts.group, device
         self._cancelled, self._aborting = threading.Event(), threading.Lock()
         self._aborted = False
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=timeouts.group)
-        self._group = dist.ProcessGroupNCCL(dist.PrefixStore(name, store), rank, len(members), options)
+        own, form = dist.PrefixStore(name, store), timedelta(seconds=timeouts.group)
+        self._group = compat.nccl_group(own, rank, len(members), timeout=form)
 
     def send(self, to: int, tensor: Tensor, tag: int) -> NcclPending:
         assert tag == _NO_TAG, "NCCL has no tags"

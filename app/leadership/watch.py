@@ -43,7 +43,7 @@ class LeaderStatus:
     def sentence(self) -> str:
         """What is told to whoever asks while no console is up here; without a full stop."""
         if self.doubt:
-            return f"this console's lead is in doubt: {self.reason}; it tries again every {self.again:g} s"
+            return f"this console may no longer lead: {self.reason}; it tries again every {self.again:g} s"
         return f"this console is a standby: {self.reason}; " + (f"ask {self.leader}" if self.leader else "try again")
 
 

@@ -12,8 +12,8 @@ Measured on two cores with Python 3.11 and Streamlit 1.67; under load is with 2,
   Not needed once Streamlit leaves `__main__` alone: tests/app/test_children.py says so.
 - Rounds of garbage collection are made rarely. Under load 13 ms (p99) and 0.41 cores, else 133 ms and 0.50.
   (`runner.postScriptGC`, an option of Streamlit's, is off for the same: 107 ms with it.)
-- Streamlit's page is told in its head where its server is and what it will draw with. A schedule is seen 1.6 s after its
-  page is opened for the first time, else 2.8 s; without the address, there is an error in the browser for each page.
+- Streamlit's page is told in its head where its server is and what it will draw with. A schedule is seen 1.6 s after
+  its page is opened for the first time, else 2.8 s; without the address the browser notes an error for each page.
   tests/app/test_frontend.py fails where Streamlit's page or its files are not what this expects; then nothing is added.
 - Streamlit's files are sent in one piece. To open a page for the first time takes the console 0.19 s of processor time,
   else 0.29 s.

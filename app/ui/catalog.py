@@ -91,8 +91,8 @@ def _catalog(console: Console, request: CatalogRequest, colours: Palette) -> Non
     catalog_chart.show(console, report, colours)
     if report.by_pattern and report.tolerance > 1:
         st.caption(
-            "At each count the longest plan is for failures that share a stage. Migrations lead them towards the "
-            "shortest: Planner says which, and what they cost."
+            "At each count the longest plan is for failures that share a stage. Where workers change their stage "
+            "(migrations), a shorter one serves: Planner says which, and what they cost."
         )
     elif not report.by_pattern:
         st.caption(

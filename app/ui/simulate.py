@@ -180,7 +180,7 @@ def _results(simulation: Simulation, colours: Palette) -> None:
         return
     components.cards(_cards(simulation))
     curves = {row["policy"]: simulation.curves[row["policy"]] for row in simulation.rows}
-    components.heading("Throughput over time", "beneath: workers that live")
+    components.heading("Throughput over time", "below it: how many workers live")
     st.plotly_chart(
         throughput_over_time(curves, simulation.living, colours, revision=str(hash(simulation.request))),
         theme=None,
@@ -191,7 +191,7 @@ def _results(simulation: Simulation, colours: Palette) -> None:
     components.heading("The same in figures")
     st.html(rows_html(_table(simulation), "Figures by policy"))
     if simulation.mtbf:
-        components.heading("If failures were rarer or more frequent", "dotted: as asked for")
+        components.heading("If failures were rarer or more frequent", "dotted line: as asked for")
         st.plotly_chart(
             sensitivity(simulation.mtbf, simulation.rates, colours, simulation.request.mtbf),
             theme=None,

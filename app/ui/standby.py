@@ -13,7 +13,7 @@ def show(status: LeaderStatus) -> None:
     """Until this console leads; then the page that was asked for comes by itself."""
     use_style()
     if status.doubt:
-        st.title("This console's lead is in doubt")
+        st.title("This console may no longer lead")
         st.fragment(run_every=1)(_state)(doubt=True)
         st.caption(
             "It led until the database did not answer it any more, and changes nothing before it is sure again. "

@@ -46,7 +46,10 @@ WORDS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
                 "Migration",
                 "A living worker takes the place of a dead one of another stage, with the weights of a peer there.",
             ),
-            ("Normalization", "Only the failures per stage count; migrations move them to where they cost less."),
+            (
+                "Normalization",
+                "Workers change their stage (migrations), so that the same number of failures costs less.",
+            ),
             (
                 "Candidate",
                 "One option when workers are lost: re-route, move layers, migrate and re-route, or drop the replica.",

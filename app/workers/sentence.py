@@ -75,8 +75,8 @@ def _waiting_for_a_choice(state: State, left: float) -> str:
     if offer is None:
         return f"Waiting for you: the options without {names(failed)} are being compared; the job goes on in {seconds}."
     count, best = len(offer.candidates), offer.candidates[0].name
-    ways = "1 candidate" if count == 1 else f"{count} candidates"
-    return f"Waiting for you: {ways} without {names(failed)}; the best ({best}) is taken in {seconds}."
+    ways = "1 option" if count == 1 else f"{count} options"
+    return f"Waiting for you: {ways} to go on without {names(failed)}; the best ({best}) is taken in {seconds}."
 
 
 def _before_the_first_generation(state: State) -> str:

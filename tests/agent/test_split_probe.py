@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from openrecycle.agent.assembly import assemble
-from openrecycle.agent.backward.probe import FlopCount, Probe, choose_split
+from openrecycle.agent.backward.probe import Probe, choose_split
+from openrecycle.agent.compat import FlopCount
 from openrecycle.agent.examples.gpt import Gpt
 from openrecycle.agent.gradients import FastSum, GradientSum
 from openrecycle.agent.options import Optimization

@@ -59,7 +59,7 @@ def test_a_lead_in_doubt_is_no_standby(host: Waiting) -> None:
     page = AppTest.from_file(MAIN, default_timeout=60).run()
     assert not page.exception
     assert page.title[0].value == golden("this-consoles-lead-is-in-doubt-2")
-    expected = "This console's lead is in doubt: the database has not confirmed it for 5.2 s; it tries again every 1 s."
+    expected = "This console may no longer lead: the database has not confirmed it for 5.2 s; it tries again every 1 s."
     assert page.markdown[0].value == expected
     assert "standby" not in page.caption[0].value.lower()
     host.stands = LeaderStatus(None, "http://b:8501", "http://b:8501 leads (term 3); it was heard 0.1 s ago")

@@ -43,7 +43,9 @@ def _follow(console: Console, solve_id: str, unit: str, colours: Palette) -> Non
             help="Ends the search and keeps the best plan so far.",
         )
     if solve.state == "waiting":
-        components.quiet("It waits until another plan is made: so many processes at once are enough for this machine.")
+        components.quiet(
+            "This plan waits its turn: others are being made, as many at once as this machine has room for."
+        )
         return
     components.cards(search_cards(solve, unit))
     drawn(solve, unit, colours, key="planner-search")
