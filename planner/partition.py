@@ -298,7 +298,8 @@ class LayerBounds:
             possible[:, :-1] = False
         if self.fastest != 1:
             F, I, W, O, below, above = map(self._scaled, (F, I, W, O, below, above))  # noqa: E741
-        F = np.where(possible, F, 1)  # (what can't be is divided by, too)
+        # (What can't be is divided by, too.)
+        F, I, W = np.where(possible, F, 1), np.where(possible, I, 0), np.where(possible, W, 0)  # noqa: E741
         if self.technique.staggers:
             span_on = residence_on = O
             # The way down to the stage and back up, then W and O of the first stage.

@@ -208,7 +208,7 @@ def _start(console: Console, message: PlanWanted | MigrationsWanted) -> Solve:
     try:
         if isinstance(message, PlanWanted):
             asked = PlanAsked(job=job, **settings)
-            asked.problem()
+            asked.check()
         else:
             asked = MigrationsAsked(job=job, **settings)
             asked.checked_job()

@@ -91,7 +91,7 @@ class Replanning:
                 over="schedules" if job.spec.relayout == "never" else "partitions",
                 partition=planned.partition,
             )
-            asked.problem()
+            asked.check()
         except InputError as error:
             raise ConsoleError(422, "invalid", str(error)) from None
         except PlannerError as error:

@@ -106,18 +106,31 @@ class PlanAsked(_Asked, PlanSettings):
         job = job.with_partition(self.partition) if self.partition else job
         return Problem(job, self.dead(), self.technique, MemoryLimit.parse(self.memory, field="memory"))
 
+    def check(self) -> None:
+        """Raises what `problem` or `layout` would, as far as it takes no time."""
+        if self.over != "schedules" and not self.job.layers:
+            raise InputError("over", self.over, "schedules, since this job comes without layers")
+        if self.over != "layouts":
+            self.problem()
+            return
+        # A stage whose workers are all dead is given others.
+        alive = self.model_copy(update={"failed": ()}).problem()
+        for worker in self.dead():
+            alive.job.check_worker(worker, field="failed")
+
     def layout(self) -> Layout | None:
         """The best of those that `over` leaves open. Takes a while. Raises PlannerError."""
-        problem = self.problem()
         if self.over == "schedules":
             return None
+        job = self.checked_job()
+        job = job.with_partition(self.partition) if self.partition else job
         return lay_out(
-            problem.job,
-            problem.failed,
-            technique=problem.technique,
-            memory=problem.memory,
+            job,
+            self.dead(),
+            technique=self.technique,
+            memory=MemoryLimit.parse(self.memory, field="memory"),
             over=self.over,
-            present=problem.job.partition,
+            present=job.partition,
         )
 
 

@@ -372,9 +372,9 @@ def checked(question: WhatIf) -> Checked:
     except PlannerError as error:
         return Checked(errors={PROFILE: str(error)})
     try:
-        problem = asked.problem()
+        asked.check()
         # Over all partitions it is another one, which whoever looks for the best of them works out.
-        bound = best_bound(problem) if asked.ops <= BOUNDED_OPS and asked.over == "schedules" else None
+        bound = best_bound(asked.problem()) if asked.ops <= BOUNDED_OPS and asked.over == "schedules" else None
     except InfeasibleError as error:
         return Checked(job, asked, infeasible=f"{error.constraint}; {error.remedy}")
     except InputError as error:

@@ -48,7 +48,7 @@ WORDS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
             ),
             (
                 "Normalization",
-                "Workers change their stage (migrations), so that the same number of failures costs less.",
+                "Workers change their stage (migrations), so that as many failures cost less.",
             ),
             (
                 "Candidate",

@@ -28,6 +28,7 @@ pytestmark = pytest.mark.processes
 
 API = "/api/v1"
 JOB = job_doc(Job.uniform(3, 4, 6)).model_dump(mode="json")
+LAYERED = job_doc(Job.uniform(3, 4, 6, layers=12)).model_dump(mode="json")
 HARD = job_doc(Job.uniform(6, 6, 12, durations={"F": 1, "I": 1.3, "W": 0.7, "transfer": 0.4})).model_dump(mode="json")
 
 
@@ -89,6 +90,15 @@ def test_migrations(client: TestClient) -> None:
     assert (found["period_now"], found["period"], len(found["migrations"])) == (54, 27, 1)
 
 
+def test_a_stage_that_is_dead_is_given_other_workers(client: TestClient) -> None:
+    dead = ["W0_2", "W1_2", "W2_2"]
+    body = {"kind": "plan", "job": LAYERED, "failed": dead, "over": "layouts", "solver": "list"}
+    found = over(client, client.post(f"{API}/solves", json=body).json()["id"])
+    assert found["state"] == "done", found
+    made = Plan.from_json(client.get(f"{API}/solves/{found['id']}/plan").text)
+    assert len(made.failed) == 3 and sum(made.partition) == 12
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -102,6 +112,9 @@ def test_migrations(client: TestClient) -> None:
         ({"time_limit": 0}, "time_limit: got 0"),
         ({"kind": "miracle"}, "miracle"),
         ({"surprise": 1}, "surprise: got 1, expected no field of that name"),
+        ({"over": "layouts"}, "over: got 'layouts'"),
+        ({"job": LAYERED, "over": "layouts", "failed": ["W7_7"]}, "failed: got 'W7_7'"),
+        ({"job": LAYERED, "over": "partitions", "failed": ["W0_2", "W1_2", "W2_2"]}, "stage 2 has no living peer"),
     ],
 )
 def test_what_can_not_be_planned_is_refused_at_once(client: TestClient, change: dict[str, Any], words: str) -> None:

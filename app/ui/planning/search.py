@@ -44,7 +44,7 @@ def _follow(console: Console, solve_id: str, unit: str, colours: Palette) -> Non
         )
     if solve.state == "waiting":
         components.quiet(
-            "This plan waits its turn: others are being made, as many at once as this machine has room for."
+            "This plan waits its turn: as many others are being made as this machine has room for."
         )
         return
     components.cards(search_cards(solve, unit))
