@@ -77,10 +77,10 @@ class BadSamples:
 
 @dataclass(frozen=True)
 class Finding:
-    """poison: from here on. text: for people. left_out: (iteration, micro-batch), if it is from now on. halt: why the
+    """bad: from here on. text: for people. left_out: (iteration, micro-batch), if it is from now on. halt: why the
     job must end before that iteration."""
 
-    poison: BadSamples
+    bad: BadSamples
     text: str
     left_out: tuple[int, int] | None = None
     halt: str = ""
@@ -96,37 +96,37 @@ class Blamed:
     out: bool
 
 
-def raised(poison: BadSamples, report: FailedOp, peers: Mapping[str, str], *, skip: bool, limit: int) -> Finding:
+def raised(bad: BadSamples, report: FailedOp, peers: Mapping[str, str], *, skip: bool, limit: int) -> Finding:
     """What follows from an exception. peers: the living processes of the stage, incarnation by worker. skip: leave out
     what is the data's fault; limit: so often."""
     found = f"{report.what}: {report.worker} raised {report.error}"
-    if (report.iteration, report.micro_batch) in poison.left_out:
-        return Finding(poison, found)  # said before everybody knew
-    old = next((s for s in poison.suspects if s.key == (report.iteration, report.micro_batch, report.stage)), None)
+    if (report.iteration, report.micro_batch) in bad.left_out:
+        return Finding(bad, found)  # said before everybody knew
+    old = next((s for s in bad.suspects if s.key == (report.iteration, report.micro_batch, report.stage)), None)
     suspect = Suspect(report, {report.incarnation: report.worker})
     if old is not None:
         suspect = replace(old, tried={**old.tried, report.incarnation: report.worker}, raises=old.raises + 1)
-    others = tuple(s for s in poison.suspects if s is not old)
+    others = tuple(s for s in bad.suspects if s is not old)
     alone = len(peers) < 2
     if len(suspect.tried) < 2 and not (alone and suspect.raises >= 2) and suspect.raises < ATTEMPTS:
         text = f"{found}; it is tried again" + ("" if alone else " on another worker")
-        return Finding(replace(poison, suspects=(*others, suspect)), text)
+        return Finding(replace(bad, suspects=(*others, suspect)), text)
 
-    poison = replace(poison, suspects=tuple(s for s in others if s.key[:2] != suspect.key[:2]))
+    bad = replace(bad, suspects=tuple(s for s in others if s.key[:2] != suspect.key[:2]))
     whose = " and ".join(sorted(set(suspect.tried.values())))
     fault = f"{report.what}: what raises wherever it is tried ({whose}) is the data's fault: {report.error}"
     if not skip:
-        return Finding(poison, found, halt=f"{fault}. on_bad_sample='skip' (--on-bad-sample skip) leaves it out")
-    count = len(poison.left_out) + 1
+        return Finding(bad, found, halt=f"{fault}. on_bad_sample='skip' (--on-bad-sample skip) leaves it out")
+    count = len(bad.left_out) + 1
     if count > limit:
-        return Finding(poison, found, halt=f"{fault}; {limit} micro-batches were left out before, the most that may be")
+        return Finding(bad, found, halt=f"{fault}; {limit} micro-batches were left out before, the most that may be")
     key = report.iteration, report.micro_batch
     text = f"{fault}; it is left out (number {count} of at most {limit})"
-    return Finding(replace(poison, left_out=(*poison.left_out, key)), text, left_out=key)
+    return Finding(replace(bad, left_out=(*bad.left_out, key)), text, left_out=key)
 
 
 def assign(
-    poison: BadSamples, owner: Callable[[int, int], str], living: Mapping[str, str]
+    bad: BadSamples, owner: Callable[[int, int], str], living: Mapping[str, str]
 ) -> tuple[BadSamples, tuple[Run, ...]]:
     """Who does whose part of the plan in a new generation, so that other workers try what is suspect; and who that is.
 
@@ -136,8 +136,8 @@ def assign(
     """
     runs: dict[str, tuple[str, ...]] = {}
     given: dict[tuple[int, int, int], str] = {}
-    for stage in dict.fromkeys(s.first.stage for s in poison.suspects):
-        here = [s for s in poison.suspects if s.first.stage == stage]
+    for stage in dict.fromkeys(s.first.stage for s in bad.suspects):
+        here = [s for s in bad.suspects if s.first.stage == stage]
         planned = {s.key: owner(s.first.micro_batch, stage) for s in here}
         best: Mapping[str, tuple[str, ...]] = {}
         most = -1
@@ -151,8 +151,8 @@ def assign(
         runs |= best
         by = {part: worker for worker, mine in best.items() for part in mine}
         given |= {key: living.get(by.get(worker, worker), "") for key, worker in planned.items()}
-    suspects = tuple(replace(s, given=given[s.key]) for s in poison.suspects)
-    return replace(poison, suspects=suspects), tuple(sorted(runs.items()))
+    suspects = tuple(replace(s, given=given[s.key]) for s in bad.suspects)
+    return replace(bad, suspects=suspects), tuple(sorted(runs.items()))
 
 
 def _ways(owners: Iterable[str], living: Mapping[str, str]) -> Iterator[Mapping[str, tuple[str, ...]]]:
@@ -165,15 +165,15 @@ def _ways(owners: Iterable[str], living: Mapping[str, str]) -> Iterator[Mapping[
         yield {other: (), one: (one, other)}
 
 
-def committed(poison: BadSamples, iterations: int, living: Mapping[str, str]) -> tuple[BadSamples, tuple[Blamed, ...]]:
+def committed(bad: BadSamples, iterations: int, living: Mapping[str, str]) -> tuple[BadSamples, tuple[Blamed, ...]]:
     """So many iterations are committed: what was suspect in them has succeeded, and who failed at it is at fault.
 
     living: incarnation by worker.
     """
-    done = [s for s in poison.suspects if s.first.iteration < iterations]
+    done = [s for s in bad.suspects if s.first.iteration < iterations]
     if not done:
-        return poison, ()
-    strikes, blamed = dict(poison.strikes), []
+        return bad, ()
+    strikes, blamed = dict(bad.strikes), []
     names = {incarnation: worker for worker, incarnation in living.items()}
     for suspect in done:
         for incarnation in suspect.tried:
@@ -187,7 +187,7 @@ def committed(poison: BadSamples, iterations: int, living: Mapping[str, str]) ->
                 f"{count} of {STRIKES} times" + ("; it is taken out" if out else "")
             )
             blamed.append(Blamed(worker, incarnation, text, out))
-    return replace(poison, suspects=tuple(s for s in poison.suspects if s not in done), strikes=strikes), tuple(blamed)
+    return replace(bad, suspects=tuple(s for s in bad.suspects if s not in done), strikes=strikes), tuple(blamed)
 
 
 def _of_stage(worker: str, living: Collection[str]) -> list[str]:

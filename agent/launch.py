@@ -87,7 +87,7 @@ class Launcher:
         self._nobody_due = 0.0
         """After so many seconds without a word from any worker it is said (again)."""
         self._stop = 0
-        self._poison = bad_samples.BadSamples()
+        self._bad_samples = bad_samples.BadSamples()
         self._found: dict[str, Any] = {}
         """What each member of the newest generation is told of micro-batches that raise; see agent.channel.Orders."""
         self._why_halted, self._halt_by = "", 0.0
@@ -284,8 +284,8 @@ class Launcher:
             *(message["error"], tuple(message["samples"])),
         )
         skip, limit = faults.on_bad_sample == "skip", faults.bad_sample_limit
-        found = bad_samples.raised(self._poison, said, self._incarnations(cell.stage), skip=skip, limit=limit)
-        self._poison = found.poison
+        found = bad_samples.raised(self._bad_samples, said, self._incarnations(cell.stage), skip=skip, limit=limit)
+        self._bad_samples = found.bad
         about = {k: message[k] for k in ("iteration", "op", "micro_batch", "error", "samples", "traceback")}
         self._listener({"raised": {"worker": str(cell), **about, "text": found.text}})
         if found.left_out is not None:
@@ -332,8 +332,10 @@ class Launcher:
 
     def _fence_the_blamed(self) -> None:
         """Those that could not do what others could."""
-        self._poison, blamed = bad_samples.committed(self._poison, self._record.committed, self._incarnations())
-        if blamed and self._deployed is not None and self._found["runs"] and not self._poison.suspects:
+        self._bad_samples, blamed = bad_samples.committed(
+            self._bad_samples, self._record.committed, self._incarnations()
+        )
+        if blamed and self._deployed is not None and self._found["runs"] and not self._bad_samples.suspects:
             first = next(e for e in self._pool.running.values() if e.incarnation == blamed[0].incarnation)
             generation, text = (
                 self._deployed.deployment.generation,
@@ -407,7 +409,7 @@ class Launcher:
             elif entry.member and cell not in living:
                 self._pool.fence(entry, "put out of the job")
                 self._record.died(cell, now)
-        schedule = event.plan.schedule() if self._poison.suspects else None
+        schedule = event.plan.schedule() if self._bad_samples.suspects else None
 
         def owner(micro_batch: int, stage: int) -> str:
             assert schedule is not None
@@ -416,9 +418,9 @@ class Launcher:
             return str(next(w for w in runs if any((o.pipeline, o.micro_batch) == key for o in schedule.ops[w])))
 
         in_force = {str(w): self._pool.running[w].incarnation for w in living if w in self._pool.running}
-        self._poison, runs = bad_samples.assign(self._poison, owner, in_force)
+        self._bad_samples, runs = bad_samples.assign(self._bad_samples, owner, in_force)
         # Fixed with the generation: all its members must leave out the same.
-        self._found = {"left_out": list(self._poison.left_out), "runs": list(runs)}
+        self._found = {"left_out": list(self._bad_samples.left_out), "runs": list(runs)}
         # Whoever is to try a bad sample is named for the plan of all.
         self._interim = None if runs else self._plan_meanwhile(event)
         if self._interim is not None:

@@ -73,11 +73,11 @@ def create_app(host: ConsoleHost, settings: Settings, standby: Access) -> Starle
     if not settings.api_only:
         streamlit = _streamlit(settings)
         quiet = BUSY_SECONDS if _trains(host.console) else CALM_SECONDS
-        warming = Preload(_warm_up, {"simulate": lambda: _prepare_simulations(host.console)}, quiet=quiet)
+        preload = Preload(_warm_up, {"simulate": lambda: _prepare_simulations(host.console)}, quiet=quiet)
         static = _static()
         files = StaticFiles(streamlit, static)
-        lifespan, pages = streamlit.lifespan(), PageBase(files, static, warming.page_asked_for)
-        warming.start()
+        lifespan, pages = streamlit.lifespan(), PageBase(files, static, preload.page_asked_for)
+        preload.start()
 
     def leading(console: Console) -> ASGIApp:
         return _application(console, settings, pages)

@@ -53,7 +53,7 @@ class JobWanted(JobSpec):
 
 
 def router(console: Console) -> APIRouter:
-    intake, deployments = ReportBatcher(), Deployments(console)
+    batcher, deployments = ReportBatcher(), Deployments(console)
     api = APIRouter(prefix="/jobs", tags=["agents"], route_class=ReadBeside)
 
     @api.post("", status_code=201, responses={200: {"model": JobCreated}, 409: {}})
@@ -86,7 +86,7 @@ def router(console: Console) -> APIRouter:
     @api.post("/{job_id}/workers", status_code=201)
     async def register(job_id: str, message: Registration) -> Registered:
         job, report = console.registration(job_id, message)
-        await intake.put(job, report)
+        await batcher.put(job, report)
         return Registered(worker=message.worker, generation=job.state.generation)
 
     @api.get("/{job_id}/deployment", response_model=Deployment, responses={204: {}})
@@ -106,7 +106,7 @@ def router(console: Console) -> APIRouter:
         said = message.acknowledgements
         job, reports = await many(len(said), console.acknowledgements, job_id, said)
         # Futures, as 8,192 tasks would hold up the loop.
-        answers = await asyncio.gather(*(intake.put(job, report) for report in reports), return_exceptions=True)
+        answers = await asyncio.gather(*(batcher.put(job, report) for report in reports), return_exceptions=True)
         for answer in answers:
             if isinstance(answer, BaseException) and not (isinstance(answer, ConsoleError) and answer.status != 503):
                 raise answer  # nobody knows what is stored: all of it is to be sent again

@@ -46,7 +46,7 @@ class PlansNeeded:
 
 @dataclass(frozen=True)
 class OutlookRequest:
-    """Asks for an Outlook."""
+    """Asks for the PlansNeeded of a question."""
 
     owner: str
     job: JobDoc

@@ -13,7 +13,7 @@ T = TypeVar("T")
 AT_ONCE = 8
 # Those who come while so many wait are sent home at different moments, after half of their time at the earliest: else
 # thousands who were woken by the same generation would all ask again at the same time, too, and again each time.
-CROWD = 64
+MANY_WAITERS = 64
 
 
 class Topic:
@@ -44,10 +44,10 @@ class Topic:
         return self._closed
 
     async def wait_for(self, look: Callable[[], T | None], timeout: float) -> T | None:
-        """The first `look()` that is not None; None after `timeout` seconds, or sooner in a crowd. `look` must not
+        """The first `look()` that is not None; None after `timeout` seconds, or sooner where many wait. `look` must not
         block."""
         loop = asyncio.get_running_loop()
-        if len(self._waiters) >= CROWD:
+        if len(self._waiters) >= MANY_WAITERS:
             timeout *= random.uniform(0.5, 1.0)
         until = loop.time() + timeout
         while True:

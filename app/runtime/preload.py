@@ -32,7 +32,7 @@ class Preload:
     ) -> None:
         self._work, self._each, self._quiet = work, each or {}, quiet
         self._asked = threading.Event()
-        self.thread = threading.Thread(target=self._run, name="warming", daemon=True)
+        self.thread = threading.Thread(target=self._run, name="preload", daemon=True)
 
     def start(self) -> None:
         self.thread.start()
@@ -40,7 +40,7 @@ class Preload:
     def page_asked_for(self, page: str) -> None:
         """page: its name in the address; empty for the first one."""
         if page in self._each:
-            threading.Thread(target=_tried, args=(self._each[page],), name="warming", daemon=True).start()
+            threading.Thread(target=_tried, args=(self._each[page],), name="preload", daemon=True).start()
         self._asked.set()
 
     def _run(self) -> None:

@@ -25,7 +25,7 @@ from openrecycle.planner.profile import AUTO
 from openrecycle.planner.solvers.portfolio import SOLVERS
 
 MAX_SIDE = 100_000
-LADDER = tuple(Technique)
+TECHNIQUES = tuple(Technique)
 SWITCHES = {
     Technique.ADAPTIVE: (
         "Adaptive pipelining",
@@ -147,10 +147,10 @@ def _resize() -> None:
 
 def techniques(question: WhatIf, found: Checked) -> None:
     """Three switches; each includes the ones above it, so that turning one off turns those below off."""
-    level = LADDER.index(question.technique)
+    level = TECHNIQUES.index(question.technique)
     with st.container(gap="xsmall", key="planner-techniques"):
         for technique, (label, note) in SWITCHES.items():
-            on = level >= LADDER.index(technique)
+            on = level >= TECHNIQUES.index(technique)
             key = shown(f"planner-use-{technique.value}", on)
             st.toggle(label, on, key=key, help=note, on_change=_use, args=(technique,))
     if question.technique is Technique.FAULT_FREE:
@@ -160,7 +160,7 @@ def techniques(question: WhatIf, found: Checked) -> None:
 
 def _use(technique: Technique) -> None:
     on = entered(f"planner-use-{technique.value}")
-    change(replace(now(), technique=technique if on else LADDER[LADDER.index(technique) - 1]))
+    change(replace(now(), technique=technique if on else TECHNIQUES[TECHNIQUES.index(technique) - 1]))
 
 
 def limits(question: WhatIf, found: Checked) -> None:

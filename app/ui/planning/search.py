@@ -43,9 +43,7 @@ def _follow(console: Console, solve_id: str, unit: str, colours: Palette) -> Non
             help="Ends the search and keeps the best plan so far.",
         )
     if solve.state == "waiting":
-        components.quiet(
-            "This plan waits its turn: as many others are being made as this machine has room for."
-        )
+        components.quiet("This plan waits its turn: as many others are being made as this machine has room for.")
         return
     components.cards(search_cards(solve, unit))
     drawn(solve, unit, colours, key="planner-search")
