@@ -1,7 +1,8 @@
 """The private names of torch that the agent uses, and why; known to work in torch 2.13.
 
 A group of our own is made for each generation, which torch's public functions can't do without a default group; so its
-options are set here. The rest is speed: what public names do the same takes longer, as is said with each.
+options are set here. The rest is speed: what public names do the same takes longer, as is said with each. (Two modules
+of torch's are named in agent.processes, which has no torch itself: they are imported early.)
 """
 
 from __future__ import annotations
@@ -16,9 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
-
-IMPORTED_LATE = ("torch._dynamo", "torch.fx.experimental.symbolic_shapes")
-"""What torch imports by itself with the first optimizer and the first backward: more than a second."""
 
 
 def gloo_group(store: Any, rank: int, size: int, *, timeout: timedelta, address: str) -> Any:

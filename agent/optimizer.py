@@ -24,7 +24,7 @@ from openrecycle.agent.gradients import GradientSum, MicroBatch
 from openrecycle.agent.layers import LayerStack, Span, parameters_by_layer
 from openrecycle.agent.options import Optimization
 from openrecycle.agent.post_validation import CLEAN, SKIP, PostValidation, Slot, ValidationResult
-from openrecycle.agent.state import StageState, StateError, decode, encode, sha256
+from openrecycle.agent.state import StageState, StateError, decode, encode, sha256, whole_number
 from openrecycle.agent.workload import Workload
 from openrecycle.planner.errors import InputError
 
@@ -309,8 +309,11 @@ class StageOptimizer:
             device = next((p.device for p in parameters.values()), None)
             groups = [decode(g["options"], state.tensors, device) for g in doc["groups"]]
             scheduler = decode((doc["scheduler"] or [None, None])[1], state.tensors, device)
-            committed, post_validation = int(doc["committed"]), PostValidation.from_json(doc["post_validation"])
-        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            committed, post_validation = (
+                whole_number(doc["committed"]),
+                PostValidation.from_json(doc["post_validation"]),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
             raise StateError(f"unreadable state: {type(error).__name__} {error}") from None
         with torch.no_grad():
             for name, value in values.items():

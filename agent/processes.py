@@ -20,7 +20,7 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
-from openrecycle.agent import channel, compat
+from openrecycle.agent import channel
 from openrecycle.agent.clock import Offset
 from openrecycle.agent.liveness import Activity, CurrentOp, activity
 from openrecycle.agent.protocol import TOKEN_VARIABLE
@@ -123,9 +123,9 @@ class WorkerProcess:
 
 
 def preload(workload: WorkloadSource) -> list[str]:
-    """Modules that the server imports once, for all workers. Of torch, those that it would import
-    in every worker anew."""
-    return ["openrecycle.agent.worker", *compat.IMPORTED_LATE, *workload.modules]
+    """Modules that the server imports once, for all workers. Of torch, those that it imports by itself
+    with the first optimizer and the first backward: more than a second, in every worker anew."""
+    return ["openrecycle.agent.worker", "torch._dynamo", "torch.fx.experimental.symbolic_shapes", *workload.modules]
 
 
 def start_server(preload: list[str]) -> None:

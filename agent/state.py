@@ -218,6 +218,13 @@ def read_tensors(description: Any, file: Path) -> StageState:
     return StageState(document, tensors)
 
 
+def whole_number(value: Any) -> int:
+    """Raises ValueError for what is no whole number of at least 0."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"got {value!r}, expected a whole number of at least 0")
+    return value
+
+
 def _extent(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**48:
         raise ValueError(f"{value!r} is no size of a tensor")

@@ -39,7 +39,7 @@ import torch
 
 from openrecycle.agent.layers import Partition, Span, partition_of, spans
 from openrecycle.agent.optimizer import joined, of_layers
-from openrecycle.agent.state import StageState, StateError, describe, opened, read_tensors, write_tensors
+from openrecycle.agent.state import StageState, StateError, describe, opened, read_tensors, whole_number, write_tensors
 from openrecycle.planner.plan import read_json
 
 FORMAT, VERSION = "openrecycle-checkpoint", 3
@@ -99,8 +99,8 @@ class Checkpoint:
                 raise CheckpointError(f"{path}: got {doc['format']} {doc['version']}, expected {FORMAT} {VERSION}")
             stages = tuple({name: str(files[name]) for name in (_STATE, _TENSORS)} for files in doc["stages"])
             identity = _identity(doc["job"], len(stages))
-            partition = partition_of(tuple(map(_count, doc["partition"])), identity.layers, len(stages))
-            return cls(path, _count(doc["iteration"]), identity, stages, partition)
+            partition = partition_of(tuple(map(whole_number, doc["partition"])), identity.layers, len(stages))
+            return cls(path, whole_number(doc["iteration"]), identity, stages, partition)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path}: no whole checkpoint: {type(error).__name__}: {error}") from None
 
@@ -117,7 +117,10 @@ class Checkpoint:
         for stage, own in enumerate(spans(self.partition)):
             if own[0] <= span[-1] and span[0] <= own[-1]:
                 self._verify(stage)
-                parts.append(_read_part(_part(self.path, stage)))
+                part = _read_part(_part(self.path, stage))
+                if part.document.get("committed") != self.iteration:
+                    raise CheckpointError(f"{self.path}: stage {stage} is not of iteration {self.iteration}")
+                parts.append(part)
         if span in spans(self.partition):
             return parts[0]
         try:
@@ -145,9 +148,11 @@ def whole_checkpoints(directory: Path) -> list[Checkpoint]:
     """
     found = []
     for path in directory.iterdir() if directory.is_dir() else ():
-        if _NAME.fullmatch(path.name):
+        if named := _NAME.fullmatch(path.name):
             try:
-                found.append(Checkpoint.open(path))
+                checkpoint = Checkpoint.open(path)
+                if checkpoint.iteration == int(named[1]):
+                    found.append(checkpoint)
             except OldCheckpointError:
                 raise
             except CheckpointError:
@@ -347,17 +352,11 @@ def reason_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def _count(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"got {value!r}, expected a whole number of at least 0")
-    return value
-
-
 def _identity(document: Any, stages: int) -> Identity:
     """Raises ValueError, KeyError or TypeError where it is none, or of another number of stages."""
     values = {field.name: document[field.name] for field in fields(Identity)}
     for name in ("layers", "stages", "pipelines", "micro_batches"):
-        _count(values[name])
+        whole_number(values[name])
     if values["stages"] != stages or isinstance(values["seed"], bool) or not isinstance(values["seed"], int):
         raise ValueError(f"a job of {values['stages']!r} stages and the seed {values['seed']!r} with {stages} parts")
     if not isinstance(values["workload"], str) or not isinstance(values["recipe"], dict):

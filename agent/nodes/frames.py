@@ -34,6 +34,8 @@ _PROTOCOL = "openrecycle-nodes/2"
 """Agreed on in the handshake (ALPN); another version of the messages has another number."""
 _HEADER = struct.Struct(">I")
 _PART_BYTES = 1 << 18
+# Of what TLS says beside messages. A handshake is 2 kB.
+_NO_MESSAGE_BYTES = 1 << 20
 HANDSHAKE_SECONDS = 10.0
 """For all of a handshake, however it comes."""
 _FRAME_SECONDS = 60.0
@@ -62,7 +64,7 @@ class Frames:
         self._tls = _context(token, side).wrap_bio(self._incoming, self._outgoing, server_side=side == "lead")
         self._using, self._sending = threading.Lock(), threading.Lock()
         self._come = bytearray()
-        self._broken = ""
+        self._broken, self._ended = "", False
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -70,17 +72,22 @@ class Frames:
     @property
     def waiting(self) -> bool:
         """Whether some of a message has been taken from the socket already, which its readability does not show."""
-        return bool(self._come or self._broken)
+        return bool(self._come or self._broken or self._ended)
 
     def shake_hands(self, until: float) -> None:
         """until: monotonic seconds by which it must be done. Raises NotTrusted and OSError."""
+        taken = 0
         while True:
             try:
                 self._tls.do_handshake()
                 break
             except ssl.SSLWantReadError:
                 self._socket.sendall(self._outgoing.read())
-                self._incoming.write(_some(self._socket, until))
+                part = _some(self._socket, until)
+                taken += len(part)
+                if taken > _NO_MESSAGE_BYTES:
+                    raise NotTrusted("the other side sends too much for a handshake") from None
+                self._incoming.write(part)
             except ssl.SSLError as error:
                 with contextlib.suppress(OSError):
                     self._socket.sendall(self._outgoing.read())  # the alert, which tells the other side
@@ -103,8 +110,9 @@ class Frames:
                     sealed = self._outgoing.read()
                 self._socket.sendall(sealed)
 
-    def receive(self, until: float | None = None) -> dict[str, Any]:
-        """until: monotonic seconds by which all of it must have come; None: it may begin whenever it does.
+    def receive(self, until: float | None = None, *, most: int | None = None) -> dict[str, Any]:
+        """until: monotonic seconds by which all of it must have come; None: it may begin whenever it does. most: bytes;
+        None: MAX_MESSAGE_BYTES.
 
         Raises NotTrusted for a message that is too long, no JSON object, or not the other side's, and OSError for one
         that comes too slowly.
@@ -114,8 +122,9 @@ class Frames:
         until = time.monotonic() + _FRAME_SECONDS if until is None else until
         self._fill(_HEADER.size, until)
         (size,) = _HEADER.unpack_from(self._come)
-        if size > MAX_MESSAGE_BYTES:
-            raise NotTrusted(f"a message of {size:,} bytes was announced, at most {MAX_MESSAGE_BYTES:,} are taken")
+        most = MAX_MESSAGE_BYTES if most is None else most
+        if size > most:
+            raise NotTrusted(f"a message of {size:,} bytes was announced, at most {most:,} are taken")
         self._fill(_HEADER.size + size, until)
         text = bytes(self._come[_HEADER.size : _HEADER.size + size])
         del self._come[: _HEADER.size + size]
@@ -135,10 +144,18 @@ class Frames:
 
     def _fill(self, size: int, until: float | None) -> None:
         """Takes what comes, until so many bytes of messages are there."""
+        taken = 0
         while len(self._come) < size:
             if self._broken:
                 raise NotTrusted(self._broken)
+            if self._ended:
+                raise ConnectionResetError("the other side has closed the connection")
             part = _some(self._socket, until)
+            # TLS adds little to a message. That it comes in time is not asked of what has come already: whoever has
+            # been suspended finds it all there, and late.
+            taken += len(part)
+            if taken > 2 * size + _NO_MESSAGE_BYTES:
+                raise NotTrusted("the other side sends what is no message")
             with self._using:
                 self._incoming.write(part)
                 self._open()
@@ -149,6 +166,7 @@ class Frames:
         try:
             while part := self._tls.read(_PART_BYTES):
                 self._come += part
+            self._ended = True
         except ssl.SSLWantReadError:
             pass
         except ssl.SSLError as error:

@@ -31,6 +31,7 @@ from openrecycle.agent.worker import main
 from openrecycle.agent.workload import WorkloadSource
 from openrecycle.planner.errors import InputError
 from openrecycle.planner.job import Job, Worker
+from openrecycle.planner.words import printable
 
 CLOCK_SAMPLES = 7
 """Round trips by which a node's clock is compared with the lead's; the quickest one counts."""
@@ -40,6 +41,9 @@ NODE_SECONDS = 600.0
 
 MAX_STRANGERS = 64
 """Connections that may be in the handshake at once; for one more, the oldest makes way."""
+
+HELLO_BYTES = 64 * 1024
+"""Of what a node says of itself before it takes part."""
 
 MAX_STRANGERS_OF_ONE = 16
 """Of those, from one address."""
@@ -108,11 +112,14 @@ class NodeLink:
     to add to the node's monotonic clock for the lead's; round_trip: seconds of a message and its answer.
     """
 
-    def __init__(self, frames: Frames, rank: int, address: str, lost: Callable[[NodeLink], None]) -> None:
+    def __init__(
+        self, frames: Frames, rank: int, address: str, lost: Callable[[NodeLink], None], until: float | None = None
+    ) -> None:
+        """until: monotonic seconds by which clocks must be compared. Raises NotTrusted and OSError."""
         self.rank, self.address = rank, address
         self._frames, self._lost = frames, lost
         self.alive = True
-        self.clock_offset, self.round_trip = _compare_clocks(frames)
+        self.clock_offset, self.round_trip = _compare_clocks(frames, until)
         self._workers: dict[str, tuple[RemoteProcess, Connection]] = {}
         self._lock = threading.Lock()
         self._outbox: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
@@ -175,6 +182,7 @@ class NodeLink:
         for process, pipe in workers.values():
             pipe.close()
             process.ended(None)
+        self._outbox.put(None)
         self._frames.close()
         self._lost(self)
 
@@ -265,7 +273,7 @@ class NodeHub:
         try:
             until = time.monotonic() + HANDSHAKE_SECONDS
             frames = greet(connection, self._token, "lead", until)
-            hello = frames.receive(until)
+            hello = frames.receive(until, most=HELLO_BYTES)
             refusal = self._objection(hello)
             if refusal:
                 rank = hello.get("rank")
@@ -274,11 +282,11 @@ class NodeHub:
                 frames.send({"kind": "refused", "reason": refusal, "again": again})
                 raise NotTrusted(refusal)
             frames.send({"kind": "welcome"})
-            link = NodeLink(frames, int(hello["rank"]), str(hello["address"]), self._forget)
+            link = NodeLink(frames, int(hello["rank"]), str(hello["address"]), self._forget, until)
         except (OSError, NotTrusted, KeyError, TypeError, ValueError) as error:
             connection.close()
             if isinstance(error, NotTrusted):
-                self._say(f"a node was turned away: {error}")
+                self._say(f"a node was turned away: {printable(str(error))}")
             return
         with self._news:
             if link.rank in self.links:
@@ -299,6 +307,9 @@ class NodeHub:
             return f"--node-rank: got {rank!r}, expected a whole number from 1 to {self._nodes - 1}"
         if rank in self.links:
             return f"--node-rank: got {rank}, and there is a node {rank} already"
+        address = hello.get("address")
+        if not isinstance(address, str) or not 0 < len(address) < 256:
+            return f"node {rank} has not said under which address it is reached"
         for name, ours in MACHINE.items():
             if hello.get(name) != ours:
                 return f"node {rank} has {name} {hello.get(name)}, the lead {ours}: they would not get the same bits"
@@ -373,13 +384,15 @@ class SpreadPool(ProcessPool):
         return RemoteWorker(worker, incarnation, process, ours, now, node=link)
 
 
-def _compare_clocks(frames: Frames) -> tuple[int, float]:
-    """(offset in ns, round trip in seconds). Error: at most half the round trip."""
+def _compare_clocks(frames: Frames, until: float | None) -> tuple[int, float]:
+    """(offset in ns, round trip in seconds). Error: at most half the round trip. Raises NotTrusted and OSError."""
     samples = []
     for _ in range(CLOCK_SAMPLES):
         started = time.monotonic_ns()
         frames.send({"kind": "clock"})
-        theirs = int(frames.receive()["at"])
+        theirs = frames.receive(until, most=HELLO_BYTES).get("at")
+        if not isinstance(theirs, int) or abs(theirs) >= 1 << 63:
+            raise NotTrusted(f"a clock that says {str(theirs)[:40]!r}")
         ended = time.monotonic_ns()
         samples.append((ended - started, (started + ended) // 2 - theirs))
     round_trip, offset = min(samples)

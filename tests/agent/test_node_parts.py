@@ -409,3 +409,15 @@ def test_a_lost_node_takes_its_workers_along_and_may_come_back(hub: NodeHub) -> 
     hub.wait_for_all(5)
     assert pool.start(Worker(1, 2), lambda incarnation: spec_of(NamedWorkload("a:b")), 0.0).process.is_alive()
     assert again.receive()["spec"]["address"] == "127.0.0.1"
+
+
+def test_what_comes_after_the_end_of_a_connection_is_not_kept(wire: Wire) -> None:
+    """Its sender has the token: 940 MB were kept in eight seconds."""
+    lead, node = both(wire, "secret", "secret")
+    node.send({"kind": "last"})
+    with contextlib.suppress(ssl.SSLError):
+        node._tls.unwrap()
+    wire[1].sendall(node._outgoing.read() + b"\x17\x03\x03" * 1000)
+    assert lead.receive() == {"kind": "last"}
+    with pytest.raises((ConnectionResetError, NotTrusted)):
+        lead.receive(time.monotonic() + 10)

@@ -154,3 +154,45 @@ def _tell_the_time(met: Frames) -> None:
         while True:
             if met.receive()["kind"] == "clock":
                 met.send({"kind": "clock", "at": time.monotonic_ns()})
+
+
+@pytest.mark.parametrize(
+    "hello",
+    [
+        {"rank": 1} | MACHINE,
+        {"rank": 1, "address": ""} | MACHINE,
+        {"rank": 1, "address": 5} | MACHINE,
+        {"rank": 1, "address": "127.0.0.1", "more": "x" * pool.HELLO_BYTES} | MACHINE,
+    ],
+    ids=("no address", "an empty one", "a number", "64 KiB"),
+)
+def test_a_node_that_says_nonsense_of_itself_is_not_welcome(hub: NodeHub, hello: dict[str, object]) -> None:
+    met = greet(socket.create_connection((hub.host, hub.port)), TOKEN, "node")
+    met.send(hello)
+    with contextlib.suppress(OSError):
+        assert met.receive(time.monotonic() + 10)["kind"] == "refused"
+    until(lambda: not hub._strangers, "the lead to be rid of it", 10)
+    assert not hub.links
+
+
+@pytest.mark.parametrize("clock", [float("inf"), "1", None, 1 << 70], ids=str)
+def test_a_clock_that_is_none_ends_the_connection(hub: NodeHub, clock: object) -> None:
+    met, _ = join(hub, 1)
+    assert met.receive(time.monotonic() + 10) == {"kind": "clock"}
+    met.send({"kind": "clock", "at": clock})
+    with pytest.raises(OSError):
+        met.receive(time.monotonic() + 10)
+    until(lambda: not hub._strangers, "the lead to be rid of it", 10)
+    assert not hub.links
+
+
+def test_who_does_not_tell_the_time_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "HANDSHAKE_SECONDS", 1.0)
+    hub = NodeHub("127.0.0.1", 0, 3, TOKEN, lambda _: None)
+    try:
+        met, answer = join(hub, 1)
+        assert answer == {"kind": "welcome"}
+        until(lambda: not hub._strangers, "the lead to be rid of it", 10)
+        met.close()
+    finally:
+        hub.close("test")
