@@ -13,6 +13,8 @@ from collections.abc import Callable
 from multiprocessing.connection import wait
 from typing import Any
 
+from pydantic import ValidationError
+
 from openrecycle.agent import bad_samples, channel, worker
 from openrecycle.agent.coordination.launcher import Coordination, Deploy, Halt, LauncherWarning, Measure, ProcessFenced
 from openrecycle.agent.liveness import CurrentOp, LoopLag, Silences, boot_clock
@@ -195,7 +197,15 @@ class Launcher:
                 message = channel.receive(entry.pipe)
             except (EOFError, OSError):
                 return  # its sentinel tells the rest
-            self._hear(entry, message)
+            try:
+                self._hear(entry, message)
+            except (KeyError, TypeError, AttributeError, ValidationError) as error:
+                if not entry.elsewhere:
+                    raise  # of our own code it is a fault that must be seen
+                why = f"said what can't be understood ({type(error).__name__}): its process is ended"
+                self._listener({"warning": f"{entry.worker} {why}"})
+                entry.kill()
+                return
 
     def _hear(self, entry: WorkerProcess, message: channel.Message) -> None:
         if entry.fenced:

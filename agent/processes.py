@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from openrecycle.agent import channel
 from openrecycle.agent.clock import Offset
@@ -61,9 +61,10 @@ class WorkerProcess:
     start, so also its GPU's where it has one. whole: it has all of its stage's state. lived_at: when its
     system last showed that it is at work. stopped: by a signal. looked_at: when that was asked last.
     op_limit: seconds that any of its ops may take. current: what it said last that it is at. excused_until:
-    then it is time that it was through with that, whose peers were late, too.
+    then it is time that it was through with that, whose peers were late, too. elsewhere: on another node?
     """
 
+    elsewhere: ClassVar[bool] = False
     worker: Worker
     incarnation: str
     process: ProcessHandle

@@ -24,6 +24,7 @@ from openrecycle.agent.workload import NamedWorkload, WorkloadSource
 from openrecycle.planner.errors import InputError
 from openrecycle.planner.job import Job
 from openrecycle.planner.profiles import job_on, load
+from openrecycle.planner.words import printable
 
 GRID = (3, 4, 6)
 """Pipelines, stages and micro-batches of a job that says nothing else."""
@@ -175,14 +176,14 @@ class _Printing:
 
     def show(self, text: str) -> None:
         try:
-            typer.echo(text)
+            typer.echo(printable(text, keep="\n"))
         except OSError as error:
             _leave(sys.stdout)
             self.remark(f"warning: nothing can be printed any more ({error.strerror}); training goes on")
 
     def remark(self, text: str) -> None:
         try:
-            typer.echo(text, err=True)
+            typer.echo(printable(text, keep="\n"), err=True)
         except OSError:
             _leave(sys.stderr)
 

@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, ClassVar
 
 from openrecycle.agent.clock import Offset
 from openrecycle.agent.nodes.frames import HANDSHAKE_SECONDS, Frames, NotTrusted, greet
@@ -82,6 +82,7 @@ class RemoteProcess:
 class RemoteWorker(WorkerProcess):
     """node: the link that its messages go through."""
 
+    elsewhere: ClassVar[bool] = True
     node: NodeLink | None = None
 
     def post(self, kind: str, **fields: Any) -> None:
@@ -164,7 +165,7 @@ class NodeLink:
                     with self._lock:
                         del self._workers[message["incarnation"]]
                     pipe.close()
-                    process.ended(message["code"])
+                    process.ended(_exit_code(message["code"]))
         self._break()
 
     def _write(self) -> None:
@@ -185,6 +186,11 @@ class NodeLink:
         self._outbox.put(None)
         self._frames.close()
         self._lost(self)
+
+
+def _exit_code(code: Any) -> int | None:
+    """As a node says it; None for what is none."""
+    return code if isinstance(code, int) and not isinstance(code, bool) and abs(code) < 1 << 31 else None
 
 
 class NodeHub:

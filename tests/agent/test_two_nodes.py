@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from openrecycle.agent.nodes.frames import Frames, greet
+from openrecycle.agent.nodes.wire import MACHINE
 from tests.agent.consoles import until
 from tests.agent.node_runs import free_port, kill_group, lines, members, start, two_nodes
 from tests.agent.runs import GRID, ITERATIONS, TINY, Run, fault_free
+from tests.conftest import at_length
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes
@@ -102,3 +109,43 @@ def test_off_loopback_without_a_token_it_refuses(tmp_path: Path) -> None:
         env=env,
     )
     assert done.returncode == 2 and "OPENRECYCLE_TOKEN" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"kind": "from", "message": {"kind": "committed", "generation": "x", "iteration": None, "at": 1}},
+        at_length({"kind": "from", "message": {"kind": "alive", "op_limit": "x", "current": 5, "at": 1}}),
+        at_length({"kind": "exited", "code": "x"}),
+    ],
+)
+def test_what_a_node_says_does_not_end_the_lead(odd: dict[str, Any], tmp_path: Path) -> None:
+    """It has the token, and a fault, or another program."""
+    token, port, log = "a secret of 20 signs", free_port(), tmp_path / "lead.log"
+    grid = ("--pipelines", "2", "--stages", "1", "--micro-batches", "2", "--iterations", "1000000")
+    place = ("--nodes", "2", "--node-rank", "0", "--lead", f"127.0.0.1:{port}", "--form-timeout", "5")
+    lead = start(log, "-m", "agent", "launch", *grid, *TINY, *place, OPENRECYCLE_TOKEN=token)
+
+    def met() -> Frames | None:
+        with contextlib.suppress(OSError):
+            return greet(socket.create_connection(("127.0.0.1", port)), token, "node")
+        return None
+
+    try:
+        node = until(met, "the lead to listen")
+        node.send({"rank": 1, "address": "127.0.0.1"} | MACHINE)
+        said: dict[str, Any] = {}
+        while said.get("kind") != "start":
+            said = node.receive(time.monotonic() + 60)
+            if said["kind"] == "clock":
+                node.send({"kind": "clock", "at": time.monotonic_ns()})
+        node.send({"incarnation": said["spec"]["incarnation"]} | odd)
+        if odd["kind"] == "from":
+            while node.receive(time.monotonic() + 60)["kind"] != "kill":
+                pass
+            until(lambda: "what can't be understood" in log.read_text(), "the lead's word")
+        node.close()
+        assert lead.wait(60) == 1, "a worker that is lost before training began ends the job"
+        assert "Traceback" not in log.read_text() and golden("the-job-ended-early") in log.read_text()
+    finally:
+        kill_group(lead)
