@@ -15,6 +15,7 @@ import torch.distributed
 from torch import Tensor
 from typer.testing import CliRunner
 
+from openrecycle.agent import compat
 from openrecycle.agent.cli import app
 from openrecycle.agent.devices import Platform, completion, kind_number, on_device
 from openrecycle.agent.processes import ProcessPool
@@ -180,7 +181,8 @@ class _Backend:
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> Any:
     backend: Any = type("Backend", (_Backend,), {"Options": SimpleNamespace})
-    monkeypatch.setattr(nccl, "dist", SimpleNamespace(ProcessGroupNCCL=backend, PrefixStore=lambda name, store: store))
+    monkeypatch.setattr(compat, "dist", SimpleNamespace(ProcessGroupNCCL=backend))
+    monkeypatch.setattr(nccl, "dist", SimpleNamespace(PrefixStore=lambda name, store: store))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     made: Any = nccl.NcclGroup(
         None, "generation1/forward", 0, [Worker(0, 0), Worker(0, 1)], Timeouts(transfer=0.2), CPU
