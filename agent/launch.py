@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from openrecycle.agent import bad_samples, channel, worker
 from openrecycle.agent.coordination.launcher import Coordination, Deploy, Halt, LauncherWarning, Measure, ProcessFenced
+from openrecycle.agent.faults import Rejoin
 from openrecycle.agent.liveness import CurrentOp, LoopLag, Silences, boot_clock
 from openrecycle.agent.pausing import PauseRequest
 from openrecycle.agent.processes import ProcessPool, WorkerProcess, preload
-from openrecycle.agent.protocol import Command, Iteration, Relayout, ValidationReport
-from openrecycle.agent.record import DivergedError, RecordedProgress, RunRecord
+from openrecycle.agent.protocol import Command, Deployment, Iteration, Relayout, ValidationReport
+from openrecycle.agent.record import DataWait, DivergedError, EvaluationResult, RecordedProgress, RunRecord
 from openrecycle.agent.spec import RunSpec, WorkerSpec
 from openrecycle.agent.store import RendezvousStore, StoreError
 from openrecycle.agent.timeouts import TIMES_LONGEST
@@ -32,6 +34,8 @@ from openrecycle.planner.plan import Plan
 from openrecycle.planner.words import layers_moved
 
 TURN_SECONDS = 0.25
+_REMEMBERED_VALIDATIONS = 1000
+_BAD_SAMPLES = TypeAdapter(bad_samples.BadSamples)
 
 
 class JobFailed(Exception):
@@ -46,12 +50,35 @@ class Stopped(Exception):
         super().__init__(f"stopped by {signal.Signals(number).name} after {committed} iterations")
 
 
+@dataclass(frozen=True)
+class Takeover:
+    """What a launcher goes on from where another one led, which is gone (agent.nodes.successor). Its pool has the
+    workers that live.
+
+    document: what that one had `saved`, with times of a clock that is `ahead` of this one by so many nanoseconds.
+    plan: in force then. recorded: the newest iterations of the record, and their losses. lost: workers that went with
+    it; lost_at: nanoseconds. unheard: what workers of this node have said since, in order. others_tell: have other
+    nodes still to tell what theirs have said? It waits a moment for them. text: for people.
+    """
+
+    document: Mapping[str, Any]
+    ahead: int
+    plan: Plan
+    recorded: Iterable[tuple[int, str]]
+    lost: Mapping[Worker, str]
+    lost_at: int
+    unheard: Iterable[tuple[WorkerProcess, channel.Message]]
+    others_tell: Callable[[], bool]
+    text: str
+
+
 class Launcher:
     """Runs one job. listener: called with every line of the record as a dict, in order, in the thread of
     `run`: it must return at once, and raise nothing (see agent.delivery).
 
     catalog: asked for the plans that are run while workers take their state from a peer. pool: where worker
-    processes are started; on this node only, unless given (see agent.nodes.pool).
+    processes are started; on this node only, unless given (see agent.nodes.pool). takeover: where it goes on with a job
+    that another launcher has led.
     """
 
     def __init__(
@@ -61,11 +88,19 @@ class Launcher:
         listener: Callable[[dict[str, Any]], None],
         catalog: Catalog,
         pool: ProcessPool | None = None,
+        takeover: Takeover | None = None,
     ) -> None:
         options = spec.options
-        self._spec, self._options, self._coordination, self._listener = spec, options, coordination, listener
-        self._catalog = catalog
+        self._spec, self._options, self._coordination = spec, options, coordination
+        self._catalog, self._takeover = catalog, takeover
         self._pool = pool or ProcessPool(worker.main, preload(spec.workload))
+        recorded = self._pool.recorded
+
+        def listen(line: dict[str, Any]) -> None:
+            recorded(line)
+            listener(line)
+
+        self._listener = listen
         self._store = RendezvousStore(self._pool.context, self._pool.host)
         begin = spec.origin.resumed_at if spec.origin else 0
         self._record = RunRecord(options.job.stages, time.monotonic_ns(), committed=begin)
@@ -81,6 +116,9 @@ class Launcher:
         self._stalls = dict[str, float]()
         """By worker, milliseconds of that."""
         self._plans_sent: set[tuple[str, str]] = set()
+        self._plan_told: tuple[Plan | None, str] = None, ""
+        """A plan, and how other nodes are told of it."""
+        self._data_wait = DataWait()
         self._validations: set[int] = set()
         self._turns = LoopLag(boot_clock)
         self._silences = Silences(options.faults.timeouts.pause, time.monotonic())
@@ -117,8 +155,12 @@ class Launcher:
         left behind."""
         state, reason = "stopped", "the launcher failed"
         try:
-            for cell in self._options.job.workers():
-                self._start(cell, joins=False)
+            if self._takeover is not None:
+                self._go_on(self._takeover)
+            else:
+                for cell in self._options.job.workers():
+                    self._start(cell, joins=False)
+            self._hand_out()
             while not self._record.finished(self._iterations):
                 if self._why_halted and time.monotonic() > self._halt_by:
                     break
@@ -127,9 +169,12 @@ class Launcher:
                 self._turn(TURN_SECONDS)
                 if self._end_asked:
                     self._end_early()
+                self._hand_out()
             if self._why_halted:
                 raise JobFailed(self._why_halted)
             self._record_relayout()
+            # Before the last line: whoever has to go on from here writes it.
+            self._hand_out(last=True)
             self._listener({"final": self._record.final()})
             state, reason = "finished", f"all {self._options.iterations} iterations are committed"
             if self._iterations < self._options.iterations:
@@ -142,11 +187,73 @@ class Launcher:
             reason = str(error)
             raise JobFailed(reason) from None
         finally:
+            # How it ended counts only if no other leads by now.
+            self._pool.hand_out(self._spec, self._saved, last=True)
             self._pool.kill_all()
             self._store.kill()
             self._coordination.finished(state, reason)
             # Who has it stopped waits for it; otherwise it matters more that the console learns why it is over.
             self._coordination.close(lambda: bool(self._stop))
+
+    # -- several nodes ------------------------------------------------------------------------
+
+    def _hand_out(self, *, last: bool = False) -> None:
+        """The other nodes get what they need to go on without this one, and then what was decided in this turn."""
+        if why := self._pool.hand_out(self._spec, self._saved, last=last):
+            raise JobFailed(why)
+
+    def _saved(self) -> dict[str, Any] | None:
+        """What another launcher needs to go on in this one's place, as JSON, beside its workers; None: none can."""
+        deployed = self._deployed
+        if deployed is None:
+            return None
+        if self._plan_told[0] is not deployed.plan:
+            self._plan_told = deployed.plan, deployed.plan.to_json()
+        about = {"deployment": deployed.deployment.model_dump(mode="json"), "restore": deployed.restore}
+        return {
+            "decides": self._coordination.saved(),
+            "record": self._record.saved(),
+            "deployed": about | {"moves": [(str(source), str(to)) for source, to in deployed.moves]},
+            "plan": self._plan_told[1],
+            "found": self._found,
+            "held": self._held,
+            "relayout": [self._relayout, self._stalls],
+            "bad_samples": _BAD_SAMPLES.dump_python(self._bad_samples, mode="json"),
+            "rejoins": [(str(rejoin.worker), rejoin.iteration) for rejoin in self._rejoins],
+            "validations": sorted(self._validations)[-_REMEMBERED_VALIDATIONS:],
+            "hold": self._hold.saved(),
+            "iterations": self._iterations,
+            "why_halted": self._why_halted,
+        }
+
+    def _go_on(self, takeover: Takeover) -> None:
+        saved, deployed = takeover.document, takeover.document["deployed"]
+        self._record = RunRecord.restored(self._options.job.stages, saved["record"], takeover.recorded, takeover.ahead)
+        moves = tuple((Worker.parse(source), Worker.parse(to)) for source, to in deployed["moves"])
+        deployment = Deployment.model_validate(deployed["deployment"])
+        self._deployed = Deploy(deployment, takeover.plan, moves, deployed["restore"])
+        self._found, self._held = saved["found"], tuple(saved["held"])
+        self._relayout, self._stalls = saved["relayout"]
+        self._bad_samples = _BAD_SAMPLES.validate_python(saved["bad_samples"])
+        self._rejoins = [Rejoin(Worker.parse(name), iteration) for name, iteration in saved["rejoins"]]
+        self._validations = set(saved["validations"])
+        self._hold.restore(saved["hold"])
+        self._iterations = saved["iterations"]
+        self._why_halted = saved["why_halted"]
+        self._halt_by = time.monotonic() + self._options.faults.timeouts.transfer
+        self._listener({"warning": takeover.text})
+        for entry, message in takeover.unheard:
+            self._hear(entry, message)
+        while takeover.others_tell():
+            for entry in self._pool.entries:
+                self._read(entry)
+        if self._record.finished(self._iterations):
+            return
+        for cell in takeover.lost:
+            self._record.died(cell, takeover.lost_at)
+        self._coordination.lead_changed(takeover.lost, takeover.text, time.monotonic())
+        if not takeover.lost:
+            self._send_deployments(after=None)  # it may have been decided, and not told to all
 
     # -- one turn of the loop -----------------------------------------------------------------
 
@@ -197,6 +304,7 @@ class Launcher:
                 message = channel.receive(entry.pipe)
             except (EOFError, OSError):
                 return  # its sentinel tells the rest
+            entry.heard = message.pop("number", entry.heard)
             try:
                 self._hear(entry, message)
             except (KeyError, TypeError, AttributeError, ValidationError) as error:
@@ -250,9 +358,13 @@ class Launcher:
                 self._rearranged(entry, message)
             case "committed":
                 self._all_live(message["generation"], message["iteration"])
-                self._certain(
-                    self._record.committed_by(cell, message["iteration"], message["loss"], at, message["skipped"])
-                )
+                iteration, loss, skipped = message["iteration"], message["loss"], message["skipped"]
+                about = {name: message[name] for name in ("learning_rate", "data_seconds")}
+                self._certain(self._record.committed_by(cell, iteration, loss, at, skipped, **about))
+            case "evaluated":
+                self._certain(self._record.evaluated(message["iteration"], message["values"]))
+            case "gradient_norm":
+                self._certain(self._record.normed(message["iteration"], message["norm"]))
             case "parameters":
                 self._record.compared(
                     cell, message["generation"], message["iteration"], message["settled"], message["sha256"]
@@ -376,6 +488,12 @@ class Launcher:
     def _certain(self, recorded: RecordedProgress) -> None:
         for iteration in recorded.iterations:
             self._listener(iteration_line(iteration))
+            if text := self._data_wait.after(iteration):
+                self._listener({"warning": text})
+        for number, norm in recorded.gradient_norms:
+            self._listener({"gradient_norm": {"iteration": number, "norm": norm}})
+        for evaluation in recorded.evaluations:
+            self._listener({"evaluation": evaluation_line(evaluation)})
         for recovery in recorded.recoveries:
             self._listener({"failure": recovery.model_dump()})
             self._coordination.recovered(recovery)
@@ -641,6 +759,12 @@ class Launcher:
             entry.process.join(max(0.0, deadline - time.monotonic()))
 
 
+def evaluation_line(evaluation: EvaluationResult) -> dict[str, Any]:
+    """An evaluation as the record has it; values are hexadecimal floats."""
+    values = {"loss": evaluation.loss, **evaluation.metrics}
+    return {"iteration": evaluation.iteration, "values": {name: value.hex() for name, value in values.items()}}
+
+
 def iteration_line(iteration: Iteration) -> dict[str, Any]:
     """A committed iteration as the record has it; loss is a hexadecimal float."""
     return {
@@ -650,4 +774,6 @@ def iteration_line(iteration: Iteration) -> dict[str, Any]:
         "generation": iteration.generation,
         "living": iteration.living,
         **({"skipped": list(iteration.skipped)} if iteration.skipped else {}),
+        **({"learning_rate": iteration.learning_rate} if iteration.learning_rate is not None else {}),
+        **({"data_seconds": iteration.data_seconds} if iteration.data_seconds else {}),
     }

@@ -61,7 +61,9 @@ class WorkerProcess:
     start, so also its GPU's where it has one. whole: it has all of its stage's state. lived_at: when its
     system last showed that it is at work. stopped: by a signal. looked_at: when that was asked last.
     op_limit: seconds that any of its ops may take. current: what it said last that it is at. excused_until:
-    then it is time that it was through with that, whose peers were late, too. elsewhere: on another node?
+    then it is time that it was through with that, whose peers were late, too. heard: number of its newest message that
+    counts, where its node numbers them. send: takes what is posted; None: it goes to the process at once. elsewhere: on
+    another node?
     """
 
     elsewhere: ClassVar[bool] = False
@@ -85,6 +87,8 @@ class WorkerProcess:
     op_limit: float | None = None
     current: CurrentOp | None = None
     excused_until: float = float("-inf")
+    heard: int = 0
+    send: Callable[[dict[str, Any]], None] | None = None
     _activity: Activity | None = None
 
     @property
@@ -105,7 +109,7 @@ class WorkerProcess:
 
     def post(self, kind: str, **fields: Any) -> None:
         """Sends a message; returns at once. A worker that is gone does not matter here."""
-        self.outbox.put({"kind": kind, **fields})
+        (self.send or self.outbox.put)({"kind": kind, **fields})
 
     def kill(self) -> None:
         """SIGKILL, which also ends a stopped process."""
@@ -135,6 +139,9 @@ def start_server(preload: list[str]) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Broken connections are this program's daily bread; c10d would print a stack for each.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # A module that asks torch.cuda.is_available() while it is imported must not wake the driver: workers that are
+    # forked afterwards could use no GPU.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
     # Workers inherit its environment, and the token in ours may be one that operates.
     token = os.environ.pop(TOKEN_VARIABLE, None)
@@ -163,7 +170,7 @@ class ProcessPool:
         incarnation = uuid.uuid4().hex[:16]
         ours, theirs = self.context.Pipe(duplex=True)
         # Those put aside still hold what they held, until they have ended.
-        taken = {entry.slot for entry in self.entries}
+        taken = {entry.slot for entry in self.entries if not entry.elsewhere}
         slot = next(n for n in range(len(taken) + 1) if n not in taken)
         spec = make_spec(incarnation)
         if hasattr(spec, "slot"):
@@ -175,6 +182,18 @@ class ProcessPool:
         threading.Thread(target=_write_outbox, args=(entry,), name=f"to-{worker}", daemon=True).start()
         self.running[worker] = entry
         return entry
+
+    def recorded(self, line: dict[str, Any]) -> None:
+        """A line of the record, for other nodes (see agent.nodes.pool)."""
+
+    def decide(self, send: Callable[[], None]) -> None:
+        """To send something that has just been decided, or found, once `hand_out` lets it."""
+        send()
+
+    def hand_out(self, run: Any, saved: Callable[[], dict[str, Any] | None], *, last: bool = False) -> str:
+        """At the end of each turn of the launcher: other nodes get what they need to go on without this one.
+        run: see agent.spec. last: the job is at its end. Returns why this launcher may not go on itself; "": it may."""
+        return ""
 
     @property
     def entries(self) -> list[WorkerProcess]:

@@ -382,7 +382,8 @@ class FailureReport(Message):
 
 class Iteration(Message):
     """One committed iteration; they count from 0. loss_hex: the loss as a hexadecimal float, exact. skipped:
-    micro-batches, numbered over the pipelines, that are not in it."""
+    micro-batches, numbered over the pipelines, that are not in it. learning_rate: of its step, of the optimizer's first
+    group; None: not known. data_seconds: the longest that a worker waited for its micro-batches to be read."""
 
     iteration: Count
     loss: Number
@@ -391,6 +392,8 @@ class Iteration(Message):
     generation: Count
     living: Annotated[int, Field(ge=0, le=2**31 - 1), INTEGER]
     skipped: Annotated[tuple[Count, ...], Field(max_length=65536, exclude_if=lambda value: not value)] = ()
+    learning_rate: Annotated[Number | None, Field(exclude_if=lambda value: value is None)] = None
+    data_seconds: Annotated[Seconds, Field(exclude_if=lambda value: not value)] = 0.0
 
 
 class IterationReport(Message):

@@ -29,7 +29,10 @@ from openrecycle.planner.profile import parse_partition
 
 if TYPE_CHECKING:
     from openrecycle.agent.checkpoints.checkpointing import Origin
+    from openrecycle.agent.coordination.launcher import Coordination
+    from openrecycle.agent.coordination.local import LocalCoordination
     from openrecycle.agent.launch import Launcher
+    from openrecycle.agent.nodes.successor import Succession
     from openrecycle.agent.workload import WorkloadSource
 
 PLANNED_FAILURES = 2
@@ -75,16 +78,15 @@ def make_launcher(
     sentences for the person who started it, also from threads. role: where this launcher leads a job of several
     nodes. checked: agent.preflight has seen the workload.
 
-    Raises InputError, InfeasibleError, ConsoleUnavailable or ConsoleRefused.
+    Raises InputError, InfeasibleError, ConsoleUnavailable or ConsoleRefused; with `role`, also LedElsewhere.
     """
     options.check()
     # It takes as long to import torch as this process does, so both do it at the same time.
     start_server(preload(source))
-    options.platform.check(_workers_here(options.job, role))
+    if shared := options.platform.check(_workers_here(options.job, role)):
+        say(shared)
     from openrecycle.agent import launch
     from openrecycle.agent.console_link import ConsoleCoordination, create_job
-    from openrecycle.agent.coordination.launcher import Coordination
-    from openrecycle.agent.coordination.local import LocalCoordination
     from openrecycle.agent.layers import kind_of, layer_count, partition_of
     from openrecycle.agent.nodes.pool import open_pool
     from openrecycle.agent.preflight import check_workload
@@ -95,7 +97,8 @@ def make_launcher(
     _make_folder("weights", None if options.weights is None else Path(options.weights))
     workload = source.load()
     if not checked:
-        check_workload(workload, options)
+        here = _workers_here(options.job, role) / (options.job.pipelines * options.job.stages)
+        check_workload(workload, options, here)
     layers = layer_count(workload, options.job.stages)
     options = replace(
         options, job=options.planning.layered(options.job, None if kind_of(workload) == "stage" else layers)
@@ -109,20 +112,19 @@ def make_launcher(
         layer_io = layer_io_of(workload, sum(partition), options.seed, autocast)
     if options.console.url is not None and options.pace and "O" not in options.pace and on_cpu:
         options = _with_step(options, source, say)
-    origin = _origin(options, source, sum(partition), say)
+    # Before the checkpoints are looked at: they are another's while the job is led from elsewhere.
     pool = open_pool(role, options.job, source, options.console.token, say) if role else None
+    origin = _origin(options, source, sum(partition), say)
     heartbeat_seconds: float | None = None
     technique, memory = options.planning.limits
     coordination: Coordination
     catalog = Catalog(options.job, technique, memory)
-    folder = options.checkpoints.folder
-    restore = None if folder is None else _restore_point(folder, say)
     if options.console.url is None:
         _plan_ahead(catalog)
-        coordination = LocalCoordination(
-            catalog, migrate=bool(options.planning.migrate), checkpoint=restore, relayout=options.planning.relayout
-        )
+        coordination = _local(options, catalog, say)
     else:
+        folder = options.checkpoints.folder
+        restore = None if folder is None else _restore_point(folder, say)
         url, token, timeouts = options.console.url, options.console.token, options.faults.timeouts
         client = ConsoleClient(url, token=token)
         with spelled(_OPTIONS_OF_SPEC):
@@ -155,11 +157,51 @@ def make_launcher(
             say,
             checkpoint=restore,
             interval=created.heartbeat_seconds,
+            decide=pool.decide if pool else lambda send: send(),
         )
         say(f"job {created.job_id} at {url}")
     options = replace(options, console=replace(options.console, token=None))
-    run = RunSpec(options, source, partition, layer_io, origin, heartbeat_seconds)
+    run = RunSpec(options, source, partition, layer_io, origin, heartbeat_seconds, bool(shared))
     return launch.Launcher(run, coordination, listener, catalog, pool)
+
+
+def take_over(
+    succession: Succession, listener: Callable[[dict[str, Any]], None], say: Callable[[str], None]
+) -> Launcher:
+    """A launcher that goes on where another node led, which is gone. listener, say: as of `make_launcher`."""
+    from openrecycle.agent import launch
+    from openrecycle.agent.console_link import ConsoleCoordination
+
+    run = succession.run
+    options = run.options
+    # Plans are made when they are needed: nobody can wait for all of them now.
+    catalog = Catalog(options.job, *options.planning.limits)
+    pool, takeover = succession.take_over()
+    saved, url, folder = takeover.document["decides"], options.console.url, options.checkpoints.folder
+    coordination: Coordination
+    if url is None:
+        coordination = local = _local(options, catalog, say)
+        local.restore(saved)
+    else:
+        coordination = ConsoleCoordination(
+            lambda: ConsoleClient(url, token=saved["token"]),
+            saved["job"],
+            say,
+            checkpoint=None if folder is None else _restore_point(folder, say),
+            interval=run.heartbeat_seconds or 1.0,
+            decide=pool.decide,
+            saved=saved,
+        )
+    return launch.Launcher(run, coordination, listener, catalog, pool, takeover)
+
+
+def _local(options: TrainingOptions, catalog: Catalog, say: Callable[[str], None]) -> LocalCoordination:
+    """Without a console."""
+    from openrecycle.agent.coordination.local import LocalCoordination
+
+    folder, planning = options.checkpoints.folder, options.planning
+    restore = None if folder is None else _restore_point(folder, say)
+    return LocalCoordination(catalog, migrate=bool(planning.migrate), checkpoint=restore, relayout=planning.relayout)
 
 
 def _make_folder(field: str, path: Path | None) -> None:

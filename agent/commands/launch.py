@@ -6,25 +6,30 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from openrecycle.agent.commands.shared import json_object, read_token, sentences, with_flags
 from openrecycle.agent.delivery import Delivery, Line, RecordFile
-from openrecycle.agent.nodes.role import NodeRole, check_token, role_of
+from openrecycle.agent.nodes.role import LedElsewhere, NodeRole, check_token, role_of
 from openrecycle.agent.options import Planning, TrainingOptions
 from openrecycle.agent.processes import preload, start_server
 from openrecycle.agent.record_sentences import is_remark, sentence_of
 from openrecycle.agent.settings import build, leaves
-from openrecycle.agent.start import check_writable, make_launcher
+from openrecycle.agent.start import check_writable, make_launcher, take_over
 from openrecycle.agent.workload import NamedWorkload, WorkloadSource
 from openrecycle.planner.errors import InputError
 from openrecycle.planner.job import Job
 from openrecycle.planner.profiles import job_on, load
 from openrecycle.planner.words import printable
+
+if TYPE_CHECKING:
+    from openrecycle.agent.launch import Launcher
+    from openrecycle.agent.nodes.successor import Succession
 
 GRID = (3, 4, 6)
 """Pipelines, stages and micro-batches of a job that says nothing else."""
@@ -70,18 +75,9 @@ def launch(
         role = role_of(os.environ, nodes, node_rank, lead)
         if role is not None:
             check_token(role, token)
-            if not role.leads:
-                serve_node(role, token, node_address, NamedWorkload(workload))
-                return
-        planning: Planning = build(Planning, given, "planning.")
-        job = _job((pipelines, stages, micro_batches), profile, planning)
-        options: TrainingOptions = build(TrainingOptions, {**given, "console.token": token}, job=job)
-        source = NamedWorkload(workload, json_object(workload_options))
-        options.check()
-        record = None if options.record is None else Path(options.record)
+        record = Path(given["record"]) if given.get("record") else None
         if record is not None:
             check_writable(record)
-
         stopped: list[int] = []
         printing = _Printing()
         terminal = Delivery(printing, "printing", printing.remark)
@@ -89,15 +85,41 @@ def launch(
         def say(text: str) -> None:
             terminal({"warning": text})
 
-        written = _Written(record, say)
+        written: _Written | None = None
 
         def listener(line: Line) -> None:
-            written(line)
+            if written is not None:
+                written(line)
             terminal(line)
 
         status, last = 0, ""
         try:
-            launcher = make_launcher(options, source, listener, say, role=role)
+            launcher: Launcher | None = None
+            elsewhere: tuple[str, int] | None = None
+            if role is None or role.leads:
+                planning: Planning = build(Planning, given, "planning.")
+                job = _job((pipelines, stages, micro_batches), profile, planning)
+                options: TrainingOptions = build(TrainingOptions, {**given, "console.token": token}, job=job)
+                source = NamedWorkload(workload, json_object(workload_options))
+                options.check()
+                try:
+                    launcher = make_launcher(options, source, listener, say, role=role)
+                except LedElsewhere as led:
+                    say(str(led))
+                    elsewhere = led.lead
+            earlier: Iterable[Line] = ()
+            if launcher is None:
+                assert role is not None
+                succession = serve_node(role, token, node_address, NamedWorkload(workload), stopped, elsewhere)
+                if succession is None:
+                    return
+                launcher, earlier = take_over(succession, listener, say), succession.record.lines()
+                if record is not None:
+                    # Where the disk is shared, the lead before may still write: then not into this file.
+                    record.unlink(missing_ok=True)
+            written = _Written(record, say)
+            for line in earlier:
+                written(line)
             # Only now, so that bad input has not waited for torch.
             from openrecycle.agent.launch import JobFailed, Stopped
 
@@ -105,6 +127,8 @@ def launch(
                 stopped.append(number)
                 launcher.stop(number)
 
+            for number in stopped:
+                launcher.stop(number)
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, stop)
             try:
@@ -115,7 +139,7 @@ def launch(
                 status = 1
                 say(f"the job ended early: {failure}")
         finally:
-            missing = written.close(lambda: bool(stopped))
+            missing = 0 if written is None else written.close(lambda: bool(stopped))
             if missing:
                 say(f"the record {record} is not whole: {missing} lines are missing")
             told = terminal.close(lambda: bool(stopped))
@@ -171,7 +195,7 @@ class _Printing:
     def __call__(self, line: Line) -> None:
         if is_remark(line):
             self.remark(sentence_of(line))
-        else:
+        elif "gradient_norm" not in line:  # a line per iteration is enough
             self.show(sentence_of(line))
 
     def show(self, text: str) -> None:
@@ -199,23 +223,31 @@ def _leave(stream: Any) -> None:
 TIMEOUT_SECONDS = 600.0
 
 
-def serve_node(role: NodeRole, token: str | None, address: str | None, workload: WorkloadSource) -> None:
-    """Until the job is over; ends the program with its exit status: 0, or 1 when the lead is lost.
+def serve_node(
+    role: NodeRole,
+    token: str | None,
+    address: str | None,
+    workload: WorkloadSource,
+    stopped: list[int],
+    lead: tuple[str, int] | None,
+) -> Succession | None:
+    """Until the job is over, or this node is to lead; ends the program with exit status 1 when no lead can be had.
 
-    workload: what the lead will most likely ask for; its modules are imported meanwhile.
+    workload: what the lead will most likely ask for; its modules are imported meanwhile. stopped: gets the numbers of
+    signals that came. lead: where it listens, if not where `role` says.
     """
     start_server(preload(workload))
     from openrecycle.agent.nodes.server import LeadLost, NodeServer
     from openrecycle.agent.nodes.wire import find_lead
 
-    lead = (role.host, role.port)
-    if role.store is not None:
+    front = (role.host, role.port)
+    if role.store is not None and not role.leads:
         try:
-            lead = find_lead(role.store)
+            front = find_lead(role.store)
         except RuntimeError:
             raise InputError("--lead", None, f"HOST:PORT, since torchrun's store at {role.host} names none") from None
-    server = NodeServer(role.rank, lead, token, address, lambda text: typer.echo(text, err=True))
-    stopped: list[int] = []
+    say = partial(typer.echo, err=True)
+    server = NodeServer(role.rank, role.nodes, front, token, address, say, lead)
 
     def stop(number: int, _frame: object) -> None:
         stopped.append(number)
@@ -224,7 +256,11 @@ def serve_node(role: NodeRole, token: str | None, address: str | None, workload:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
     try:
-        typer.echo(server.run(TIMEOUT_SECONDS))
+        ended = server.run(TIMEOUT_SECONDS)
     except LeadLost as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(128 + stopped[0] if stopped else 1) from None
+    if not isinstance(ended, str):
+        return ended
+    typer.echo(ended)
+    return None

@@ -28,6 +28,7 @@ from openrecycle.agent.coordination.events import (
     InterimPlanUsed,
     IterationsCommitted,
     LayersMoved,
+    LeadChanged,
     ModeSet,
     Note,
     Offered,
@@ -215,6 +216,26 @@ def _console_restarted(
     broken = replace(state.broken, since=now) if state.broken else None
     state = replace(state, members=members, pending=pending, broken=broken)
     return reconsider(state, event.reason, [Note("info", "console", event.reason)], now)
+
+
+def _lead_changed(state: State, event: LeadChanged, now: float, failure_timeouts: FailureTimeouts) -> Transition:
+    """What the lead before had decided may have reached some and not others: so all form anew, in one generation."""
+    if state.over or state.current is None:
+        return Transition(state)
+    state = replace(state, broken=None)  # whatever broke: all connect anew
+    dead = dict[str, str]()
+    for name, incarnation in event.lost.items():
+        member = holder(state, name, incarnation)
+        if member is None or incarnation in member.retired:
+            continue
+        if member.incarnation == incarnation and member.state not in (FAILED, FINISHED):
+            dead[member.name] = event.detail
+        elif member.incarnation != incarnation:
+            state = state.with_member(replace(member, retired=(*member.retired, incarnation)))
+    notes: list[Decision] = [Note("warning", "failure", event.detail)]
+    if dead:
+        return lose(state, dead, notes, now, anew=True)
+    return reconsider(state, event.detail, notes, now, anew=True)
 
 
 def _fence(state: State, member: Member, incarnation: str) -> Transition | None:
@@ -409,6 +430,7 @@ _HANDLERS: dict[type, Callable[[State, Any, float, FailureTimeouts], Transition]
     LayersMoved: _layers_moved,
     Finished: _finished,
     ConsoleRestarted: _console_restarted,
+    LeadChanged: _lead_changed,
     Offered: choosing.offered,
     Chosen: choosing.chosen,
     ModeSet: choosing.mode_set,

@@ -149,6 +149,15 @@ class ConsoleRestarted:
 
 
 @dataclass(frozen=True)
+class LeadChanged:
+    """Another launcher leads, and goes on from what it knows (agent.nodes); all form anew. lost: by worker, the
+    processes that went with the one before."""
+
+    lost: Mapping[str, str]
+    detail: str
+
+
+@dataclass(frozen=True)
 class Offered:
     """The options have been worked out. None: they could not be, for the reason given."""
 
@@ -220,6 +229,7 @@ Event = (
     | LayersMoved
     | Finished
     | ConsoleRestarted
+    | LeadChanged
     | Offered
     | Chosen
     | ModeSet

@@ -35,8 +35,8 @@ RUNNING, SUSPECT, FAILED = WorkerState.RUNNING, WorkerState.SUSPECT, WorkerState
 REJOINING, STARTING, FINISHED = WorkerState.REJOINING, WorkerState.STARTING, WorkerState.FINISHED
 
 
-def lose(state: State, causes: dict[str, str], notes: list[Decision], now: float) -> Transition:
-    """Takes workers out. causes: worker -> why, as in `its process ended`."""
+def lose(state: State, causes: dict[str, str], notes: list[Decision], now: float, *, anew: bool = False) -> Transition:
+    """Takes workers out. causes: worker -> why, as in `its process ended`. anew: as of `reconsider`."""
     members = dict(state.members)
     for name, cause in causes.items():
         members[name] = replace(members[name], state=FAILED, acknowledged="", detail=cause)
@@ -44,7 +44,7 @@ def lose(state: State, causes: dict[str, str], notes: list[Decision], now: float
     reason = "; ".join(f"{name}: {cause}" for name, cause in list(causes.items())[:3])
     if len(causes) > 3:
         reason += f"; and {len(causes) - 3} more"
-    return reconsider(replace(state, members=members), reason, notes, now)
+    return reconsider(replace(state, members=members), reason, notes, now, anew=anew)
 
 
 def reconsider(state: State, reason: str, notes: list[Decision], now: float, *, anew: bool = False) -> Transition:

@@ -112,6 +112,12 @@ class Coordination(Protocol):
 
     def finished(self, state: str, reason: str) -> None: ...
 
+    def lead_changed(self, lost: Mapping[Worker, str], detail: str, now: float) -> None:
+        """This launcher leads from now on. lost: the processes that went with the one before."""
+
+    def saved(self) -> dict[str, Any]:
+        """What another launcher needs to go on in this one's place, as JSON."""
+
     def poll(self, now: float) -> list[Event]: ...
 
     def close(self, hurried: Callable[[], bool]) -> None: ...

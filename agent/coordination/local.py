@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+from pydantic import TypeAdapter
+
 from openrecycle.agent.coordination import coordinator
 from openrecycle.agent.coordination.choosing import out, worth_moving
 from openrecycle.agent.coordination.events import (
@@ -19,6 +21,7 @@ from openrecycle.agent.coordination.events import (
     GenerationAcknowledged,
     IterationsCommitted,
     LayersMoved,
+    LeadChanged,
     NeedPlan,
     Note,
     OpenGeneration,
@@ -45,6 +48,9 @@ from openrecycle.planner.plan import Plan
 if TYPE_CHECKING:
     from openrecycle.agent.clock import Offset
     from openrecycle.planner.partition import Layout
+
+
+_STATE = TypeAdapter(State)
 
 
 def _lay_out(job: Job, failed: frozenset[Worker], **about: Any) -> Layout:
@@ -151,6 +157,19 @@ class LocalCoordination(Coordination):
     def finished(self, state: str, reason: str) -> None:
         """Nobody looks."""
 
+    def saved(self) -> dict[str, Any]:
+        return {"state": _STATE.dump_python(self._state, mode="json"), "places": self._places}
+
+    def restore(self, document: Mapping[str, Any]) -> None:
+        """Goes on from what another launcher has `saved`. Raises ValueError when it is no such document."""
+        self._state, self._places = _STATE.validate_python(document["state"]), dict(document["places"])
+
+    def lead_changed(self, lost: Mapping[Worker, str], detail: str, now: float) -> None:
+        self._now = now
+        self._take(LeadChanged({str(worker): incarnation for worker, incarnation in lost.items()}, detail))
+        for incarnation in lost.values():
+            self._places.pop(incarnation, None)
+
     def poll(self, now: float) -> list[Order]:
         self._now = now
         self._take(Tick())
@@ -202,7 +221,7 @@ class LocalCoordination(Coordination):
         better, reason = worth_moving(now.metrics.period, plan.metrics.period, self._iteration_seconds)
         if not better and self._relayout != "always":
             return
-        self._planned = plan, reason
+        self._planned = plan, "made now"
         self._take(UsePlan(plan.fingerprint, failed, "", reason, partition))
 
     # -- the machine --------------------------------------------------------------------------

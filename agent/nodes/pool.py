@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any, ClassVar
@@ -23,10 +23,22 @@ from typing import Any, ClassVar
 from openrecycle.agent.clock import Offset
 from openrecycle.agent.nodes.frames import HANDSHAKE_SECONDS, Frames, NotTrusted, greet
 from openrecycle.agent.nodes.placement import place, stand_in
-from openrecycle.agent.nodes.role import NodeRole
-from openrecycle.agent.nodes.wire import MACHINE, by_name, encode_spec, publish_lead
+from openrecycle.agent.nodes.role import LedElsewhere, NodeRole
+from openrecycle.agent.nodes.succession import (
+    SEEK_SECONDS,
+    Address,
+    Copy,
+    Here,
+    Spool,
+    Standing,
+    ask,
+    may_go_on,
+    pack,
+    tell,
+)
+from openrecycle.agent.nodes.wire import MACHINE, by_name, encode_run, encode_spec, publish_lead
 from openrecycle.agent.processes import ProcessPool, WorkerProcess, preload
-from openrecycle.agent.spec import WorkerSpec
+from openrecycle.agent.spec import RunSpec, WorkerSpec
 from openrecycle.agent.worker import main
 from openrecycle.agent.workload import WorkloadSource
 from openrecycle.planner.errors import InputError
@@ -36,8 +48,14 @@ from openrecycle.planner.words import printable
 CLOCK_SAMPLES = 7
 """Round trips by which a node's clock is compared with the lead's; the quickest one counts."""
 
+CALL_SECONDS = 2.0
+"""So often a lead that has taken over looks for those that come back."""
+
 NODE_SECONDS = 600.0
 """A cluster may start its nodes one after the other."""
+
+NAME_SECONDS = 60.0
+"""A name server may repeat for half a minute that a new name is unknown."""
 
 MAX_STRANGERS = 64
 """Connections that may be in the handshake at once; for one more, the oldest makes way."""
@@ -47,6 +65,18 @@ HELLO_BYTES = 64 * 1024
 
 MAX_STRANGERS_OF_ONE = 16
 """Of those, from one address."""
+
+COPY_SECONDS = 1.0
+"""So often the other nodes get a copy of what the lead knows, at least: so they hear that it leads."""
+
+LINES_SECONDS = 0.1
+"""At most so often they get one because the record has got longer: in it each iteration is to keep its generation."""
+
+MOST_UNREAD = 20
+"""Copies that a node has been sent, and has not said that it has."""
+
+ACK_SECONDS = 0.25
+"""So long the lead waits in a turn for those that must have the copy before what was decided is sent."""
 
 Say = Callable[[str], None]
 
@@ -85,10 +115,6 @@ class RemoteWorker(WorkerProcess):
     elsewhere: ClassVar[bool] = True
     node: NodeLink | None = None
 
-    def post(self, kind: str, **fields: Any) -> None:
-        assert self.node is not None
-        self.node.post({"kind": "to", "incarnation": self.incarnation, "message": {"kind": kind, **fields}})
-
     def kill(self) -> None:
         self.process.kill()
 
@@ -114,11 +140,29 @@ class NodeLink:
     """
 
     def __init__(
-        self, frames: Frames, rank: int, address: str, lost: Callable[[NodeLink], None], until: float | None = None
+        self,
+        frames: Frames,
+        rank: int,
+        address: str,
+        lost: Callable[[NodeLink], None],
+        until: float | None = None,
+        *,
+        news: threading.Condition | None = None,
     ) -> None:
-        """until: monotonic seconds by which clocks must be compared. Raises NotTrusted and OSError."""
+        """until: monotonic seconds by which clocks must be compared. news: told when the node has `acked` more copies,
+        or has `resumed`. Raises NotTrusted and OSError."""
         self.rank, self.address = rank, address
-        self._frames, self._lost = frames, lost
+        self._frames, self._lost, self._news = frames, lost, news or threading.Condition()
+        self.acked = 0
+        """The newest copy that it has."""
+        self.resumed = False
+        """Has it told the new lead what it had not told the one before?"""
+        self.resumes: tuple[int, ...] = 0, 0
+        """Of what it has from the lead before: the term, and how many lines of the record."""
+        self.handed = 0
+        """The newest copy that was sent there."""
+        self._lines = 0
+        self._plan = ""
         self.alive = True
         self.clock_offset, self.round_trip = _compare_clocks(frames, until)
         self._workers: dict[str, tuple[RemoteProcess, Connection]] = {}
@@ -133,7 +177,12 @@ class NodeLink:
 
     def start(self, spec: WorkerSpec, pipe: Connection) -> RemoteProcess:
         """pipe: where what the worker says is written to."""
-        incarnation = spec.incarnation
+        process = self.adopt(spec.incarnation, pipe)
+        self.post({"kind": "start", "spec": encode_spec(spec)})
+        return process
+
+    def adopt(self, incarnation: str, pipe: Connection) -> RemoteProcess:
+        """One that runs there already, or is about to be started; as `start`."""
         process = RemoteProcess(lambda: self.post({"kind": "kill", "incarnation": incarnation}))
         with self._lock:
             if self.alive:
@@ -141,17 +190,42 @@ class NodeLink:
         if not self.alive:
             pipe.close()
             process.ended(None)
-        self.post({"kind": "start", "spec": encode_spec(spec)})
         return process
+
+    def had(self, term: int, lines: int) -> None:
+        """So many lines of the record were written in terms up to that one: what it has of them, from that term, is the
+        same."""
+        of_term, has = self.resumes
+        self._lines = min(has, lines) if of_term == term else 0
+
+    def hand(self, copy: Copy, record: Spool) -> None:
+        """What the node lacks of the record, and the copy; the job and the plan only where they are new to it."""
+        for message in record.messages(self._lines):
+            self.post(message)
+        message = replace(copy, ahead=self.clock_offset).to_message()
+        if self._plan:
+            del message["job"]
+        if self._plan == copy.plan:
+            del message["plan"]
+        self._lines, self._plan, self.handed = copy.lines, copy.plan, copy.number
+        self.post(message)
 
     def close(self) -> None:
         self._outbox.put(None)
         self._frames.close()
 
     def _read(self) -> None:
-        with contextlib.suppress(OSError, NotTrusted, KeyError, TypeError):
+        with contextlib.suppress(OSError, NotTrusted, KeyError, TypeError, ValueError):
             while True:
                 message = self._frames.receive()
+                if message["kind"] in ("ack", "resumed"):
+                    with self._news:
+                        if message["kind"] == "ack":
+                            self.acked = int(message["number"])
+                        else:
+                            self.resumed = True
+                        self._news.notify_all()
+                    continue
                 known = self._workers.get(message["incarnation"])
                 if known is None:
                     continue
@@ -194,14 +268,27 @@ def _exit_code(code: Any) -> int | None:
 
 
 class NodeHub:
-    """Listens for the job's nodes as long as it lasts: one that was lost may come back."""
+    """Where a launcher listens as long as the job lasts: the lead for the job's nodes, of which one that was lost may
+    come back; the others, until they lead, for those that ask how they stand."""
 
-    def __init__(self, host: str, port: int, nodes: int, token: str, say: Say) -> None:
-        """Raises OSError when it can't listen there."""
+    def __init__(
+        self, host: str, port: int, nodes: int, token: str, say: Say, standing: Standing | None = None
+    ) -> None:
+        """standing: of this launcher; None: it leads from the start. Raises OSError when it can't listen there."""
         self._nodes, self._token, self._say = nodes, token, say
+        self.standing = standing or Standing(0, lead=0, term=1, run=uuid.uuid4().hex)
         self.links: dict[int, NodeLink] = {}
-        self._news = threading.Condition()
-        self._closing = False
+        self.members: dict[int, Address] = {}
+        """Where the other nodes listen that are in the job, and not known to be gone."""
+        self.lead: Address | None = None
+        """Where the lead listens, if that is another launcher, as far as is known."""
+        self.deposed = ""
+        """Why this launcher may not lead any more; "": it may."""
+        self._expected: frozenset[int] | None = frozenset() if standing is None else None
+        """Nodes that have followed the lead before this one, and are to follow it: no others are let in meanwhile.
+        None: this launcher does not lead."""
+        self.news = threading.Condition()
+        self._closing = self._began = False
         self._last_word = ""
         self._strangers: dict[socket.socket, str] = {}  # with their addresses, the oldest first
         self._strangers_lock = threading.Lock()
@@ -210,9 +297,15 @@ class NodeHub:
         threading.Thread(target=self._accept, name="nodes", daemon=True).start()
 
     def wait_for_all(self, seconds: float) -> None:
-        """Raises InputError naming the nodes that did not come."""
-        with self._news:
-            if not self._news.wait_for(lambda: len(self.links) == self._nodes - 1, seconds):
+        """Raises InputError naming the nodes that did not come, and LedElsewhere."""
+        with self.news:
+            came = self.news.wait_for(lambda: self.lead or len(self.links) == self._nodes - 1, seconds)
+            if self.lead is not None:
+                for link in self.links.values():
+                    link.post({"kind": "moved", "lead": self.lead})
+                raise LedElsewhere(*self.lead)
+            self._began = True
+            if not came:
                 missing = sorted(set(range(1, self._nodes)) - set(self.links))
                 raise InputError(
                     "--nodes",
@@ -221,9 +314,26 @@ class NodeHub:
                     f"missing: node {', '.join(map(str, missing))}",
                 )
 
+    def take_over(self, members: Mapping[int, Address], expected: frozenset[int]) -> None:
+        """This launcher leads from now on. expected: nodes that have followed the lead before, and are to follow."""
+        with self.news:
+            self.members, self._expected = dict(members), expected
+
+    def followers(self, seconds: float) -> dict[int, NodeLink]:
+        """Of those that are expected: who has come in so many seconds. Others of them may not come any more."""
+        with self.news:
+            expected = self._expected or frozenset()
+            self.news.wait_for(lambda: expected <= self.links.keys(), seconds)
+            self._expected = frozenset()
+            out, missing = dict(self.links), self.members.keys() - self.links.keys()
+        for rank in missing:
+            self._watch(rank, self.members[rank])
+        return out
+
     def close(self, reason: str) -> None:
-        """Tells every node that the job is over, also one that is being welcomed just now."""
-        with self._news:
+        """Tells every node that the job is over, also one that is being welcomed just now. "": nothing, since another
+        launcher leads."""
+        with self.news:
             self._closing, self._last_word = True, reason
         # Wakes the accepting thread; closing alone would not.
         with contextlib.suppress(OSError):
@@ -232,12 +342,15 @@ class NodeHub:
         for link in list(self.links.values()):
             self._dismiss(link)
         deadline = time.monotonic() + 5.0
-        with self._news:
-            self._news.wait_for(lambda: not self.links, deadline - time.monotonic())
+        with self.news:
+            self.news.wait_for(lambda: not self.links, deadline - time.monotonic())
         for link in list(self.links.values()):
             link.close()
 
     def _dismiss(self, link: NodeLink) -> None:
+        if not self._last_word:
+            link.close()
+            return
         link.post({"kind": "over", "reason": self._last_word})
         link.post({"kind": "bye"})
 
@@ -280,6 +393,18 @@ class NodeHub:
             until = time.monotonic() + HANDSHAKE_SECONDS
             frames = greet(connection, self._token, "lead", until)
             hello = frames.receive(until, most=HELLO_BYTES)
+            if hello.get("kind") in ("look", "vote"):
+                frames.send(self.standing.answer(hello))
+                frames.close()
+                return
+            if hello.get("kind") == "led":
+                self._hear_of_lead(hello)
+                frames.close()
+                return
+            if passing := self._not_now(hello):
+                frames.send({"kind": "refused", "reason": passing, "again": True, "lead": self.lead})
+                connection.close()
+                return
             refusal = self._objection(hello)
             if refusal:
                 rank = hello.get("rank")
@@ -288,14 +413,16 @@ class NodeHub:
                 frames.send({"kind": "refused", "reason": refusal, "again": again})
                 raise NotTrusted(refusal)
             frames.send({"kind": "welcome"})
-            link = NodeLink(frames, int(hello["rank"]), str(hello["address"]), self._forget, until)
+            rank, address = int(hello["rank"]), str(hello["address"])
+            link = NodeLink(frames, rank, address, self._forget, until, news=self.news)
+            link.resumes = tuple(map(int, hello.get("resumes", (0, 0))))
         except (OSError, NotTrusted, KeyError, TypeError, ValueError) as error:
             connection.close()
             if isinstance(error, NotTrusted):
                 self._say(f"a node was turned away: {printable(str(error))}")
             return
-        with self._news:
-            if link.rank in self.links:
+        with self.news:
+            if link.rank in self.links or ("resumes" in hello and link.rank not in (self._expected or ())):
                 link.close()
                 return
             if self._closing:
@@ -303,14 +430,46 @@ class NodeHub:
                 return
             if link.alive:
                 self.links[link.rank] = link
-            self._news.notify_all()
+                if isinstance(port := hello.get("port"), int):
+                    self.members[link.rank] = address, port
+            self.news.notify_all()
         self._say(f"node {link.rank} is here, at {link.address} (answers in {1000 * link.round_trip:.2f} ms)")
+
+    def call_back(self, front: Address) -> None:
+        """This launcher leads, and not from `front`, where all nodes look for their lead: whoever listens there again
+        is told so, as long as the job lasts."""
+        threading.Thread(target=self._call_back, args=(front,), name="calling back", daemon=True).start()
+
+    def _call_back(self, front: Address) -> None:
+        while not self._closing:
+            if 0 not in self.links:
+                tell(front, self._token, {"kind": "led", "lead": (self.host, self.port)})
+            time.sleep(CALL_SECONDS)
+
+    def _hear_of_lead(self, message: Mapping[str, Any]) -> None:
+        """It does not matter to who leads a job that has begun."""
+        host, port = message["lead"]
+        with self.news:
+            if not (self.standing.leads and self._began):
+                self.lead = str(host), int(port)
+            self.news.notify_all()
+
+    def _not_now(self, hello: Mapping[str, Any]) -> str:
+        """Why a node can't take part yet; empty when it can."""
+        if self._expected is None:
+            return f"node {self.standing.rank} does not lead"
+        if self._expected and "resumes" not in hello:
+            return f"node {self.standing.rank} is about to take the lead"
+        return ""
 
     def _objection(self, hello: Mapping[str, Any]) -> str:
         """Why a node can't take part; empty when it can."""
-        rank = hello.get("rank")
-        if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank < self._nodes:
-            return f"--node-rank: got {rank!r}, expected a whole number from 1 to {self._nodes - 1}"
+        rank, own = hello.get("rank"), self.standing.rank
+        if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < self._nodes or rank == own:
+            others = f"from 1 to {self._nodes - 1}" if own == 0 else f"below {self._nodes}, and not {own}, which leads"
+            return f"--node-rank: got {rank!r}, expected a whole number {others}"
+        if "resumes" in hello and rank not in (self._expected or ()):
+            return f"node {rank} has come too late: node {own} leads without it"
         if rank in self.links:
             return f"--node-rank: got {rank}, and there is a node {rank} already"
         address = hello.get("address")
@@ -322,18 +481,38 @@ class NodeHub:
         return ""
 
     def _forget(self, link: NodeLink) -> None:
-        with self._news:
+        with self.news:
             if self.links.get(link.rank) is link:
                 del self.links[link.rank]
-            self._news.notify_all()
+            self.news.notify_all()
+            address = self.members.get(link.rank)
         if not self._closing:
             self._say(f"the connection with node {link.rank} is broken: its workers count as ended")
+            if address is not None:
+                self._watch(link.rank, address)
+
+    def _watch(self, rank: int, address: Address) -> None:
+        threading.Thread(target=self._find_out, args=(rank, address), name=f"node-{rank}-gone", daemon=True).start()
+
+    def _find_out(self, rank: int, address: Address) -> None:
+        """Until a node that is lost is known to be gone, it may follow another lead, or be one."""
+        standing = self.standing
+        while not self._closing and rank not in self.links and self.members.get(rank) == address:
+            seen = ask(address, self._token, standing.run)
+            with self.news:
+                if seen == "gone" and self.members.get(rank) == address and rank not in self.links:
+                    del self.members[rank]
+                elif isinstance(seen, Here) and seen.term > standing.term and seen.lead is not None:
+                    self.deposed = f"node {seen.lead} leads the job by now: this one was not heard for too long"
+                self.news.notify_all()
+            time.sleep(0.5)
 
 
 def open_pool(role: NodeRole, job: Job, workload: WorkloadSource, token: str | None, say: Say) -> SpreadPool:
-    """Waits for all nodes of a job that this one leads. Raises InputError."""
+    """Waits for all nodes of a job that this one leads. Raises InputError, and LedElsewhere."""
     homes = place(job, role.nodes)
     by_name(workload)
+    wait_for_name(role.host, role.port, say)
     try:
         hub = NodeHub(role.host, role.port, role.nodes, token or "", say)
     except OSError as error:
@@ -345,33 +524,125 @@ def open_pool(role: NodeRole, job: Job, workload: WorkloadSource, token: str | N
             publish_lead(role.store, hub.port)
         say(f"waiting for {role.nodes - 1} more nodes at {hub.host}:{hub.port}")
         hub.wait_for_all(NODE_SECONDS)
+    except LedElsewhere:
+        hub.close("")
+        raise
     except BaseException:
         hub.close("the job does not start")
         raise
     return SpreadPool(preload(workload), hub, homes)
 
 
-class SpreadPool(ProcessPool):
-    """Starts each worker on the node that `homes` says; see agent.nodes.placement for those of lost nodes."""
+def wait_for_name(host: str, port: int, say: Say, seconds: float = NAME_SECONDS) -> None:
+    """Until this host's own name is known: a pod of Kubernetes runs before that. After so many seconds it returns all
+    the same; whoever listens there says what is wrong."""
+    deadline, said = time.monotonic() + seconds, False
+    while True:
+        try:
+            socket.getaddrinfo(host, port)
+        except socket.gaierror as error:
+            if time.monotonic() >= deadline:
+                return
+            if not said:
+                say(f"{host} has no address yet ({error.strerror}); it is tried again for {seconds:.0f} s")
+                said = True
+            time.sleep(min(1.0, seconds / 10))
+        else:
+            return
 
-    def __init__(self, modules: list[str], hub: NodeHub, homes: Mapping[Worker, int]):
+
+class SpreadPool(ProcessPool):
+    """Starts each worker on the node that `homes` says; see agent.nodes.placement for those of lost nodes.
+
+    What workers are told waits for `hand_out`. record: its lines so far.
+    """
+
+    def __init__(
+        self, modules: list[str], hub: NodeHub, homes: Mapping[Worker, int], record: Spool | None = None
+    ) -> None:
         super().__init__(main, modules)
         self.host = hub.host
         self._hub, self._homes = hub, homes
         self._where: dict[str, int] = {}
         """Node of every incarnation that runs."""
+        self._record = Spool() if record is None else record
+        self._decided: list[Callable[[], None]] | None = []
+        """What waits for the others to have a copy; None: nothing has to, as the job is at its end."""
+        self._copies = 0
+        self._due, self._lines = 0.0, 0
+        self._followed_at = time.monotonic()
+        self._counted: set[int] | None = None
+        """Nodes whose acks count: enough nodes know that they belong to the job. None: all."""
+        self._job: dict[str, Any] = {}
 
     def start(self, worker: Worker, make_spec: Callable[[str], Any], now: float) -> WorkerProcess:
         links = dict(self._hub.links)
         where = {w: self._where[entry.incarnation] for w, entry in self.running.items()}
-        node = stand_in(worker, self._homes[worker], {0, *links}, where)
-        if node == 0:
+        own = self._hub.standing.rank
+        node = stand_in(worker, self._homes[worker], {own, *links}, where)
+        if node == own:
             entry = super().start(worker, lambda i: replace(make_spec(i), address=self._hub.host), now)
+            self._hold_back(entry)
         else:
             entry = self._start_there(links[node], worker, make_spec, now)
             self.running[worker] = entry
         self._where[entry.incarnation] = node
         return entry
+
+    def adopt(self, entry: WorkerProcess) -> None:
+        """A worker of this node, which was started for the lead before."""
+        self._hold_back(entry)
+        self.running[entry.worker] = entry
+        self._where[entry.incarnation] = self._hub.standing.rank
+
+    def adopt_there(self, link: NodeLink, worker: Worker, incarnation: str, now: float) -> RemoteWorker:
+        """As `adopt`, of another node's."""
+        ours, theirs = self.context.Pipe(duplex=False)
+        entry = self._remote(link, worker, incarnation, link.adopt(incarnation, theirs), ours, now)
+        self.running[worker] = entry
+        self._where[incarnation] = link.rank
+        return entry
+
+    def count(self, nodes: Iterable[int]) -> None:
+        """So many know already that they belong to the job."""
+        self._counted = set(nodes)
+
+    def decide(self, send: Callable[[], None]) -> None:
+        if self._decided is None:
+            send()
+        else:
+            self._decided.append(send)
+
+    def recorded(self, line: dict[str, Any]) -> None:
+        self._record.add([line])
+
+    def hand_out(self, run: RunSpec, saved: Callable[[], dict[str, Any] | None], *, last: bool = False) -> str:
+        hub, now = self._hub, time.monotonic()
+        if hub.deposed or self._decided is None:
+            return hub.deposed
+        longer = len(self._record) > self._lines and now >= self._due - COPY_SECONDS + LINES_SECONDS
+        if not (self._decided or last or longer or now >= self._due):
+            return ""
+        self._due, self._lines = now + COPY_SECONDS, len(self._record)
+        document = saved()
+        if document is not None:
+            self._copies += 1
+            with hub.news:
+                nodes, links = dict(hub.members), dict(hub.links)
+            copy = self._copy(run, document, nodes)
+            for rank, link in links.items():
+                # Of one that stands still nothing is to pile up; what is decided may not come without a copy.
+                if rank in nodes and (self._decided or last or link.handed - link.acked < MOST_UNREAD):
+                    link.hand(copy, self._record)
+            if not self._acked(copy.number, now + (COPY_SECONDS if last else ACK_SECONDS)):
+                if now > self._followed_at + SEEK_SECONDS:
+                    hub.deposed = hub.deposed or f"for {SEEK_SECONDS:.0f} s too few of the other nodes have answered"
+                return hub.deposed
+            self._counted, self._followed_at = set(nodes), now
+        decided, self._decided = self._decided, None if last else []
+        for send in decided:
+            send()
+        return ""
 
     def forget(self, entry: WorkerProcess) -> None:
         super().forget(entry)
@@ -381,13 +652,55 @@ class SpreadPool(ProcessPool):
 
     def kill_all(self) -> None:
         super().kill_all()
-        self._hub.close("the job is over")
+        self._hub.close("the job is over" if self._decided is None else "")
+
+    def _acked(self, number: int, until: float) -> bool:
+        """Have enough nodes got that copy, by then?"""
+        hub = self._hub
+
+        def enough() -> bool:
+            counted = hub.members.keys() if self._counted is None else self._counted & hub.members.keys()
+            acks = sum(rank in counted and link.acked >= number for rank, link in hub.links.items())
+            return may_go_on(1 + acks, 1 + len(hub.members))[0]
+
+        with hub.news:
+            hub.news.wait_for(lambda: hub.deposed or enough(), max(0.0, until - time.monotonic()))
+            return not hub.deposed and enough()
+
+    def _copy(self, run: RunSpec, document: dict[str, Any], nodes: Mapping[int, Address]) -> Copy:
+        standing = self._hub.standing
+        self._job = self._job or encode_run(run)
+        about = ("member", "since", "whole", "spoke", "op_limit")
+        workers = [
+            {name: getattr(entry, name) for name in about}
+            | {"worker": str(entry.worker), "came_from": entry.came_from and str(entry.came_from)}
+            | {"incarnation": entry.incarnation, "node": self._where[entry.incarnation]}
+            for entry in self.running.values()
+        ]
+        heard = {entry.incarnation: entry.heard for entry in self.entries}
+        plan = document.pop("plan")
+        own = self._hub.host, self._hub.port
+        return Copy(
+            *(standing.run, standing.term, self._copies, standing.rank, 0, {**nodes, standing.rank: own}),
+            *(heard, len(self._record), pack(document | {"workers": workers}), plan, self._job),
+        )
+
+    def _hold_back(self, entry: WorkerProcess) -> None:
+        entry.send = lambda message: self.decide(lambda: entry.outbox.put(message))
 
     def _start_there(self, link: NodeLink, worker: Worker, make_spec: Callable[[str], Any], now: float) -> RemoteWorker:
         incarnation = uuid.uuid4().hex[:16]
         ours, theirs = self.context.Pipe(duplex=False)
         process = link.start(replace(make_spec(incarnation), address=link.address), theirs)
-        return RemoteWorker(worker, incarnation, process, ours, now, node=link)
+        return self._remote(link, worker, incarnation, process, ours, now)
+
+    def _remote(
+        self, link: NodeLink, worker: Worker, incarnation: str, process: RemoteProcess, pipe: Connection, now: float
+    ) -> RemoteWorker:
+        entry = RemoteWorker(worker, incarnation, process, pipe, now, node=link)
+        whom = {"kind": "to", "incarnation": incarnation}
+        entry.send = lambda message: self.decide(lambda: link.post(whom | {"message": message}))
+        return entry
 
 
 def _compare_clocks(frames: Frames, until: float | None) -> tuple[int, float]:

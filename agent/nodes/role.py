@@ -32,6 +32,14 @@ class NodeRole:
         return self.rank == 0
 
 
+class LedElsewhere(Exception):
+    """This launcher was to lead, and another leads the job already: it comes back to it as one of its nodes."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self.lead = host, port
+        super().__init__(f"the job is led from {host}:{port}: this node joins it")
+
+
 def role_of(env: Mapping[str, str], nodes: int | None, rank: int | None, lead: str | None) -> NodeRole | None:
     """None for a job of one node. Options win over the environment. Raises InputError."""
     if nodes is not None:

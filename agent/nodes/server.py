@@ -1,6 +1,7 @@
 """A node that does not lead: starts and ends worker processes for the lead, and passes on what they say.
 
-It decides nothing. When the lead is gone, so are its workers: the state of the job went with it.
+It keeps what the lead knows and what its workers have said since, so that it can follow another lead, or be it
+(agent.nodes.succession), while its workers go on.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import signal
 import socket
 import time
+from collections import deque
 from collections.abc import Callable
 from multiprocessing.connection import wait
 from typing import Any
@@ -15,7 +17,10 @@ from typing import Any
 from openrecycle.agent import channel, worker
 from openrecycle.agent.client import Backoff
 from openrecycle.agent.nodes.frames import Frames, NotTrusted, greet
-from openrecycle.agent.nodes.wire import MACHINE, decode_spec
+from openrecycle.agent.nodes.pool import NodeHub
+from openrecycle.agent.nodes.succession import Copy, Follow, Lead, Search, Spool, Standing
+from openrecycle.agent.nodes.successor import Succession
+from openrecycle.agent.nodes.wire import MACHINE, decode_run, decode_spec
 from openrecycle.agent.processes import ProcessPool, WorkerProcess, preload
 from openrecycle.agent.timeouts import ALIVE_SECONDS
 from openrecycle.planner.job import Worker
@@ -28,12 +33,37 @@ class LeadLost(Exception):
 
 
 class NodeServer:
-    """token: shared by the job's nodes. address: under which this
-    node's workers can be reached; the one this host reaches the lead from, unless given."""
+    """nodes: of the job. front: where all look for their lead, and node 0 listens. token: shared by them. address:
+    under which this node's workers can be reached; the one this host reaches the lead from, unless given. lead: where
+    it listens, if not there."""
 
-    def __init__(self, rank: int, lead: tuple[str, int], token: str | None, address: str | None, say: Say) -> None:
-        self._rank, self._lead, self._token, self._say = rank, lead, token, say
-        self._address = address
+    def __init__(
+        self,
+        rank: int,
+        nodes: int,
+        front: tuple[str, int],
+        token: str | None,
+        address: str | None,
+        say: Say,
+        lead: tuple[str, int] | None = None,
+    ) -> None:
+        self._rank, self._nodes, self._front, self._token, self._say = rank, nodes, front, token or "", say
+        self._address, self._lead = address, lead or front
+        self._standing = Standing(rank)
+        self._hub: NodeHub | None = None
+        self._frames: Frames | None = None
+        """The connection with the lead; None: there is none, and it is found out who leads next."""
+        self._heard_at = self._lost_at = 0
+        """When it has last said something, and when it was lost, in nanoseconds."""
+        self._silence = float("inf")
+        self._search: Search | None = None
+        self._resuming = False
+        """Does a new lead not know yet what this node's workers have said?"""
+        self._copy: Copy | None = None
+        self._record = Spool()
+        self._said: dict[str, deque[dict[str, Any]]] = {}
+        """By incarnation, what was said of it that may not be in the copy: numbered messages, and its end."""
+        self._numbers: dict[str, int] = {}
         self._pool: ProcessPool | None = None
         self._started = 0
         self._entries: dict[str, WorkerProcess] = {}
@@ -44,31 +74,40 @@ class NodeServer:
         """Ends this node soon; from the handler of signal `number`."""
         self._stop = self._stop or number
 
-    def run(self, timeout: float) -> str:
-        """Serves until the job is over; returns the lead's last sentence.
+    def run(self, timeout: float) -> str | Succession:
+        """Serves until the job is over, and returns the lead's last sentence; or until this node is to lead.
 
-        timeout: seconds to wait for the lead. Raises LeadLost; no process is left behind.
+        timeout: seconds to wait for the lead. Raises LeadLost. No process is left behind, unless this node leads.
         """
-        frames = self._join(timeout)
+        leads = False
         try:
+            self._join(timeout)
             while True:
-                self._turn(frames)
+                try:
+                    self._turn()
+                except _Moved:
+                    self._join(timeout)
                 if self._stop:
                     raise LeadLost(f"stopped by {signal.Signals(self._stop).name}")
+                if succession := self._look_for_lead():
+                    leads = True
+                    return succession
         except _Bye:
             return self._over
-        except (OSError, NotTrusted, ValueError) as error:
-            raise LeadLost(f"the connection with the lead broke ({error}); this node's workers are ended") from None
         finally:
-            frames.close()
-            if self._pool is not None:
-                self._pool.kill_all()
+            if self._frames is not None:
+                self._frames.close()
+            if not leads:
+                if self._hub is not None:
+                    self._hub.close("")
+                if self._pool is not None:
+                    self._pool.kill_all()
 
-    def _join(self, timeout: float) -> Frames:
-        host, port = self._lead
+    def _join(self, timeout: float) -> None:
         deadline, backoff = time.monotonic() + timeout, Backoff(0.1, 2.0)
         said = ""
         while True:
+            host, port = self._lead
             why = ""
             try:
                 connection = socket.create_connection((host, port), 5.0)
@@ -77,7 +116,9 @@ class NodeServer:
                 reason = str(error)
             else:
                 try:
-                    return self._introduce(connection)
+                    self._introduce(connection)
+                    self._say(f"node {self._rank} works for {host}:{port}, its workers at {self._address}")
+                    return
                 except _Later as error:
                     why, reason = "the lead turned this node away", str(error)
                 except OSError as error:
@@ -96,46 +137,144 @@ class NodeServer:
                 raise LeadLost(f"{why} within {timeout:.0f} s ({reason})")
             time.sleep(backoff.seconds())
 
-    def _introduce(self, connection: socket.socket) -> Frames:
+    def _introduce(self, connection: socket.socket, **about: Any) -> None:
         """Raises _Later, or OSError, for what may pass; LeadLost, NotTrusted and KeyError for what does not."""
-        frames = greet(connection, self._token or "", "node")
-        address = self._address or connection.getsockname()[0]
-        frames.send({"kind": "hello", "rank": self._rank, "address": address, **MACHINE})
+        frames = greet(connection, self._token, "node")
+        if self._hub is None:
+            address = self._address or connection.getsockname()[0]
+            host, port = self._front if self._rank == 0 else (address, 0)
+            self._hub = NodeHub(host, port, self._nodes, self._token, self._say, self._standing)
+            self._address = self._hub.host if self._rank == 0 else address
+        about |= {"rank": self._rank, "address": self._address, "port": self._hub.port}
+        frames.send({"kind": "hello", **about, **MACHINE})
         answer = frames.receive()
         if answer["kind"] != "welcome":
             if answer.get("again"):
+                if answer.get("lead"):
+                    self._lead = str(answer["lead"][0]), int(answer["lead"][1])
                 raise _Later(answer["reason"])
             raise LeadLost(f"the lead turned this node away: {answer['reason']}")
-        self._say(f"node {self._rank} works for {self._lead[0]}:{self._lead[1]}, its workers at {address}")
-        return frames
+        if not about.get("resumes"):
+            self._standing.follow(0, 0)
+        self._frames, self._heard_at = frames, time.monotonic_ns()
+
+    # -- the lead is lost ---------------------------------------------------------------------
+
+    def _leave(self, why: object) -> None:
+        """The connection is broken."""
+        if self._frames is not None:
+            self._frames.close()
+        self._frames, self._lost_at = None, time.monotonic_ns()
+        if self._over:
+            raise _Bye
+        if self._copy is None:
+            raise LeadLost(f"the connection with the lead broke ({why}); this node's workers are ended")
+        self._say(f"the connection with the lead broke ({why}); the nodes find out who leads next")
+        self._standing.lose_lead()
+
+    def _look_for_lead(self) -> Succession | None:
+        """Where the lead is gone, or silent: what has come of it. Returns what this node leads with, if it is to."""
+        copy, standing = self._copy, self._standing
+        if copy is None:
+            return None
+        silent = (time.monotonic_ns() - self._heard_at) / 1e9 > self._silence and len(copy.nodes) > 2
+        if self._frames is not None and standing.lead is None:
+            self._leave("it was silent, and the nodes choose another")
+        if self._frames is not None and not silent:
+            return None
+        standing.lose_lead()
+        if self._search is None:
+            self._search = Search(standing, copy, self._token)
+        if (found := self._search.outcome) is None:
+            return None
+        self._search = None
+        if isinstance(found, Lead):
+            return self._succeed(copy, found)
+        if isinstance(found, Follow):
+            self._follow(copy, found)
+        elif self._frames is None:
+            raise LeadLost(f"{found.why}; this node's workers are ended")
+        return None
+
+    def _follow(self, copy: Copy, found: Follow) -> None:
+        if self._frames is not None:
+            self._frames.close()
+        try:
+            connection = socket.create_connection(copy.nodes[found.rank], 5.0)
+        except OSError:
+            return  # it is looked for again
+        try:
+            self._introduce(connection, resumes=[copy.term, len(self._record)])
+        except (_Later, OSError):
+            connection.close()
+            return
+        except (NotTrusted, KeyError) as error:
+            connection.close()
+            raise LeadLost(f"no understanding with node {found.rank}, which leads: {error}") from None
+        if not self._standing.follow(found.rank, found.term):
+            self._leave("it leads no more")
+            return
+        self._resuming = True
+        self._say(f"node {found.rank} leads from here on, and this node's workers go on")
+
+    def _succeed(self, copy: Copy, won: Lead) -> Succession:
+        if self._frames is not None:
+            self._frames.close()
+            self._frames = None
+        assert self._hub is not None
+        members = {r: a for r, a in copy.nodes.items() if r != self._rank and r not in won.gone}
+        self._hub.take_over(members, won.expected)
+        if self._rank != 0:
+            self._hub.call_back(self._front)
+        return Succession(
+            *(decode_run(copy.job), self._nodes, self._hub, copy, self._record, won),
+            *(self._entries, self._said, self._lost_at or time.monotonic_ns()),
+        )
 
     # -- one turn of the loop -----------------------------------------------------------------
 
-    def _turn(self, frames: Frames) -> None:
+    def _turn(self) -> None:
+        frames = self._frames
         pipes = {entry.pipe: incarnation for incarnation, entry in self._entries.items()}
         sentinels = {entry.process.sentinel: incarnation for incarnation, entry in self._entries.items()}
-        ready = wait([frames.fileno(), *pipes, *sentinels], 0.0 if frames.waiting else 0.5)
+        timeout = 0.5 if frames is not None and self._search is None else 0.02
+        connections = [] if frames is None else [frames.fileno()]
+        ready = wait([*connections, *pipes, *sentinels], 0.0 if frames is not None and frames.waiting else timeout)
         for item in ready:
             if item in pipes:
-                self._pass_on(frames, pipes[item])  # type: ignore[index]
+                self._pass_on(pipes[item])  # type: ignore[index]
         for item in ready:
             if item in sentinels:
-                self._ended(frames, sentinels[item])  # type: ignore[index]
-        if frames.waiting or frames.fileno() in ready:
-            self._obey(frames, frames.receive())
-        self._vouch(frames)
+                self._ended(sentinels[item])  # type: ignore[index]
+        if frames is None or frames is not self._frames:
+            return
+        try:
+            if frames.waiting or frames.fileno() in ready:
+                self._obey(frames, frames.receive())
+            self._vouch(frames)
+        except (OSError, NotTrusted, ValueError) as error:
+            self._leave(error)
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        """The lead, if there is one that is to know."""
+        if self._frames is None or self._resuming or self._standing.lead is None:
+            return
+        try:
+            self._frames.send(message)
+        except OSError as error:
+            self._leave(error)
 
     def _vouch(self, frames: Frames) -> None:
         """Says of workers that can't speak, and are seen at work, that they compute: the lead can't look there."""
         now = time.monotonic()
-        for incarnation, entry in self._entries.items():
+        for incarnation, entry in self._entries.items() if not self._resuming else ():
             if now - entry.heard_at > 2.5 * ALIVE_SECONDS and now - entry.looked_at >= ALIVE_SECONDS:
                 entry.look(now)
                 if entry.lived_at == now:
                     message = {"kind": "computes", "at": time.monotonic_ns()}
                     frames.send({"kind": "from", "incarnation": incarnation, "message": message})
 
-    def _pass_on(self, frames: Frames, incarnation: str) -> None:
+    def _pass_on(self, incarnation: str) -> None:
         """Everything that is in the worker's pipe."""
         entry = self._entries[incarnation]
         pipe, entry.heard_at = entry.pipe, time.monotonic()
@@ -146,17 +285,29 @@ class NodeServer:
                 message = channel.receive(pipe)
             except (EOFError, OSError):
                 return  # its sentinel tells the rest
-            frames.send({"kind": "from", "incarnation": incarnation, "message": message})
+            item = {"kind": "from", "incarnation": incarnation, "message": message}
+            if message["kind"] != "alive":  # which is of that moment alone
+                message["number"] = self._numbers[incarnation] = self._numbers.get(incarnation, 0) + 1
+                self._said.setdefault(incarnation, deque()).append(item)
+            self._tell(item)
 
-    def _ended(self, frames: Frames, incarnation: str) -> None:
-        self._pass_on(frames, incarnation)
+    def _ended(self, incarnation: str) -> None:
+        self._pass_on(incarnation)
         entry = self._entries.pop(incarnation)
         entry.process.join()
         if self._pool is not None:
             self._pool.forget(entry)
-        frames.send({"kind": "exited", "incarnation": incarnation, "code": entry.process.exitcode})
+        item = {"kind": "exited", "incarnation": incarnation, "code": entry.process.exitcode}
+        self._said.setdefault(incarnation, deque()).append(item)
+        self._tell(item)
 
     def _obey(self, frames: Frames, message: dict[str, Any]) -> None:
+        self._heard_at = time.monotonic_ns()
+        if self._search is not None and self._standing.hear():
+            self._search.cancel()
+            self._search = None
+        if self._standing.lead is None:
+            return  # another leads next
         entry = self._entries.get(str(message.get("incarnation")))
         match message["kind"]:
             case "start":
@@ -167,10 +318,50 @@ class NodeServer:
                 entry.kill()
             case "clock":
                 frames.send({"kind": "clock", "at": time.monotonic_ns()})
+            case "lines":
+                self._record.cut(message["first"])
+                self._record.add(message["lines"])
+            case "copy":
+                self._take(frames, Copy.of(message, self._copy))
+            case "resume":
+                self._resume(frames, message)
+            case "moved":
+                host, port = message["lead"]
+                self._lead = str(host), int(port)
+                raise _Moved
             case "over":
                 self._over = str(message["reason"])
             case "bye":
                 raise _Bye
+
+    def _take(self, frames: Frames, copy: Copy) -> None:
+        if not self._standing.take(copy):
+            return
+        if self._copy is None:
+            self._silence = decode_run(copy.job).options.faults.timeouts.silence
+        self._copy = copy
+        assert self._hub is not None
+        self._hub.lead = copy.nodes[copy.lead]
+        frames.send({"kind": "ack", "number": copy.number})
+        for incarnation, said in list(self._said.items()):
+            heard = copy.heard.get(incarnation)
+            if heard is None and incarnation not in self._entries:
+                del self._said[incarnation]
+            while said and heard is not None and said[0].get("message", {}).get("number", heard + 1) <= heard:
+                said.popleft()
+
+    def _resume(self, frames: Frames, message: dict[str, Any]) -> None:
+        """The lead is a new one: it is told what it has not heard, and whom it does not know is ended."""
+        for said in self._said.values():
+            for item in said:
+                heard = message["heard"].get(item["incarnation"], 0)
+                if item.get("message", {}).get("number", heard + 1) > heard:
+                    frames.send(item)
+        for incarnation, entry in self._entries.items():
+            if incarnation not in message["workers"]:
+                entry.kill()
+        frames.send({"kind": "resumed"})
+        self._resuming = False
 
     def _start(self, document: dict[str, Any]) -> None:
         spec = decode_spec(document)
@@ -179,11 +370,16 @@ class NodeServer:
         # The pool files processes by cell; here one cell may have several, as workers migrate.
         self._started += 1
         entry = self._pool.start(Worker(self._started, spec.worker.stage), lambda _: spec, time.monotonic())
+        entry.incarnation = spec.incarnation
         self._entries[spec.incarnation] = entry
 
 
 class _Later(Exception):
     """The lead can't take this node now, for a reason that may pass."""
+
+
+class _Moved(Exception):
+    """Another leads already."""
 
 
 class _Bye(Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -34,6 +35,7 @@ _FORMS: dict[str, TypeAdapter[Any]] = {
     "partition": TypeAdapter(Partition),
     "layer_io": TypeAdapter(StageIO | None),
     "origin": TypeAdapter(Origin | None),
+    "shared_gpus": TypeAdapter(bool),
 }
 _LEAD_KEY = "openrecycle/lead-port"
 _STORE_SECONDS = 600.0
@@ -63,14 +65,20 @@ def by_name(workload: WorkloadSource) -> NamedWorkload:
 
 def encode_spec(spec: WorkerSpec) -> dict[str, Any]:
     """Raises InputError as `by_name` does."""
-    run = spec.run
-    workload = by_name(run.workload)
     return {
         "worker": str(spec.worker),
         "incarnation": spec.incarnation,
         "joins": spec.joins,
         "threads": spec.threads,
         "address": spec.address,
+        **encode_run(spec.run),
+    }
+
+
+def encode_run(run: RunSpec) -> dict[str, Any]:
+    """Raises InputError as `by_name` does."""
+    workload = by_name(run.workload)
+    return {
         "workload": workload.path,
         "workload_options": dict(workload.options),
         "heartbeat_seconds": run.heartbeat_seconds,
@@ -80,13 +88,8 @@ def encode_spec(spec: WorkerSpec) -> dict[str, Any]:
 
 def decode_spec(document: dict[str, Any]) -> WorkerSpec:
     """Raises ValueError when it is no such document."""
+    run = decode_run(document)
     try:
-        seconds = document["heartbeat_seconds"]
-        run = RunSpec(
-            workload=NamedWorkload(str(document["workload"]), document["workload_options"]),
-            heartbeat_seconds=None if seconds is None else float(seconds),
-            **{name: form.validate_python(document[name]) for name, form in _FORMS.items()},
-        )
         return WorkerSpec(
             worker=Worker.parse(document["worker"]),
             incarnation=str(document["incarnation"]),
@@ -94,6 +97,19 @@ def decode_spec(document: dict[str, Any]) -> WorkerSpec:
             joins=bool(document["joins"]),
             threads=int(document["threads"]),
             address=str(document["address"]),
+        )
+    except (KeyError, TypeError, InputError) as error:
+        raise ValueError(f"no worker can be started from this: {error}") from None
+
+
+def decode_run(document: Mapping[str, Any]) -> RunSpec:
+    """Raises ValueError when it is no such document."""
+    try:
+        seconds = document["heartbeat_seconds"]
+        return RunSpec(
+            workload=NamedWorkload(str(document["workload"]), document["workload_options"]),
+            heartbeat_seconds=None if seconds is None else float(seconds),
+            **{name: form.validate_python(document[name]) for name, form in _FORMS.items()},
         )
     except (KeyError, TypeError, IndexError, ValidationError) as error:
         raise ValueError(f"no worker can be started from this: {error}") from None

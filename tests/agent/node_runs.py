@@ -53,8 +53,8 @@ def two_nodes(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[by
         kill_group(node)
 
 
-def lines(folder: Path) -> list[dict[str, Any]]:
-    path = folder / "run.jsonl"
+def lines(folder: Path, name: str = "run.jsonl") -> list[dict[str, Any]]:
+    path = folder / name
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 

@@ -25,7 +25,7 @@ from openrecycle.agent.checkpoints.checkpointing import Origin
 from openrecycle.agent.nodes import frames as frames_module
 from openrecycle.agent.nodes.frames import MAX_MESSAGE_BYTES, Frames, NotTrusted, greet
 from openrecycle.agent.nodes.placement import place, stand_in
-from openrecycle.agent.nodes.pool import CLOCK_SAMPLES, NodeHub, SpreadPool
+from openrecycle.agent.nodes.pool import CLOCK_SAMPLES, NodeHub, SpreadPool, wait_for_name
 from openrecycle.agent.nodes.role import NodeRole, check_token, first_host, role_of
 from openrecycle.agent.nodes.wire import MACHINE, by_name, decode_spec, encode_spec
 from openrecycle.agent.spec import RunSpec, WorkerSpec
@@ -307,7 +307,7 @@ def spec_of(workload: Any) -> WorkerSpec:
     stage_io = ((TensorSpec((2, 3), "float32"), TensorSpec((2,), "int64", False)),) * 2
     options = everything_changed(job=job)
     origin = Origin(Identity("a:b", 6, 3, 2, 4, 1, {"mode": "fast"}), "folder/3", 3)
-    run = RunSpec(options, workload, (2, 1, 3), stage_io, origin, 0.5)
+    run = RunSpec(options, workload, (2, 1, 3), stage_io, origin, 0.5, True)
     return WorkerSpec(Worker(1, 2), "abc", run, True, threads=2, address="10.0.0.7")
 
 
@@ -357,6 +357,32 @@ def test_the_lead_says_why_a_node_is_turned_away(hello: dict[str, Any], reason: 
             hub.wait_for_all(0.01)
     finally:
         hub.close("test")
+
+
+def test_the_lead_waits_until_its_own_name_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a pod that runs before the name server knows it."""
+    known, asked, said = socket.getaddrinfo, list[object](), list[str]()
+
+    def later(*arguments: Any, **options: Any) -> Any:
+        if arguments[0] != "points-0.points":  # asked by what else runs here
+            return known(*arguments, **options)
+        asked.append(arguments)
+        if len(asked) < 3:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return known("127.0.0.1", 0)
+
+    monkeypatch.setattr(socket, "getaddrinfo", later)
+    wait_for_name("points-0.points", 29431, said.append, 5.0)
+    assert len(asked) == 3 and len(said) == 1 and "points-0.points" in said[0]
+    asked.clear()
+
+    def never(*arguments: Any, **options: Any) -> Any:
+        asked.clear()
+        return later(*arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", never)
+    wait_for_name("points-0.points", 29431, said.append, 0.2)
+    assert len(said) == 2, "it does not wait for ever"
 
 
 def fake_node(hub: NodeHub, offset: int = 0) -> Frames:

@@ -111,7 +111,7 @@ def test_a_node_that_is_refused_tries_again_where_the_reason_passes(hub: NodeHub
     answering.start()
     until(lambda: 1 in hub.links, "the first node to be there", 10)
     said: list[str] = []
-    again = NodeServer(1, (hub.host, hub.port), TOKEN, None, said.append)
+    again = NodeServer(1, 3, (hub.host, hub.port), TOKEN, None, said.append)
     outcome: list[str] = []
     thread = threading.Thread(target=lambda: outcome.append(again.run(60)))
     thread.start()
@@ -137,7 +137,7 @@ def test_a_node_that_comes_while_the_job_ends_is_told_so(hub: NodeHub) -> None:
 
 def test_a_node_that_is_refused_for_good_gives_up(hub: NodeHub) -> None:
     with pytest.raises(LeadLost, match="--node-rank"):
-        NodeServer(7, (hub.host, hub.port), TOKEN, None, lambda _: None).run(60)
+        NodeServer(7, 3, (hub.host, hub.port), TOKEN, None, lambda _: None).run(60)
 
 
 def test_waiting_has_an_end(hub: NodeHub) -> None:
@@ -145,7 +145,7 @@ def test_waiting_has_an_end(hub: NodeHub) -> None:
     threading.Thread(target=_tell_the_time, args=(first,), daemon=True).start()
     until(lambda: 1 in hub.links, "the first node to be there", 10)
     with pytest.raises(LeadLost, match="within 0 s"):
-        NodeServer(1, (hub.host, hub.port), TOKEN, None, lambda _: None).run(0.1)
+        NodeServer(1, 3, (hub.host, hub.port), TOKEN, None, lambda _: None).run(0.1)
     first.close()
 
 

@@ -56,9 +56,10 @@ def test_a_worker_elsewhere_dies_and_comes_back(reference: Run, tmp_path: Path) 
     assert failure["worker"] == "W1_1" and failure["death_known"] and 0 <= failure["detected_ms"] < 5000
 
 
-def test_a_node_does_not_outlive_its_lead(tmp_path: Path) -> None:
-    with two_nodes(tmp_path, *PACED) as (lead, node):
-        until(lambda: lines(tmp_path), "an iteration")
+def test_before_training_a_node_does_not_outlive_its_lead(tmp_path: Path) -> None:
+    """Nobody has been told yet what the job is."""
+    with two_nodes(tmp_path, "--form-timeout", "60") as (lead, node):
+        until(lambda: "node 1 is here" in (tmp_path / "lead.log").read_text(), "the node to come")
         os.kill(lead.pid, signal.SIGKILL)
         assert node.wait(30) == 1
         assert golden("the-connection-with-the-lead") in (tmp_path / "node.log").read_text()
@@ -84,6 +85,7 @@ def test_under_torchrun(reference: Run, tmp_path: Path) -> None:
     assert run.losses == reference.losses and run.final == reference.final
 
 
+@pytest.mark.chaos
 def test_a_node_with_another_token_is_turned_away(tmp_path: Path) -> None:
     place = ("-m", "agent", "launch", *GRID, *TINY, "--nodes", "2", "--lead", f"127.0.0.1:{free_port()}")
     lead = start(tmp_path / "lead.log", *place, "--node-rank", "0", OPENRECYCLE_TOKEN="one of 16 characters")

@@ -1,0 +1,415 @@
+"""Who leads a job when its lead is gone: what each node keeps for that, whom it asks, and how many must agree.
+
+The lead hands every node a `Copy` of what it knows before it tells any worker what it has decided, and each node keeps
+what its workers have said since. So a copy and what is kept make the state of the job again.
+
+A lead is gone when the system has closed its connection and nobody listens at its address any more: so its process has
+ended, and it is counted no more. One that is stopped, slow or cut off shows nothing of the kind. Of the nodes that are
+not known to be gone more than half must follow whoever begins to lead, and half must follow whoever goes on: so there
+are never two, and in two halves it is the lead's that goes on.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import socket
+import tempfile
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from openrecycle.agent.nodes.frames import NotTrusted, greet
+
+LOOK_SECONDS = 2.0
+"""To find out whether anybody listens at an address."""
+STAND_SECONDS = 3.0
+"""So long a node waits for one with a lower number to stand for the lead."""
+SEEK_SECONDS = 120.0
+"""After so long without a lead a node gives up."""
+_PAUSE_SECONDS = 0.1
+_CHUNK = 1 << 20
+"""Bytes of the record in a message."""
+
+Address = tuple[str, int]
+Age = tuple[int, int]
+"""Of a copy: its term, and its number in that; the greater is the later."""
+
+
+@dataclass(frozen=True)
+class Copy:
+    """What the lead knew: of its launcher and its workers (`packed`), and where the nodes are, itself among them.
+
+    ahead: nanoseconds of its clock before this machine's. heard: by incarnation, the newest message that is in it.
+    lines: of the record, that come before it. plan: in force, as JSON. job: see agent.nodes.wire.encode_run.
+    """
+
+    run: str
+    term: int
+    number: int
+    lead: int
+    ahead: int
+    nodes: Mapping[int, Address]
+    heard: Mapping[str, int]
+    lines: int
+    packed: str
+    plan: str
+    job: Mapping[str, Any]
+
+    @property
+    def age(self) -> Age:
+        return self.term, self.number
+
+    def to_message(self) -> dict[str, Any]:
+        return {"kind": "copy"} | vars(self) | {"nodes": sorted(self.nodes.items())}
+
+    @classmethod
+    def of(cls, message: Mapping[str, Any], before: Copy | None = None) -> Copy:
+        """before: has the job and the plan, where they are the same. Raises ValueError for what is none."""
+        try:
+            return cls(
+                run=str(message["run"]),
+                **{name: int(message[name]) for name in ("term", "number", "lead", "ahead", "lines")},
+                nodes={int(rank): (str(host), int(port)) for rank, (host, port) in message["nodes"]},
+                heard={str(name): int(number) for name, number in message["heard"].items()},
+                packed=str(message["packed"]),
+                plan=str(message.get("plan") or (before.plan if before else "")),
+                job=dict(message.get("job") or (before.job if before else {})),
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"this is no copy of a job: {error}") from None
+
+    def unpacked(self) -> dict[str, Any]:
+        document: dict[str, Any] = json.loads(zlib.decompress(base64.b64decode(self.packed)))
+        return document
+
+
+def pack(document: Mapping[str, Any]) -> str:
+    return base64.b64encode(zlib.compress(json.dumps(document).encode(), 1)).decode()
+
+
+# -- decisions ------------------------------------------------------------------------------------
+
+
+def may_lead(voters: int, nodes: int) -> tuple[bool, str]:
+    """May a node begin to? voters: that follow it, and itself. nodes: of the job, that are not known to be gone."""
+    if 2 * voters > nodes:
+        return True, f"{voters} of {nodes} nodes follow it"
+    return False, f"{voters} of {nodes} nodes are not more than half: the others may have a lead"
+
+
+def may_go_on(followers: int, nodes: int) -> tuple[bool, str]:
+    """May the lead? As in `may_lead`; but of two halves only the lead's goes on."""
+    if 2 * followers >= nodes:
+        return True, f"{followers} of {nodes} nodes follow it"
+    return False, f"only {followers} of {nodes} nodes follow it: the others may have another lead"
+
+
+def may_have_vote(free: bool, promised: int, own: Age, term: int, age: Age) -> tuple[bool, str]:
+    """Does a node that has promised itself in the term `promised`, and has a copy of age `own`, follow one that wants
+    to lead in `term` with a copy of that age? free: its own lead is gone, or silent."""
+    if not free:
+        return False, "its lead is there"
+    if term <= promised:
+        return False, f"in term {promised} it follows another"
+    if age < own:
+        return False, "it knows more of the job"
+    return True, "it knows no more of the job, and has no lead"
+
+
+def first_to_lead(ages: Mapping[int, Age]) -> tuple[int, str]:
+    """ages: by node, of the copies of those that would follow each other."""
+    newest = max(ages.values())
+    first = min(rank for rank, age in ages.items() if age == newest)
+    return first, f"node {first} has the lowest number of those with the newest copy"
+
+
+# -- what a node keeps ----------------------------------------------------------------------------
+
+
+class Spool:
+    """The lines of the record so far, in a file without a name: who leads next writes them anew."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile("w+b")  # noqa: SIM115 -- for as long as the job lasts
+        self._ends: list[int] = []
+        self.broken = ""
+        """Why lines are missing; "": none is."""
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def add(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        for line in lines:
+            end = self._ends[-1] if self._ends else 0
+            text = json.dumps(line).encode() + b"\n"
+            try:
+                self._file.seek(end)
+                self._file.write(text)
+                self._file.flush()
+            except OSError as error:
+                self.broken, text = error.strerror or "it can't be written", b""
+            self._ends.append(end + len(text))
+
+    def cut(self, lines: int) -> None:
+        """Forgets all but the first so many."""
+        del self._ends[lines:]
+
+    def lines(self, first: int = 0) -> Iterator[dict[str, Any]]:
+        begin = self._ends[first - 1] if first else 0
+        for end in self._ends[first:]:
+            self._file.seek(begin)
+            text = self._file.read(end - begin)
+            begin = end
+            if text:
+                yield json.loads(text)
+
+    def messages(self, first: int) -> Iterator[dict[str, Any]]:
+        """All from line `first` on, as a node is told them."""
+        lines, size = list[dict[str, Any]](), 0
+        for line in self.lines(first):
+            lines.append(line)
+            size += len(json.dumps(line))
+            if size > _CHUNK:
+                yield {"kind": "lines", "first": first, "lines": lines}
+                first, lines, size = first + len(lines), [], 0
+        if lines:
+            yield {"kind": "lines", "first": first, "lines": lines}
+
+    def newest_losses(self, most: int) -> list[tuple[int, str]]:
+        """Of the last iterations: number and loss."""
+        return list(deque(((line["iteration"], line["loss"]) for line in self.lines() if "loss" in line), most))
+
+
+class Standing:
+    """What a launcher has promised: whom it follows (`lead`; itself where it leads), and in which term. For any thread.
+
+    lead is None from when it promises to follow another until that one leads: what the one before says is not heard.
+    """
+
+    def __init__(self, rank: int, *, lead: int | None = None, term: int = 0, run: str = "") -> None:
+        self._lock = threading.Lock()
+        self.rank, self.lead, self.term, self.run = rank, lead, term, run
+        self.age: Age = (0, 0)
+        self._free = False
+
+    @property
+    def leads(self) -> bool:
+        return self.lead == self.rank
+
+    def follow(self, lead: int, term: int) -> bool:
+        """False: it has promised to follow another since."""
+        with self._lock:
+            if term >= self.term:
+                self.lead, self.term, self._free = lead, term, False
+            return term >= self.term
+
+    def lose_lead(self) -> None:
+        """It is gone, or silent."""
+        with self._lock:
+            self._free = True
+
+    def hear(self) -> bool:
+        """The lead is there after all. False: it is the lead no more."""
+        with self._lock:
+            if self.lead is not None:
+                self._free = False
+            return self.lead is not None
+
+    def take(self, copy: Copy) -> bool:
+        """A copy has come. False: the one who sent it is the lead no more."""
+        with self._lock:
+            if self.lead is None or copy.term < self.term:
+                return False
+            self.run, self.age, self.lead, self.term = copy.run, copy.age, copy.lead, copy.term
+            return True
+
+    def stand(self, term: int) -> bool:
+        """It is to lead in `term`, if enough follow. False: it has promised otherwise."""
+        with self._lock:
+            if not self._free or term <= self.term:
+                return False
+            self.term, self.lead = term, None
+            return True
+
+    def win(self, term: int) -> bool:
+        with self._lock:
+            if term != self.term:
+                return False
+            self.lead, self._free = self.rank, False
+            return True
+
+    def answer(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """To who asks (`look`, `ask`). Raises KeyError, TypeError and ValueError for what is no question."""
+        with self._lock:
+            granted = False
+            if message["kind"] == "vote" and message["run"] == self.run:
+                term, (of_term, number) = int(message["term"]), message["age"]
+                granted, _ = may_have_vote(self._free, self.term, self.age, term, (int(of_term), int(number)))
+                if granted:
+                    self.term, self.lead = term, None
+            return {"kind": "here", "run": self.run, "term": self.term, "lead": self.lead, "age": self.age} | {
+                "free": self._free,
+                "granted": granted,
+            }
+
+
+# -- asking the others ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Here:
+    """A launcher of the job that lives; see Standing."""
+
+    term: int
+    lead: int | None
+    age: Age
+    free: bool
+    granted: bool
+
+
+Seen = Here | Literal["gone", "silent"]
+
+
+def ask(address: Address, token: str, run: str, question: Mapping[str, Any] | None = None) -> Seen:
+    """What is at the address of a launcher of this run? `gone`: its process is not there any more; `silent`: that can't
+    be known, as of one that is stopped, or whose host does not answer. question: a vote; None: how it stands."""
+    until = time.monotonic() + LOOK_SECONDS
+    try:
+        connection = socket.create_connection(address, LOOK_SECONDS)
+    except ConnectionRefusedError:
+        return "gone"
+    except OSError:
+        return "silent"
+    with contextlib.closing(connection):
+        try:
+            frames = greet(connection, token, "node", until)
+            frames.send({"kind": "look"} if question is None else {"kind": "vote", "run": run, **question})
+            answer = frames.receive(until)
+            if answer["kind"] != "here" or answer["run"] not in (run, ""):
+                return "gone"  # another job's
+            if not answer["run"]:
+                return "silent"  # it is about to be told
+            lead, (term, number) = answer["lead"], answer["age"]
+            return Here(
+                int(answer["term"]),
+                None if lead is None else int(lead),
+                (int(term), int(number)),
+                bool(answer["free"]),
+                bool(answer["granted"]),
+            )
+        except NotTrusted:
+            return "gone"  # another program's
+        except (OSError, KeyError, TypeError, ValueError):
+            return "silent"
+
+
+def tell(address: Address, token: str, message: Mapping[str, Any]) -> None:
+    """Whoever listens there, if anybody does."""
+    with contextlib.suppress(OSError, NotTrusted):
+        connection = socket.create_connection(address, LOOK_SECONDS)
+        with contextlib.closing(connection):
+            frames = greet(connection, token, "node", time.monotonic() + LOOK_SECONDS)
+            frames.send(dict(message))
+            frames.receive(time.monotonic() + LOOK_SECONDS)  # until it closes
+
+
+@dataclass(frozen=True)
+class Follow:
+    """Another leads."""
+
+    rank: int
+    term: int
+
+
+@dataclass(frozen=True)
+class Lead:
+    """This node leads, in that term. expected: those that will follow it. gone: those that are not there any more."""
+
+    term: int
+    expected: frozenset[int]
+    gone: frozenset[int]
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    why: str
+
+
+Outcome = Follow | Lead | GiveUp
+
+
+class Search(threading.Thread):
+    """Finds who leads next, while this node goes on hearing its workers. outcome: once it is known.
+
+    copy: the newest that this node has.
+    """
+
+    def __init__(self, standing: Standing, copy: Copy, token: str) -> None:
+        super().__init__(name="who leads", daemon=True)
+        self._standing, self._copy, self._token = standing, copy, token
+        self._cancelled = threading.Event()
+        self._began = time.monotonic()
+        self._gone = set[int]()
+        """Also where another process listens at the same address by now."""
+        self.outcome: Outcome | None = None
+        self.start()
+
+    def cancel(self) -> None:
+        self._cancelled.set()
+
+    def run(self) -> None:
+        why = ""
+        while time.monotonic() < self._began + SEEK_SECONDS:
+            found = self._round()
+            if isinstance(found, str):
+                why = found
+            else:
+                self.outcome = found
+                return
+            if self._cancelled.wait(_PAUSE_SECONDS):
+                return
+        self.outcome = GiveUp(f"the lead is gone, and for {SEEK_SECONDS:.0f} s nobody could take its place: {why}")
+
+    def _round(self) -> Outcome | str:
+        """A sentence: not yet, since."""
+        standing, copy = self._standing, self._copy
+        seen = self._ask_all(copy.nodes.keys() - self._gone - {standing.rank})
+        here = {rank: it for rank, it in seen.items() if isinstance(it, Here)}
+        self._gone |= {rank for rank, it in seen.items() if it == "gone"}
+        for rank, it in here.items():
+            if it.lead != rank:
+                continue
+            if it.term > copy.term and it.term >= standing.term:
+                return Follow(rank, it.term)
+            if it.term == copy.term and standing.term == copy.term:
+                return GiveUp(f"node {rank} leads on without this one")
+        nodes = len(copy.nodes) - len(self._gone)
+        free = {rank: it.age for rank, it in here.items() if it.free}
+        enough, why = may_lead(1 + len(free), nodes)
+        if not enough:
+            return why
+        first, why = first_to_lead({standing.rank: standing.age, **free})
+        if first != standing.rank and time.monotonic() < self._began + STAND_SECONDS:
+            return why
+        term = 1 + max(standing.term, *(it.term for it in here.values()), 0)
+        if self._cancelled.is_set() or not standing.stand(term):
+            return "it follows another"
+        votes = self._ask_all(free, {"term": term, "age": standing.age})
+        voters = [rank for rank, it in votes.items() if isinstance(it, Here) and it.granted]
+        enough, why = may_lead(1 + len(voters), nodes)
+        if not enough or not standing.win(term):
+            return why
+        return Lead(term, frozenset(here), frozenset(self._gone))
+
+    def _ask_all(self, ranks: Iterable[int], question: Mapping[str, Any] | None = None) -> dict[int, Seen]:
+        nodes, run = self._copy.nodes, self._copy.run
+        with ThreadPoolExecutor(16) as several:
+            asked = {rank: several.submit(ask, nodes[rank], self._token, run, question) for rank in ranks}
+            return {rank: answer.result() for rank, answer in asked.items()}

@@ -1,0 +1,159 @@
+"""The lead of a job on several nodes is lost: another goes on, with the same bits, and no worker restarts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.agent.consoles import console, until
+from tests.agent.node_runs import free_port, kill_group, members, start
+from tests.agent.node_runs import lines as lead_lines
+from tests.agent.runs import ITERATIONS, TINY, Run, forked
+
+pytestmark = pytest.mark.processes
+
+PACED = ("--pace", "F=15ms,I=15ms,W=15ms")
+GRID = ("--pipelines", "3", "--stages", "2", "--micro-batches", "3", "--iterations", str(ITERATIONS))
+
+
+def record_of(folder: Path, rank: int) -> Run:
+    return Run(0, "", tuple(lead_lines(folder, f"run{rank}.jsonl")))
+
+
+def log_of(folder: Path, rank: int) -> str:
+    return (folder / f"node{rank}.log").read_text()
+
+
+@contextmanager
+def nodes(folder: Path, count: int, *options: str) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Launchers of one job; each writes its record to folder/run<rank>.jsonl, if it leads."""
+    place = ("--nodes", str(count), "--lead", f"127.0.0.1:{free_port()}")
+    job = ("-m", "agent", "launch", *GRID, *TINY, *place)
+
+    def begin(rank: int) -> subprocess.Popen[bytes]:
+        own = ("--node-rank", str(rank), "--record", str(folder / f"run{rank}.jsonl"))
+        return start(folder / f"node{rank}.log", *job, *own, *options)
+
+    launchers = [begin(rank) for rank in range(count)]
+    try:
+        yield launchers
+    finally:
+        for launcher in launchers:
+            kill_group(launcher)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    run = forked(tmp_path_factory.getbasetemp() / "fault-free-3x2.jsonl", *GRID, *TINY)
+    assert run.status == 0, run.errors
+    return run
+
+
+def test_another_node_goes_on(reference: Run, tmp_path: Path) -> None:
+    with nodes(tmp_path, 3, *PACED) as launchers:
+        until(lambda: len(lead_lines(tmp_path, "run0.jsonl")) >= 2, "two iterations")
+        os.kill(launchers[0].pid, signal.SIGKILL)
+        assert launchers[1].wait(90) == 0, log_of(tmp_path, 1)
+        assert launchers[2].wait(30) == 0, log_of(tmp_path, 2)
+        until(lambda: not members(launchers[0].pid), "the end of the lost lead's workers", 30)
+    run = record_of(tmp_path, 1)
+    assert run.losses == reference.losses and run.final == reference.final
+    assert sorted(failure["worker"] for failure in run.failures) == ["W0_0", "W0_1"]
+
+
+def test_of_two_nodes_one_goes_on_and_writes_on(reference: Run, tmp_path: Path) -> None:
+    """Both write the same file, as on a disk that they share."""
+    record = ("--record", str(tmp_path / "run.jsonl"))
+    with nodes(tmp_path, 2, *PACED, *record) as (lead, node):
+        until(lambda: len(lead_lines(tmp_path)) >= 2, "two iterations")
+        before = set(members(node.pid))
+        os.kill(lead.pid, signal.SIGKILL)
+        until(lambda: len([x for x in lead_lines(tmp_path) if "failure" in x]) == 4, "the node to go on")
+        assert before <= set(members(node.pid)), "none of its processes has ended"
+        assert node.wait(90) == 0, log_of(tmp_path, 1)
+    run = Run(0, "", tuple(lead_lines(tmp_path)))
+    assert [line["iteration"] for line in run.iterations] == list(range(ITERATIONS))
+    assert run.losses == reference.losses and run.final == reference.final
+
+
+def test_the_successor_is_lost_too(reference: Run, tmp_path: Path) -> None:
+    with nodes(tmp_path, 3, *PACED) as launchers:
+        for rank in (0, 1):
+            count = 2 * (rank + 1)
+            until(lambda r=rank, n=count: len(record_of(tmp_path, r).iterations) >= n, "the lead to record iterations")
+            os.kill(launchers[rank].pid, signal.SIGKILL)
+        assert launchers[2].wait(90) == 0, log_of(tmp_path, 2)
+    run = record_of(tmp_path, 2)
+    assert [line["iteration"] for line in run.iterations] == list(range(ITERATIONS))
+    assert run.losses == reference.losses and run.final == reference.final
+
+
+def test_a_lead_that_was_stopped_for_long_leads_no_more(reference: Run, tmp_path: Path) -> None:
+    """Its process is there, so it takes more than half of the nodes to take its place; it notices, and ends."""
+    with nodes(tmp_path, 3, *PACED, "--silence-timeout", "4") as launchers:
+        until(lambda: len(record_of(tmp_path, 0).iterations) >= 2, "two iterations")
+        os.kill(launchers[0].pid, signal.SIGSTOP)
+        until(lambda: record_of(tmp_path, 1).lines, "another to lead", 60)
+        recorded = record_of(tmp_path, 0).iterations
+        os.kill(launchers[0].pid, signal.SIGCONT)
+        assert launchers[0].wait(60) == 1, log_of(tmp_path, 0)
+        assert launchers[1].wait(90) == 0, log_of(tmp_path, 1)
+        assert launchers[2].wait(30) == 0, log_of(tmp_path, 2)
+        until(lambda: not members(launchers[0].pid), "the end of the old lead's workers", 30)
+    run = record_of(tmp_path, 1)
+    assert run.losses == reference.losses and run.final == reference.final
+    assert record_of(tmp_path, 0).iterations[len(recorded) + 2 :] == [], "it decided on nothing more"
+
+
+def test_the_lead_is_lost_while_a_worker_takes_its_state(reference: Run, tmp_path: Path) -> None:
+    slowly = ("--hand-over-rate", "20KB", "--kill", "W1_1@1:F1", "--rejoin", "W1_1@1")
+    with nodes(tmp_path, 3, *PACED, *slowly) as launchers:
+        until(
+            lambda: any("generation" in x and x["generation"] >= 3 for x in record_of(tmp_path, 0).lines), "the death"
+        )
+        os.kill(launchers[0].pid, signal.SIGKILL)
+        assert launchers[1].wait(90) == 0, log_of(tmp_path, 1)
+        assert launchers[2].wait(30) == 0, log_of(tmp_path, 2)
+    run = record_of(tmp_path, 1)
+    assert run.losses == reference.losses and run.final == reference.final
+
+
+def test_the_node_that_led_comes_back_as_one_of_the_others(reference: Run, tmp_path: Path) -> None:
+    """With the same command; one of its workers starts there again."""
+    last = 110  # a launcher starts meanwhile
+    again = ("--kill", "W0_1@1:F1", "--rejoin", f"W0_1@{last - 8}", "--iterations", str(last))
+    with nodes(tmp_path, 2, *PACED, *again) as launchers:
+        until(lambda: len(record_of(tmp_path, 0).iterations) >= 3, "three iterations")
+        kill_group(launchers[0])
+        command = [str(argument) for argument in launchers[0].args]  # type: ignore[union-attr]
+        launchers[0] = start(tmp_path / "again.log", *command[1:])
+        assert launchers[1].wait(120) == 0, log_of(tmp_path, 1)
+        assert launchers[0].wait(30) == 0, (tmp_path / "again.log").read_text()
+    run = record_of(tmp_path, 1)
+    assert run.losses[: len(reference.losses)] == reference.losses and len(run.losses) == last
+    assert [line["living"] for line in run.iterations[-last // 2 :: last // 2 - 1]] == [2, 3]
+    assert len(record_of(tmp_path, 0).iterations) < last, "the other writes the record"
+
+
+def test_the_job_of_a_console_goes_on(reference: Run, tmp_path: Path) -> None:
+    """It has every iteration once, and decides for the new lead as for the one before."""
+    with console(tmp_path) as server, nodes(tmp_path, 2, *PACED, "--console", server.root, "--no-migrate") as launchers:
+        job_id = server.job_id()
+        until(lambda: len(record_of(tmp_path, 0).iterations) >= 2, "two iterations")
+        before = set(members(launchers[1].pid))
+        os.kill(launchers[0].pid, signal.SIGKILL)
+        until(lambda: record_of(tmp_path, 1).failures, "the node to go on")
+        assert before <= set(members(launchers[1].pid)), "none of its processes has ended"
+        assert launchers[1].wait(90) == 0, log_of(tmp_path, 1)
+        run = record_of(tmp_path, 1)
+        assert run.losses == reference.losses and run.final == reference.final
+        state = server.read(f"/jobs/{job_id}")
+        assert state["state"] == "finished" and state["committed"] == ITERATIONS
+        rows = server.read(f"/jobs/{job_id}/iterations?limit=100")["iterations"]
+        assert [row["loss_hex"] for row in rows] == reference.losses

@@ -1,0 +1,207 @@
+"""Who leads next, without processes: there are never two, and what is handed out is what was known."""
+
+from __future__ import annotations
+
+import json
+import socket
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from openrecycle.agent.nodes.pool import NodeHub
+from openrecycle.agent.nodes.succession import (
+    Copy,
+    Follow,
+    GiveUp,
+    Lead,
+    Search,
+    Spool,
+    Standing,
+    ask,
+    first_to_lead,
+    may_go_on,
+    may_have_vote,
+    may_lead,
+)
+from openrecycle.agent.record import RunRecord
+from openrecycle.planner.job import Worker
+from tests.agent.consoles import until
+
+RUN = "a run"
+
+
+@st.composite
+def split(draw: st.DrawFn) -> tuple[int, int, int, int, int]:
+    """Nodes, those that follow the old lead (itself among them), those that follow a new one, and how many of those
+    that are gone either of them knows of."""
+    gone, old, new, neither = (draw(st.integers(least, 8)) for least in (0, 1, 1, 0))
+    knows_old, knows_new = draw(st.integers(0, gone)), draw(st.integers(0, gone))
+    return gone + old + new + neither, old, new, knows_old, knows_new
+
+
+@given(split())
+def test_there_are_never_two_leads(of: tuple[int, int, int, int, int]) -> None:
+    nodes, old, new, known_to_old, known_to_new = of
+    goes_on, _ = may_go_on(old, nodes - known_to_old)
+    begins, _ = may_lead(new, nodes - known_to_new)
+    assert not (goes_on and begins)
+
+
+@given(st.integers(1, 9), st.integers(0, 8))
+def test_whoever_is_left_leads_once_all_others_are_known_to_be_gone(left: int, gone: int) -> None:
+    assert may_lead(left, left)[0]
+    assert may_lead(left, left + gone)[0] == (left > gone)
+    assert may_go_on(left, left + gone)[0] == (left >= gone)
+
+
+def test_of_two_nodes_that_do_not_hear_each_other_only_the_lead_goes_on() -> None:
+    assert may_go_on(1, 2)[0] and not may_lead(1, 2)[0]
+    assert may_lead(1, 1)[0], "the lead's process is known to have ended"
+
+
+ages = st.tuples(st.integers(1, 3), st.integers(0, 5))
+
+
+@given(st.dictionaries(st.integers(0, 9), ages, min_size=1))
+def test_all_choose_the_same_and_nothing_newer_is_lost(known: dict[int, tuple[int, int]]) -> None:
+    first, _ = first_to_lead(known)
+    term = 1 + max(term for term, _ in known.values())
+    assert all(may_have_vote(True, term - 1, own, term, known[first])[0] for own in known.values())
+    assert first == min(rank for rank, age in known.items() if age == known[first])
+
+
+@given(ages, ages, st.integers(1, 5), st.integers(1, 5), st.booleans())
+def test_a_vote_is_given_once_and_for_no_older_copy(
+    own: tuple[int, int], age: tuple[int, int], promised: int, term: int, free: bool
+) -> None:
+    granted, _ = may_have_vote(free, promised, own, term, age)
+    assert granted == (free and term > promised and age >= own)
+
+
+# -- what a node keeps ----------------------------------------------------------------------------
+
+
+@given(st.lists(st.text(max_size=20), max_size=30), st.integers(0, 30), st.integers(0, 30))
+def test_the_record_reaches_a_node_whatever_it_has_of_it(texts: list[str], has: int, cut: int) -> None:
+    lead, node = Spool(), Spool()
+    lead.add({"warning": text} for text in texts)
+    node.add({"warning": text} for text in texts[:has])
+    for message in lead.messages(min(has, len(texts))):
+        node.cut(message["first"])
+        node.add(json.loads(json.dumps(message["lines"])))
+    assert [line["warning"] for line in node.lines()] == texts
+    node.cut(cut)
+    assert [line["warning"] for line in node.lines()] == texts[:cut] and len(node) == min(cut, len(texts))
+
+
+def copy_of(nodes: dict[int, tuple[str, int]], term: int = 1, number: int = 1, lead: int = 0) -> Copy:
+    return Copy(RUN, term, number, lead, 0, nodes, {}, 0, "", "plan", {"a": 1})
+
+
+def test_a_copy_needs_to_tell_the_plan_once() -> None:
+    first = copy_of({0: ("h", 1), 2: ("i", 2)})
+    message = json.loads(json.dumps(copy_of({0: ("h", 1)}, number=2).to_message()))
+    del message["plan"], message["job"]
+    second = Copy.of(message, first)
+    assert second.plan == "plan" and second.job == {"a": 1} and second.age == (1, 2) and second.nodes == {0: ("h", 1)}
+    with pytest.raises(ValueError, match="copy"):
+        Copy.of({"run": "x"})
+
+
+def test_a_node_that_has_promised_to_follow_hears_the_old_lead_no_more() -> None:
+    standing = Standing(1)
+    standing.follow(0, 0)
+    assert standing.take(copy_of({}))
+    vote = {"kind": "vote", "run": RUN, "term": 2, "age": [1, 1]}
+    assert not standing.answer(vote)["granted"], "its lead is there"
+    standing.lose_lead()
+    assert not standing.answer(vote | {"age": [1, 0]})["granted"], "it knows more"
+    assert standing.answer(vote)["granted"] and not standing.answer(vote)["granted"]
+    assert not standing.take(copy_of({}, number=2)) and not standing.hear() and not standing.stand(2)
+    assert standing.follow(2, 2) and standing.take(copy_of({}, 2, 1, 2)) and not standing.follow(0, 1)
+
+
+def test_times_and_workers_of_the_record_are_taken_over() -> None:
+    record = RunRecord(1, 1000)
+    one, two = Worker(0, 0), Worker(1, 0)
+    record.generation_opened(1, {one, two}, 1000)
+    for worker in (one, two):
+        record.formed(worker, 1, 0, 1500)
+        record.committed_by(worker, 0, (0.5).hex(), 2000)
+    record.died(two, 3500)
+    document = json.loads(json.dumps(record.saved()))
+    successor = RunRecord.restored(1, document, [(0, (0.5).hex())], 1000)
+    assert successor.committed == 1 and successor.newest == 1
+    successor.generation_opened(2, {one}, 2600)
+    successor.left(one, 2700)
+    successor.formed(one, 2, 1, 2800)
+    about = successor.committed_by(one, 1, (0.25).hex(), 3000)
+    (failure,) = about.recoveries
+    assert [i.iteration for i in about.iterations] == [1] and failure.worker == "W1_0"
+    assert failure.unblocked_ms == pytest.approx(200 / 1e6) and failure.resumed_ms == pytest.approx(500 / 1e6)
+
+
+# -- over sockets ---------------------------------------------------------------------------------
+
+
+def launcher(rank: int) -> NodeHub:
+    return NodeHub("127.0.0.1", 0, 3, "", lambda _: None, Standing(rank))
+
+
+def found(search: Search) -> Lead | Follow | GiveUp:
+    until(lambda: search.outcome is not None, "the search to end", 30)
+    assert search.outcome is not None
+    return search.outcome
+
+
+def test_the_lowest_of_those_that_are_left_leads_and_the_others_find_it() -> None:
+    hubs = {rank: launcher(rank) for rank in (1, 2)}
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        gone = closed.getsockname()
+    nodes = {0: gone, **{rank: (hub.host, hub.port) for rank, hub in hubs.items()}}
+    searches = {}
+    try:
+        for hub in hubs.values():
+            hub.standing.follow(0, 0)
+            assert hub.standing.take(copy_of(nodes))
+            hub.standing.lose_lead()
+        for rank, hub in hubs.items():
+            searches[rank] = Search(hub.standing, copy_of(nodes), "")
+        assert found(searches[1]) == Lead(2, frozenset({2}), frozenset({0}))
+        assert found(searches[2]) == Follow(1, 2)
+    finally:
+        for hub in hubs.values():
+            hub.close("")
+
+
+def test_one_that_is_silent_is_not_gone_and_two_do_not_lead_without_each_other() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        hub = launcher(1)
+        try:
+            assert ask(silent.getsockname(), "", RUN) == "silent"
+            nodes = {0: silent.getsockname(), 1: (hub.host, hub.port)}
+            hub.standing.follow(0, 0)
+            assert hub.standing.take(copy_of(nodes))
+            hub.standing.lose_lead()
+            search = Search(hub.standing, copy_of(nodes), "")
+            search.join(6)
+            assert search.outcome is None and not hub.standing.leads
+            assert hub.standing.hear(), "it is its lead still"
+            search.cancel()
+        finally:
+            hub.close("")
+
+
+def test_a_lead_that_is_there_leads_on() -> None:
+    hub, lead = launcher(1), NodeHub("127.0.0.1", 0, 2, "", lambda _: None, Standing(0, lead=0, term=1, run=RUN))
+    try:
+        nodes = {0: (lead.host, lead.port), 1: (hub.host, hub.port)}
+        hub.standing.follow(0, 0)
+        assert hub.standing.take(copy_of(nodes))
+        hub.standing.lose_lead()
+        assert isinstance(found(Search(hub.standing, copy_of(nodes), "")), GiveUp)
+        assert ask((lead.host, lead.port), "", "another run") == "gone"
+    finally:
+        hub.close("")
+        lead.close("")
