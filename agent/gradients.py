@@ -24,6 +24,7 @@ Measured on CPUs only. On another device a term out of range is counted there, a
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 
@@ -34,14 +35,20 @@ from openrecycle.agent.options import Mode
 
 GRID_BITS = 50
 _SCALE = 2.0**GRID_BITS
-# Elements handled at a time: large enough to amortise the calls, small enough to stay in a core's cache.
-_CHUNK = 1 << 17
-# Below torch's grain of intra-op parallelism, so that a norm does not depend on the thread count.
-_NORM_CHUNK = 1 << 15
+# Elements handled at a time: large enough to amortise the calls, small enough to stay in a core's cache; and on other
+# devices, where that matters less, to need little memory beside the sums.
+_CHUNK, _CHUNK_THERE = 1 << 17, 1 << 24
+# Below torch's grain of intra-op parallelism, so that a norm does not depend on the thread count; and on devices that
+# have no such threads, few kernels.
+_NORM_CHUNK, _NORM_CHUNK_THERE = 1 << 15, 1 << 22
 # Changes of buffers are not divided by the number of micro-batches, and statistics may be large: they give
 # up 12 bits of resolution for as many of range (2**24 / terms).
 _CHANGE_SCALE = 2.0**-12
-_LOSS, _REJECTED = -2, -1
+_WEIGHT, _LOSS, _REJECTED = -3, -2, -1
+TRAILING = 3
+"""Elements of a sum that follow those of the tensors and their counts."""
+# Weights, such as counts of tokens, are summed on a grid of 2**-20.
+_WEIGHT_SCALE = 2.0**20
 
 MicroBatch = tuple[int, int]
 """(home pipeline, micro-batch index inside it)."""
@@ -53,9 +60,12 @@ class GradientSum:
 
     buffer: what the peers of a stage all-reduce: one element per parameter element, one per element
     of a moving buffer (see agent.backward.buffers), one count per tensor of the terms added to it, the
-    loss, and the count of rejected terms. terms: how many terms are added to a tensor at most
-    per iteration, over all workers of the stage. settled: the micro-batches whose whole
-    contribution is in this worker's sum. device: where the sum is when nothing is trained.
+    micro-batches' weights, the loss, and the count of rejected terms. terms: how many terms are added to a tensor at
+    most per iteration, over all workers of the stage. settled: the micro-batches whose whole
+    contribution is in this worker's sum. device: where the sum is when nothing is trained. nominal: the sum of weights
+    for which terms are scaled; they are put right when the sum of weights is known. None: nothing is weighted.
+
+    Between a step and the next term the sums of parameters are of no use: their memory is lent (`lend`).
     """
 
     def __init__(
@@ -65,53 +75,107 @@ class GradientSum:
         terms: int,
         buffers: Iterable[Tensor] = (),
         device: torch.device | None = None,
+        nominal: float | None = None,
     ) -> None:
+        self._nominal = nominal
         self.parameters = [p for p in parameters if p.requires_grad]
         self.moving = list(buffers)
         tensors: list[Tensor] = [*self.parameters, *self.moving]
         bounds = list(pairwise(accumulate((t.numel() for t in tensors), initial=0)))
         size = bounds[-1][1] if bounds else 0
         device = tensors[0].device if tensors else device or torch.device("cpu")
-        self._buffer = torch.zeros(size + len(tensors) + 2, dtype=self._dtype_for(tensors), device=device)
+        self._buffer = torch.zeros(size + len(tensors) + TRAILING, dtype=self._dtype_for(tensors), device=device)
         self._sums = {id(t): self._buffer[a:b] for t, (a, b) in zip(tensors, bounds, strict=True)}
         self._shaped = {id(t): self._sums[id(t)].view(t.shape) for t in tensors}
         self._counts = self._buffer[size : size + len(tensors)]
         self._counts_from = size
+        self._of_parameters = bounds[len(self.parameters) - 1][1] if self.parameters else 0
+        self.lent = False
+        """Is the memory of the parameters' sums somebody else's? Until the next term, or look at `buffer`."""
         # Not in the buffer yet: one addition for all tensors costs as much as one for each.
         self._uncounted = dict.fromkeys(map(id, tensors), 0)
         self._bounds = {id(t): bound for t, bound in zip(tensors, bounds, strict=True)}
         self._limit = 2.0**62 / max(1, terms)
-        self._chunk = _CHUNK if device.type == "cpu" else max(1, size)
+        self._chunk = _CHUNK if device.type == "cpu" else _CHUNK_THERE
         self._scratch: dict[torch.dtype, Tensor] = {}
+        self._gradients: dict[torch.dtype, Tensor] = {}
         self._temporaries: dict[tuple[torch.dtype, int], Tensor] = {}
         self.settled: set[MicroBatch] = set()
+        self.loss_scale = 1.0
+        """A power of two that the gradients come multiplied by; the loss and changes of buffers do not."""
         self._rejected_after: list[tuple[MicroBatch, Tensor]] = []
         """The count of rejected terms after each micro-batch, in order; read only where it matters."""
+        self._read: list[float] | None = None
+        """What follows the sums of the tensors, where it is known on the host: each look at a device is a wait."""
 
     @property
     def buffer(self) -> Tensor:
+        """For whoever adds to it right away."""
+        self._take_back()
+        self._count()
+        self._read = None
+        return self._buffer
+
+    def _count(self) -> None:
         if any(self._uncounted.values()):
             counts = torch.tensor(list(self._uncounted.values()), dtype=self._buffer.dtype)
-            self._counts.add_(counts.to(self._buffer.device))
+            self._counts.add_(counts.to(self._buffer.device, non_blocking=True))
             self._uncounted = dict.fromkeys(self._uncounted, 0)
-        return self._buffer
+            self._read = None
+
+    @property
+    def _behind(self) -> list[float]:
+        """Counts, weight, loss and rejected terms, as they are in the buffer."""
+        self._count()
+        if self._read is None:
+            self._read = self._buffer[self._counts_from :].tolist()
+        return self._read
+
+    @property
+    def device(self) -> torch.device:
+        return self._buffer.device
+
+    def lend(self, parameter: Tensor) -> Tensor:
+        """The memory of a parameter's sum, in bytes, once that has been read. It is taken back, and zero, with the next
+        term of any parameter: see `lent`."""
+        self.lent = True
+        return self._sums[id(parameter)].view(torch.uint8)
+
+    def _take_back(self) -> None:
+        if self.lent:
+            self.lent = False
+            self._buffer[: self._of_parameters].zero_()
 
     def add(self, tensor: Tensor, term: Tensor) -> None:
         """Adds one micro-batch's gradient of a parameter (same shape)."""
-        self._add(self._sums[id(tensor)], term.detach().reshape(-1))
+        self._take_back()
+        self._add(self._sums[id(tensor)], term.detach().reshape(-1), 1 / self.loss_scale)
         self._uncounted[id(tensor)] += 1
 
     def add_product(self, tensor: Tensor, left: Tensor, right: Tensor) -> None:
         """The same of left @ right, which may be of a lower type than the parameter."""
-        self.add(tensor, (left @ right).to(tensor.dtype))
+        if left.dim() != 2 or right.dim() != 2:
+            self.add(tensor, (left @ right).to(tensor.dtype))
+            return
+        rows, columns, dtype = left.shape[0], right.shape[1], left.dtype
+        product = self._gradient_memory(dtype, rows * columns).view(rows, columns)
+        self.add(tensor, torch.mm(left.detach(), right.detach(), out=product).to(tensor.dtype))
 
     def add_change(self, buffer: Tensor, change: Tensor) -> None:
         """Adds what one micro-batch's forward added to a moving buffer (same shape, fp64)."""
-        self.add(buffer, change * _CHANGE_SCALE)
+        self.add(buffer, change * (_CHANGE_SCALE * self.loss_scale))
 
     def add_loss(self, loss: Tensor) -> None:
         """Adds one micro-batch's (already scaled) loss, a scalar."""
+        self._take_back()
+        self._read = None
         self._add(self._buffer[_LOSS:_REJECTED], loss.detach().reshape(-1))
+
+    def add_weight(self, weight: Tensor) -> None:
+        """Adds one micro-batch's weight, a finite scalar of at least 0."""
+        scaled = (weight.detach().to(torch.float64) * _WEIGHT_SCALE).round_()
+        self._read = None
+        self._buffer[_WEIGHT] += scaled.to(self._buffer.dtype).reshape(())
 
     def settle(self, key: MicroBatch) -> None:
         """Everything of a micro-batch is in the sum."""
@@ -120,55 +184,99 @@ class GradientSum:
 
     def rejecting(self) -> list[MicroBatch]:
         """Micro-batches of this worker with a term that was rejected."""
-        counts = [0, *(int(after) for _, after in self._rejected_after)]
+        if not self._rejected_after:
+            return []
+        counts = [0, *torch.stack([after for _, after in self._rejected_after]).tolist()]
         return [key for (key, _), (a, b) in zip(self._rejected_after, pairwise(counts), strict=True) if a != b]
 
     @property
     def rejected(self) -> int:
         """Terms that were NaN, infinite or too large; where it is not 0 the sums mean nothing."""
-        return int(self._buffer[_REJECTED])
+        return int(self._behind[_REJECTED])
 
     @property
     def loss(self) -> float:
-        return int(self._buffer[_LOSS]) / _SCALE
+        return self._number(self._behind[_LOSS]) * self.coefficient
 
-    def squared_norm(self, parameters: Sequence[nn.Parameter]) -> float:
-        """Squared L2 norm of the summed gradients of these, in fp64; the same whatever else is in the sum.
+    @property
+    def coefficient(self) -> float:
+        """What makes sums over weighted micro-batches a mean."""
+        weight = self._behind[_WEIGHT] / _WEIGHT_SCALE if self._nominal is not None else 0.0
+        return self._nominal / weight if self._nominal is not None and weight > 0 else 1.0
+
+    def squared_norms(self, layers: Iterable[Sequence[nn.Parameter]]) -> tuple[float, ...]:
+        """Of each layer with these parameters the squared L2 norm of its summed gradients, in fp64; the same whatever
+        else is in the sum.
 
         Means nothing where terms were rejected.
         """
-        runs: list[list[int]] = []
-        for start, end in (self._bounds[id(p)] for p in parameters):
-            if runs and runs[-1][1] == start:
-                runs[-1][1] = end
-            else:
-                runs.append([start, end])
-        chunks = (chunk for a, b in runs for chunk in _chunks(self._buffer[a:b], _NORM_CHUNK))
-        parts = [self._float64(chunk).square_().sum() for chunk in chunks]
-        return math.fsum(torch.stack(parts).tolist()) if parts else 0.0
+        size = _NORM_CHUNK if self._buffer.device.type == "cpu" else _NORM_CHUNK_THERE
+        parts: list[Tensor] = []
+        ends = []
+        for parameters in layers:
+            runs: list[list[int]] = []
+            for start, end in (self._bounds[id(p)] for p in parameters):
+                if runs and runs[-1][1] == start:
+                    runs[-1][1] = end
+                else:
+                    runs.append([start, end])
+            chunks = (chunk for a, b in runs for chunk in _chunks(self._buffer[a:b], size))
+            parts += [self._in_scratch(chunk).square_().sum() for chunk in chunks]
+            ends.append(len(parts))
+        found: list[float] = torch.stack(parts).tolist() if parts else []
+        return tuple(self.coefficient**2 * math.fsum(found[a:b]) for a, b in pairwise([0, *ends]))
 
     def part(self, tensors: Sequence[Tensor]) -> Tensor:
         """A copy of the buffer that a sum of these parameters and moving buffers alone, in this order, would have."""
+        self._take_back()
         index = {key: place for place, key in enumerate(self._bounds)}
-        counts = self.buffer[self._counts_from : -2]
+        self._count()
+        counts = self._counts
         parts = [*(self._sums[id(t)] for t in tensors), *(counts[index[id(t)]].view(1) for t in tensors)]
-        return torch.cat([*parts, self._buffer[-2:]]).to(self._dtype_for(list(tensors)))
+        return torch.cat([*parts, self._buffer[-TRAILING:]]).to(self._dtype_for(list(tensors)))
 
     def part_like(self, tensors: Sequence[Tensor]) -> Tensor:
         """On the CPU, a tensor that takes the `part` of tensors of these shapes."""
-        size = sum(t.numel() for t in tensors) + len(tensors) + 2
+        size = sum(t.numel() for t in tensors) + len(tensors) + TRAILING
         return torch.empty(size, dtype=self._dtype_for(list(tensors)))
 
     def put(self, tensor: Tensor, total: Tensor) -> None:
         """Sets a parameter's sum, and its count, which comes last."""
+        self._take_back()
         at = list(self._bounds).index(id(tensor))
         self._sums[id(tensor)].copy_(total[:-1])
         self.buffer[self._counts_from + at].copy_(total[-1])
 
-    def write_gradients(self) -> None:
-        """Sets `.grad` of every parameter to the sum, rounded to its type; None where no micro-batch used it."""
-        for parameter, count in zip(self.parameters, self._counted(), strict=False):
-            parameter.grad = self._rounded(self._shaped[id(parameter)], parameter.dtype) if count else None
+    def write_gradients(self, part: slice = slice(None), memory: Sequence[Tensor] | None = None) -> None:
+        """Sets `.grad` of every parameter, or those in `part` of `parameters`, to the sum, rounded to its type; None
+        where no micro-batch used it. memory: for each of them, where; else it is new."""
+        coefficient, counts = self.coefficient, self._counted()[: len(self.parameters)]
+        wanted = self.parameters[part]
+        memory = memory or [torch.empty(p.shape, dtype=p.dtype, device=p.device) for p in wanted]
+        for parameter, gradient, count in zip(wanted, memory, counts[part], strict=True):
+            if count:
+                self._round(self._sums[id(parameter)], gradient.view(-1), coefficient)
+            parameter.grad = gradient if count else None
+
+    def scratch_for(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Memory for their gradients, until the next call or term: what is given back to the system's allocator each
+        time, it finds no use for."""
+        sizes = Counter[torch.dtype]()
+        for parameter in parameters:
+            sizes[parameter.dtype] += parameter.numel()
+        memory, used, out = {d: self._gradient_memory(d, n) for d, n in sizes.items()}, Counter[torch.dtype](), []
+        for parameter in parameters:
+            at = used[parameter.dtype]
+            used[parameter.dtype] = end = at + parameter.numel()
+            out.append(memory[parameter.dtype][at:end].view(parameter.shape))
+        return out
+
+    def _gradient_memory(self, dtype: torch.dtype, size: int) -> Tensor:
+        """For gradients that are read before the next ones are made."""
+        there = self._gradients.get(dtype)
+        if there is None or there.numel() < size:
+            there = self._gradients[dtype] = torch.empty(size, dtype=dtype, device=self.device)
+        return there[:size]
 
     def write_buffers(self) -> None:
         """Moves every moving buffer by the mean change over the micro-batches."""
@@ -179,29 +287,32 @@ class GradientSum:
                 tensor.copy_(moved if tensor.is_floating_point() else moved.round_())
 
     def clear(self) -> None:
-        self._buffer.zero_()
+        """All sums are 0. What is lent stays so."""
+        self._buffer[self._of_parameters if self.lent else 0 :].zero_()
         self._uncounted = dict.fromkeys(self._uncounted, 0)
+        self._read = None
         self.settled.clear()
         self._rejected_after.clear()
 
     def _counted(self) -> list[int]:
         """Terms per tensor."""
-        return list(map(int, self.buffer[-2 - len(self._counts) : -2].tolist()))
+        return list(map(int, self._behind[:-TRAILING]))
 
     # -- what depends on the form of the sum --------------------------------------------------
 
     def _dtype_for(self, tensors: list[Tensor]) -> torch.dtype:
         return torch.int64
 
-    def _add(self, target: Tensor, term: Tensor) -> None:
+    def _add(self, target: Tensor, term: Tensor, factor: float = 1.0) -> None:
+        self._read = None  # a term may be rejected
         # Scaling by a power of two is exact in fp32 and bf16 (fp16 lacks the range).
-        wide = torch.float64 if term.dtype == torch.float64 else torch.float32
+        wide, scale = torch.float64 if term.dtype == torch.float64 else torch.float32, _SCALE * factor
         for into, part in zip(_chunks(target, self._chunk), _chunks(term, self._chunk), strict=True):
             scaled = self._temporary(wide, part.numel())
             if part.dtype == wide:
-                torch.mul(part, _SCALE, out=scaled)
+                torch.mul(part, scale, out=scaled)
             else:
-                scaled.copy_(part).mul_(_SCALE)
+                scaled.copy_(part).mul_(scale)
             low, high = torch.aminmax(scaled)
             # Written so that NaN fails it too.
             if part.device.type != "cpu":
@@ -219,9 +330,19 @@ class GradientSum:
         """A part of the buffer as numbers, in a tensor of its own."""
         return part.to(torch.float64).mul_(1 / _SCALE)
 
-    def _rounded(self, part: Tensor, dtype: torch.dtype) -> Tensor:
-        """A part of the buffer in a parameter's type, in a tensor of its own."""
-        return self._float64(part).to(dtype)
+    def _in_scratch(self, part: Tensor) -> Tensor:
+        """The same, in memory that the next call uses again."""
+        return self._temporary(torch.float64, part.numel()).copy_(part).mul_(1 / _SCALE)
+
+    def _number(self, element: float) -> float:
+        """An element of the buffer as a number."""
+        return float(element) * (1 / _SCALE)
+
+    def _round(self, part: Tensor, into: Tensor, coefficient: float) -> None:
+        """A part of the buffer times a number, in the type of `into`."""
+        for some, target in zip(_chunks(part, self._chunk), _chunks(into, self._chunk), strict=True):
+            exact = self._in_scratch(some)
+            target.copy_(exact if coefficient == 1.0 else exact.mul_(coefficient))
 
     def _temporary(self, dtype: torch.dtype, size: int) -> Tensor:
         """Scratch memory that the next call gives out again."""
@@ -252,25 +373,23 @@ class FastSum(GradientSum):
     @property
     def rejected(self) -> int:
         """1 where any sum is NaN or infinite, or lacks a loss that was, else 0."""
-        return int(not math.isfinite(self._buffer.sum().item()) or bool(self._buffer[_REJECTED]))
+        return int(bool(self._behind[_REJECTED]) or not math.isfinite(self._buffer.sum().item()))
 
     def add_loss(self, loss: Tensor) -> None:
         fits = torch.isfinite(loss.detach()).reshape(-1)
         super().add_loss(torch.where(fits, loss.detach().reshape(-1), 0.0))
         self._buffer[_REJECTED:].add_(~fits)
 
-    @property
-    def loss(self) -> float:
-        return float(self._buffer[_LOSS])
-
     def add(self, tensor: Tensor, term: Tensor) -> None:
-        self._shaped[id(tensor)].add_(term.detach())
+        self._take_back()
+        self._shaped[id(tensor)].add_(term.detach(), alpha=1 / self.loss_scale)
         self._uncounted[id(tensor)] += 1
 
     def add_product(self, tensor: Tensor, left: Tensor, right: Tensor) -> None:
         if left.dtype == right.dtype == self._buffer.dtype:
             # Summed while it is computed: nothing is written only to be read again.
-            self._shaped[id(tensor)].addmm_(left.detach(), right.detach())
+            self._take_back()
+            self._shaped[id(tensor)].addmm_(left.detach(), right.detach(), alpha=1 / self.loss_scale)
             self._uncounted[id(tensor)] += 1
         else:
             super().add_product(tensor, left, right)
@@ -278,14 +397,25 @@ class FastSum(GradientSum):
     def _dtype_for(self, tensors: list[Tensor]) -> torch.dtype:
         return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
-    def _add(self, target: Tensor, term: Tensor) -> None:
-        target.add_(term)
+    def _add(self, target: Tensor, term: Tensor, factor: float = 1.0) -> None:
+        self._read = None
+        target.add_(term, alpha=factor)
 
     def _float64(self, part: Tensor) -> Tensor:
         return part.to(torch.float64, copy=True)
 
-    def _rounded(self, part: Tensor, dtype: torch.dtype) -> Tensor:
-        return part.to(dtype, copy=True)
+    def _in_scratch(self, part: Tensor) -> Tensor:
+        return self._temporary(torch.float64, part.numel()).copy_(part)
+
+    def _number(self, element: float) -> float:
+        return element
+
+    def _round(self, part: Tensor, into: Tensor, coefficient: float) -> None:
+        if coefficient == 1.0:
+            into.copy_(part)
+            return
+        for some, target in zip(_chunks(part, self._chunk), _chunks(into, self._chunk), strict=True):
+            target.copy_(torch.mul(some, coefficient, out=self._temporary(some.dtype, some.numel())))
 
 
 def gradient_sum(
@@ -295,7 +425,8 @@ def gradient_sum(
     terms: int,
     buffers: Iterable[Tensor] = (),
     device: torch.device | None = None,
+    nominal: float | None = None,
 ) -> GradientSum:
     """The sum that an optimization's mode asks for; arguments as of GradientSum."""
     kind = FastSum if mode == "fast" else GradientSum
-    return kind(parameters, terms=terms, buffers=buffers, device=device)
+    return kind(parameters, terms=terms, buffers=buffers, device=device, nominal=nominal)

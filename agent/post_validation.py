@@ -8,6 +8,8 @@ stages wait for the validation before they step, until `clean_needed` validation
 clean_needed doubles with every surprise, so that no pattern of clipping costs more than a few percent.
 All workers see the same validations, so all of them go over from one to the other at the same step
 without talking about it.
+
+The scale of the loss where numbers are fp16 is known to all in the same way: see `LossScale`.
 """
 
 from __future__ import annotations
@@ -15,11 +17,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 MAX_SKIPPED = 10
 """Iterations in a row whose update may be skipped; one more ends the job."""
 CLEAN_NEEDED = 8
 MAX_CLEAN_NEEDED = 256
+GROWTH_INTERVAL = 2000
+"""Updates in a row after which the scale of the loss doubles; as torch.amp.GradScaler has it."""
+LEAST_LOSS_SCALE, LARGEST_LOSS_SCALE = 2.0**-24, 2.0**40
 _EPSILON = 1e-6
 """As in torch.nn.utils.clip_grad_norm_."""
 
@@ -37,9 +43,11 @@ class Slot:
 
 @dataclass(frozen=True)
 class ValidationResult:
-    """coefficient: what every gradient is multiplied by; None when the update is skipped."""
+    """coefficient: what every gradient is multiplied by; None when the update is skipped. norm: of the gradients before
+    that, over all stages, where it is known."""
 
     coefficient: float | None = 1.0
+    norm: float | None = None
 
     @property
     def clean(self) -> bool:
@@ -63,7 +71,24 @@ def judge(slots: Sequence[Slot], clip_norm: float | None) -> ValidationResult:
         return SKIP
     if not math.isfinite(norm):
         return SKIP
-    return ValidationResult(min(1.0, clip_norm / (norm + _EPSILON)))
+    return ValidationResult(min(1.0, clip_norm / (norm + _EPSILON)), norm)
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """What the loss is multiplied by before the backward, so that small gradients are not 0 in fp16: as of
+    torch.amp.GradScaler. value: a power of two. streak: updates in a row since it was changed, none of them skipped.
+    """
+
+    value: float = 2.0**16
+    streak: int = 0
+
+    def after(self, validation: ValidationResult) -> LossScale:
+        if validation.coefficient is None:
+            return LossScale(max(self.value / 2, LEAST_LOSS_SCALE))
+        if self.streak + 1 < GROWTH_INTERVAL:
+            return LossScale(self.value, self.streak + 1)
+        return LossScale(min(2 * self.value, LARGEST_LOSS_SCALE))
 
 
 @dataclass(frozen=True)
@@ -71,31 +96,44 @@ class PostValidation:
     """What the validations so far make of the next one.
 
     optimistic: steps are taken before their validation. calm: clean validations in a row since the last
-    change of mind. clean_needed: how many of those it takes. skipped: updates skipped in a row.
+    change of mind. clean_needed: how many of those it takes. skipped: updates skipped in a row. loss_scale: None where
+    nothing is fp16.
     """
 
     optimistic: bool = True
     calm: int = 0
     clean_needed: int = CLEAN_NEEDED
     skipped: int = 0
+    loss_scale: LossScale | None = None
 
     def after(self, validation: ValidationResult) -> PostValidation:
         """What follows once one more validation is known."""
         skipped = self.skipped + 1 if validation.coefficient is None else 0
+        scale = self.loss_scale and self.loss_scale.after(validation)
         if not validation.clean:
             clean_needed = min(2 * self.clean_needed, MAX_CLEAN_NEEDED) if self.optimistic else self.clean_needed
-            return PostValidation(False, 0, clean_needed, skipped)
+            return PostValidation(False, 0, clean_needed, skipped, scale)
         calm = self.calm + 1
         if calm < self.clean_needed:
-            return replace(self, calm=calm, skipped=skipped)
+            return replace(self, calm=calm, skipped=skipped, loss_scale=scale)
         # Optimism that has held for that long halves what is needed; waiting ends.
         clean_needed = max(CLEAN_NEEDED, self.clean_needed // 2) if self.optimistic else self.clean_needed
-        return PostValidation(True, 0, clean_needed, skipped)
+        return PostValidation(True, 0, clean_needed, skipped, scale)
 
-    def to_json(self) -> dict[str, int | bool]:
+    def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, document: Mapping[str, int | bool]) -> PostValidation:
+    def from_json(cls, document: Mapping[str, Any]) -> PostValidation:
         """Raises KeyError, TypeError or ValueError."""
-        return cls(bool(document["optimistic"]), *(int(document[k]) for k in ("calm", "clean_needed", "skipped")))
+        calm, clean_needed, skipped = (int(document[k]) for k in ("calm", "clean_needed", "skipped"))
+        scale = document.get("loss_scale")
+        scale = None if scale is None else _loss_scale(scale)
+        return cls(bool(document["optimistic"]), calm, clean_needed, skipped, scale)
+
+
+def _loss_scale(document: Mapping[str, Any]) -> LossScale:
+    value, streak = float(document["value"]), int(document["streak"])
+    if math.frexp(value)[0] != 0.5 or not LEAST_LOSS_SCALE <= value <= LARGEST_LOSS_SCALE or streak < 0:
+        raise ValueError(f"loss scale: got {value:g}, expected a power of two")
+    return LossScale(value, streak)

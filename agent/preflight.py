@@ -6,22 +6,27 @@ few numbers.
 
 from __future__ import annotations
 
+import logging
 import weakref
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from openrecycle.agent import compat
 from openrecycle.agent.bad_samples import named
 from openrecycle.agent.gradients import gradient_sum
 from openrecycle.agent.layers import build_layer, kind_of, layer_count, partition_of, spans, tied_of
-from openrecycle.agent.optimizer import StageOptimizer, stage_optimizer
+from openrecycle.agent.optimizer import BUCKET_BYTES, NamedParameters, StageOptimizer, make_optimizer, stage_optimizer
 from openrecycle.agent.options import Optimization, TrainingOptions
 from openrecycle.agent.stage_io import StageIOError, TensorSpec, tensors_of
 from openrecycle.agent.state import StateError, pack, unpack
 from openrecycle.agent.workload import Workload
 from openrecycle.planner.errors import InputError
 from openrecycle.planner.job import Job
+
+log = logging.getLogger("openrecycle")
 
 _SIDE = 3
 """Elements along each dimension of the parameters that an optimizer is tried on."""
@@ -31,17 +36,21 @@ _STEPS = 6
 """Before what is tried, and after it: optimizers that do something every fifth step are not rare."""
 
 
-def check_workload(workload: Workload, options: TrainingOptions) -> None:
-    """Raises InputError for data that the layers can't be given, for what two layers share without saying so,
-    and for an optimizer or scheduler that can't be driven, or whose state can't be handed over."""
+def check_workload(workload: Workload, options: TrainingOptions, share: float = 1.0) -> None:
+    """Raises InputError for a torch that can't be used, for data that the layers can't be given, for what two layers
+    share without saying so, for an optimizer or scheduler that can't be driven, or whose state can't be handed
+    over, and for a model that this machine has no memory for. share: of the job's workers, those that are here."""
+    compat.check_version()
     # The caller's own random numbers must not depend on what is tried out here.
     with torch.random.fork_rng(devices=[]):
         _check_data(workload, options.job, options.seed, skips=options.faults.on_bad_sample == "skip")
         stages = options.job.stages
         partition = partition_of((), layer_count(workload, stages), stages)
         shapes = _check_layers(workload, sum(partition), options.seed)
-        by_stage = [[p for layer in span for p in shapes[layer]] for span in spans(partition)]
-        _check_optimizer(workload, by_stage, options.optimization)
+        by_stage = [[named for layer in span for named in shapes[layer]] for span in spans(partition)]
+        kept = _check_optimizer(workload, by_stage, options.optimization)
+        if options.platform.device == "cpu":
+            _check_memory(by_stage, kept, options, share)
 
 
 # -- data -------------------------------------------------------------------------------------
@@ -65,11 +74,14 @@ def _check_data(workload: Workload, job: Job, seed: int, *, skips: bool) -> None
                 if not skips or place == order[-1]:
                     raise
     first, other = found
+    if getattr(workload, "varies", False):
+        return  # each output is compared with the largest
     if other != first:
         raise InputError(
             "data",
             f"{_specs(first)} in the first micro-batch, {_specs(other)} in another",
-            "inputs of one shape and type in all micro-batches; pad those that are shorter",
+            "inputs of one shape and type in all micro-batches; PadCollate pads samples to one length, or to one of "
+            "several",
         )
 
 
@@ -99,8 +111,8 @@ def _specs(parts: tuple[Any, ...]) -> str:
 # -- layers -----------------------------------------------------------------------------------
 
 
-def _check_layers(workload: Workload, layers: int, seed: int) -> list[list[Tensor]]:
-    """Per layer its parameters' stand-ins, without memory; of all layers that could be built."""
+def _check_layers(workload: Workload, layers: int, seed: int) -> list[NamedParameters]:
+    """Per layer its parameters' names and stand-ins, without memory; of all layers that could be built."""
     try:
         with torch.device("meta"):
             return _build(workload, layers, seed)
@@ -110,10 +122,10 @@ def _check_layers(workload: Workload, layers: int, seed: int) -> list[list[Tenso
         return _build(workload, layers, seed)
 
 
-def _build(workload: Workload, layers: int, seed: int) -> list[list[Tensor]]:
+def _build(workload: Workload, layers: int, seed: int) -> list[NamedParameters]:
     # Of what is still alive when its layer is gone, a later layer may hold the same.
     seen: list[tuple[weakref.ref[Tensor], int, str]] = []
-    kind, shapes = kind_of(workload), list[list[Tensor]]()
+    kind, shapes = kind_of(workload), list[NamedParameters]()
     tied = tied_of(workload, layers)
     members = {name: group for group in tied for name in group}
     forms: dict[str, str] = {}
@@ -144,7 +156,12 @@ def _build(workload: Workload, layers: int, seed: int) -> list[list[Tensor]]:
                     f"each {kind} a copy, or put what shares them into one {kind})",
                 )
         seen += [(weakref.ref(tensor), layer, name) for name, tensor in mine]
-        shapes.append([torch.empty_like(p, device="meta").requires_grad_(p.requires_grad) for p in module.parameters()])
+        shapes.append(
+            [
+                (f"{layer}.{name}", nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad))
+                for name, p in module.named_parameters()
+            ]
+        )
         del module, mine, alive
     for group in tied:
         for name in group:
@@ -159,24 +176,37 @@ def _build(workload: Workload, layers: int, seed: int) -> list[list[Tensor]]:
 # -- the optimizer ----------------------------------------------------------------------------
 
 
-def _check_optimizer(workload: Workload, shapes: list[list[Tensor]], optimization: Optimization) -> None:
+class _Kept(NamedTuple):
+    """each: how many bytes an optimizer keeps per element of a parameter, at least. apart: are parameters stepped one
+    after the other?"""
+
+    each: float
+    apart: bool
+
+
+def _check_optimizer(workload: Workload, shapes: list[NamedParameters], optimization: Optimization) -> _Kept:
     """Tries each stage's, where it differs from those before, on a few numbers: a state that was handed over, or
     taken back, must lead to the same bits."""
-    tried = set()
-    for parameters in shapes:
-        small = [(tuple(min(_SIDE, n) for n in p.shape), p.dtype, p.requires_grad) for p in parameters[:_MOST]]
+    tried, groups, kept = set(), dict[int, int](), list[_Kept]()
+    for stage, mine in enumerate(shapes):
+        small = [(tuple(min(_SIDE, n) for n in p.shape), p.dtype, p.requires_grad) for _, p in mine[:_MOST]]
         key = tuple(sorted({(len(shape), str(dtype), grad) for shape, dtype, grad in small}))
-        if key in tried:
-            continue
-        tried.add(key)
-        _make(workload, [nn.Parameter(p.clone(), p.requires_grad) for p in parameters], optimization)
-        _try(workload, small, optimization)
+        groups[_make(workload, mine, optimization)] = stage
+        if key not in tried:
+            tried.add(key)
+            kept.append(_try(workload, small, optimization))
+    if len(groups) > 1:
+        counts = " and ".join(f"{count} for stage {stage}" for count, stage in sorted(groups.items()))
+        expected = "one number of them for all stages, so that layers can move; a group may have no parameters"
+        raise InputError("optimizer", f"parameter groups: {counts}", expected)
+    return min(kept, default=_Kept(0.0, True))
 
 
-def _make(workload: Workload, parameters: list[nn.Parameter], optimization: Optimization) -> None:
-    """On the stage's own shapes, without memory. Raises InputError."""
+def _make(workload: Workload, named: NamedParameters, optimization: Optimization) -> int:
+    """On the stage's own shapes, without memory; returns how many groups of parameters there are. Raises
+    InputError."""
     try:
-        optimizer = workload.optimizer(iter(parameters))
+        optimizer = make_optimizer(workload.optimizer, named)
         text = type(optimizer).__name__
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise InputError("optimizer", text, "a function that returns a torch.optim.Optimizer")
@@ -185,20 +215,23 @@ def _make(workload: Workload, parameters: list[nn.Parameter], optimization: Opti
         raise
     except Exception as error:
         text = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise InputError(
-            "optimizer", text[:200], "a function of a stage's parameters that returns an optimizer"
-        ) from error
+        expected = (
+            "a function of a stage's parameters, or of (name, parameter) pairs where its argument is called "
+            "named_parameters, that returns an optimizer"
+        )
+        raise InputError("optimizer", text[:200], expected) from error
     try:
         made = scheduler(optimizer) if scheduler is not None else None
     except Exception as error:
         text = f"{type(error).__name__}: {error}".splitlines()[0]
         raise InputError("scheduler", text[:200], "a function of an optimizer that returns an LRScheduler") from error
     StageOptimizer(nn.Module(), optimizer, gradient_sum(optimization.mode, (), terms=1), made)
+    return len(optimizer.param_groups)
 
 
 def _try(
     workload: Workload, small: list[tuple[tuple[int, ...], torch.dtype, bool]], optimization: Optimization
-) -> None:
+) -> _Kept:
     def stage() -> StageOptimizer:
         generator = torch.Generator().manual_seed(0)
         module = nn.ParameterList(
@@ -212,7 +245,7 @@ def _try(
         mine, peer = stage(), stage()
         _steps(mine, range(_STEPS))
     except Exception:
-        return  # it wants its real parameters: the comparison of peers while they train is left
+        return _Kept(0.0, True)  # it wants its real parameters: the comparison of peers while they train is left
     name = type(mine.optimizer).__name__
     if mine.scheduler is not None:
         name += f" with {type(mine.scheduler).__name__}"
@@ -232,6 +265,11 @@ def _try(
             raise InputError("optimizer", name, advice)
     except StateError as error:
         raise InputError("optimizer", f"{name} ({error})", advice) from None
+    elements, kept = 0, 0
+    for parameter, state in mine.optimizer.state.items():
+        elements += parameter.numel()
+        kept += sum(_bytes(t) for t in state.values() if isinstance(t, Tensor) and t.shape == parameter.shape)
+    return _Kept(kept / elements if elements else 0.0, mine.steps_apart)
 
 
 def _steps(stage: StageOptimizer, numbers: range) -> None:
@@ -246,3 +284,48 @@ def _steps(stage: StageOptimizer, numbers: range) -> None:
 def _equal(one: StageOptimizer, other: StageOptimizer) -> bool:
     (header, body), (other_header, other_body) = pack(one.state()), pack(other.state())
     return header == other_header and torch.equal(body, other_body)
+
+
+# -- memory -----------------------------------------------------------------------------------
+
+
+def _check_memory(by_stage: list[NamedParameters], kept: _Kept, options: TrainingOptions, share: float) -> None:
+    """Of what a worker holds beside activations: parameters, what the optimizer keeps of them, and the sums of their
+    gradients; parameters and what is kept once more, to go back to, as far as it does not fit where the sums are; and
+    the gradients of what is stepped at a time, or where they are clipped of everything."""
+    sums = 8 if options.optimization.mode == "deterministic" else 4
+    needs = []
+    for mine in by_stage:
+        trained = [p for _, p in mine if p.requires_grad]
+        elements, size = sum(p.numel() for p in trained), sum(map(_bytes, trained))
+        frozen = sum(_bytes(p) for _, p in mine if not p.requires_grad)
+        stepped = size + round(kept.each * elements)
+        largest = max(BUCKET_BYTES, *map(_bytes, trained)) if trained else 0
+        gradients = min(size, largest) if kept.apart and options.optimization.clip_norm is None else size
+        needs.append(frozen + stepped + sums * elements + max(0, stepped - sums * elements) + gradients)
+    together, has = round(share * options.job.pipelines * sum(needs)), _machine_bytes()
+    log.info("a worker takes up to %s beside activations, all that are here %s", _size(max(needs)), _size(together))
+    if has is not None and together > has:
+        workers = round(share * options.job.pipelines * options.job.stages)
+        raise InputError(
+            "job",
+            f"{workers} workers on this machine, which take {_size(together)} beside activations",
+            f"what goes into its {_size(has)}: fewer pipelines, a smaller model, or more machines",
+        )
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
+
+
+def _machine_bytes() -> int | None:
+    """Memory and swap of this machine; None where it does not say."""
+    try:
+        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        return sum(1024 * int(lines[name].split()[0]) for name in ("MemTotal", "SwapTotal"))
+    except (OSError, KeyError, ValueError, IndexError):
+        return None

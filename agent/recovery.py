@@ -15,7 +15,14 @@ without it, one that nobody waits for (it has no micro-batches, or its pipeline 
 stages) may be two behind, be the last survivor of its stage, and leave the job without a way on. Should counts
 differ by more all the same, the smallest m(s) is what most can go back to; who is behind takes the state of
 a peer then, as a newcomer does.
-tests/agent/test_agreement_model.py explores a model of this to its end.
+
+Why it is needed only until the next gradient. A stage tells the others its share of the validation of i once all
+its living workers have reduced i, and not where one of them may not have (Steps.take). Before anything is added to a
+sum of i + 1, the validation of i is waited for (agent.executor): then every stage has told, so by 1. every living
+worker steps i whatever breaks, and no agreement goes back to i. So the snapshot may lie in the memory of the sums
+(agent.optimizer). The wait is short: a gradient of i + 1 has passed through workers that have told.
+
+tests/agent/test_agreement_model.py explores a model of this to its end, and finds what goes wrong without each rule.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from openrecycle.agent.optimizer import StageOptimizer, stage_optimizer
 from openrecycle.agent.options import Optimization
 from openrecycle.agent.state_transfer import StateReceiver
 from openrecycle.agent.transport.group import PendingTransfer, TransferError
-from openrecycle.agent.workload import Workload
+from openrecycle.agent.workload import Workload, nominal_weight
 from openrecycle.planner.job import Job, Worker
 
 _TAG = 2**28
@@ -82,7 +82,7 @@ class IncomingLayers:
         say: Callable[[str], None],
     ) -> None:
         self.span, self._optimization, self._terms = span, optimization, job.pipelines * job.micro_batches
-        self._device = device
+        self._device, self._nominal = device, nominal_weight(workload, self._terms)
         module = build_layers(workload, span, layers, seed).to(device)
         self.optimizer = stage_optimizer(workload, module, self._sum(module, ()), optimization)
         self.state = StateReceiver(self.optimizer, say)
@@ -110,7 +110,9 @@ class IncomingLayers:
 
     def _sum(self, module: LayerStack, buffers: Sequence[Tensor]) -> GradientSum:
         mode, terms = self._optimization.mode, self._terms
-        return gradient_sum(mode, module.parameters(), terms=terms, buffers=buffers, device=self._device)
+        return gradient_sum(
+            mode, module.parameters(), terms=terms, buffers=buffers, device=self._device, nominal=self._nominal
+        )
 
 
 class Exchange:
@@ -185,11 +187,17 @@ def regrouped(
     """The layers of `span`, out of those that are here, with all that the optimizer keeps of them. Copies nothing."""
     parts = [own, *coming]
     here: dict[int, nn.Module] = {number: layer for part in parts for number, layer in part.module.layers}
-    module = LayerStack({number: here[number] for number in span}, own.module.copies)
+    module = LayerStack({number: here[number] for number in span}, own.module.copies, own.module.form)
     moving_here = {id(buffer) for part in parts for buffer in part.gradients.moving}
     moving: list[Tensor] = [b for b in module.buffers() if id(b) in moving_here]
-    device = own.gradients.buffer.device
-    gradients = gradient_sum(optimization.mode, module.parameters(), terms=terms, buffers=moving, device=device)
+    device = own.gradients.device
+    gradients = gradient_sum(
+        *(optimization.mode, module.parameters()),
+        terms=terms,
+        buffers=moving,
+        device=device,
+        nominal=nominal_weight(workload, terms),
+    )
     made = stage_optimizer(workload, module, gradients, optimization)
     made.adopt(parts)
     return made

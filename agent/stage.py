@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from openrecycle.agent.backward.split import Deferred, MicroBatchState, Strategy
 from openrecycle.agent.gradients import GradientSum, MicroBatch
 from openrecycle.agent.layers import LayerStack
 from openrecycle.agent.options import Autocast
-from openrecycle.agent.stage_io import Gradients, Tensors, tensors_of
+from openrecycle.agent.stage_io import Gradients, Tensors, precision, tensors_of
 
 __all__ = ["MicroBatch", "Stage"]
 
@@ -68,14 +67,40 @@ class Stage:
         """
         inputs = tuple(_leaf(t) for t in (x if isinstance(x, tuple) else (x,)))
         state = MicroBatchState(inputs, late=not any(t.requires_grad for t in inputs), several=isinstance(x, tuple))
-        with self._buffers.kept(state.moves), self.split.recording(state), self._precision(inputs[0]):
+        with self._buffers.kept(state.moves), self.split.recording(state), precision(self._autocast, inputs[0].device):
             y = self.module(*inputs, seed=seed)
             if loss is not None:
                 y = loss(y)
                 state.loss = y.detach()
+                if self.gradients.loss_scale != 1.0:
+                    y = (y if y.dtype == torch.float64 else y.float()) * self.gradients.loss_scale
         state.outputs = tensors_of(y, "output of the stage")
         self._states[key] = state
+        if state.loss is not None:
+            return state.loss
         return y.detach() if isinstance(y, Tensor) else tuple(t.detach() for t in state.outputs)
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Within, the module is in evaluation mode. Each part of it has its own mode back afterwards: some are kept in
+        evaluation mode by their owner."""
+        modes = [(part, part.training) for part in self.module.modules()]
+        self.module.eval()
+        try:
+            yield
+        finally:
+            for part, mode in modes:
+                part.training = mode
+
+    def evaluate(self, x: Tensors, *, seed: int, measure: Callable[[Any], Any] = lambda y: y) -> Any:
+        """What `measure` makes of the output; nothing is kept of it."""
+        inputs = x if isinstance(x, tuple) else (x,)
+        with torch.no_grad(), self._buffers.kept(), precision(self._autocast, inputs[0].device):
+            return measure(self.module(*inputs, seed=seed))
+
+    def weigh(self, key: MicroBatch, weight: Tensor) -> None:
+        """Between F and I: how much the micro-batch counts in the iteration's mean."""
+        self._states[key].weight = weight
 
     def input_backward(self, key: MicroBatch, dy: Gradients) -> Gradients:
         """I. dy: gradient of the output, in its form (None on the last stage, whose output is the loss).
@@ -120,13 +145,9 @@ class Stage:
             self.gradients.add_change(buffer, change)
         if state.loss is not None:
             self.gradients.add_loss(state.loss)
+        if state.weight is not None:
+            self.gradients.add_weight(state.weight)
         self.gradients.settle(key)
-
-    def _precision(self, like: Tensor) -> AbstractContextManager[Any]:
-        if self._autocast is None:
-            return contextlib.nullcontext()
-        # No cache of cast weights: a weight used twice gets two gradients in its own type, as without autocast.
-        return torch.autocast(like.device.type, torch.bfloat16, cache_enabled=False)
 
 
 def _leaf(tensor: Tensor) -> Tensor:

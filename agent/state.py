@@ -11,6 +11,7 @@ import hashlib
 import json
 import mmap
 import os
+import re
 import stat
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 from torch import Tensor
 
 from openrecycle.planner.plan import read_json
@@ -166,19 +168,54 @@ def memory(tensor: Tensor) -> memoryview:
 # -- in files ------------------------------------------------------------------------------------
 
 
-def describe(state: StageState) -> dict[str, Any]:
-    """JSON: the document, and each tensor's name, type and shape in the order of `write_tensors`."""
-    specs = [[n, str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in state.tensors.items()]
-    return {"document": state.document, "tensors": specs}
+def write_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """In the safetensors format; on the disk when it returns. Raises OSError."""
+    # The format has no complex128: such are written as pairs.
+    pairs = [name for name, tensor in tensors.items() if tensor.dtype == torch.complex128]
+    held = {n: t.detach().cpu().resolve_conj().resolve_neg().contiguous() for n, t in tensors.items()}
+    held |= {name: torch.view_as_real(held[name]) for name in pairs}
+    specs = {
+        name: TensorSpec(
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            shape=tuple(tensor.shape),
+            data_ptr=tensor.data_ptr(),
+            data_len=tensor.numel() * tensor.element_size(),
+        )
+        for name, tensor in held.items()
+    }
+    file.touch()
+    mode = file.stat().st_mode  # whose umask the library passes over
+    said = {"format": "pt", **(metadata or {})} | ({_PAIRS: json.dumps(pairs)} if pairs else {})
+    failed = None
+    try:
+        serialize_file(specs, file, said)
+    except SafetensorError as error:
+        failed = str(error)
+    if failed is not None:  # a full disk, as the system calls it
+        number = re.search(r"os error (\d+)", failed)
+        raise OSError(int(number[1]), os.strerror(int(number[1]))) if number else OSError(failed)
+    file.chmod(mode)
+    with file.open("rb") as written:
+        os.fsync(written.fileno())
 
 
-def write_tensors(file: Path, tensors: Iterable[Tensor]) -> None:
-    """The tensors' bytes, one after the other, on the disk when it returns. Raises OSError."""
-    with file.open("wb") as out:
-        for tensor in tensors:
-            out.write(memory(tensor.detach().cpu()))
-        out.flush()
-        os.fsync(out.fileno())
+def read_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """What `write_tensors` was given. Nothing is allocated before the file's size is known to be that of the tensors.
+    Raises StateError; OSError.
+    """
+    opened(file).close()
+    try:
+        with safe_open(file, framework="pt") as data:
+            metadata = data.metadata() or {}
+            # Copies: a mapped file may change under who uses it.
+            tensors = {name: data.get_tensor(name).clone() for name in data.keys()}  # noqa: SIM118 -- no mapping
+        tensors |= {name: torch.view_as_complex(tensors[name]) for name in json.loads(metadata.pop(_PAIRS, "[]"))}
+    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise StateError(f"{file.name}: {error}") from None
+    return tensors, metadata
+
+
+_PAIRS = "complex128"
 
 
 def opened(file: Path) -> BufferedReader:
@@ -193,39 +230,8 @@ def opened(file: Path) -> BufferedReader:
         raise
 
 
-def read_tensors(description: Any, file: Path) -> StageState:
-    """What `describe` and `write_tensors` were given. Nothing is allocated before the file's size is known to be
-    that of the tensors. Raises StateError; OSError.
-    """
-    try:
-        document, listed = description["document"], description["tensors"]
-        specs = [(n, DTYPES[d], [_extent(x) for x in shape]) for n, d, shape in listed]
-    except (ValueError, KeyError, TypeError) as error:
-        raise StateError(f"unreadable description: {type(error).__name__}: {error}") from None
-    if not isinstance(document, dict) or not all(isinstance(n, str) for n, _, _ in specs):
-        raise StateError("unreadable description: the document is no object, or a tensor's name no text")
-    sizes = [dtype.itemsize * prod(shape) for _, dtype, shape in specs]
-    with opened(file) as data:
-        there = os.fstat(data.fileno()).st_size
-        if there != sum(sizes) or len({n for n, _, _ in specs}) != len(specs):
-            raise StateError(f"{file.name} has {there} bytes and its description says {sum(sizes)}, each name once")
-        tensors = {}
-        for (name, dtype, shape), size in zip(specs, sizes, strict=True):
-            tensor = torch.empty(shape, dtype=dtype)
-            if size and data.readinto(memory(tensor)) != size:
-                raise StateError(f"{file.name} ended early")
-            tensors[name] = tensor
-    return StageState(document, tensors)
-
-
 def whole_number(value: Any) -> int:
     """Raises ValueError for what is no whole number of at least 0."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ValueError(f"got {value!r}, expected a whole number of at least 0")
-    return value
-
-
-def _extent(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**48:
-        raise ValueError(f"{value!r} is no size of a tensor")
     return value

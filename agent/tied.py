@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from openrecycle.agent.communicator import Groups
+from openrecycle.agent.gradients import TRAILING
 from openrecycle.agent.layers import Partition, Tied, layer_of, spans
 from openrecycle.agent.optimizer import StageOptimizer
 from openrecycle.agent.transport.group import PendingTransfer
@@ -75,27 +76,27 @@ class TiedSums:
         sums, own = optimizer.gradients, dict(optimizer.module.named_parameters())
         own = {name: p for name, p in own.items() if p.requires_grad}
         tag = _TAG + iteration % _ITERATIONS
-        self._sent = [
-            self._groups.send(route.to, sums.part([own[name] for name in route.names]).cpu(), tag)
-            for route in self._gives
-        ]
+        # Those that are not trained have no sums, and no copy of theirs has.
         shape = {name: own[here] for group in self._tied for name in group for here in group if here in own}
+        gives = [(route.to, trained) for route in self._gives if (trained := [n for n in route.names if n in own])]
+        self._sent = [self._groups.send(to, sums.part([own[name] for name in names]).cpu(), tag) for to, names in gives]
         coming = []
         for route in self._takes:
-            like = sums.part_like([shape[name] for name in route.names])
-            coming.append((route, self._groups.receive(route.source, like, tag)))
+            if names := [name for name in route.names if name in shape]:
+                like = sums.part_like([shape[name] for name in names])
+                coming.append((names, self._groups.receive(route.source, like, tag)))
         terms: dict[str, Tensor] = {}
-        for route, pending in coming:
+        for names, pending in coming:
             part = pending.wait().to(sums.buffer.device)
-            sizes = [shape[name].numel() for name in route.names]
-            *values, counts = torch.split(part[:-2], [*sizes, len(sizes)])
-            terms |= {
-                name: torch.cat([v, c]) for name, v, c in zip(route.names, values, torch.split(counts, 1), strict=True)
-            }
+            sizes = [shape[name].numel() for name in names]
+            *values, counts = torch.split(part[:-TRAILING], [*sizes, len(sizes)])
+            terms |= {name: torch.cat([v, c]) for name, v, c in zip(names, values, torch.split(counts, 1), strict=True)}
         for group in self._tied:
+            if group[0] not in shape:
+                continue
             total: Tensor | None = None
             for name in group:  # in one order everywhere, which matters to sums of floats
-                term = terms[name] if name in terms else sums.part([own[name]])[:-2]
+                term = terms[name] if name in terms else sums.part([own[name]])[:-TRAILING]
                 total = term if total is None else total + term
             assert total is not None
             for name in group:

@@ -101,7 +101,8 @@ class Steps:
 
     partition: layers per stage. notable: called with (iteration, validation, redone) for a validation that left an
     update out or came too late (redone: the step had been taken otherwise); all workers say the same. waiting:
-    entered while it waits for peers.
+    entered while it waits for peers. normed: called with (iteration, norm) where gradients are clipped, once their norm
+    is known.
     """
 
     def __init__(
@@ -112,8 +113,9 @@ class Steps:
         partition: Sequence[int],
         notable: Callable[[int, ValidationResult, bool], None],
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+        normed: Callable[[int, float], None] = lambda _iteration, _norm: None,
     ) -> None:
-        self._waiting = waiting
+        self._waiting, self._normed = waiting, normed
         self._me, self._optimization, self._optimizer, self._notable = me, optimization, optimizer, notable
         self.beside: list[StageOptimizer] = []
         """Of layers that come to this worker; they take every step that it takes."""
@@ -129,30 +131,31 @@ class Steps:
         """The first iteration of the generation in which no worker of any stage took its state from a peer any more,
         as far as this worker has heard; whoever begins the iteration after the next has heard of it."""
 
-    def take(self, incomplete: int = 0) -> float:
+    def take(self, incomplete: int = 0, *, by_all: bool = True) -> float:
         """The step of the iteration whose gradients have just been reduced; returns its loss.
 
-        incomplete: how many workers of the stage take their state from a peer.
+        incomplete: how many workers of the stage take their state from a peer. by_all: have all its workers reduced?
+        Otherwise the others are told nothing, who take it for that.
 
-        Raises TransferError, but only where the step depends on what the others say: a worker that has the
-        reduced gradients takes a step that does not, whatever has broken (see agent.recovery). NonFiniteError,
-        with the stage as it was before, when the job must end.
+        A worker that has the reduced gradients takes its step whatever has broken (see agent.recovery): where what the
+        others say does not come, as if it were clean. Raises NonFiniteError, with the stage as it was before, when the
+        job must end.
         """
         assert self._groups is not None
         optimizer, iteration = self._optimizer, self._optimizer.committed
         slot = optimizer.measure()
         ahead_of_validation = not self._optimization.synchronous and optimizer.post_validation.optimistic
+        if not by_all:
+            return self._step(None, slot)
         try:
             exchange = _Exchange(self._groups, self._paths, self._norms, iteration, slot, incomplete)
+            self._sent.append((iteration, exchange.sent))
+            if ahead_of_validation:
+                self._exchange = exchange
+                return self._step(None, slot)
+            validation = judge(self._slots_of(exchange), self._optimization.clip_norm)
         except TransferError:
-            if not ahead_of_validation:
-                raise
             return self._step(None, slot)  # in doubt until the next generation's agreement
-        self._sent.append((iteration, exchange.sent))
-        if ahead_of_validation:
-            self._exchange = exchange
-            return self._step(None, slot)
-        validation = judge(self._slots_of(exchange), self._optimization.clip_norm)
         loss = self._step(validation, slot)
         self._heed(validation, redone=False)
         return loss
@@ -292,6 +295,8 @@ class Steps:
                 raise NonFiniteError(
                     f"{what}, for the {times}th time in a row; lower the learning rate or check the data"
                 )
+        if validation.norm is not None:
+            self._normed(iteration, validation.norm)
         if redone or validation.coefficient is None:
             self._notable(iteration, validation, redone)
 

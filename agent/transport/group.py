@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed
@@ -47,7 +47,12 @@ class PendingTransfer(Protocol):
 
 
 class Group(Protocol):
-    """Ranks that exchange tensors. All but `cancel` from one thread only; all raise TransferError."""
+    """Ranks that exchange tensors. All but `cancel` from one thread only; all raise TransferError.
+
+    whole_buffers: must what is sent fill the buffer of its receive?
+    """
+
+    whole_buffers: ClassVar[bool]
 
     @property
     def rank(self) -> int: ...
@@ -65,7 +70,20 @@ class Group(Protocol):
         """Makes every wait on this group fail within milliseconds. From any thread."""
 
     def halt(self) -> None:
-        """Ends the group's life; when this returns, it reads and writes no tensor of a caller's any more."""
+        """Ends the group's life: what is under way in it comes to nothing."""
+
+    def rest(self) -> None:
+        """After `halt`, of all groups of the device: returns when it reads and writes no tensor of a caller's any
+        more."""
+
+
+def halt_all(groups: Iterable[Group]) -> None:
+    """First all end, and then each is waited for: what one waits for on a device may wait behind another's."""
+    ending = list(groups)
+    for group in ending:
+        group.halt()
+    for group in ending:
+        group.rest()
 
 
 class GlooPending:
@@ -82,17 +100,14 @@ class GlooPending:
         return self.tensor
 
 
-class GlooGroup:
-    """A group over gloo, for tensors on the CPU. members: by rank. address: of this host, as its peers reach it."""
+class GivenGlooGroup:
+    """A gloo group that there is already, for tensors on the CPU. members: by rank."""
 
-    def __init__(
-        self, store: Any, name: str, rank: int, members: Sequence[Worker], timeouts: Timeouts, address: str
-    ) -> None:
-        """Blocks until all ranks are there. Raises RuntimeError."""
-        self.rank, self._members = rank, members
+    whole_buffers: ClassVar[bool] = False
+
+    def __init__(self, group: Any, rank: int, members: Sequence[Worker], timeouts: Timeouts) -> None:
+        self.rank, self._members, self._group = rank, members, group
         self._timeout, self._sum_timeout = timedelta(seconds=timeouts.transfer), timedelta(seconds=timeouts.group)
-        own, form = dist.PrefixStore(name, store), timedelta(seconds=timeouts.form)
-        self._group = compat.gloo_group(own, rank, len(members), timeout=form, address=address)
 
     def send(self, to: int, tensor: Tensor, tag: int) -> GlooPending:
         try:
@@ -117,6 +132,9 @@ class GlooGroup:
     def halt(self) -> None:
         """Nothing to do: gloo's transfers keep their tensors, and a reduction is over when its wait is."""
 
+    def rest(self) -> None:
+        """Nothing to wait for, either."""
+
     def cancel(self) -> None:
         # Every rank: a receive from a dead peer fails at once, and only one that *expires* closes the
         # other pairs.
@@ -125,6 +143,18 @@ class GlooGroup:
                 continue
             with contextlib.suppress(RuntimeError):  # that it fails is the point
                 self._group.recv([torch.zeros(1)], rank, _NOBODY_SENDS).wait(timedelta(milliseconds=1))
+
+
+class GlooGroup(GivenGlooGroup):
+    """The same, formed here. address: of this host, as its peers reach it."""
+
+    def __init__(
+        self, store: Any, name: str, rank: int, members: Sequence[Worker], timeouts: Timeouts, address: str
+    ) -> None:
+        """Blocks until all ranks are there. Raises RuntimeError."""
+        own, form = dist.PrefixStore(name, store), timedelta(seconds=timeouts.form)
+        group = compat.gloo_group(own, rank, len(members), timeout=form, address=address)
+        super().__init__(group, rank, members, timeouts)
 
 
 def only_other(members: Sequence[Worker], rank: int) -> Worker | None:

@@ -1,10 +1,11 @@
 """A process group over NCCL, for tensors on a GPU.
 
-NOT RUN: written where no GPU was at hand, from NCCL's manual and the interface of torch 2.13. What it shares
-with gloo (order, agreement, recovery) is tested on CPUs; this file's own waiting and cancelling with
-stand-ins. What it relies on:
+NOT RUN: written where no GPU was at hand, from NCCL's manual and the interface of torch 2.13. `python -m tests.gpu`
+runs it where there is one. What it shares with gloo (order, agreement, recovery) is tested on CPUs; this file's own
+waiting and cancelling with stand-ins. What it relies on:
 - Sends and receives of one pair of ranks, on a group of its own, are carried out in the order of the
-  calls. torch makes a communicator of two ranks for each such pair, with its first message.
+  calls. torch makes a communicator of two ranks for each such pair, with its first message, as long as the group
+  is bound to no device (`device_id`) and messages are not batched: both would put all pairs into one.
 - Communicators get on independently of each other. NCCL does not promise it in general: a kernel that
   waits for its peer holds a few multiprocessors, and streams share the device's queues when there are more
   than CUDA_DEVICE_MAX_CONNECTIONS of them (see agent.devices: 32, the most there is). A worker has two
@@ -19,8 +20,9 @@ stand-ins. What it relies on:
 
 A failure shows nowhere by itself: torch's own handling would end the process, so it is switched off,
 and a kernel whose peer is gone waits until `cancel`, which the news of the next generation brings, or until the
-time-out. What a kernel that was ended early has left in a tensor is nobody's data: so nothing that a
-transfer brings is used before its end has been seen on the host, and no cancel before it.
+time-out. An error that NCCL reports (of a connection to another machine, say) makes an operation count as completed,
+and raises nowhere: so it is asked for. What a kernel that was ended early has left in a tensor is nobody's data: so
+nothing that a transfer brings is used before its end has been seen on the host, and no cancel before it.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed
@@ -44,6 +46,9 @@ from openrecycle.planner.job import Worker
 dist: Any = torch.distributed
 
 _NO_TAG = 0
+# Torch's own limit begins with the call, so it would take a receive that was posted ahead of a long op for failed. Ours
+# begins with the wait.
+_NO_LIMIT = timedelta(days=7)
 _GLANCE_SECONDS = 2e-5
 
 
@@ -68,6 +73,8 @@ class NcclPending:
         # An abort completes what it ends: so this is asked after, not before.
         if self._cancelled.is_set():
             raise TransferError("the transfer was cancelled")
+        if (failure := compat.failure_of(self._work)) is not None:
+            raise TransferError(first_line(failure), self._peer)
         self._join()
         return self.tensor
 
@@ -86,9 +93,11 @@ class NcclPending:
 
 
 class NcclGroup:
-    """device: this worker's GPU, which no other rank uses: NCCL has no communicator with two ranks on one.
+    """device: this worker's GPU, which no other rank uses unless NCCL is of 2.30 or later.
 
     members: by rank. The first exchange with a peer connects to it, and nothing ends that wait but the peer."""
+
+    whole_buffers: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -103,8 +112,7 @@ class NcclGroup:
         self._seconds, self._sum_seconds, self._device = timeouts.transfer, timeouts.group, device
         self._cancelled, self._aborting = threading.Event(), threading.Lock()
         self._aborted = False
-        own, form = dist.PrefixStore(name, store), timedelta(seconds=timeouts.group)
-        self._group = compat.nccl_group(own, rank, len(members), timeout=form)
+        self._group = compat.nccl_group(dist.PrefixStore(name, store), rank, len(members), timeout=_NO_LIMIT)
 
     def send(self, to: int, tensor: Tensor, tag: int) -> NcclPending:
         assert tag == _NO_TAG, "NCCL has no tags"
@@ -130,6 +138,8 @@ class NcclGroup:
         # abort, never shutdown or destroy: those wait for peers, which may be dead.
         self._cancelled.set()
         self._abort()
+
+    def rest(self) -> None:
         torch.cuda.synchronize(self._device)
 
     def _abort(self) -> None:

@@ -14,6 +14,7 @@ no cycle.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -23,8 +24,8 @@ import torch
 from torch import Tensor
 
 from openrecycle.agent.script import MicroBatch, Script, Transfer
-from openrecycle.agent.stage_io import StageOutput
-from openrecycle.agent.transport.group import Group, PendingTransfer
+from openrecycle.agent.stage_io import StageOutput, TensorSpec
+from openrecycle.agent.transport.group import Group, PendingTransfer, halt_all
 from openrecycle.planner.job import Job, Worker
 
 # Receives posted ahead of the op that needs them.
@@ -47,7 +48,9 @@ class Lines:
 class TransferLayout:
     """incoming, outgoing: what passes from the previous stage and to the next one, per micro-batch.
 
-    widest: most tensors of any boundary of the job. device: where the stage computes.
+    widest: most tensors of any boundary of the job, with what follows them. device: where the stage computes. weighted:
+    a micro-batch's weight (float64, one element) follows its gradients. varies: shapes are at most those of incoming
+    and outgoing; what they are (int64) follows last.
     """
 
     job: Job
@@ -55,6 +58,8 @@ class TransferLayout:
     outgoing: StageOutput
     widest: int
     device: torch.device
+    weighted: bool = False
+    varies: bool = False
 
 
 class Transfers(ABC):
@@ -80,6 +85,9 @@ class Transfers(ABC):
         forward = kind == "F"
         to = self._lines.rank[(self._script.after if forward else self._script.before)[key]]
         group = self._lines.forward if forward else self._lines.backward
+        if self._layout.varies:
+            specs = self._passed(self._layout.outgoing if forward else self._layout.incoming, kind)
+            tensors = _flat(tensors, specs, self._shapes_at, whole=group.whole_buffers)
         for i, tensor in tensors.items():
             pending = group.send(to, tensor.contiguous(), self._tag(kind, key, i))
             self._sent.append((self._iteration, pending))
@@ -89,7 +97,7 @@ class Transfers(ABC):
         arrived = {i: pending.wait() for i, pending in self._receiving.pop((kind, key)).items()}
         self._ahead -= 1
         self._post_ahead()
-        return arrived
+        return _shaped(arrived, self._specs(kind, key), self._shapes_at) if self._layout.varies else arrived
 
     def let_go(self, before: int | None = None) -> None:
         """Waits until peers have all that was sent (of iterations before this one), and forgets it."""
@@ -111,9 +119,8 @@ class Transfers(ABC):
 
     def drop(self) -> None:
         """Forgets everything under way; what was being received or summed is not touched any more."""
-        for group in (self._lines.forward, self._lines.backward, self._lines.peers):
-            if group is not None:
-                group.halt()
+        lines = self._lines
+        halt_all(group for group in (lines.forward, lines.backward, lines.peers) if group is not None)
         self._sent.clear()
         self._receiving = {}
 
@@ -127,11 +134,29 @@ class Transfers(ABC):
         forward = kind == "F"
         source = self._lines.rank[(self._script.before if forward else self._script.after)[key]]
         group = self._lines.forward if forward else self._lines.backward
+        specs = self._specs(kind, key)
+        buffers = {i: spec.empty(self._layout.device) for i, spec in specs.items()}
+        if self._layout.weighted and not forward:
+            buffers[len(self._layout.outgoing)] = torch.zeros(1, dtype=torch.float64, device=self._layout.device)
+        if self._layout.varies:
+            buffers = {i: buffer.reshape(-1) for i, buffer in buffers.items()}
+            dimensions = sum(len(spec.shape) for spec in specs.values())
+            buffers[self._shapes_at] = torch.zeros(dimensions, dtype=torch.int64, device=self._layout.device)
         self._receiving[kind, key] = {
-            i: group.receive(source, spec.empty(self._layout.device), self._tag(kind, key, i))
-            for i, spec in enumerate(self._layout.incoming if forward else self._layout.outgoing)
-            if forward or spec.gradient
+            i: group.receive(source, buffer, self._tag(kind, key, i)) for i, buffer in buffers.items()
         }
+
+    def _specs(self, kind: str, key: MicroBatch) -> dict[int, TensorSpec]:
+        """What a transfer to this worker brings, by its place in the boundary."""
+        return self._passed(self._layout.incoming if kind == "F" else self._layout.outgoing, kind)
+
+    def _passed(self, boundary: StageOutput, kind: str) -> dict[int, TensorSpec]:
+        return {i: spec for i, spec in enumerate(boundary) if kind == "F" or spec.gradient}
+
+    @property
+    def _shapes_at(self) -> int:
+        """The place of the shapes of what is sent with them."""
+        return self._layout.widest - 1
 
     @abstractmethod
     def _post(self, kind: str, key: MicroBatch) -> None:
@@ -140,3 +165,26 @@ class Transfers(ABC):
     @abstractmethod
     def _tag(self, kind: str, key: MicroBatch, index: int) -> int:
         """Of tensor `index` of a boundary; both ends say the same."""
+
+
+def _flat(
+    tensors: Mapping[int, Tensor], specs: Mapping[int, TensorSpec], shapes_at: int, *, whole: bool
+) -> dict[int, Tensor]:
+    """Tensors without their shapes, and these at last. whole: as long as they may be at most."""
+    sizes = [size for i in specs for size in tensors[i].shape]
+    flat = {i: tensor.reshape(-1) for i, tensor in tensors.items()}
+    for i, spec in specs.items() if whole else ():
+        there = spec.empty(flat[i].device).reshape(-1)
+        there[: flat[i].numel()] = flat[i]
+        flat[i] = there
+    device = next(iter(flat.values())).device
+    return flat | {shapes_at: torch.tensor(sizes, dtype=torch.int64, device=device)}
+
+
+def _shaped(arrived: dict[int, Tensor], specs: Mapping[int, TensorSpec], shapes_at: int) -> dict[int, Tensor]:
+    """What `_flat` was given."""
+    sizes = iter(arrived.pop(shapes_at).tolist())
+    for i, spec in specs.items():
+        shape = [next(sizes) for _ in spec.shape]
+        arrived[i] = arrived[i][: math.prod(shape)].view(shape)
+    return arrived

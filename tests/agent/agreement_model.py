@@ -19,7 +19,8 @@ LEFT = -1
 
 class Cell(NamedTuple):
     """One worker. part: it takes its state from a peer, and works on no micro-batch. dead: since this generation.
-    count: iterations committed; phase: how far it is in the next one. undo: it can roll back its last step."""
+    count: iterations committed; phase: how far it is in the next one. undo: it can roll back its last step, as long as
+    it has no gradient of the next one."""
 
     status: Status = "whole"
     count: int = 0
@@ -56,8 +57,9 @@ class Violation(AssertionError):
 @dataclass(frozen=True)
 class Model:
     """lazy: workers that the plan gives no micro-batch while others of their stage live. waits: does a step wait
-    for the other stages' reductions (as after a clipped gradient)? barrier, finishes: the rules that make it safe:
-    nobody steps before its stage has reduced, and who has reduced steps."""
+    for the other stages' reductions (as after a clipped gradient)? barrier, finishes, settles: the rules that make it
+    safe: nobody steps before its stage has reduced, who has reduced steps, and nobody has a gradient before every other
+    stage has said what it reduced the last time."""
 
     pipelines: int
     stages: int
@@ -68,6 +70,7 @@ class Model:
     waits: bool = False
     barrier: bool = True
     finishes: bool = True
+    settles: bool = True
     routes: dict[object, dict[Worker, list[Worker]]] = field(default_factory=dict, repr=False)
 
     @cached_property
@@ -142,8 +145,8 @@ class Model:
             return
         if cell.phase == WORKS:
             needs = (world.cells[self.index(w)] for w in routes.get(worker, ()))
-            if all(other.at_least(cell.count, WORKS) for other in needs):
-                yield cell._replace(phase=REDUCES)
+            if all(other.at_least(cell.count, WORKS) for other in needs) and self._settled(world, worker, cell):
+                yield cell._replace(undo=False) if cell.undo else cell._replace(phase=REDUCES)
         elif cell.phase == REDUCES:
             if all(peer.at_least(cell.count, REDUCES) for peer in self._peers(world, worker)):
                 yield cell._replace(phase=REDUCED)
@@ -154,27 +157,18 @@ class Model:
 
     def _leaves(self, world: World, worker: Worker, cell: Cell) -> Iterator[Cell]:
         """How a worker may be when it has left a broken generation."""
-        if cell.phase == REDUCED and self.finishes:
-            if not self.waits:
-                yield _stepped(cell)._replace(phase=LEFT)
-                return
-            # What it waits for may have come, or not come any more.
-            if self._may_step(world, worker, cell):
-                yield _stepped(cell)._replace(phase=LEFT)
-        yield cell
+        yield _stepped(cell)._replace(phase=LEFT) if cell.phase == REDUCED and self.finishes else cell
 
     def _may_step(self, world: World, worker: Worker, cell: Cell) -> bool:
-        """Has every other stage said what it has reduced?"""
-        if not self.waits:
-            return True
-        return all(
-            any(
-                c.in_generation and c.at_least(cell.count, REDUCED)
-                for c in (world.cells[self.index(Worker(p, s))] for p in range(self.pipelines))
-            )
-            for s in range(self.stages)
-            if s != worker.stage
-        )
+        return not self.waits or self._others_reduced(world, worker, cell.count)
+
+    def _settled(self, world: World, worker: Worker, cell: Cell) -> bool:
+        return not self.settles or self._others_reduced(world, worker, cell.count - 1)
+
+    def _others_reduced(self, world: World, worker: Worker, count: int) -> bool:
+        """Has every other stage said what it has reduced? Only once all of it have."""
+        elsewhere = (c for w, c in zip(self.workers, world.cells, strict=True) if w.stage != worker.stage)
+        return all(c.at_least(count, REDUCED) for c in elsewhere if c.in_generation)
 
     def _peers(self, world: World, worker: Worker) -> list[Cell]:
         cells = (world.cells[self.index(Worker(p, worker.stage))] for p in range(self.pipelines))

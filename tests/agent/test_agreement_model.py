@@ -16,9 +16,10 @@ def test_every_order_leads_to_an_agreement(lazy: frozenset[Worker], waits: bool)
     assert found > 10_000, "the model has moved"
 
 
-@pytest.mark.parametrize("without", ["barrier", "finishes"])
+@pytest.mark.parametrize("without", ["barrier", "finishes", "settles"])
 def test_each_rule_is_needed(without: str) -> None:
-    """The model finds the order of events in which a stage's last survivor is two iterations behind."""
+    """The model finds the order of events in which a stage's last survivor is two iterations behind, or somebody who is
+    to go back has nothing to go back to any more."""
     model = Model(2, 2, iterations=3, deaths=1, returns=0, lazy=IDLE, **{without: False})  # type: ignore[arg-type]
     with pytest.raises(Violation):
         model.explore()

@@ -39,7 +39,7 @@ def test_sums_of_any_type_and_layout(kind: type[GradientSum], dtype: torch.dtype
     assert parameter.grad is not None and parameter.grad.dtype == dtype
     exact = torch.stack([t.double() for t in terms]).sum(0)
     torch.testing.assert_close(parameter.grad, exact.to(dtype))
-    assert math.isclose(total.squared_norm(total.parameters), float(exact.square().sum()), rel_tol=1e-6)
+    assert math.isclose(total.squared_norms([total.parameters])[0], float(exact.square().sum()), rel_tol=1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -132,9 +132,9 @@ def test_the_norm_is_the_same_however_the_terms_came(seed: int) -> None:
         total = GradientSum(parameters, terms=4)
         for parameter, term in terms:
             total.add(parameter, term)
-        norms.add(total.squared_norm(total.parameters))
+        norms.add(total.squared_norms([total.parameters])[0])
     assert len(norms) == 1
-    assert GradientSum([], terms=1).squared_norm([]) == 0.0
+    assert GradientSum([], terms=1).squared_norms([[]]) == (0.0,)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -146,7 +146,7 @@ def test_buffers_may_change_by_more_than_gradients(kind: type[GradientSum]) -> N
         total.add_change(counter, torch.tensor(1, dtype=torch.float64))
     total.write_buffers()
     assert buffer.tolist() == [3001.0, -1.5] and int(counter) == 8
-    assert total.rejected == 0 and total.squared_norm(total.parameters) == 0.0
+    assert total.rejected == 0 and total.squared_norms([total.parameters])[0] == 0.0
 
 
 # -- a micro-batch counts once, whole ---------------------------------------------------------

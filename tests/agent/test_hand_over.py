@@ -106,6 +106,7 @@ def test_a_death_while_the_state_comes(victim: str) -> None:
     assert job.iterations[-1]["living"] == 5
 
 
+@pytest.mark.chaos
 def test_a_job_that_ends_meanwhile_ends() -> None:
     job = _job(iterations=25, on_line=_restart_at_the_first_failure).run()
     undisturbed = LocalJob(

@@ -53,6 +53,7 @@ def synchronous(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
+@pytest.mark.chaos
 def test_the_synchronous_order_is_plain_training(synchronous: Run) -> None:
     """Against one process, one module and torch's own clipping, to the rounding of float32."""
     task = NanModel(**NAN_ITERATIONS)

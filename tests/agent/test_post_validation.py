@@ -33,7 +33,8 @@ def _outlook(validations: list[ValidationResult]) -> PostValidation:
 
 def test_the_validation() -> None:
     assert judge([Slot((9.0,)), Slot((16.0,))], None) == CLEAN
-    assert judge([Slot((9.0,)), Slot((16.0,))], 6.0) == CLEAN
+    assert judge([Slot((9.0,)), Slot((16.0,))], 6.0) == ValidationResult(1.0, norm=5.0)
+    assert judge([Slot((9.0,)), Slot((16.0,))], 6.0).clean
     clipped = judge([Slot((9.0,)), Slot((16.0,))], 1.0)
     assert clipped.coefficient == 1.0 / (5.0 + 1e-6) and not clipped.clean
     assert judge([Slot((9.0,)), Slot((0.0,), 1)], None) == SKIP

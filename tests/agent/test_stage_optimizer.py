@@ -126,10 +126,7 @@ def test_a_late_validation_leaves_what_an_early_one_would_have(optimizer: str, s
     ):
         before = _everything(late)
         _train(late, i, None)
-        _sum(late, 100)
         assert late.settle(validation) == (not validation.clean)
-        assert bool(late.gradients.buffer.any()) == validation.clean
-        late.gradients.clear()
         _train(early, i, validation)
         assert _equal(_everything(late), _everything(early))
         if i % 2:
@@ -137,6 +134,23 @@ def test_a_late_validation_leaves_what_an_early_one_would_have(optimizer: str, s
             assert _equal(_everything(late), before)
             _train(late, i, validation)
             assert _equal(_everything(late), _everything(early))
+        assert not late.gradients.buffer.any(), "nothing is left of what was lent"
+
+
+def test_nothing_goes_back_once_the_next_gradient_is_there() -> None:
+    """The snapshot is where it is summed, and gone: nothing may come of half of it."""
+    stage = _stage()
+    _train(stage, 0)
+    after = _everything(stage)
+    _sum(stage, 1)
+    with pytest.raises(StateError):
+        stage.roll_back()
+    assert _equal(_everything(stage), after) and stage.committed == 1
+    stage.gradients.clear()
+    _train(stage, 1, None)
+    _sum(stage, 2)
+    with pytest.raises(StateError):
+        stage.settle(ValidationResult(0.5))
 
 
 @pytest.mark.parametrize(("optimizer", "scheduler"), EVERY)

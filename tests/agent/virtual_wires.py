@@ -243,7 +243,7 @@ class _Steps:
     def settle(self) -> bool:
         return self._left is not None
 
-    def take(self, incomplete: int) -> float:
+    def take(self, incomplete: int, *, by_all: bool = True) -> float:
         return 0.0
 
 

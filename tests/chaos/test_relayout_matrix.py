@@ -17,7 +17,7 @@ pytestmark = pytest.mark.processes
 
 GRID = {"pipelines": 3, "stages": 2, "micro_batches": 2}
 LAYERED = NamedWorkload("openrecycle.agent.examples.gpt:Gpt", TINY | {"layers": 4})
-ITERATIONS = 9
+ITERATIONS = 12
 FIRST = "W2_1@1:F0"
 SECOND = ("W0_0", "W1_0", "W2_0", "W0_1", "W1_1")
 OPS = ("F0", "I0", "W0", "F1", "I1", "W1", "R", "O", "V")

@@ -1,0 +1,69 @@
+"""Tensors of a device over a group that takes those of the CPU alone: by way of the host's memory.
+
+For GPUs where NCCL can't be used, such as several workers on one with an older NCCL. A send, and a
+sum, waits until the device has computed its tensor; what comes back goes to the device in the order of the caller's
+stream, for which nobody waits.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from openrecycle.agent.transport.group import Group, PendingTransfer
+
+
+class Arriving:
+    """A receive into the host's memory, whose data `wait` sends on to `tensor`."""
+
+    def __init__(self, inner: PendingTransfer, tensor: Tensor) -> None:
+        self._inner, self.tensor = inner, tensor
+
+    def wait(self) -> Tensor:
+        self.tensor.copy_(self._inner.wait(), non_blocking=True)
+        return self.tensor
+
+
+class HostGroup:
+    """inner: carries what is on the CPU."""
+
+    whole_buffers: ClassVar[bool] = False
+
+    def __init__(self, inner: Group) -> None:
+        self._inner = inner
+
+    @property
+    def rank(self) -> int:
+        return self._inner.rank
+
+    def send(self, to: int, tensor: Tensor, tag: int) -> PendingTransfer:
+        return self._inner.send(to, _host_copy(tensor), tag)
+
+    def receive(self, source: int, buffer: Tensor, tag: int) -> PendingTransfer:
+        return Arriving(self._inner.receive(source, _host_memory(buffer), tag), buffer)
+
+    def sum(self, tensor: Tensor) -> None:
+        on_host = _host_copy(tensor)
+        self._inner.sum(on_host)
+        tensor.copy_(on_host, non_blocking=True)
+
+    def cancel(self) -> None:
+        self._inner.cancel()
+
+    def halt(self) -> None:
+        self._inner.halt()
+
+    def rest(self) -> None:
+        self._inner.rest()
+
+
+def _host_memory(like: Tensor) -> Tensor:
+    """Pinned for a GPU, so that a copy is quick; torch keeps such memory for the next one, once copies are done."""
+    return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=like.device.type == "cuda")
+
+
+def _host_copy(tensor: Tensor) -> Tensor:
+    """Returns when it is there."""
+    return _host_memory(tensor).copy_(tensor)
