@@ -8,7 +8,7 @@ JOBS ?= $(if $(FAST),2,4)
 BIN := .venv/bin
 export PYTHON
 
-.PHONY: run test lint chaos bench clean setup setup-tests
+.PHONY: run test lint chaos bench gpu clean setup setup-tests
 
 run: setup  ## the console and a real training job on this machine
 	@exec $(BIN)/python -m app demo --port $(PORT)
@@ -28,6 +28,9 @@ chaos: setup-tests  ## hundreds of kills, every bit compared (about half an hour
 
 bench: setup-tests  ## every benchmark, with the machine's load beside each figure
 	@for file in tests/benchmarks/bench_*.py; do echo "== $$file"; $(BIN)/python -m tests.benchmarks.$$(basename $$file .py) || exit 1; done
+
+gpu:  ## the product on this machine's GPU, in under eight minutes; with the Python and torch that are here
+	@$(PYTHON) -m tests.gpu
 
 setup:
 	@sh .ci/setup requirements.txt

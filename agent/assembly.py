@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -17,7 +15,7 @@ from openrecycle.agent.options import Optimization
 from openrecycle.agent.randomness import seed_for
 from openrecycle.agent.stage import Stage
 from openrecycle.agent.stage_io import CPU, StageCuts, StageIO, tensors_of
-from openrecycle.agent.workload import Workload, first_readable
+from openrecycle.agent.workload import Workload, nominal_weight, probe_inputs, probe_targets
 from openrecycle.planner.job import Job
 
 
@@ -44,6 +42,7 @@ def assemble(
         terms=job.pipelines * job.micro_batches,
         buffers=split.moving,
         device=device,
+        nominal=nominal_weight(workload, job.pipelines * job.micro_batches),
     )
     return Stage(module, gradients, split=split.strategy, autocast=optimization.autocast), split
 
@@ -74,13 +73,13 @@ def _probe(workload: Workload, job: Job, stage: int, seed: int, stage_io: StageI
     """Real data where the stage sees any, numbers of the same shape elsewhere."""
     generator = torch.Generator().manual_seed(seed_for("probe", seed, stage))
     if stage == 0:
-        inputs = tensors_of(first_readable(partial(workload.inputs, seed)), "data")
+        inputs = tensors_of(probe_inputs(workload, seed), "data")
     else:
         inputs = tuple(_like(spec.empty(), generator) for spec in stage_io[stage - 1])
     inputs = on_device(inputs, device)
     if stage < job.stages - 1:
         return Probe(inputs)
-    targets = on_device(first_readable(partial(workload.targets, seed)), device)
+    targets = on_device(probe_targets(workload, seed), device)
     share = 1.0 / (job.pipelines * job.micro_batches)
     return Probe(inputs, loss=lambda y: workload.loss(y, targets) * share)
 

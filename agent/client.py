@@ -65,6 +65,7 @@ class ConsoleClient:
         # A console on this machine must not be looked for behind a proxy.
         self._session.trust_env = False
         self.issued: str | None = None
+        self.token = token
         if token:
             self._session.headers["Authorization"] = f"Bearer {token}"
 

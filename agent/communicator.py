@@ -20,7 +20,8 @@ from openrecycle.agent.script import MicroBatch
 from openrecycle.agent.stage_io import CPU
 from openrecycle.agent.store import StoreClient
 from openrecycle.agent.timeouts import Timeouts
-from openrecycle.agent.transport.group import GlooGroup, Group, PendingTransfer, TransferError, first_line
+from openrecycle.agent.transport.group import GlooGroup, Group, PendingTransfer, TransferError, first_line, halt_all
+from openrecycle.agent.transport.host import HostGroup
 from openrecycle.agent.transport.nccl import NcclGroup
 from openrecycle.agent.transport.ordered import OrderedTransfers, connect
 from openrecycle.agent.transport.transfers import Lines, TransferLayout, Transfers
@@ -48,9 +49,11 @@ class Groups:
         transport: Transport = "tagged",
         device: torch.device = CPU,
         neighbours: Collection[Worker] = (),
+        begun: list[Group] | None = None,
     ) -> None:
         """Blocks until all of `living` are there. device: where data and sums are. neighbours: with whom this worker
-        exchanges data (Script.neighbours). Raises TransferError."""
+        exchanges data (Script.neighbours). begun: gets each group before anything is waited for in it. Raises
+        TransferError."""
         self.generation = generation
         self._rank = {w: i for i, w in enumerate(living)}
         self._me, self._ordered = me, transport == "ordered"
@@ -58,23 +61,35 @@ class Groups:
         """Of this host, as its peers reach it."""
         stage = [w for w in living if w.stage == me.stage]
 
+        on_cpu = device.type == "cpu"
+        begun = [] if begun is None else begun
+
         def gloo(name: str, members: Sequence[Worker]) -> Group:
             return GlooGroup(store, f"generation{generation}/{name}", members.index(me), members, timeouts, address)
 
         def nccl(name: str, members: Sequence[Worker]) -> Group:
             return NcclGroup(store, f"generation{generation}/{name}", members.index(me), members, timeouts, device)
 
-        data = nccl if device.type == "cuda" else gloo
+        def over_gloo(group: Group) -> Group:
+            return group if on_cpu else HostGroup(group)
+
+        def data(name: str, members: Sequence[Worker]) -> Group:
+            over_nccl = device.type == "cuda" and self._ordered
+            begun.append(nccl(name, members) if over_nccl else over_gloo(gloo(name, members)))
+            return begun[-1]
+
         try:
             self._control = gloo("world", living)
             peers = data(f"stage{me.stage}", stage) if len(stage) > 1 else None
-            forward, backward = (
-                (data("forward", living), data("backward", living)) if self._ordered else (self._control, self._control)
-            )
+            if self._ordered:
+                forward, backward = data("forward", living), data("backward", living)
+            else:
+                forward = backward = over_gloo(self._control)
             self._lines = Lines(me, forward, backward, peers, self._rank)
             if self._ordered:
                 connect(self._lines, neighbours, device)
         except RuntimeError as error:
+            halt_all(begun)
             peer = error.peer if isinstance(error, TransferError) else None
             text = f"the groups of generation {generation} could not be formed: {first_line(error)}"
             raise TransferError(text, peer) from None
@@ -110,8 +125,7 @@ class Groups:
 
     def halt(self) -> None:
         """Ends the groups' life, when nobody exchanges anything in them any more."""
-        for group in self._all:
-            group.halt()
+        halt_all(self._all)
 
     @property
     def _all(self) -> list[Group]:
@@ -168,6 +182,7 @@ class Communicator:
             if meeting.get(go) != _GO:
                 raise TransferError(f"generation {generation} is superseded")
             self.abandon()
+            begun: list[Group] = []
 
             def make() -> Groups:
                 if device.type == "cuda":
@@ -183,10 +198,11 @@ class Communicator:
                         self._transport,
                         device,
                         neighbours,
+                        begun,
                     )
                 )
 
-            groups = self._connect(generation, make)
+            groups = self._connect(generation, make, begun)
         except (RuntimeError, OSError) as error:
             if isinstance(error, TransferError):
                 raise
@@ -200,12 +216,12 @@ class Communicator:
             self._live = groups
         return groups
 
-    def _connect(self, generation: int, make: Callable[[], Groups]) -> Groups:
+    def _connect(self, generation: int, make: Callable[[], Groups], begun: list[Group]) -> Groups:
         """What `make` makes, in a thread of its own: gloo waits for one absent peer after the other, each for as long
         as a generation may take to form, and NCCL for ever for one that died while it connected; nothing wakes either.
         Such
-        a thread is left behind, which costs a retry and no survivor. Raises TransferError, when a newer generation is
-        announced too, and when connecting takes longer than any transfer may.
+        a thread is left behind, which costs a retry and no survivor; what it has begun is cancelled. Raises
+        TransferError, when a newer generation is announced too, and when connecting takes longer than any transfer may.
         """
         made: Made = queue.SimpleQueue()
         with self._lock:
@@ -220,6 +236,9 @@ class Communicator:
             self._stores.forget()
         with self._lock:
             self._connecting = None
+        if not isinstance(groups, Groups):
+            for group in list(begun):
+                group.cancel()
         if groups is None:
             # It may wait at the store for long, and a connection to the store serves one caller at a time.
             self._stores.forget()

@@ -14,6 +14,7 @@ import queue
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from openrecycle.agent.outbox import Outbox
 from openrecycle.agent.protocol import (
     INTERIM_DOCUMENT,
     Acknowledgement,
+    Command,
     Commands,
     Deployment,
     FailureReport,
@@ -64,6 +66,19 @@ STOPPED_TIMEOUT_SECONDS, ENDED_TIMEOUT_SECONDS = 3.0, 60.0
 TRY_AGAIN_SECONDS = 1.0
 """Between two tries, at most. A console that is back knows of a death by this report before it gives up waiting for
 it (its transfer_grace) and has all connect anew, with the dead among them; and who trains waits for its decision."""
+
+
+SEQ_AHEAD = 1_000_000
+"""Heartbeats that the lead before may have sent since it has said of which it was."""
+_REPORTS: dict[str, type[Message]] = {
+    "/failures": FailureReport,
+    "/interim": InterimPlan,
+    "/relayouts": Relayout,
+    "/iterations": IterationReport,
+    "/recoveries": Recovery,
+    "/validations": ValidationReport,
+    "/finish": JobFinished,
+}
 
 
 class QueuedReport(NamedTuple):
@@ -175,7 +190,8 @@ class ConsoleCoordination:
     wake_fd: becomes readable when `poll` has something. say: called, from a thread, with the
     console's sentence when the job does not train and nothing is announced. checkpoint: asked for
     the checkpoint to go back to when the console says so; None: the job writes none. interval: seconds between two
-    posts of the workers' heartbeats.
+    posts of the workers' heartbeats. decide: given what is to be done once this launcher may (agent.processes): on
+    several nodes another may lead by then. saved: what another launcher has `saved`, which this one goes on from.
     """
 
     def __init__(
@@ -186,8 +202,16 @@ class ConsoleCoordination:
         *,
         checkpoint: Callable[[], str | None] | None = None,
         interval: float = 1.0,
+        decide: Callable[[Callable[[], None]], None] = lambda send: send(),
+        saved: Mapping[str, Any] | None = None,
     ) -> None:
         self._connect, self._path, self._say = connect, f"/jobs/{job_id}", say
+        self._job_id, self._decide = job_id, decide
+        self._decided: deque[QueuedReport] = deque()
+        """Reports that `decide` has."""
+        newest: tuple[int, int] = (0, 0) if saved is None else (saved["generation"], saved["command"])
+        self._generation, self._command = newest
+        """That the launcher was told."""
         self._checkpoint = checkpoint
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._reports: Outbox[QueuedReport] = Outbox(MAX_REPORTS, merge=merge_iterations, droppable=is_history)
@@ -198,13 +222,21 @@ class ConsoleCoordination:
         self._sender.start()
         self._said: dict[str, tuple[str, Mapping[str, Any]]] = {}
         self._phases = Phases(min(interval, PHASE_SECONDS))
+        client = connect()
+        self._token = client.token
         self._workers = WorkerReports(
-            connect(),
+            client,
             job_id,
             interval=interval,
             fenced=lambda incarnation: self._put(ProcessFenced(incarnation)),
             measure=lambda iteration: self._put(Measure(iteration)),
         )
+        if saved is not None:
+            for about in saved["workers"]:
+                registration = Registration.model_validate(about["registration"])
+                self._workers.add(registration, seq=about["seq"] + SEQ_AHEAD, worker=about["worker"])
+            for path, message in saved["reports"]:
+                self._report(path, _REPORTS[path].model_validate(message))
         self._workers.start()
         for target in (self._follow_generations, self._follow_commands):
             threading.Thread(target=target, name=target.__name__, daemon=True).start()
@@ -280,11 +312,30 @@ class ConsoleCoordination:
         self._workers.join(WORKERS_TIMEOUT_SECONDS)
         self._report("/finish", JobFinished(state=state, reason=reason[:2000]))  # type: ignore[arg-type]
 
+    def saved(self) -> dict[str, Any]:
+        reports = [*self._reports.all, *self._decided]
+        return {
+            "job": self._job_id,
+            "token": self._token,
+            "generation": self._generation,
+            "command": self._command,
+            "workers": self._workers.saved(),
+            "reports": [(report.path, report.message.model_dump(mode="json")) for report in reports],
+        }
+
+    def lead_changed(self, lost: Mapping[Worker, str], detail: str, now: float) -> None:
+        for worker, incarnation in lost.items():
+            self.exited(worker, incarnation, detail)
+
     def poll(self, now: float) -> list[Event]:
         self._tell(now)
         out = []
         while not self._events.empty():
-            out.append(self._events.get())
+            out.append(event := self._events.get())
+            if isinstance(event, Deploy):
+                self._generation = event.deployment.generation
+            elif isinstance(event, Command):
+                self._command = event.seq
         if out:
             os.read(self.wake_fd, 4096)
         return out
@@ -332,7 +383,11 @@ class ConsoleCoordination:
     # -- threads ------------------------------------------------------------------------------
 
     def _report(self, path: str, message: Message) -> None:
-        self._reports.put(QueuedReport(path, message, time.monotonic()))
+        self._decided.append(QueuedReport(path, message, time.monotonic()))
+        self._decide(self._pass_on)
+
+    def _pass_on(self) -> None:
+        self._reports.put(self._decided.popleft())
         self._report_there.set()
 
     def _put(self, event: Event) -> None:
@@ -364,7 +419,7 @@ class ConsoleCoordination:
             self._reports.sent()
 
     def _follow_generations(self) -> None:
-        client, backoff, generation = self._connect(), Backoff(longest=TRY_AGAIN_SECONDS), 0
+        client, backoff, generation = self._connect(), Backoff(longest=TRY_AGAIN_SECONDS), self._generation
         plans: dict[str, Plan] = {}
         said = ""
         while not self._closing.is_set():
@@ -402,7 +457,7 @@ class ConsoleCoordination:
         return status.sentence
 
     def _follow_commands(self) -> None:
-        client, backoff, seq = self._connect(), Backoff(longest=TRY_AGAIN_SECONDS), 0
+        client, backoff, seq = self._connect(), Backoff(longest=TRY_AGAIN_SECONDS), self._command
         while not self._closing.is_set():
             try:
                 answer = client.get(f"{self._path}/commands", Commands, wait=LONG_POLL_SECONDS, after=seq)

@@ -1,6 +1,6 @@
 """What workers compute on, and what carries their data. torch is imported only where a function needs it.
 
-The CUDA path has been run on no GPU yet: see agent.transport.nccl.
+The CUDA path has been run on no GPU yet: see agent.transport.nccl. `python -m tests.gpu` runs it on a machine with one.
 """
 
 # ruff: noqa: RUF009 (`option` makes a field)
@@ -27,11 +27,22 @@ CUDA_ENVIRONMENT = {
     "TORCH_NCCL_BLOCKING_WAIT": "0",
     # Its monitor ends a process whose watchdog stands still, as it may while a group is aborted.
     "TORCH_NCCL_ENABLE_MONITORING": "0",
+    # Nor is anything to be written when an operation is ended, as at every death.
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     # Each stream has a queue of its own, so that a kernel that waits for a peer holds up no other's.
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
     # cuBLAS gives the same bits again only with a workspace of fixed size.
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    # From NCCL 2.30 on, several ranks may be on one GPU; those before refuse that, and don't know this.
+    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
 }
+SHARED_GPU_ENVIRONMENT = {
+    # Kernels of all ranks of a GPU wait for each other, so none may take much of it; NVLS can't be shared.
+    "NCCL_MAX_CTAS": "1",
+    "NCCL_NVLS_ENABLE": "0",
+}
+"""Of all workers where some are not alone on their GPU, since NCCL wants the same of all; what is set already stays."""
+SHARING_NCCL = (2, 30)
 
 
 @documented
@@ -41,49 +52,55 @@ class Platform(OptionGroup):
 
     PATH: ClassVar[str] = "platform"
 
-    device: Kind = option("cpu", "cpu, or cuda: a GPU of its own for every worker, over NCCL.")
+    device: Kind = option("cpu", "cpu, or cuda: a GPU for every worker. Where there are fewer, workers share them.")
     transport: Transport | None = option(
         None,
-        "How messages find their receives: tagged (on CPUs), or ordered (as NCCL needs). By default as the device has "
-        "it.",
+        "How messages find their receives: tagged (over gloo; from GPUs by way of the host's memory), or ordered (as "
+        "NCCL needs; over NCCL between GPUs). By default tagged on CPUs and ordered on GPUs.",
         expected="tagged or ordered",
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.device == "cuda" and self.transport == "tagged":
-            raise self.refuse("transport", "ordered where `platform.device` is cuda: NCCL knows no tags")
 
     @property
     def carrier(self) -> Transport:
         """The transport: `tagged`, by a tag, in any order; `ordered`, by their order alone, which is all NCCL has."""
         return self.transport or ("tagged" if self.device == "cpu" else "ordered")
 
-    def check(self, workers: int) -> None:
-        """Raises InputError unless this node can run so many workers. Imports torch for any device but the CPU."""
+    def check(self, workers: int) -> str:
+        """Returns a sentence where workers share GPUs. Imports torch for any device but the CPU. Raises InputError
+        unless this node can run so many workers."""
         if self.device == "cpu":
-            return
+            return ""
         import torch
         import torch.distributed
 
+        cuda: Any = torch.cuda
         if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
             raise self.refuse("device", f"cpu, since this torch ({torch.__version__}) is built without CUDA")
-        if not torch.distributed.is_nccl_available():
+        over_nccl = self.carrier == "ordered"
+        if over_nccl and not torch.distributed.is_nccl_available():
             raise self.refuse("device", f"cpu, since this torch ({torch.__version__}) is built without NCCL")
-        if not torch.cuda.is_available():
+        if not cuda.is_available():
             raise self.refuse("device", "cpu, or a GPU and a driver that torch can use on this node")
-        if (gpus := torch.cuda.device_count()) < workers:
+        gpus = int(cuda.device_count())
+        if gpus >= workers:
+            return ""
+        if over_nccl and cuda.nccl.version()[:2] < SHARING_NCCL:
+            have, need = (".".join(map(str, v)) for v in (cuda.nccl.version(), SHARING_NCCL))
             raise self.refuse(
                 "device",
-                f"a GPU of its own for each of the {workers} workers on this node, which has {gpus}: NCCL takes no "
-                "two workers on one",
+                f"a GPU for each of the {workers} workers on this node, which has {gpus}: NCCL {have} takes no two "
+                f"workers on one, as {need} does; or `platform.transport` tagged, which takes them over gloo",
             )
+        each = -(-workers // gpus)
+        return f"the {workers} workers of this node share {gpus} GPU{'s' * (gpus > 1)}, up to {each} on one: " + (
+            "they take turns on it, so this is for trying out"
+        )
 
-    def take(self, slot: int, *, deterministic: bool) -> torch.device:
+    def take(self, slot: int, *, deterministic: bool, shared: bool = False) -> torch.device:
         """Prepares this process, before it has touched a GPU; returns where it computes.
 
         slot: this worker's number among those of its node. deterministic: torch refuses what can't be
-        done again to the same bits. Raises InputError.
+        done again to the same bits. shared: do workers of the job share GPUs? Raises InputError.
         """
         import torch
 
@@ -91,11 +108,24 @@ class Platform(OptionGroup):
             return torch.device("cpu")
         # First: the driver reads some of it when it is asked anything.
         os.environ.update(CUDA_ENVIRONMENT)
+        cuda: Any = torch.cuda
+        if cuda._is_in_bad_fork():
+            raise self.refuse(
+                "device",
+                "a job whose modules leave CUDA alone while they are imported: workers are forked from a process that "
+                "imports them",
+            )
         self.check(slot + 1)
-        torch.cuda.set_device(slot)
+        if shared:
+            for name, value in SHARED_GPU_ENVIRONMENT.items():
+                os.environ.setdefault(name, value)
+        slot %= int(cuda.device_count())
+        cuda.set_device(slot)
         if deterministic:
             torch.use_deterministic_algorithms(True)
             torch.backends.cudnn.benchmark = False
+            # By default it fills each new tensor, a kernel for every receive; what is read was written before.
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         return torch.device("cuda", slot)
 
 
@@ -104,10 +134,12 @@ def kind_number(device: torch.device) -> int:
     if device.type == "cpu":
         return 0
     import torch
+    import torch.distributed
 
     cuda: Any = torch.cuda
     cudnn: Any = torch.backends.cudnn
-    return seed_for(cuda.get_device_name(device), str(torch.version.cuda), *cuda.nccl.version(), cudnn.version())
+    nccl = cuda.nccl.version() if torch.distributed.is_nccl_available() else ()
+    return seed_for(cuda.get_device_name(device), str(torch.version.cuda), *nccl, cudnn.version())
 
 
 def completion(device: torch.device) -> Callable[[], None] | None:
@@ -134,6 +166,9 @@ def on_device(value: Any, device: torch.device) -> Any:
     import torch
 
     if isinstance(value, torch.Tensor):
+        if device.type == "cuda" and value.device.type == "cpu":
+            # From other memory a copy would hold up this thread until everything before it is done.
+            value = value.pin_memory()
         return value.to(device, non_blocking=True)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(on_device(v, device) for v in value))

@@ -118,11 +118,20 @@ class WorkerReports(threading.Thread):
 
     # -- what is reported -----------------------------------------------------------------------
 
-    def add(self, registration: Registration) -> None:
-        """Of a process, from now on."""
+    def add(self, registration: Registration, *, seq: int = 0, worker: str = "") -> None:
+        """Of a process, from now on. seq: of its newest heartbeat. worker: its place, if it has another by now."""
         with self._lock:
-            self._processes[registration.incarnation] = _Process(registration, worker=registration.worker)
+            place = worker or registration.worker
+            self._processes[registration.incarnation] = _Process(registration, worker=place, seq=seq)
         self._wake.set()
+
+    def saved(self) -> list[dict[str, Any]]:
+        """What `add` is given where another launcher goes on."""
+        with self._lock:
+            return [
+                {"registration": p.registration.model_dump(mode="json"), "seq": p.seq, "worker": p.worker}
+                for p in self._processes.values()
+            ]
 
     def remove(self, incarnation: str) -> None:
         """It has ended."""

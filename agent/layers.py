@@ -6,8 +6,10 @@ layers of one stage tensors and gradients get the form that a transfer between t
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -77,7 +79,8 @@ def build_layers(workload: Workload, span: Span, layers: int, seed: int) -> Laye
                 owner = layer_of(first)
                 source = built.get(owner) or build_layer(workload, owner, layers, seed)
                 _copy(source, first.partition(".")[2], built[here], name.partition(".")[2])
-    return LayerStack(built, frozenset(name for group in tied for name in group[1:]))
+    form = input_form(workload, layers)
+    return LayerStack(built, frozenset(name for group in tied for name in group[1:]), form)
 
 
 Tied = tuple[tuple[str, ...], ...]
@@ -107,15 +110,66 @@ def _copy(source: nn.Module, name: str, target: nn.Module, its_name: str) -> Non
     setattr(target.get_submodule(path), last, nn.Parameter(values.detach().clone(), values.requires_grad))
 
 
+@dataclass(frozen=True)
+class InputForm:
+    """How the layers of a model take a micro-batch's inputs.
+
+    names: those of layer 0, as its keyword arguments, in the order of the tensors; (): they are positional. shared:
+    those of them that every other layer gets, too, if it takes them; they travel behind what a layer returns. layers:
+    of the model.
+    """
+
+    layers: int
+    names: tuple[str, ...] = ()
+    shared: tuple[str, ...] = ()
+
+    def call(self, number: int, layer: nn.Module, x: tuple[Any, ...]) -> Any:
+        """What layer `number` makes of what the one before has given, with what is shared by all behind it."""
+        if not self.names:
+            return layer(*x)
+        if number == 0:
+            named, positional = dict(zip(self.names, x, strict=True)), ()
+        else:
+            cut = len(x) - len(self.shared)
+            named, positional = dict(zip(self.shared, x[cut:], strict=True)), x[:cut]
+        # No gradient of theirs is asked for: attention with a mask that has one is another, slower kernel.
+        named |= {name: named[name].detach() for name in self.shared}
+        shared = tuple(named[name] for name in self.shared)
+        taken = _taken(layer, self.shared)
+        y = layer(*positional, **{n: value for n, value in named.items() if n not in self.shared or n in taken})
+        if number == self.layers - 1 or not shared:
+            return y
+        return *(tuple(y) if isinstance(y, (tuple, list)) else (y,)), *shared
+
+
+def _taken(layer: nn.Module, names: Collection[str]) -> tuple[str, ...]:
+    """Which of these keyword arguments a layer takes."""
+    parameters = inspect.signature(layer.forward).parameters
+    every = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    return tuple(name for name in names if every or name in parameters)
+
+
+def input_form(workload: Workload, layers: int) -> InputForm:
+    """What a workload says, by `input_names` and `shared_inputs`, of its inputs."""
+    names, shared = (getattr(workload, name, ()) for name in ("input_names", "shared_inputs"))
+    return InputForm(layers, tuple(names), tuple(shared))
+
+
 class LayerStack(nn.Module):
     """Layers that follow each other. A parameter's name begins with the number of its layer in the model.
 
-    copies: names, of the whole model, of parameters that are copies of another layer's (agent.tied).
+    copies: names, of the whole model, of parameters that are copies of another layer's (agent.tied). form: how layers
+    take the inputs.
     """
 
-    def __init__(self, layers: Mapping[int, nn.Module], copies: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        layers: Mapping[int, nn.Module],
+        copies: frozenset[str] = frozenset(),
+        form: InputForm | None = None,
+    ) -> None:
         super().__init__()
-        self.copies = copies
+        self.copies, self.form = copies, form or InputForm(len(layers))
         for number, layer in layers.items():
             self.add_module(str(number), layer)
 
@@ -135,7 +189,7 @@ class LayerStack(nn.Module):
             if place:
                 x = _cut(x)
             _seed(seed_for("layer", seed, number), inputs[0].device)
-            x = layer(*x)
+            x = self.form.call(number, layer, x)
         return x
 
 

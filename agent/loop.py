@@ -30,7 +30,7 @@ from openrecycle.agent.faults import FaultInjector, slowness
 from openrecycle.agent.heartbeat import Status
 from openrecycle.agent.kept_micro_batches import Redo, decode, encode
 from openrecycle.agent.kept_micro_batches import redo as plan_redo
-from openrecycle.agent.layers import Partition, Span, layer_count, partition_of, tied_of
+from openrecycle.agent.layers import Partition, Span, layer_count, layer_of, partition_of, tied_of
 from openrecycle.agent.liveness import AT_REST
 from openrecycle.agent.log_tail import LogTail
 from openrecycle.agent.optimizer import stage_optimizer
@@ -95,6 +95,8 @@ class WorkerLoop:
             if origin is not None and origin.resumed is not None:
                 self._optimizer.load_state(load_layers(Path(origin.resumed), self._cuts.span(me.stage)))
         self._generation = 0
+        self._evaluated = self._evaluated_by_all = 0
+        """The newest iteration before which this worker has evaluated, and as far as is known every worker."""
         self._corrected = False
         """Did this generation's agreement put the last step right?"""
 
@@ -102,6 +104,9 @@ class WorkerLoop:
         """Puts together what a worker of that place needs, with the stage's initial state."""
         options, channel = self._options, self._channel
         self._me = me
+        upcoming = getattr(self._workload, "upcoming", None)
+        if upcoming is not None and me.stage in (0, options.job.stages - 1):
+            upcoming([])  # a process that it starts comes up while the stage is put together
         stage, split = assemble(
             self._workload, options.job, self._cuts, me.stage, options.seed, options.optimization, self._device
         )
@@ -113,7 +118,8 @@ class WorkerLoop:
         progress = self._status.progress
         progress.forget()
         self._steps = Steps(
-            *(me, options.optimization, self._optimizer, self._cuts.partition, self._say_validation, progress.waiting)
+            *(me, options.optimization, self._optimizer, self._cuts.partition, self._say_validation, progress.waiting),
+            self._say_norm,
         )
         self._state = StateReceiver(self._optimizer, self._say_hand_over)
         self._server: StateServer | None = None
@@ -260,24 +266,44 @@ class WorkerLoop:
             if iteration >= self._iterations:
                 break  # the job was told to end while it was held here
             script = scripts[1 if joining or moving else 0]
+            self._evaluate(iteration, script, groups)
             self._executor.run(iteration, script, groups, redo, self._left_out(orders, iteration))
             redo = None
             if iteration == formed:
                 self._channel.say("resumed", generation=self._generation, iteration=iteration)
                 self._log_step("resumed", iteration)
         self._steps.settle()
+        self._evaluate(self._optimizer.committed, scripts[1 if joining or moving else 0], groups, last=True)
         self._checkpoint(whole)
         # Others may still be at work, and a death among them may need this worker once more.
         self._status.phase = "draining"
         if self._options.weights is not None and self._me == min(w for w in whole if w.stage == self._me.stage):
+            averages = self._optimizer.averages()
             for layer, module in self._optimizer.module.layers:
                 save_weights(str(self._options.weights), layer, module)
+                if own := {n.partition(".")[2]: a for n, a in averages.items() if layer_of(n) == layer}:
+                    save_weights(str(self._options.weights), layer, module, own)
         # One that has not got all of its state yet has no parameters to compare.
         sha256 = "" if self._me in joining else self._optimizer.parameters_sha256()
         self._channel.say("done", generation=orders.generation, sha256=sha256)
         self._channel.wait_for_generation(orders.generation)
         if self._superseded():
             raise Interrupted
+
+    def _evaluate(self, iteration: int, script: Script, groups: Groups, *, last: bool = False) -> None:
+        """Where it is due before `iteration`, and has not been done by all. Raises as `Executor.evaluate`."""
+        every, data = self._options.evaluate_every, getattr(self._workload, "evaluation", None)
+        began = self._origin.resumed_at if self._origin is not None else 0
+        due = every and iteration > began and (last or iteration % every == 0)
+        if data is None or not due or iteration <= self._evaluated_by_all:
+            return
+        self._executor.settle()
+        say = self._channel.say
+        values = self._executor.evaluate(iteration, data, script, groups, lambda text: say("warning", text=text))
+        self._evaluated = iteration
+        if values:
+            hexadecimal = {name: value.hex() for name, value in values.items()}
+            say("evaluated", generation=self._generation, iteration=iteration, values=hexadecimal)
 
     def _set_pace(self, living: list[Worker]) -> None:
         """Of what this worker's layers take, where that is known layer by layer, or by a profile."""
@@ -294,12 +320,16 @@ class WorkerLoop:
         committed = self._optimizer.committed if self._state.begun else _JOINING
         alike = self._makeup.numbers()
         there = int(self._cuts.partition == target)
-        rows = groups.gather_rows((committed, self._state.missing, *alike, there, *self._steps.numbers()))
-        gone_over = any(row[2 + len(alike)] for row in rows.values() if row[0] != _JOINING)
+        rows = groups.gather_rows(
+            (committed, self._state.missing, self._evaluated, *alike, there, *self._steps.numbers())
+        )
+        front = 3 + len(alike)
+        gone_over = any(row[front] for row in rows.values() if row[0] != _JOINING)
+        self._evaluated_by_all = min((row[2] for row in rows.values() if row[0] != _JOINING), default=0)
         if gone_over and not there and committed == _JOINING:
             self._cuts = replace(self._cuts, partition=target)
             self._take_place(self._me, self._origin)
-        check_alike({w: row[2 : 2 + len(alike)] for w, row in rows.items()})
+        check_alike({w: row[3:front] for w, row in rows.items()})
         agreement = agree(
             {w: None if row[0] == _JOINING else row[0] for w, row in rows.items()},
             {w for w, row in rows.items() if row[0] != _JOINING and row[1]},
@@ -311,9 +341,7 @@ class WorkerLoop:
             self._optimizer.roll_back()
         self._come_along(agreement.iteration)
         holders = {
-            w: (row[0], *row[3 + len(alike) :])
-            for w, row in rows.items()
-            if row[0] != _JOINING and w not in agreement.anew
+            w: (row[0], *row[front + 1 :]) for w, row in rows.items() if row[0] != _JOINING and w not in agreement.anew
         }
         self._corrected = self._steps.begin(groups, living, agreement.iteration, holders)
         self._state.agreed(agreement.iteration, corrected=self._corrected)
@@ -500,7 +528,13 @@ class WorkerLoop:
         per_pipeline = self._options.job.micro_batches
         skipped = [pipeline * per_pipeline + number for pipeline, number in self._optimizer.skipped]
         self._channel.say(
-            "committed", generation=self._generation, iteration=iteration, loss=loss.hex(), skipped=skipped
+            "committed",
+            generation=self._generation,
+            iteration=iteration,
+            loss=loss.hex(),
+            skipped=skipped,
+            learning_rate=self._optimizer.learning_rate,
+            data_seconds=round(self._executor.data_seconds, 3),
         )
 
     def _say_formed(self, iteration: int) -> int:
@@ -537,6 +571,10 @@ class WorkerLoop:
 
     def _say_validation(self, iteration: int, validation: ValidationResult, redone: bool) -> None:
         self._channel.say("validation", iteration=iteration, coefficient=validation.coefficient, redone=redone)
+
+    def _say_norm(self, iteration: int, norm: float) -> None:
+        if self._me.stage == self._options.job.stages - 1:  # all know it; a stage's workers are enough
+            self._channel.say("gradient_norm", iteration=iteration, norm=norm.hex())
 
     def _log_step(self, state: str, iteration: int) -> None:
         self._log.add(f"generation {self._generation}: {state}, iteration {iteration}")

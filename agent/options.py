@@ -27,7 +27,7 @@ from openrecycle.planner.profile import MAX_BYTES, parse_partition
 from openrecycle.planner.profiles import Profile, job_on, load
 
 Mode = Literal["deterministic", "fast"]
-Autocast = Literal["bf16"]
+Autocast = Literal["bf16", "fp16"]
 NonFinite = Literal["skip", "stop"]
 OnBadSample = Literal["halt", "skip"]
 
@@ -185,12 +185,18 @@ class Optimization(OptionGroup):
     PATH: ClassVar[str] = "optimization"
 
     mode: Mode = option("deterministic", "deterministic (same bits after any failure) or fast.")
-    autocast: Autocast | None = option(None, "bf16: run forwards under torch.autocast.")
+    autocast: Autocast | None = option(None, "bf16 or fp16 (with the loss scaled): run forwards under torch.autocast.")
     clip_norm: float | None = option(None, "Largest global L2 norm of the gradients over all stages.", above=0)
     # The job ends, too, when updates are left out too often in a row.
     non_finite: NonFinite = option("skip", "On a NaN or infinite gradient: skip (the step) or stop.")
     # Otherwise a stage steps as soon as its own gradients are reduced, and is validated later. The bits are the same.
     synchronous: bool = option(False, "No stage steps before the global checks are known.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.autocast == "fp16" and self.non_finite == "stop":
+            # The scale of the loss is found by overflows.
+            raise self.refuse("non_finite", "skip with fp16, where gradients overflow now and then")
 
 
 @documented
@@ -204,7 +210,9 @@ class Checkpoints(OptionGroup):
     every: int = option(100, "Iterations from one checkpoint to the next.", flag="--checkpoint-every", least=1)
     keep: int = option(3, "Newest checkpoints that stay.", flag="--checkpoint-keep", least=1)
     resume: str | int | None = option(
-        None, "Of these: newest, newest-intact (passes over damaged) or an iteration.", flag="--resume"
+        None,
+        "Of these: newest, newest-intact (passes over damaged), if-any (or else from the start) or an iteration.",
+        flag="--resume",
     )
 
     @property
@@ -298,6 +306,9 @@ class TrainingOptions(OptionGroup):
 
     job: Job
     iterations: int = option(30, "Iterations to commit.", least=1)
+    evaluate_every: int = option(
+        0, "Iterations between evaluations, where there is data for them; also at the end. 0: none.", least=0
+    )
     seed: int = option(
         0, "Of parameters, data and dropout.", least=0, most=2**53 - 1, expected="a whole number from 0 to 2^53"
     )

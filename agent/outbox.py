@@ -35,6 +35,12 @@ class Outbox(Generic[T]):
     def __len__(self) -> int:
         return len(self._waiting) + (self._in_hand is not None)
 
+    @property
+    def all(self) -> list[T]:
+        """The oldest first, with the one that is being sent."""
+        with self._lock:
+            return [*([] if self._in_hand is None else [self._in_hand]), *self._waiting]
+
     def put(self, message: T) -> None:
         with self._lock:
             merged = self._merge(self._waiting[-1], message) if self._waiting else None

@@ -9,7 +9,8 @@ iteration, whatever it does, ends before that one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from openrecycle.agent.processes import WorkerProcess
 
@@ -22,6 +23,13 @@ class PauseRequest:
         self.after: int | None = None
         self.last: int | None = None
         self._asked: set[str] = set()
+
+    def saved(self) -> dict[str, Any]:
+        return {"after": self.after, "last": self.last, "asked": sorted(self._asked)}
+
+    def restore(self, document: Mapping[str, Any]) -> None:
+        """Goes on from what another launcher has `saved`."""
+        self.after, self.last, self._asked = document["after"], document["last"], set(document["asked"])
 
     def begin(self, entries: Iterable[WorkerProcess]) -> None:
         if self.after is None and self.last is None:

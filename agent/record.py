@@ -11,11 +11,17 @@ import hashlib
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, PlainSerializer, TypeAdapter
 
 from openrecycle.agent.protocol import Iteration, Recovery
 from openrecycle.planner.job import Worker
 
+UNUSUAL, LOOKED_AT = 3, 20
+"""Iterations of a run."""
+LONG_WAIT = 0.1
+"""Of an iteration."""
 _MS = 1e6
 REMEMBERED = 4096
 """Losses kept, to compare with when iterations are run again from a checkpoint."""
@@ -47,10 +53,27 @@ class _Progress:
 
 
 @dataclass(frozen=True)
+class EvaluationResult:
+    """After so many iterations. loss, metrics: means over all micro-batches that are evaluated."""
+
+    iteration: int
+    loss: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, iteration: int, values: Mapping[str, str]) -> EvaluationResult:
+        """values: hexadecimal, the loss and the metrics by name."""
+        numbers = {name: float.fromhex(value) for name, value in values.items()}
+        return cls(iteration, numbers.pop("loss"), numbers)
+
+
+@dataclass(frozen=True)
 class RecordedProgress:
-    """What became certain: iterations, and failures that have been survived."""
+    """What became certain: iterations, evaluations, and failures that have been survived."""
 
     iterations: tuple[Iteration, ...] = ()
+    evaluations: tuple[EvaluationResult, ...] = ()
+    gradient_norms: tuple[tuple[int, str], ...] = ()
     recoveries: tuple[Recovery, ...] = ()
 
 
@@ -66,6 +89,8 @@ class RunRecord:
         self._living: frozenset[Worker] = frozenset()
         self._generation = 0
         self._losses: dict[int, str] = {}
+        self._learning_rates: dict[int, float | None] = {}
+        self._data_seconds: dict[int, float] = {}
         self._recorded: deque[tuple[int, str]] = deque(maxlen=REMEMBERED)
         self._failures: list[_Failure] = []
         self._deaths: dict[Worker, int] = {}
@@ -76,6 +101,13 @@ class RunRecord:
         self._before: tuple[int, int, int] | None = None
         """(after, generation, living): through iteration `after` the generation before the newest still trains."""
         self.committed = committed
+        self._evaluations: dict[int, EvaluationResult] = {}
+        """By iteration, those that follow one that is not recorded yet."""
+        self._norms: dict[int, str] = {}
+        self._normed = committed - 1
+        """The newest iteration whose gradient's norm is recorded."""
+        self._evaluated = 0
+        """The newest iteration whose evaluation is recorded."""
         self.skipped: dict[int, tuple[int, ...]] = {}
         """By iteration, the micro-batches that are left out of it."""
 
@@ -164,21 +196,46 @@ class RunRecord:
         return self._settle()
 
     def committed_by(
-        self, worker: Worker, iteration: int, loss: str, at: int, skipped: Collection[int] = ()
+        self,
+        worker: Worker,
+        iteration: int,
+        loss: str,
+        at: int,
+        skipped: Collection[int] = (),
+        learning_rate: float | None = None,
+        data_seconds: float = 0.0,
     ) -> RecordedProgress:
-        """The worker has taken the step of `iteration`. loss: hexadecimal; counts on the last stage. skipped:
-        micro-batches that it left out of its sum (see agent.protocol.Iteration).
+        """The worker has taken the step of `iteration`. loss, learning_rate: count on the last stage; the first is
+        hexadecimal. data_seconds: that it waited for data.
+        skipped: micro-batches that it left out of its sum (see agent.protocol.Iteration).
 
         Raises DivergedError when peers disagree about the loss.
         """
         progress = self._of(worker)
         progress.committed, progress.committed_at[iteration] = iteration + 1, at
+        if iteration >= self.committed:
+            self._data_seconds[iteration] = max(data_seconds, self._data_seconds.get(iteration, 0.0))
         if skipped:
             self.skipped[iteration] = tuple(sorted({*self.skipped.get(iteration, ()), *skipped}))
         if worker.stage == self._stages - 1:
             expected = self._loss_of(iteration, loss)
+            if iteration >= self.committed:
+                self._learning_rates[iteration] = learning_rate
             if expected != loss:
                 raise DivergedError(f"iteration {iteration}: {worker} has loss {loss}, another worker had {expected}")
+        return self._settle()
+
+    def evaluated(self, iteration: int, values: Mapping[str, str]) -> RecordedProgress:
+        """A worker of the last stage says what the evaluation after so many iterations has given; values: see
+        EvaluationResult.of. The first word counts: its peers say the same, and after a failure all may once more."""
+        if iteration > self._evaluated:
+            self._evaluations.setdefault(iteration, EvaluationResult.of(iteration, values))
+        return self._settle()
+
+    def normed(self, iteration: int, norm: str) -> RecordedProgress:
+        """A worker of the last stage says the norm of an iteration's gradients, hexadecimal; all say the same."""
+        if iteration > self._normed:
+            self._norms.setdefault(iteration, norm)
         return self._settle()
 
     def _loss_of(self, iteration: int, loss: str) -> str:
@@ -192,6 +249,36 @@ class RunRecord:
         """The worker has no iteration left; the hash is of its stage's parameters, "" where it had not got all of
         them yet."""
         self._of(worker).sha256 = sha256
+
+    # -- another launcher goes on ---------------------------------------------------------------
+
+    def saved(self) -> dict[str, Any]:
+        """All but the losses of the iterations that are recorded, which its lines have, as JSON."""
+        return {name: form.dump_python(getattr(self, name), mode="json") for name, form in _FORMS.items()}
+
+    @classmethod
+    def restored(
+        cls, stages: int, document: Mapping[str, Any], recorded: Iterable[tuple[int, str]], ahead: int
+    ) -> RunRecord:
+        """From what was `saved`. recorded: iterations and their losses. ahead: nanoseconds by which the clock of its
+        times is ahead of this machine's.
+
+        Raises ValueError when it is no such document.
+        """
+        record = cls(stages, 0)
+        for name, form in _FORMS.items():
+            setattr(record, name, form.validate_python(document[name]))
+        record._recorded.extend(recorded)
+        record._last_at -= ahead
+        record._deaths = {w: at - ahead for w, at in record._deaths.items()}
+        for failure in record._failures:
+            failure.died_at -= ahead
+            failure.detected_at -= ahead
+        for progress in record._workers.values():
+            progress.left_at -= ahead if progress.left_at else 0
+            progress.formed_at -= ahead if progress.formed_at else 0
+            progress.committed_at = {i: at - ahead for i, at in progress.committed_at.items()}
+        return record
 
     # -- what is certain ----------------------------------------------------------------------
 
@@ -249,19 +336,30 @@ class RunRecord:
                     generation=generation,
                     living=living,
                     skipped=self.skipped.get(i, ()),
+                    learning_rate=self._learning_rates.pop(i, None),
+                    data_seconds=self._data_seconds.pop(i, 0.0),
                 )
             )
             self._recorded.append((i, loss))
             self._last_at = at
             self.committed += 1
-        return RecordedProgress(tuple(iterations), self._survived() if iterations else ())
+            for progress in self._workers.values():
+                progress.committed_at.pop(i, None)
+        norms = [(i, self._norms.pop(i)) for i in sorted(self._norms) if i < self.committed]
+        self._normed = max([self._normed, *(i for i, _ in norms)])
+        due = [self._evaluations.pop(i) for i in sorted(self._evaluations) if i <= self.committed]
+        self._evaluated = max([self._evaluated, *(evaluation.iteration for evaluation in due)])
+        survived = self._survived() if iterations else ()
+        return RecordedProgress(tuple(iterations), tuple(due), tuple(norms), survived)
 
     def _survived(self) -> tuple[Recovery, ...]:
-        """Failures after which a whole iteration has been committed, by all, in a later generation."""
-        if not self.formed_by_all:
-            return ()
+        """Failures after which a whole iteration has been committed, by all, in a later generation: not always in the
+        newest, which may begin some iterations later, or never where the job ends before."""
         members = [self._of(w) for w in self._living - self._joining]
-        done = [f for f in self._failures if 0 < f.generation <= self._generation]
+        formed_by_all = min((p.formed_generation for p in members), default=0)
+        done = [f for f in self._failures if 0 < f.generation <= formed_by_all]
+        if not done:
+            return ()
         self._failures = [f for f in self._failures if f not in done]
         left, formed = max(p.left_at for p in members), max(p.formed_at for p in members)
         return tuple(
@@ -276,6 +374,54 @@ class RunRecord:
             )
             for f in done
         )
+
+
+@dataclass
+class DataWait:
+    """Says once when workers wait for data most of the time that they could train: over the first iterations, without
+    the very first ones, in which all is slow."""
+
+    passed: int = 0
+    seconds: float = 0.0
+    waited: float = 0.0
+
+    def after(self, iteration: Iteration) -> str | None:
+        self.passed += 1
+        if not UNUSUAL < self.passed <= UNUSUAL + LOOKED_AT:
+            return None
+        self.seconds += iteration.seconds
+        self.waited += min(iteration.data_seconds, iteration.seconds)
+        if self.passed < UNUSUAL + LOOKED_AT or self.waited <= LONG_WAIT * self.seconds:
+            return None
+        return (
+            f"workers wait {self.waited / self.seconds:.0%} of the time for their data; Loading(prefetch=4) reads it "
+            "beside the training, which helps where a processor is free"
+        )
+
+
+_Name = Annotated[Worker, PlainSerializer(str), BeforeValidator(Worker.parse)]
+_FORMS: dict[str, TypeAdapter[Any]] = {
+    "_joining": TypeAdapter(set[_Name]),
+    "_workers": TypeAdapter(dict[_Name, _Progress]),
+    "_living": TypeAdapter(frozenset[_Name]),
+    "_generation": TypeAdapter(int),
+    "_losses": TypeAdapter(dict[int, str]),
+    "_learning_rates": TypeAdapter(dict[int, float | None]),
+    "_data_seconds": TypeAdapter(dict[int, float]),
+    "_failures": TypeAdapter(list[_Failure]),
+    "_deaths": TypeAdapter(dict[_Name, int]),
+    "_evicted": TypeAdapter(dict[_Name, int]),
+    "_last_at": TypeAdapter(int),
+    "_before": TypeAdapter(tuple[int, int, int] | None),
+    "committed": TypeAdapter(int),
+    "_evaluations": TypeAdapter(dict[int, EvaluationResult]),
+    "_norms": TypeAdapter(dict[int, str]),
+    "_normed": TypeAdapter(int),
+    "_evaluated": TypeAdapter(int),
+    "skipped": TypeAdapter(dict[int, tuple[int, ...]]),
+}
+"""What a RunRecord holds, and how it is told. Not the hashes of parameters: of those, a launcher compares what it
+hears."""
 
 
 def _check_alike(stage: int, iterations: int, hashes: Mapping[Worker, str]) -> None:

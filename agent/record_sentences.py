@@ -19,6 +19,11 @@ def sentence_of(line: dict[str, Any]) -> str:
         return _checkpoint(**line["checkpoint"])
     if "failure" in line:
         return _recovery(Recovery(**line["failure"]))
+    if "gradient_norm" in line:
+        norm = line["gradient_norm"]
+        return f"iteration {norm['iteration']}: gradient norm {float.fromhex(norm['norm']):.4g}"
+    if "evaluation" in line:
+        return _evaluation(**line["evaluation"])
     if "hand_over" in line:
         return f"{line['hand_over']['worker']} {line['hand_over']['text']}"
     if "move" in line:
@@ -40,12 +45,17 @@ def sentence_of(line: dict[str, Any]) -> str:
 
 def is_remark(line: dict[str, Any]) -> bool:
     """Is it about something out of the ordinary?"""
-    return "iteration" not in line and "final" not in line
+    return not any(key in line for key in ("iteration", "gradient_norm", "final"))
 
 
 def iteration_of(line: dict[str, Any]) -> Iteration:
     """What agent.launch.iteration_line made the line of."""
     return Iteration(loss_hex=line["loss"], **(line | {"loss": float.fromhex(line["loss"])}))
+
+
+def _evaluation(iteration: int, values: dict[str, str]) -> str:
+    means = (f"{name} {float.fromhex(value):.4f}" for name, value in values.items())
+    return f"evaluation after {iteration} iterations: {', '.join(means)}"
 
 
 def _validation(iteration: int, coefficient: float | None, redone: bool) -> str:

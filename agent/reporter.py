@@ -5,8 +5,12 @@
     reporter.iteration(i, loss=loss)           # when iteration i is done
 
 A worker that stops reporting is taken out of the job after the console's time-out, and the others'
-`on_plan` gets the plan that goes on without it. No torch here, and nothing that can hold up or end
+`on_plan` gets the plan that goes on without it. No torch here, and nothing in these that can hold up or end
 the training: what can't be delivered is kept, up to a bound, and tried again.
+
+    for op in reporter.schedule(i): ...        # instead: what this worker does next, and with whom
+
+makes a plan more than advice (agent.own_loop).
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 from openrecycle.agent.client import Backoff, ConsoleClient, ConsoleRefused, ConsoleUnavailable, check_url
 from openrecycle.agent.console_link import LONG_POLL_SECONDS, next_deployment
@@ -32,6 +36,7 @@ from openrecycle.agent.heartbeat import Status, WorkerReports
 from openrecycle.agent.liveness import AT_REST
 from openrecycle.agent.op_times import OpSeconds
 from openrecycle.agent.options import with_profile
+from openrecycle.agent.own_group import Membership
 from openrecycle.agent.protocol import (
     Acknowledgement,
     Deployment,
@@ -49,6 +54,9 @@ from openrecycle.planner.job import Job, MemoryLimit, Technique, Worker
 from openrecycle.planner.plan import JobDoc, Plan
 from openrecycle.planner.profiles import Profile
 
+if TYPE_CHECKING:
+    from openrecycle.agent.own_loop import OwnLoop, ScheduledOp
+
 log = logging.getLogger("openrecycle")
 
 OnPlan = Callable[[Deployment, Plan], None]
@@ -61,7 +69,8 @@ _CLOSE_SECONDS = 5.0
 
 
 class Reporter:
-    """One worker's line to the console. Only the constructor raises, and only InputError.
+    """One worker's line to the console. The constructor raises InputError; but for `membership` and `schedule`, which
+    wait for others, nothing else raises.
 
     console: its address, its standby's after a comma; token: their token. run: what all processes of this
     run call it, and no earlier run was called. job: the grid, with op times where they are known. worker:
@@ -108,6 +117,9 @@ class Reporter:
                 technique=wanted,
                 memory=MemoryLimit.parse(memory, field="memory"),
             )
+        self._without_me = (
+            f"the console goes on without {worker}: it was silent for too long, or another took its place"
+        )
         self._run, self._last_stage = run, job.stages - 1
         self._on_plan, self._on_fenced = on_plan, on_fenced
         self._incarnation = uuid.uuid4().hex[:16]
@@ -115,7 +127,13 @@ class Reporter:
         self._status = Status(phase="waiting", take_op_milliseconds=self._times.take)
         self._reports: WorkerReports | None = None
         self._deployment: Deployment | None = None
-        self._resumed = 0
+        self._newest: tuple[Deployment, Plan] | None = None
+        self._news = threading.Condition()
+        self._job = job
+        self._loop: OwnLoop | None = None
+        self._met = 0
+        self._dead, self._refusal = 0.0, ""
+        self._resumed, self._done = 0, (-1, 0.0)
         self._unsent: deque[tuple[int, float, float, int, float]] = deque(maxlen=MAX_ITERATIONS)
         self._lock = threading.Lock()
         self._there_is_news, self._closing = threading.Event(), threading.Event()
@@ -145,13 +163,9 @@ class Reporter:
 
     def iteration(self, number: int, *, loss: float | None = None) -> None:
         """Iteration `number`, from 0, is done. loss: where this worker knows it."""
-        now = time.monotonic()
-        seconds, self._last_at = now - self._last_at, now
-        self._status.iteration, self._status.phase = number + 1, "training"
-        deployment = self._deployment
-        if deployment is not None and self._resumed < deployment.generation:
-            self._resumed = deployment.generation
-            self._acknowledge(deployment.generation, "resumed", number)
+        if self._done[0] != number:
+            self._end_iteration(number)
+        seconds = self._done[1]
         if loss is None or self._me.stage != self._last_stage:
             return
         if not math.isfinite(loss):
@@ -160,6 +174,53 @@ class Reporter:
         with self._lock:
             self._unsent.append((number, float(loss), seconds, self._status.generation, time.monotonic()))
         self._there_is_news.set()
+
+    def membership(self, timeout: float = 600.0) -> Membership:
+        """Who is to form a process group now, and in which order; each call waits for a newer generation than the one
+        before gave. Raises TimeoutError, and RuntimeError where the console goes on without this worker."""
+        lost = max(self._met, self._loop.generation if self._loop is not None else 0)
+        began, reported = time.monotonic(), False
+        while not self.fenced:
+            waited = time.monotonic() - began
+            if self._newest is not None and self._newest[0].generation > lost:
+                deployment = self._newest[0]
+                self._met = deployment.generation
+                workers = tuple(str(worker) for worker in sorted(map(Worker.parse, deployment.living)))
+                rank = workers.index(str(self._me))
+                return Membership(self._met, workers, rank, deployment.joining, self._newest_generation)
+            if waited > timeout:
+                refused = f": it refuses: {self._refusal}" if self._refusal else ""
+                raise TimeoutError(f"the console has opened no generation after {lost} in {timeout:g} s{refused}")
+            if lost and not reported and self._reports is not None and waited > self._dead + 2 * self._pause:
+                # Nobody died, or the console would have said so: it finds out whose link it was.
+                why, peer = self._loop.why_lost() if self._loop is not None else ("no process group was formed", "")
+                self._reports.broken(str(self._me), self._incarnation, lost, why, peer)
+                reported = True
+            self._wait_for_news(lost, 0.5)
+        raise RuntimeError(
+            f"the console goes on without {self._me}: it was silent for too long, or another took its place"
+        )
+
+    def schedule(self, iteration: int) -> Iterator[ScheduledOp]:
+        """The ops of this worker in that iteration, in order, by the plan that all workers of the process group have
+        agreed on. What lies between two of them is timed as the first one's, less its waits.
+
+        Raises GroupLost, here or in an op, when the process group is of no more use. The iteration is asked for again
+        in the next group; it has the ops then that are left. Raises InputError or RuntimeError for a wrong call.
+        """
+        from openrecycle.agent.own_loop import OwnLoop
+
+        if self._loop is None:
+            self._loop = OwnLoop(
+                self._me,
+                self._job,
+                self._status,
+                self._times,
+                newest=lambda: self._newest,
+                wait=self._wait_for_news,
+                done=self._end_iteration,
+            )
+        return self._loop.begin(iteration)
 
     def close(self, *, done: bool = True) -> None:
         """Ends the reporting, within a few seconds. done: the job has run all it should; otherwise the
@@ -203,6 +264,7 @@ class Reporter:
             except ConsoleUnavailable:
                 self._closing.wait(backoff.seconds())
             except ConsoleRefused as refusal:
+                self._refusal = str(refusal)
                 self._say_once(f"the console refuses: {refusal}")
                 self._closing.wait(backoff.seconds())
 
@@ -211,6 +273,7 @@ class Reporter:
         created = client.post("/jobs", self._spec, JobCreated, key=self._run)
         assert created is not None
         self._job_path, self._pause = f"/jobs/{created.job_id}", created.heartbeat_seconds
+        self._dead = created.dead_seconds
         reports = WorkerReports(
             ConsoleClient(self._url, token=self._token),
             created.job_id,
@@ -238,6 +301,11 @@ class Reporter:
                 log.exception("on_plan failed for generation %d", deployment.generation)
         self._status.generation = deployment.generation
         self._deployment = deployment
+        with self._news:
+            self._newest = deployment, plan
+            self._news.notify_all()
+        if self._loop is not None:
+            self._loop.lost_without(deployment)
         self._acknowledge(deployment.generation, "formed", iteration)
         self._there_is_news.set()  # it may be this worker's turn to report iterations
 
@@ -292,6 +360,25 @@ class Reporter:
 
     # -- what they share ----------------------------------------------------------------------
 
+    def _end_iteration(self, number: int) -> None:
+        now = time.monotonic()
+        self._done, self._last_at = (number, now - self._last_at), now
+        self._status.iteration, self._status.phase = number + 1, "training"
+        deployment = self._deployment
+        if deployment is not None and self._resumed < deployment.generation:
+            self._resumed = deployment.generation
+            self._acknowledge(deployment.generation, "resumed", number)
+
+    def _wait_for_news(self, generation: int, seconds: float) -> None:
+        """Until there is a newer generation, or so long."""
+        with self._news:
+            self._news.wait_for(
+                lambda: self.fenced or (self._newest is not None and self._newest[0].generation > generation), seconds
+            )
+
+    def _newest_generation(self) -> int:
+        return 0 if self._newest is None else self._newest[0].generation
+
     def _acknowledge(self, generation: int, state: str, iteration: int) -> None:
         assert self._reports is not None
         me, incarnation = str(self._me), self._incarnation
@@ -308,12 +395,14 @@ class Reporter:
         return self._me == min((w for w in living if w.stage == self._last_stage), default=None)
 
     def _give_up(self) -> None:
-        self.fenced = True
+        with self._news:
+            self.fenced = True
+            self._news.notify_all()
         self._closing.set()
         self._there_is_news.set()
         if self._reports is not None:
             self._reports.stop()
-        self._say_once(f"the console goes on without {self._me}: it was silent for too long, or another took its place")
+        self._say_once(self._without_me)
         if self._on_fenced is not None:
             try:
                 self._on_fenced()

@@ -68,6 +68,13 @@ class Script:
         arrivals = {lane: tuple(key for key in coming if key in keys) for lane, coming in self.arrivals.items()}
         return replace(self, ops=ops, arrivals=arrivals)
 
+    def forwards(self, keys: Collection[MicroBatch]) -> Script:
+        """The same order with the forwards of these micro-batches alone."""
+        script = self.only(keys)
+        ops = tuple(op for op in script.ops if op.kind == "F")
+        arrivals = {lane: coming if lane[0] == "F" else () for lane, coming in script.arrivals.items()}
+        return replace(script, ops=ops, arrivals=arrivals)
+
     def receives(self) -> list[Transfer]:
         """Of every op that waits for a transfer, in order."""
         out = []

@@ -19,7 +19,7 @@ class RunSpec:
 
     partition: layers per stage; (): even. layer_io: what passes between layers; None: each worker finds out.
     origin: of the job's checkpoints, where it writes any. heartbeat_seconds: how often a console is told of each;
-    None: there is none.
+    None: there is none. shared_gpus: do workers share GPUs?
     """
 
     options: TrainingOptions
@@ -28,6 +28,7 @@ class RunSpec:
     layer_io: StageIO | None = None
     origin: Origin | None = None
     heartbeat_seconds: float | None = None
+    shared_gpus: bool = False
 
 
 @dataclass(frozen=True)

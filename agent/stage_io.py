@@ -11,19 +11,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from openrecycle.agent import compat
-from openrecycle.agent.layers import Partition, Span, build_layer, kind_of, layer_count, partition_of, spans
+from openrecycle.agent.layers import Partition, Span, build_layer, input_form, kind_of, layer_count, partition_of, spans
 from openrecycle.agent.options import Autocast
-from openrecycle.agent.workload import Workload, first_readable
+from openrecycle.agent.workload import Workload, probe_inputs
 from openrecycle.planner.errors import InputError
 
 CPU = torch.device("cpu")
+LOWER: dict[Autocast, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,12 @@ class TensorSpec:
     def fits(self, tensor: Tensor) -> bool:
         """Has it this shape and type?"""
         return tuple(tensor.shape) == self.shape and _name(tensor.dtype) == self.dtype
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Is it of this type, and in no dimension larger?"""
+        shape = tuple(tensor.shape)
+        smaller = len(shape) == len(self.shape) and all(n <= most for n, most in zip(shape, self.shape, strict=True))
+        return smaller and _name(tensor.dtype) == self.dtype
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}"
@@ -115,16 +121,21 @@ def tensors_of(value: Any, what: str) -> tuple[Tensor, ...]:
     return tensors
 
 
-def check_output(stage: int, boundary: StageOutput, output: Any) -> tuple[Tensor, ...]:
-    """The output's tensors. Raises StageIOError when they are not what the next stage waits for."""
+def check_output(stage: int, boundary: StageOutput, output: Any, *, varies: bool = False) -> tuple[Tensor, ...]:
+    """The output's tensors. varies: those of the boundary are the largest. Raises StageIOError when they are not what
+    the next stage waits for."""
     tensors = tensors_of(output, f"output of stage {stage}")
-    if len(tensors) != len(boundary) or not all(map(TensorSpec.fits, boundary, tensors)):
+    fits = TensorSpec.holds if varies else TensorSpec.fits
+    if len(tensors) != len(boundary) or not all(map(fits, boundary, tensors)):
         got = ", ".join(str(TensorSpec.of(t)) for t in tensors)
         expected = ", ".join(map(str, boundary))
-        raise StageIOError(
-            f"output of stage {stage}: got {got}, expected {expected} "
-            "as of the first micro-batch (pad micro-batches to one shape)"
+        why = (
+            "at most, as of the largest micro-batch"
+            if varies
+            else "as of the first micro-batch (micro-batches have one shape: PadCollate pads samples to one length, or "
+            "to one of several)"
         )
+        raise StageIOError(f"output of stage {stage}: got {got}, expected {expected} {why}")
     return tensors
 
 
@@ -167,7 +178,7 @@ def _checked(declared: Sequence[Sequence[TensorSpec]], layers: int) -> StageIO:
 
 
 def _infer(workload: Workload, layers: int, seed: int, autocast: Autocast | None, device: torch.device) -> StageIO:
-    probe = tensors_of(first_readable(partial(workload.inputs, seed)), "data")
+    probe = tensors_of(probe_inputs(workload, seed), "data")
     if device.type != "cpu":
         return _chain(workload, layers, seed, autocast, tuple(t.to(device) for t in probe))
     # Autocast goes by the device, and does nothing to meta tensors.
@@ -184,14 +195,14 @@ def _infer(workload: Workload, layers: int, seed: int, autocast: Autocast | None
 def _chain(workload: Workload, layers: int, seed: int, autocast: Autocast | None, x: tuple[Tensor, ...]) -> StageIO:
     """Runs the layers one after the other and keeps one at a time. Raises InputError."""
     out: list[StageOutput] = []
-    what = kind_of(workload)
+    what, form = kind_of(workload), input_form(workload, layers)
     for layer in range(layers):
         try:
             module = build_layer(workload, layer, layers, seed)
             if x[0].device.type not in ("cpu", "meta"):
                 module = module.to(x[0].device)
             with torch.enable_grad(), precision(autocast, x[0].device):
-                y = tensors_of(module(*map(_leaf, x)), f"output of {what} {layer}")
+                y = tensors_of(form.call(layer, module, tuple(map(_leaf, x))), f"output of {what} {layer}")
         except Exception as error:
             got = ", ".join(str(TensorSpec.of(t)) for t in x)
             raise InputError(
@@ -205,7 +216,8 @@ def _chain(workload: Workload, layers: int, seed: int, autocast: Autocast | None
 
 def precision(autocast: Autocast | None, device: torch.device = CPU) -> Any:
     """The context in which forwards run."""
-    return torch.autocast(device.type, torch.bfloat16) if autocast == "bf16" else nullcontext()
+    # No cache of cast weights: a weight used twice gets two gradients in its own type, as without autocast.
+    return nullcontext() if autocast is None else torch.autocast(device.type, LOWER[autocast], cache_enabled=False)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ import logging
 import multiprocessing
 import os
 import tempfile
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,20 +24,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
+from torch.utils.data import DataLoader, IterableDataset
 
+from openrecycle.agent import torch_pipelining
 from openrecycle.agent.callables import (
     CallableWorkload,
     Data,
+    EvaluationBatches,
+    GivenLayers,
     Layers,
     Loss,
     OptimizerFactory,
     SchedulerFactory,
     SentWorkload,
+    check_sendable,
 )
-from openrecycle.agent.checkpoints.weights import load_weights
-from openrecycle.agent.data import DatasetBatches, Loading, MicroBatchSampler
+from openrecycle.agent.callbacks import Callback, TrainingStart
+from openrecycle.agent.checkpoints.weights import CheckpointWeights, KeptWeights, load_weights
+from openrecycle.agent.data import DatasetBatches, Evaluation, InOrder, Loading, MicroBatchSampler, of_loader
 from openrecycle.agent.delivery import Delivery, RecordFile
 from openrecycle.agent.devices import Platform
+from openrecycle.agent.layers import Tied
 from openrecycle.agent.options import (
     Checkpoints,
     Console,
@@ -48,15 +56,19 @@ from openrecycle.agent.options import (
 from openrecycle.agent.preflight import check_workload
 from openrecycle.agent.processes import preload, start_server
 from openrecycle.agent.protocol import Iteration, Recovery
+from openrecycle.agent.record import EvaluationResult
 from openrecycle.agent.record_sentences import is_remark, iteration_of, sentence_of
 from openrecycle.agent.stage_io import StageIO
 from openrecycle.agent.start import check_writable, make_launcher
+from openrecycle.agent.streams import StreamBatches, stream_of
+from openrecycle.agent.workload import first_readable
 from openrecycle.planner.errors import InputError
 from openrecycle.planner.job import Job
 from openrecycle.planner.plan import JobDoc
 from openrecycle.planner.profiles import Profile
 
 if TYPE_CHECKING:
+    from openrecycle.agent.hugging_face import Pretrained
     from openrecycle.agent.launch import Launcher
 
 log = logging.getLogger("openrecycle")
@@ -67,24 +79,55 @@ _IMPORT_SECONDS = 300.0
 OnError = Literal["stop", "log"]
 
 
+class Trained:
+    """What has the weights of a job's layers."""
+
+    _weights: Callable[..., dict[str, Any]]
+    _pretrained: Pretrained | None
+
+    def state_dict(self, layer: int, *, averaged: bool = False) -> dict[str, Any]:
+        """The weights of a layer, for `load_state_dict` of the module that its builder makes; of a job given
+        as stages, those of a stage. averaged: their ExponentialMovingAverage. Raises InputError where there is none."""
+        try:
+            return self._weights(layer, averaged=averaged)
+        except FileNotFoundError:
+            if not averaged:
+                raise
+            raise InputError("averaged", True, "a job with optimizer=ExponentialMovingAverage(...)") from None
+
+    def save_pretrained(self, folder: str | Path, *, averaged: bool = False) -> None:
+        """Of a job of `ResilientTrainer.from_transformers`: writes what transformers' `from_pretrained` reads, and
+        `from_transformers` too. averaged: as of `state_dict`. Raises InputError."""
+        if self._pretrained is None:
+            raise InputError("save_pretrained", "another model", "one of ResilientTrainer.from_transformers")
+        self._pretrained.save(partial(self.state_dict, averaged=averaged), folder)
+
+
 @dataclass(frozen=True)
-class TrainingResult:
+class TrainingResult(Trained):
     """What a job left behind.
 
     losses: mean over the micro-batches, one per iteration of this run (not of those before a
-    checkpoint it began with), exact. recoveries: the
+    checkpoint it began with), exact. evaluations: in order. recoveries: the
     failures that were survived. parameters_sha256: of all stages' parameters; equal for equal runs.
     """
 
     losses: tuple[float, ...]
     recoveries: tuple[Recovery, ...]
     parameters_sha256: str
-    _weights: Callable[[int], dict[str, Any]] = field(repr=False)
+    _weights: Callable[..., dict[str, Any]] = field(repr=False)
+    evaluations: tuple[EvaluationResult, ...] = ()
+    _pretrained: Pretrained | None = field(default=None, repr=False)
 
-    def state_dict(self, layer: int) -> dict[str, Any]:
-        """The trained weights of a layer, for `load_state_dict` of the module that its builder makes; of a job given
-        as stages, those of a stage."""
-        return self._weights(layer)
+
+@dataclass(frozen=True)
+class WrittenCheckpoint(Trained):
+    """A checkpoint that is whole, in the job's folder of them; it stays until as many newer ones are there as are kept.
+    iteration: how many iterations are in it."""
+
+    iteration: int
+    _weights: Callable[..., dict[str, Any]] = field(repr=False)
+    _pretrained: Pretrained | None = field(default=None, repr=False)
 
 
 class ResilientTrainer:
@@ -98,7 +141,8 @@ class ResilientTrainer:
     layers: (layer, layers) to a torch.nn.Module, with layer_count, the number of layers; or a sequence, one
         module or one builder without arguments per layer. A layer takes what the one before returns: a
         tensor, or several as positional arguments. The random numbers of a builder are seeded per layer.
-        A stage is a run of layers; where the model is cut does not show in the numbers.
+        A stage is a run of layers; where the model is cut does not show in the numbers. Or a Pipe of
+        torch.distributed.pipelining, each of whose stages is a layer; PipelineStages stand for their modules.
     tied: parameters that several layers share, as groups of LAYER.NAME, such as
         [["0.embedding.weight", "11.head.weight"]]; found out where the layers are modules. Each layer has a copy,
         whose gradient is the sum over all of them, so that they take the same steps.
@@ -107,13 +151,16 @@ class ResilientTrainer:
     stage_io: per pair of neighbouring layers (or stages) the TensorSpecs of what passes; found out if not given.
 
     The data:
-    data: (iteration, pipeline, micro_batch) to (inputs, targets), the same for equal arguments in
-        whichever process (torch's generator is seeded accordingly); or a map-style data set of
-        (input, target) samples, with batch_size (samples per micro-batch).
-    loading: how samples are picked from a data set and put together, a Loading(...).
+    data: a data set, map-style or iterable, with batch_size (samples per micro-batch), or a DataLoader of one, also
+        torchdata's StatefulDataLoader; or a function of (iteration, pipeline, micro_batch), the same for equal
+        arguments in whichever process (torch's generator is seeded accordingly). A micro-batch is a pair (inputs,
+        targets), or a dict, whose `labels` the loss gets and whose other tensors are the keyword arguments of layer 0.
+    loading: how samples are picked from a data set and put together, and what of a dict goes where, a Loading(...).
+    evaluate: what the job is evaluated on while it trains, an Evaluation(...).
 
     Optimization:
-    optimizer: a stage's parameters to a torch.optim.Optimizer. scheduler: that optimizer to an
+    optimizer: a stage's parameters to a torch.optim.Optimizer. Where its argument is called `named_parameters`, it
+        gets (name, parameter) pairs, with names as LAYER.NAME. scheduler: that optimizer to an
         LRScheduler, stepped once per iteration.
     optimization: precision, clipping, and when a step is final, an Optimization(...).
     seed: of parameters, data order and dropout.
@@ -136,6 +183,8 @@ class ResilientTrainer:
         beside the training, and may take their time: training goes on, and before `fit` returns all calls
         have been made. More than 10,000 lines behind, the oldest iterations are left out, which is said.
         One that returns "stop" ends the training in order, as `stop` does.
+    callbacks: Callbacks (agent.callbacks), such as ProgressBar() or TensorBoard(folder), which are told more. They are
+        called as on_iteration and on_recovery are.
     on_error: what an exception of theirs does, once it has been logged with its traceback. "stop": the
         training ends in order and `fit` raises it, with the TrainingResult so far as its `result`.
         "log": nothing more.
@@ -147,8 +196,8 @@ class ResilientTrainer:
     def __init__(
         self,
         *,
-        stages: Layers | None = None,
-        layers: Layers | None = None,
+        stages: GivenLayers | None = None,
+        layers: GivenLayers | None = None,
         layer_count: int | None = None,
         tied: Sequence[Sequence[str]] = (),
         loss: Loss,
@@ -171,11 +220,16 @@ class ResilientTrainer:
         console: Console | None = None,
         on_iteration: Callable[[int, float], object] | Callable[[int, float, Iteration], object] | None = None,
         on_recovery: Callable[[Recovery], object] | None = None,
+        callbacks: Sequence[Callback] = (),
+        evaluate: Evaluation | None = None,
         on_error: OnError = "stop",
     ) -> None:
         if not isinstance(job, Job):
             raise InputError("job", type(job).__name__, "a Job such as Job.uniform(pipelines, stages, micro_batches)")
-        make_layers, count = _model(stages, layers, layer_count, job)
+        make_layers, count, shared = _model(stages, layers, layer_count, job)
+        if isinstance(optimizer, torch.optim.Optimizer):
+            expected = "a function that makes one of a stage's parameters, such as partial(torch.optim.AdamW, lr=1e-3)"
+            raise InputError("optimizer", f"an {type(optimizer).__name__} already made", expected)
         for argument, value in (("loss", loss), ("optimizer", optimizer)):
             if not callable(value):
                 raise InputError(argument, value, "something that can be called")
@@ -186,30 +240,102 @@ class ResilientTrainer:
         given: dict[str, Any] = {"planning": planning, "optimization": optimization, "platform": platform}
         given |= {"checkpoints": checkpoints, "faults": faults, "console": console}
         groups = {name: group for name, group in given.items() if group is not None}
-        options = TrainingOptions(job=job, seed=seed, weights=weights, record=record, **groups)
+        if evaluate is not None and not isinstance(evaluate, Evaluation):
+            raise InputError("evaluate", evaluate, "openrecycle.Evaluation(...)")
+        if not all(isinstance(callback, Callback) for callback in callbacks):
+            raise InputError("callbacks", callbacks, "objects of classes of openrecycle.Callback")
+        every = 0 if evaluate is None else evaluate.every
+        options = TrainingOptions(job=job, seed=seed, weights=weights, record=record, evaluate_every=every, **groups)
         options = replace(options, job=options.planning.job(job, profile))
         options.check()  # what is wrong is said here, not when training begins
         if options.record is not None:
             check_writable(Path(options.record))
+        make_batch, loading = _batches(data, job, seed, batch_size, loading or Loading())
         workload = CallableWorkload(
             make_layers=make_layers,
-            make_batch=_batches(data, job, seed, batch_size, loading or Loading()),
+            make_batch=make_batch,
             make_loss=loss,
             make_optimizer=optimizer,
             scheduler=scheduler,
             stage_io=stage_io,
             seed=seed,
             layers=count,
-            tied_names=tuple(tuple(group) for group in tied),
+            tied_names=(*(tuple(group) for group in tied), *shared),
+            loading=loading,
+            evaluation=_evaluation(evaluate, make_batch, batch_size, loading),
         )
-        self._callbacks = partial(_Callbacks, _full(on_iteration), on_recovery, on_error)
+        self._pretrained: Pretrained | None = None
+        check_sendable(workload)
+        with torch.random.fork_rng(devices=[]):  # the caller's own numbers must not depend on what is looked at
+            try:
+                workload = workload.as_found()
+            except InputError:
+                raise
+            except Exception as error:  # check_workload says what is wrong with the data
+                log.debug("no micro-batch could be read: %s", error)
+        self._told = (_Functions(_full(on_iteration), on_recovery), *callbacks)
+        self._callbacks = partial(_Callbacks, self._told, on_error)
         self._launcher: Launcher | None = None
         self._stop_asked = False
         self._workload = SentWorkload.of(workload)
         self._options, self._layers = options, count
         check_workload(workload, options)
 
-    def fit(self, *, iterations: int) -> TrainingResult:
+    @classmethod
+    def from_transformers(
+        cls,
+        model: Any,
+        *,
+        data: Any,
+        batch_size: int | None = None,
+        optimizer: OptimizerFactory,
+        job: Job,
+        loading: Loading | None = None,
+        evaluate: Evaluation | None = None,
+        seed: int = 0,
+        **others: Any,
+    ) -> ResilientTrainer:
+        """A causal language model of transformers, cut into layers: the embedding, one per block, and the head.
+
+        model: a config, whose model is initialised by `seed`; a folder or a name on the hub, with safetensors; or a
+            model, with the weights it has. Workers read the tensors of their own layers alone. Parameters that need no
+            gradient stay as they are.
+        data: a map-style data set of dicts with input_ids, and attention_mask, position_ids and labels where there are
+            any, with batch_size, or a DataLoader of one; the collator may be one of transformers'. Or a function of
+            (iteration, pipeline, micro_batch) that returns such a batch. Without labels the tokens are the labels, but
+            for padding. -100 counts nothing.
+
+        The loss is the model's own: the mean over all tokens of an iteration, as with transformers' Trainer. All other
+        arguments are those of ResilientTrainer. `fit`'s result has `save_pretrained`. Raises InputError.
+        """
+        if own := others.keys() & {"layers", "layer_count", "stages", "tied", "loss", "stage_io"}:
+            raise InputError(min(own), "an argument beside a transformers model", "nothing: the model says it")
+        if not isinstance(job, Job):
+            raise InputError("job", type(job).__name__, "a Job such as Job.uniform(pipelines, stages, micro_batches)")
+        from openrecycle.agent.hugging_face import pretrained_job
+
+        ending = contextlib.ExitStack()
+        with contextlib.ExitStack() as failed, torch.random.fork_rng(devices=[]):
+            failed.callback(ending.close)
+            loading = loading or Loading()
+            if isinstance(data, DataLoader):
+                if batch_size is not None:
+                    raise InputError("batch_size", batch_size, "nothing where data is a DataLoader, which has one")
+                data, batch_size, loading = of_loader(data, loading)
+            source, arguments = pretrained_job(model, data, loading, ending, evaluate)
+            batches, split = _batches(arguments["data"], job, seed, batch_size, arguments["loading"])
+            made, pads = first_readable(batches), arguments["loading"].collate
+            ids = split.split(pads.widest(made) if getattr(pads, "varies", False) else made)[0][0]
+            arguments |= {"batch_size": batch_size, "seed": seed, "stage_io": source.boundaries(ids.shape)}
+            trainer = cls(optimizer=optimizer, job=job, **arguments, **others)
+            failed.pop_all()
+        weakref.finalize(trainer, ending.close)
+        trainer._pretrained = source
+        sent = trainer._workload
+        trainer._workload = replace(sent, modules=(*sent.modules, source.kind.__module__))
+        return trainer
+
+    def fit(self, iterations: int) -> TrainingResult:
         """Trains from the initial parameters, or from a checkpoint, until so many iterations are committed, or
         `stop` is called.
 
@@ -223,11 +349,13 @@ class ResilientTrainer:
 
         self._stop_asked = False
         options = replace(self._options, iterations=iterations)
+        samples = self._workload.load().samples_per_micro_batch * options.job.pipelines * options.job.micro_batches
+        start = TrainingStart(options.console.name, iterations, samples)
         _check_script(self._workload)
         folder = str(options.weights or tempfile.mkdtemp(prefix="openrecycle-"))
         try:
             lines = _Lines()
-            callbacks = self._callbacks(self.stop)
+            callbacks = self._callbacks(self.stop, self._written)
             with contextlib.ExitStack() as ending:
                 targets: list[Callable[[dict[str, Any]], None]] = [lines]
                 if options.record is not None:
@@ -248,21 +376,23 @@ class ResilientTrainer:
                 if self._stop_asked:
                     launcher.end_soon()
                 try:
+                    callbacks.each("on_start", start)
                     try:
                         launcher.run()
                     except JobFailed:
                         delivery.close()
                         raise
                     delivery.close()
-                except BaseException:
+                except BaseException as error:
                     callbacks.over = True  # Ctrl-C ends the calls, too
+                    callbacks.each("on_exception", error)
                     raise
             if options.weights is not None:
-                weights: Callable[[int], dict[str, Any]] = partial(load_weights, folder)
+                weights: Callable[..., dict[str, Any]] = partial(load_weights, folder)
             else:
-                count = self._layers or options.job.stages
-                weights = [load_weights(folder, layer) for layer in range(count)].__getitem__
-            result = lines.result(weights)
+                weights = KeptWeights(folder, self._layers or options.job.stages)
+            result = lines.result(weights, self._pretrained)
+            callbacks.each("on_end", result)
             if callbacks.error is not None:
                 with contextlib.suppress(AttributeError):  # a class with slots
                     callbacks.error.result = result  # type: ignore[attr-defined]
@@ -272,6 +402,13 @@ class ResilientTrainer:
             self._launcher = None
             if options.weights is None:
                 _remove(Path(folder))
+
+    def _written(self, iteration: int) -> WrittenCheckpoint:
+        folder = self._options.checkpoints.folder
+        assert folder is not None
+        layers = self._layers or self._options.job.stages
+        weights = CheckpointWeights(folder, iteration, self._workload.load(), layers, self._options.seed)
+        return WrittenCheckpoint(iteration, weights, self._pretrained)
 
     def stop(self) -> None:
         """Has `fit` end in order, after one of the iterations under way: weights, and the last checkpoint where
@@ -286,27 +423,28 @@ class ResilientTrainer:
 
 
 def _model(
-    stages: Layers | None, layers: Layers | None, layer_count: int | None, job: Job
-) -> tuple[Layers, int | None]:
-    """What builds the model's layers, and how many there are; None: one per stage, which can't be cut. Raises
-    InputError."""
+    stages: GivenLayers | None, layers: GivenLayers | None, layer_count: int | None, job: Job
+) -> tuple[Layers, int | None, Tied]:
+    """What builds the model's layers, and how many there are; None: one per stage, which can't be cut. And the
+    parameters that a Pipe's stages share. Raises InputError."""
     if (stages is None) == (layers is None):
         given = "neither" if stages is None else "both"
         raise InputError("layers", given, "layers, or stages that can't be cut")
+    given, shared = torch_pipelining.modules_of(*((layers, "layers") if stages is None else (stages, "stages")))
     if stages is not None:
         if layer_count is not None:
             raise InputError("layer_count", layer_count, "nothing beside stages")
-        if isinstance(stages, Sequence) and len(stages) != job.stages:
-            raise InputError("stages", len(stages), f"one per stage of the job, {job.stages} in all")
-        return stages, None
-    assert layers is not None
-    if isinstance(layers, Sequence):
-        if layer_count not in (None, len(layers)):
-            raise InputError("layer_count", layer_count, f"the number of layers given, {len(layers)}")
-        layer_count = len(layers)
+        if isinstance(given, Sequence) and len(given) != job.stages:
+            more = "; as layers=, a stage may hold several" if len(given) > job.stages else ""
+            raise InputError("stages", len(given), f"one per stage of the job, {job.stages} in all{more}")
+        return given, None, shared
+    if isinstance(given, Sequence):
+        if layer_count not in (None, len(given)):
+            raise InputError("layer_count", layer_count, f"the number of layers given, {len(given)}")
+        layer_count = len(given)
     if isinstance(layer_count, bool) or not isinstance(layer_count, int) or layer_count < job.stages:
         raise InputError("layer_count", layer_count, f"a whole number, at least one layer per stage: {job.stages}")
-    return layers, layer_count
+    return given, layer_count, shared
 
 
 class _Lines:
@@ -315,6 +453,7 @@ class _Lines:
     def __init__(self) -> None:
         self._losses: dict[int, float] = {}
         self._recoveries: list[Recovery] = []
+        self._evaluations: list[EvaluationResult] = []
         self._sha256 = ""
 
     def __call__(self, line: dict[str, Any]) -> None:
@@ -323,28 +462,47 @@ class _Lines:
             self._losses[line["iteration"]] = float.fromhex(line["loss"])
         elif "failure" in line:
             self._recoveries.append(Recovery(**line["failure"]))
+        elif "evaluation" in line:
+            self._evaluations.append(EvaluationResult.of(**line["evaluation"]))
         elif "final" in line:
             self._sha256 = line["final"]["parameters_sha256"]
 
-    def result(self, weights: Callable[[int], dict[str, Any]]) -> TrainingResult:
+    def result(self, weights: Callable[..., dict[str, Any]], pretrained: Pretrained | None) -> TrainingResult:
         losses = tuple(self._losses[i] for i in sorted(self._losses))
-        return TrainingResult(losses, tuple(self._recoveries), self._sha256, weights)
+        return TrainingResult(
+            losses, tuple(self._recoveries), self._sha256, weights, tuple(self._evaluations), pretrained
+        )
+
+
+class _Functions(Callback):
+    """The two functions that may be given instead of a Callback."""
+
+    def __init__(
+        self,
+        iteration: Callable[[Iteration], object] | None,
+        recovery: Callable[[Recovery], object] | None,
+    ) -> None:
+        if iteration is not None:
+            self.on_iteration = iteration  # type: ignore[method-assign, assignment]
+        if recovery is not None:
+            self.on_recovery = recovery  # type: ignore[method-assign, assignment]
 
 
 class _Callbacks:
-    """Takes the record's lines to the user's functions, and to the log. stop: ends the training in order.
+    """Takes the record's lines to the user's callbacks, and to the log. stop: ends the training in order. written:
+    the checkpoint after so many iterations.
 
     error: the first exception that is to be raised, if any.
     """
 
     def __init__(
         self,
-        on_iteration: Callable[[Iteration], object] | None,
-        on_recovery: Callable[[Recovery], object] | None,
+        callbacks: Sequence[Callback],
         on_error: OnError,
         stop: Callable[[], None],
+        written: Callable[[int], WrittenCheckpoint],
     ) -> None:
-        self._on_iteration, self._on_recovery, self._on_error, self._stop = on_iteration, on_recovery, on_error, stop
+        self._told, self._on_error, self._stop, self._written = callbacks, on_error, stop, written
         self.error: BaseException | None = None
         self.over = False
 
@@ -353,14 +511,26 @@ class _Callbacks:
             return
         if is_remark(line):
             log.info("%s", sentence_of(line))
-        if "loss" in line and self._on_iteration is not None:
-            self._call("on_iteration", self._on_iteration, iteration_of(line))
-        elif "failure" in line and self._on_recovery is not None:
-            self._call("on_recovery", self._on_recovery, Recovery(**line["failure"]))
+        if "loss" in line:
+            self.each("on_iteration", iteration_of(line))
+        elif "failure" in line:
+            self.each("on_recovery", Recovery(**line["failure"]))
+        elif "evaluation" in line:
+            self.each("on_evaluation", EvaluationResult.of(**line["evaluation"]))
+        elif "gradient_norm" in line:
+            about = line["gradient_norm"]
+            self.each("on_gradient_norm", about["iteration"], float.fromhex(about["norm"]))
+        elif "checkpoint" in line and line["checkpoint"]["problem"] is None:
+            self.each("on_checkpoint", self._written(line["checkpoint"]["iteration"]))
 
-    def _call(self, name: str, callback: Callable[[Any], object], argument: Any) -> None:
+    def each(self, name: str, *arguments: Any) -> None:
+        """Calls that method of all."""
+        for callback in self._told:
+            self._call(name, getattr(callback, name), arguments)
+
+    def _call(self, name: str, callback: Callable[..., object], arguments: tuple[Any, ...]) -> None:
         try:
-            answer = callback(argument)
+            answer = callback(*arguments)
         except BaseException as error:  # sys.exit() in a callback, too: this thread is not the one to end
             log.exception("%s raised %s", name, type(error).__name__)
             if self._on_error == "stop":
@@ -422,14 +592,20 @@ def _batches(
     seed: int,
     batch_size: int | None,
     loading: Loading,
-) -> Data:
-    """The data function; a data set becomes one. Raises InputError."""
+) -> tuple[Data, Loading]:
+    """The data function, which a data set becomes, and how what it gives is split. Raises InputError."""
+    if isinstance(data, DataLoader) and batch_size is not None:
+        raise InputError("batch_size", batch_size, "nothing where data is a DataLoader, which has one")
+    if (stream := stream_of(data, batch_size, loading, job, seed)) is not None:
+        return stream, replace(loading, collate=data.collate_fn) if isinstance(data, DataLoader) else loading
+    if isinstance(data, DataLoader):
+        data, batch_size, loading = of_loader(data, loading)
     if not hasattr(data, "__getitem__") and callable(data):
         for argument, value in (("batch_size", batch_size), ("loading.sampler", loading.sampler)):
             if value is not None:
                 raise InputError(argument, value, "nothing where data is a function: it makes whole micro-batches")
         function: Data = data
-        return function
+        return function, loading
     sampler = loading.sampler
     if sampler is None:
         if not hasattr(data, "__len__"):
@@ -437,7 +613,39 @@ def _batches(
         if batch_size is None:
             raise InputError("batch_size", None, "the number of samples in a micro-batch where data is a data set")
         sampler = MicroBatchSampler(len(data), batch_size, job, seed=seed, shuffle=loading.shuffle)
-    return DatasetBatches(data, sampler, loading.collate)
+    return DatasetBatches(data, sampler, loading.collate), loading
+
+
+def _evaluation(
+    evaluate: Evaluation | None, trained_on: Data, batch_size: int | None, loading: Loading
+) -> EvaluationBatches | None:
+    """What is evaluated; a data set's micro-batches have the size of those that are trained on. Raises InputError."""
+    if evaluate is None:
+        return None
+    data, count = evaluate.data, evaluate.micro_batches
+    if isinstance(data, DataLoader):
+        data, size, loading = of_loader(data, loading)
+        if batch_size not in (None, size):
+            raise InputError("evaluate.data", f"a DataLoader with batch_size {size}", f"batch_size {batch_size}")
+        batch_size = size
+    if not hasattr(data, "__getitem__") and callable(data):
+        if count is None:
+            raise InputError(
+                "evaluate.micro_batches", None, "how many micro-batches there are, where data is a function"
+            )
+        return EvaluationBatches(data, count, evaluate.metrics, loading)
+    if batch_size is None and isinstance(trained_on, DatasetBatches):
+        batch_size = len(trained_on.sampler(0, 0, 0))
+    if batch_size is None and isinstance(trained_on, StreamBatches):
+        batch_size = trained_on.batch_size
+    if batch_size is None or isinstance(data, IterableDataset) or not hasattr(data, "__len__"):
+        expected = "a map-style data set, a DataLoader of one, or a function of the micro-batch's number"
+        raise InputError("evaluate.data", type(data).__name__, expected)
+    whole = len(data) // batch_size
+    if not whole:
+        raise InputError("evaluate.data", len(data), f"at least one micro-batch of {batch_size} samples")
+    taken = whole if count is None else min(count, whole)
+    return EvaluationBatches(InOrder(data, batch_size, loading.collate), taken, evaluate.metrics, loading)
 
 
 def _check_script(workload: SentWorkload) -> None:

@@ -57,7 +57,14 @@ def moved_by(module: nn.Module, run: Callable[[], Any]) -> list[Tensor]:
     moves: list[Move] = []
     with MovingBuffers(module).kept(moves):
         run()
-    return [buffer for buffer, change in moves if bool(change.ne(0).any())]
+    moving = [buffer for buffer, change in moves if bool(change.ne(0).any())]
+    for buffer in moving:
+        if buffer.is_complex():
+            raise RuntimeError(
+                f"a forward changes a complex buffer of shape {tuple(buffer.shape)}; only real ones can be summed: "
+                "keep its view_as_real"
+            )
+    return moving
 
 
 def _difference(after: Tensor | None, before: Tensor) -> Tensor:
@@ -66,4 +73,5 @@ def _difference(after: Tensor | None, before: Tensor) -> Tensor:
             f"a forward turned a buffer of shape {tuple(before.shape)} into "
             f"{'None' if after is None else tuple(after.shape)}; buffers must keep their shape"
         )
-    return after.detach().to(torch.float64) - before.to(torch.float64)
+    exact = torch.complex128 if before.is_complex() else torch.float64  # rotary positions are complex, say
+    return after.detach().to(exact) - before.to(exact)

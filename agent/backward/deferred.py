@@ -6,14 +6,15 @@ A deferred layer keeps two tensors instead, its input and the gradient of its ou
 micro-batch holds between I and W is about what it held after F. (Under activation checkpointing F
 holds less: there the inputs that I recomputed stay until W.)
 
-Deferred are nn.Linear, nn.Embedding and nn.Conv1d/2d/3d in their plain forms; every other
-parameter gets its gradient with I. Whether that equals the fused backward to the bit for a given module
-is not taken on trust: see agent.backward.probe.
+Deferred are nn.Linear, nn.Embedding and nn.Conv1d/2d/3d in their plain forms, and the Conv1D of transformers (a Linear
+whose weight is transposed, as GPT-2 has it); every other parameter gets its gradient with I. Whether that equals the
+fused backward to the bit for a given module is not taken on trust: see agent.backward.probe.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
@@ -21,6 +22,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from openrecycle.agent import compat
 
 
 class GradientSink(Protocol):
@@ -125,6 +128,34 @@ class _Linear(torch.autograd.Function):
         return (dy @ weight.to(dy.dtype) if of_x else None), None, None, None
 
 
+class _Transposed(torch.autograd.Function):
+    """A Linear whose weight is (inputs, outputs)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, deferred: DeferredGradients) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.bias, ctx.deferred = weight, bias, deferred
+        return torch.addmm(bias, x.view(-1, x.shape[-1]), weight).view(*x.shape[:-1], weight.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (dy,) = grads
+        (x,) = ctx.saved_tensors
+        x, weight, bias, (of_x, of_weight, of_bias) = x.detach(), ctx.weight, ctx.bias, ctx.needs_input_grad[:3]
+        flat = dy.reshape(-1, dy.shape[-1])
+
+        def gradients() -> list[Term]:
+            out: list[Term] = []
+            if of_weight:
+                out.append(Product(x.reshape(-1, x.shape[-1]).t(), flat, weight.dtype))
+            if of_bias:
+                out.append(flat.sum(0).to(bias.dtype))
+            return out
+
+        ctx.deferred.defer(_where((of_weight, of_bias), (weight, bias)), gradients)
+        return ((flat @ weight.to(dy.dtype).t()).view(x.shape) if of_x else None), None, None, None
+
+
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, indices: Tensor, weight: Tensor, padding: int, deferred: DeferredGradients) -> Tensor:
@@ -150,9 +181,7 @@ class _Convolution(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.bias, ctx.layer, ctx.deferred = weight, bias, layer, deferred
-        # The layer's own arithmetic (any number of dimensions); here no gradient is recorded.
-        y: Tensor = layer._conv_forward(x, weight, bias)
-        return y
+        return compat.convolve(layer, x, weight, bias)  # here no gradient is recorded
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -235,6 +264,8 @@ def _deferred_forward(layer: nn.Module) -> Callable[[Tensor, DeferredGradients],
         return None
     if type(layer) is nn.Linear:
         return lambda x, deferred: _apply(_Linear, x, layer.weight, layer.bias, deferred)
+    if type(layer) is _transposed():
+        return lambda x, deferred: _apply(_Transposed, x, layer.weight, layer.bias, deferred)
     if type(layer) is nn.Embedding:
         if layer.max_norm is not None or layer.sparse or layer.scale_grad_by_freq:
             return None
@@ -245,6 +276,11 @@ def _deferred_forward(layer: nn.Module) -> Callable[[Tensor, DeferredGradients],
             return None
         return lambda x, deferred: _apply(_Convolution, x, layer.weight, layer.bias, layer, deferred)
     return None
+
+
+def _transposed() -> type[nn.Module] | None:
+    """Conv1D, where anybody has imported it."""
+    return getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:

@@ -13,6 +13,7 @@ stages is nothing that any of them knows of.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -37,7 +38,8 @@ _MOST_WORK = 1.05
 _NEARLY = 0.9
 _FIRST, _SECOND = (0, 0), (0, 1)
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_CHUNK = 1 << 20
+# Of a fingerprint: what fits a core's cache, and how chunks follow each other.
+_CHUNK, _STEP = 1 << 17, 1000003
 
 Fingerprint = tuple[torch.dtype, tuple[int, ...], int]
 
@@ -215,6 +217,9 @@ class _Record(GradientSum):
     def add(self, tensor: Tensor, term: Tensor) -> None:
         self._terms.append((tensor, term))
 
+    def add_product(self, tensor: Tensor, left: Tensor, right: Tensor) -> None:
+        self.add(tensor, (left @ right).to(tensor.dtype))
+
     def add_loss(self, loss: Tensor) -> None:
         self._terms.append((None, loss))
 
@@ -234,16 +239,21 @@ def _named(name: str, tensors: tuple[Tensor | None, ...]) -> dict[str, Fingerpri
     return {f"{name} ({i})": _fingerprint(t) for i, t in enumerate(tensors) if t is not None}
 
 
+@functools.cache
+def _factors(device: torch.device) -> Tensor:
+    """Made once: making them anew was most of a fingerprint."""
+    return torch.arange(1, 2 * _CHUNK + 1, 2, device=device)
+
+
 def _fingerprint(tensor: Tensor) -> Fingerprint:
     """Of type, shape and all bits. Keeps nothing of the size of the tensor."""
     flat = tensor.detach().reshape(-1)
     bits = flat.view(_BITS[flat.element_size()])
-    total = 0
+    # Odd factors: a change in any one element shows whatever it is.
+    factors, total = _factors(tensor.device), 0
     for start in range(0, bits.numel(), _CHUNK):
-        part = bits[start : start + _CHUNK].to(torch.int64)
-        # Odd factors: a change in any one element shows whatever it is.
-        factors = torch.arange(2 * start + 1, 2 * (start + part.numel()) + 1, 2, device=part.device)
-        total += int((part * factors).sum())
+        part = bits[start : start + _CHUNK]
+        total = (total * _STEP + int((factors[: part.numel()] * part).sum())) % 2**64
     return tensor.dtype, tuple(tensor.shape), total
 
 

@@ -19,6 +19,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from openrecycle.agent import compat
 from openrecycle.agent.backward.buffers import Move
 from openrecycle.agent.backward.deferred import DeferredGradients, DeferredLayers, GradientSink
 
@@ -32,7 +33,7 @@ class MicroBatchState:
     inputs: leaves; those that require a gradient have it in `.grad` after I. late: none requires
     one. several: the input came as a tuple. outputs: in I, those that require a gradient; dys:
     theirs ((None,) where the output is the loss). moves: what F changed in buffers. known:
-    (parameter, gradient) that I has produced already.
+    (parameter, gradient) that I has produced already. weight: see agent.stage.Stage.weigh.
     """
 
     inputs: tuple[Tensor, ...]
@@ -41,6 +42,7 @@ class MicroBatchState:
     outputs: tuple[Tensor, ...] = ()
     dys: tuple[Tensor | None, ...] = ()
     loss: Tensor | None = None
+    weight: Tensor | None = None
     moves: list[Move] = field(default_factory=list)
     known: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     deferred: DeferredGradients = field(default_factory=DeferredGradients)
@@ -129,10 +131,8 @@ class TorchSplit:
     whole = False
 
     def __init__(self, module: nn.Module) -> None:
-        # Not at the top: it takes a second, and most stages do without.
-        from torch.distributed.pipelining import _backward
-
-        self._torch: Any = _backward
+        # Here, not at the top: most stages do without.
+        self._of_inputs, self._of_weights = compat.split_backward()
         self._parameters = _trainable(module)
 
     def recording(self, state: MicroBatchState) -> AbstractContextManager[None]:
@@ -145,7 +145,7 @@ class TorchSplit:
         outputs = [y.clone() if y._is_view() else y for y in state.outputs]
         inputs = [x for x in state.inputs if x.requires_grad]
         dys = None if state.dys == (None,) else list(state.dys)
-        _, state.groups = self._torch.stage_backward_input(outputs, dys, inputs, self._parameters)
+        _, state.groups = self._of_inputs(outputs, dys, inputs, self._parameters)
         state.release()
 
     def weight_backward(self, state: MicroBatchState, sink: GradientSink) -> None:
@@ -154,7 +154,7 @@ class TorchSplit:
         else:
             with _own_gradients(self._parameters) as gradients:
                 # The graph is kept, since two groups of parameters may share a part of it.
-                self._torch.stage_backward_weight(self._parameters, state.groups, retain_graph=True)
+                self._of_weights(self._parameters, state.groups, retain_graph=True)
         state.groups = []
         for parameter, gradient in gradients:
             sink.add(parameter, gradient)

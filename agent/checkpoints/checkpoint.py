@@ -1,13 +1,12 @@
 """Checkpoints: a directory per checkpoint, a directory per stage in it, read back bit by bit.
 
     DIRECTORY/iteration-0000000010/manifest.json
-                                   stage-0/part.json state.json tensors.bin
+                                   stage-0/part.json state.json model.safetensors optimizer.safetensors
                                    stage-1/...
 
-state.json is the state's document and, in order, each tensor's name, type and shape; tensors.bin is their
-bytes, one after the other, in the machine's order (little-endian wherever torch runs). Nothing in a
-checkpoint is pickled, so reading one runs nothing, whoever wrote it. Version 1 held torch's pickled description of
-tensors, and version 2 knew no layers; such checkpoints are refused.
+model.safetensors has parameters and buffers, each as LAYER.NAME; optimizer.safetensors what optimizer and scheduler
+keep of tensors, and state.json the rest. Nothing in a checkpoint is pickled, so reading one runs nothing, whoever wrote
+it. Older versions (pickled descriptions, no layers, tensors in a form of our own) are refused.
 
 A checkpoint exists wholly or not at all. One living worker per stage writes its part into a hidden
 directory, with its checksums last; whoever sees that all parts are there writes the manifest and
@@ -39,14 +38,15 @@ import torch
 
 from openrecycle.agent.layers import Partition, Span, partition_of, spans
 from openrecycle.agent.optimizer import joined, of_layers
-from openrecycle.agent.state import StageState, StateError, describe, opened, read_tensors, whole_number, write_tensors
+from openrecycle.agent.state import StageState, StateError, opened, read_tensors, whole_number, write_tensors
 from openrecycle.planner.plan import read_json
 
-FORMAT, VERSION = "openrecycle-checkpoint", 3
+FORMAT, VERSION = "openrecycle-checkpoint", 4
 # Asked for before a file is read. A state of 100,000 tensors has a description of 20 MB, a job of 16,384
 # stages a manifest of 4 MB; nothing that is larger is one.
 MAX_MANIFEST_BYTES, MAX_STATE_BYTES = 2**24, 2**28
-_STATE, _TENSORS = "state.json", "tensors.bin"
+_STATE, _MODEL, _OPTIMIZER = FILES = "state.json", "model.safetensors", "optimizer.safetensors"
+_OF_MODEL = "model."
 _NAME = re.compile(r"iteration-([0-9]{10,18})")
 
 
@@ -90,14 +90,14 @@ class Checkpoint:
         """Reads the manifest. Raises CheckpointError."""
         try:
             doc = _read(path / "manifest.json", MAX_MANIFEST_BYTES)
-            if doc["format"] == FORMAT and doc["version"] in (1, 2):
+            if doc["format"] == FORMAT and doc["version"] in range(1, VERSION):
                 raise OldCheckpointError(
                     f"{path}: a checkpoint of version {doc['version']}, which is not read any more; resume it with the "
                     f"release that wrote it, or take another --checkpoint folder"
                 )
             if (doc["format"], doc["version"]) != (FORMAT, VERSION):
                 raise CheckpointError(f"{path}: got {doc['format']} {doc['version']}, expected {FORMAT} {VERSION}")
-            stages = tuple({name: str(files[name]) for name in (_STATE, _TENSORS)} for files in doc["stages"])
+            stages = tuple({name: str(files[name]) for name in FILES} for files in doc["stages"])
             identity = _identity(doc["job"], len(stages))
             partition = partition_of(tuple(map(whole_number, doc["partition"])), identity.layers, len(stages))
             return cls(path, whole_number(doc["iteration"]), identity, stages, partition)
@@ -230,9 +230,12 @@ def write_part(
     shutil.rmtree(part, ignore_errors=True)
     try:
         part.mkdir(parents=True)
-        _write(part / _STATE, describe(state))
-        write_tensors(part / _TENSORS, state.tensors.values())
-        files = {name: _sha256(part / name) for name in (_STATE, _TENSORS)}
+        _write(part / _STATE, state.document)
+        model = {name.removeprefix(_OF_MODEL): t for name, t in state.tensors.items() if name.startswith(_OF_MODEL)}
+        others = {name: t for name, t in state.tensors.items() if not name.startswith(_OF_MODEL)}
+        write_tensors(part / _MODEL, model)
+        write_tensors(part / _OPTIMIZER, others)
+        files = {name: _sha256(part / name) for name in FILES}
         _sync(partial)
         # From here on another writer may make the checkpoint whole, and this directory be renamed.
         _write(part / "part.json", {"files": files, "layers": layers})
@@ -330,7 +333,12 @@ def _sha256(file: Path) -> str:
 
 def _read_part(part: Path) -> StageState:
     try:
-        return read_tensors(_read(part / _STATE, MAX_STATE_BYTES), part / _TENSORS)
+        document = _read(part / _STATE, MAX_STATE_BYTES)
+        if not isinstance(document, dict):
+            raise StateError(f"{_STATE} is no object")
+        model, _ = read_tensors(part / _MODEL)
+        others, _ = read_tensors(part / _OPTIMIZER)
+        return StageState(document, others | {_OF_MODEL + name: tensor for name, tensor in model.items()})
     except (OSError, ValueError, StateError, RecursionError, RuntimeError, MemoryError) as error:
         raise CheckpointError(f"{part}: can't be read: {reason_of(error)}") from None
 

@@ -23,6 +23,9 @@ from openrecycle.planner.errors import InputError
 TIMEOUT_SECONDS = 30.0
 """How long training waits for the checkpoint before to be written, when the next is to begin."""
 
+IF_ANY = "if-any"
+"""What to resume from where the same command begins a job and goes on with it, as schedulers of clusters repeat it."""
+
 
 @dataclass(frozen=True)
 class Origin:
@@ -42,20 +45,23 @@ def prepare(options: Checkpoints, identity: Identity, iterations: int, say: Call
     """
     directory = options.folder
     assert directory is not None
-    if options.resume is None:
+    resume = options.resume
+    if resume in (None, IF_ANY):
         try:
             there = whole_checkpoints(directory)
         except CheckpointError as error:
             raise options.refuse("directory", f"a folder without old checkpoints ({error})") from None
-        if there:
+        if there and resume is None:
             raise options.refuse(
                 "directory",
                 f"a folder without checkpoints, or `checkpoints.resume` newest to go on from iteration "
                 f"{there[0].iteration}",
             )
-        return Origin(identity)
+        if not there:
+            return Origin(identity)
+        resume = "newest-intact"
     try:
-        found = find(directory, str(options.resume))
+        found = find(directory, str(resume))
     except CheckpointError as error:
         raise options.refuse("resume", f"a whole checkpoint ({error})") from None
     was = found.identity

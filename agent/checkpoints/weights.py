@@ -1,46 +1,108 @@
-"""The trained weights, one file per layer: what is left when a job is done."""
+"""The trained weights, one file per layer, in the safetensors format: what is left when a job is done."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from openrecycle.agent.checkpoints.checkpoint import reason_of
+from openrecycle.agent.checkpoints.checkpoint import CheckpointError, reason_of, whole_checkpoints
+from openrecycle.agent.layers import build_layer
+from openrecycle.agent.optimizer import AVERAGE
+from openrecycle.agent.state import StateError, decode, encode, read_tensors, write_tensors
+from openrecycle.agent.workload import Workload
+from openrecycle.planner.errors import InputError
+
+_OTHERS = "openrecycle"
+"""What a state dict has beside tensors, which files of the format have no place for."""
 
 
 class WeightsError(RuntimeError):
     """The weights could not be written; the sentence says where and why."""
 
 
-def save_weights(folder: str, layer: int, module: nn.Module) -> None:
-    """Writes the module's state dict, wholly or not at all. Raises WeightsError."""
-    file = weights_file(folder, layer)
+def save_weights(folder: str, layer: int, module: nn.Module, averages: Mapping[str, Tensor] | None = None) -> None:
+    """Writes the module's state dict, by its names, wholly or not at all; with averages, in place of the parameters
+    that have one, to a file of its own. Raises WeightsError."""
+    file = weights_file(folder, layer, averaged=averages is not None)
     partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
+        state = module.state_dict() | dict(averages or {})
         # On the CPU, so that they can be read where there is no such device.
-        state = module.state_dict()
-        for name, value in state.items():
-            state[name] = value.cpu() if isinstance(value, torch.Tensor) else value
-        with partial.open("wb") as out:  # torch itself does not tell a full disk from other faults
-            torch.save(state, out)
+        tensors = {name: value.cpu() for name, value in state.items() if isinstance(value, Tensor)}
+        others = {n: encode(value, n, tensors) for n, value in state.items() if not isinstance(value, Tensor)}
+        write_tensors(partial, tensors, {_OTHERS: json.dumps(others)} if others else None)
         partial.replace(file)
-    # torch makes a full disk a RuntimeError of its own.
     except (OSError, RuntimeError) as error:
         partial.unlink(missing_ok=True)
         reason = reason_of(error)
         raise WeightsError(f"the weights of layer {layer} could not be written to {file}: {reason}") from None
 
 
-def load_weights(folder: str, layer: int) -> dict[str, Any]:
-    """The state dict of a layer. Raises OSError where there is none."""
-    state: dict[str, Any] = torch.load(weights_file(folder, layer), weights_only=True)
-    return state
+def load_weights(folder: str, layer: int, *, averaged: bool = False) -> dict[str, Any]:
+    """The state dict of a layer. Raises OSError where there is none; StateError where it is damaged."""
+    tensors, metadata = read_tensors(weights_file(folder, layer, averaged=averaged))
+    try:
+        others = {name: decode(value, tensors) for name, value in json.loads(metadata.get(_OTHERS, "{}")).items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise StateError(f"{weights_file(folder, layer)}: {type(error).__name__}: {error}") from None
+    within = tuple(f"{name}." for name in others)
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith(within)} | others
 
 
-def weights_file(folder: str, layer: int) -> Path:
-    return Path(folder) / f"layer{layer}.pt"
+class KeptWeights:
+    """What a folder holds, in memory: `load_weights` of it, also when it is gone."""
+
+    def __init__(self, folder: str, layers: int) -> None:
+        """Raises as `load_weights`."""
+        self._plain = [load_weights(folder, layer) for layer in range(layers)]
+        self._averaged: dict[int, dict[str, Any]] = {}
+        for layer in range(layers):
+            with contextlib.suppress(FileNotFoundError):
+                self._averaged[layer] = load_weights(folder, layer, averaged=True)
+
+    def __call__(self, layer: int, *, averaged: bool = False) -> dict[str, Any]:
+        if averaged and not self._averaged:
+            raise FileNotFoundError("there are no averages")
+        # A layer without parameters that are trained has none.
+        return self._averaged.get(layer, self._plain[layer]) if averaged else self._plain[layer]
+
+
+class CheckpointWeights:
+    """What a checkpoint holds of the weights: `load_weights` of it. Read at each call. It is of the job of workload and
+    seed, with so many layers."""
+
+    def __init__(self, directory: Path, iteration: int, workload: Workload, layers: int, seed: int) -> None:
+        self._directory, self._iteration = directory, iteration
+        self._workload, self._layers, self._seed = workload, layers, seed
+
+    def __call__(self, layer: int, *, averaged: bool = False) -> dict[str, Any]:
+        """Raises CheckpointError, also where it has given way to newer ones; FileNotFoundError where there are no
+        averages."""
+        if not 0 <= layer < self._layers:
+            raise InputError("layer", layer, f"0 to {self._layers - 1}")
+        checkpoint = next((c for c in whole_checkpoints(self._directory) if c.iteration == self._iteration), None)
+        if checkpoint is None:
+            raise CheckpointError(f"{self._directory}: the checkpoint of iteration {self._iteration} is gone")
+        state = checkpoint.load(range(layer, layer + 1))
+        values = {name: decode(value, state.tensors) for name, value in state.document["model"].items()}
+        if averaged:
+            kept = {name: decode(value, state.tensors) for name, value in state.document["state"].items()}
+            averages = {name: of[AVERAGE] for name, of in kept.items() if AVERAGE in of}
+            if kept and not averages:
+                raise FileNotFoundError("there are no averages")
+            values |= averages
+        with torch.random.fork_rng(devices=[]):  # the layer says what else is in its state dict, and what is not
+            whole = build_layer(self._workload, layer, self._layers, self._seed).state_dict()
+        return {name: values.get(f"{layer}.{name}", value) for name, value in whole.items()}
+
+
+def weights_file(folder: str, layer: int, *, averaged: bool = False) -> Path:
+    return Path(folder) / f"layer{layer}{'.averaged' if averaged else ''}.safetensors"

@@ -22,7 +22,7 @@ from openrecycle.agent.profiling.shapes import parts_of, shape_of
 from openrecycle.agent.profiling.stages import Rounds, StageError, measure_stages
 from openrecycle.agent.profiling.traffic import TrafficError, measure_traffic
 from openrecycle.agent.stage import Stage
-from openrecycle.agent.stage_io import StageCuts, Tensors, tensors_of
+from openrecycle.agent.stage_io import LOWER, StageCuts, Tensors, tensors_of
 from openrecycle.agent.workload import NamedWorkload, load_workload
 from openrecycle.planner.errors import InputError
 from openrecycle.planner.job import Job
@@ -140,7 +140,7 @@ def _hardware(effort: ProfilingEffort, optimization: Optimization) -> Hardware:
         system=f"{platform.system()} {platform.machine()}",
         torch=torch.__version__,
         threads=torch.get_num_threads(),
-        dtype="bfloat16 by autocast, float32 sums" if optimization.autocast else "float32",
+        dtype=_dtype(optimization),
         clock=effort.clock,
         load=round(os.getloadavg()[0], 2),
         measured_on=datetime.now(UTC).date().isoformat(),
@@ -156,3 +156,9 @@ def _processor() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
+
+
+def _dtype(optimization: Optimization) -> str:
+    if optimization.autocast is None:
+        return "float32"
+    return f"{str(LOWER[optimization.autocast]).removeprefix('torch.')} by autocast, float32 sums"

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from openrecycle.agent import channel
 from openrecycle.agent.assembly import assemble
+from openrecycle.agent.devices import on_device
 from openrecycle.agent.executor import Executor
 from openrecycle.agent.faults import FaultInjector
 from openrecycle.agent.optimizer import stage_optimizer
@@ -29,7 +30,7 @@ from openrecycle.agent.processes import ProcessPool, WorkerProcess, preload
 from openrecycle.agent.profiling.profiler import CLOCKS, ProfilingEffort, size_of
 from openrecycle.agent.profiling.traffic import measure_traffic
 from openrecycle.agent.script import MicroBatch, Script
-from openrecycle.agent.stage_io import StageCuts, StageIO, StageOutput
+from openrecycle.agent.stage_io import CPU, StageCuts, StageIO, StageOutput
 from openrecycle.agent.transport.transfers import Transfers
 from openrecycle.agent.validation_exchange import Steps
 from openrecycle.agent.workload import NamedWorkload, WorkloadSource
@@ -157,13 +158,14 @@ def _process(run: StageRun, pipe: Connection) -> None:
 
 
 class StageBenchmark:
-    """One stage with its executor, and a script of F, I and W in 1F1B's order. clock: the effort's, unless given."""
+    """One stage with its executor, and a script of F, I and W in 1F1B's order. clock: the effort's, unless given.
+    device: where it computes."""
 
-    def __init__(self, run: StageRun, clock: Callable[[], float] | None = None) -> None:
+    def __init__(self, run: StageRun, clock: Callable[[], float] | None = None, device: torch.device = CPU) -> None:
         workload, me, job = run.workload.load(), run.cell, run.job
-        cuts = StageCuts.of(workload, job.stages, autocast=run.optimization.autocast)
+        cuts = StageCuts.of(workload, job.stages, autocast=run.optimization.autocast, device=device)
         between = cuts.stage_io
-        stage, _ = assemble(workload, job, cuts, me.stage, 0, run.optimization)
+        stage, _ = assemble(workload, job, cuts, me.stage, 0, run.optimization, device)
         optimizer = stage_optimizer(workload, stage.module, stage.gradients, run.optimization)
         steps = Steps(me, run.optimization, optimizer, cuts.partition, lambda *_: None)
         self._gradients = stage.gradients.buffer
@@ -171,9 +173,10 @@ class StageBenchmark:
         self._executor = Executor(
             *(me, job, 0, workload, stage, steps, FaultInjector(me, [], lambda: None), {}),
             *(self._mark, lambda *_: None, between),
+            device=device,
         )
         self._script = script_of(me, job)
-        groups: Any = NullGroup(me, between)  # as far as the executor asks
+        groups: Any = NullGroup(me, between, device)  # as far as the executor asks
         steps.begin(groups, [me], 0, {})
         self._groups = groups
         self._iteration = 0
@@ -220,12 +223,14 @@ def script_of(me: Worker, job: Job) -> Script:
 class NullGroup:
     """Groups of one worker whose neighbours have everything ready, and forget what they are sent."""
 
-    def __init__(self, me: Worker, between: StageIO) -> None:
+    def __init__(self, me: Worker, between: StageIO, device: torch.device = CPU) -> None:
         generator = torch.Generator().manual_seed(0)
-        self._incoming = _numbers(between[me.stage - 1] if me.stage else (), generator, 1.0)
+        incoming = between[me.stage - 1] if me.stage else ()
+        self._incoming = on_device(_numbers(incoming, generator, 1.0), device)
         outgoing = between[me.stage] if me.stage < len(between) else ()
         # Gradients of a mean over the boundary are as small.
-        self._gradients = _numbers(outgoing, generator, 1.0 / max(1, sum(t.empty().numel() for t in outgoing)))
+        scale = 1.0 / max(1, sum(t.empty().numel() for t in outgoing))
+        self._gradients = on_device(_numbers(outgoing, generator, scale), device)
 
     def transfers(self, layout: Any) -> Transfers:
         return _Instant(self._incoming, self._gradients, layout)

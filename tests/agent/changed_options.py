@@ -9,6 +9,7 @@ from openrecycle.agent.options import TrainingOptions
 from openrecycle.agent.settings import Leaf, build, leaves, without_none
 
 TEXTS: dict[str, Any] = {
+    "optimization.autocast": "bf16",
     "planning.technique": "decoupled",
     "planning.memory": "none",
     "planning.capacity": "80GiB",
@@ -20,7 +21,7 @@ TEXTS: dict[str, Any] = {
     "faults.hand_over.rate": "50MB",
     "console.url": "http://127.0.0.1:1",
 }
-"""Of options whose text has a form."""
+"""Of options whose text has a form, or that do not go with any other."""
 
 
 def changed(leaf: Leaf) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +33,7 @@ from openrecycle.agent.randomness import seed_for
 from openrecycle.agent.script import Script
 from openrecycle.agent.stage_io import StageCuts
 from openrecycle.agent.state import pack, unpack
+from openrecycle.agent.transport.host import HostGroup
 from openrecycle.agent.transport.ordered import OrderedTransfers, connect
 from openrecycle.agent.transport.transfers import Lines, TransferLayout
 from openrecycle.agent.validation_exchange import Steps
@@ -65,6 +67,7 @@ class Far(Tensor):
 
     def tolist(self) -> Any:
         """torch's own knows no wrappers."""
+        _look()
         return self.inner.tolist()
 
     @classmethod
@@ -79,6 +82,14 @@ class FarFactories(TorchDispatchMode):
         return _run(func, args, kwargs or {})
 
 
+_looks = threading.local()
+
+
+def _look() -> None:
+    """This thread, which is one worker, wants to know what is there: with a GPU it would wait for it."""
+    _looks.number = getattr(_looks, "number", 0) + 1
+
+
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     name = func._schema.name
     tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
@@ -91,6 +102,9 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     goes_far = bool(far) if wanted is None else torch.device(wanted).type == "far"
     if wanted is not None:
         kwargs = kwargs | {"device": torch.device("cpu")}
+    arrives = name == "aten::copy_" and not isinstance(args[0], Far)
+    if far and (name == "aten::_local_scalar_dense" or arrives or (name == "aten::_to_copy" and not goes_far)):
+        _look()
     known = {id(t.inner): t for t in far}
     out = func(*tree_map(_inner, args), **tree_map(_inner, kwargs))
     if name == "aten::copy_":
@@ -163,8 +177,10 @@ class _Peers(Group):
         tensor.add_(theirs)
 
 
-def train(device: torch.device, optimization: Optimization) -> dict[str, Any]:
-    """Losses and hashes of the parameters, by worker; with what is done to a trained stage's state."""
+def train(device: torch.device, optimization: Optimization, by_host: bool) -> dict[str, Any]:
+    """Losses and hashes of the parameters, by worker; with what is done to a trained stage's state.
+
+    by_host: what is sent and summed goes by way of the CPU."""
     workload: Any = Mixed()
     cuts = StageCuts.of(workload, JOB.stages, autocast=optimization.autocast)
     with FarFactories():
@@ -176,6 +192,7 @@ def train(device: torch.device, optimization: Optimization) -> dict[str, Any]:
     wires, rank = Wires(baton), {w: i for i, w in enumerate(living)}
     trained: dict[Worker, StageOptimizer] = {}
     skipped: list[int] = []
+    looks: list[int] = []
     losses: dict[Worker, list[str]] = {w: [] for w in living}
 
     def work(me: Worker) -> None:
@@ -196,12 +213,9 @@ def train(device: torch.device, optimization: Optimization) -> dict[str, Any]:
             cuts.stage_io,
             device=device,
         )
-        lines: Any = Lines(
-            me,
-            *(Group(wires, name, rank[me]) for name in ("forward", "backward")),  # type: ignore[arg-type]
-            _Peers(wires, me.stage, me.pipeline),  # type: ignore[arg-type]
-            rank,
-        )
+        own: list[Any] = [Group(wires, name, rank[me]) for name in ("forward", "backward")]
+        own.append(_Peers(wires, me.stage, me.pipeline))
+        lines: Any = Lines(me, *(map(HostGroup, own) if by_host else own), rank)
 
         def transfers(layout: TransferLayout) -> OrderedTransfers:
             assert layout.device == device
@@ -216,9 +230,11 @@ def train(device: torch.device, optimization: Optimization) -> dict[str, Any]:
         groups: Any = SimpleNamespace(transfers=transfers, send=send, receive=receive)
         steps.begin(groups, living, 0, {})
         connect(lines, Script.of(schedule, me).neighbours, device)
+        before = getattr(_looks, "number", 0)
         while optimizer.committed < ITERATIONS:
             executor.run(optimizer.committed, Script.of(schedule, me), groups)
         executor.settle()
+        looks.append(getattr(_looks, "number", 0) - before)
 
     def task(me: Worker) -> Callable[[], None]:
         def run() -> None:
@@ -233,7 +249,8 @@ def train(device: torch.device, optimization: Optimization) -> dict[str, Any]:
         after = {
             str(w): _handed_on(trained[w], workload, optimization, cuts, device, w) for w in living if not w.pipeline
         }
-    return {"losses": {str(w): v for w, v in losses.items()}, "skipped": sorted(skipped), "state": after}
+    trained_there = {"losses": {str(w): v for w, v in losses.items()}, "skipped": sorted(skipped), "state": after}
+    return {"result": trained_there, "looks": looks}
 
 
 def _handed_on(
@@ -246,7 +263,7 @@ def _handed_on(
 ) -> list[str]:
     """Hashes: of a stage, of one that took its state over, of it after its last step was undone, of its weights."""
     assert all(p.device == device for p in trained.module.parameters())
-    assert trained.gradients.buffer.device == device
+    assert trained.gradients.device == device
     stage, _ = assemble(workload, JOB, cuts, me.stage, 1, optimization, device)
     other = stage_optimizer(workload, stage.module, stage.gradients, optimization)
     header, body = pack(trained.state())
@@ -266,14 +283,19 @@ def _handed_on(
     return hashes
 
 
-RECIPES = {"deterministic": Optimization(), "clipped": Optimization(clip_norm=0.5), "fast": Optimization(mode="fast")}
+RECIPES = {
+    "deterministic": (Optimization(), False),
+    "by the host": (Optimization(), True),
+    "clipped": (Optimization(clip_norm=0.5), False),
+    "fast": (Optimization(mode="fast"), False),
+}
 
 
 def main() -> None:
     torch.set_num_threads(1)
     _setup_privateuseone_for_python_backend("far")  # type: ignore[no-untyped-call]
     devices = {"cpu": torch.device("cpu"), "far": torch.device("far", 0)}
-    json.dump({n: {k: train(d, r) for k, d in devices.items()} for n, r in RECIPES.items()}, sys.stdout)
+    json.dump({n: {k: train(d, *r) for k, d in devices.items()} for n, r in RECIPES.items()}, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -89,6 +89,7 @@ class LocalJob:
                 origin=None
                 if checkpoints is None
                 else Origin(Identity("tiny", stages, stages, pipelines, micro_batches, 0, {})),
+                shared_gpus=bool((platform or Platform()).check(pipelines * stages)),
             ),
             decides(catalog, grace=grace, **coordination),
             self._hear_line,

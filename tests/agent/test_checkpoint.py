@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from openrecycle.agent.checkpoints.checkpoint import (
@@ -112,13 +113,13 @@ def _files(folder: Path) -> Iterator[Path]:
     return (f for f in sorted((folder / "iteration-0000000002").rglob("*")) if f.is_file() and f.name != "part.json")
 
 
-@pytest.mark.parametrize("which", range(4))
+@pytest.mark.parametrize("which", range(6))
 @pytest.mark.parametrize("damage", ["bit", "cut", "gone"])
 def test_a_damaged_file_is_refused_by_name(which: int, damage: str, tmp_path: Path) -> None:
     _write(tmp_path, 1)
     _write(tmp_path, 2)
     files = [f for f in _files(tmp_path) if f.parent.name.startswith("stage")]
-    assert len(files) == 4
+    assert len(files) == 6
     file = files[which]
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
@@ -144,7 +145,7 @@ def test_what_is_no_checkpoint_is_refused_with_a_sentence(tmp_path: Path) -> Non
     with pytest.raises(CheckpointError, match="has layers 0 to 1"):
         load_layers(tmp_path, range(2, 3))
     manifest = tmp_path / "iteration-0000000001" / "manifest.json"
-    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"version": 4}))
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"version": 5}))
     with pytest.raises(CheckpointError, match=golden("no-whole-checkpoint")):
         find(tmp_path)
 
@@ -199,13 +200,13 @@ def test_a_pickled_checkpoint_is_refused_and_nothing_in_it_runs(
             prepare(Checkpoints(directory=str(tmp_path / "checkpoints"), resume=resume), JOB, 10, print)
     # Called the new form, it has no files of that form.
     manifest = json.loads((path / "manifest.json").read_text())
-    (path / "manifest.json").write_text(json.dumps(manifest | {"version": 3}))
+    (path / "manifest.json").write_text(json.dumps(manifest | {"version": 4}))
     with pytest.raises(CheckpointError, match=golden("no-whole-checkpoint")):
         find(tmp_path / "checkpoints")
     assert not (tmp_path / "harm").exists()
 
 
-@pytest.mark.parametrize("file", ["state.json", "tensors.bin"])
+@pytest.mark.parametrize("file", ["state.json", "model.safetensors", "optimizer.safetensors"])
 def test_pickles_in_the_place_of_a_checkpoint_s_files_do_not_run(
     file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,19 +224,32 @@ def test_pickles_in_the_place_of_a_checkpoint_s_files_do_not_run(
     assert not (tmp_path / "harm").exists()
 
 
-def test_a_description_that_lies_about_sizes_takes_no_memory(tmp_path: Path) -> None:
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors"])
+def test_a_header_that_lies_about_sizes_takes_no_memory(file: str, tmp_path: Path) -> None:
     _write(tmp_path, 1)
     path = find(tmp_path).path
-    state = path / "stage-0" / "state.json"
-    document = json.loads(state.read_text())
-    for shape in ([2**40], [2**40, 2**40], [-4], [True], ["4"], [1.5], "44"):
-        document["tensors"][0][2] = shape
-        state.write_text(json.dumps(document))
+    tensors = path / "stage-0" / file
+    data = tensors.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    name = next(name for name in header if name != "__metadata__")
+    for lie in ({"shape": [2**40]}, {"shape": [2**40, 2**40]}, {"shape": [-4]}, {"shape": "44"}, {"dtype": "pickle"}):
+        text = json.dumps(header | {name: header[name] | lie}).encode()
+        tensors.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
         manifest = json.loads((path / "manifest.json").read_text())
-        manifest["stages"][0]["state.json"] = hashlib.sha256(state.read_bytes()).hexdigest()
+        manifest["stages"][0][file] = hashlib.sha256(tensors.read_bytes()).hexdigest()
         (path / "manifest.json").write_text(json.dumps(manifest))
         with pytest.raises(CheckpointError, match=golden("stage-0-cant-be-read")):
             find(tmp_path).load(range(1))
+
+
+def test_any_reader_of_the_format_finds_parameters_by_their_owners_names(tmp_path: Path) -> None:
+    stages = _write(tmp_path, 1)
+    for number, stage in enumerate(stages):
+        found = load_file(find(tmp_path).path / f"stage-{number}" / "model.safetensors")
+        expected = dict(stage.module.state_dict())
+        assert sorted(found) == sorted(expected) and f"{number}.0.weight" in found
+        assert all(torch.equal(value, found[name]) for name, value in expected.items())
 
 
 def test_files_that_are_too_long_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,6 +339,15 @@ def test_what_a_job_may_begin_with(tmp_path: Path) -> None:
     assert said[2] == "note: clip_norm was 1.0 and is 2.0 from here"
     assert prepare(Checkpoints(directory=str(tmp_path), resume="1"), JOB, 10, said.append).resumed_at == 1
     assert [c.iteration for c in whole_checkpoints(tmp_path)] == [1] and set_aside_later(tmp_path, 1) == []
+
+
+def test_one_command_begins_a_job_and_goes_on_with_it(tmp_path: Path) -> None:
+    options, said = Checkpoints(directory=str(tmp_path), resume="if-any"), list[str]()
+    assert prepare(options, JOB, 10, said.append).resumed is None and not said
+    (tmp_path / "iteration-0000000001").mkdir()  # begun, and never finished
+    assert prepare(options, JOB, 10, said.append).resumed is None
+    _write(tmp_path, 2)
+    assert prepare(options, JOB, 10, said.append).resumed_at == 2
 
 
 @pytest.mark.parametrize(

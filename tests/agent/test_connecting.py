@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -66,6 +67,26 @@ def test_a_newer_generation_ends_the_wait_for_a_peer_that_died_while_it_connecte
         survivors = living[:2]
         again = [form(2, w, survivors, [other for other in survivors if other != w]) for w in survivors]
         assert [f.result(60).generation for f in again] == [2, 2]
+
+
+@pytest.mark.timeout(100)
+def test_what_a_superseded_generation_waits_for_in_its_groups_is_cancelled(store: RendezvousStore) -> None:
+    """On a GPU a kernel that still waits for a peer would hold up whoever waits for the device."""
+    living = [Worker(0, 0), Worker(0, 1)]
+    patient = Timeouts(form=60.0, transfer=700.0, group=800.0)
+    mine = {w: Communicator(patient, transport="ordered") for w in living}
+    with ThreadPoolExecutor(2) as pool:
+        waiting = pool.submit(mine[living[0]].form, 1, living[0], living, store.address, neighbours=[living[1]])
+        silent = pool.submit(mine[living[1]].form, 1, living[1], living, store.address)
+        assert silent.result(60).generation == 1
+        (connecting,) = (t for t in threading.enumerate() if t.name == "connect-generation-1")
+        connecting.join(0.2)
+        assert connecting.is_alive() and not waiting.done()
+        mine[living[0]].cancel(2)
+        with pytest.raises(TransferError, match=golden("generation-1-is-superseded-by")):
+            waiting.result(10)
+        connecting.join(20)
+        assert not connecting.is_alive()
 
 
 @pytest.mark.timeout(200)

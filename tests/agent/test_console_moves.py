@@ -122,6 +122,7 @@ def test_a_failure_is_moved_to_where_it_costs_less(reference: Run, tmp_path: Pat
     ]
 
 
+@pytest.mark.chaos
 def test_an_operator_decides_and_lets_workers_go(reference: Run, tmp_path: Path) -> None:
     """Manual mode: the survivors of a death wait for a choice, and drop the replica. When it is back, a worker
     that is asked to leave finishes its iteration first."""

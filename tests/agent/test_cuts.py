@@ -75,8 +75,14 @@ CLIPPED = Optimization(clip_norm=0.5)
 
 @pytest.mark.parametrize(
     ("workload", "optimization"),
-    [(GPT, CLIPPED), (GPT, Optimization(autocast="bf16")), (Mixture(), CLIPPED), at_length(Mixture(), Optimization())],
-    ids=["gpt", "gpt-bf16", "mixture", "mixture-unclipped"],
+    [
+        (GPT, CLIPPED),
+        (GPT, Optimization(autocast="bf16")),
+        (GPT, Optimization(autocast="fp16", clip_norm=0.5)),
+        (Mixture(), CLIPPED),
+        at_length(Mixture(), Optimization()),
+    ],
+    ids=["gpt", "gpt-bf16", "gpt-fp16", "mixture", "mixture-unclipped"],
 )
 def test_every_partition_gives_the_same_bits(workload, optimization: Optimization) -> None:
     losses, state, _ = _train(workload, (LAYERS,), optimization)

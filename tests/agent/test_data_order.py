@@ -83,5 +83,3 @@ def test_a_data_set_as_micro_batches() -> None:
     )
     with pytest.raises(InputError, match=r"data: got 'Endless'.*map-style"):
         DatasetBatches(Endless(), lambda i, p, m: [0])
-    with pytest.raises(InputError, match=golden("data-got-tensor-expected-samples")):
-        DatasetBatches(Squares(50), lambda i, p, m: [0], lambda samples: samples[0][0])(0, 0, 0)

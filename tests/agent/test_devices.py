@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
@@ -21,7 +25,7 @@ from openrecycle.agent.devices import Platform, completion, kind_number, on_devi
 from openrecycle.agent.processes import ProcessPool
 from openrecycle.agent.timeouts import Timeouts
 from openrecycle.agent.transport import nccl
-from openrecycle.agent.transport.group import TransferError
+from openrecycle.agent.transport.group import TransferError, halt_all
 from openrecycle.planner.errors import InputError
 from openrecycle.planner.job import Worker
 from tests.agent import own_jobs
@@ -36,7 +40,6 @@ WITHOUT_CUDA = pytest.mark.skipif(torch.version.cuda is not None, reason="this t
     [
         ("tpu", None, r"platform\.device: got 'tpu', expected cpu or cuda"),
         ("cpu", "pigeon", r"platform\.transport: got 'pigeon', expected tagged or ordered"),
-        ("cuda", "tagged", r"platform\.transport: got 'tagged', expected ordered"),
     ],
 )
 def test_what_there_is_not(device: str, transport: str | None, words: str) -> None:
@@ -47,7 +50,8 @@ def test_what_there_is_not(device: str, transport: str | None, words: str) -> No
 def test_what_suits_the_device() -> None:
     assert Platform().carrier == Platform(device="cpu").carrier == "tagged"
     assert Platform(transport="ordered").carrier == Platform(device="cuda").carrier == "ordered"
-    Platform().check(10_000)
+    assert Platform(device="cuda", transport="tagged").carrier == "tagged"
+    assert not Platform().check(10_000)
     assert Platform().take(7, deterministic=True) == CPU
     assert kind_number(CPU) == 0 and completion(CPU) is None
 
@@ -66,37 +70,93 @@ def test_without_cuda_in_torch_one_sentence_says_so() -> None:
 def test_the_trainer_names_its_argument() -> None:
     with pytest.raises(InputError, match=r"^platform\.device: got 'cuda', expected cpu, since"):
         own_jobs.trainer(platform=Platform(device="cuda")).fit(iterations=1)
-    with pytest.raises(InputError, match=r"^platform\.transport: got 'tagged'"):
-        own_jobs.trainer(platform=Platform(device="cuda", transport="tagged"))
+
+
+class Node(NamedTuple):
+    """What torch says of one."""
+
+    built: bool = True
+    with_nccl: bool = True
+    available: bool = True
+    gpus: int = 6
+    nccl: tuple[int, int, int] = (2, 29, 7)
+
+    def stand_in(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: self.built)
+        monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: self.with_nccl)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: self.available)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: self.gpus)
+        monkeypatch.setattr(torch.cuda.nccl, "version", lambda: self.nccl)
 
 
 @pytest.mark.parametrize(
-    ("built", "with_nccl", "available", "gpus", "words"),
+    ("node", "transport", "words"),
     [
-        (True, False, True, 8, "is built without NCCL"),
-        (True, True, False, 0, "a GPU and a driver that torch can use"),
-        (
-            True,
-            True,
-            True,
-            5,
-            "a GPU of its own for each of the 6 workers on this node, which has 5: NCCL takes no two",
-        ),
-        (True, True, True, 6, ""),
+        (Node(built=False), None, golden("is-built-without-cuda")),
+        (Node(with_nccl=False), None, "is built without NCCL"),
+        (Node(available=False, gpus=0), None, "a GPU and a driver that torch can use"),
+        (Node(available=False, gpus=0), "tagged", "a GPU and a driver that torch can use"),
+        (Node(gpus=5), None, "a GPU for each of the 6 workers on this node, which has 5: NCCL 2.29.7 takes no two"),
     ],
 )
-def test_what_a_node_must_have(
-    built: bool, with_nccl: bool, available: bool, gpus: int, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: built)
-    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: with_nccl)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    if not words:
-        Platform(device="cuda").check(6)
-        return
+def test_what_a_node_lacks(node: Node, transport: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    node.stand_in(monkeypatch)
     with pytest.raises(InputError, match=words):
-        Platform(device="cuda").check(6)
+        Platform(device="cuda", transport=transport).check(6)
+
+
+@pytest.mark.parametrize(
+    ("node", "transport", "shares"),
+    [
+        (Node(), None, False),
+        (Node(with_nccl=False), "tagged", False),
+        (Node(gpus=1), "tagged", True),
+        (Node(gpus=4, nccl=(2, 30, 0)), None, True),
+    ],
+)
+def test_workers_share_gpus_where_there_are_fewer(
+    node: Node, transport: Any, shares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over NCCL, where it can do that, or over gloo."""
+    node.stand_in(monkeypatch)
+    assert bool(Platform(device="cuda", transport=transport).check(6)) == shares
+
+
+@pytest.fixture
+def untouched_settings() -> Iterator[None]:
+    """`take` is for a process of its own."""
+    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    environment = dict(os.environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("untouched_settings")
+def test_a_worker_takes_the_gpu_of_its_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What must be settled before CUDA starts is settled then; one that shares its GPU takes little of it."""
+    Node(gpus=2, nccl=(2, 30, 7)).stand_in(monkeypatch)
+    chosen: list[tuple[int, str]] = []
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda device: chosen.append((device, os.environ["CUBLAS_WORKSPACE_CONFIG"]))
+    )
+    platform = Platform(device="cuda")
+    assert platform.take(1, deterministic=False) == torch.device("cuda", 1)
+    assert not torch.are_deterministic_algorithms_enabled() and "NCCL_MAX_CTAS" not in os.environ
+    assert platform.take(2, deterministic=True, shared=True) == torch.device("cuda", 0)
+    assert torch.are_deterministic_algorithms_enabled() and "NCCL_MAX_CTAS" in os.environ
+    assert chosen == [(1, ":4096:8"), (0, ":4096:8")]
+
+
+def test_a_worker_whose_server_has_touched_cuda_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    Node().stand_in(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    with pytest.raises(InputError, match=golden("platform-device-leave-cuda-alone")):
+        Platform(device="cuda").take(0, deterministic=False)
 
 
 class _Batch(NamedTuple):
@@ -143,6 +203,19 @@ def test_every_process_of_a_node_has_a_slot_of_its_own() -> None:
         pool.kill_all()
 
 
+@pytest.mark.processes
+def test_what_workers_are_forked_from_leaves_cuda_alone() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.agent.untouched_cuda"], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["loaded"] == ["openrecycle.agent.worker", "torch._dynamo"]
+    assert found["would_note"] == ["is_available"], "what is asked would not have been seen"
+    assert found["asked"] == [] and not found["initialized"] and not found["bad_fork"]
+    assert found["nvml"] == "1"
+
+
 # -- NCCL's waiting and cancelling, with stand-ins for what only a GPU has ------------------------
 
 
@@ -152,6 +225,10 @@ class _Work:
     def __init__(self, done: Callable[[], bool]) -> None:
         self.is_completed = done
         self.joined = False
+        self.failure: BaseException | None = None
+
+    def exception(self) -> BaseException | None:
+        return self.failure
 
     def wait(self) -> None:
         self.joined = True
@@ -196,6 +273,26 @@ def test_a_transfer_is_over_when_the_device_says_so(group: Any) -> None:
     assert pending.wait() is pending.tensor
     assert group._group.works[0].joined and group._group.tags == {0}
     group.sum(torch.zeros(1))
+
+
+def test_what_failed_is_no_data(group: Any) -> None:
+    """An operation whose peer's machine has gone counts as completed, with an error."""
+    pending = group.receive(1, torch.zeros(2), 0)
+    group._group.works[0].failure = RuntimeError("remote process has exited")
+    group._group.done = True
+    with pytest.raises(TransferError, match="remote process has exited") as failed:
+        pending.wait()
+    assert failed.value.peer == Worker(0, 1) and not group._group.works[0].joined
+
+
+def test_all_groups_are_ended_before_one_is_waited_for(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel of one that waits for a dead peer holds up the device, and so whoever waits for another's."""
+    others = [nccl.NcclGroup(None, "x", 0, [Worker(0, 0), Worker(0, 1)], Timeouts(), CPU) for _ in range(2)]
+    seen: list[int] = []
+    every: list[Any] = [group, *others]
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: seen.append(sum(g._group.aborted for g in every)))
+    halt_all(every)
+    assert seen == [3, 3, 3]
 
 
 def test_a_peer_that_says_nothing_is_given_up(group: Any) -> None:

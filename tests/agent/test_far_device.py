@@ -11,6 +11,9 @@ import pytest
 
 pytestmark = pytest.mark.processes
 
+ITERATIONS = 3
+"""Of tests.agent.far_device, which changes torch."""
+
 
 @pytest.fixture(scope="module")
 def outcome() -> dict[str, Any]:
@@ -22,13 +25,23 @@ def outcome() -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("recipe", ["deterministic", "clipped", "fast"])
+@pytest.mark.parametrize("recipe", ["deterministic", "by the host", "clipped", "fast"])
 def test_a_job_there_trains_to_the_bits_of_the_cpu(recipe: str, outcome: dict[str, Any]) -> None:
     """With a NaN in the second iteration, which all leave out; a hand-over of state, and a roll-back."""
-    here, there = outcome[recipe]["cpu"], outcome[recipe]["far"]
+    here, there = (outcome[recipe][device]["result"] for device in ("cpu", "far"))
     assert here == there
     assert here["skipped"].count(1) == len(here["losses"]) == 6
     assert (set(here["skipped"]) == {1}) == (recipe != "clipped")
     for worker, (trained, taken_over, rolled_back) in here["state"].items():
         assert trained == taken_over
         assert (trained == rolled_back) == worker.endswith("_1"), "the stage in the middle is not trained"
+
+
+@pytest.mark.parametrize("recipe", ["deterministic", "clipped", "fast"])
+def test_the_host_looks_at_the_device_a_few_times_a_step(recipe: str, outcome: dict[str, Any]) -> None:
+    """However many micro-batches there are: with a GPU each look waits for it."""
+    looks = outcome[recipe]["far"]["looks"]
+    assert len(looks) == 6 and min(looks) >= ITERATIONS, "looks are not counted"
+    # What follows a stage's sum, who is incomplete, and one more: norms, or whether all is finite. Of the iteration
+    # with the NaN whose it was, and the same once more as it is run again.
+    assert max(looks) <= 3 * (ITERATIONS + 1) + 1, looks

@@ -95,6 +95,7 @@ def test_a_trainers_record_is_said_to_lack_lines_and_the_result_is_whole(caplog:
     assert golden("is-not-whole-4-lines") in said[1]
 
 
+@pytest.mark.chaos
 @pytest.mark.processes
 def test_a_closed_standard_output_does_not_end_the_job(tmp_path: Path) -> None:
     """As with `| head -1`: the reader goes after the first line."""
@@ -174,6 +175,7 @@ def test_a_folder_that_can_not_be_written_is_refused_before_the_training(option:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+@pytest.mark.chaos
 @pytest.mark.processes
 def test_a_disk_too_small_costs_the_checkpoints_and_says_so_of_the_weights(tmp_path: Path) -> None:
     folders = ("--checkpoint", str(tmp_path / "saved"), "--checkpoint-every", "2", "--weights", str(tmp_path / "w"))

@@ -1,5 +1,6 @@
 """What `pip install` of this project brings: one package, which trains beside torch with cryptography, pydantic,
-requests, rich and typer alone. What needs more says so in a sentence, and with it does all, far from the clone."""
+requests, rich, safetensors and typer alone. What needs more says so in a sentence, and with it does all, far from the
+clone."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ import requests
 
 pytestmark = pytest.mark.processes
 
-PLAIN = ("cryptography", "pydantic", "requests", "rich", "typer")
+PLAIN = ("cryptography", "pydantic", "requests", "rich", "safetensors", "typer")
 ROOT = Path(__file__).resolve().parents[2]
 TRAINS = """
 import sys

@@ -316,7 +316,7 @@ class Sent(list[dict[str, object]]):
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
 def test_a_node_s_launcher_vouches_for_a_worker_that_computes_and_for_no_other() -> None:
     """The lead can't look at processes of another host."""
-    server = NodeServer(1, ("127.0.0.1", 1), None, None, lambda text: None)
+    server = NodeServer(1, 3, ("127.0.0.1", 1), None, None, lambda text: None)
     programs = {"busy": "while True: pass", "idle": "import time; print(flush=True); time.sleep(600)"}
     processes = {n: subprocess.Popen([sys.executable, "-c", text], stdout=-1) for n, text in programs.items()}
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from openrecycle import Checkpoints, Faults, JobFailed, Timeouts
-from openrecycle.agent.options import Optimization, TrainingOptions
+from openrecycle.agent.options import Mode, Optimization, TrainingOptions
 from openrecycle.agent.preflight import check_workload
 from openrecycle.agent.workload import NamedWorkload
 from openrecycle.planner.errors import InputError
@@ -56,7 +57,7 @@ class Slow(torch.optim.lr_scheduler.LRScheduler):
         ({"scheduler": wrong_jobs.plateau}, ["scheduler: got 'ReduceLROnPlateau'", "no metric"]),
         ({"scheduler": wrong_jobs.NoScheduler}, ["scheduler: got 'ArithmeticError: no'"]),
         ({"scheduler": Slow}, ["optimizer: got 'SGD with Slow'", "state_dict"]),
-        ({"data": wrong_jobs.dictionaries}, ["data: got 'dict'", "a tensor, or a tuple of tensors"]),
+        ({"data": wrong_jobs.with_text}, ["data: got", "'source', of the type list"]),
         ({"data": wrong_jobs.singles}, ["data: got 'Tensor', expected a pair (inputs, targets)"]),
         ({"data": wrong_jobs.uneven}, ["data: got 'float32[4, 6] in the first", "float32[6, 6] in another", "pad"]),
         ({"data": wrong_jobs.absent}, ["data: got 'FileNotFoundError: points.csv'", "micro-batch 0 of pipeline 0"]),
@@ -75,6 +76,39 @@ def test_what_can_be_known_is_refused_by_the_constructor(changes: dict[str, Any]
         own_jobs.trainer(**changes)
     for word in words:
         assert word in str(caught.value)
+
+
+def large(stage: int, stages: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(W, 1 << 36), nn.Linear(1 << 36, W))
+
+
+class Together(torch.optim.SGD):
+    """Not one of torch's own, so that nobody knows whether it steps each element by itself."""
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "mode", "each"),
+    [
+        (torch.optim.AdamW, "deterministic", 24),
+        (torch.optim.AdamW, "fast", 24),
+        (partial(torch.optim.SGD, lr=0.1), "deterministic", 12),
+        (partial(torch.optim.SGD, lr=0.1, momentum=0.9), "deterministic", 16),
+        (Together, "deterministic", 12),
+    ],
+)
+def test_memory_that_will_not_do_is_said(
+    optimizer: Any, mode: Mode, each: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Bytes of a parameter's element: itself, its sum, what the optimizer keeps; and that once more, to go back to,
+    where it does not fit into the sum. And the gradient of the largest parameter, or of all."""
+    caplog.set_level(logging.INFO, "openrecycle")
+    with pytest.raises(InputError) as caught:
+        own_jobs.trainer(stages=large, optimizer=optimizer, optimization=Optimization(mode=mode))
+    assert caught.value.field == "job"
+    largest = W * (1 << 36)
+    elements = 2 * largest + (1 << 36) + W
+    size = each * elements + 4 * (elements if optimizer is Together else largest)
+    assert [record.args for record in caplog.records] == [(f"{size / 1e9:.1f} GB", f"{4 * size / 1e9:.1f} GB")]
 
 
 @pytest.mark.parametrize(

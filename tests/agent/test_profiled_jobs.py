@@ -32,6 +32,7 @@ UNEVEN = Job(
 )
 
 
+@pytest.mark.chaos
 def test_an_uneven_job_is_planned_and_paced_by_its_profile(tmp_path: Path) -> None:
     profile = tmp_path / "job.json"
     profile.write_text(job_doc(UNEVEN).model_dump_json())

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from openrecycle import Checkpoints, Console, Faults, JobFailed, Loading, Optimization, Planning
+from openrecycle import Checkpoints, Console, Evaluation, Faults, JobFailed, Loading, Optimization, Planning
 from openrecycle.agent.trainer import ResilientTrainer, TrainingResult
 from openrecycle.planner.errors import InfeasibleError, InputError, PlannerError
 from openrecycle.planner.job import Job
@@ -28,6 +28,10 @@ from tests.golden import golden
 
 PACED = Planning(pace="F=1ms,I=1ms,W=1ms")
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def pairs(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([parameter for _, parameter in parameters])
 
 
 def nested(stage: int, stages: int) -> nn.Module:
@@ -59,6 +63,13 @@ class Local:
         ({"batch_size": 4}, ["batch_size: got 4, expected nothing where data is a function"]),
         ({"job": "2x2"}, ["job: got 'str'", "Job.uniform"]),
         ({"optimization": "fast"}, ["optimization: got 'fast', expected openrecycle.Optimization(...)"]),
+        ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, ["optimizer: got", "SGD", "partial(torch.optim"]),
+        ({"optimizer": pairs}, ["optimizer: got", "named_parameters"]),
+        ({"stages": nn.Sequential(nn.Linear(6, 6), nn.Tanh())}, ["stages: got", "list(model)"]),
+        (
+            {"evaluate": Evaluation(data=own_jobs.data, micro_batches=1, metrics={"x": lambda *_: 0})},
+            ["evaluate.metrics: got"],
+        ),
         ({"loading": 4}, ["loading: got 4, expected openrecycle.Loading(...)"]),
         ({"seed": -1}, ["seed: got -1"]),
         ({"planning": Planning(memory="bytes")}, ["capacity_bytes: got None"]),
@@ -120,7 +131,10 @@ def test_the_result_of_a_job_that_lost_a_worker_is_that_of_one_that_did_not(tmp_
     assert seen == list(enumerate(disturbed.losses))
     assert disturbed.parameters_sha256 == undisturbed().parameters_sha256
     assert lost == ["W0_1"] == [recovery.worker for recovery in disturbed.recoveries]
-    assert sorted(file.name for file in (tmp_path / "trained").iterdir()) == ["layer0.pt", "layer1.pt"]
+    assert sorted(file.name for file in (tmp_path / "trained").iterdir()) == [
+        "layer0.safetensors",
+        "layer1.safetensors",
+    ]
     for stage in range(2):
         module = own_jobs.build_stage(stage, 2)
         module.load_state_dict(disturbed.state_dict(stage))

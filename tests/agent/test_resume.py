@@ -62,13 +62,13 @@ def test_a_resumed_job_has_the_bits_of_an_unbroken_one(unbroken: Run, half: Path
 
 def test_a_damaged_checkpoint_is_passed_over_only_when_asked_for(unbroken: Run, half: Path, tmp_path: Path) -> None:
     checkpoints = _copy(half, tmp_path / "ck")
-    part = tmp_path / "ck" / "iteration-0000000004" / "stage-1" / "tensors.bin"
+    part = tmp_path / "ck" / "iteration-0000000004" / "stage-1" / "model.safetensors"
     data = bytearray(part.read_bytes())
     data[-100] ^= 1
     part.write_bytes(data)
     refused = _run(tmp_path / "refused.jsonl", "--checkpoint", checkpoints, "--resume", "newest")
     assert refused.status == 2 and not refused.lines
-    assert "error: --resume: got 'newest'" in refused.errors and "stage-1/tensors.bin: damaged" in refused.errors
+    assert "error: --resume: got 'newest'" in refused.errors and "stage-1/model.safetensors: damaged" in refused.errors
     assert "Traceback" not in refused.errors
     run = _run(tmp_path / "run.jsonl", "--checkpoint", checkpoints, "--resume", "newest-intact")
     assert run.status == 0, run.errors
@@ -147,4 +147,4 @@ def test_a_full_disk_is_a_warning(unbroken: Run, tmp_path: Path) -> None:
     assert golden("cant-be-written-oserror-errno") in run.errors
     assert "Traceback" not in run.errors
     assert whole_checkpoints(tmp_path / "ck") == []
-    assert not list((tmp_path / "ck").rglob("tensors.bin"))
+    assert not list((tmp_path / "ck").rglob("*.safetensors"))

@@ -6,7 +6,8 @@ import hashlib
 
 import pytest
 
-from openrecycle.agent.record import DivergedError, RunRecord
+from openrecycle.agent.protocol import Iteration
+from openrecycle.agent.record import DataWait, DivergedError, RunRecord
 from openrecycle.planner.job import Worker
 
 A, B, C, D = (Worker(p, s) for p in range(2) for s in range(2))  # B and D are the last stage
@@ -37,6 +38,34 @@ def test_a_death_before_its_step_does_not_hold_up_what_all_others_committed() ->
     record.died(D, detected_at=6 * MS)
     (iteration,) = record.generation_opened(2, [A, B, C], at=7 * MS).iterations
     assert iteration.living == 3
+
+
+def test_a_failure_is_survived_though_the_job_ends_before_the_generation_after_the_next() -> None:
+    record = _running()
+    record.died(D, detected_at=10 * MS)
+    record.generation_opened(2, [A, B, C], at=11 * MS)
+    for worker in (A, B, C):
+        record.formed(worker, 2, 0, at=30 * MS)
+    record.generation_opened(3, [A, B, C], at=40 * MS, after=1)
+    recorded = [record.committed_by(w, 0, (2.5).hex(), at=70 * MS) for w in (A, B, C)]
+    assert [r.worker for some in recorded for r in some.recoveries] == [str(D)]
+
+
+def test_of_what_workers_wait_for_data_the_longest_counts() -> None:
+    record = _running()
+    recorded = [
+        record.committed_by(worker, 0, (2.5).hex(), at=50 * MS, data_seconds=waited)
+        for worker, waited in ((A, 0.004), (B, 0.001), (C, 0.03), (D, 0.0))
+    ]
+    assert [i.data_seconds for some in recorded for i in some.iterations] == [0.03]
+
+
+@pytest.mark.parametrize(("waited", "said"), [(0.5, 1), (0.05, 0)])
+def test_a_long_wait_for_data_is_said_once(waited: float, said: int) -> None:
+    wait = DataWait()
+    about = {"loss": 1.0, "loss_hex": (1.0).hex(), "seconds": 1.0, "generation": 1, "living": 4}
+    texts = [wait.after(Iteration(iteration=i, **about, data_seconds=waited)) for i in range(100)]  # type: ignore[arg-type]
+    assert len(list(filter(None, texts))) == said
 
 
 def test_an_iteration_that_was_rolled_back_is_recorded_once() -> None:

@@ -59,6 +59,21 @@ class Named(nn.Module):
         return y
 
 
+class Turning(nn.Module):
+    """With complex numbers, as of rotary positions."""
+
+    def __init__(self, by: complex) -> None:
+        super().__init__()
+        self.linear, self.by = nn.Linear(4, 4), by
+        self.register_buffer("turn", torch.ones(4, dtype=torch.complex64))
+        self.turn: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.turn = self.turn + self.by
+        y: Tensor = self.linear(x) * self.turn.real
+        return y
+
+
 def _x() -> Tensor:
     return torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 
@@ -68,6 +83,13 @@ def test_what_does_not_give_the_same_bits_is_refused_with_the_reason(module: nn.
     split = choose_split(module, Probe((_x(),)))
     assert split.strategy.name == "fused" and split.warning and split.share == 0
     assert golden("other-bits-than-the-fused") in split.text
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_complex_buffer_may_be_there_but_not_move() -> None:
+    assert choose_split(Turning(0), Probe((_x(),))).strategy.name == "deferred"
+    with pytest.raises(RuntimeError, match="complex buffer"):
+        choose_split(Turning(1j), Probe((_x(),)))
 
 
 def test_a_stage_that_is_all_in_one_kernel_says_so() -> None:

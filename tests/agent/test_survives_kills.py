@@ -69,11 +69,13 @@ def test_the_technique_does_not_show_in_the_numbers(technique: str, reference: R
     _same_bits(small(tmp_path / "run.jsonl", "--technique", technique, "--memory", "1f1b"), reference)
 
 
+@pytest.mark.chaos
 def test_coupled_backward_survives_too(reference: Run, tmp_path: Path) -> None:
     run = small(tmp_path / "run.jsonl", "--technique", "adaptive", "--kill", "W0_1@2:W1")
     _same_bits(run, reference)
 
 
+@pytest.mark.chaos
 def test_another_seed_gives_other_numbers(reference: Run, tmp_path: Path) -> None:
     """The comparison above is not one of constants."""
     run = small(tmp_path / "run.jsonl", "--seed", "1")

@@ -107,7 +107,10 @@ def test_an_exception_ends_the_job_in_order_and_is_raised(tmp_path: Path, caplog
     done = len(result.losses)
     assert 3 <= done < ENDLESS and same(result)
     assert any(r.exc_info and "on_iteration raised Enough" in r.getMessage() for r in caplog.records)
-    assert sorted(file.name for file in (tmp_path / "trained").iterdir()) == ["layer0.pt", "layer1.pt"]
+    assert sorted(file.name for file in (tmp_path / "trained").iterdir()) == [
+        "layer0.safetensors",
+        "layer1.safetensors",
+    ]
     own_jobs.build_stage(0, 2).load_state_dict(result.state_dict(0))
     assert [p.name for p in (tmp_path / "saved").iterdir()] == [f"iteration-{done:010d}"]
     more = own_jobs.trainer(checkpoints=Checkpoints(directory=tmp_path / "saved", resume="newest")).fit(

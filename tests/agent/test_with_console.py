@@ -106,6 +106,7 @@ def test_a_refusing_or_absent_console_is_told_in_a_sentence(tmp_path: Path) -> N
         assert run.status == 2 and "Traceback" not in run.errors and "name" in run.errors
 
 
+@pytest.mark.chaos
 def test_a_halted_job_says_why_at_the_launcher_too(tmp_path: Path) -> None:
     """The last worker of a stage dies: nobody can go on, and nobody is left wondering."""
     with console(tmp_path) as server:
@@ -168,6 +169,7 @@ def test_a_stage_that_lost_everybody_is_re_staffed_by_the_console(tmp_path: Path
     assert [line["final"] for line in lines if "final" in line][-1] == plain.final
 
 
+@pytest.mark.chaos
 def test_the_console_says_what_is_run_while_a_worker_returns_and_when_all_have_stopped(tmp_path: Path) -> None:
     # A stage of some megabytes, which take some seconds.
     wide = ("--workload-options", '{"width": 256, "heads": 2, "sequence": 16, "batch": 2}', "--hand-over-rate", "3MB")

@@ -115,6 +115,10 @@ lbfgs = partial(torch.optim.LBFGS, lr=0.1)
 plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
 
 
+def with_text(iteration: int, pipeline: int, micro_batch: int) -> dict[str, Any]:
+    return {"x": torch.zeros(4, 6), "source": ["a", "b", "c", "d"], "labels": torch.zeros(4, 6)}
+
+
 def dictionaries(iteration: int, pipeline: int, micro_batch: int) -> tuple[dict[str, Tensor], Tensor]:
     x = torch.randn(4, WIDTH)
     return {"x": x}, x

@@ -1,0 +1,100 @@
+"""The example's loop of its own in a process of the test's: it says what it did, and may be killed at any op.
+
+Run as `python -m tests.agent.scheduled_loop CONSOLE RUN WORKER SHARED FAULT`. FAULT, as JSON: `at`: [iteration, number
+or kind of the op, "before" or "after"] at which it gets `signal` (SIGKILL); `unsure`: an iteration, in whose reduction
+this worker alone does not hear that all others have reduced; `hold`: [iteration, worker], before which it waits for
+the latter to be in the job.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from openrecycle import Reporter
+from openrecycle.agent import own_loop
+from openrecycle.agent.examples.own_loop import ITERATIONS, JOB, build, train
+from openrecycle.agent.own_loop import ScheduledOp
+from openrecycle.agent.protocol import Deployment
+from openrecycle.agent.transport.group import TransferError
+from openrecycle.planner.plan import Plan
+
+
+def say(**fields: Any) -> None:
+    print(json.dumps(fields), flush=True)
+
+
+class FaultyReporter(Reporter):
+    """Says which ops there are and what is reported, and dies as it is told."""
+
+    fault: dict[str, Any]
+    living: tuple[str, ...] = ()
+
+    def schedule(self, iteration: int) -> Iterator[ScheduledOp]:
+        held, worker = self.fault.get("hold", [-1, ""])
+        while iteration == held and worker not in self.living:
+            time.sleep(0.05)
+        ops = super().schedule(iteration)
+        done = []
+        for number, op in enumerate(ops):
+            self._maybe_die(iteration, number, op.kind, "before")
+            done.append(f"{op.kind}{op.pipeline}.{op.micro_batch}")
+            yield op
+            self._maybe_die(iteration, number, op.kind, "after")
+            if op.kind == "O":
+                say(iteration=iteration, ops=done, peers=dict(op.peers))
+
+    def _maybe_die(self, *at: Any) -> None:
+        iteration, number, kind, when = at
+        if self.fault.get("at") in ([iteration, number, when], [iteration, kind, when]):
+            os.kill(os.getpid(), getattr(signal, self.fault.get("signal", "SIGKILL")))
+
+    def iteration(self, number: int, *, loss: float | None = None) -> None:
+        say(done=number, loss=None if loss is None else loss.hex())
+        super().iteration(number, loss=loss)
+
+
+class UnsureLoop(own_loop.OwnLoop):
+    """The last message of one reduction does not come."""
+
+    iteration: int
+
+    def _gather(self, *args: Any) -> Any:
+        gathered = super()._gather(*args)
+        if self._iteration == self.iteration:
+            raise TransferError("the answer was lost")
+        return gathered
+
+
+def main(console: str, run: str, worker: str, shared: str, fault: str) -> None:
+    torch.set_num_threads(1)
+    FaultyReporter.fault = json.loads(fault)
+    if "unsure" in FaultyReporter.fault:
+        UnsureLoop.iteration = FaultyReporter.fault["unsure"]
+        own_loop.OwnLoop = UnsureLoop  # type: ignore[misc]
+
+    def take_up(deployment: Deployment, plan: Plan) -> None:
+        FaultyReporter.living = deployment.living
+
+    model, optimizer = build(int(worker.partition("_")[2]))
+    with FaultyReporter(
+        console=console, run=run, job=JOB, worker=worker, iterations=ITERATIONS, on_plan=take_up
+    ) as reporter:
+        train(reporter, model, optimizer, shared)
+    say(parameters=digest(model))
+
+
+def digest(model: torch.nn.Module) -> str:
+    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,229 @@
+"""Dict batches with a mask that all layers get, groups of the optimizer by name, and evaluation while a job trains."""
+
+from __future__ import annotations
+
+import logging
+import math
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from openrecycle import Callback, Evaluation, Faults, InputError, Loading, Planning
+from openrecycle.agent.data import MicroBatchSampler
+from openrecycle.agent.protocol import Iteration, Recovery
+from openrecycle.agent.randomness import seed_for
+from openrecycle.agent.record import EvaluationResult
+from openrecycle.agent.trainer import TrainingResult
+from tests.agent import masked_jobs
+from tests.conftest import at_length
+
+ITERATIONS = 10
+
+
+class Heard(Callback):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def on_start(self, start: object) -> None:
+        self.told.append(start)
+
+    def on_iteration(self, iteration: Iteration) -> None:
+        self.told.append(iteration)
+
+    def on_evaluation(self, evaluation: EvaluationResult) -> None:
+        self.told.append(evaluation)
+
+    def on_recovery(self, recovery: Recovery) -> None:
+        self.told.append(recovery)
+
+    def on_end(self, result: TrainingResult) -> None:
+        self.told.append(result)
+
+    def of(self, kind: type) -> list[Any]:
+        return [one for one in self.told if isinstance(one, kind)]
+
+
+@cache
+def undisturbed() -> tuple[TrainingResult, Heard]:
+    heard = Heard()
+    return masked_jobs.trainer(callbacks=[heard]).fit(iterations=ITERATIONS), heard
+
+
+def model(result: TrainingResult) -> list[nn.Module]:
+    layers = [masked_jobs.build_layer(k, masked_jobs.LAYERS) for k in range(masked_jobs.LAYERS)]
+    for number, layer in enumerate(layers):
+        layer.load_state_dict(result.state_dict(number))
+        layer.eval()
+    return layers
+
+
+def outputs(layers: list[nn.Module], batch: dict[str, Tensor]) -> Tensor:
+    x: Tensor = layers[0](batch["input_ids"])
+    for layer in layers[1:]:
+        x = layer(x, batch["attention_mask"])
+    return x
+
+
+def whole(samples: masked_jobs.Sentences, indices: range) -> dict[str, Tensor]:
+    rows = [samples[i] for i in indices]
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+@pytest.mark.processes
+def test_the_last_evaluation_is_that_of_the_trained_weights() -> None:
+    result, heard = undisturbed()
+    assert [e.iteration for e in result.evaluations] == [2, 4, 6, 8, 10]
+    layers, samples = model(result), masked_jobs.Sentences(20, 2)
+    losses, right = [], []
+    for first in range(0, 20, masked_jobs.BATCH):
+        batch = whole(samples, range(first, first + masked_jobs.BATCH))
+        with torch.no_grad():
+            y = outputs(layers, batch)
+        losses.append(functional.cross_entropy(y, batch["labels"]).item())
+        right.append(masked_jobs.accuracy(y, batch["labels"]).item())
+    last = result.evaluations[-1]
+    assert last.loss == pytest.approx(math.fsum(losses) / 10, rel=1e-6)
+    assert last.metrics == {"accuracy": pytest.approx(math.fsum(right) / 10)}
+    assert heard.of(EvaluationResult) == list(result.evaluations)
+    assert [i.loss for i in heard.of(Iteration)] == list(result.losses)
+    assert {i.learning_rate for i in heard.of(Iteration)} == {0.01}
+    assert heard.told[-1] == result and heard.told[0].samples == 2 * 3 * masked_jobs.BATCH
+    # Told in the order in which it happened.
+    kinds = [type(one).__name__[0] for one in heard.told[1:-1]]
+    assert kinds == list("IIE" * 5)
+
+
+@pytest.mark.processes
+def test_training_is_that_of_one_process_with_the_same_groups_and_masks() -> None:
+    """Without dropout; sums of floats differ in the last bits."""
+    result = masked_jobs.trainer(layers=plain_layer, evaluate=None).fit(iterations=3)
+    layers = []
+    for k in range(masked_jobs.LAYERS):
+        torch.manual_seed(seed_for("parameters", 0, k))
+        layers.append(plain_layer(k, masked_jobs.LAYERS))
+    named = [(f"{k}.{name}", p) for k, layer in enumerate(layers) for name, p in layer.named_parameters()]
+    optimizer, losses = masked_jobs.decayed(named), []
+    samples, job = masked_jobs.Sentences(96, 1), masked_jobs.JOB
+    sampler = MicroBatchSampler(96, masked_jobs.BATCH, job)
+    for iteration in range(3):
+        total = torch.zeros(())
+        for pipeline in range(2):
+            for micro_batch in range(3):
+                rows = [samples[i] for i in sampler(iteration, pipeline, micro_batch)]
+                batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+                total = total + functional.cross_entropy(outputs(layers, batch), batch["labels"]) / 6
+        optimizer.zero_grad()
+        total.backward()
+        optimizer.step()
+        losses.append(total.item())
+    assert result.losses == pytest.approx(losses, rel=1e-5)
+    for k, layer in enumerate(layers):
+        for name, value in result.state_dict(k).items():
+            # Adam makes much of gradients that are nothing but rounding, as those of the keys' biases are.
+            assert torch.allclose(value, layer.state_dict()[name], atol=2e-3), (k, name)
+
+
+def plain_layer(layer: int, layers: int) -> nn.Module:
+    module = masked_jobs.build_layer(layer, layers)
+    for part in module.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+    return module
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("faults", "planning"),
+    [
+        # In an iteration that an evaluation precedes, by itself, and on both stages.
+        (Faults(kill=["W1_1@2:F1"]), Planning()),
+        at_length(Faults(kill=["W0_0@4:W2"]), Planning(relayout="always")),
+        (Faults(kill=["W1_0@3:R"], rejoin=["W1_0@3"]), Planning(relayout="never")),
+        at_length(Faults(kill=["W0_1@5:V"]), Planning(technique="adaptive")),
+    ],
+)
+def test_evaluations_are_the_same_to_the_bit_through_a_kill(faults: Faults, planning: Planning) -> None:
+    heard = Heard()
+    result = masked_jobs.trainer(faults=faults, planning=planning, callbacks=[heard]).fit(iterations=ITERATIONS)
+    plain, _ = undisturbed()
+    assert result.evaluations == plain.evaluations
+    assert (result.losses, result.parameters_sha256) == (plain.losses, plain.parameters_sha256)
+    assert len(heard.of(Recovery)) == 1
+
+
+def no_third(output: Tensor, targets: Tensor) -> float:
+    if int(targets[0]) == 1:
+        raise ArithmeticError("none of these")
+    return 0.0
+
+
+@pytest.mark.processes
+def test_what_a_metric_raises_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "openrecycle")
+    evaluate = Evaluation(data=masked_jobs.Sentences(20, 2), every=4, metrics={"odd": no_third})
+    result = masked_jobs.trainer(evaluate=evaluate).fit(iterations=4)
+    (found,) = result.evaluations
+    plain, _ = undisturbed()
+    assert math.isnan(found.metrics["odd"]) and found.loss == plain.evaluations[1].loss
+    assert "ArithmeticError" in caplog.text
+    assert result.losses == plain.losses[:4]
+
+
+@pytest.mark.processes
+def test_a_function_gives_the_evaluation_data_and_stopping_evaluates_once_more() -> None:
+    class StopsAfter(Heard):
+        def on_evaluation(self, evaluation: EvaluationResult) -> object:
+            super().on_evaluation(evaluation)
+            return "stop"
+
+    heard = StopsAfter()
+    evaluate = Evaluation(data=third, every=2, micro_batches=3)
+    result = masked_jobs.trainer(evaluate=evaluate, callbacks=[heard]).fit(iterations=100_000)
+    assert 2 <= len(result.losses) < 100_000
+    assert result.evaluations[0].iteration == 2 and result.evaluations[-1].iteration == len(result.losses)
+    assert heard.told[-1] == result
+
+
+def third(index: int) -> dict[str, Tensor]:
+    return whole(masked_jobs.Sentences(6, 3), range(2 * index, 2 * index + 2))
+
+
+def uneven(named_parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    groups = [{"params": [p]} for name, p in named_parameters if "table" in name or "layer" in name]
+    return torch.optim.SGD(groups, lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"loading": Loading(shared=("mask",))}, "loading.shared"),
+        ({"loading": Loading(targets="label")}, "data"),
+        ({"batch_size": 3}, "batch_size"),
+        ({"data": torch.utils.data.DataLoader(masked_jobs.Sentences(96, 1), batch_size=None)}, "data"),
+        ({"optimizer": uneven}, "optimizer"),
+        ({"evaluate": Evaluation(data=masked_jobs.Sentences(1, 2))}, "evaluate.data"),
+        ({"evaluate": Evaluation(data=third)}, "evaluate.micro_batches"),
+        ({"evaluate": 3}, "evaluate"),
+        ({"callbacks": [print]}, "callbacks"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_starts(changes: dict[str, Any], field: str) -> None:
+    with pytest.raises(InputError) as error:
+        masked_jobs.trainer(**changes)
+    assert error.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [({"every": 0}, "evaluate.every"), ({"metrics": {"loss": print}}, "evaluate.metrics")],
+)
+def test_an_evaluation_that_can_not_be(options: dict[str, Any], field: str) -> None:
+    with pytest.raises(InputError) as error:
+        Evaluation(data=third, **options)
+    assert error.value.field == field

@@ -1,0 +1,543 @@
+"""Models of transformers: cut, split, trained through kills, written and read again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    DataCollatorForLanguageModeling,
+    Gemma3Config,
+    OPTConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+from openrecycle import Checkpoints, Faults, Job, Loading, PadCollate, Planning
+from openrecycle.agent.hugging_face import Pretrained, TokenBatches, pretrained, pretrained_job
+from openrecycle.agent.layers import LayerStack, build_layer, build_layers
+from openrecycle.agent.stage_io import TensorSpec
+from openrecycle.agent.trainer import TrainingResult
+from openrecycle.planner.errors import InputError
+from tests.agent import language_models
+from tests.agent.language_models import BLOCKS, CONFIGS, TOKENS, VOCABULARY, Words, gpt2, llama, trainer
+from tests.agent.test_split_architectures import Case, run_split, unsplit
+from tests.conftest import at_length
+from tests.golden import golden
+
+ROOT = Path(__file__).resolve().parents[2]
+LAST = BLOCKS + 1
+
+
+def whole(config: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    return model.train()
+
+
+@contextlib.contextmanager
+def cut(model: Any, *passed: str) -> Iterator[Pretrained]:
+    with contextlib.ExitStack() as files:
+        yield replace(pretrained(model, files), passed=passed)
+
+
+def tokens(*, padded: bool) -> tuple[Tensor, Tensor]:
+    """On both sides, where there is padding."""
+    torch.manual_seed(1)
+    ids, mask = torch.randint(1, VOCABULARY, (3, TOKENS)), torch.ones(3, TOKENS, dtype=torch.long)
+    if padded:
+        mask[0, 7:] = mask[1, :3] = 0
+    return ids, mask
+
+
+# -- the cut -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_the_layers_do_what_the_whole_model_does(family: str, padded: bool) -> None:
+    """To the bit, loss and gradients."""
+    model = whole(CONFIGS[family])
+    ids, mask = tokens(padded=padded)
+    labels = ids.masked_fill(mask == 0, -100)
+    wanted = model(input_ids=ids, attention_mask=mask if padded else None, labels=labels, use_cache=False).loss
+    wanted.backward()
+    batch = {"input_ids": ids, **({"attention_mask": mask} if padded else {})}
+    with contextlib.ExitStack() as files:
+        source, arguments = pretrained_job(model, lambda *_: batch, Loading(), files)
+        layers = {k: source(k, source.layer_count) for k in range(source.layer_count)}
+    own = {name: p for layer in layers.values() for name, p in layer.named_parameters()}
+    for name, of in source.cut.tied.items():
+        own[name].data.copy_(own[of].data)
+    assert len(source.cut.tied) == model.config.tie_word_embeddings
+    inputs, targets = arguments["data"](0, 0, 0)
+    assert torch.equal(targets, labels)
+    loss = arguments["loss"](LayerStack(layers)(*inputs, seed=0), targets)
+    assert torch.equal(loss, wanted)
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        copies = [own[copy].grad for copy, of in source.cut.tied.items() if of == name]
+        assert torch.equal(sum(copies, own[name].grad), parameter.grad), name
+
+
+def test_a_layer_has_its_own_parameters_by_the_models_names() -> None:
+    model = whole(llama())
+    with cut(model) as source:
+        layers = [source(k, LAST + 1) for k in range(LAST + 1)]
+    names = [list(layer.state_dict()) for layer in layers]
+    assert names[0] == ["model.embed_tokens.weight"] and names[LAST] == ["model.norm.weight", "lm_head.weight"]
+    assert all(name.startswith("model.layers.1.") for name in names[2])
+    state = model.state_dict()
+    assert sorted(name for own in names for name in own) == sorted(state)
+    for layer in layers:
+        for name, value in layer.state_dict().items():
+            assert torch.equal(value, state[name])
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_what_passes_between_layers_is_what_is_said_beforehand(family: str, autocast: bool) -> None:
+    ids, mask = tokens(padded=True)
+    with cut(CONFIGS[family], "attention_mask") as source:
+        said = source.boundaries(ids.shape)
+        layers = [source(k, LAST + 1) for k in range(LAST + 1)]
+    passed: tuple[Tensor, ...] = (ids, 1 - mask)
+    for layer, boundary in zip(layers[:-1], said, strict=True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            passed = layer(*passed)
+        assert tuple(map(TensorSpec.of, passed)) == boundary
+
+
+def test_a_padding_token_is_seen_by_none() -> None:
+    ids, mask = tokens(padded=True)
+    other = ids.masked_fill(mask == 0, 5)
+    with cut(gpt2(embd_pdrop=0.0, resid_pdrop=0.0, attn_pdrop=0.0), "attention_mask") as source:
+        stack = LayerStack({k: source(k, LAST + 1) for k in range(LAST + 1)})
+        one, two = stack(ids, 1 - mask, seed=0), stack(other, 1 - mask, seed=0)
+        unmasked = stack(other, torch.zeros_like(mask), seed=0)
+    assert torch.equal(one[mask == 1], two[mask == 1])
+    assert not torch.equal(one[1, 3:], unmasked[1, 3:])
+
+
+def test_packed_texts_do_not_see_each_other() -> None:
+    ids, _ = tokens(padded=False)
+    other = ids.clone()
+    other[:, :5] = 7
+    positions = torch.cat([torch.arange(5), torch.arange(TOKENS - 5)]).expand(3, -1)
+    with cut(llama(), "position_ids") as source:
+        stack = LayerStack({k: source(k, LAST + 1) for k in range(LAST + 1)})
+        assert torch.equal(stack(ids, positions, seed=0)[:, 5:], stack(other, positions, seed=0)[:, 5:])
+
+
+def test_a_layers_first_values_do_not_depend_on_what_was_built_before() -> None:
+    """A worker that starts anew builds others first."""
+    workloads = [trainer(gpt2())._workload.load() for _ in range(2)]
+    early, _ = build_layer(workloads[0], 0, LAST + 1, 0), build_layer(workloads[1], 3, LAST + 1, 0)
+    late = build_layer(workloads[1], 0, LAST + 1, 0)
+    assert all(torch.equal(a, b) for a, b in zip(early.parameters(), late.parameters(), strict=True))
+    head = build_layers(workloads[1], range(2, LAST + 1), LAST + 1, 0)
+    assert torch.equal(head.get_parameter(f"{LAST}.lm_head.weight"), early.get_parameter("transformer.wte.weight"))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "mixtral"])
+def test_weights_are_drawn_as_the_model_draws_them(family: str) -> None:
+    """Norms 1, biases 0, and what is scaled by depth is."""
+    config = CONFIGS[family]
+    with cut(config) as source:
+        drawn = {n: v for k in range(LAST + 1) for n, v in source(k, LAST + 1).state_dict().items()}
+    for name, value in whole(config).state_dict().items():
+        assert drawn[name].std().item() == pytest.approx(value.std().item(), rel=0.2, abs=1e-9), name
+        assert drawn[name].mean().item() == pytest.approx(value.mean().item(), abs=3e-3), name
+
+
+def test_the_routers_loss_counts_where_the_config_says_so() -> None:
+    """Padding does not count in it either, as in the whole model's."""
+    ids, mask = tokens(padded=True)
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids}
+    losses = []
+    for family in ("mixtral", "mixtral, balanced"):
+        model = whole(CONFIGS[family])
+        expected = model(input_ids=ids, attention_mask=mask, labels=ids, use_cache=False).loss
+        with contextlib.ExitStack() as files:
+            source, arguments = pretrained_job(model, lambda *_: batch, Loading(), files)
+            stack = LayerStack({k: source(k, LAST + 1) for k in range(LAST + 1)})
+        inputs, labels = arguments["data"](0, 0, 0)
+        loss = arguments["loss"](stack(*inputs, seed=0), labels)
+        assert torch.equal(loss, expected)
+        losses.append(loss.item())
+    assert losses[1] - losses[0] > 0.1
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
+def test_gradient_checkpointing_stays_on_and_changes_no_bit() -> None:
+    model = whole(llama())
+    ids, _ = tokens(padded=False)
+    gradients = []
+    for _ in range(2):
+        with cut(model) as source:
+            stack = LayerStack({k: source(k, LAST + 1) for k in range(LAST + 1)})
+        assert source.checkpointing == bool(gradients)
+        stack(ids, seed=0).square().sum().backward()
+        gradients.append([p.grad for p in stack.parameters()])
+        model.gradient_checkpointing_enable()
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+# -- its backward ------------------------------------------------------------------------------
+
+
+def _stage(family: str) -> Case:
+    """The middle block, on a micro-batch with padding."""
+
+    def build() -> nn.Module:
+        with cut(CONFIGS[family], "attention_mask") as source:
+            return source(2, LAST + 1)
+
+    def inputs() -> tuple[Tensor, ...]:
+        padding = torch.zeros(3, TOKENS, dtype=torch.long)
+        padding[0, 8:] = 1
+        return torch.randn(3, TOKENS, 32), padding
+
+    return Case(build, inputs, "torch" if family in _WITH_EXPERTS else "deferred")
+
+
+_WITH_EXPERTS = ("mixtral", "mixtral, balanced", "qwen2 with experts", "qwen3 with experts")
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_the_backward_of_a_block_is_split_and_keeps_its_bits(family: str) -> None:
+    """Experts are no Linear, so of those torch's own split does more."""
+    run_split(_stage(family), unsplit(_stage(family)))
+
+
+def test_gpt2s_transposed_linear_is_deferred_under_autocast_too() -> None:
+    case = _stage("gpt2")
+    run_split(case, unsplit(case, autocast=True), autocast="bf16")
+
+
+# -- jobs --------------------------------------------------------------------------------------
+
+
+@cache
+def undisturbed(family: str) -> TrainingResult:
+    return trainer(_job_models()[family], data=Words(padded=family == "llama")).fit(iterations=6)
+
+
+@cache
+def _job_models() -> dict[str, Any]:
+    """GPT-2 draws its weights, drops out and ties; the llama has weights."""
+    return {"gpt2": gpt2(), "llama": whole(llama())}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("family", ["gpt2", at_length("llama")])
+def test_a_kill_does_not_show_and_what_is_written_is_read_again(family: str, tmp_path: Path) -> None:
+    calm = undisturbed(family)
+    model = _job_models()[family]
+    hurt = trainer(model, data=Words(padded=family == "llama"), faults=Faults(kill=["W1_1@2:F2"])).fit(iterations=6)
+    assert hurt.losses == calm.losses and hurt.losses[-1] < hurt.losses[0]
+    assert hurt.parameters_sha256 == calm.parameters_sha256
+    assert [recovery.worker for recovery in hurt.recoveries] == ["W1_1"]
+    hurt.save_pretrained(tmp_path / "trained")
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "trained")
+    assert (read.lm_head.weight is read.get_input_embeddings().weight) == (family == "gpt2")
+    state, trained = read.state_dict(), [hurt.state_dict(k) for k in range(LAST + 1)]
+    assert sorted(name for layer in trained for name in layer) == sorted(state)
+    for layer in trained:
+        assert all(torch.equal(value, state[name]) for name, value in layer.items())
+    with cut(str(tmp_path / "trained")) as source:
+        for k, layer in enumerate(trained):
+            again = source(k, LAST + 1).state_dict()
+            assert all(torch.equal(again[name], value) for name, value in layer.items() if name not in source.cut.tied)
+
+
+@pytest.mark.processes
+def test_a_job_goes_on_from_its_checkpoint_cut_elsewhere(tmp_path: Path) -> None:
+    first = trainer(gpt2(), checkpoints=Checkpoints(directory=tmp_path)).fit(iterations=2)
+    again = Checkpoints(directory=tmp_path, resume="newest")
+    second = trainer(gpt2(), checkpoints=again, planning=Planning(partition="1,4")).fit(iterations=6)
+    assert first.losses + second.losses == undisturbed("gpt2").losses
+    assert second.parameters_sha256 == undisturbed("gpt2").parameters_sha256
+
+
+@pytest.mark.chaos
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "name", ["mixtral, balanced", at_length("gemma3"), at_length("qwen3 with experts"), at_length("bf16")]
+)
+def test_other_models_survive_too(name: str, tmp_path: Path) -> None:
+    """Mixtral's experts are apart in files. The parameters of the last are all bf16."""
+    model: Any = gpt2(dtype="bfloat16") if name == "bf16" else whole(CONFIGS[name])
+    calm = trainer(model, data=language_models.batch, batch_size=None).fit(iterations=3)
+    hurt = trainer(model, data=language_models.batch, batch_size=None, faults=Faults(kill=["W0_0@1:I1"])).fit(
+        iterations=3
+    )
+    assert (hurt.losses, hurt.parameters_sha256) == (calm.losses, calm.parameters_sha256)
+    hurt.save_pretrained(tmp_path)
+    read = AutoModelForCausalLM.from_pretrained(tmp_path)
+    state = read.state_dict()
+    assert (read.dtype == torch.bfloat16) == (name == "bf16")
+    for k in range(LAST + 1):
+        assert all(torch.equal(value, state[name]) for name, value in hurt.state_dict(k).items())
+
+
+@pytest.mark.chaos
+@pytest.mark.processes
+def test_what_is_frozen_stays_as_it_is_tied_or_not() -> None:
+    model = whole(gpt2())
+    frozen = [model.get_input_embeddings().weight, *model.get_submodule("transformer.h.1").parameters()]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    result = trainer(model).fit(iterations=2)
+    before = model.state_dict()
+    after = {name: value for k in range(LAST + 1) for name, value in result.state_dict(k).items()}
+    changed = {name for name, value in after.items() if not torch.equal(value, before[name])}
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert changed == trained and 0 < len(trained) < len(after)
+
+
+@pytest.mark.processes
+def test_the_example_survives_its_kill(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "openrecycle.agent.examples.hugging_face_gpt2"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": f"{ROOT / '.src'}:{ROOT}"},
+    )
+    assert done.returncode == 0, done.stderr
+    first, _, last, *_ = done.stdout.split()
+    assert float(last) < float(first) - 1 and done.stdout.split()[-1] == "W1_1"
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "gpt2-trained").config.n_layer == 4
+
+
+def test_the_example_is_short() -> None:
+    text = (ROOT / "agent/examples/hugging_face_gpt2.py").read_text().partition('"""\n\n')[2]
+    assert sum(bool(line.strip()) for line in text.splitlines()) <= 15
+
+
+# -- memory ------------------------------------------------------------------------------------
+
+_GROWTH = """
+import contextlib, sys
+from pathlib import Path
+from openrecycle.agent.hugging_face import pretrained
+
+def peak():
+    return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
+
+with contextlib.ExitStack() as files:
+    source = pretrained(sys.argv[1], files)
+    source(source.layer_count - 1, source.layer_count)  # what is loaded once
+    Path("/proc/self/clear_refs").write_text("5")
+    before = peak()
+    layer = source(int(sys.argv[2]), source.layer_count)
+    print(peak() - before, len(list(layer.parameters())))
+"""
+
+
+@pytest.mark.processes
+def test_a_layer_takes_its_own_memory_not_the_models(tmp_path: Path) -> None:
+    """Of 130 MB on disk, in several files, a block of 13 MB."""
+    large = llama(hidden_size=512, intermediate_size=1536, num_hidden_layers=10)
+    AutoModelForCausalLM.from_config(large).save_pretrained(tmp_path, max_shard_size="50MB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    done = subprocess.run(
+        [sys.executable, "-c", _GROWTH, str(tmp_path), "4"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+        env=os.environ | {"PYTHONPATH": f"{ROOT / '.src'}:{ROOT}"},
+    )
+    kilobytes, parameters = map(int, done.stdout.split()[-2:])
+    assert parameters == 9
+    assert 10_000 < kilobytes < 40_000, done.stdout
+
+
+def test_layers_outlive_the_files_they_were_read_from(tmp_path: Path) -> None:
+    model = whole(llama())
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    before = file.read_bytes()
+    with cut(str(tmp_path)) as source:
+        layer = source(1, LAST + 1)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(0.0)
+    assert file.read_bytes() == before
+    file.write_bytes(b"")
+    state = model.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in layer.state_dict().items())
+
+
+# -- data --------------------------------------------------------------------------------------
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    words = {"<pad>": 0} | {f"w{k}": k for k in range(1, VOCABULARY)}
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words)), pad_token="<pad>")
+
+
+def test_transformers_own_collator_and_its_padding() -> None:
+    collator = DataCollatorForLanguageModeling(_tokenizer(), mlm=False, pad_to_multiple_of=16)
+    workload = trainer(llama(), data=Words(padded=True), loading=Loading(collate=collator))._workload.load()
+    ids, padding = workload.inputs(0, 0, 0, 0)
+    labels = workload.targets(0, 0, 0, 0)
+    assert ids.shape == padding.shape == labels.shape == (4, 16)
+    assert torch.equal(labels == -100, ids == 0) and torch.equal(padding == 1, ids == 0)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", [at_length("gpt2"), "mixtral, balanced"])
+def test_batches_may_be_of_several_lengths(name: str) -> None:
+    """Bitwise as where the model is not cut. What routers say is of (samples * tokens)."""
+    pad = PadCollate((8, TOKENS), {"input_ids": 0, "attention_mask": 0, "labels": -100})
+    changes = {"data": Texts(), "batch_size": 2, "loading": Loading(collate=pad)}
+    uncut = trainer(CONFIGS[name], **changes, job=Job.uniform(2, 1, 3)).fit(iterations=3)
+    hurt = trainer(CONFIGS[name], **changes, job=Job.uniform(2, 2, 3), faults=Faults(kill=["W1_1@1:I1"])).fit(
+        iterations=3
+    )
+    assert hurt.losses == uncut.losses
+    for k in range(LAST + 1):
+        mine, theirs = hurt.state_dict(k), uncut.state_dict(k)
+        assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
+    workload = trainer(CONFIGS[name], **changes)._workload.load()
+    assert {workload.inputs(0, 0, p, m)[0].shape[1] for p in range(2) for m in range(3)} == {8, TOKENS}
+
+
+class Texts:
+    """Of four to twelve tokens."""
+
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        ids = [1 + (7 * index + k) % (VOCABULARY - 1) for k in range(4 + index * 5 % (TOKENS - 3))]
+        return {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": ids}
+
+
+def test_labels_of_the_data_are_taken_as_they_are() -> None:
+    data = [{"input_ids": [1, 2, 3, 4], "labels": [-100, -100, 3, k % 9], "length": 4} for k in range(64)]
+    workload = trainer(llama(), data=data)._workload.load()
+    assert (workload.targets(0, 0, 0, 0)[:, :2] == -100).all() and (workload.targets(0, 0, 0, 0)[:, 2] == 3).all()
+
+
+def test_a_loss_is_the_mean_over_the_tokens_that_count() -> None:
+    data = [{"input_ids": [1, 2, 3, 4, 5], "labels": [-100, -100, -100, 4, -100]} for _ in range(64)]
+    workload = trainer(llama(), data=data)._workload.load()
+    logits = torch.randn(4, 5, VOCABULARY)
+    expected = nn.functional.cross_entropy(logits[:, 2], torch.full((4,), 4))
+    torch.testing.assert_close(workload.loss(logits, workload.targets(0, 0, 0, 0)), expected)
+
+
+def _ids(value: Any) -> list[dict[str, Any]]:
+    return [{"input_ids": value} for _ in range(64)]
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "words"),
+    [
+        (OPTConfig(), {}, ["model: got 'OPTForCausalLM'", "GPT-2, Llama"]),
+        (Gemma3Config(), {}, ["model: got 'Gemma3ForConditionalGeneration'"]),
+        (BertConfig(is_decoder=True), {}, ["model: got 'BertLMHeadModel'"]),
+        (OPTConfig, {}, ["model: got 'type'"]),
+        ("no/such/folder", {}, ["model: got 'no/such/folder'"]),
+        (llama(), {"layers": 4}, ["layers: got"]),
+        (llama(), {"loss": nn.functional.cross_entropy}, ["loss: got"]),
+        (llama(), {"job": "2x2"}, ["job: got 'str'"]),
+        (llama(), {"job": Job.uniform(1, 9, 2)}, ["layer_count: got 5"]),
+        (llama(), {"data": [[1, 2, 3]] * 64}, ["data: got 'list'", "dicts with input_ids"]),
+        (llama(), {"data": 7}, ["data: got 'int'"]),
+        (llama(), {"data": [{"labels": [1]}] * 64}, ["data: got 'a batch with labels'"]),
+        (llama(), {"data": _ids(3)}, ["data: got 'input_ids [1]'"]),
+        (gpt2(), {"data": [{"input_ids": [1], "token_type_ids": [0]}] * 64}, ["(token_type_ids)"]),
+        (llama(), {"data": Words(samples=8)}, ["data: got 8"]),
+        (llama(), {"batch_size": None}, ["batch_size: got None"]),
+    ],
+)
+def test_what_is_wrong_is_said_at_once_and_by_name(model: Any, changes: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(InputError) as caught:
+        trainer(model, **changes)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_folder_that_lacks_weights_is_refused_by_name(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    whole(llama()).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    state = load_file(file)
+    del state["model.layers.1.mlp.up_proj.weight"]
+    save_file(state, file)
+    with cut(str(tmp_path)) as source:
+        source(1, LAST + 1)
+        with pytest.raises(InputError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
+            source(2, LAST + 1)
+    file.unlink()
+    with pytest.raises(InputError, match="safetensors"):
+        trainer(str(tmp_path))
+
+
+def test_other_jobs_have_nothing_to_save_for_transformers(tmp_path: Path) -> None:
+    result = TrainingResult((), (), "", {}.__getitem__)
+    with pytest.raises(InputError, match="from_transformers"):
+        result.save_pretrained(tmp_path)
+
+
+@pytest.mark.processes
+def test_without_transformers_the_installation_is_named() -> None:
+    code = """
+import sys
+sys.modules["transformers"] = None
+from openrecycle import Job, ResilientTrainer
+try:
+    ResilientTrainer.from_transformers("gpt2", data=[], batch_size=1, optimizer=print, job=Job.uniform(1, 1, 1))
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+        env=os.environ | {"PYTHONPATH": f"{ROOT / '.src'}:{ROOT}"},
+    )
+    assert done.stdout.startswith("InputError") and golden("pip-install-openrecycle-transformers") in done.stdout
+
+
+def test_transformers_is_imported_only_by_who_asks_for_it() -> None:
+    users = [
+        file for file in (ROOT / "agent").rglob("*.py") if re.search(r"(from|import) transformers", file.read_text())
+    ]
+    assert sorted(file.name for file in users) == ["hugging_face.py", "hugging_face_gpt2.py"]
+
+
+def test_batches_of_a_function_and_of_samples_are_one() -> None:
+    columns = frozenset({"input_ids", "labels"})
+    ids = torch.tensor([[1, 2]])
+    by_function = TokenBatches(lambda *_: {"input_ids": ids}, columns)(0, 0, 0)
+    by_samples = TokenBatches(lambda samples: {"input_ids": torch.tensor([samples[0]["input_ids"]])}, columns)(
+        [{"input_ids": [1, 2], "other": 3}]
+    )
+    assert torch.equal(by_function[0][0], by_samples[0][0]) and torch.equal(by_function[1], by_samples[1])

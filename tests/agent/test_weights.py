@@ -1,0 +1,87 @@
+"""The weights that a job ends with, as files of the safetensors format."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from openrecycle.agent.checkpoints.weights import WeightsError, load_weights, save_weights, weights_file
+from openrecycle.agent.state import StateError
+
+
+class Counted(nn.Module):
+    """With all that a state dict may hold: one storage under two names, views, odd types, and no tensor at all."""
+
+    def __init__(self, count: Any = 3) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.tied = nn.Linear(4, 3)
+        self.tied.weight = self.layer.weight
+        self.count = count
+        self.register_buffer("turned", torch.arange(6.0).view(2, 3).t())
+        self.register_buffer("wave", torch.tensor([1 + 2j, 3 - 1j], dtype=torch.complex128).conj())
+        self.register_buffer("small", torch.tensor(2.5, dtype=torch.bfloat16))
+        self.register_buffer("none", torch.zeros(0, 3, dtype=torch.bool))
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"count": self.count, "at": torch.tensor([self.count, 7])}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        assert torch.equal(state["at"], torch.tensor([state["count"], 7]))
+        self.count = state["count"]
+
+
+def test_a_state_dict_is_read_as_it_was_written(tmp_path: Path) -> None:
+    module, other = Counted(), Counted(9)
+    save_weights(str(tmp_path), 4, module)
+    other.load_state_dict(load_weights(str(tmp_path), 4))
+    mine, theirs = module.state_dict(), other.state_dict()
+    assert other.count == 3
+    for name, value in mine.items():
+        if name != "_extra_state":
+            assert value.dtype == theirs[name].dtype and torch.equal(value, theirs[name]), name
+
+
+def test_other_readers_find_the_modules_names(tmp_path: Path) -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    save_weights(str(tmp_path), 0, module)
+    found = load_file(weights_file(str(tmp_path), 0))
+    module.load_state_dict(found)
+    assert sorted(found) == sorted(module.state_dict())
+
+
+def test_whoever_may_read_other_files_may_read_these(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        save_weights(str(tmp_path), 0, nn.Linear(2, 2))
+    finally:
+        os.umask(before)
+    (file,) = tmp_path.iterdir()
+    assert file.stat().st_mode & 0o777 == 0o640
+
+
+def test_what_can_t_be_written_is_named_and_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match=r"layer 2.*_extra_state"):
+        save_weights(str(tmp_path), 2, _Odd())
+    assert list(tmp_path.iterdir()) == []
+
+
+class _Odd(nn.Module):
+    def get_extra_state(self) -> object:
+        return object()
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    save_weights(str(tmp_path), 0, nn.Linear(2, 2))
+    file = weights_file(str(tmp_path), 0)
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(StateError, match=file.name):
+        load_weights(str(tmp_path), 0)
+    with pytest.raises(OSError, match="layer1"):
+        load_weights(str(tmp_path), 1)

@@ -1,0 +1,475 @@
+"""The checks, each in a process of its own: `python -m tests.gpu.checks NAME ANSWER TOLD`, as tests.gpu starts it."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+
+BEGAN = time.monotonic()
+NEEDED = ("numpy", "pydantic", "requests", "safetensors")
+
+
+class CheckFailed(Exception):
+    """The sentence is the table's note."""
+
+
+class Skipped(Exception):
+    """The same."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a check is told. limit: seconds that it has. folder: for what one check leaves to the next."""
+
+    device: str
+    transport: str
+    limit: float
+    folder: str
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device == "cuda"
+
+    @property
+    def carrier(self) -> str:
+        """As the product calls it."""
+        return "ordered" if self.transport == "nccl" else "tagged"
+
+
+Said = tuple[str, str]
+"""Figure and note."""
+
+
+# -- the machine ------------------------------------------------------------------------------------
+
+
+def environment(told: Told) -> Said:
+    missing = [name for name in NEEDED if not _importable(name)]
+    cuda: Any = torch.cuda
+    cudnn: Any = torch.backends.cudnn
+    versions = f"torch {torch.__version__}, Python {platform.python_version()}"
+    if told.on_gpu:
+        if not cuda.is_available():
+            raise CheckFailed(f"{versions}: no GPU that torch can use")
+        what = cuda.get_device_properties(0)
+        nccl = ".".join(map(str, cuda.nccl.version())) if torch.distributed.is_nccl_available() else "none"
+        versions += f", CUDA {torch.version.cuda}, NCCL {nccl}, cuDNN {cudnn.version()}"
+        versions += f", {cuda.device_count()} × {what.name}, {what.total_memory / 2**30:.0f} GiB"
+        if float(torch.ones(64, 64, device="cuda").matmul(torch.ones(64, 64, device="cuda")).sum()) != 64.0**3:
+            raise CheckFailed(f"{versions}: a product of matrices is wrong")
+    if missing:
+        raise CheckFailed(f"{versions}; not installed: {', '.join(missing)}")
+    return versions, ""
+
+
+def fork(told: Told) -> Said:
+    """Workers are forked from a process that has torch loaded: it must have left CUDA alone."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.agent.untouched_cuda"], stdout=subprocess.PIPE, text=True, check=True
+    )
+    found = json.loads(done.stdout)
+    if found["initialized"] or found["bad_fork"] or (told.on_gpu and found.get("sum") != 3.0):
+        raise CheckFailed(f"a forked worker can't use the GPU: {found}")
+    return "", f"asked while it imported: {', '.join(found['asked']) or 'nothing'}"
+
+
+def _importable(name: str) -> bool:
+    try:
+        __import__(name)
+    except ImportError:
+        return False
+    return True
+
+
+# -- groups -----------------------------------------------------------------------------------------
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.3g} ms"
+
+
+def nccl_2(told: Told) -> Said:
+    _check_sharing(told, 2)
+    return _pair(told, "ordered")
+
+
+def host(told: Told) -> Said:
+    return _pair(told, "tagged")
+
+
+def _check_sharing(told: Told, workers: int) -> None:
+    from openrecycle.agent.devices import Platform
+    from openrecycle.planner.errors import InputError
+
+    try:
+        Platform(device=told.device, transport="ordered").check(workers)  # type: ignore[arg-type]
+    except InputError as error:
+        raise Skipped(str(error)) from None
+
+
+def _pair(told: Told, transport: Any) -> Said:
+    from openrecycle.planner.job import Worker
+    from tests.gpu import ranks
+
+    found = ranks.run(ranks.pair, (Worker(0, 0), Worker(1, 0)), told.device, transport)
+    worst = {name: max(one[name] for one in found) for name in found[0]}
+    size = ranks.ELEMENTS * 4 / 2**20
+    return (
+        f"{size:.0f} MiB each way {_ms(worst['send'])}, sum of {2 * size:.0f} MiB {_ms(worst['sum'])}",
+        f"connected in {_ms(worst['connect'])}",
+    )
+
+
+def _members() -> tuple[Any, ...]:
+    from openrecycle.planner.job import Worker
+
+    return tuple(Worker(pipeline, stage) for pipeline in range(2) for stage in range(2))
+
+
+def nccl_4(told: Told) -> Said:
+    _check_sharing(told, 4)
+    from tests.gpu import ranks
+
+    found = ranks.run(ranks.grid, _members(), told.device, "ordered")
+    return f"2 × 2 workers connected in {_ms(max(one['connect'] for one in found))}", ""
+
+
+def nccl_death(told: Told) -> Said:
+    _check_sharing(told, 4)
+    from tests.gpu import ranks
+
+    found = [one for one in ranks.run(ranks.death, _members(), told.device, "ordered") if one]
+    worst = {name: max(one[name] for one in found) for name in found[0]}
+    return (
+        f"awake {_ms(worst['woken'])} after the news, device free after {_ms(worst['halted'])}",
+        f"new groups of the survivors in {_ms(worst['again'])}",
+    )
+
+
+# -- jobs -------------------------------------------------------------------------------------------
+
+ITERATIONS = 4
+KILLS = ("W0_1@1:I0", "W1_0@2:F1", "W1_1@1:O")
+"""Of `train`: in the backward, in the forward, right before a step."""
+MORE_KILLS = ("W0_0@0:F0", "W1_1@2:R", "W0_1@3:W1", "W1_0@1:I1", "W0_0@2:O", "W1_1@3:F0")
+"""Of `kills`, as far as there is time."""
+
+
+def _job(told: Told, **options: Any) -> Any:
+    """A job of 2 × 2 workers on the device, in this process."""
+    from openrecycle.agent.devices import Platform
+    from openrecycle.agent.timeouts import Timeouts
+    from openrecycle.agent.workload import NamedWorkload
+    from tests.agent.local_jobs import LocalJob
+
+    heard = options.pop("on_line", lambda job, line: None)
+
+    def on_line(job: Any, line: Any) -> None:
+        print(json.dumps(line), file=sys.stderr, flush=True)
+        heard(job, line)
+
+    job = LocalJob(
+        on_line=on_line,
+        **{"pipelines": 2, "stages": 2, "micro_batches": 2, "iterations": ITERATIONS} | options,
+        workload=NamedWorkload("openrecycle.agent.examples.gpt:Gpt", _small(told)),
+        platform=Platform(device=told.device, transport=told.carrier),  # type: ignore[arg-type]
+        timeouts=Timeouts(form=40.0, transfer=40.0, group=45.0, silence=30.0),
+        hang_seconds=30.0,
+    )
+    return job.run()
+
+
+def _small(told: Told) -> dict[str, Any]:
+    """The model of jobs whose bits count."""
+    if told.on_gpu:
+        return {"width": 256, "heads": 4, "sequence": 128, "batch": 4}
+    return {"width": 32, "heads": 2, "sequence": 16, "batch": 2}
+
+
+def _result(job: Any) -> list[Any]:
+    return [*job.losses, job.lines[-1].get("final")]
+
+
+def _reference(told: Told) -> list[Any]:
+    """Of the job to which nothing happens, on this device; computed once for all checks."""
+    kept = Path(told.folder) / f"reference-{told.transport}.json"
+    if not kept.exists():
+        kept.write_text(json.dumps(_result(_job(told))))
+    found: list[Any] = json.loads(kept.read_text())
+    return found
+
+
+def train(told: Told) -> Said:
+    # Timed by the first one, to which nothing happens.
+    moments: list[float] = []
+    job = _job(told, iterations=20 if told.on_gpu else ITERATIONS, on_line=lambda _, line: _note(moments, line))
+    steps = [b - a for a, b in pairwise(moments[1:])]  # the first one warms up
+    reference = _reference(told)
+    if job.losses[:ITERATIONS] != reference[:ITERATIONS]:
+        raise CheckFailed("two runs without a failure differ")
+    figure = f"iteration {_ms(statistics.median(steps))}, 2 × 2 workers over {told.transport}"
+    note = _survive(told, KILLS if told.on_gpu else KILLS[:1], reference)
+    if told.transport == "nccl":
+        if _result(_job(replace(told, transport="gloo"))) != reference:
+            raise CheckFailed(f"{note}; over gloo others")
+        note += ", over gloo too"
+    return figure, note
+
+
+def _note(moments: list[float], line: Any) -> None:
+    if "iteration" in line:
+        moments.append(time.monotonic())
+
+
+def kills(told: Told) -> Said:
+    return "", _survive(told, MORE_KILLS if told.on_gpu else MORE_KILLS[:1], _reference(told))
+
+
+def _survive(told: Told, wishes: tuple[str, ...], reference: list[Any]) -> str:
+    """As many as there is time for; what is no success is raised."""
+    longest, done = 0.0, 0
+    for wish in wishes:
+        started = time.monotonic()
+        if done and started - BEGAN + 1.5 * longest > 0.8 * told.limit:
+            break
+        job = _job(told, kills=(wish,))
+        if job.dead != [wish[:4]]:
+            raise CheckFailed(f"--kill {wish}: dead are {', '.join(job.dead) or 'none'}")
+        if _result(job) != reference:
+            raise CheckFailed(f"--kill {wish}: other bits than without a failure")
+        done, longest = done + 1, max(longest, time.monotonic() - started)
+    return f"{done} of {len(wishes)} kills: the same bits"
+
+
+def hand_over(told: Told) -> Said:
+    from openrecycle.agent.options import HandOver
+
+    trained: list[int] = []
+
+    def on_line(job: Any, line: Any) -> None:
+        if "failure" in line and len(job.said("ready")) == 4:
+            job.start("W1_1")
+        if "iteration" in line:
+            whole = job.said("formed", generation=3)
+            if "W1_1" not in whole and job.said("adopted", generation=3):
+                trained.append(line["iteration"])
+            if len(whole) == 4 and line["generation"] == 3:
+                at = next(m["iteration"] for _, m in job.messages if m["kind"] == "formed" and m["generation"] == 3)
+                if line["iteration"] >= at + 2:
+                    job.stop()
+
+    job = _job(
+        told,
+        iterations=5000,
+        kills=("W1_1@1:I0",),
+        pace=0.05 if told.on_gpu else 0.02,
+        hand_over=HandOver(at_once=0),
+        on_line=on_line,
+    )
+    if job.dead != ["W1_1"]:
+        raise CheckFailed(f"dead are {', '.join(job.dead)}")
+    taken = len(job.losses)
+    if job.losses != _job(told, iterations=taken).losses:
+        raise CheckFailed("other bits than without a failure")
+    return f"back after {taken} iterations", "the same bits; a stage's state was taken from its peer"
+
+
+def command(told: Told) -> Said:
+    """`openrecycle train`, as a user runs it."""
+    if missing := [name for name in ("typer", "rich", "cryptography") if not _importable(name)]:
+        raise Skipped(f"not installed: {', '.join(missing)}")
+    reference = _reference(told)
+    record = Path(told.folder) / "command.jsonl"
+    record.unlink(missing_ok=True)
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "agent", "train", "--device", told.device, "--transport", told.carrier),
+            *("--pipelines", "2", "--stages", "2", "--micro-batches", "2", "--iterations", str(ITERATIONS)),
+            *("--workload-options", json.dumps(_small(told)), "--kill", KILLS[0], "--record", str(record)),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    print(done.stdout, done.stderr, file=sys.stderr)
+    if done.returncode:
+        raise CheckFailed(f"exit status {done.returncode}: {done.stderr.strip()[-200:]}")
+    lines = list(map(json.loads, record.read_text().splitlines()))
+    if [line["loss"] for line in lines if "iteration" in line] + [lines[-1]["final"]] != reference:
+        raise CheckFailed("other bits than without a failure")
+    return "", f"--kill {KILLS[0]}: the same bits"
+
+
+# -- measuring --------------------------------------------------------------------------------------
+
+
+def _bench(told: Told, mode: str, stages: int) -> tuple[Any, Any, Any]:
+    """A benchmark of the first stage of so many, its job and the device, which this process takes as a worker does."""
+    from openrecycle.agent.devices import Platform
+    from openrecycle.agent.options import Optimization
+    from openrecycle.agent.profiling.profiler import ProfilingEffort
+    from openrecycle.agent.profiling.stages import StageBenchmark, StageRun
+    from openrecycle.agent.workload import NamedWorkload
+    from openrecycle.planner.job import Job, Worker
+
+    torch.set_num_threads(1)
+    platform_ = Platform(device=told.device, transport="tagged")  # type: ignore[arg-type]
+    device = platform_.take(0, deterministic=mode == "deterministic")
+    job = Job.uniform(1, stages, 8 if told.on_gpu else 2)
+    optimization = Optimization(mode=mode, autocast="bf16" if told.on_gpu else None)  # type: ignore[arg-type]
+    source = NamedWorkload("openrecycle.agent.examples.gpt:Gpt", _sizes(told))
+    run = StageRun(Worker(0, 0), job, source, optimization, ProfilingEffort(), 1)
+    return StageBenchmark(run, device=device), job, device
+
+
+def _sizes(told: Told) -> dict[str, Any]:
+    if told.on_gpu:
+        return {"width": 1024, "heads": 16, "sequence": 512, "batch": 4, "layers": 4, "dropout": 0.0}
+    return {"width": 32, "heads": 2, "sequence": 16, "batch": 2, "layers": 2, "dropout": 0.0}
+
+
+def profile(told: Told) -> Said:
+    bench, _, device = _bench(told, "deterministic", 2)
+    rounds = [bench.round() for _ in range(8)][2:]
+    times = {kind: statistics.median(one[kind] for one in rounds) for kind in rounds[0]}
+    split = bench._executor._stage.split.name
+    note = f"the first of two stages, backward {split if split == 'fused' else f'split ({split})'}"
+    if device.type == "cuda":
+        cuda: Any = torch.cuda
+        note += f"; at most {cuda.max_memory_allocated(device) / 2**30:.2f} GiB"
+    return ", ".join(f"{kind} {_ms(times[kind])}" for kind in "FIWO"), note
+
+
+def speed(told: Told) -> Said:
+    """The whole model in one worker, against a plain loop over the same micro-batches."""
+    seconds: dict[str, float] = {}
+    note = ""
+    for mode in ("fast", "deterministic"):
+        bench, job, device = _bench(told, mode, 1)
+        seconds[mode] = _median_seconds(bench.round, device)
+        if device.type == "cuda":
+            count, places = host_waits(bench.round)
+            per_op = count / (3 * job.micro_batches + 1)
+            note += f"{mode}: {count} host waits an iteration, {per_op:.1f} an op ({places}); "
+        del bench
+    torch.use_deterministic_algorithms(False)
+    seconds["plain"] = _median_seconds(_plain_loop(told, job, device), device)
+    figure = f"iteration {_ms(seconds['plain'])} in a plain loop"
+    for mode in ("fast", "deterministic"):
+        figure += f", {mode} {_ms(seconds[mode])} ({seconds[mode] / seconds['plain']:.2f} ×)"
+    return figure, note.rstrip("; ") or "one worker"
+
+
+def _median_seconds(round_: Callable[[], Any], device: torch.device) -> float:
+    times = []
+    for _ in range(12 if device.type == "cuda" else 4):
+        _synchronize(device)
+        begun = time.monotonic()
+        round_()
+        _synchronize(device)
+        times.append(time.monotonic() - begun)
+    return statistics.median(times[2:])
+
+
+def _plain_loop(told: Told, job: Any, device: torch.device) -> Callable[[], None]:
+    from openrecycle.agent.examples.gpt import Gpt
+    from openrecycle.agent.layers import build_layer
+
+    workload = Gpt(**_sizes(told))
+    layers = workload.layer_count(1)
+    module = torch.nn.Sequential(*(build_layer(workload, layer, layers, 0) for layer in range(layers))).to(device)
+    optimizer = workload.optimizer(module.parameters())
+    iteration = iter(range(10**6))
+
+    def round_() -> None:
+        number = next(iteration)
+        for m in range(job.micro_batches):
+            x, y = (read(0, number, 0, m).to(device) for read in (workload.inputs, workload.targets))
+            with torch.autocast(device.type, torch.bfloat16, enabled=told.on_gpu):
+                loss = workload.loss(module(x), y) / job.micro_batches
+            loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return round_
+
+
+def host_waits(round_: Callable[[], Any]) -> tuple[int, str]:
+    """How often the host waits for the GPU in it, and the places where it does so most often."""
+    cuda: Any = torch.cuda
+    seen: Counter[str] = Counter()
+    waits = cuda.Event.synchronize
+
+    def counted(event: Any) -> None:
+        seen["event"] += 1
+        waits(event)
+
+    cuda.Event.synchronize = counted
+    cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            round_()
+    finally:
+        cuda.set_sync_debug_mode("default")
+        cuda.Event.synchronize = waits
+    seen.update(f"{Path(w.filename).name}:{w.lineno}" for w in caught if "synchroniz" in str(w.message))
+    return sum(seen.values()), ", ".join(f"{place} {count}" for place, count in seen.most_common(4))
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+CHECKS: dict[str, Callable[[Told], Said]] = {
+    "environment": environment,
+    "fork": fork,
+    "nccl-2": nccl_2,
+    "nccl-4": nccl_4,
+    "nccl-death": nccl_death,
+    "host": host,
+    "train": train,
+    "kills": kills,
+    "hand-over": hand_over,
+    "command": command,
+    "profile": profile,
+    "speed": speed,
+}
+
+
+def main() -> None:
+    name, answer, told = sys.argv[1], Path(sys.argv[2]), Told(**json.loads(sys.argv[3]))
+    # Where it stands, shortly before it is ended.
+    faulthandler.dump_traceback_later(max(1.0, told.limit - 2.0))
+    try:
+        figure, note = CHECKS[name](told)
+        said = {"status": "ok", "figure": figure, "note": note}
+    except Skipped as reason:
+        said = {"status": "skipped", "figure": "", "note": str(reason)}
+    except Exception as error:
+        traceback.print_exc()
+        text = str(error) if isinstance(error, CheckFailed) else f"{type(error).__name__}: {error}"
+        said = {"status": "failed", "figure": "", "note": text}
+    answer.write_text(json.dumps(said))
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    main()
