@@ -165,7 +165,7 @@ class JobPlanner:
         request = CatalogRequest(
             job=job_doc(job.job), technique=question.technique, memory=question.memory.text, tolerance=tolerance
         )
-        self._filling[job.job_id] = info_of(question).fingerprint, names
+        entry = self._filling[job.job_id] = info_of(question).fingerprint, names
         job.plans_to_make = len(names)
         try:
             job.planned_ahead = len(names & self._catalogs.names(question))
@@ -174,6 +174,9 @@ class JobPlanner:
         except ConsoleError as error:
             job.plans_to_make = job.planned_ahead
             log.warning("no plans ahead; they are made when they are needed", job=job.job_id, reason=error.detail)
+        if job.state.over:  # since it was asked, in another thread: whoever ended it may have found nothing to stop
+            self._filling[job.job_id] = entry
+            self.cancel(job)
 
     def _stop_filling(self, job: LiveJob) -> None:
         fingerprint, _ = self._filling.pop(job.job_id, ("", frozenset()))

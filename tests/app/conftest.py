@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import pytest
 from console_server import Agents, ConsoleServer
+from streamlit.components.v2 import manifest_scanner
 from ui_console import ConsoleHere
 
 from openrecycle.app.console.service import Console, set_console
 from tests.conftest import new_database
+
+# Streamlit's AppTest looks at all installed packages for components anew for each page: 0.15 s of 0.25.
+manifest_scanner.scan_component_manifests = functools.cache(manifest_scanner.scan_component_manifests)
 
 
 @pytest.fixture(scope="session", params=["sqlite", "postgresql"])

@@ -139,6 +139,12 @@ def test_addresses_without_a_catalog(client: TestClient, method: str, tail: str,
     assert answer.json()["detail"]
 
 
+def ended(client: TestClient, job: str) -> None:
+    """Else the job's plans would be made ahead, in one of the places for fillings, for as long as that takes."""
+    over = {"state": "stopped", "reason": "the test is over"}
+    assert client.post(f"{API}/jobs/{job}/finish", json=over).status_code == 204
+
+
 LARGE = {"name": "n", "pipelines": 1, "stages": 2048, "micro_batches": 8, "iterations": 5}
 
 
@@ -152,6 +158,7 @@ def test_what_is_worked_out_elsewhere_is_not_waited_for(client: TestClient, here
     until(lambda: client.get(address).status_code == 200, "it is worked out")
     found = client.get(address).json()
     assert (found["wanted"], found["tolerance"], found["fingerprint"]) == (1, 0, answer.json()["fingerprint"])
+    ended(client, address.split("/")[-2])
 
 
 def test_what_can_not_be_worked_out_is_said(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,6 +171,7 @@ def test_what_can_not_be_worked_out_is_said(client: TestClient, monkeypatch: pyt
 
     until(refused, "it is refused")
     assert refused(), "and is not begun anew by whoever asks next"
+    ended(client, job)
 
 
 def test_readers_do_not_queue_without_end(client: TestClient) -> None:
@@ -172,9 +180,7 @@ def test_readers_do_not_queue_without_end(client: TestClient) -> None:
     answers = [client.get(f"{API}/jobs/{job}/catalog", params={"tolerance": n}) for n in range(40)]
     assert {answer.status_code for answer in answers} == {202, 503}
     assert all("try again" in answer.json()["detail"] for answer in answers if answer.status_code == 503)
-    # Else its plans would be made ahead, in one of the places for fillings.
-    over = {"state": "stopped", "reason": "the test is over"}
-    assert client.post(f"{API}/jobs/{job}/finish", json=over).status_code == 204
+    ended(client, job)
 
 
 def test_a_job_that_is_not_there(client: TestClient) -> None:

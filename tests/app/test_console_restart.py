@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from console_server import Agents, ConsoleServer
 
+from tests.conftest import at_length
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes
@@ -21,7 +22,7 @@ def own_server(tmp_path: Path) -> Iterator[ConsoleServer]:
     server.close()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [at_length(signal.SIGTERM), signal.SIGKILL])
 def test_a_restarted_console_goes_on_where_it_was(own_server: ConsoleServer, number: int) -> None:
     agents = Agents(own_server, demo=True)
     agents.register_all()
@@ -75,6 +76,7 @@ def test_an_exit_that_happened_while_the_console_was_down(own_server: ConsoleSer
     assert agents.deployment(after=1)["failed"] == ["W2_0"]
 
 
+@pytest.mark.chaos
 def test_a_job_that_is_over_stays_readable(own_server: ConsoleServer) -> None:
     agents = Agents(own_server)
     agents.register_all()

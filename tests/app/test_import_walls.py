@@ -43,7 +43,9 @@ def imported(path: Path, *, types: bool = True) -> Iterator[str]:
             yield from (alias.name.removeprefix("openrecycle.") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: imports are absolute"
-            yield str(node.module).removeprefix("openrecycle.")
+            module = str(node.module).removeprefix("openrecycle.")
+            yield module
+            yield from (f"{module}.{alias.name}" for alias in node.names)
 
 
 def within(module: str, packages: tuple[str, ...]) -> bool:
@@ -88,6 +90,21 @@ def test_features_of_the_console_import_each_other_in_no_circle() -> None:
             if within(module, ("app",)) and (other := module.split(".")[1]) != own:
                 arrows.setdefault(own, set()).add(other)
     assert len(arrows) > 10
+    try:
+        tuple(TopologicalSorter(arrows).static_order())
+    except CycleError as circle:
+        pytest.fail(" <- ".join(circle.args[1]))
+
+
+def test_modules_import_each_other_in_no_circle() -> None:
+    """In the whole house; imports inside of functions too, those for type checkers alone not."""
+    files = {
+        path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__"): path
+        for room in ROOMS
+        for path in (ROOT / room).rglob("*.py")
+    }
+    arrows = {own: {m for m in imported(path, types=False) if m in files and m != own} for own, path in files.items()}
+    assert sum(map(len, arrows.values())) > len(files)
     try:
         tuple(TopologicalSorter(arrows).static_order())
     except CycleError as circle:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import threading
 import time
@@ -25,7 +26,7 @@ from openrecycle.planner.job import MemoryLimit, Technique
 from openrecycle.planner.packed import CatalogQuestion
 from tests.app.console_server import ConsoleServer
 from tests.benchmarks.bench_api_stall import SHAPES, measure
-from tests.conftest import new_database
+from tests.conftest import at_length, new_database
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes
@@ -46,6 +47,7 @@ def server(tmp_path: Path) -> Iterator[ConsoleServer]:
     server.close()
 
 
+@pytest.mark.chaos
 @pytest.mark.timeout(300)
 @pytest.mark.xdist_group("large jobs")
 def test_long_pipelines_stop_neither_the_console_nor_its_next_start(server: ConsoleServer) -> None:
@@ -65,7 +67,7 @@ def test_long_pipelines_stop_neither_the_console_nor_its_next_start(server: Cons
 
 @pytest.mark.timeout(300)
 @pytest.mark.xdist_group("large jobs")
-@pytest.mark.parametrize(("pipelines", "stages"), SHAPES)
+@pytest.mark.parametrize(("pipelines", "stages"), [SHAPES[0], *itertools.starmap(at_length, SHAPES[1:])])
 def test_no_answer_waits_for_jobs_that_are_created(server: ConsoleServer, pipelines: int, stages: int) -> None:
     asker, _ = measure(server, pipelines, stages, jobs=3)
     assert asker.refused == []
@@ -118,7 +120,7 @@ def test_a_grid_beyond_the_limit_is_refused(server: ConsoleServer) -> None:
         assert server.post("/jobs", body(pipelines, stages)).status_code == 422
 
 
-@pytest.mark.parametrize("backend", ["sqlite", "postgresql"])
+@pytest.mark.parametrize("backend", [at_length("sqlite"), "postgresql"])
 def test_a_job_of_a_console_that_is_down_can_be_deleted(
     backend: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

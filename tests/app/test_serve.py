@@ -119,7 +119,12 @@ def test_two_consoles_do_not_share_a_database(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("number", "pages"),
-    [(signal.SIGTERM, True), (signal.SIGINT, False), at_length(signal.SIGTERM, False), at_length(signal.SIGINT, True)],
+    [
+        (signal.SIGTERM, True),
+        at_length(signal.SIGINT, False),
+        at_length(signal.SIGTERM, False),
+        at_length(signal.SIGINT, True),
+    ],
 )
 def test_it_ends_and_leaves_no_process(tmp_path: Path, number: int, pages: bool) -> None:
     server = ConsoleServer(f"sqlite:///{tmp_path / 'console.db'}", *([] if pages else ["--api-only"]))

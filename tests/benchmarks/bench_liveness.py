@@ -22,8 +22,9 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
+from openrecycle.agent.callbacks import Callback
 from openrecycle.agent.commands.launch import _Printing
 from openrecycle.agent.delivery import Delivery
 from openrecycle.agent.protocol import Iteration
@@ -41,7 +42,7 @@ Times = dict[str, list[float]]
 """What held the job up, and each time for how many seconds."""
 
 
-class SlowCallback:
+class SlowCallback(Callback):
     """A user's on_iteration. Now and then a call takes 1 to `longest` seconds, until `over` is set."""
 
     def __init__(self, times: Times, longest: float, dice: random.Random) -> None:
@@ -50,7 +51,7 @@ class SlowCallback:
         self.over = threading.Event()
         self.seen: list[int] = []
 
-    def __call__(self, iteration: Iteration) -> None:
+    def on_iteration(self, iteration: Iteration) -> None:
         self.seen.append(iteration.iteration)
         if (begin := time.monotonic()) >= self._due and not self.over.is_set():
             self.over.wait(self._dice.uniform(1, self._longest))
@@ -98,6 +99,10 @@ class UnreadPipe:
         os.close(into)
 
 
+def no_checkpoint(iteration: int) -> NoReturn:
+    raise AssertionError("this job writes none")
+
+
 def held_up(minutes: float, longest: float, held: float, seed: int) -> None:
     """Runs the job that long, and prints what came of it. longest, held: see the options of the same names."""
     dice = random.Random(seed)
@@ -106,7 +111,7 @@ def held_up(minutes: float, longest: float, held: float, seed: int) -> None:
     pipe = UnreadPipe(times, held, random.Random(dice.random()))
     callback = SlowCallback(times, held, random.Random(dice.random()))
     said: list[str] = []
-    callbacks = _Callbacks(callback, None, "log", lambda: None)
+    callbacks = _Callbacks([callback], "log", lambda: None, no_checkpoint)
     ways = (
         Delivery(callbacks, "on_iteration", said.append),
         Delivery(_Printing(), "printing", said.append),

@@ -21,7 +21,7 @@ import torch.distributed
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from openrecycle.agent.layers import build_layer
+from openrecycle.agent.layers import build_layer, layer_count, partition_of, spans
 from tests.benchmarks.clocked import ClockedGpt
 
 dist: Any = torch.distributed
@@ -86,7 +86,9 @@ def _rank_main(
     rows = [dist.new_group([p * grid.stages + s for s in range(grid.stages)]) for p in range(grid.pipelines)]
     columns = [dist.new_group([p * grid.stages + s for p in range(grid.pipelines)]) for s in range(grid.stages)]
     workload = ClockedGpt(**options)
-    module = build_layer(workload, stage, grid.stages, seed)
+    layers = layer_count(workload, grid.stages)
+    span = spans(partition_of((), layers, grid.stages))[stage]
+    module = nn.Sequential(*(build_layer(workload, layer, layers, seed) for layer in span))
     optimizer = workload.optimizer(module.parameters())
     schedule = Schedule1F1B(
         PipelineStage(module, stage, grid.stages, torch.device("cpu"), group=rows[pipeline]),

@@ -69,6 +69,7 @@ def test_filled_cancelled_gone_on_with_and_opened(page: Page) -> None:
     expect(page.get_by_text("out – its micro-batches run on").first).to_be_visible()
 
 
+@pytest.mark.chaos
 def test_a_link_shows_what_its_sender_saw(browser: Browser, server: ConsoleServer, page: Page) -> None:
     """After a reload, and in somebody else's browser."""
     page.get_by_role("link", name="Catalog").click()

@@ -19,6 +19,7 @@ from playwright.sync_api import Browser, Page, expect
 
 from tests.browser.layout_shifts import Shifts
 from tests.browser.watching import NEEDS_CHROMIUM, SCREENS, assert_it_fits, settle, watched
+from tests.conftest import at_length
 from tests.golden import golden
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -264,9 +265,16 @@ def test_manual_approval(demo: Demo, page: Page) -> None:
     demo.wait(lambda: demo.get("")["partition"] == HOME and not demo.get("")["moving_to"], "layers are back")
 
 
-@pytest.mark.parametrize(("scheme", "width", "height"), SCREENS)
+def at_rest(job: dict[str, Any]) -> bool:
+    """All that is said of it stays said for a while."""
+    ahead = job["plans_to_make"] and job["planned_ahead"] == job["plans_to_make"]
+    return bool(ahead and job["condition"] == "running" and job["living"] == job["workers"] and not job["moving_to"])
+
+
+@pytest.mark.parametrize(("scheme", "width", "height"), [at_length("light", 1440, 900), *SCREENS[1:]])
 def test_nothing_is_cut_or_pushed_out(browser: Browser, demo: Demo, scheme: Any, width: int, height: int) -> None:
     """Both pages fit the screen's width in both themes, and say in words what their charts show."""
+    demo.wait(lambda: at_rest(demo.get("")), "the deaths of the tests before are history")
     with watched(browser, demo.root, viewport={"width": width, "height": height}, color_scheme=scheme) as page:
         shifts = Shifts(page)
         for path in ("/", "/schedule"):
@@ -303,6 +311,7 @@ def test_charts_are_updated_in_place(demo: Demo, page: Page) -> None:
     assert page.evaluate(shown) == ["1,2,3", "1,2,3"] and "iterations=1-3" in page.url
 
 
+@pytest.mark.chaos
 def test_a_zoom_holds_where_the_console_is_far_away(demo: Demo, page: Page) -> None:
     """A refresh is asked for before the browser hears of the zoom's address, and comes after it."""
     page.add_init_script(

@@ -11,6 +11,7 @@ from playwright.sync_api import Browser, Page, expect
 
 from tests.app.console_server import ConsoleServer
 from tests.browser.watching import NEEDS_CHROMIUM, SCREENS, assert_it_fits, settle, watched
+from tests.conftest import at_length
 
 pytestmark = [*NEEDS_CHROMIUM, pytest.mark.processes, pytest.mark.timeout(300)]
 
@@ -114,6 +115,7 @@ def test_the_papers_example_is_one_click(page: Page, server: ConsoleServer) -> N
     expect(period(page)).to_have_text("36 slots")
 
 
+@pytest.mark.chaos
 def test_a_click_on_the_map_of_a_large_grid_kills_and_revives(page: Page, server: ConsoleServer) -> None:
     page.goto(f"{server.root}/planner?grid=20x8x4")
     cells = page.locator(".stVegaLiteChart .marks").first
@@ -143,7 +145,7 @@ def test_a_click_on_the_map_of_a_large_grid_kills_and_revives(page: Page, server
     expect(page).to_have_url(re.compile(r"fail=W\d+_\d\.W\d+_\d$"))
 
 
-@pytest.mark.parametrize(("scheme", "width", "height"), SCREENS)
+@pytest.mark.parametrize(("scheme", "width", "height"), [at_length("light", 1440, 900), *SCREENS[1:]])
 def test_nothing_is_cut_or_pushed_out(
     browser: Browser, server: ConsoleServer, scheme: str, width: int, height: int
 ) -> None:

@@ -122,6 +122,7 @@ def made_by_the_command_line(path: Path, *, pipelines: int, stages: int, micro_b
     return path
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize(
     ("name", "grid", "least"),
     [
@@ -195,6 +196,7 @@ def test_a_click_shows_a_path_and_a_link_shows_it_again(site: Site, page: Page, 
     assert parameter(page, "path") is None
 
 
+@pytest.mark.chaos
 def test_a_dragged_time_is_in_the_link_and_a_wrong_link_is_said_to_be(site: Site, page: Page) -> None:
     page.goto(f"{site.root}/schedule?job={site.small}&show=xyz&time=9-1")
     plot = page.locator(".js-plotly-plot[data-zoom]")
@@ -284,6 +286,7 @@ def test_a_box_on_a_large_plan_opens_its_ops(site: Site, page: Page) -> None:
     expect(heading).to_have_text(before)
 
 
+@pytest.mark.chaos
 def test_a_box_of_thousands_of_ops_does_not_fill_the_page_with_elements(site: Site, page: Page) -> None:
     page.goto(f"{site.root}/schedule?job={site.large}&box=0,999999,0,20")
     plot = page.locator(".js-plotly-plot[data-zoom]")

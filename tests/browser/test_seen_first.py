@@ -39,10 +39,10 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     ("path", "width", "scheme"),
     [
         ("/schedule", 1440, "light"),
-        ("/compare", 390, "dark"),
         *itertools.starmap(
             at_length,
             [
+                ("/compare", 390, "dark"),
                 ("/schedule", 1440, "dark"),
                 ("/schedule", 390, "light"),
                 ("/schedule", 390, "dark"),

@@ -57,6 +57,7 @@ def test_an_instance_of_its_own_and_a_cluster_make_the_same_catalog(ray: Any, ad
         assert there.catalog.plan(name).fingerprint == here.catalog.plan(name).fingerprint
 
 
+@pytest.mark.chaos
 def test_without_an_address_two_workers_are_started_here(ray: Any, tmp_path: Path) -> None:
     report = build_catalog(
         QUESTION, 1, tmp_path, engine=make_engine("ray", jobs=2, address=None), effort=LIST, cancelled=lambda: False

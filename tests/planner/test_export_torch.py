@@ -142,7 +142,7 @@ UNEVEN = Job(
     ("job", "technique"),
     [
         at_length(Job.uniform(2, 2, 3), Technique.FAULT_FREE),
-        (Job.uniform(3, 4, 6), Technique.STAGGERED),
+        at_length(Job.uniform(3, 4, 6), Technique.STAGGERED),
         (UNEVEN, Technique.DECOUPLED),
     ],
     ids=["1F1B in slots", "split backward in slots", "split backward in order"],

@@ -67,6 +67,7 @@ def test_a_plan_is_no_longer_than_a_reference_with_the_rerouted_work_in_it(probl
         assert made.period <= inserted.period
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize(
     ("grid", "memory", "durations", "technique"),
     [

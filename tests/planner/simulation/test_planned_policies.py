@@ -80,6 +80,7 @@ def public_traces() -> list[Path]:
     return [p for p in sorted(DATA.rglob("*")) if p.suffix in (".csv", ".txt") and not p.name.startswith(tables)]
 
 
+@pytest.mark.chaos
 def test_ours_is_at_least_the_best_single_policy(grid: PlannedJob) -> None:
     """On every public trace; the trace's own future is not known to it."""
     gains = {}
