@@ -115,7 +115,9 @@ def test_each_change_leaves_a_line_that_says_who(here: ConsoleHere, app: TestCli
     until(measured, "its rate is measured")
     call("POST", "/jobs/{job_id}/baseline", job_id=steady.job_id)
 
-    large = JobHere(console, "large", **LARGE).register().commit(0, 2, 1)
+    # Without the loss the first plan is proven best at once, and there would be nothing to stop.
+    large = JobHere(console, "large", **LARGE).register().commit(0, 2, 1).die("W1_2")
+    large.resume(2)
     call("POST", "/jobs/{job_id}/replan", {"solver": "cp-sat", "seconds": 60}, job_id=large.job_id)
     call("POST", "/jobs/{job_id}/replan/stop", job_id=large.job_id)
 
