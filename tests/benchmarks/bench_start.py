@@ -20,6 +20,7 @@ from tests.benchmarks.machine import describe
 TRIALS = 3
 GRID = ("--pipelines", "3", "--stages", "4", "--micro-batches", "4")
 OPTIONS = {"width": 832, "heads": 13, "layers": 12, "sequence": 16, "batch": 1}
+JOB = ("--workload-options", json.dumps(OPTIONS), "--iterations", "2")
 ALONE = f"""
 import time
 from torch import nn
@@ -55,8 +56,7 @@ def _start() -> tuple[float, float]:
         record = Path(folder) / "run.jsonl"
         begun = time.monotonic()
         job = subprocess.Popen(
-            [sys.executable, "-m", "agent", "launch", *GRID, "--workload-options", json.dumps(OPTIONS)]
-            + ["--iterations", "2", "--record", str(record)],
+            [sys.executable, "-m", "agent", "launch", *GRID, *JOB, "--record", str(record)],
             stdout=subprocess.DEVNULL,
         )
         while not (lines := _iterations(record)):
