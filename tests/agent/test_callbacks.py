@@ -60,6 +60,7 @@ def test_tensorboard_has_every_number(tmp_path: Path) -> None:
     assert {place: found[place] for place in EXPECTED} == EXPECTED
 
 
+@pytest.mark.processes  # it asks git
 def test_mlflow_has_every_number(tmp_path: Path) -> None:
     from mlflow import MlflowClient
 
