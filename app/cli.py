@@ -15,8 +15,8 @@ from openrecycle.app.runtime.errors import SettingsError
 from openrecycle.app.security.oidc import read_oidc
 from openrecycle.app.security.token_cli import tokens
 from openrecycle.app.settings import RetentionLimits, Settings, read_token, seconds
-from openrecycle.planner.errors import PlannerError
-from openrecycle.planner.output import run as run_command
+from openrecycle.planner.commands.output import run as run_command
+from openrecycle.planner.jobs.errors import PlannerError
 
 cli = typer.Typer(
     help="The console: watch and repair training jobs from a browser.",

@@ -21,7 +21,7 @@ from typing import Any
 
 import requests
 
-from openrecycle.agent.protocol import API
+from openrecycle.agent.messages.protocol import API
 from openrecycle.app.runtime.errors import SettingsError
 from openrecycle.app.runtime.logs import LEVEL
 

@@ -111,7 +111,7 @@ class PlanRow(Base):
 
 
 class PlanColumnsRow(Base):
-    """A large plan once more, in columns (planner.packed.pack)."""
+    """A large plan once more, in columns (planner.plans.packed.pack)."""
 
     __tablename__ = "plan_columns"
 
@@ -157,7 +157,7 @@ class CatalogRow(Base):
 
 
 class CatalogPlanRow(Base):
-    """One plan of a catalog in its stored form (planner.packed). failures: how many it is for."""
+    """One plan of a catalog in its stored form (planner.plans.packed). failures: how many it is for."""
 
     __tablename__ = "catalog_plan"
 

@@ -11,7 +11,7 @@ from sqlalchemy.orm import Session
 
 from openrecycle.db.models import JobPlanRow, PlanColumnsRow, PlanRow
 from openrecycle.db.session import Database
-from openrecycle.planner.packed import Packed
+from openrecycle.planner.plans.packed import Packed
 
 
 def keep_plan(database: Database, session: Session, fingerprint: str, document: str | Packed) -> None:

@@ -11,7 +11,7 @@ from sqlalchemy import delete, exists, select, update
 from openrecycle.db.models import GenerationRow, JobPlanRow, PlanRow, SavedPlanRow
 from openrecycle.db.plan_rows import keep_plan, plan_document
 from openrecycle.db.session import Database
-from openrecycle.planner.packed import Packed
+from openrecycle.planner.plans.packed import Packed
 
 
 class SavedPlans:

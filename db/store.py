@@ -36,7 +36,7 @@ from openrecycle.db.models import (
 )
 from openrecycle.db.plan_rows import keep_plan, plan_document
 from openrecycle.db.session import Database
-from openrecycle.planner.packed import Packed
+from openrecycle.planner.plans.packed import Packed
 
 Record = dict[str, Any]
 
@@ -311,7 +311,7 @@ class Store:
             return session.scalar(select(CatalogRow.info).where(CatalogRow.fingerprint == fingerprint))
 
     def catalog_blobs(self, fingerprint: str) -> CatalogBlobs:
-        """The plans of a catalog, read one by one (planner.catalog_store.Blobs)."""
+        """The plans of a catalog, read one by one (planner.catalogs.catalog_store.Blobs)."""
         return CatalogBlobs(self.database, fingerprint)
 
     def delete_catalog(self, fingerprint: str) -> None:

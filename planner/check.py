@@ -1,9 +1,9 @@
 """Says whether a schedule is valid, and whether a plan tells the truth about itself.
 
 Written from the definitions and nothing else: no code is shared with the solvers or with the
-metrics of planner.schedule, so that a mistake in one is not repeated in the other. Two numbers are no
+metrics of planner.plans.schedule, so that a mistake in one is not repeated in the other. Two numbers are no
 matter of the ops alone. The baseline of `slowdown_vs_best` is looked for anew, and its schedule checked here like
-any other. Of the lower bound, what planner.bounds proves is established; a search that went further left no
+any other. Of the lower bound, what planner.plans.bounds proves is established; a search that went further left no
 proof in the document, so a bound above that is believed of PROVERS only, and `claim` says so. A bound over all
 partitions of the layers is proven anew (`_Layouts`).
 """
@@ -21,13 +21,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from openrecycle.planner.baseline import reference_period
-from openrecycle.planner.bounds import period_bound
-from openrecycle.planner.errors import PlannerError
-from openrecycle.planner.job import Job, MemoryLimit, Problem, Worker
-from openrecycle.planner.plan import PROVERS, MetricsDoc, Plan
-from openrecycle.planner.plan_arrays import ColumnarSchedule
-from openrecycle.planner.schedule import Op, Schedule
+from openrecycle.planner.jobs.errors import PlannerError
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Worker
+from openrecycle.planner.plans.baseline import reference_period
+from openrecycle.planner.plans.bounds import period_bound
+from openrecycle.planner.plans.plan import PROVERS, MetricsDoc, Plan
+from openrecycle.planner.plans.plan_arrays import ColumnarSchedule
+from openrecycle.planner.plans.schedule import Op, Schedule
 
 Ints = NDArray[np.int64]
 KINDS = "FIWBO"
@@ -89,7 +89,7 @@ def claim(plan: Plan) -> str | None:
 
 
 def established_bound(problem: Problem, period: int) -> int:
-    """Ticks that no plan of `problem` can beat, by planner.bounds. period: of a valid one.
+    """Ticks that no plan of `problem` can beat, by planner.plans.bounds. period: of a valid one.
 
     What is called fault-free runs in 1F1B's order, or as GPipe, which may be the shorter.
     """
@@ -552,7 +552,7 @@ def _over_layouts(problem: Problem, said: MetricsDoc) -> Iterator[Violation]:
 class _Layouts:
     """Is there a partition of the layers, and, where those may change, numbers of workers per stage, by which each
     stage may be done within some ticks? Found forwards, from the first stage on, for one number of ticks; what a stage
-    takes are the bounds of planner.bounds on it alone, and on it with the first, written down anew.
+    takes are the bounds of planner.plans.bounds on it alone, and on it with the first, written down anew.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -741,7 +741,7 @@ def _best_without_failures(job: Job, memory: MemoryLimit) -> tuple[int, Violatio
     """Period in ticks, and what is wrong with the plan that has it. Kept, as `best_fault_free` keeps that plan: all
     plans of a job are compared with the same."""
     # The only thing here that a solver makes; what it makes is checked. Imported for this alone.
-    from openrecycle.planner.fault_free import best_fault_free
+    from openrecycle.planner.solvers.fault_free import best_fault_free
 
     best = _Checker(best_fault_free(job, memory).schedule)
     wrong = next(best.violations(), None)

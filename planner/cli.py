@@ -17,34 +17,34 @@ from rich.console import Console
 
 from openrecycle.planner.check import check as find_violations
 from openrecycle.planner.check import claim
-from openrecycle.planner.cli_shared import (
+from openrecycle.planner.commands.bench import bench_command
+from openrecycle.planner.commands.catalog import catalog_command, normalize_command
+from openrecycle.planner.commands.export import compare_command, export_command
+from openrecycle.planner.commands.output import check_out, console, is_stdout, run, write_out
+from openrecycle.planner.commands.shared import (
     LAYERS_HELP,
     PARTITION_HELP,
     best_at_home,
     interruptible,
     job_of_options,
 )
-from openrecycle.planner.commands_bench import bench_command
-from openrecycle.planner.commands_catalog import catalog_command, normalize_command
-from openrecycle.planner.commands_export import compare_command, export_command
-from openrecycle.planner.commands_simulate import simulate_command
-from openrecycle.planner.errors import InputError
-from openrecycle.planner.failures import parse_failed
-from openrecycle.planner.job import Job, MemoryLimit, Over, Problem, Technique, Worker
-from openrecycle.planner.output import check_out, console, is_stdout, run, write_out
-from openrecycle.planner.plan import Plan
-from openrecycle.planner.profile import AUTO
+from openrecycle.planner.commands.simulate import simulate_command
+from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.jobs.failures import parse_failed
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Over, Problem, Technique, Worker
+from openrecycle.planner.jobs.profile import AUTO
+from openrecycle.planner.plans.plan import Plan
+from openrecycle.planner.portfolio import make_plan
 from openrecycle.planner.reference import reference_plan
 from openrecycle.planner.solvers.base import SolverProgress
-from openrecycle.planner.solvers.portfolio import make_plan
 
 if TYPE_CHECKING:
-    from openrecycle.planner.partition import Layout
+    from openrecycle.planner.layers.partition import Layout
 
 
 from rich.text import Text
 
-from openrecycle.planner.schedule import Schedule
+from openrecycle.planner.plans.schedule import Schedule
 
 SHOWN_VIOLATIONS = 20
 
@@ -193,7 +193,7 @@ def _refuse_beside_reference(options: dict[str, object]) -> None:
 
 def _laid_out(job: Job, dead: frozenset[Worker], technique: Technique, memory: MemoryLimit, *, migrate: bool) -> Layout:
     at_home = best_at_home(job, technique, memory)
-    from openrecycle.planner.partition import lay_out
+    from openrecycle.planner.layers.partition import lay_out
 
     over: Over = "layouts" if migrate else "partitions"
     return lay_out(at_home, dead, technique=technique, memory=memory, over=over)

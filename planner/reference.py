@@ -1,18 +1,18 @@
-"""The published fault-free schedules (see planner.baseline) as plans."""
+"""The published fault-free schedules (see planner.plans.baseline) as plans."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 
-from openrecycle.planner.baseline import gpipe, one_forward_one_backward, zb_h1, zb_h2
-from openrecycle.planner.bounds import period_bound
-from openrecycle.planner.errors import InputError
-from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique
-from openrecycle.planner.plan import Plan
-from openrecycle.planner.schedule import Schedule
+from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique
+from openrecycle.planner.plans.baseline import gpipe, one_forward_one_backward, zb_h1, zb_h2
+from openrecycle.planner.plans.bounds import period_bound
+from openrecycle.planner.plans.plan import Plan
+from openrecycle.planner.plans.schedule import Schedule
+from openrecycle.planner.portfolio import plan_of
 from openrecycle.planner.solvers.base import Solution
-from openrecycle.planner.solvers.portfolio import plan_of
 
 # What each is, the least technique that allows its ops, and the memory limit that it keeps. The
 # zero-bubble schedules split B and step without a barrier.

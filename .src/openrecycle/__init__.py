@@ -12,53 +12,53 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from openrecycle.agent.averaging import ExponentialMovingAverage
-    from openrecycle.agent.callbacks import Callback, MLflow, ProgressBar, TensorBoard, WeightsAndBiases
-    from openrecycle.agent.data import Evaluation, Loading, MicroBatchSampler, PadCollate
-    from openrecycle.agent.devices import Platform
-    from openrecycle.agent.gradients import GradientSum
-    from openrecycle.agent.launch import JobFailed
-    from openrecycle.agent.options import Checkpoints, Console, Faults, HandOver, Optimization, Planning
-    from openrecycle.agent.own_group import GroupLost
-    from openrecycle.agent.reporter import Reporter
-    from openrecycle.agent.stage_io import TensorSpec
-    from openrecycle.agent.timeouts import Timeouts
-    from openrecycle.agent.trainer import ResilientTrainer, TrainingResult
-    from openrecycle.planner.errors import InputError
-    from openrecycle.planner.job import Job
+    from openrecycle.agent.config.devices import Platform
+    from openrecycle.agent.config.options import Checkpoints, Console, Faults, HandOver, Optimization, Planning
+    from openrecycle.agent.config.timeouts import Timeouts
+    from openrecycle.agent.jobs.callbacks import Callback, MLflow, ProgressBar, TensorBoard, WeightsAndBiases
+    from openrecycle.agent.jobs.trainer import ResilientTrainer, TrainingResult
+    from openrecycle.agent.launcher.launch import JobFailed
+    from openrecycle.agent.models.data import Evaluation, Loading, MicroBatchSampler, PadCollate
+    from openrecycle.agent.models.stage_io import TensorSpec
+    from openrecycle.agent.own_loops.own_group import GroupLost
+    from openrecycle.agent.own_loops.reporter import Reporter
+    from openrecycle.agent.stages.averaging import ExponentialMovingAverage
+    from openrecycle.agent.stages.gradients import GradientSum
+    from openrecycle.planner.jobs.errors import InputError
+    from openrecycle.planner.jobs.job import Job
 
 _source = Path(__file__).resolve().parents[1]
 if _source.name == ".src":  # a clone; links would do, but not every copy of a tree keeps them
     __path__.append(str(_source.parent))
 
 _HOMES = {
-    "Callback": "openrecycle.agent.callbacks",
-    "Checkpoints": "openrecycle.agent.options",
-    "Console": "openrecycle.agent.options",
-    "Evaluation": "openrecycle.agent.data",
-    "ExponentialMovingAverage": "openrecycle.agent.averaging",
-    "Faults": "openrecycle.agent.options",
-    "GradientSum": "openrecycle.agent.gradients",
-    "GroupLost": "openrecycle.agent.own_group",
-    "HandOver": "openrecycle.agent.options",
-    "InputError": "openrecycle.planner.errors",
-    "Job": "openrecycle.planner.job",
-    "JobFailed": "openrecycle.agent.launch",
-    "Loading": "openrecycle.agent.data",
-    "MLflow": "openrecycle.agent.callbacks",
-    "MicroBatchSampler": "openrecycle.agent.data",
-    "Optimization": "openrecycle.agent.options",
-    "PadCollate": "openrecycle.agent.data",
-    "Planning": "openrecycle.agent.options",
-    "Platform": "openrecycle.agent.devices",
-    "ProgressBar": "openrecycle.agent.callbacks",
-    "Reporter": "openrecycle.agent.reporter",
-    "ResilientTrainer": "openrecycle.agent.trainer",
-    "TensorBoard": "openrecycle.agent.callbacks",
-    "TensorSpec": "openrecycle.agent.stage_io",
-    "Timeouts": "openrecycle.agent.timeouts",
-    "TrainingResult": "openrecycle.agent.trainer",
-    "WeightsAndBiases": "openrecycle.agent.callbacks",
+    "Callback": "openrecycle.agent.jobs.callbacks",
+    "Checkpoints": "openrecycle.agent.config.options",
+    "Console": "openrecycle.agent.config.options",
+    "Evaluation": "openrecycle.agent.models.data",
+    "ExponentialMovingAverage": "openrecycle.agent.stages.averaging",
+    "Faults": "openrecycle.agent.config.options",
+    "GradientSum": "openrecycle.agent.stages.gradients",
+    "GroupLost": "openrecycle.agent.own_loops.own_group",
+    "HandOver": "openrecycle.agent.config.options",
+    "InputError": "openrecycle.planner.jobs.errors",
+    "Job": "openrecycle.planner.jobs.job",
+    "JobFailed": "openrecycle.agent.launcher.launch",
+    "Loading": "openrecycle.agent.models.data",
+    "MLflow": "openrecycle.agent.jobs.callbacks",
+    "MicroBatchSampler": "openrecycle.agent.models.data",
+    "Optimization": "openrecycle.agent.config.options",
+    "PadCollate": "openrecycle.agent.models.data",
+    "Planning": "openrecycle.agent.config.options",
+    "Platform": "openrecycle.agent.config.devices",
+    "ProgressBar": "openrecycle.agent.jobs.callbacks",
+    "Reporter": "openrecycle.agent.own_loops.reporter",
+    "ResilientTrainer": "openrecycle.agent.jobs.trainer",
+    "TensorBoard": "openrecycle.agent.jobs.callbacks",
+    "TensorSpec": "openrecycle.agent.models.stage_io",
+    "Timeouts": "openrecycle.agent.config.timeouts",
+    "TrainingResult": "openrecycle.agent.jobs.trainer",
+    "WeightsAndBiases": "openrecycle.agent.jobs.callbacks",
 }
 
 __all__ = [

@@ -36,10 +36,10 @@ from typing import Any
 
 import torch
 
-from openrecycle.agent.layers import Partition, Span, partition_of, spans
-from openrecycle.agent.optimizer import joined, of_layers
-from openrecycle.agent.state import StageState, StateError, opened, read_tensors, whole_number, write_tensors
-from openrecycle.planner.plan import read_json
+from openrecycle.agent.models.layers import Partition, Span, partition_of, spans
+from openrecycle.agent.models.state import StageState, StateError, opened, read_tensors, whole_number, write_tensors
+from openrecycle.agent.stages.optimizer import joined, of_layers
+from openrecycle.planner.plans.plan import read_json
 
 FORMAT, VERSION = "openrecycle-checkpoint", 4
 # Asked for before a file is read. A state of 100,000 tensors has a description of 20 MB, a job of 16,384

@@ -15,10 +15,10 @@ from openrecycle.agent.checkpoints.checkpoint import (
     whole_checkpoints,
     write_part,
 )
-from openrecycle.agent.optimizer import StageOptimizer
-from openrecycle.agent.options import Checkpoints
-from openrecycle.agent.state import StageState
-from openrecycle.planner.errors import InputError
+from openrecycle.agent.config.options import Checkpoints
+from openrecycle.agent.models.state import StageState
+from openrecycle.agent.stages.optimizer import StageOptimizer
+from openrecycle.planner.jobs.errors import InputError
 
 TIMEOUT_SECONDS = 30.0
 """How long training waits for the checkpoint before to be written, when the next is to begin."""

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from openrecycle.agent.checkpoints.checkpoint import CheckpointError, reason_of, whole_checkpoints
-from openrecycle.agent.layers import build_layer
-from openrecycle.agent.optimizer import AVERAGE
-from openrecycle.agent.state import StateError, decode, encode, read_tensors, write_tensors
-from openrecycle.agent.workload import Workload
-from openrecycle.planner.errors import InputError
+from openrecycle.agent.models.layers import build_layer
+from openrecycle.agent.models.state import StateError, decode, encode, read_tensors, write_tensors
+from openrecycle.agent.models.workload import Workload
+from openrecycle.agent.stages.optimizer import AVERAGE
+from openrecycle.planner.jobs.errors import InputError
 
 _OTHERS = "openrecycle"
 """What a state dict has beside tensors, which files of the format have no place for."""

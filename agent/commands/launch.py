@@ -14,21 +14,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from openrecycle.agent.commands.shared import json_object, read_token, sentences, with_flags
-from openrecycle.agent.delivery import Delivery, Line, RecordFile
+from openrecycle.agent.config.options import Planning, TrainingOptions
+from openrecycle.agent.config.settings import build, leaves
+from openrecycle.agent.jobs.start import check_writable, make_launcher, take_over
+from openrecycle.agent.launcher.processes import preload, start_server
+from openrecycle.agent.launcher.record_sentences import is_remark, sentence_of
+from openrecycle.agent.messages.delivery import Delivery, Line, RecordFile
+from openrecycle.agent.models.workload import NamedWorkload, WorkloadSource
 from openrecycle.agent.nodes.role import LedElsewhere, NodeRole, check_token, role_of
-from openrecycle.agent.options import Planning, TrainingOptions
-from openrecycle.agent.processes import preload, start_server
-from openrecycle.agent.record_sentences import is_remark, sentence_of
-from openrecycle.agent.settings import build, leaves
-from openrecycle.agent.start import check_writable, make_launcher, take_over
-from openrecycle.agent.workload import NamedWorkload, WorkloadSource
-from openrecycle.planner.errors import InputError
-from openrecycle.planner.job import Job
+from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.jobs.job import Job
+from openrecycle.planner.jobs.words import printable
 from openrecycle.planner.profiles import job_on, load
-from openrecycle.planner.words import printable
 
 if TYPE_CHECKING:
-    from openrecycle.agent.launch import Launcher
+    from openrecycle.agent.launcher.launch import Launcher
     from openrecycle.agent.nodes.successor import Succession
 
 GRID = (3, 4, 6)
@@ -121,7 +121,7 @@ def launch(
             for line in earlier:
                 written(line)
             # Only now, so that bad input has not waited for torch.
-            from openrecycle.agent.launch import JobFailed, Stopped
+            from openrecycle.agent.launcher.launch import JobFailed, Stopped
 
             def stop(number: int, _frame: object) -> None:
                 stopped.append(number)

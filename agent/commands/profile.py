@@ -9,11 +9,11 @@ from typing import Annotated, Any, get_args
 import typer
 
 from openrecycle.agent.commands.shared import json_object, refuse, sentences, with_flags
-from openrecycle.agent.options import Optimization, Planning, TrainingOptions, parse_bytes
-from openrecycle.agent.settings import build, leaves
-from openrecycle.planner.errors import InputError
-from openrecycle.planner.job import Job
-from openrecycle.planner.output import check_out, is_stdout, write_out
+from openrecycle.agent.config.options import Optimization, Planning, TrainingOptions, parse_bytes
+from openrecycle.agent.config.settings import build, leaves
+from openrecycle.planner.commands.output import check_out, is_stdout, write_out
+from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.profiles import Clock, Profile
 
 MODELS_HELP = "gpt3-medium, gpt3-3.35b or gpt3-6.7b: one layer, the embedding and the head are measured."

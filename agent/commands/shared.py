@@ -12,13 +12,13 @@ from typing import Annotated, Any, get_origin
 
 import typer
 
-from openrecycle.agent.client import ConsoleRefused, ConsoleUnavailable
-from openrecycle.agent.options import FLAGS, GRID
-from openrecycle.agent.settings import Leaf, spelled, without_none
-from openrecycle.planner.errors import InputError, PlannerError
-from openrecycle.planner.files import read_whole
-from openrecycle.planner.plan import read_json
-from openrecycle.planner.words import printable
+from openrecycle.agent.config.options import FLAGS, GRID
+from openrecycle.agent.config.settings import Leaf, spelled, without_none
+from openrecycle.agent.messages.client import ConsoleRefused, ConsoleUnavailable
+from openrecycle.planner.jobs.errors import InputError, PlannerError
+from openrecycle.planner.jobs.files import read_whole
+from openrecycle.planner.jobs.words import printable
+from openrecycle.planner.plans.plan import read_json
 
 
 def flags_of(leaves: Iterable[Leaf]) -> dict[str, inspect.Parameter]:

@@ -24,7 +24,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from openrecycle.planner.job import Worker
+from openrecycle.planner.jobs.job import Worker
 
 Pair = tuple[str, str]
 """Two workers' names, in order."""

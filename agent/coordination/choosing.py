@@ -40,8 +40,8 @@ from openrecycle.agent.coordination.membership import (
     no_such_worker,
     returned,
 )
-from openrecycle.agent.protocol import WorkerState
-from openrecycle.planner.words import REROUTE, names
+from openrecycle.agent.messages.protocol import WorkerState
+from openrecycle.planner.jobs.words import REROUTE, names
 
 RUNNING, FAILED = WorkerState.RUNNING, WorkerState.FAILED
 

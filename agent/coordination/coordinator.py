@@ -60,8 +60,8 @@ from openrecycle.agent.coordination.membership import (
     place_of,
     returned,
 )
-from openrecycle.agent.protocol import WorkerState
-from openrecycle.planner.words import names
+from openrecycle.agent.messages.protocol import WorkerState
+from openrecycle.planner.jobs.words import names
 
 RUNNING, SUSPECT, FAILED = WorkerState.RUNNING, WorkerState.SUSPECT, WorkerState.FAILED
 REJOINING, STARTING, FINISHED = WorkerState.REJOINING, WorkerState.STARTING, WorkerState.FINISHED

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from openrecycle.agent.coordination.membership import AckState, Generation, Interim, Mode, Offer, State
-from openrecycle.agent.protocol import JobState
+from openrecycle.agent.messages.protocol import JobState
 
 # -- what can happen ----------------------------------------------------------------------------
 
@@ -267,7 +267,7 @@ class Note:
 
 @dataclass(frozen=True)
 class Refuse:
-    """The event does not count, and nothing changed. code: as in agent.protocol.Problem."""
+    """The event does not count, and nothing changed. code: as in agent.messages.protocol.Problem."""
 
     code: Literal["unknown_worker", "fenced", "not_member", "job_over", "invalid", "no_choice", "not_running", "frozen"]
     detail: str

@@ -28,8 +28,8 @@ from openrecycle.agent.coordination.membership import (
     PendingGeneration,
     State,
 )
-from openrecycle.agent.protocol import Deployment, WorkerState
-from openrecycle.planner.words import names
+from openrecycle.agent.messages.protocol import Deployment, WorkerState
+from openrecycle.planner.jobs.words import names
 
 RUNNING, SUSPECT, FAILED = WorkerState.RUNNING, WorkerState.SUSPECT, WorkerState.FAILED
 REJOINING, STARTING, FINISHED = WorkerState.REJOINING, WorkerState.STARTING, WorkerState.FINISHED

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from openrecycle.agent.protocol import Command, Deployment, Iteration, Recovery, Relayout, ValidationReport
-from openrecycle.planner.job import Worker
-from openrecycle.planner.plan import Plan
+from openrecycle.agent.messages.protocol import Command, Deployment, Iteration, Recovery, Relayout, ValidationReport
+from openrecycle.planner.jobs.job import Worker
+from openrecycle.planner.plans.plan import Plan
 
 if TYPE_CHECKING:
-    from openrecycle.agent.clock import Offset
+    from openrecycle.agent.messages.clock import Offset
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """A launcher without a console: the same state machine as a console's, driven by what the launcher sees itself.
 
-It sees its workers' processes end, so nobody's silence is judged here (agent.liveness does), nobody is asked for a
-choice, and plans come from a catalog at once.
+It sees its workers' processes end, so nobody's silence is judged here (agent.monitoring.liveness does), nobody is asked
+for a choice, and plans come from a catalog at once.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ from openrecycle.agent.coordination.generations import deployment_of, why_not
 from openrecycle.agent.coordination.launcher import Coordination, Deploy, Halt, LauncherWarning
 from openrecycle.agent.coordination.launcher import Event as Order
 from openrecycle.agent.coordination.membership import AckState, FailureTimeouts, Generation, State
-from openrecycle.agent.protocol import Iteration, Recovery, Relayout, ValidationReport
-from openrecycle.planner.catalog import Catalog
-from openrecycle.planner.errors import PlannerError
-from openrecycle.planner.job import Job, MayMove, Worker
-from openrecycle.planner.migration import normalize
-from openrecycle.planner.plan import Plan
+from openrecycle.agent.messages.protocol import Iteration, Recovery, Relayout, ValidationReport
+from openrecycle.planner.catalogs.catalog import Catalog
+from openrecycle.planner.jobs.errors import PlannerError
+from openrecycle.planner.jobs.job import Job, MayMove, Worker
+from openrecycle.planner.layers.migration import normalize
+from openrecycle.planner.plans.plan import Plan
 
 if TYPE_CHECKING:
-    from openrecycle.agent.clock import Offset
-    from openrecycle.planner.partition import Layout
+    from openrecycle.agent.messages.clock import Offset
+    from openrecycle.planner.layers.partition import Layout
 
 
 _STATE = TypeAdapter(State)
 
 
 def _lay_out(job: Job, failed: frozenset[Worker], **about: Any) -> Layout:
-    """planner.partition.lay_out, which needs numpy; training alone does not."""
-    from openrecycle.planner.partition import lay_out
+    """planner.layers.partition.lay_out, which needs numpy; training alone does not."""
+    from openrecycle.planner.layers.partition import lay_out
 
     return lay_out(job, failed, **about)
 

@@ -12,8 +12,8 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from openrecycle.agent.coordination.blame import Complaint, Links
-from openrecycle.agent.protocol import JobState, WorkerState
-from openrecycle.planner.errors import InputError
+from openrecycle.agent.messages.protocol import JobState, WorkerState
+from openrecycle.planner.jobs.errors import InputError
 
 # -- limits and modes -------------------------------------------------------------------------
 
@@ -72,7 +72,7 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True)
 class Candidate:
-    """One option, called as in planner.policy. failed: the places that are empty under it; moves: (from,
+    """One option, called as in planner.simulation.policy. failed: the places that are empty under it; moves: (from,
     to) of workers that change their stage; partition: layers per stage, () where none move.
 
     rate: samples per second by its plan; share: of the fault-free plan's, slowdown_vs_1f1b: against

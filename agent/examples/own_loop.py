@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from openrecycle import GradientSum, GroupLost, Job, Reporter
-from openrecycle.agent.own_group import Membership
+from openrecycle.agent.own_loops.own_group import Membership
 
 JOB = Job.uniform(pipelines=2, stages=2, micro_batches=3)
 MICRO_BATCHES = JOB.pipelines * JOB.micro_batches

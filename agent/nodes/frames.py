@@ -27,7 +27,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 
-from openrecycle.planner.plan import read_json
+from openrecycle.planner.plans.plan import read_json
 
 MAX_MESSAGE_BYTES = 1 << 26
 _PROTOCOL = "openrecycle-nodes/3"

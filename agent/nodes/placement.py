@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from openrecycle.planner.errors import InputError
-from openrecycle.planner.job import Job, Worker
+from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.jobs.job import Job, Worker
 
 
 def place(job: Job, nodes: int) -> dict[Worker, int]:

@@ -20,7 +20,9 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any, ClassVar
 
-from openrecycle.agent.clock import Offset
+from openrecycle.agent.launcher.processes import ProcessPool, WorkerProcess, preload
+from openrecycle.agent.messages.clock import Offset
+from openrecycle.agent.models.workload import WorkloadSource
 from openrecycle.agent.nodes.frames import HANDSHAKE_SECONDS, Frames, NotTrusted, greet
 from openrecycle.agent.nodes.placement import place, stand_in
 from openrecycle.agent.nodes.role import LedElsewhere, NodeRole
@@ -37,13 +39,11 @@ from openrecycle.agent.nodes.succession import (
     tell,
 )
 from openrecycle.agent.nodes.wire import MACHINE, by_name, encode_run, encode_spec, publish_lead
-from openrecycle.agent.processes import ProcessPool, WorkerProcess, preload
-from openrecycle.agent.spec import RunSpec, WorkerSpec
-from openrecycle.agent.worker import main
-from openrecycle.agent.workload import WorkloadSource
-from openrecycle.planner.errors import InputError
-from openrecycle.planner.job import Job, Worker
-from openrecycle.planner.words import printable
+from openrecycle.agent.workers.spec import RunSpec, WorkerSpec
+from openrecycle.agent.workers.worker import main
+from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.jobs.job import Job, Worker
+from openrecycle.planner.jobs.words import printable
 
 CLOCK_SAMPLES = 7
 """Round trips by which a node's clock is compared with the lead's; the quickest one counts."""

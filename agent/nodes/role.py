@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from openrecycle.planner.errors import InputError
+from openrecycle.planner.jobs.errors import InputError
 
 LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 29431

@@ -14,16 +14,17 @@ from collections.abc import Callable
 from multiprocessing.connection import wait
 from typing import Any
 
-from openrecycle.agent import channel, worker
-from openrecycle.agent.client import Backoff
+from openrecycle.agent.config.timeouts import ALIVE_SECONDS
+from openrecycle.agent.launcher.processes import ProcessPool, WorkerProcess, preload
+from openrecycle.agent.messages import channel
+from openrecycle.agent.messages.client import Backoff
 from openrecycle.agent.nodes.frames import Frames, NotTrusted, greet
 from openrecycle.agent.nodes.pool import NodeHub
 from openrecycle.agent.nodes.succession import Copy, Follow, Lead, Search, Spool, Standing
 from openrecycle.agent.nodes.successor import Succession
 from openrecycle.agent.nodes.wire import MACHINE, decode_run, decode_spec
-from openrecycle.agent.processes import ProcessPool, WorkerProcess, preload
-from openrecycle.agent.timeouts import ALIVE_SECONDS
-from openrecycle.planner.job import Worker
+from openrecycle.agent.workers import worker
+from openrecycle.planner.jobs.job import Worker
 
 Say = Callable[[str], None]
 

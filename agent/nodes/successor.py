@@ -7,15 +7,15 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from openrecycle.agent.launch import Takeover
+from openrecycle.agent.launcher.launch import Takeover
+from openrecycle.agent.launcher.processes import WorkerProcess, preload
+from openrecycle.agent.launcher.record import REMEMBERED
 from openrecycle.agent.nodes.placement import place
 from openrecycle.agent.nodes.pool import NodeHub, SpreadPool
 from openrecycle.agent.nodes.succession import Copy, Lead, Spool
-from openrecycle.agent.processes import WorkerProcess, preload
-from openrecycle.agent.record import REMEMBERED
-from openrecycle.agent.spec import RunSpec
-from openrecycle.planner.job import Worker
-from openrecycle.planner.plan import Plan
+from openrecycle.agent.workers.spec import RunSpec
+from openrecycle.planner.jobs.job import Worker
+from openrecycle.planner.plans.plan import Plan
 
 FOLLOW_SECONDS = 5.0
 """So long the new lead waits for those that live, and for what their workers have said."""

@@ -12,13 +12,13 @@ import torch.distributed
 from pydantic import TypeAdapter, ValidationError
 
 from openrecycle.agent.checkpoints.checkpointing import Origin
-from openrecycle.agent.layers import Partition
-from openrecycle.agent.options import TrainingOptions
-from openrecycle.agent.spec import RunSpec, WorkerSpec
-from openrecycle.agent.stage_io import StageIO
-from openrecycle.agent.workload import NamedWorkload, WorkloadSource
-from openrecycle.planner.errors import InputError
-from openrecycle.planner.job import Worker
+from openrecycle.agent.config.options import TrainingOptions
+from openrecycle.agent.models.layers import Partition
+from openrecycle.agent.models.stage_io import StageIO
+from openrecycle.agent.models.workload import NamedWorkload, WorkloadSource
+from openrecycle.agent.workers.spec import RunSpec, WorkerSpec
+from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.jobs.job import Worker
 
 dist: Any = torch.distributed
 

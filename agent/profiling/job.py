@@ -14,18 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openrecycle.agent.assembly import assemble
-from openrecycle.agent.optimizer import StageOptimizer, stage_optimizer
-from openrecycle.agent.options import Optimization
+from openrecycle.agent.config.options import Optimization
+from openrecycle.agent.models.stage_io import LOWER, StageCuts, Tensors, tensors_of
+from openrecycle.agent.models.workload import NamedWorkload, load_workload
 from openrecycle.agent.profiling.profiler import PartSpec, ProfilingEffort, measure_part, size_of, timing_of
 from openrecycle.agent.profiling.shapes import parts_of, shape_of
 from openrecycle.agent.profiling.stages import Rounds, StageError, measure_stages
 from openrecycle.agent.profiling.traffic import TrafficError, measure_traffic
-from openrecycle.agent.stage import Stage
-from openrecycle.agent.stage_io import LOWER, StageCuts, Tensors, tensors_of
-from openrecycle.agent.workload import NamedWorkload, load_workload
-from openrecycle.planner.errors import InputError
-from openrecycle.planner.job import Job
+from openrecycle.agent.stages.assembly import assemble
+from openrecycle.agent.stages.optimizer import StageOptimizer, stage_optimizer
+from openrecycle.agent.stages.stage import Stage
+from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.profiles import Hardware, Measurements, Part, Reductions, Timing
 
 __all__ = ["StageError", "TrafficError", "measure_model", "measure_workload"]

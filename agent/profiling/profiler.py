@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from openrecycle.agent.optimizer import StageOptimizer
-from openrecycle.agent.stage import Stage
-from openrecycle.agent.stage_io import Gradients, Tensors
+from openrecycle.agent.models.stage_io import Gradients, Tensors
+from openrecycle.agent.stages.optimizer import StageOptimizer
+from openrecycle.agent.stages.stage import Stage
 from openrecycle.planner.profiles import Clock, Part, Timing
 
 T = TypeVar("T")

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from openrecycle.agent.config.options import Optimization
 from openrecycle.agent.examples.gpt import Block
-from openrecycle.agent.gradients import gradient_sum
-from openrecycle.agent.optimizer import StageOptimizer
-from openrecycle.agent.options import Optimization
 from openrecycle.agent.profiling.profiler import PartSpec
-from openrecycle.agent.stage import Stage
-from openrecycle.planner.errors import InputError
+from openrecycle.agent.stages.gradients import gradient_sum
+from openrecycle.agent.stages.optimizer import StageOptimizer
+from openrecycle.agent.stages.stage import Stage
+from openrecycle.planner.jobs.errors import InputError
 
 
 @dataclass(frozen=True)

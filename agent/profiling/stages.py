@@ -19,23 +19,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openrecycle.agent import channel
-from openrecycle.agent.assembly import assemble
-from openrecycle.agent.devices import on_device
-from openrecycle.agent.executor import Executor
-from openrecycle.agent.faults import FaultInjector
-from openrecycle.agent.optimizer import stage_optimizer
-from openrecycle.agent.options import Optimization
-from openrecycle.agent.processes import ProcessPool, WorkerProcess, preload
+from openrecycle.agent.config.devices import on_device
+from openrecycle.agent.config.faults import FaultInjector
+from openrecycle.agent.config.options import Optimization
+from openrecycle.agent.launcher.processes import ProcessPool, WorkerProcess, preload
+from openrecycle.agent.messages import channel
+from openrecycle.agent.models.stage_io import CPU, StageCuts, StageIO, StageOutput
+from openrecycle.agent.models.workload import NamedWorkload, WorkloadSource
 from openrecycle.agent.profiling.profiler import CLOCKS, ProfilingEffort, size_of
 from openrecycle.agent.profiling.traffic import measure_traffic
-from openrecycle.agent.script import MicroBatch, Script
-from openrecycle.agent.stage_io import CPU, StageCuts, StageIO, StageOutput
+from openrecycle.agent.stages.assembly import assemble
+from openrecycle.agent.stages.optimizer import stage_optimizer
+from openrecycle.agent.transport.script import MicroBatch, Script
 from openrecycle.agent.transport.transfers import Transfers
-from openrecycle.agent.validation_exchange import Steps
-from openrecycle.agent.workload import NamedWorkload, WorkloadSource
-from openrecycle.planner.job import Job, Worker
-from openrecycle.planner.schedule import Op
+from openrecycle.agent.workers.executor import Executor
+from openrecycle.agent.workers.validation_exchange import Steps
+from openrecycle.planner.jobs.job import Job, Worker
+from openrecycle.planner.plans.schedule import Op
 
 _TIMEOUT_SECONDS = 600.0
 _FAILED = 1

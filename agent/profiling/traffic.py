@@ -11,12 +11,12 @@ from typing import Any
 import torch
 import torch.distributed
 
-from openrecycle.agent import channel
-from openrecycle.agent.communicator import Groups
-from openrecycle.agent.processes import ProcessPool
+from openrecycle.agent.config.timeouts import Timeouts
+from openrecycle.agent.launcher.processes import ProcessPool
+from openrecycle.agent.messages import channel
 from openrecycle.agent.profiling.profiler import timing_of
-from openrecycle.agent.timeouts import Timeouts
-from openrecycle.planner.job import Worker
+from openrecycle.agent.transport.communicator import Groups
+from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.profiles import Clock, Reductions, Timing
 
 dist: Any = torch.distributed

@@ -19,9 +19,9 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from openrecycle.agent import compat
-from openrecycle.agent.timeouts import Timeouts
-from openrecycle.planner.job import Worker
+from openrecycle.agent.config.timeouts import Timeouts
+from openrecycle.agent.models import compat
+from openrecycle.planner.jobs.job import Worker
 
 # torch ships no types for what is used here.
 dist: Any = torch.distributed

@@ -8,12 +8,12 @@ waiting and cancelling with stand-ins. What it relies on:
   is bound to no device (`device_id`) and messages are not batched: both would put all pairs into one.
 - Communicators get on independently of each other. NCCL does not promise it in general: a kernel that
   waits for its peer holds a few multiprocessors, and streams share the device's queues when there are more
-  than CUDA_DEVICE_MAX_CONNECTIONS of them (see agent.devices: 32, the most there is). A worker has two
+  than CUDA_DEVICE_MAX_CONNECTIONS of them (see agent.config.devices: 32, the most there is). A worker has two
   streams per neighbour that its plan gives it, and one for its stage: a dozen neighbours are safe,
   more are not known to be.
 - `ProcessGroupNCCL.abort`, called from another thread, ends the kernels that wait for a peer, dead or alive.
   It does not end a connection that is just being made, in which the calling thread waits for the other
-  end. So all connections are made in a thread that may be left behind (see agent.communicator), before the
+  end. So all connections are made in a thread that may be left behind (see agent.transport.communicator), before the
   group is used: a peer that dies meanwhile costs that thread, and its communicator, but no process. That the
   communicators of a later group can be made while such a thread still waits is NCCL's to keep: they share nothing.
 - A group in which somebody died is of no use afterwards: a generation has new ones, under new names.
@@ -38,10 +38,10 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from openrecycle.agent import compat
-from openrecycle.agent.timeouts import Timeouts
+from openrecycle.agent.config.timeouts import Timeouts
+from openrecycle.agent.models import compat
 from openrecycle.agent.transport.group import TransferError, first_line, only_other
-from openrecycle.planner.job import Worker
+from openrecycle.planner.jobs.job import Worker
 
 dist: Any = torch.distributed
 

@@ -34,9 +34,9 @@ from collections.abc import Collection
 
 import torch
 
-from openrecycle.agent.script import Lane, MicroBatch, Script
+from openrecycle.agent.transport.script import Lane, MicroBatch, Script
 from openrecycle.agent.transport.transfers import Lines, TransferLayout, Transfers
-from openrecycle.planner.job import Worker
+from openrecycle.planner.jobs.job import Worker
 
 _ONE_TAG = 0
 

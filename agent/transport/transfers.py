@@ -23,10 +23,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from openrecycle.agent.script import MicroBatch, Script, Transfer
-from openrecycle.agent.stage_io import StageOutput, TensorSpec
+from openrecycle.agent.models.stage_io import StageOutput, TensorSpec
 from openrecycle.agent.transport.group import Group, PendingTransfer, halt_all
-from openrecycle.planner.job import Job, Worker
+from openrecycle.agent.transport.script import MicroBatch, Script, Transfer
+from openrecycle.planner.jobs.job import Job, Worker
 
 # Receives posted ahead of the op that needs them.
 PREFETCH = 4

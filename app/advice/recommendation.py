@@ -16,12 +16,16 @@ from openrecycle.agent.coordination.choosing import MOVE_ITERATIONS, worth_movin
 from openrecycle.agent.coordination.membership import Candidate
 from openrecycle.app.runtime.children import Channel
 from openrecycle.app.runtime.task_queue import answered
-from openrecycle.planner.errors import PlannerError
-from openrecycle.planner.job import MayMove, MemoryLimit, Over, Problem, Technique, Worker
-from openrecycle.planner.packed import to_bytes
-from openrecycle.planner.partition import lay_out
-from openrecycle.planner.plan import JobDoc, Plan
-from openrecycle.planner.policy import (
+from openrecycle.planner.jobs.errors import PlannerError
+from openrecycle.planner.jobs.job import MayMove, MemoryLimit, Over, Problem, Technique, Worker
+from openrecycle.planner.jobs.words import DROP, MIGRATE, REROUTE, layers_moved, names, percent
+from openrecycle.planner.layers.partition import lay_out
+from openrecycle.planner.plans.packed import to_bytes
+from openrecycle.planner.plans.plan import JobDoc, Plan
+from openrecycle.planner.portfolio import checked_plan_of, make_plan
+from openrecycle.planner.simulation.costs import RecoveryCosts
+from openrecycle.planner.simulation.planned import PlannedJob, Rate
+from openrecycle.planner.simulation.policy import (
     PLANNED_OPS,
     REPARTITION,
     SHALLOWER,
@@ -34,10 +38,6 @@ from openrecycle.planner.policy import (
     shares,
     span,
 )
-from openrecycle.planner.simulation.costs import RecoveryCosts
-from openrecycle.planner.simulation.planned import PlannedJob, Rate
-from openrecycle.planner.solvers.portfolio import checked_plan_of, make_plan
-from openrecycle.planner.words import DROP, MIGRATE, REROUTE, layers_moved, names, percent
 
 RESTART, SPARES = "restart from the checkpoint", "take spares"
 # Another way is taken, or worth an operator's while, when it trains so much more than re-routing does.
@@ -58,7 +58,8 @@ class Recommendation:
     the load? reason: why, in a few sentences.
 
     candidates: the ways that the job can take by itself, best first. better: the name of one that is
-    clearly better than re-routing, "" where none is. plans: of the candidates, as planner.packed has them, in base64.
+    clearly better than re-routing, "" where none is. plans: of the candidates, as planner.plans.packed has them, in
+    base64.
     """
 
     way: str
@@ -77,11 +78,11 @@ class Recommendation:
 @dataclass(frozen=True)
 class AdviceRequest:
     """owner: the job's id. samples: of one iteration. unit_seconds: of the job's time unit; None: what
-    its name says. heals_in, since_checkpoint: seconds, as for planner.policy.advise. copy: seconds that a
+    its name says. heals_in, since_checkpoint: seconds, as for planner.simulation.policy.advise. copy: seconds that a
     worker takes for a stage's state. basis: where the costs and the repair time come from, in words.
-    migrate: may workers change their stage? relayout: may layers, as in agent.protocol.JobSpec? partition: layers per
-    stage now. move: seconds that training loses when layers move; None: it is assumed. automatic: does the job take
-    the best way by itself?
+    migrate: may workers change their stage? relayout: may layers, as in agent.messages.protocol.JobSpec? partition:
+    layers per stage now. move: seconds that training loses when layers move; None: it is assumed. automatic: does the
+    job take the best way by itself?
     """
 
     owner: str

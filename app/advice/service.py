@@ -26,9 +26,9 @@ from openrecycle.app.observing.job_history import changes, repair_times
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.task_queue import TaskQueue
 from openrecycle.db.store import Record, Store
-from openrecycle.planner.job import Worker
-from openrecycle.planner.packed import from_bytes, storable
-from openrecycle.planner.plan import job_doc
+from openrecycle.planner.jobs.job import Worker
+from openrecycle.planner.plans.packed import from_bytes, storable
+from openrecycle.planner.plans.plan import job_doc
 from openrecycle.planner.simulation.costs import RecoveryCosts
 
 log = structlog.get_logger()

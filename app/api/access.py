@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, ConfigDict, Field
 
-from openrecycle.agent.protocol import Identifier
+from openrecycle.agent.messages.protocol import Identifier
 from openrecycle.app.api.models import Actor
 from openrecycle.app.api.parsing import ReadBeside
 from openrecycle.app.console.service import Console

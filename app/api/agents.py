@@ -1,4 +1,4 @@
-"""What agents and launchers say and ask. Messages: agent.protocol."""
+"""What agents and launchers say and ask. Messages: agent.messages.protocol."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated, ParamSpec, TypeVar
 from fastapi import APIRouter, Header, Query, Request, Response
 from pydantic import BaseModel
 
-from openrecycle.agent.protocol import (
+from openrecycle.agent.messages.protocol import (
     AGENT_TOKEN,
     Acknowledgements,
     BatchReply,
@@ -35,7 +35,7 @@ from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.runner import in_thread, in_turn
 from openrecycle.app.security.access import caller_of
 from openrecycle.app.security.callers import Role
-from openrecycle.planner.plan import job_doc
+from openrecycle.planner.plans.plan import job_doc
 
 P = ParamSpec("P")
 T = TypeVar("T")

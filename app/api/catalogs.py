@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Path, Query, Response
 from pydantic import BaseModel, Field
 
-from openrecycle.agent.protocol import Memory
+from openrecycle.agent.messages.protocol import Memory
 from openrecycle.app.api.models import Actor, ProfileName
 from openrecycle.app.api.paging import After, Most, page
 from openrecycle.app.api.parsing import ReadBeside
@@ -18,11 +18,11 @@ from openrecycle.app.catalogs.service import Filling, info_of
 from openrecycle.app.console.service import Console
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.runner import in_thread
-from openrecycle.planner.catalog_store import CatalogInfo
-from openrecycle.planner.errors import InputError
-from openrecycle.planner.job import Technique
-from openrecycle.planner.packed import CatalogQuestion
-from openrecycle.planner.plan import JobDoc, job_doc
+from openrecycle.planner.catalogs.catalog_store import CatalogInfo
+from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.jobs.job import Technique
+from openrecycle.planner.plans.packed import CatalogQuestion
+from openrecycle.planner.plans.plan import JobDoc, job_doc
 
 Fingerprint = Annotated[str, Path(pattern="^[0-9a-f]{32}$")]
 PlanName = Annotated[str, Path(pattern="^[0-9]{6}-[0-9a-f]{24}$")]

@@ -18,7 +18,7 @@ from typing import Protocol
 
 import structlog
 
-from openrecycle.agent.protocol import ProblemDetails
+from openrecycle.agent.messages.protocol import ProblemDetails
 from openrecycle.app.runtime.problems import MEDIA_TYPE
 
 log = structlog.get_logger()

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from starlette.background import BackgroundTask
 from starlette.responses import FileResponse
 
-from openrecycle.agent.protocol import Identifier
+from openrecycle.agent.messages.protocol import Identifier
 from openrecycle.app.api.models import Actor, ReportOutcome
 from openrecycle.app.console.service import Console
 from openrecycle.app.runtime.runner import in_thread

@@ -13,7 +13,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from openrecycle.agent.protocol import API
+from openrecycle.agent.messages.protocol import API
 from openrecycle.app.runtime.errors import ConsoleError, storing
 from openrecycle.app.runtime.problems import problem
 from openrecycle.app.runtime.runner import in_thread

@@ -8,13 +8,13 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Response
 from pydantic import BaseModel
 
-from openrecycle.agent.protocol import ClockReading, MeasuredOps, clock_name
+from openrecycle.agent.messages.protocol import ClockReading, MeasuredOps, clock_name
 from openrecycle.app.api.models import ReportOutcome
 from openrecycle.app.api.parsing import ReadBeside
 from openrecycle.app.console.measured import MeasuredIteration, measured_iteration
 from openrecycle.app.console.service import Console
 from openrecycle.app.runtime.runner import answer_in_thread, in_thread
-from openrecycle.planner.plan import Plan
+from openrecycle.planner.plans.plan import Plan
 
 Watch = Annotated[bool, Query(description="have the job measured again soon")]
 

@@ -1,4 +1,4 @@
-"""What the API answers where agent.protocol has no message for it: what people and dashboards read."""
+"""What the API answers where agent.messages.protocol has no message for it: what people and dashboards read."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from fastapi import Header, Query
 from pydantic import BaseModel, Field
 
-from openrecycle.agent.protocol import JobSpec, JobState
+from openrecycle.agent.messages.protocol import JobSpec, JobState
 from openrecycle.app.plans.profiles import NAME
 from openrecycle.app.workers.states import Condition, RoleState
 

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict, Field
 
-from openrecycle.agent.protocol import LogLine, LogLines, ValidationReport
+from openrecycle.agent.messages.protocol import LogLine, LogLines, ValidationReport
 from openrecycle.app.api.models import Actor, ReportOutcome
 from openrecycle.app.api.parsing import ReadBeside
 from openrecycle.app.console.service import Console
@@ -18,7 +18,7 @@ from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.runner import in_thread
 from openrecycle.db.heartbeats import Level
-from openrecycle.planner.plan import INTEGER
+from openrecycle.planner.plans.plan import INTEGER
 
 Moment = Annotated[float | None, Query(ge=0, le=1e11, allow_inf_nan=False, description="POSIX seconds")]
 TEN_MINUTES = 600.0

@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field, StrictBool
 
 from openrecycle.agent.coordination.membership import CHOICE_TIMEOUT, LEAST_CHOICE_TIMEOUT, MOST_CHOICE_TIMEOUT, Mode
-from openrecycle.agent.protocol import WorkerName
+from openrecycle.agent.messages.protocol import WorkerName
 from openrecycle.app.api.models import Actor, ReportOutcome
 from openrecycle.app.api.parsing import ReadBeside
 from openrecycle.app.console.operator_actions import named

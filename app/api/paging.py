@@ -14,7 +14,7 @@ from typing import Annotated, TypeVar
 from fastapi import Query
 
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.planner.plan import read_json
+from openrecycle.planner.plans.plan import read_json
 
 T = TypeVar("T")
 Place = tuple[float | str, ...]

@@ -21,7 +21,7 @@ from fastapi.routing import APIRoute
 from openrecycle.app.runtime.documents import bounded, refuse_repeats
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.sentences import sentence
-from openrecycle.planner.words import printable
+from openrecycle.planner.jobs.words import printable
 
 P = ParamSpec("P")
 T = TypeVar("T")

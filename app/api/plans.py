@@ -11,7 +11,7 @@ from fastapi import APIRouter, Query, Response
 from fastapi import Request as HttpRequest
 from pydantic import BaseModel, ConfigDict, Field
 
-from openrecycle.agent.protocol import Memory
+from openrecycle.agent.messages.protocol import Memory
 from openrecycle.app.api.models import Actor, ProfileName, ReportOutcome
 from openrecycle.app.api.paging import After, Most, page
 from openrecycle.app.api.parsing import ReadBeside, is_json
@@ -29,8 +29,8 @@ from openrecycle.app.plans.solving_child import (
 from openrecycle.app.plans.uploading import LARGE, MOST_WAITING, PlanToSave, ReadPlan
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.runner import in_thread
-from openrecycle.planner.errors import PlannerError
-from openrecycle.planner.plan import INTEGER, JobDoc, Plan, job_doc
+from openrecycle.planner.jobs.errors import PlannerError
+from openrecycle.planner.plans.plan import INTEGER, JobDoc, Plan, job_doc
 
 
 class SavedPlan(BaseModel):

@@ -13,7 +13,7 @@ from openrecycle.app.api.parsing import ReadBeside
 from openrecycle.app.console.service import Console
 from openrecycle.app.plans.profiles import NAME, ProfileInfo
 from openrecycle.app.runtime.runner import in_thread
-from openrecycle.planner.plan import JobDoc, job_doc
+from openrecycle.planner.plans.plan import JobDoc, job_doc
 from openrecycle.planner.profiles import Profile
 
 InPath = Annotated[str, Path(pattern=NAME)]

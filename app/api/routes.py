@@ -9,7 +9,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Match, Mount, Route
 from starlette.types import Receive, Scope, Send
 
-from openrecycle.agent.protocol import API, ProblemDetails
+from openrecycle.agent.messages.protocol import API, ProblemDetails
 from openrecycle.app.api import (
     access,
     agents,

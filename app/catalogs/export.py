@@ -11,9 +11,9 @@ from typing import Any, Literal
 from openrecycle.app.catalogs.service import Catalogs
 from openrecycle.app.runtime.children import Channel, ChildEnded, Children
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.planner.catalog_store import INFO, SUFFIX, CatalogInfo
-from openrecycle.planner.errors import PlannerError
-from openrecycle.planner.packed import decode_plan
+from openrecycle.planner.catalogs.catalog_store import INFO, SUFFIX, CatalogInfo
+from openrecycle.planner.jobs.errors import PlannerError
+from openrecycle.planner.plans.packed import decode_plan
 
 # A document takes about 100 bytes per op: beyond this the file would have gigabytes.
 MAX_OPS = 2_000_000

@@ -17,13 +17,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from openrecycle.app.catalogs.plans_needed import most_failures
 from openrecycle.app.runtime.children import Channel
-from openrecycle.planner.catalog_build import fill, targets
-from openrecycle.planner.catalog_engines import make_engine
-from openrecycle.planner.errors import InputError, PlannerError
-from openrecycle.planner.job import Job, MemoryLimit, Technique
-from openrecycle.planner.packed import CatalogQuestion, Effort
-from openrecycle.planner.plan import INTEGER, PRINTABLE, JobDoc
-from openrecycle.planner.solvers.portfolio import SOLVERS
+from openrecycle.planner.catalogs.catalog_build import fill, targets
+from openrecycle.planner.catalogs.catalog_engines import make_engine
+from openrecycle.planner.jobs.errors import InputError, PlannerError
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique
+from openrecycle.planner.plans.packed import CatalogQuestion, Effort
+from openrecycle.planner.plans.plan import INTEGER, PRINTABLE, JobDoc
+from openrecycle.planner.portfolio import SOLVERS
 
 log = structlog.get_logger()
 
@@ -107,7 +107,7 @@ def parse_request(**values: Any) -> CatalogRequest:
 
 
 class _Sending:
-    """A catalog's plans (planner.catalog_build.Keeper): the stored ones, and new ones, which are sent."""
+    """A catalog's plans (planner.catalogs.catalog_build.Keeper): the stored ones, and new ones, which are sent."""
 
     def __init__(self, channel: Channel, blobs: dict[str, bytes]) -> None:
         self._channel = channel

@@ -14,12 +14,12 @@ from typing import Any
 
 from openrecycle.app.runtime.children import Channel
 from openrecycle.app.runtime.task_queue import answered
-from openrecycle.planner.baseline import reference_period
-from openrecycle.planner.catalog_store import CatalogInfo
-from openrecycle.planner.failures import patterns
-from openrecycle.planner.job import MemoryLimit, Technique, Worker
-from openrecycle.planner.packed import CatalogQuestion
-from openrecycle.planner.plan import JobDoc
+from openrecycle.planner.catalogs.catalog_store import CatalogInfo
+from openrecycle.planner.jobs.failures import patterns
+from openrecycle.planner.jobs.job import MemoryLimit, Technique, Worker
+from openrecycle.planner.plans.baseline import reference_period
+from openrecycle.planner.plans.packed import CatalogQuestion
+from openrecycle.planner.plans.plan import JobDoc
 
 # Patterns that are looked for: no more are ever planned one by one.
 MOST = 512

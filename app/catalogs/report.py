@@ -9,12 +9,12 @@ from itertools import islice
 
 from openrecycle.app.catalogs.plans_needed import PlansNeeded
 from openrecycle.db.store import Record
-from openrecycle.planner.catalog_build import LISTED
-from openrecycle.planner.catalog_store import PLANNER_VERSION, CatalogInfo, plan_name
-from openrecycle.planner.errors import PlannerError
-from openrecycle.planner.job import Worker
-from openrecycle.planner.packed import CatalogQuestion, Header
-from openrecycle.planner.plan import job_doc
+from openrecycle.planner.catalogs.catalog_build import LISTED
+from openrecycle.planner.catalogs.catalog_store import PLANNER_VERSION, CatalogInfo, plan_name
+from openrecycle.planner.jobs.errors import PlannerError
+from openrecycle.planner.jobs.job import Worker
+from openrecycle.planner.plans.packed import CatalogQuestion, Header
+from openrecycle.planner.plans.plan import job_doc
 
 
 @dataclass(frozen=True)

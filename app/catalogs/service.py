@@ -24,14 +24,14 @@ from openrecycle.app.runtime.children import ChildEnded, Children, PendingAnswer
 from openrecycle.app.runtime.errors import ConsoleError, unavailable
 from openrecycle.app.runtime.task_queue import Done, TaskQueue
 from openrecycle.db.store import Store
-from openrecycle.planner.catalog import rename_pipelines
-from openrecycle.planner.catalog_store import CatalogInfo, StoredCatalog, plan_name
-from openrecycle.planner.errors import PlannerError
-from openrecycle.planner.failures import canonical_pattern
-from openrecycle.planner.job import Job, Worker
-from openrecycle.planner.packed import CatalogQuestion, Effort, Header, decode_header, encode_plan
-from openrecycle.planner.plan import MetricsDoc, Plan, PlanError, SolverDoc
-from openrecycle.planner.words import percent
+from openrecycle.planner.catalogs.catalog import rename_pipelines
+from openrecycle.planner.catalogs.catalog_store import CatalogInfo, StoredCatalog, plan_name
+from openrecycle.planner.jobs.errors import PlannerError
+from openrecycle.planner.jobs.failures import canonical_pattern
+from openrecycle.planner.jobs.job import Job, Worker
+from openrecycle.planner.jobs.words import percent
+from openrecycle.planner.plans.packed import CatalogQuestion, Effort, Header, decode_header, encode_plan
+from openrecycle.planner.plans.plan import MetricsDoc, Plan, PlanError, SolverDoc
 
 log = structlog.get_logger()
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from openrecycle.agent.coordination import events as happening
 from openrecycle.agent.coordination.generations import deployment_of
 from openrecycle.agent.coordination.membership import Interim
-from openrecycle.agent.protocol import (
+from openrecycle.agent.messages.protocol import (
     Acknowledgement,
     BatchReply,
     Command,
@@ -37,9 +37,9 @@ from openrecycle.app.observing.service import Observing
 from openrecycle.app.runtime.errors import ConsoleError, plain, storing
 from openrecycle.db.store import Store
 from openrecycle.planner.check import check
-from openrecycle.planner.errors import PlannerError
-from openrecycle.planner.plan import Plan
-from openrecycle.planner.words import micro_batch_names, milliseconds
+from openrecycle.planner.jobs.errors import PlannerError
+from openrecycle.planner.jobs.words import micro_batch_names, milliseconds
+from openrecycle.planner.plans.plan import Plan
 
 
 def skipped_note(report: Iteration, micro_batches: int) -> happening.Note:

@@ -8,8 +8,8 @@ from openrecycle.app.console.plan_sources import made_name, measured_name, names
 from openrecycle.app.console.service import Console
 from openrecycle.app.plans.references import Made, OfJob, Reference
 from openrecycle.planner.export.compare import by_stage
-from openrecycle.planner.job import Technique
-from openrecycle.planner.schedule import Schedule
+from openrecycle.planner.jobs.job import Technique
+from openrecycle.planner.plans.schedule import Schedule
 
 MOST = 4
 # The paper's: 27, 36, 29 and 27 slots.

@@ -14,7 +14,7 @@ import structlog
 
 from openrecycle.agent.coordination.events import Note
 from openrecycle.agent.coordination.membership import FailureTimeouts
-from openrecycle.agent.protocol import JobCreated, JobSpec, JobState
+from openrecycle.agent.messages.protocol import JobCreated, JobSpec, JobState
 from openrecycle.app.console.view import JobSummary
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.runtime.errors import ConsoleError, storing, unknown_job
@@ -22,7 +22,7 @@ from openrecycle.app.workers.sentence import over_sentence
 from openrecycle.app.workers.states import Condition
 from openrecycle.db.job_index import OVER, JobIndex
 from openrecycle.db.store import Record, Store
-from openrecycle.planner.errors import PlannerError
+from openrecycle.planner.jobs.errors import PlannerError
 
 log = structlog.get_logger()
 

@@ -11,10 +11,10 @@ from statistics import median
 
 from openrecycle.app.console.service import Console
 from openrecycle.app.observing.measuring import IterationAsRun
-from openrecycle.planner.job import Job, Problem, StageProfile, Worker
-from openrecycle.planner.migration import SECONDS
-from openrecycle.planner.plan import MEASURED, MetricsDoc, Plan, SolverDoc
-from openrecycle.planner.schedule import Op, Schedule
+from openrecycle.planner.jobs.job import Job, Problem, StageProfile, Worker
+from openrecycle.planner.layers.migration import SECONDS
+from openrecycle.planner.plans.plan import MEASURED, MetricsDoc, Plan, SolverDoc
+from openrecycle.planner.plans.schedule import Op, Schedule
 
 _KEEP = 8
 _AROUND = 4

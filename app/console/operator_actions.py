@@ -11,11 +11,11 @@ import structlog
 from openrecycle.agent.coordination.choosing import out
 from openrecycle.agent.coordination.events import Chosen, DrainAsked, ModeSet, Note, PlanFrozen
 from openrecycle.agent.coordination.membership import LEAST_CHOICE_TIMEOUT, MOST_CHOICE_TIMEOUT, Member, Mode, Offer
-from openrecycle.agent.protocol import Command, WorkerState
+from openrecycle.agent.messages.protocol import Command, WorkerState
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.runtime.errors import ConsoleError, plain
 from openrecycle.db.store import Record, Store
-from openrecycle.planner.job import Worker
+from openrecycle.planner.jobs.job import Worker
 
 log = structlog.get_logger()
 

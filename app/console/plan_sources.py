@@ -18,10 +18,10 @@ from openrecycle.app.plans.references import IN_FORCE, Made, MeasuredReference, 
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.workers.states import RoleState
 from openrecycle.db.store import Record
-from openrecycle.planner.catalog import Catalog
-from openrecycle.planner.errors import InputError, PlannerError
-from openrecycle.planner.job import Technique
-from openrecycle.planner.plan import Plan, job_doc
+from openrecycle.planner.catalogs.catalog import Catalog
+from openrecycle.planner.jobs.errors import InputError, PlannerError
+from openrecycle.planner.jobs.job import Technique
+from openrecycle.planner.plans.plan import Plan, job_doc
 
 TECHNIQUES = {
     Technique.FAULT_FREE: "Fault-free 1F1B",

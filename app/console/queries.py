@@ -22,7 +22,7 @@ from openrecycle.app.workers.sentence import sentence
 from openrecycle.app.workers.states import WorkerStates
 from openrecycle.db.plan_rows import PlanColumns
 from openrecycle.db.store import Record, Store
-from openrecycle.planner.plan import Plan
+from openrecycle.planner.plans.plan import Plan
 
 
 @dataclass(frozen=True)

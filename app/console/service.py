@@ -16,7 +16,7 @@ import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
 from openrecycle.agent.coordination.membership import FailureTimeouts
-from openrecycle.agent.protocol import JobSpec
+from openrecycle.agent.messages.protocol import JobSpec
 from openrecycle.app.advice.service import Advising
 from openrecycle.app.catalogs.service import Catalogs
 from openrecycle.app.console.agent_reports import Reports

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
-from openrecycle.agent.protocol import Doing, JobSpec, JobState, OpKind
+from openrecycle.agent.messages.protocol import Doing, JobSpec, JobState, OpKind
 from openrecycle.app.observing.goodput import Figures
 from openrecycle.app.observing.rates import IterationView
 from openrecycle.app.workers.states import Condition, ProcessState, RoleState
-from openrecycle.planner.plan import Plan
+from openrecycle.planner.plans.plan import Plan
 
 
 class WorkerView(NamedTuple):

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import median
 
-from openrecycle.agent.protocol import LogLine
+from openrecycle.agent.messages.protocol import LogLine
 from openrecycle.app.console.service import Console
 from openrecycle.app.console.view import EventView, JobView, WorkerView
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.runtime.errors import ConsoleError, storing
 from openrecycle.app.workers.states import HOLDING
-from openrecycle.planner.job import Worker
-from openrecycle.planner.migration import SECONDS
-from openrecycle.planner.plan import Plan
+from openrecycle.planner.jobs.job import Worker
+from openrecycle.planner.layers.migration import SECONDS
+from openrecycle.planner.plans.plan import Plan
 
 EVENTS = 20
 # What older versions stored, and how it is called since.

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from openrecycle.app.history.tables import Fingerprint, format_of
 from openrecycle.db.job_rows import MODELS, JobRows
 from openrecycle.db.session import Database
-from openrecycle.planner.plan import INTEGER
+from openrecycle.planner.plans.plan import INTEGER
 
 MANIFEST = "manifest.json"
 # The audit log is this console's own: it goes along to be read, and is never taken from a file.

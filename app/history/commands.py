@@ -25,8 +25,8 @@ from openrecycle.db.job_rows import JobRows
 from openrecycle.db.leadership import LeaderSession
 from openrecycle.db.session import Database, DatabaseError
 from openrecycle.db.store import Store
-from openrecycle.planner.errors import InputError
-from openrecycle.planner.output import destination, is_stdout
+from openrecycle.planner.commands.output import destination, is_stdout
+from openrecycle.planner.jobs.errors import InputError
 
 DatabaseUrl = Annotated[
     str,

@@ -18,14 +18,14 @@ from typing import IO, Any
 
 from pydantic import BaseModel, ValidationError
 
-from openrecycle.agent.protocol import JobSpec
+from openrecycle.agent.messages.protocol import JobSpec
 from openrecycle.app.history.archive import EXPORTED, IMPORTED, MANIFEST, Entry, Manifest, plan_file, table_file
 from openrecycle.app.history.tables import TableFormat, format_of
 from openrecycle.db.heartbeats import GROUP
 from openrecycle.db.samples import BlockError, unpack
 from openrecycle.planner.check import check
-from openrecycle.planner.errors import PlannerError
-from openrecycle.planner.plan import Plan, read_model
+from openrecycle.planner.jobs.errors import PlannerError
+from openrecycle.planner.plans.plan import Plan, read_model
 
 MOST_MANIFEST = 8 * 2**20
 MOST_DIRECTORY = 16 * 2**20

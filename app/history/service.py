@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from openrecycle.agent.protocol import WorkerState
+from openrecycle.agent.messages.protocol import WorkerState
 from openrecycle.app.history.archive import export
 from openrecycle.app.history.importing import REST, Imported, abandoned, import_history
 from openrecycle.app.history.reading import HistoryError

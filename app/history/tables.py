@@ -15,11 +15,11 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstra
 from sqlalchemy import BigInteger, Boolean, Column, Double, Integer, LargeBinary, String, Text
 
 from openrecycle.agent.coordination.membership import LEAST_CHOICE_TIMEOUT, MOST_CHOICE_TIMEOUT, Mode
-from openrecycle.agent.protocol import Identifier, JobSpec, Milliseconds, Name, OpKind, WorkerName, WorkerState
+from openrecycle.agent.messages.protocol import Identifier, JobSpec, Milliseconds, Name, OpKind, WorkerName, WorkerState
 from openrecycle.app.observing.measuring import IterationAsRun
 from openrecycle.app.workers.states import RoleState
 from openrecycle.db.job_rows import table
-from openrecycle.planner.job import MAX_LAYERS
+from openrecycle.planner.jobs.job import MAX_LAYERS
 
 Record = dict[str, Any]
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import median, quantiles
 from typing import Literal
 
-from openrecycle.planner.words import percent
+from openrecycle.planner.jobs.words import percent
 
 # So many iterations make a window; it is stable where their middle four fifths differ by no more than this share of
 # the median. Where none is after so many iterations, the newest window is taken, and said to be unsteady.

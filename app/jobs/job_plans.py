@@ -10,15 +10,15 @@ import structlog
 
 from openrecycle.agent.coordination.events import Event, PlanReady, PlanRefused
 from openrecycle.agent.coordination.membership import State
-from openrecycle.agent.protocol import JobSpec
+from openrecycle.agent.messages.protocol import JobSpec
 from openrecycle.app.runtime.patches import LARGE_OPS
 from openrecycle.db.store import Store
-from openrecycle.planner.catalog import Catalog
+from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.check import checked
-from openrecycle.planner.errors import PlannerError
-from openrecycle.planner.job import Job, MemoryLimit, Technique, Worker
-from openrecycle.planner.packed import CatalogQuestion, storable
-from openrecycle.planner.plan import Plan
+from openrecycle.planner.jobs.errors import PlannerError
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
+from openrecycle.planner.plans.packed import CatalogQuestion, storable
+from openrecycle.planner.plans.plan import Plan
 
 log = structlog.get_logger()
 

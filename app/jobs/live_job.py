@@ -31,7 +31,7 @@ from openrecycle.agent.coordination.events import (
     Tick,
 )
 from openrecycle.agent.coordination.membership import FailureTimeouts, Member, State
-from openrecycle.agent.protocol import Command, Deployment, Heartbeat, JobSpec
+from openrecycle.agent.messages.protocol import Command, Deployment, Heartbeat, JobSpec
 from openrecycle.app.jobs.baseline import Baseline, read_baseline
 from openrecycle.app.jobs.folding import LOOK_BACK, Folding
 from openrecycle.app.jobs.job_plans import JobPlans, LookUp
@@ -59,9 +59,9 @@ from openrecycle.app.runtime.errors import ConsoleError, refused, unavailable, u
 from openrecycle.app.runtime.notify import Topic
 from openrecycle.app.workers.states import ProcessState, WorkerStates, follow
 from openrecycle.db.store import JobUpdate, Record, Store
-from openrecycle.planner.errors import PlannerError
-from openrecycle.planner.packed import storable
-from openrecycle.planner.plan import Plan
+from openrecycle.planner.jobs.errors import PlannerError
+from openrecycle.planner.plans.packed import storable
+from openrecycle.planner.plans.plan import Plan
 
 log = structlog.get_logger()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from openrecycle.agent.protocol import Heartbeat, OpKind
+from openrecycle.agent.messages.protocol import Heartbeat, OpKind
 
 # Weight of the newest report; older ones fade with a half-life of three.
 NEWEST = 0.2

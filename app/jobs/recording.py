@@ -8,10 +8,10 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from openrecycle.agent.protocol import Heartbeat
+from openrecycle.agent.messages.protocol import Heartbeat
 from openrecycle.db.heartbeats import GROUP
 from openrecycle.db.samples import METRICS, PHASES, Samples, from_beats
-from openrecycle.planner.job import Worker
+from openrecycle.planner.jobs.job import Worker
 
 _WIDTH = 4 + len(METRICS)
 _PHASES = {phase: float(i) for i, phase in enumerate(PHASES)}

@@ -21,7 +21,7 @@ from openrecycle.agent.coordination.membership import (
     PendingGeneration,
     State,
 )
-from openrecycle.agent.protocol import Heartbeat, JobSpec, JobState, WorkerState
+from openrecycle.agent.messages.protocol import Heartbeat, JobSpec, JobState, WorkerState
 from openrecycle.app.jobs.waiting import Wait
 from openrecycle.app.workers.states import ProcessState, WorkerStates
 from openrecycle.db.store import Record, Store

@@ -1,5 +1,5 @@
-"""Stored plans, read in the quickest way there is: large ones are put into columns (planner.packed), in processes of
-their own, one after the other, and the most recently used ones stay parsed."""
+"""Stored plans, read in the quickest way there is: large ones are put into columns (planner.plans.packed), in processes
+of their own, one after the other, and the most recently used ones stay parsed."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from openrecycle.app.runtime.children import Channel, ChildEnded, Children
 from openrecycle.app.runtime.patches import LARGE_OPS, OP_BYTES, building
 from openrecycle.db.plan_rows import PlanColumns
 from openrecycle.db.store import Store
-from openrecycle.planner.errors import PlannerError
-from openrecycle.planner.packed import decode_header, pack, unpack
-from openrecycle.planner.plan import Plan, PlanError
+from openrecycle.planner.jobs.errors import PlannerError
+from openrecycle.planner.plans.packed import decode_header, pack, unpack
+from openrecycle.planner.plans.plan import Plan, PlanError
 
 log = structlog.get_logger()
 

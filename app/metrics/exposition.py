@@ -22,7 +22,7 @@ from prometheus_client.exposition import choose_encoder
 from sqlalchemy import event
 from sqlalchemy.engine import Engine
 
-from openrecycle.planner.plan import Plan
+from openrecycle.planner.plans.plan import Plan
 
 PREFIX = "openrecycle"
 # Seconds.

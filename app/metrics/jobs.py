@@ -18,7 +18,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from sqlalchemy.exc import SQLAlchemyError
 
-from openrecycle.agent.protocol import JobState
+from openrecycle.agent.messages.protocol import JobState
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.jobs.waiting import NOTHING, Waited
 from openrecycle.app.metrics.exposition import PREFIX, quantiles
@@ -26,7 +26,7 @@ from openrecycle.app.observing.goodput import Figures
 from openrecycle.app.observing.rates import RECENT, iteration_view, recent_rate, share_of
 from openrecycle.app.workers.states import RoleState
 from openrecycle.db.store import Store
-from openrecycle.planner.plan import Plan
+from openrecycle.planner.plans.plan import Plan
 
 log = structlog.get_logger()
 

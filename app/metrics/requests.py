@@ -7,7 +7,7 @@ import time
 from fastapi.routing import APIRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from openrecycle.agent.protocol import API
+from openrecycle.agent.messages.protocol import API
 from openrecycle.app.metrics.exposition import Metrics
 
 # The key in the scope under which the name comes back: a list of one.

@@ -8,7 +8,7 @@ import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
 from openrecycle.agent.coordination.events import Note
-from openrecycle.agent.protocol import ValidationReport
+from openrecycle.agent.messages.protocol import ValidationReport
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.runtime.errors import unavailable
 from openrecycle.db.observations import Observations

@@ -22,7 +22,7 @@ from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.jobs.waiting import NOTHING, Waited, joined, trained
 from openrecycle.db.observations import Observations
 from openrecycle.db.store import Record, Store
-from openrecycle.planner.plan import Plan
+from openrecycle.planner.plans.plan import Plan
 
 # Beyond as many new iterations the database adds them up.
 BATCH = 2000

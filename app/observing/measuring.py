@@ -17,7 +17,7 @@ import structlog
 from pydantic import BaseModel
 from sqlalchemy.exc import SQLAlchemyError
 
-from openrecycle.agent.protocol import Heartbeat, MeasuredOps
+from openrecycle.agent.messages.protocol import Heartbeat, MeasuredOps
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.db.observations import Observations

@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from openrecycle.agent.protocol import LogLine, LogLines
+from openrecycle.agent.messages.protocol import LogLine, LogLines
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.observing.feed import Feed
 from openrecycle.app.observing.goodput import Accounts
@@ -16,7 +16,7 @@ from openrecycle.app.observing.rollout import RollOuts
 from openrecycle.app.settings import RetentionLimits
 from openrecycle.db.observations import Observations
 from openrecycle.db.store import Store
-from openrecycle.planner.plan import Plan
+from openrecycle.planner.plans.plan import Plan
 
 
 class Observing:

@@ -7,9 +7,9 @@ import time
 from openrecycle.agent.coordination.events import UsePlan
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.runtime.errors import ConsoleError, plain
-from openrecycle.planner.job import MemoryLimit, Worker
-from openrecycle.planner.plan import Plan, job_doc
-from openrecycle.planner.words import names
+from openrecycle.planner.jobs.job import MemoryLimit, Worker
+from openrecycle.planner.jobs.words import names
+from openrecycle.planner.plans.plan import Plan, job_doc
 
 
 def misfit(job: LiveJob, plan: Plan) -> str:

@@ -7,11 +7,11 @@ import shlex
 import zipfile
 from typing import NamedTuple
 
-from openrecycle.agent.protocol import JobSpec
-from openrecycle.planner.catalog import Catalog
-from openrecycle.planner.errors import PlannerError
+from openrecycle.agent.messages.protocol import JobSpec
+from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.export import EXPORTERS
-from openrecycle.planner.plan import JobDoc, Plan
+from openrecycle.planner.jobs.errors import PlannerError
+from openrecycle.planner.plans.plan import JobDoc, Plan
 
 # A catalog of more ops than this makes the bundle too large to hand around.
 CATALOG_OPS = 1_000_000
@@ -31,7 +31,7 @@ def catalog_part(catalog: Catalog | None) -> CatalogPart:
     size = sum(made.op_count for made in catalog.plans)
     if size > CATALOG_OPS:
         return CatalogPart("", f"{len(catalog)} plans with {size:,} ops in all; make it with the line below")
-    about = f"The plans made ahead, {len(catalog)} failure patterns (planner.catalog.Catalog.from_json)."
+    about = f"The plans made ahead, {len(catalog)} failure patterns (planner.catalogs.catalog.Catalog.from_json)."
     return CatalogPart(catalog.to_json() + "\n", about)
 
 

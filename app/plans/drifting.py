@@ -1,6 +1,6 @@
 """Workers that take longer than they were planned for: said, marked, and planned for.
 
-Heartbeats bring every worker's mean op times. planner.drift says from them who is slow, and with what
+Heartbeats bring every worker's mean op times. planner.layers.drift says from them who is slow, and with what
 speed; where that changes, a plan is made for these speeds, and put in force if it is quicker than the
 order that runs now. Whatever fails later is planned with them, too.
 """
@@ -16,17 +16,17 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from openrecycle.agent.coordination.choosing import out
 from openrecycle.agent.coordination.events import Note, UsePlan
-from openrecycle.agent.protocol import OpKind
+from openrecycle.agent.messages.protocol import OpKind
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.plans.job_planner import JobPlanner
 from openrecycle.app.plans.plan_comparison import gain
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.planner.drift import Drift, DriftLimits, DriftState, Ratios, assumed, drifted, forget, observe
-from openrecycle.planner.errors import PlannerError
-from openrecycle.planner.job import Job, Worker
-from openrecycle.planner.migration import SECONDS
-from openrecycle.planner.plan import Plan
-from openrecycle.planner.words import percent
+from openrecycle.planner.jobs.errors import PlannerError
+from openrecycle.planner.jobs.job import Job, Worker
+from openrecycle.planner.jobs.words import percent
+from openrecycle.planner.layers.drift import Drift, DriftLimits, DriftState, Ratios, assumed, drifted, forget, observe
+from openrecycle.planner.layers.migration import SECONDS
+from openrecycle.planner.plans.plan import Plan
 
 log = structlog.get_logger()
 

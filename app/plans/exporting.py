@@ -8,15 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from openrecycle.agent.protocol import JobSpec
+from openrecycle.agent.messages.protocol import JobSpec
 from openrecycle.app.plans.bundle import CatalogPart, catalog_part, make_bundle
 from openrecycle.app.runtime.children import Channel, ChildEnded, Children
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.planner.catalog import Catalog
-from openrecycle.planner.errors import PlannerError
+from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.export import EXPORTERS, yaml_document
 from openrecycle.planner.export.picture import MAX_ROWS, MAX_STAGES
-from openrecycle.planner.plan import MEASURED, Plan
+from openrecycle.planner.jobs.errors import PlannerError
+from openrecycle.planner.plans.plan import MEASURED, Plan
 
 BUNDLE, BUNDLE_TYPE = "bundle", "application/zip"
 MAX_OPS = 2_000_000

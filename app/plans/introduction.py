@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from openrecycle.app.plans.whatif import WhatIf
-from openrecycle.planner import drawing as model
-from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique, Worker
-from openrecycle.planner.migration import normalize
-from openrecycle.planner.plan import Plan
-from openrecycle.planner.solvers.portfolio import make_plan
-from openrecycle.planner.words import percent
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, Worker
+from openrecycle.planner.jobs.words import percent
+from openrecycle.planner.layers.migration import normalize
+from openrecycle.planner.plans import drawing as model
+from openrecycle.planner.plans.plan import Plan
+from openrecycle.planner.portfolio import make_plan
 
 JOB = Job.uniform(3, 4, 6)
 FAILED = frozenset({Worker(1, 2)})

@@ -18,11 +18,11 @@ from openrecycle.app.plans.plan_requests import LookUpRequest, PlanRequest, plan
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.patches import LARGE_OPS, building
 from openrecycle.app.runtime.task_queue import AHEAD, URGENT, Done
-from openrecycle.planner.catalog_build import LISTED
-from openrecycle.planner.catalog_store import plan_name
-from openrecycle.planner.failures import canonical_pattern
-from openrecycle.planner.job import Job, Worker
-from openrecycle.planner.plan import Plan, job_doc
+from openrecycle.planner.catalogs.catalog_build import LISTED
+from openrecycle.planner.catalogs.catalog_store import plan_name
+from openrecycle.planner.jobs.failures import canonical_pattern
+from openrecycle.planner.jobs.job import Job, Worker
+from openrecycle.planner.plans.plan import Plan, job_doc
 
 log = structlog.get_logger()
 

@@ -10,8 +10,8 @@ from openrecycle.app.plans.uploading import ReadPlan, summary_of
 from openrecycle.app.runtime.errors import ConsoleError, storing, unknown_plan
 from openrecycle.db.saved_plans import SavedPlans
 from openrecycle.db.store import Store
-from openrecycle.planner.packed import Packed, storable
-from openrecycle.planner.plan import Plan
+from openrecycle.planner.plans.packed import Packed, storable
+from openrecycle.planner.plans.plan import Plan
 
 MAX_NAME = 80
 

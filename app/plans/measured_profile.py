@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from statistics import median
 
-from openrecycle.agent.protocol import OpKind
+from openrecycle.agent.messages.protocol import OpKind
 from openrecycle.app.jobs.live_job import LiveJob
-from openrecycle.planner.migration import SECONDS
-from openrecycle.planner.plan import JobDoc, LayerDoc, StageDoc, job_doc
-from openrecycle.planner.profile import StageProfile
+from openrecycle.planner.jobs.profile import StageProfile
+from openrecycle.planner.layers.migration import SECONDS
+from openrecycle.planner.plans.plan import JobDoc, LayerDoc, StageDoc, job_doc
 
 KINDS: tuple[OpKind, ...] = ("F", "I", "W", "B")
 OPS = ("forward", "input_backward", "weight_backward")

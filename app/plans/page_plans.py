@@ -10,9 +10,9 @@ import time
 from dataclasses import dataclass, field
 
 from openrecycle.app.plans.plan_requests import PlanRequest, plan_maker
-from openrecycle.planner.errors import PlannerError
-from openrecycle.planner.job import Technique
-from openrecycle.planner.plan import JobDoc, Plan
+from openrecycle.planner.jobs.errors import PlannerError
+from openrecycle.planner.jobs.job import Technique
+from openrecycle.planner.plans.plan import JobDoc, Plan
 from openrecycle.planner.reference import reference_plan
 
 MAX_KEPT = 32

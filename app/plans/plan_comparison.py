@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from openrecycle.planner.errors import PlannerError
-from openrecycle.planner.job import Job
-from openrecycle.planner.plan import Plan, job_doc
-from openrecycle.planner.steady import steady_period
-from openrecycle.planner.words import percent
+from openrecycle.planner.jobs.errors import PlannerError
+from openrecycle.planner.jobs.job import Job
+from openrecycle.planner.jobs.words import percent
+from openrecycle.planner.plans.plan import Plan, job_doc
+from openrecycle.planner.plans.steady import steady_period
 
 # Above this an order is not played through with other op times.
 MOST_OPS = 20_000

@@ -1,5 +1,5 @@
 """Plans that a child process makes or looks up: what it is asked, and what it does. Large plans cross the pipe in
-columns (planner.packed)."""
+columns (planner.plans.packed)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 
 from openrecycle.app.runtime.children import Channel
 from openrecycle.app.runtime.task_queue import TaskQueue, answered
-from openrecycle.planner.catalog_store import CatalogInfo, MappedBlobs, StoredCatalog
-from openrecycle.planner.job import MemoryLimit, Problem, Technique, Worker
-from openrecycle.planner.packed import from_bytes, to_bytes
-from openrecycle.planner.plan import JobDoc, Plan, PlanError
-from openrecycle.planner.solvers.portfolio import checked_plan_of, make_plan
+from openrecycle.planner.catalogs.catalog_store import CatalogInfo, MappedBlobs, StoredCatalog
+from openrecycle.planner.jobs.job import MemoryLimit, Problem, Technique, Worker
+from openrecycle.planner.plans.packed import from_bytes, to_bytes
+from openrecycle.planner.plans.plan import JobDoc, Plan, PlanError
+from openrecycle.planner.portfolio import checked_plan_of, make_plan
 
 
 @dataclass(frozen=True)

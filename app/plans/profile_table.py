@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from openrecycle.planner.errors import InputError
-from openrecycle.planner.plan import JobDoc, LayerDoc, StageDoc
+from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.plans.plan import JobDoc, LayerDoc, StageDoc
 
 MEGA = 10**6
 FORWARD, INPUT, WEIGHT, OPTIMIZER, SEND, RETURN = "F", "I", "W", "O", "send on", "send back"

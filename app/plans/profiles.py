@@ -13,9 +13,9 @@ from pydantic import BaseModel, ValidationError
 from openrecycle.app.runtime.errors import ConsoleError, storing
 from openrecycle.db import profiles as rows
 from openrecycle.db.session import Database
-from openrecycle.planner.errors import InputError, PlannerError
-from openrecycle.planner.job import Job, Worker
-from openrecycle.planner.plan import JobDoc, StageDoc, first_problem, read_model
+from openrecycle.planner.jobs.errors import InputError, PlannerError
+from openrecycle.planner.jobs.job import Job, Worker
+from openrecycle.planner.plans.plan import JobDoc, StageDoc, first_problem, read_model
 from openrecycle.planner.profiles import Profile, load_profile, shipped
 
 # What a profile may be called: it stands in addresses.

@@ -14,8 +14,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from openrecycle.planner.errors import InputError
-from openrecycle.planner.job import MAX_OPS, Job, MemoryLimit, Technique, Worker
+from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.jobs.job import MAX_OPS, Job, MemoryLimit, Technique, Worker
 
 IN_FORCE = "in-force"
 EXPECTED = (
@@ -59,7 +59,7 @@ class MeasuredReference:
 
 @dataclass(frozen=True)
 class OfCatalog:
-    """fingerprint: the catalog's. name: the plan's in it (planner.catalog_store.plan_name)."""
+    """fingerprint: the catalog's. name: the plan's in it (planner.catalogs.catalog_store.plan_name)."""
 
     fingerprint: str
     name: str

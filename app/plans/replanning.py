@@ -20,10 +20,10 @@ from openrecycle.app.plans.plan_comparison import compare_plans
 from openrecycle.app.plans.solving import Point, Solve, Solves
 from openrecycle.app.plans.solving_child import PlanAsked
 from openrecycle.app.runtime.errors import ConsoleError, storing
-from openrecycle.planner.errors import InputError, PlannerError
-from openrecycle.planner.job import Job
-from openrecycle.planner.plan import Plan, job_doc
-from openrecycle.planner.words import names
+from openrecycle.planner.jobs.errors import InputError, PlannerError
+from openrecycle.planner.jobs.job import Job
+from openrecycle.planner.jobs.words import names
+from openrecycle.planner.plans.plan import Plan, job_doc
 
 log = structlog.get_logger()
 

@@ -19,8 +19,8 @@ from openrecycle.app.plans.solving import Solves
 from openrecycle.app.plans.uploading import Uploads
 from openrecycle.app.runtime.errors import plain, storing, unknown_plan
 from openrecycle.db.store import Store
-from openrecycle.planner.packed import CatalogQuestion
-from openrecycle.planner.plan import Plan
+from openrecycle.planner.plans.packed import CatalogQuestion
+from openrecycle.planner.plans.plan import Plan
 
 
 class PlansService:

@@ -17,10 +17,10 @@ import structlog
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from openrecycle.app.runtime.children import Channel, ChildEnded, Children, PendingAnswer
-from openrecycle.planner.errors import InputError, PlannerError
-from openrecycle.planner.job import Job
-from openrecycle.planner.models import SHAPES, analytic_job, model_shape
-from openrecycle.planner.plan import JobDoc
+from openrecycle.planner.jobs.errors import InputError, PlannerError
+from openrecycle.planner.jobs.job import Job
+from openrecycle.planner.plans.models import SHAPES, analytic_job, model_shape
+from openrecycle.planner.plans.plan import JobDoc
 from openrecycle.planner.simulation.costs import RecoveryCosts
 from openrecycle.planner.simulation.engine import simulate
 from openrecycle.planner.simulation.outcome import HOUR, SimulationOutcome

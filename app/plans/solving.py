@@ -20,8 +20,8 @@ from openrecycle.app.runtime.children import Channel, ChildEnded, Children, Pend
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.notify import Topic
 from openrecycle.app.runtime.patches import OP_BYTES, building
-from openrecycle.planner.packed import from_bytes
-from openrecycle.planner.plan import Plan
+from openrecycle.planner.plans.packed import from_bytes
+from openrecycle.planner.plans.plan import Plan
 
 log = structlog.get_logger()
 

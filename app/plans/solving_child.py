@@ -12,15 +12,15 @@ import structlog
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from openrecycle.app.runtime.children import Channel
-from openrecycle.planner.distribution import CopyCost
-from openrecycle.planner.errors import InputError, PlannerError
-from openrecycle.planner.job import MAX_LAYERS, Job, MemoryLimit, Over, Problem, Technique, Worker
-from openrecycle.planner.migration import normalize
-from openrecycle.planner.packed import to_bytes
-from openrecycle.planner.partition import Layout, lay_out
-from openrecycle.planner.plan import INTEGER, JobDoc, WorkerName
+from openrecycle.planner.jobs.errors import InputError, PlannerError
+from openrecycle.planner.jobs.job import MAX_LAYERS, Job, MemoryLimit, Over, Problem, Technique, Worker
+from openrecycle.planner.layers.distribution import CopyCost
+from openrecycle.planner.layers.migration import normalize
+from openrecycle.planner.layers.partition import Layout, lay_out
+from openrecycle.planner.plans.packed import to_bytes
+from openrecycle.planner.plans.plan import INTEGER, JobDoc, WorkerName
+from openrecycle.planner.portfolio import SOLVERS, checked_plan_of, make_plan
 from openrecycle.planner.solvers.base import SolverProgress
-from openrecycle.planner.solvers.portfolio import SOLVERS, checked_plan_of, make_plan
 
 log = structlog.get_logger()
 
@@ -34,7 +34,7 @@ PLAN = b"+"
 
 
 class _Settings(BaseModel):
-    """failed, technique, memory: as in planner.job.Problem."""
+    """failed, technique, memory: as in planner.jobs.job.Problem."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -45,7 +45,7 @@ class _Settings(BaseModel):
 
 class PlanSettings(_Settings):
     """All of a request for a plan but its job. solver: auto, list, cp-sat or milp. time_limit: seconds. over: what may
-    be chosen beside the order of the ops (planner.job.Over); partition: layers per stage, where it is given."""
+    be chosen beside the order of the ops (planner.jobs.job.Over); partition: layers per stage, where it is given."""
 
     kind: Literal["plan"] = "plan"
     solver: str = "auto"
@@ -66,7 +66,7 @@ class MigrationsSettings(_Settings):
 
 
 class _Asked(_Settings):
-    """job: as in planner.job.Problem."""
+    """job: as in planner.jobs.job.Problem."""
 
     job: JobDoc
 
@@ -157,7 +157,7 @@ class MigrationAnswer(BaseModel):
 
 
 class Migrations(BaseModel):
-    """What planner.migration says: failed, the empty places afterwards; periods in the job's time unit;
+    """What planner.layers.migration says: failed, the empty places afterwards; periods in the job's time unit;
     present, counts: failures per stage now and afterwards; pause: seconds; gained: iterations."""
 
     migrations: list[MigrationAnswer]

@@ -22,7 +22,7 @@ from openrecycle.app.runtime.documents import bounded
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.sentences import sentence
 from openrecycle.planner.check import check
-from openrecycle.planner.plan import Plan
+from openrecycle.planner.plans.plan import Plan
 
 log = structlog.get_logger()
 

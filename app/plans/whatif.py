@@ -26,13 +26,13 @@ from openrecycle.app.plans.whatif_profile import (
     saved_name,
     saved_word,
 )
-from openrecycle.planner.bounds import Bound, best_bound
-from openrecycle.planner.errors import InfeasibleError, InputError, PlannerError
-from openrecycle.planner.job import Job, MemoryLimit, Technique, Worker
-from openrecycle.planner.plan import JobDoc, Plan, PlanError, first_problem, job_doc, read_json
-from openrecycle.planner.profile import AUTO, parse_partition
+from openrecycle.planner.jobs.errors import InfeasibleError, InputError, PlannerError
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
+from openrecycle.planner.jobs.profile import AUTO, parse_partition
+from openrecycle.planner.plans.bounds import Bound, best_bound
+from openrecycle.planner.plans.plan import JobDoc, Plan, PlanError, first_problem, job_doc, read_json
+from openrecycle.planner.portfolio import SOLVERS
 from openrecycle.planner.profiles import Profile, load_profile, shipped
-from openrecycle.planner.solvers.portfolio import SOLVERS
 
 MAX_SIZE = 100_000
 

@@ -13,9 +13,9 @@ from typing import Any
 
 from openrecycle.app.plans.profiles import NAME, SavedProfile, of_layers, on_grid
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.planner.errors import InputError, PlannerError
-from openrecycle.planner.job import Job, StageProfile, Worker
-from openrecycle.planner.plan import JobDoc, read_model
+from openrecycle.planner.jobs.errors import InputError, PlannerError
+from openrecycle.planner.jobs.job import Job, StageProfile, Worker
+from openrecycle.planner.plans.plan import JobDoc, read_model
 
 # Presets of stage times, in slots. uneven: as the planner's benchmark; ends: an embedding that hands no
 # gradient on, and a head that takes longer than the layers do.

@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.planner.plan import DuplicateKey, refuse_duplicates
+from openrecycle.planner.plans.plan import DuplicateKey, refuse_duplicates
 
 # Of one body: objects and lists; and fields of all its objects together. A batch of 8,192 heartbeats, and a job of
 # 4,096 stages or 16,384 workers, have less.

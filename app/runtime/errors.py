@@ -16,7 +16,7 @@ _GONE = re.compile(
 
 
 class ConsoleError(Exception):
-    """status: of HTTP (4xx, 503); code: for programs, as in agent.protocol.Problem."""
+    """status: of HTTP (4xx, 503); code: for programs, as in agent.messages.protocol.Problem."""
 
     def __init__(self, status: int, code: str, detail: str) -> None:
         self.status = status

@@ -8,7 +8,7 @@ import sys
 
 import structlog
 
-from openrecycle.planner.words import printable
+from openrecycle.planner.jobs.words import printable
 
 LEVEL = "OPENRECYCLE_LOG"
 """Environment variable: `warning` for less, `debug` for more. Processes started from here inherit it."""

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match
 
-from openrecycle.agent.protocol import ProblemDetails
+from openrecycle.agent.messages.protocol import ProblemDetails
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.sentences import sentence
 

@@ -6,7 +6,7 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from openrecycle.planner.words import printable
+from openrecycle.planner.jobs.words import printable
 
 _SHORT = reprlib.Repr()
 # More than is shown of any value, and far less than what somebody may send.

@@ -18,7 +18,7 @@ import structlog
 
 from openrecycle.app.runtime.children import Channel, ChildEnded, Children
 from openrecycle.app.runtime.patches import OP_BYTES, building
-from openrecycle.planner.errors import PlannerError
+from openrecycle.planner.jobs.errors import PlannerError
 
 log = structlog.get_logger()
 

@@ -10,7 +10,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from openrecycle.agent.protocol import API
+from openrecycle.agent.messages.protocol import API
 from openrecycle.app.runtime.documents import MOST_LARGE, PLAN_MIB
 from openrecycle.app.runtime.problems import problem
 from openrecycle.app.security.hosts import UNSAFE

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
 
-from openrecycle.agent.protocol import API
+from openrecycle.agent.messages.protocol import API
 
 # Set by the guard on every request that it lets through, and never taken from outside.
 CALLER = "x-openrecycle-caller"

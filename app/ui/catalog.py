@@ -18,8 +18,8 @@ from openrecycle.app.ui.access import acting
 from openrecycle.app.ui.catalog_question import ask, stored
 from openrecycle.app.ui.tables import rows_html
 from openrecycle.app.ui.theme import Palette
-from openrecycle.planner.catalog_store import CatalogInfo
-from openrecycle.planner.errors import InputError, PlannerError
+from openrecycle.planner.catalogs.catalog_store import CatalogInfo
+from openrecycle.planner.jobs.errors import InputError, PlannerError
 
 SEEN = "catalog-filling-seen"
 # In the URL: which plans are looked at, by their number of failures, and which one of them.

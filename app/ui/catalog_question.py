@@ -12,10 +12,10 @@ from openrecycle.app.console.service import Console
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import url_state
 from openrecycle.app.ui.picker import CHOSEN
-from openrecycle.planner.catalog_store import PLANNER_VERSION
-from openrecycle.planner.job import Technique
-from openrecycle.planner.plan import job_doc
-from openrecycle.planner.solvers.portfolio import SOLVERS
+from openrecycle.planner.catalogs.catalog_store import PLANNER_VERSION
+from openrecycle.planner.jobs.job import Technique
+from openrecycle.planner.plans.plan import job_doc
+from openrecycle.planner.portfolio import SOLVERS
 
 OWN = "own"
 JOB = "catalog-job"

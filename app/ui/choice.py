@@ -16,7 +16,7 @@ from openrecycle.app.ui.access import actor
 from openrecycle.app.ui.event_feed import say_later
 from openrecycle.app.ui.facts import ready_words
 from openrecycle.app.workers.states import OUT
-from openrecycle.planner.words import names
+from openrecycle.planner.jobs.words import names
 
 WORDS = {Mode.AUTOMATIC: "Automatic", Mode.MANUAL: "Manual"}
 MOST_COLUMNS = 4

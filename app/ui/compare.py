@@ -25,11 +25,11 @@ from openrecycle.app.ui.schedule_filters import choose_rows
 from openrecycle.app.ui.tables import beside_html, differences
 from openrecycle.app.ui.theme import Palette
 from openrecycle.app.ui.time_range import FOLLOWED_CONFIG, choose_time, follow
-from openrecycle.planner.drawing import Drawing
-from openrecycle.planner.errors import InputError
 from openrecycle.planner.export.compare import comparable
-from openrecycle.planner.plan import Plan
-from openrecycle.planner.schedule import Schedule
+from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.plans.drawing import Drawing
+from openrecycle.planner.plans.plan import Plan
+from openrecycle.planner.plans.schedule import Schedule
 
 PICKER = "compare-picker"
 BASELINE = "compare-baseline"

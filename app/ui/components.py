@@ -22,9 +22,9 @@ from openrecycle.app.ui.charts.worker_grid import LOOKS
 from openrecycle.app.ui.facts import Card, op_time_words
 from openrecycle.app.ui.theme import Palette, palette
 from openrecycle.app.workers.states import Condition, RoleState
-from openrecycle.planner.drawing import Drawing
-from openrecycle.planner.drawing import legend as op_keys
-from openrecycle.planner.plan import Plan
+from openrecycle.planner.plans.drawing import Drawing
+from openrecycle.planner.plans.drawing import legend as op_keys
+from openrecycle.planner.plans.plan import Plan
 
 JOB_TONE = {
     Condition.STARTING: "wait",

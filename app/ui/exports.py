@@ -7,12 +7,12 @@ from functools import partial
 
 import streamlit as st
 
-from openrecycle.agent.protocol import JobSpec
+from openrecycle.agent.messages.protocol import JobSpec
 from openrecycle.app.console.plan_sources import Source, export_of
 from openrecycle.app.console.service import Console
 from openrecycle.app.plans.exporting import Export, offers, render
-from openrecycle.planner.catalog import Catalog
-from openrecycle.planner.plan import Plan
+from openrecycle.planner.catalogs.catalog import Catalog
+from openrecycle.planner.plans.plan import Plan
 
 
 def export_button(

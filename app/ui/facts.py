@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from openrecycle.agent.protocol import JobSpec, JobState
+from openrecycle.agent.messages.protocol import JobSpec, JobState
 from openrecycle.app.console.view import JobView, WorkerView
 from openrecycle.app.jobs.baseline import Baseline
 from openrecycle.app.jobs.live_job import INTERIM, LAST, SOON
 from openrecycle.app.observing.rates import recent_rate, share_of
 from openrecycle.app.ui import text
 from openrecycle.app.workers.states import ALIVE, HOLDING, OUT, Condition, RoleState, lost_name, words_of
-from openrecycle.planner.job import Job
-from openrecycle.planner.migration import SECONDS
-from openrecycle.planner.plan import Plan
-from openrecycle.planner.schedule import Schedule
-from openrecycle.planner.words import names
+from openrecycle.planner.jobs.job import Job
+from openrecycle.planner.jobs.words import names
+from openrecycle.planner.layers.migration import SECONDS
+from openrecycle.planner.plans.plan import Plan
+from openrecycle.planner.plans.schedule import Schedule
 
 OVER = (JobState.FINISHED, JobState.STOPPED)
 # Seconds after which data is old: several heartbeats are missing.

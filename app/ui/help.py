@@ -13,9 +13,9 @@ from openrecycle.app.ui import components, url_state
 from openrecycle.app.ui.charts.worker_grid import LOOKS
 from openrecycle.app.ui.theme import Palette
 from openrecycle.app.ui.words import SECTIONS, WORDS, launch_line, reporter, token_line, trainer
-from openrecycle.planner.drawing import OP_WORDS
 from openrecycle.planner.export.picture import small
 from openrecycle.planner.export.svg import draw_svg
+from openrecycle.planner.plans.drawing import OP_WORDS
 
 MARKS = (
     ("or-op-moved", "Re-routed: runs on a peer in place of its own worker"),
@@ -96,7 +96,9 @@ def _own(colours: Palette) -> None:
         st.code(token_line(), language="bash")
     st.markdown("A training script of your own: stages, loss and data, and the console to report to.")
     st.code(trainer(address), language="python")
-    st.markdown("From the command line, with a class that says the same (`openrecycle.agent.workload.Workload`):")
+    st.markdown(
+        "From the command line, with a class that says the same (`openrecycle.agent.models.workload.Workload`):"
+    )
     st.code(launch_line(address), language="bash", wrap_lines=True)
     st.markdown("A trainer that keeps its own loop reports to the console and gets its plans:")
     st.code(reporter(address), language="python")

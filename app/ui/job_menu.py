@@ -6,7 +6,7 @@ from html import escape
 
 import streamlit as st
 
-from openrecycle.agent.protocol import API
+from openrecycle.agent.messages.protocol import API
 from openrecycle.app.console.service import Console
 from openrecycle.app.console.view import JobHead
 from openrecycle.app.runtime.errors import ConsoleError

@@ -6,7 +6,7 @@ from functools import partial
 
 import streamlit as st
 
-from openrecycle.agent.protocol import JobState
+from openrecycle.agent.messages.protocol import JobState
 from openrecycle.app.console.measured import MeasuredIteration
 from openrecycle.app.console.service import Console, get_console
 from openrecycle.app.console.view import JobView, WorkerView

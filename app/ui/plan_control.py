@@ -19,7 +19,7 @@ from openrecycle.app.ui.access import acting, actor
 from openrecycle.app.ui.event_feed import say_later
 from openrecycle.app.ui.facts import STEPS, roll_out_words
 from openrecycle.app.ui.planning.controls import SOLVER_WORDS
-from openrecycle.planner.solvers.portfolio import SOLVERS
+from openrecycle.planner.portfolio import SOLVERS
 
 # Seconds for which the outcome of a request stands on the page; the event feed keeps it.
 TOLD_FOR = 300.0

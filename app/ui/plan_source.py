@@ -27,10 +27,10 @@ from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.patches import settle
 from openrecycle.app.ui import components, text, url_state
 from openrecycle.app.ui.schedule_facts import measured_words
-from openrecycle.planner.errors import InputError
-from openrecycle.planner.plan import Plan
-from openrecycle.planner.plan_arrays import ColumnarSchedule
-from openrecycle.planner.schedule import Schedule
+from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.plans.plan import Plan
+from openrecycle.planner.plans.plan_arrays import ColumnarSchedule
+from openrecycle.planner.plans.schedule import Schedule
 
 PICKER = "plan-picker"
 # In the URL: the plan beside it is the job's in force, and the page goes on with the job. In the session: which job's.

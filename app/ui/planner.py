@@ -18,8 +18,8 @@ from openrecycle.app.ui.planning.pieces import example_steps
 from openrecycle.app.ui.planning.profile import profile
 from openrecycle.app.ui.planning.result import result
 from openrecycle.app.ui.planning.search import others, search
-from openrecycle.planner.errors import PlannerError
-from openrecycle.planner.plan import Plan
+from openrecycle.planner.jobs.errors import PlannerError
+from openrecycle.planner.plans.plan import Plan
 
 
 def page() -> None:

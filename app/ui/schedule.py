@@ -24,9 +24,9 @@ from openrecycle.app.ui.schedule_large import large_chart
 from openrecycle.app.ui.tables import Table, of_workers, operations_table, workers_table
 from openrecycle.app.ui.theme import Palette
 from openrecycle.app.ui.time_range import FOLLOWED_CONFIG, follow
-from openrecycle.planner.drawing import Drawing
-from openrecycle.planner.job import Technique, Worker
-from openrecycle.planner.schedule import Schedule
+from openrecycle.planner.jobs.job import Technique, Worker
+from openrecycle.planner.plans.drawing import Drawing
+from openrecycle.planner.plans.schedule import Schedule
 
 COMPARE = Path(__file__).resolve().with_name("compare.py")
 FEW = 24

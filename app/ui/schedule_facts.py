@@ -5,8 +5,8 @@ from __future__ import annotations
 from openrecycle.app.console.measured import MeasuredIteration
 from openrecycle.app.ui import text
 from openrecycle.app.ui.charts.schedule import MAX_NODES
-from openrecycle.planner.paths import critical_path, waited, workers_of
-from openrecycle.planner.schedule import Schedule
+from openrecycle.planner.plans.paths import critical_path, waited, workers_of
+from openrecycle.planner.plans.schedule import Schedule
 
 
 def measured_words(measured: MeasuredIteration) -> str:

@@ -9,10 +9,10 @@ import streamlit as st
 
 from openrecycle.app.ui import text, url_state
 from openrecycle.app.ui.time_range import TimeRange, choose_time
-from openrecycle.planner.drawing import pipeline_workers, stage_workers, touched_workers
-from openrecycle.planner.job import Worker
-from openrecycle.planner.plan import Plan
-from openrecycle.planner.schedule import Schedule
+from openrecycle.planner.jobs.job import Worker
+from openrecycle.planner.plans.drawing import pipeline_workers, stage_workers, touched_workers
+from openrecycle.planner.plans.plan import Plan
+from openrecycle.planner.plans.schedule import Schedule
 
 SHOW = {"all": "All workers", "failure": "Touched by the failure", "pipeline": "One pipeline", "stage": "One stage"}
 DRAW = {"held": "Memory", "next": "Next iteration", "critical": "Critical path"}

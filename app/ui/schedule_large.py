@@ -17,9 +17,9 @@ from openrecycle.app.ui.schedule_facts import many_words
 from openrecycle.app.ui.schedule_filters import ScheduleView, clicked
 from openrecycle.app.ui.theme import Palette
 from openrecycle.app.ui.time_range import FOLLOWED_CONFIG, TimeRange, follow, show_all, within
-from openrecycle.planner.drawing import Drawing
-from openrecycle.planner.job import Worker
-from openrecycle.planner.schedule import Schedule
+from openrecycle.planner.jobs.job import Worker
+from openrecycle.planner.plans.drawing import Drawing
+from openrecycle.planner.plans.schedule import Schedule
 
 BOX, PAD = "box", "overview-pad"
 ROWS = 16

@@ -30,8 +30,8 @@ from openrecycle.app.ui.charts.simulation import (
 from openrecycle.app.ui.facts import Card
 from openrecycle.app.ui.tables import rows_html
 from openrecycle.app.ui.theme import CHART_CONFIG, Palette
-from openrecycle.planner.errors import InputError
-from openrecycle.planner.plan import job_doc
+from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.plans.plan import job_doc
 from openrecycle.planner.simulation.traces import public_traces
 
 SHAPE = "A model's shape"

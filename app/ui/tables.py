@@ -13,12 +13,12 @@ from openrecycle.app.observing.rates import IterationView
 from openrecycle.app.ui import text
 from openrecycle.app.ui.charts.progress import Mark
 from openrecycle.app.ui.charts.worker_grid import LOOKS, QUIET
-from openrecycle.planner.drawing import OP_WORDS, OUT
 from openrecycle.planner.export.compare import compare
-from openrecycle.planner.job import Worker
-from openrecycle.planner.plan import Plan
-from openrecycle.planner.schedule import Schedule
-from openrecycle.planner.words import micro_batch_names
+from openrecycle.planner.jobs.job import Worker
+from openrecycle.planner.jobs.words import micro_batch_names
+from openrecycle.planner.plans.drawing import OP_WORDS, OUT
+from openrecycle.planner.plans.plan import Plan
+from openrecycle.planner.plans.schedule import Schedule
 
 Table = dict[str, list[object]]
 # Of a millisecond that was measured.

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from datetime import datetime
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
-from openrecycle.planner.words import milliseconds as milliseconds
-from openrecycle.planner.words import planned as planned
-from openrecycle.planner.words import plural as plural
+from openrecycle.planner.jobs.words import milliseconds as milliseconds
+from openrecycle.planner.jobs.words import planned as planned
+from openrecycle.planner.jobs.words import plural as plural
 
 
 def seconds(value: float) -> str:

@@ -1,7 +1,8 @@
 """Colours and figure defaults, light and dark. No Streamlit here: charts import it.
 
-The colours of policies, like those of ops (planner.drawing), were searched for the largest smallest distance under
-full deutan-, protan- and tritanomaly; wherever two states are near in colour, shape and words carry the difference.
+The colours of policies, like those of ops (planner.plans.drawing), were searched for the largest smallest distance
+under full deutan-, protan- and tritanomaly; wherever two states are near in colour, shape and words carry the
+difference.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 
 import plotly.graph_objects as go
 
-from openrecycle.planner import drawing
+from openrecycle.planner.plans import drawing
 
 FONT = '"Source Sans", "Source Sans Pro", system-ui, sans-serif'
 

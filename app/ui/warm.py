@@ -6,9 +6,9 @@ import pkgutil
 from importlib import import_module
 from pathlib import Path
 
-from openrecycle.planner.baseline import one_forward_one_backward
-from openrecycle.planner.drawing import Drawing
-from openrecycle.planner.job import Job, Problem
+from openrecycle.planner.jobs.job import Job, Problem
+from openrecycle.planner.plans.baseline import one_forward_one_backward
+from openrecycle.planner.plans.drawing import Drawing
 
 _HERE = Path(__file__).parent
 # Streamlit has no table and no picture without them.

@@ -19,7 +19,7 @@ from openrecycle.app.ui.charts.worker_time import memory, op_times
 from openrecycle.app.ui.event_feed import feed_html
 from openrecycle.app.ui.theme import palette
 from openrecycle.app.workers.states import ALIVE, HOLDING, RoleState
-from openrecycle.planner.drawing import OP_WORDS
+from openrecycle.planner.plans.drawing import OP_WORDS
 
 OPENED = "opened-worker"
 ASKED = "worker-asked-for"

@@ -9,14 +9,14 @@ from collections.abc import Mapping
 from html import escape
 from itertools import groupby
 
-from openrecycle.agent.protocol import Doing
+from openrecycle.agent.messages.protocol import Doing
 from openrecycle.app.console.view import WorkerView
 from openrecycle.app.console.worker_detail import StateInterval, WorkerDetail
 from openrecycle.app.console.worker_history import Series
 from openrecycle.app.ui import text
 from openrecycle.app.ui.charts.worker_grid import LOOKS
 from openrecycle.app.workers.states import OUT, RoleState
-from openrecycle.planner.drawing import OP_WORDS
+from openrecycle.planner.plans.drawing import OP_WORDS
 
 # The table below the bar shows so many stays, the newest.
 NEWEST = 8

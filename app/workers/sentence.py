@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from openrecycle.agent.coordination.coordinator import nobody_heard
 from openrecycle.agent.coordination.membership import FailureTimeouts, Member, State, peer_of, returned
-from openrecycle.agent.protocol import JobState, WorkerState
+from openrecycle.agent.messages.protocol import JobState, WorkerState
 from openrecycle.app.workers.states import WorkerStates, lost_name
-from openrecycle.planner.words import layers_moved, names, percent
+from openrecycle.planner.jobs.words import layers_moved, names, percent
 
 MOST_MOVES = 4
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from openrecycle.planner.errors import InputError
 from openrecycle.planner.export.chrome_trace import to_chrome_trace
 from openrecycle.planner.export.png import to_png
 from openrecycle.planner.export.registry import ExportFormat, to_json
@@ -13,6 +12,7 @@ from openrecycle.planner.export.svg import to_svg
 from openrecycle.planner.export.tidy_csv import to_tidy_csv
 from openrecycle.planner.export.torch_csv import to_torch_csv
 from openrecycle.planner.export.yaml_document import to_yaml
+from openrecycle.planner.jobs.errors import InputError
 
 __all__ = ["EXPORTERS", "Format", "format_named"]
 

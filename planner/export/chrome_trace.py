@@ -10,9 +10,9 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from openrecycle.planner.job import Worker
-from openrecycle.planner.plan import Plan
-from openrecycle.planner.schedule import Op, Schedule
+from openrecycle.planner.jobs.job import Worker
+from openrecycle.planner.plans.plan import Plan
+from openrecycle.planner.plans.schedule import Op, Schedule
 
 MICROSECONDS = {"ns": 0.001, "us": 1, "µs": 1, "μs": 1, "ms": 1_000, "s": 1_000_000, "min": 60_000_000}
 # A unit that is no unit of time, such as a slot, is drawn as a millisecond.

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from openrecycle.planner.job import Worker
-from openrecycle.planner.plan import MEASURED, Plan
-from openrecycle.planner.schedule import Schedule
+from openrecycle.planner.jobs.job import Worker
+from openrecycle.planner.plans.plan import MEASURED, Plan
+from openrecycle.planner.plans.schedule import Schedule
 
 Value = str | int | float | None
 Kind = Literal["text", "time", "fraction", "count"]
@@ -86,7 +86,7 @@ class StageFigures:
 
 
 def by_stage(schedule: Schedule) -> list[StageFigures]:
-    """Stage by stage, by the definitions of planner.schedule."""
+    """Stage by stage, by the definitions of planner.plans.schedule."""
     out = []
     for stage in range(schedule.problem.job.stages):
         workers = [w for w in schedule.ops if w.stage == stage]

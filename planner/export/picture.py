@@ -9,13 +9,13 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from openrecycle.planner import drawing as model
-from openrecycle.planner.drawing import BAR_HEIGHT, EDGE, HATCH, KINDS, LIGHT, OP_WORDS, Colours, Drawing
-from openrecycle.planner.errors import PlannerError
-from openrecycle.planner.job import Worker
-from openrecycle.planner.plan import Plan
-from openrecycle.planner.schedule import Op
-from openrecycle.planner.words import names, planned, plural
+from openrecycle.planner.jobs.errors import PlannerError
+from openrecycle.planner.jobs.job import Worker
+from openrecycle.planner.jobs.words import names, planned, plural
+from openrecycle.planner.plans import drawing as model
+from openrecycle.planner.plans.drawing import BAR_HEIGHT, EDGE, HATCH, KINDS, LIGHT, OP_WORDS, Colours, Drawing
+from openrecycle.planner.plans.plan import Plan
+from openrecycle.planner.plans.schedule import Op
 
 # Above either a bar per op can't be read; then a row is a stage.
 MAX_ROWS = 128

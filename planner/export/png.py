@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from openrecycle.planner.drawing import HATCH, Colours, raster_fills
-from openrecycle.planner.errors import PlannerError
 from openrecycle.planner.export.picture import Line, Picture, Point, Polygon, Rect, Shape, Text, gantt, hatch_lines
-from openrecycle.planner.plan import Plan
+from openrecycle.planner.jobs.errors import PlannerError
+from openrecycle.planner.plans.drawing import HATCH, Colours, raster_fills
+from openrecycle.planner.plans.plan import Plan
 
 if TYPE_CHECKING:
     from PIL.ImageDraw import ImageDraw
@@ -49,7 +49,7 @@ def draw_png(picture: Picture) -> bytes:
 
 
 def raster_png(image: NDArray[np.uint8], colours: Colours) -> bytes:
-    """image: as of planner.drawing.raster; a pixel of the file for each of its cells."""
+    """image: as of planner.plans.drawing.raster; a pixel of the file for each of its cells."""
     from PIL import Image
 
     made = Image.fromarray(image).convert("P")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from openrecycle.planner.errors import InputError
-from openrecycle.planner.plan import Plan
+from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.plans.plan import Plan
 
 
 class Exporter(Protocol):

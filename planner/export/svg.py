@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from itertools import chain
 from xml.sax.saxutils import escape
 
-from openrecycle.planner.drawing import HATCH
 from openrecycle.planner.export.picture import Line, Picture, Polygon, Rect, Shape, Text, gantt, hatch_lines
-from openrecycle.planner.plan import Plan
+from openrecycle.planner.plans.drawing import HATCH
+from openrecycle.planner.plans.plan import Plan
 
 FONT = "'Source Sans 3', 'Source Sans Pro', Helvetica, Arial, 'DejaVu Sans', sans-serif"
 # What XML 1.0 has no place for, escaped or not.

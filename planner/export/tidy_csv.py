@@ -5,8 +5,8 @@ from __future__ import annotations
 import csv
 import io
 
-from openrecycle.planner.job import Worker
-from openrecycle.planner.plan import Plan
+from openrecycle.planner.jobs.job import Worker
+from openrecycle.planner.plans.plan import Plan
 
 COLUMNS = (
     "worker",

@@ -10,10 +10,10 @@ from __future__ import annotations
 import csv
 import io
 
-from openrecycle.planner.errors import InputError
-from openrecycle.planner.job import Worker
-from openrecycle.planner.plan import Plan
-from openrecycle.planner.schedule import Op, Schedule
+from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.jobs.job import Worker
+from openrecycle.planner.plans.plan import Plan
+from openrecycle.planner.plans.schedule import Op, Schedule
 
 ONE_RANK = "torch.distributed.pipelining runs each stage of a pipeline on one rank"
 

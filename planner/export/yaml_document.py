@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from openrecycle.planner.errors import PlannerError
-from openrecycle.planner.plan import Plan, PlanError, first_problem
+from openrecycle.planner.jobs.errors import PlannerError
+from openrecycle.planner.plans.plan import Plan, PlanError, first_problem
 
 if TYPE_CHECKING:
     import yaml

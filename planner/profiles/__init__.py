@@ -14,10 +14,10 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from openrecycle.planner.errors import InputError
-from openrecycle.planner.files import read_whole
-from openrecycle.planner.job import MAX_LAYERS, Job, LayerProfile, StageProfile
-from openrecycle.planner.plan import (
+from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.jobs.files import read_whole
+from openrecycle.planner.jobs.job import MAX_LAYERS, Job, LayerProfile, StageProfile
+from openrecycle.planner.plans.plan import (
     INTEGER,
     PRINTABLE,
     JobDoc,
@@ -64,7 +64,7 @@ class Timing(_Model):
 class Part(_Model):
     """A measured piece of a model: its ops for one micro-batch, its step, and the bytes it keeps.
 
-    The bytes are those of planner.job.StageProfile. reduced_bytes: what its peers all-reduce.
+    The bytes are those of planner.jobs.job.StageProfile. reduced_bytes: what its peers all-reduce.
     """
 
     name: Text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
-from openrecycle.planner.errors import InputError
+from openrecycle.planner.jobs.errors import InputError
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,10 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from openrecycle.planner.baseline import reference_period
-from openrecycle.planner.catalog_store import StoredCatalog
-from openrecycle.planner.catalog_task import LARGE
-from openrecycle.planner.distribution import Counts, best_distributions, models
-from openrecycle.planner.errors import InfeasibleError, InputError
-from openrecycle.planner.job import (
+from openrecycle.planner.catalogs.catalog_store import StoredCatalog
+from openrecycle.planner.catalogs.catalog_task import LARGE
+from openrecycle.planner.jobs.errors import InfeasibleError, InputError
+from openrecycle.planner.jobs.job import (
     MAX_LAYERS,
     Job,
     LayerProfile,
@@ -21,9 +19,11 @@ from openrecycle.planner.job import (
     Technique,
     Worker,
 )
-from openrecycle.planner.migration import SECONDS
-from openrecycle.planner.partition import Layout, lay_out, staffed, with_stages
-from openrecycle.planner.profile import MAX_DECIMALS, balanced, joined
+from openrecycle.planner.jobs.profile import MAX_DECIMALS, balanced, joined
+from openrecycle.planner.layers.distribution import Counts, best_distributions, models
+from openrecycle.planner.layers.migration import SECONDS
+from openrecycle.planner.layers.partition import Layout, lay_out, staffed, with_stages
+from openrecycle.planner.plans.baseline import reference_period
 from openrecycle.planner.simulation.templates import distribute, instantiations, template_depths
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
 

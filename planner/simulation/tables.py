@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from openrecycle.planner.errors import InputError
+from openrecycle.planner.jobs.errors import InputError
 
 THROUGHPUT = ("system", "model", "nodes", "samples_per_second")
 COSTS = (

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from openrecycle.planner.errors import InputError
+from openrecycle.planner.jobs.errors import InputError
 
 HOUR_MS = 3_600_000
 MAX_HOURS = 24 * 365 * 10

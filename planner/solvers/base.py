@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from openrecycle.planner.job import Over, Problem
-from openrecycle.planner.schedule import Schedule
+from openrecycle.planner.jobs.job import Over, Problem
+from openrecycle.planner.plans.schedule import Schedule
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from openrecycle.planner.bounds import period_bound
-from openrecycle.planner.job import Problem
-from openrecycle.planner.schedule import Schedule
+from openrecycle.planner.jobs.job import Problem
+from openrecycle.planner.plans.bounds import period_bound
+from openrecycle.planner.plans.schedule import Schedule
 from openrecycle.planner.solvers.base import Cancelled, ProgressCallback, Solution, SolverProgress
 from openrecycle.planner.solvers.cp_sat_model import ScheduleModel
 from openrecycle.planner.solvers.cp_sat_routing import RoutingModel

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from ortools.sat.python import cp_model
 
-from openrecycle.planner.job import Worker
+from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.solvers.lns import OpKey
 from openrecycle.planner.solvers.reduction import Reduction, StartTicks
 

@@ -16,8 +16,8 @@ from itertools import pairwise
 
 from ortools.sat.python import cp_model
 
-from openrecycle.planner.job import Problem, Worker
-from openrecycle.planner.schedule import Op, Schedule
+from openrecycle.planner.jobs.job import Problem, Worker
+from openrecycle.planner.plans.schedule import Op, Schedule
 from openrecycle.planner.solvers.reduction import whole_backwards
 
 

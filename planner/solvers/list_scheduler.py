@@ -11,11 +11,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 
-from openrecycle.planner.baseline import Timed, one_forward_one_backward, references, timed_schedule
-from openrecycle.planner.bounds import period_bound
-from openrecycle.planner.failures import levelled
-from openrecycle.planner.job import Problem, Worker
-from openrecycle.planner.schedule import Schedule
+from openrecycle.planner.jobs.failures import levelled
+from openrecycle.planner.jobs.job import Problem, Worker
+from openrecycle.planner.plans.baseline import Timed, one_forward_one_backward, references, timed_schedule
+from openrecycle.planner.plans.bounds import period_bound
+from openrecycle.planner.plans.schedule import Schedule
 from openrecycle.planner.solvers.base import Cancelled, ProgressCallback, Solution, SolverProgress
 from openrecycle.planner.solvers.rules import rules
 from openrecycle.planner.solvers.table import DispatchSettings, Result, Table

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
-from openrecycle.planner.job import Worker
+from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.solvers.reduction import Reduction, StartTicks
 
 # (kind, micro-batch index, stage); the backward of either technique is I.

@@ -21,11 +21,11 @@ from pathlib import Path
 
 from ortools.math_opt.python import mathopt
 
-from openrecycle.planner.bounds import period_bound
-from openrecycle.planner.errors import InputError
-from openrecycle.planner.job import Problem, Worker
-from openrecycle.planner.routing import Routes
-from openrecycle.planner.schedule import Op, Schedule
+from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.jobs.job import Problem, Worker
+from openrecycle.planner.plans.bounds import period_bound
+from openrecycle.planner.plans.routing import Routes
+from openrecycle.planner.plans.schedule import Op, Schedule
 from openrecycle.planner.solvers.base import Cancelled, ProgressCallback, Solution, SolverProgress
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
 from openrecycle.planner.solvers.reduction import proven_for_routing, routes_of, whole_backwards
@@ -118,7 +118,7 @@ def _run(model: mathopt.Model, seconds: float, cancelled: Cancelled | None) -> _
 
 
 class StepModel:
-    """Minimizes the period, from 0 to `upper` ticks, for these routes (planner.routing.assign)."""
+    """Minimizes the period, from 0 to `upper` ticks, for these routes (planner.plans.routing.assign)."""
 
     def __init__(self, problem: Problem, routes: Routes, upper: int) -> None:
         self.problem, self.routes = problem, routes

@@ -25,7 +25,7 @@ from itertools import pairwise
 
 from ortools.sat.python import cp_model
 
-from openrecycle.planner.job import Problem
+from openrecycle.planner.jobs.job import Problem
 
 
 class PooledModel:

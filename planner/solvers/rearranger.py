@@ -19,10 +19,10 @@ from importlib.util import find_spec
 from itertools import cycle
 from typing import TYPE_CHECKING
 
-from openrecycle.planner.baseline import references
-from openrecycle.planner.bounds import period_bound
-from openrecycle.planner.job import Problem
-from openrecycle.planner.schedule import Schedule
+from openrecycle.planner.jobs.job import Problem
+from openrecycle.planner.plans.baseline import references
+from openrecycle.planner.plans.bounds import period_bound
+from openrecycle.planner.plans.schedule import Schedule
 from openrecycle.planner.solvers.base import Cancelled, ProgressCallback, Solution, SolverProgress
 from openrecycle.planner.solvers.list_scheduler import ListScheduler, reference_result
 from openrecycle.planner.solvers.orders import DispatchRule, OpOrders

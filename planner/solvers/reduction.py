@@ -25,9 +25,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from openrecycle.planner.job import Problem, StageTicks, Worker
-from openrecycle.planner.routing import Routes, assign
-from openrecycle.planner.schedule import Op, Schedule
+from openrecycle.planner.jobs.job import Problem, StageTicks, Worker
+from openrecycle.planner.plans.routing import Routes, assign
+from openrecycle.planner.plans.schedule import Op, Schedule
 
 
 class StartTicks(NamedTuple):
@@ -56,7 +56,7 @@ class Reduction:
 
     @classmethod
     def of(cls, problem: Problem, routes: Routes | None = None) -> Reduction:
-        """routes: as planner.routing.assign gives them, which is the default."""
+        """routes: as planner.plans.routing.assign gives them, which is the default."""
         routes = assign(problem) if routes is None else routes
         job = problem.job
         classes: dict[tuple[int, ...], list[int]] = defaultdict(list)
@@ -188,7 +188,7 @@ def whole_backwards(problem: Problem, ops: list[Op]) -> list[Op]:
 
 
 def routes_of(schedule: Schedule) -> Routes:
-    """Who runs what in `schedule`, in the form of planner.routing.assign."""
+    """Who runs what in `schedule`, in the form of planner.plans.routing.assign."""
     job = schedule.problem.job
     routes = [[0] * (job.pipelines * job.micro_batches) for _ in range(job.stages)]
     for op in schedule.compute_ops():

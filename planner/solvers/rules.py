@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, count, islice
 
-from openrecycle.planner.job import Problem
+from openrecycle.planner.jobs.job import Problem
 from openrecycle.planner.solvers.table import ALWAYS, UNLIMITED, DispatchSettings
 
 # Rules tried so long as the ops of all tries together stay below this.

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from openrecycle.planner.job import Problem, Worker
-from openrecycle.planner.routing import assign
-from openrecycle.planner.schedule import Op, OpsOnDemand, Schedule
+from openrecycle.planner.jobs.job import Problem, Worker
+from openrecycle.planner.plans.routing import assign
+from openrecycle.planner.plans.schedule import Op, OpsOnDemand, Schedule
 from openrecycle.planner.solvers.compiled import INT64, compiled_functions, worth_compiling
 from openrecycle.planner.solvers.dispatch import STATE, dispatch, retime
 
 if TYPE_CHECKING:
-    from openrecycle.planner.plan_arrays import Columns
+    from openrecycle.planner.plans.plan_arrays import Columns
 
 UNLIMITED = 1 << 40
 ALWAYS = 1_000_000  # a wait that goes on however little it spares
@@ -172,7 +172,7 @@ class Table:
         return rows
 
     def result(self, starts: tuple[Any, Any, Any], split: str = "all") -> Result:
-        """first, last and period of such starts, by the definitions of planner.schedule."""
+        """first, last and period of such starts, by the definitions of planner.plans.schedule."""
         job, n = self.problem.job, self.n
         forward, backward, weight = starts
         flags = self.split(split)
@@ -300,7 +300,7 @@ class ArraySchedule(Schedule):
 
     def columns(self) -> Columns:
         """The same in arrays, without making an op."""
-        from openrecycle.planner.plan_arrays import Columns  # needs numpy, which a plain installation lacks
+        from openrecycle.planner.plans.plan_arrays import Columns  # needs numpy, which a plain installation lacks
 
         result = self.result
         ends = result.last if self.problem.technique.staggers else [max(result.last)] * self.problem.job.stages

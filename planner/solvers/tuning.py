@@ -17,9 +17,9 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
-from openrecycle.planner.bounds import period_bound
-from openrecycle.planner.job import Problem
-from openrecycle.planner.schedule import Schedule
+from openrecycle.planner.jobs.job import Problem
+from openrecycle.planner.plans.bounds import period_bound
+from openrecycle.planner.plans.schedule import Schedule
 from openrecycle.planner.solvers.base import Cancelled, ProgressCallback, Solution, SolverProgress
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
 from openrecycle.planner.solvers.rules import ORDERS, rules

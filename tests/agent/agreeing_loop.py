@@ -13,13 +13,13 @@ from typing import Any
 import torch
 import torch.distributed
 
-from openrecycle.agent.heartbeat import Status
-from openrecycle.agent.op_times import OpSeconds
-from openrecycle.agent.own_loop import OwnLoop
-from openrecycle.agent.protocol import Deployment
-from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique, Worker
-from openrecycle.planner.plan import Plan
-from openrecycle.planner.solvers.portfolio import make_plan
+from openrecycle.agent.messages.protocol import Deployment
+from openrecycle.agent.monitoring.heartbeat import Status
+from openrecycle.agent.own_loops.own_loop import OwnLoop
+from openrecycle.agent.stages.op_times import OpSeconds
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, Worker
+from openrecycle.planner.plans.plan import Plan
+from openrecycle.planner.portfolio import make_plan
 
 dist: Any = torch.distributed
 JOB = Job.uniform(1, 2, 3)

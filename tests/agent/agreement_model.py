@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from openrecycle.agent.recovery import NoAgreementError, agree
-from openrecycle.planner.job import Worker
+from openrecycle.agent.workers.recovery import NoAgreementError, agree
+from openrecycle.planner.jobs.job import Worker
 
 Status = Literal["whole", "part", "dead", "out"]
 WORKS, REDUCES, REDUCED = range(3)

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from openrecycle.agent import communicator
 from openrecycle.agent.examples.gpt import Gpt
+from openrecycle.agent.transport import communicator
 from openrecycle.agent.transport.group import GlooGroup, GlooPending
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from openrecycle.agent.config.randomness import seed_for
 from openrecycle.agent.examples.gpt import Gpt
-from openrecycle.agent.randomness import seed_for
 
 
 class Wide(nn.Module):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal, get_args, get_origin
 
-from openrecycle.agent.options import TrainingOptions
-from openrecycle.agent.settings import Leaf, build, leaves, without_none
+from openrecycle.agent.config.options import TrainingOptions
+from openrecycle.agent.config.settings import Leaf, build, leaves, without_none
 
 TEXTS: dict[str, Any] = {
     "optimization.autocast": "bf16",

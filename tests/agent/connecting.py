@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import Tensor
 
-from openrecycle.agent import communicator
+from openrecycle.agent.config.timeouts import Timeouts
 from openrecycle.agent.examples.gpt import Gpt
-from openrecycle.agent.timeouts import Timeouts
+from openrecycle.agent.transport import communicator
 from openrecycle.agent.transport.group import GlooGroup, GlooPending
-from openrecycle.planner.job import Worker
+from openrecycle.planner.jobs.job import Worker
 
 FOR_EVER = timedelta(hours=1)
 

@@ -22,23 +22,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from openrecycle.agent.assembly import assemble
 from openrecycle.agent.checkpoints.weights import load_weights, save_weights
-from openrecycle.agent.devices import on_device
-from openrecycle.agent.executor import Executor
-from openrecycle.agent.faults import FaultInjector
-from openrecycle.agent.optimizer import StageOptimizer, stage_optimizer
-from openrecycle.agent.options import Optimization
-from openrecycle.agent.randomness import seed_for
-from openrecycle.agent.script import Script
-from openrecycle.agent.stage_io import StageCuts
-from openrecycle.agent.state import pack, unpack
+from openrecycle.agent.config.devices import on_device
+from openrecycle.agent.config.faults import FaultInjector
+from openrecycle.agent.config.options import Optimization
+from openrecycle.agent.config.randomness import seed_for
+from openrecycle.agent.models.stage_io import StageCuts
+from openrecycle.agent.models.state import pack, unpack
+from openrecycle.agent.stages.assembly import assemble
+from openrecycle.agent.stages.optimizer import StageOptimizer, stage_optimizer
 from openrecycle.agent.transport.host import HostGroup
 from openrecycle.agent.transport.ordered import OrderedTransfers, connect
+from openrecycle.agent.transport.script import Script
 from openrecycle.agent.transport.transfers import Lines, TransferLayout
-from openrecycle.agent.validation_exchange import Steps
-from openrecycle.planner.catalog import Catalog
-from openrecycle.planner.job import Job, MemoryLimit, Technique, Worker
+from openrecycle.agent.workers.executor import Executor
+from openrecycle.agent.workers.validation_exchange import Steps
+from openrecycle.planner.catalogs.catalog import Catalog
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
 from tests.agent.virtual_wires import Baton, Group, Wires
 
 # Moving data between devices is what these are for.

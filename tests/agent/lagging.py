@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from openrecycle.agent.config.faults import FaultInjector, Kill
 from openrecycle.agent.examples.gpt import Gpt
-from openrecycle.agent.faults import FaultInjector, Kill
-from openrecycle.planner.job import Worker
+from openrecycle.planner.jobs.job import Worker
 
 
 class Lagging(Gpt):

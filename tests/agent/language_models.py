@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from openrecycle import Job
-from openrecycle.agent.trainer import ResilientTrainer
+from openrecycle.agent.jobs.trainer import ResilientTrainer
 
 VOCABULARY, TOKENS, BLOCKS = 61, 12, 3
 _SIZES: dict[str, Any] = {

@@ -17,9 +17,9 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
-from openrecycle.agent import worker
-from openrecycle.agent.processes import preload, start_server
-from openrecycle.agent.workload import NamedWorkload
+from openrecycle.agent.launcher.processes import preload, start_server
+from openrecycle.agent.models.workload import NamedWorkload
+from openrecycle.agent.workers import worker
 
 _PROGRAM = str(Path(__file__).resolve().parents[2] / "agent" / "__main__.py")
 

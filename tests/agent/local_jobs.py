@@ -11,16 +11,16 @@ from typing import Any
 
 from openrecycle.agent.checkpoints.checkpoint import Identity
 from openrecycle.agent.checkpoints.checkpointing import Origin
+from openrecycle.agent.config.devices import Platform
+from openrecycle.agent.config.options import Checkpoints, Faults, HandOver, Optimization, Planning, TrainingOptions
+from openrecycle.agent.config.timeouts import Timeouts
 from openrecycle.agent.coordination.launcher import Coordination
 from openrecycle.agent.coordination.local import LocalCoordination
-from openrecycle.agent.devices import Platform
-from openrecycle.agent.launch import Launcher, Stopped
-from openrecycle.agent.options import Checkpoints, Faults, HandOver, Optimization, Planning, TrainingOptions
-from openrecycle.agent.spec import RunSpec
-from openrecycle.agent.timeouts import Timeouts
-from openrecycle.agent.workload import NamedWorkload
-from openrecycle.planner.catalog import Catalog
-from openrecycle.planner.job import Job, MemoryLimit, Technique, Worker
+from openrecycle.agent.launcher.launch import Launcher, Stopped
+from openrecycle.agent.models.workload import NamedWorkload
+from openrecycle.agent.workers.spec import RunSpec
+from openrecycle.planner.catalogs.catalog import Catalog
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
 from tests.agent.launches import warm
 
 Message = dict[str, Any]

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils.data import Dataset, IterableDataset
 
 from openrecycle import Job
-from openrecycle.agent.trainer import ResilientTrainer
+from openrecycle.agent.jobs.trainer import ResilientTrainer
 
 JOB = Job.uniform(2, 2, 3)
 WIDTH = 6

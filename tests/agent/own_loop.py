@@ -12,8 +12,8 @@ import threading
 from typing import Any
 
 from openrecycle import Job, Reporter
-from openrecycle.agent.protocol import Deployment
-from openrecycle.planner.plan import Plan
+from openrecycle.agent.messages.protocol import Deployment
+from openrecycle.planner.plans.plan import Plan
 
 JOB = Job.uniform(2, 2, 3)
 

@@ -12,7 +12,7 @@ from torch.distributed.pipelining import Pipe, PipelineStage, SplitPoint, pipeli
 from torch.nn import functional
 
 from openrecycle import Job
-from openrecycle.agent.trainer import ResilientTrainer
+from openrecycle.agent.jobs.trainer import ResilientTrainer
 
 WIDTH, WORDS, BATCH, LENGTH = 8, 11, 3, 5
 CPU = torch.device("cpu")

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 
 from openrecycle import Reporter
-from openrecycle.agent import own_loop
 from openrecycle.agent.examples.own_loop import ITERATIONS, JOB, build, train
-from openrecycle.agent.own_loop import ScheduledOp
-from openrecycle.agent.protocol import Deployment
+from openrecycle.agent.messages.protocol import Deployment
+from openrecycle.agent.own_loops import own_loop
+from openrecycle.agent.own_loops.own_loop import ScheduledOp
 from openrecycle.agent.transport.group import TransferError
-from openrecycle.planner.plan import Plan
+from openrecycle.planner.plans.plan import Plan
 
 
 def say(**fields: Any) -> None:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrecycle.agent.recovery import Environment, NoAgreementError, agree, check_alike
-from openrecycle.planner.job import Worker
+from openrecycle.agent.workers.recovery import Environment, NoAgreementError, agree, check_alike
+from openrecycle.planner.jobs.job import Worker
 from tests.golden import golden
 
 

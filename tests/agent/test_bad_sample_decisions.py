@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrecycle.agent.bad_samples import ATTEMPTS, STRIKES, BadSamples, FailedOp, Finding, assign, committed, raised
+from openrecycle.agent.launcher.bad_samples import (
+    ATTEMPTS,
+    STRIKES,
+    BadSamples,
+    FailedOp,
+    Finding,
+    assign,
+    committed,
+    raised,
+)
 from tests.golden import golden
 
 PEERS = {f"W{p}_0": f"i{p}" for p in range(3)}

@@ -10,12 +10,12 @@ import pytest
 
 from openrecycle import Loading
 from openrecycle.agent.checkpoints.checkpoint import whole_checkpoints
-from openrecycle.agent.devices import Platform, Transport
-from openrecycle.agent.launch import JobFailed
-from openrecycle.agent.layers import build_layer
-from openrecycle.agent.options import Checkpoints, Faults
-from openrecycle.agent.workload import NamedWorkload
-from openrecycle.planner.errors import InputError
+from openrecycle.agent.config.devices import Platform, Transport
+from openrecycle.agent.config.options import Checkpoints, Faults
+from openrecycle.agent.launcher.launch import JobFailed
+from openrecycle.agent.models.layers import build_layer
+from openrecycle.agent.models.workload import NamedWorkload
+from openrecycle.planner.jobs.errors import InputError
 from tests.agent import own_jobs, wrong_jobs
 from tests.agent.consoles import console
 from tests.agent.local_jobs import TINY, LocalJob, Message, fault_free_losses

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from openrecycle.agent.coordination.blame import BlameDecision, BlameLimits, Complaint, Links, attribute, judge
 from openrecycle.agent.coordination.launcher import Deploy, Halt, LauncherWarning
 from openrecycle.agent.coordination.local import LocalCoordination
-from openrecycle.planner.catalog import Catalog
-from openrecycle.planner.job import Job, MemoryLimit, Technique, Worker
+from openrecycle.planner.catalogs.catalog import Catalog
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
 from tests.golden import golden
 
 ALL = [str(w) for w in Job(3, 3, 2).workers()]

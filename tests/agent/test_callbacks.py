@@ -12,11 +12,11 @@ import torch
 from torch.nn import functional
 
 from openrecycle import Callback, InputError, MLflow, Optimization, ProgressBar, TensorBoard, WeightsAndBiases
-from openrecycle.agent.callbacks import TrainingStart
-from openrecycle.agent.protocol import Iteration, Recovery
-from openrecycle.agent.randomness import seed_for
-from openrecycle.agent.record import EvaluationResult
-from openrecycle.agent.trainer import TrainingResult
+from openrecycle.agent.config.randomness import seed_for
+from openrecycle.agent.jobs.callbacks import TrainingStart
+from openrecycle.agent.jobs.trainer import TrainingResult
+from openrecycle.agent.launcher.record import EvaluationResult
+from openrecycle.agent.messages.protocol import Iteration, Recovery
 from tests.agent import own_jobs
 
 RESULT = TrainingResult((2.0,), (), "", lambda layer: {})

@@ -25,13 +25,13 @@ from openrecycle.agent.checkpoints.checkpoint import (
     write_part,
 )
 from openrecycle.agent.checkpoints.checkpointing import Checkpointer, Origin, prepare
-from openrecycle.agent.gradients import GradientSum
-from openrecycle.agent.layers import LayerStack
-from openrecycle.agent.optimizer import StageOptimizer
-from openrecycle.agent.options import Checkpoints, TrainingOptions
-from openrecycle.agent.state import pack
-from openrecycle.planner.errors import InputError
-from openrecycle.planner.job import Job
+from openrecycle.agent.config.options import Checkpoints, TrainingOptions
+from openrecycle.agent.models.layers import LayerStack
+from openrecycle.agent.models.state import pack
+from openrecycle.agent.stages.gradients import GradientSum
+from openrecycle.agent.stages.optimizer import StageOptimizer
+from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.jobs.job import Job
 from tests.golden import golden
 
 JOB = Identity("tests:job", layers=2, stages=2, pipelines=2, micro_batches=3, seed=7, recipe={"clip_norm": 1.0})

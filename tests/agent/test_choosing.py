@@ -18,8 +18,8 @@ from openrecycle.agent.coordination.events import (
     TransferBroken,
 )
 from openrecycle.agent.coordination.membership import Candidate, Mode, Offer
-from openrecycle.agent.protocol import JobState, WorkerState
-from openrecycle.planner.words import DROP, MIGRATE, REROUTE
+from openrecycle.agent.messages.protocol import JobState, WorkerState
+from openrecycle.planner.jobs.words import DROP, MIGRATE, REROUTE
 from tests.agent.coordinator_run import Run, fingerprint
 from tests.golden import golden
 

@@ -10,9 +10,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from openrecycle.agent.client import ConsoleClient, ConsoleRefused, ConsoleUnavailable, check_url
-from openrecycle.agent.protocol import ClockReading
-from openrecycle.planner.errors import InputError
+from openrecycle.agent.messages.client import ConsoleClient, ConsoleRefused, ConsoleUnavailable, check_url
+from openrecycle.agent.messages.protocol import ClockReading
+from openrecycle.planner.jobs.errors import InputError
 from tests.golden import golden
 
 GOOD = (200, {"name": "clock", "microseconds": 7})

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from openrecycle import Faults, Job, ResilientTrainer
-from openrecycle.agent.backward.probe import Probe, choose_split
 from openrecycle.agent.examples.gpt import Block
-from openrecycle.agent.trainer import TrainingResult
+from openrecycle.agent.jobs.trainer import TrainingResult
+from openrecycle.agent.stages.backward.probe import Probe, choose_split
 
 
 def compiled(layer: int, layers: int) -> nn.Module:

@@ -22,10 +22,10 @@ from openrecycle.agent.coordination.events import (
     WorkerRegistered,
 )
 from openrecycle.agent.coordination.membership import FailureTimeouts, State
-from openrecycle.agent.protocol import JobState, WorkerState
+from openrecycle.agent.messages.protocol import JobState, WorkerState
 from openrecycle.app.jobs.live_job import TICK_SECONDS
 from openrecycle.app.jobs.records import _read_broken, job_columns
-from openrecycle.planner.errors import InputError
+from openrecycle.planner.jobs.errors import InputError
 from tests.agent.coordinator_run import LADDER, Run, fingerprint
 from tests.golden import golden
 

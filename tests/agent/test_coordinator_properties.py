@@ -27,8 +27,8 @@ from openrecycle.agent.coordination.events import (
     WorkerRegistered,
 )
 from openrecycle.agent.coordination.membership import Candidate, Mode, Offer, State
-from openrecycle.agent.protocol import JobState, WorkerState
-from openrecycle.planner.words import DROP, MIGRATE, REROUTE
+from openrecycle.agent.messages.protocol import JobState, WorkerState
+from openrecycle.planner.jobs.words import DROP, MIGRATE, REROUTE
 from tests.agent.coordinator_run import LADDER, Run
 from tests.conftest import examples
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from openrecycle.agent.coordination.events import Exited, GenerationAcknowledged, PlanReady
 from openrecycle.agent.coordination.membership import PRESENT
-from openrecycle.agent.protocol import JobState, WorkerState
+from openrecycle.agent.messages.protocol import JobState, WorkerState
 from tests.agent.coordinator_run import Run, fingerprint
 from tests.conftest import examples
 from tests.golden import golden

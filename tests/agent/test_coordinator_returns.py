@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from openrecycle.agent.coordination.events import GenerationAcknowledged, TransferBroken, WorkerRegistered
-from openrecycle.agent.protocol import JobState, WorkerState
+from openrecycle.agent.messages.protocol import JobState, WorkerState
 from tests.agent.coordinator_run import Run
 from tests.golden import golden
 

@@ -5,21 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 
-from openrecycle.agent.assembly import assemble
 from openrecycle.agent.checkpoints.checkpoint import Identity, find, load_layers, write_part
+from openrecycle.agent.config.options import Optimization
+from openrecycle.agent.config.randomness import seed_for
 from openrecycle.agent.examples.gpt import Gpt
-from openrecycle.agent.layers import partition_of, spans
-from openrecycle.agent.optimizer import StageOptimizer, joined, of_layers, stage_optimizer
-from openrecycle.agent.options import Optimization
-from openrecycle.agent.post_validation import judge
-from openrecycle.agent.randomness import seed_for
-from openrecycle.agent.relayout import regrouped
-from openrecycle.agent.stage import Stage
-from openrecycle.agent.stage_io import StageCuts
-from openrecycle.agent.state import StageState, pack
-from openrecycle.agent.workload import NamedWorkload
-from openrecycle.planner.errors import InputError
-from openrecycle.planner.job import Job
+from openrecycle.agent.models.layers import partition_of, spans
+from openrecycle.agent.models.stage_io import StageCuts
+from openrecycle.agent.models.state import StageState, pack
+from openrecycle.agent.models.workload import NamedWorkload
+from openrecycle.agent.stages.assembly import assemble
+from openrecycle.agent.stages.optimizer import StageOptimizer, joined, of_layers, stage_optimizer
+from openrecycle.agent.stages.post_validation import judge
+from openrecycle.agent.stages.stage import Stage
+from openrecycle.agent.workers.relayout import regrouped
+from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.jobs.job import Job
 from tests.agent.layered import Mixture
 from tests.agent.local_jobs import TINY, LocalJob, Message
 from tests.conftest import at_length

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrecycle.agent.data import DatasetBatches, MicroBatchSampler
-from openrecycle.planner.errors import InputError
-from openrecycle.planner.job import Job
+from openrecycle.agent.models.data import DatasetBatches, MicroBatchSampler
+from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.jobs.job import Job
 from tests.agent.own_jobs import Endless, Squares
 from tests.golden import golden
 

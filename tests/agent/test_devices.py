@@ -19,15 +19,15 @@ import torch.distributed
 from torch import Tensor
 from typer.testing import CliRunner
 
-from openrecycle.agent import compat
 from openrecycle.agent.cli import app
-from openrecycle.agent.devices import Platform, completion, kind_number, on_device
-from openrecycle.agent.processes import ProcessPool
-from openrecycle.agent.timeouts import Timeouts
+from openrecycle.agent.config.devices import Platform, completion, kind_number, on_device
+from openrecycle.agent.config.timeouts import Timeouts
+from openrecycle.agent.launcher.processes import ProcessPool
+from openrecycle.agent.models import compat
 from openrecycle.agent.transport import nccl
 from openrecycle.agent.transport.group import TransferError, halt_all
-from openrecycle.planner.errors import InputError
-from openrecycle.planner.job import Worker
+from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.jobs.job import Worker
 from tests.agent import own_jobs
 from tests.golden import golden
 
@@ -210,7 +210,7 @@ def test_what_workers_are_forked_from_leaves_cuda_alone() -> None:
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found["loaded"] == ["openrecycle.agent.worker", "torch._dynamo"]
+    assert found["loaded"] == ["openrecycle.agent.workers.worker", "torch._dynamo"]
     assert found["would_note"] == ["is_available"], "what is asked would not have been seen"
     assert found["asked"] == [] and not found["initialized"] and not found["bad_fork"]
     assert found["nvml"] == "1"

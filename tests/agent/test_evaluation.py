@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from openrecycle import Callback, Evaluation, Faults, InputError, Loading, Planning
-from openrecycle.agent.data import MicroBatchSampler
-from openrecycle.agent.protocol import Iteration, Recovery
-from openrecycle.agent.randomness import seed_for
-from openrecycle.agent.record import EvaluationResult
-from openrecycle.agent.trainer import TrainingResult
+from openrecycle.agent.config.randomness import seed_for
+from openrecycle.agent.jobs.trainer import TrainingResult
+from openrecycle.agent.launcher.record import EvaluationResult
+from openrecycle.agent.messages.protocol import Iteration, Recovery
+from openrecycle.agent.models.data import MicroBatchSampler
 from tests.agent import masked_jobs
 from tests.conftest import at_length
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from openrecycle.agent.faults import FaultInjector, Kill, Rejoin, Slow, slowness
-from openrecycle.planner.errors import InputError
-from openrecycle.planner.job import Job, Worker
+from openrecycle.agent.config.faults import FaultInjector, Kill, Rejoin, Slow, slowness
+from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.jobs.job import Job, Worker
 
 JOB = Job(3, 4, 6)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from openrecycle.agent.processes import WorkerProcess
+from openrecycle.agent.launcher.processes import WorkerProcess
 from tests.agent.local_jobs import LocalJob, fault_free_losses
 
 pytestmark = pytest.mark.processes

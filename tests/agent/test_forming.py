@@ -11,11 +11,11 @@ from datetime import timedelta
 import pytest
 import torch
 
-from openrecycle.agent.communicator import Communicator, Groups
-from openrecycle.agent.store import RendezvousStore
-from openrecycle.agent.timeouts import Timeouts
+from openrecycle.agent.config.timeouts import Timeouts
+from openrecycle.agent.transport.communicator import Communicator, Groups
 from openrecycle.agent.transport.group import TransferError
-from openrecycle.planner.job import Worker
+from openrecycle.agent.transport.store import RendezvousStore
+from openrecycle.planner.jobs.job import Worker
 from tests.agent.launches import warm
 from tests.golden import golden
 

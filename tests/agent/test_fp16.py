@@ -13,12 +13,12 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from openrecycle import Faults, InputError, Job, Optimization, ResilientTrainer
-from openrecycle.agent.gradients import Mode, gradient_sum
-from openrecycle.agent.optimizer import StageOptimizer
-from openrecycle.agent.post_validation import CLEAN, SKIP, LossScale, PostValidation, ValidationResult
-from openrecycle.agent.stage import Stage
-from openrecycle.agent.state import StageState
-from openrecycle.agent.trainer import TrainingResult
+from openrecycle.agent.jobs.trainer import TrainingResult
+from openrecycle.agent.models.state import StageState
+from openrecycle.agent.stages.gradients import Mode, gradient_sum
+from openrecycle.agent.stages.optimizer import StageOptimizer
+from openrecycle.agent.stages.post_validation import CLEAN, SKIP, LossScale, PostValidation, ValidationResult
+from openrecycle.agent.stages.stage import Stage
 
 FP16 = Optimization(autocast="fp16", clip_norm=1.0)
 

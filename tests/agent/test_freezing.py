@@ -12,8 +12,8 @@ from openrecycle.agent.coordination.events import (
     UsePlan,
 )
 from openrecycle.agent.coordination.membership import Candidate, Mode, Offer
-from openrecycle.agent.protocol import JobState, WorkerState
-from openrecycle.planner.words import MIGRATE, REROUTE
+from openrecycle.agent.messages.protocol import JobState, WorkerState
+from openrecycle.planner.jobs.words import MIGRATE, REROUTE
 from tests.agent.coordinator_run import Run, fingerprint
 from tests.golden import golden
 

@@ -27,11 +27,11 @@ from transformers import (
 )
 
 from openrecycle import Checkpoints, Faults, Job, Loading, PadCollate, Planning
-from openrecycle.agent.hugging_face import Pretrained, TokenBatches, pretrained, pretrained_job
-from openrecycle.agent.layers import LayerStack, build_layer, build_layers
-from openrecycle.agent.stage_io import TensorSpec
-from openrecycle.agent.trainer import TrainingResult
-from openrecycle.planner.errors import InputError
+from openrecycle.agent.jobs.trainer import TrainingResult
+from openrecycle.agent.models.hugging_face import Pretrained, TokenBatches, pretrained, pretrained_job
+from openrecycle.agent.models.layers import LayerStack, build_layer, build_layers
+from openrecycle.agent.models.stage_io import TensorSpec
+from openrecycle.planner.jobs.errors import InputError
 from tests.agent import language_models
 from tests.agent.language_models import BLOCKS, CONFIGS, TOKENS, VOCABULARY, Words, gpt2, llama, trainer
 from tests.agent.test_split_architectures import Case, run_split, unsplit
@@ -336,7 +336,7 @@ def test_the_example_is_short() -> None:
 _GROWTH = """
 import contextlib, sys
 from pathlib import Path
-from openrecycle.agent.hugging_face import pretrained
+from openrecycle.agent.models.hugging_face import pretrained
 
 def peak():
     return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from openrecycle.agent.delivery import Delivery, RecordFile
-from openrecycle.agent.options import Checkpoints
-from openrecycle.planner.errors import InputError
+from openrecycle.agent.config.options import Checkpoints
+from openrecycle.agent.messages.delivery import Delivery, RecordFile
+from openrecycle.planner.jobs.errors import InputError
 from tests.agent import own_jobs
 from tests.agent.runs import GRID, TINY
 from tests.golden import golden
@@ -57,7 +57,7 @@ def test_a_disk_that_has_space_again_gets_the_whole_record(tmp_path: Path) -> No
         f"""
 import resource, sys
 from pathlib import Path
-import openrecycle.agent.delivery as delivery
+import openrecycle.agent.messages.delivery as delivery
 delivery.RETRY_SECONDS = 0.01
 resource.setrlimit(resource.RLIMIT_FSIZE, (50, resource.RLIM_INFINITY))
 said = []

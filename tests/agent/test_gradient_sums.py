@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from openrecycle.agent.backward.probe import Probe, choose_split
-from openrecycle.agent.gradients import FastSum, GradientSum, gradient_sum
-from openrecycle.agent.stage import Stage
+from openrecycle.agent.stages.backward.probe import Probe, choose_split
+from openrecycle.agent.stages.gradients import FastSum, GradientSum, gradient_sum
+from openrecycle.agent.stages.stage import Stage
 from tests.conftest import examples
 
 KINDS = [GradientSum, FastSum]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from openrecycle.agent.gradients import GradientSum
+from openrecycle.agent.stages.gradients import GradientSum
 from tests.conftest import examples
 
 

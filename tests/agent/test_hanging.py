@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from openrecycle.agent.timeouts import Timeouts
-from openrecycle.agent.workload import NamedWorkload
+from openrecycle.agent.config.timeouts import Timeouts
+from openrecycle.agent.models.workload import NamedWorkload
 from tests.agent.local_jobs import TINY, LocalJob, fault_free_losses
 from tests.golden import golden
 

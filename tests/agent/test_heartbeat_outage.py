@@ -9,11 +9,18 @@ from typing import Any
 
 import pytest
 
-from openrecycle.agent import heartbeat
-from openrecycle.agent.client import ConsoleClient, ConsoleUnavailable
-from openrecycle.agent.clock import Offset
-from openrecycle.agent.heartbeat import Status, WorkerReports
-from openrecycle.agent.protocol import Acknowledgement, BatchReply, Heartbeats, Message, RefusedReport, Registration
+from openrecycle.agent.messages.client import ConsoleClient, ConsoleUnavailable
+from openrecycle.agent.messages.clock import Offset
+from openrecycle.agent.messages.protocol import (
+    Acknowledgement,
+    BatchReply,
+    Heartbeats,
+    Message,
+    RefusedReport,
+    Registration,
+)
+from openrecycle.agent.monitoring import heartbeat
+from openrecycle.agent.monitoring.heartbeat import Status, WorkerReports
 
 TRIES = 12
 NAMES = ("W0_0", "W0_1", "W1_0", "W1_1")

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from openrecycle.agent.workload import NamedWorkload
-from openrecycle.planner.catalog import Catalog
-from openrecycle.planner.job import Worker
-from openrecycle.planner.plan import Plan
+from openrecycle.agent.models.workload import NamedWorkload
+from openrecycle.planner.catalogs.catalog import Catalog
+from openrecycle.planner.jobs.job import Worker
+from openrecycle.planner.plans.plan import Plan
 from tests.agent.local_jobs import TINY, LocalJob, fault_free_losses
 
 pytestmark = pytest.mark.processes

@@ -120,7 +120,7 @@ def test_it_trains_through_a_death_and_reports(bare: Path, tmp_path: Path) -> No
 
 @pytest.mark.processes
 def test_reporting_needs_no_torch(bare: Path) -> None:
-    done = run(bare, "-c", "import sys, openrecycle.agent.reporter; print('torch' in sys.modules)")
+    done = run(bare, "-c", "import sys, openrecycle.agent.own_loops.reporter; print('torch' in sys.modules)")
     assert done.stdout == "False\n", done.stderr
 
 

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrecycle.agent.options import with_profile
-from openrecycle.agent.protocol import JobSpec
-from openrecycle.agent.start import job_spec
-from openrecycle.planner.errors import InfeasibleError, InputError
-from openrecycle.planner.job import Job, MemoryLimit, StageProfile, Technique, Worker
-from openrecycle.planner.plan import job_doc
+from openrecycle.agent.config.options import with_profile
+from openrecycle.agent.jobs.start import job_spec
+from openrecycle.agent.messages.protocol import JobSpec
+from openrecycle.planner.jobs.errors import InfeasibleError, InputError
+from openrecycle.planner.jobs.job import Job, MemoryLimit, StageProfile, Technique, Worker
+from openrecycle.planner.plans.plan import job_doc
 from openrecycle.planner.profiles import load_profile
 from tests.golden import golden
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from openrecycle.agent.options import Faults, Optimization
+from openrecycle.agent.config.options import Faults, Optimization
 from tests.agent.local_jobs import LocalJob, fault_free_losses
 from tests.conftest import at_length
 

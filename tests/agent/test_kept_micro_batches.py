@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrecycle.agent.kept_micro_batches import decode, encode, redo
-from openrecycle.planner.job import Job, Worker
+from openrecycle.agent.workers.kept_micro_batches import decode, encode, redo
+from openrecycle.planner.jobs.job import Job, Worker
 from tests.golden import golden
 
 JOB = Job(2, 2, 3)

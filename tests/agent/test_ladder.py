@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from openrecycle.agent.config.timeouts import Timeouts
 from openrecycle.agent.coordination.membership import FailureTimeouts
-from openrecycle.agent.protocol import JobSpec
-from openrecycle.agent.timeouts import Timeouts
+from openrecycle.agent.messages.protocol import JobSpec
 from openrecycle.app.console.service import Console
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
-from openrecycle.planner.errors import InputError
+from openrecycle.planner.jobs.errors import InputError
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes

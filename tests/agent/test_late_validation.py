@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from openrecycle.agent.gradients import GradientSum
-from openrecycle.agent.optimizer import StageOptimizer
-from openrecycle.agent.options import Optimization
-from openrecycle.agent.post_validation import Slot, ValidationResult
-from openrecycle.agent.validation_exchange import Steps
-from openrecycle.planner.job import Worker
+from openrecycle.agent.config.options import Optimization
+from openrecycle.agent.stages.gradients import GradientSum
+from openrecycle.agent.stages.optimizer import StageOptimizer
+from openrecycle.agent.stages.post_validation import Slot, ValidationResult
+from openrecycle.agent.workers.validation_exchange import Steps
+from openrecycle.planner.jobs.job import Worker
 from tests.agent.nan_model import NanModel
 from tests.agent.runs import Run, nan_model
 from tests.conftest import at_length

@@ -12,14 +12,14 @@ import torch.distributed
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrecycle.agent.own_loop import LearnedTransfers
-from openrecycle.agent.script import MicroBatch, Script
-from openrecycle.agent.timeouts import Timeouts
+from openrecycle.agent.config.timeouts import Timeouts
+from openrecycle.agent.own_loops.own_loop import LearnedTransfers
 from openrecycle.agent.transport.group import GlooGroup
+from openrecycle.agent.transport.script import MicroBatch, Script
 from openrecycle.agent.transport.transfers import Lines
-from openrecycle.planner.errors import InputError
-from openrecycle.planner.job import Job, Worker
-from openrecycle.planner.schedule import Schedule
+from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.jobs.job import Job, Worker
+from openrecycle.planner.plans.schedule import Schedule
 from tests.agent.test_ordered_transfers import random_schedule
 from tests.conftest import examples
 

@@ -12,11 +12,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from openrecycle.agent import console_link
-from openrecycle.agent.client import Backoff, ConsoleClient
-from openrecycle.agent.console_link import ConsoleCoordination
 from openrecycle.agent.coordination.membership import FailureTimeouts
-from openrecycle.planner.job import Worker
+from openrecycle.agent.messages.client import Backoff, ConsoleClient
+from openrecycle.agent.monitoring import console_link
+from openrecycle.agent.monitoring.console_link import ConsoleCoordination
+from openrecycle.planner.jobs.job import Worker
 from tests.golden import golden
 
 TRIES = 12

@@ -13,12 +13,12 @@ from multiprocessing import Pipe
 
 import pytest
 
-from openrecycle.agent.heartbeat import doing
-from openrecycle.agent.liveness import AT_REST, DATA, WAITING, LoopLag, OpProgress, Silences, activity
+from openrecycle.agent.config.timeouts import TIMES_LONGEST, Timeouts
+from openrecycle.agent.launcher.processes import WorkerProcess
+from openrecycle.agent.monitoring.heartbeat import doing
+from openrecycle.agent.monitoring.liveness import AT_REST, DATA, WAITING, LoopLag, OpProgress, Silences, activity
 from openrecycle.agent.nodes.server import NodeServer
-from openrecycle.agent.processes import WorkerProcess
-from openrecycle.agent.timeouts import TIMES_LONGEST, Timeouts
-from openrecycle.planner.job import Worker as Cell
+from openrecycle.planner.jobs.job import Worker as Cell
 
 LIMITS = Timeouts()
 PAUSE, TURN = LIMITS.pause, 0.25
@@ -255,7 +255,7 @@ def test_an_op_that_ends_before_the_thread_that_beats_is_woken_counts_without_th
     "wrong", [{"silence": 0.0}, {"silence": 3.0}, {"op": -1.0}, {"first_op": 5.0}, {"start": float("nan")}, {"op": 1e6}]
 )
 def test_limits_that_make_no_sense_are_refused_by_their_option(wrong: dict[str, float]) -> None:
-    from openrecycle.planner.errors import InputError
+    from openrecycle.planner.jobs.errors import InputError
 
     with pytest.raises(InputError) as error:
         Timeouts(**wrong)

@@ -9,10 +9,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from openrecycle.agent.coordination.launcher import Deploy, Halt, LauncherWarning
 from openrecycle.agent.coordination.local import LocalCoordination
-from openrecycle.agent.protocol import Deployment
-from openrecycle.planner.catalog import Catalog
+from openrecycle.agent.messages.protocol import Deployment
+from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.check import check
-from openrecycle.planner.job import Job, MemoryLimit, Technique, Worker
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
 from tests.conftest import examples
 from tests.golden import golden
 

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from openrecycle.agent.log_tail import Followed, LogTail
-from openrecycle.agent.protocol import LOG_LINE, LOG_LINES
+from openrecycle.agent.messages.log_tail import Followed, LogTail
+from openrecycle.agent.messages.protocol import LOG_LINE, LOG_LINES
 
 
 def texts(tail: LogTail) -> list[str]:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from openrecycle.planner.plan import Plan
-from openrecycle.planner.schedule import Schedule
+from openrecycle.planner.plans.plan import Plan
+from openrecycle.planner.plans.schedule import Schedule
 from tests.agent.consoles import JobConsole, console, until
 from tests.agent.launches import Launched
 from tests.agent.runs import TINY

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from openrecycle.agent.checkpoints.checkpoint import whole_checkpoints
-from openrecycle.agent.launch import JobFailed
-from openrecycle.agent.options import Checkpoints
+from openrecycle.agent.config.options import Checkpoints
+from openrecycle.agent.launcher.launch import JobFailed
 from tests.agent.local_jobs import LocalJob, fault_free_losses
 from tests.conftest import at_length
 from tests.golden import golden

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from openrecycle.agent.coordination.membership import PRESENT
-from openrecycle.agent.processes import ProcessPool, WorkerProcess
-from openrecycle.agent.protocol import WorkerState
-from openrecycle.planner.job import Worker
+from openrecycle.agent.launcher.processes import ProcessPool, WorkerProcess
+from openrecycle.agent.messages.protocol import WorkerState
+from openrecycle.planner.jobs.job import Worker
 from tests.agent.coordinator_run import Run
 from tests.conftest import examples
 

@@ -10,7 +10,7 @@ import unicodedata
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from openrecycle.agent.protocol import JobSpec, Name
+from openrecycle.agent.messages.protocol import JobSpec, Name
 
 ADAPTER: TypeAdapter[str] = TypeAdapter(Name)
 
@@ -48,8 +48,8 @@ def test_letters_of_every_script_are_taken_and_nothing_that_can_not_be_seen() ->
 
 @pytest.mark.parametrize("name", ["W\u0661_\u0661", "W1_\u0967", "W1_1\n"])
 def test_numbers_of_workers_are_written_in_ascii(name: str) -> None:
-    from openrecycle.agent.protocol import WorkerName
-    from openrecycle.planner.plan import WorkerName as InPlans
+    from openrecycle.agent.messages.protocol import WorkerName
+    from openrecycle.planner.plans.plan import WorkerName as InPlans
 
     for kind in (WorkerName, InPlans):
         with pytest.raises(ValidationError):

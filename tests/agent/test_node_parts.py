@@ -19,20 +19,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrecycle.agent import channel
 from openrecycle.agent.checkpoints.checkpoint import Identity
 from openrecycle.agent.checkpoints.checkpointing import Origin
+from openrecycle.agent.messages import channel
+from openrecycle.agent.models.stage_io import TensorSpec
+from openrecycle.agent.models.workload import NamedWorkload
 from openrecycle.agent.nodes import frames as frames_module
 from openrecycle.agent.nodes.frames import MAX_MESSAGE_BYTES, Frames, NotTrusted, greet
 from openrecycle.agent.nodes.placement import place, stand_in
 from openrecycle.agent.nodes.pool import CLOCK_SAMPLES, NodeHub, SpreadPool, wait_for_name
 from openrecycle.agent.nodes.role import NodeRole, check_token, first_host, role_of
 from openrecycle.agent.nodes.wire import MACHINE, by_name, decode_spec, encode_spec
-from openrecycle.agent.spec import RunSpec, WorkerSpec
-from openrecycle.agent.stage_io import TensorSpec
-from openrecycle.agent.workload import NamedWorkload
-from openrecycle.planner.errors import InputError
-from openrecycle.planner.job import Job, StageProfile, Worker
+from openrecycle.agent.workers.spec import RunSpec, WorkerSpec
+from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.jobs.job import Job, StageProfile, Worker
 from tests.agent.changed_options import everything_changed
 from tests.agent.consoles import until
 from tests.golden import golden

@@ -14,8 +14,7 @@ from typer.testing import CliRunner
 
 import openrecycle
 from openrecycle.agent.commands.shared import with_flags
-from openrecycle.agent.nodes.wire import decode_spec, encode_spec
-from openrecycle.agent.options import (
+from openrecycle.agent.config.options import (
     FLAGS,
     Checkpoints,
     Console,
@@ -25,13 +24,14 @@ from openrecycle.agent.options import (
     Planning,
     TrainingOptions,
 )
-from openrecycle.agent.settings import OptionGroup, build, leaves, spelled
-from openrecycle.agent.spec import RunSpec, WorkerSpec
-from openrecycle.agent.timeouts import Timeouts
-from openrecycle.agent.trainer import ResilientTrainer
-from openrecycle.agent.workload import NamedWorkload
-from openrecycle.planner.errors import InputError
-from openrecycle.planner.job import Job, Worker
+from openrecycle.agent.config.settings import OptionGroup, build, leaves, spelled
+from openrecycle.agent.config.timeouts import Timeouts
+from openrecycle.agent.jobs.trainer import ResilientTrainer
+from openrecycle.agent.models.workload import NamedWorkload
+from openrecycle.agent.nodes.wire import decode_spec, encode_spec
+from openrecycle.agent.workers.spec import RunSpec, WorkerSpec
+from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.jobs.job import Job, Worker
 from tests.agent.changed_options import all_changed, everything_changed
 
 JOB = Job(3, 4, 6)

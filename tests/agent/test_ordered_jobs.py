@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from openrecycle.agent.devices import Platform
-from openrecycle.agent.options import Faults, Optimization
+from openrecycle.agent.config.devices import Platform
+from openrecycle.agent.config.options import Faults, Optimization
 from tests.agent import own_jobs
 from tests.agent.local_jobs import LocalJob, fault_free_losses
 from tests.conftest import at_length

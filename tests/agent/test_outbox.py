@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrecycle.agent.console_link import REPORTED_ITERATIONS, QueuedReport, is_history, merge_iterations
-from openrecycle.agent.outbox import Outbox
-from openrecycle.agent.protocol import FailureReport, Iteration, IterationReport
+from openrecycle.agent.messages.outbox import Outbox
+from openrecycle.agent.messages.protocol import FailureReport, Iteration, IterationReport
+from openrecycle.agent.monitoring.console_link import REPORTED_ITERATIONS, QueuedReport, is_history, merge_iterations
 
 
 @given(st.lists(st.one_of(st.integers(0, 99), st.none()), max_size=60), st.integers(1, 10))

@@ -21,8 +21,8 @@ import torch
 from torch.nn import functional
 
 from openrecycle.agent.examples.own_loop import ITERATIONS, JOB, MICRO_BATCHES, build, load
-from openrecycle.agent.gradients import GradientSum
-from openrecycle.agent.own_group import GroupLost, Membership
+from openrecycle.agent.own_loops.own_group import GroupLost, Membership
+from openrecycle.agent.stages.gradients import GradientSum
 from tests.agent.consoles import JobConsole, console, until
 from tests.agent.scheduled_loop import digest
 from tests.conftest import at_length

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from openrecycle.agent.pacing import GRACE, PROMPT, PacedDevice, profile_pace
-from openrecycle.planner.errors import InputError
-from openrecycle.planner.job import Job, StageProfile, Worker
+from openrecycle.agent.config.pacing import GRACE, PROMPT, PacedDevice, profile_pace
+from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.jobs.job import Job, StageProfile, Worker
 from tests.golden import golden
 
 

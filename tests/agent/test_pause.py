@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from openrecycle.agent.pausing import PauseRequest
-from openrecycle.agent.protocol import Command
+from openrecycle.agent.launcher.pausing import PauseRequest
+from openrecycle.agent.messages.protocol import Command
 from tests.agent.local_jobs import LocalJob, fault_free_losses
 
 pytestmark = pytest.mark.processes

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrecycle.agent.post_validation import (
+from openrecycle.agent.stages.post_validation import (
     CLEAN,
     CLEAN_NEEDED,
     MAX_CLEAN_NEEDED,
@@ -18,8 +18,8 @@ from openrecycle.agent.post_validation import (
     ValidationResult,
     judge,
 )
-from openrecycle.agent.validation_exchange import tellers
-from openrecycle.planner.job import Worker
+from openrecycle.agent.workers.validation_exchange import tellers
+from openrecycle.planner.jobs.job import Worker
 
 VALIDATIONS = st.sampled_from([CLEAN, SKIP, ValidationResult(0.5)])
 

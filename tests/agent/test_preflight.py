@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from openrecycle import Checkpoints, Faults, JobFailed, Timeouts
-from openrecycle.agent.options import Mode, Optimization, TrainingOptions
-from openrecycle.agent.preflight import check_workload
-from openrecycle.agent.workload import NamedWorkload
-from openrecycle.planner.errors import InputError
-from openrecycle.planner.job import Job
+from openrecycle.agent.config.options import Mode, Optimization, TrainingOptions
+from openrecycle.agent.jobs.preflight import check_workload
+from openrecycle.agent.models.workload import NamedWorkload
+from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.jobs.job import Job
 from tests.agent import own_jobs, wrong_jobs
 from tests.agent.runs import nan_model
 from tests.golden import golden

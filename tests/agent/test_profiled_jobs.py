@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from openrecycle.planner.catalog import Catalog
-from openrecycle.planner.job import Job, MemoryLimit, StageProfile, Technique, Worker
-from openrecycle.planner.plan import Plan, job_doc
+from openrecycle.planner.catalogs.catalog import Catalog
+from openrecycle.planner.jobs.job import Job, MemoryLimit, StageProfile, Technique, Worker
+from openrecycle.planner.plans.plan import Plan, job_doc
 from tests.agent.consoles import JobConsole, console, until
 from tests.agent.launches import Launched
 from tests.agent.runs import TINY

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from openrecycle.agent.options import Optimization
+from openrecycle.agent.config.options import Optimization
+from openrecycle.agent.models.stage_io import TensorSpec
+from openrecycle.agent.models.workload import NamedWorkload
 from openrecycle.agent.profiling.profiler import ProfilingEffort
 from openrecycle.agent.profiling.stages import (
     NullGroup,
@@ -16,9 +18,7 @@ from openrecycle.agent.profiling.stages import (
     measure_stages,
     script_of,
 )
-from openrecycle.agent.stage_io import TensorSpec
-from openrecycle.agent.workload import NamedWorkload
-from openrecycle.planner.job import Job, Worker
+from openrecycle.planner.jobs.job import Job, Worker
 from tests.golden import golden
 
 TINY = {"width": 32, "heads": 2, "sequence": 16, "batch": 2}

@@ -10,16 +10,16 @@ from torch import nn
 from typer.testing import CliRunner
 
 from openrecycle.agent.cli import app
-from openrecycle.agent.gradients import gradient_sum
-from openrecycle.agent.optimizer import StageOptimizer
 from openrecycle.agent.profiling.profiler import PartSpec, ProfilingEffort, kept_bytes, measure_part, timing_of
 from openrecycle.agent.profiling.shapes import SHAPES, shape_of
 from openrecycle.agent.profiling.traffic import measure_traffic
-from openrecycle.agent.stage import Stage
-from openrecycle.planner.errors import InputError
-from openrecycle.planner.job import Problem
+from openrecycle.agent.stages.gradients import gradient_sum
+from openrecycle.agent.stages.optimizer import StageOptimizer
+from openrecycle.agent.stages.stage import Stage
+from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.jobs.job import Problem
+from openrecycle.planner.portfolio import make_plan
 from openrecycle.planner.profiles import load_profile
-from openrecycle.planner.solvers.portfolio import make_plan
 
 BATCH, WIDTH = 32, 128
 FLOATS = 4 * BATCH * WIDTH

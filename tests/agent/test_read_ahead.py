@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from openrecycle import Faults, JobFailed, Loading, Planning
-from openrecycle.agent.read_ahead import Read, ReadAhead
-from openrecycle.agent.streams import stream_of
+from openrecycle.agent.models.read_ahead import Read, ReadAhead
+from openrecycle.agent.models.streams import stream_of
 from tests.agent import masked_jobs, own_jobs, streamed_jobs, wrong_jobs
 from tests.conftest import at_length
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from openrecycle.agent.coordination.local import LocalCoordination
-from openrecycle.planner.job import Worker
+from openrecycle.planner.jobs.job import Worker
 from tests.agent.local_jobs import LocalJob, fault_free_losses
 from tests.conftest import at_length
 

@@ -7,13 +7,13 @@ from typing import Any, ClassVar
 
 import pytest
 
+from openrecycle.agent.config.options import HandOver, Optimization
 from openrecycle.agent.coordination.choosing import worth_moving
 from openrecycle.agent.coordination.launcher import Deploy
 from openrecycle.agent.coordination.local import LocalCoordination
-from openrecycle.agent.options import HandOver, Optimization
-from openrecycle.agent.relayout import Move, moves
-from openrecycle.agent.workload import NamedWorkload
-from openrecycle.planner.job import Worker
+from openrecycle.agent.models.workload import NamedWorkload
+from openrecycle.agent.workers.relayout import Move, moves
+from openrecycle.planner.jobs.job import Worker
 from tests.agent.local_jobs import TINY, LocalJob, Message
 
 LAYERS = 6

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from openrecycle.agent.devices import Platform
-from openrecycle.agent.workload import NamedWorkload
+from openrecycle.agent.config.devices import Platform
+from openrecycle.agent.models.workload import NamedWorkload
 from tests.agent.local_jobs import TINY, LocalJob, fault_free_losses
 from tests.conftest import at_length
 

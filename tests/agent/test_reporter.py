@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from openrecycle import InputError, Job, Reporter
-from openrecycle.agent.reporter import MAX_ITERATIONS
+from openrecycle.agent.own_loops.reporter import MAX_ITERATIONS
 from tests.agent.consoles import JobConsole, console, until
 from tests.agent.own_loop import JOB
 from tests.golden import golden

@@ -18,10 +18,10 @@ from torch import nn
 from torch.nn import functional
 
 from openrecycle import Checkpoints, Console, Evaluation, Faults, JobFailed, Loading, Optimization, Planning
-from openrecycle.agent.trainer import ResilientTrainer, TrainingResult
-from openrecycle.planner.errors import InfeasibleError, InputError, PlannerError
-from openrecycle.planner.job import Job
-from openrecycle.planner.plan import job_doc
+from openrecycle.agent.jobs.trainer import ResilientTrainer, TrainingResult
+from openrecycle.planner.jobs.errors import InfeasibleError, InputError, PlannerError
+from openrecycle.planner.jobs.job import Job
+from openrecycle.planner.plans.plan import job_doc
 from tests.agent import own_jobs
 from tests.agent.consoles import console
 from tests.golden import golden

@@ -6,9 +6,9 @@ import hashlib
 
 import pytest
 
-from openrecycle.agent.protocol import Iteration
-from openrecycle.agent.record import DataWait, DivergedError, RunRecord
-from openrecycle.planner.job import Worker
+from openrecycle.agent.launcher.record import DataWait, DivergedError, RunRecord
+from openrecycle.agent.messages.protocol import Iteration
+from openrecycle.planner.jobs.job import Worker
 
 A, B, C, D = (Worker(p, s) for p in range(2) for s in range(2))  # B and D are the last stage
 MS = 1_000_000

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from openrecycle.agent.backward.probe import Probe, Split, choose_split
+from openrecycle.agent.config.options import Autocast
+from openrecycle.agent.config.randomness import seed_for
 from openrecycle.agent.examples.gpt import Block
-from openrecycle.agent.gradients import GradientSum, MicroBatch
-from openrecycle.agent.options import Autocast
-from openrecycle.agent.randomness import seed_for
-from openrecycle.agent.stage import Stage
+from openrecycle.agent.stages.backward.probe import Probe, Split, choose_split
+from openrecycle.agent.stages.gradients import GradientSum, MicroBatch
+from openrecycle.agent.stages.stage import Stage
 from tests.agent.recurrent import run_lstm
 
 KEYS: list[MicroBatch] = [(0, 0), (0, 1), (1, 0), (2, 5)]

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from openrecycle.agent.config.randomness import seed_for
 from openrecycle.agent.examples.gpt import Block, Gpt
-from openrecycle.agent.gradients import GradientSum
-from openrecycle.agent.randomness import seed_for
-from openrecycle.agent.stage import Stage
+from openrecycle.agent.stages.gradients import GradientSum
+from openrecycle.agent.stages.stage import Stage
 
 
 class Mlp(nn.Module):

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from openrecycle.agent.assembly import assemble
-from openrecycle.agent.backward.probe import Probe, choose_split
-from openrecycle.agent.compat import FlopCount
+from openrecycle.agent.config.options import Optimization
 from openrecycle.agent.examples.gpt import Gpt
-from openrecycle.agent.gradients import FastSum, GradientSum
-from openrecycle.agent.options import Optimization
-from openrecycle.agent.stage_io import StageCuts, TensorSpec
-from openrecycle.planner.job import Job
+from openrecycle.agent.models.compat import FlopCount
+from openrecycle.agent.models.stage_io import StageCuts, TensorSpec
+from openrecycle.agent.stages.assembly import assemble
+from openrecycle.agent.stages.backward.probe import Probe, choose_split
+from openrecycle.agent.stages.gradients import FastSum, GradientSum
+from openrecycle.planner.jobs.job import Job
 from tests.golden import golden
 
 

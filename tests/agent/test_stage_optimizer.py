@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from openrecycle.agent.gradients import GradientSum
-from openrecycle.agent.optimizer import StageOptimizer
-from openrecycle.agent.post_validation import CLEAN, SKIP, Slot, ValidationResult
-from openrecycle.agent.state import StateError, pack, unpack
-from openrecycle.planner.errors import InputError
+from openrecycle.agent.models.state import StateError, pack, unpack
+from openrecycle.agent.stages.gradients import GradientSum
+from openrecycle.agent.stages.optimizer import StageOptimizer
+from openrecycle.agent.stages.post_validation import CLEAN, SKIP, Slot, ValidationResult
+from openrecycle.planner.jobs.errors import InputError
 from tests.golden import golden
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

@@ -19,12 +19,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from openrecycle.agent import state_transfer
-from openrecycle.agent.gradients import GradientSum
-from openrecycle.agent.optimizer import StageOptimizer
-from openrecycle.agent.post_validation import CLEAN, SKIP, Slot, ValidationResult
-from openrecycle.agent.state_transfer import StateReceiver, StateServer, StateTransferError, StateTransferFailed
-from openrecycle.planner.job import Worker
+from openrecycle.agent.stages.gradients import GradientSum
+from openrecycle.agent.stages.optimizer import StageOptimizer
+from openrecycle.agent.stages.post_validation import CLEAN, SKIP, Slot, ValidationResult
+from openrecycle.agent.workers import state_transfer
+from openrecycle.agent.workers.state_transfer import StateReceiver, StateServer, StateTransferError, StateTransferFailed
+from openrecycle.planner.jobs.job import Worker
 from tests.conftest import examples
 from tests.golden import golden
 

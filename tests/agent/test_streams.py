@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from openrecycle import Checkpoints, Evaluation, Faults, InputError, Loading, Planning
-from openrecycle.agent.streams import StreamBatches, stream_of
-from openrecycle.agent.trainer import TrainingResult
-from openrecycle.planner.job import Job
+from openrecycle.agent.jobs.trainer import TrainingResult
+from openrecycle.agent.models.streams import StreamBatches, stream_of
+from openrecycle.planner.jobs.job import Job
 from tests.agent import own_jobs, streamed_jobs
 from tests.conftest import at_length
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from openrecycle.agent.launcher.record import RunRecord
 from openrecycle.agent.nodes.pool import NodeHub
 from openrecycle.agent.nodes.succession import (
     Copy,
@@ -24,8 +25,7 @@ from openrecycle.agent.nodes.succession import (
     may_have_vote,
     may_lead,
 )
-from openrecycle.agent.record import RunRecord
-from openrecycle.planner.job import Worker
+from openrecycle.planner.jobs.job import Worker
 from tests.agent.consoles import until
 
 RUN = "a run"

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from openrecycle.agent.config.options import HandOver, Optimization
 from openrecycle.agent.examples.gpt import Gpt
-from openrecycle.agent.layers import build_layers
-from openrecycle.agent.options import HandOver, Optimization
-from openrecycle.agent.tied import Route, routes
-from openrecycle.agent.workload import NamedWorkload
-from openrecycle.planner.job import Worker
+from openrecycle.agent.models.layers import build_layers
+from openrecycle.agent.models.workload import NamedWorkload
+from openrecycle.agent.workers.tied import Route, routes
+from openrecycle.planner.jobs.job import Worker
 from tests.agent.local_jobs import TINY, LocalJob, Message
 from tests.agent.test_relayout import Rearranging
 

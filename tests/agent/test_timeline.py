@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from openrecycle.agent.clock import Offset, measure_offset
-from openrecycle.agent.heartbeat import measured_ops
-from openrecycle.agent.protocol import ClockReading, clock_name
-from openrecycle.agent.timeline import IterationTimeline, Timeline
-from openrecycle.planner.job import Worker
-from openrecycle.planner.schedule import Op
+from openrecycle.agent.messages.clock import Offset, measure_offset
+from openrecycle.agent.messages.protocol import ClockReading, clock_name
+from openrecycle.agent.monitoring.heartbeat import measured_ops
+from openrecycle.agent.monitoring.timeline import IterationTimeline, Timeline
+from openrecycle.planner.jobs.job import Worker
+from openrecycle.planner.plans.schedule import Op
 
 
 def ops() -> tuple[Op, ...]:

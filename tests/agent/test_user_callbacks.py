@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from openrecycle.agent.options import Checkpoints, Console, Faults, Mode, Optimization
-from openrecycle.agent.protocol import Iteration
-from openrecycle.agent.trainer import TrainingResult
+from openrecycle.agent.config.options import Checkpoints, Console, Faults, Mode, Optimization
+from openrecycle.agent.jobs.trainer import TrainingResult
+from openrecycle.agent.messages.protocol import Iteration
 from tests.agent import own_jobs, wrong_jobs
 from tests.agent.consoles import console
 from tests.agent.local_jobs import LocalJob, fault_free_losses

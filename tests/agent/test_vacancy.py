@@ -6,8 +6,8 @@ from typing import cast
 
 import pytest
 
-from openrecycle.agent.processes import ProcessPool, WorkerProcess
-from openrecycle.planner.job import Job, Worker
+from openrecycle.agent.launcher.processes import ProcessPool, WorkerProcess
+from openrecycle.planner.jobs.job import Job, Worker
 
 CELLS = Job.uniform(3, 2, 2).workers()
 

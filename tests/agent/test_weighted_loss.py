@@ -12,10 +12,10 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 
 from openrecycle import Evaluation, Faults, InputError, Job, Loading, Optimization, Planning, ResilientTrainer
-from openrecycle.agent.data import MicroBatchSampler
-from openrecycle.agent.options import Mode
-from openrecycle.agent.randomness import seed_for
-from openrecycle.agent.trainer import TrainingResult
+from openrecycle.agent.config.options import Mode
+from openrecycle.agent.config.randomness import seed_for
+from openrecycle.agent.jobs.trainer import TrainingResult
+from openrecycle.agent.models.data import MicroBatchSampler
 from tests.conftest import at_length
 
 JOB = Job.uniform(2, 2, 3)

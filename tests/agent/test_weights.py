@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from openrecycle.agent.checkpoints.weights import WeightsError, load_weights, save_weights, weights_file
-from openrecycle.agent.state import StateError
+from openrecycle.agent.models.state import StateError
 
 
 class Counted(nn.Module):

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from openrecycle.agent.client import ConsoleClient
-from openrecycle.agent.console_link import ConsoleCoordination, create_job
-from openrecycle.agent.start import job_spec
+from openrecycle.agent.jobs.start import job_spec
+from openrecycle.agent.messages.client import ConsoleClient
+from openrecycle.agent.monitoring.console_link import ConsoleCoordination, create_job
 from openrecycle.planner.check import check
-from openrecycle.planner.job import Job, MemoryLimit, Technique
-from openrecycle.planner.plan import Plan
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique
+from openrecycle.planner.plans.plan import Plan
 from tests.agent.consoles import JobConsole, console, until
 from tests.agent.launches import Launched
 from tests.agent.local_jobs import LocalJob

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 SCRIPT = """
 import multiprocessing, os, subprocess
-from openrecycle.agent.processes import start_server
+from openrecycle.agent.launcher.processes import start_server
 
 start_server([])
 worker = multiprocessing.get_context("forkserver").Process(target=subprocess.check_call, args=(["env"],))

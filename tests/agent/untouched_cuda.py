@@ -1,8 +1,8 @@
 """What a worker finds of CUDA that its server has done: `python -m tests.agent.untouched_cuda` prints it, as JSON.
 
 A process that is forked from one which has asked the driver anything can't use a GPU. The server has its imports from
-the list in agent.processes; this module comes first there, and writes down what the others ask of torch.cuda. It runs
-in a process of its own, as there is one server for each.
+the list in agent.launcher.processes; this module comes first there, and writes down what the others ask of torch.cuda.
+It runs in a process of its own, as there is one server for each.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def report(told: Told, pipe: Connection) -> None:
         "asked": list(asked),
         "initialized": cuda.is_initialized(),
         "bad_fork": bool(cuda._is_in_bad_fork()),
-        "loaded": sorted(name for name in ("openrecycle.agent.worker", "torch._dynamo") if name in sys.modules),
+        "loaded": sorted(name for name in ("openrecycle.agent.workers.worker", "torch._dynamo") if name in sys.modules),
         "nvml": os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK"),
     }
     asked.clear()
@@ -58,9 +58,9 @@ def report(told: Told, pipe: Connection) -> None:
 
 
 def main() -> None:
-    from openrecycle.agent.processes import ProcessPool, preload
-    from openrecycle.agent.workload import NamedWorkload
-    from openrecycle.planner.job import Worker
+    from openrecycle.agent.launcher.processes import ProcessPool, preload
+    from openrecycle.agent.models.workload import NamedWorkload
+    from openrecycle.planner.jobs.job import Worker
 
     # By its name, as the server has it, and not as __main__.
     from tests.agent import untouched_cuda as own

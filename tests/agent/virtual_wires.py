@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openrecycle.agent.executor import Executor, OpError
-from openrecycle.agent.faults import FaultInjector
-from openrecycle.agent.kept_micro_batches import Redo
-from openrecycle.agent.script import MicroBatch, Script
-from openrecycle.agent.stage_io import CPU, TensorSpec
+from openrecycle.agent.config.faults import FaultInjector
+from openrecycle.agent.models.stage_io import CPU, TensorSpec
 from openrecycle.agent.transport.ordered import OrderedTransfers, connect
+from openrecycle.agent.transport.script import MicroBatch, Script
 from openrecycle.agent.transport.transfers import Lines, TransferLayout, Transfers
-from openrecycle.planner.job import Worker
-from openrecycle.planner.schedule import Schedule
+from openrecycle.agent.workers.executor import Executor, OpError
+from openrecycle.agent.workers.kept_micro_batches import Redo
+from openrecycle.planner.jobs.job import Worker
+from openrecycle.planner.plans.schedule import Schedule
 
 WIDE, NARROW = TensorSpec((2,), "float32"), TensorSpec((1,), "int64", gradient=False)
 

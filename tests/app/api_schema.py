@@ -21,14 +21,14 @@ from schemathesis.specs.openapi.checks import positive_data_acceptance
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 
-from openrecycle.agent.protocol import Acknowledgement, Iteration, JobSpec, Registration
+from openrecycle.agent.messages.protocol import Acknowledgement, Iteration, JobSpec, Registration
 from openrecycle.app.api.routes import create_routes
 from openrecycle.app.console.service import Console
 from openrecycle.app.security.bodies import BodyLimit
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
-from openrecycle.planner.job import Job
-from openrecycle.planner.plan import job_doc
+from openrecycle.planner.jobs.job import Job
+from openrecycle.planner.plans.plan import job_doc
 
 CURSOR = "a cursor is one that the console has given"
 PIPELINE = "a pipeline is one of the plan's, and not every format holds one alone"

@@ -8,7 +8,7 @@ from typing import Any
 
 from sqlalchemy import select
 
-from openrecycle.agent.protocol import (
+from openrecycle.agent.messages.protocol import (
     Acknowledgement,
     FailureReport,
     Heartbeat,

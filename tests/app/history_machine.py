@@ -15,14 +15,14 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from openrecycle.agent.coordination.events import Offered
 from openrecycle.agent.coordination.membership import Candidate, Mode, Offer, State
-from openrecycle.agent.protocol import JobSpec, JobState, Message, WorkerState
+from openrecycle.agent.messages.protocol import JobSpec, JobState, Message, WorkerState
 from openrecycle.app.jobs import job_plans as planned
 from openrecycle.app.jobs.records import read_state
 from openrecycle.app.jobs.stored_plans import stored_plan
-from openrecycle.planner.job import Job
-from openrecycle.planner.plan import job_doc
-from openrecycle.planner.policy import REPARTITION
-from openrecycle.planner.words import DROP, MIGRATE, REROUTE
+from openrecycle.planner.jobs.job import Job
+from openrecycle.planner.jobs.words import DROP, MIGRATE, REROUTE
+from openrecycle.planner.plans.plan import job_doc
+from openrecycle.planner.simulation.policy import REPARTITION
 from tests.app.flaky_database import FAULTS, Fault, FlakyDatabase
 from tests.app.job_world import STEPS, Process, Report, World
 

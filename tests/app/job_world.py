@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from openrecycle.agent.processes import ProcessPool, WorkerProcess
-from openrecycle.agent.protocol import (
+from openrecycle.agent.launcher.processes import ProcessPool, WorkerProcess
+from openrecycle.agent.messages.protocol import (
     Acknowledgement,
     Deployment,
     FailureReport,
@@ -35,8 +35,8 @@ from openrecycle.app.observing.service import Observing
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.settings import RetentionLimits
 from openrecycle.db.store import Record, Store
-from openrecycle.planner.job import Worker
-from openrecycle.planner.words import layers_moved
+from openrecycle.planner.jobs.job import Worker
+from openrecycle.planner.jobs.words import layers_moved
 from tests.agent.coordinator_run import LADDER
 from tests.app.flaky_database import FlakyDatabase
 

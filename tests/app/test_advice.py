@@ -12,19 +12,19 @@ from ui_console import ConsoleHere, JobHere, until
 
 from openrecycle.agent.coordination.choosing import out
 from openrecycle.agent.coordination.membership import Candidate
-from openrecycle.agent.protocol import FailureReport
+from openrecycle.agent.messages.protocol import FailureReport
 from openrecycle.app.advice.recommendation import AdviceRequest, Recommendation, decide, recommendation_document, serve
 from openrecycle.app.advice.service import REPAIR_SECONDS, copy_times, measured_costs, move_times
 from openrecycle.app.observing.job_history import changes, repair_times
 from openrecycle.app.runtime.task_queue import TaskQueue
 from openrecycle.planner.check import check
-from openrecycle.planner.job import Job
-from openrecycle.planner.packed import from_bytes
-from openrecycle.planner.plan import job_doc
-from openrecycle.planner.policy import REPARTITION, Advice, Option, best_option
+from openrecycle.planner.jobs.job import Job
+from openrecycle.planner.jobs.words import DROP, MIGRATE, REROUTE
+from openrecycle.planner.plans.packed import from_bytes
+from openrecycle.planner.plans.plan import job_doc
 from openrecycle.planner.simulation.costs import RecoveryCosts
 from openrecycle.planner.simulation.planned import Rate
-from openrecycle.planner.words import DROP, MIGRATE, REROUTE
+from openrecycle.planner.simulation.policy import REPARTITION, Advice, Option, best_option
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes

@@ -18,7 +18,7 @@ from ui_console import ConsoleHere, JobHere, until
 
 from openrecycle.app.api.routes import create_routes
 from openrecycle.planner.check import check
-from openrecycle.planner.plan import Plan
+from openrecycle.planner.plans.plan import Plan
 from tests.conftest import examples
 
 pytestmark = pytest.mark.processes

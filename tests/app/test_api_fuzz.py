@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
-from openrecycle.agent.protocol import JobSpec, Registration
+from openrecycle.agent.messages.protocol import JobSpec, Registration
 from openrecycle.app.api.routes import create_routes
 from openrecycle.app.console.service import Console
 from openrecycle.db.session import Database

@@ -12,7 +12,7 @@ import requests
 from console_server import Agents, ConsoleServer
 
 from openrecycle.planner.check import check
-from openrecycle.planner.plan import Plan
+from openrecycle.planner.plans.plan import Plan
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes

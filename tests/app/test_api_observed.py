@@ -7,7 +7,7 @@ import time
 import pytest
 from console_server import Agents, ConsoleServer
 
-from openrecycle.agent.protocol import clock_name
+from openrecycle.agent.messages.protocol import clock_name
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes

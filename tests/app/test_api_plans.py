@@ -19,9 +19,9 @@ from openrecycle.app.plans.uploading import MOST_WAITING, Uploads, answer
 from openrecycle.app.runtime.documents import MOST_LARGE, PLAN_MIB
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.security.bodies import LARGE_BODY, BodyLimit
-from openrecycle.planner.job import Job, MemoryLimit, Problem
-from openrecycle.planner.plan import Plan, job_doc
-from openrecycle.planner.solvers.portfolio import make_plan
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem
+from openrecycle.planner.plans.plan import Plan, job_doc
+from openrecycle.planner.portfolio import make_plan
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes

@@ -12,8 +12,8 @@ from ui_console import ConsoleHere
 
 from openrecycle.app.api.routes import create_routes
 from openrecycle.app.plans import profiles
-from openrecycle.planner.job import Job, Worker
-from openrecycle.planner.plan import job_doc
+from openrecycle.planner.jobs.job import Job, Worker
+from openrecycle.planner.plans.plan import job_doc
 from openrecycle.planner.profiles import load_profile, shipped
 
 pytestmark = pytest.mark.processes

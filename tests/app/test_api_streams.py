@@ -11,8 +11,8 @@ import pytest
 import requests
 from console_server import Agents, ConsoleServer
 
-from openrecycle.planner.job import Job
-from openrecycle.planner.plan import job_doc
+from openrecycle.planner.jobs.job import Job
+from openrecycle.planner.plans.plan import job_doc
 
 pytestmark = pytest.mark.processes
 

@@ -8,8 +8,8 @@ import pytest
 
 from openrecycle.app.catalogs.report import CatalogReport, CountLine, PlanLine, whole_counts
 from openrecycle.app.ui import catalog_words
-from openrecycle.planner.job import Job, MemoryLimit, Technique
-from openrecycle.planner.packed import CatalogQuestion
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique
+from openrecycle.planner.plans.packed import CatalogQuestion
 
 pytestmark = pytest.mark.processes
 

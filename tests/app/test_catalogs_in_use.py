@@ -12,8 +12,8 @@ from ui_console import ConsoleHere, JobHere, until
 from openrecycle.app.catalogs.fill import parse_request
 from openrecycle.app.catalogs.service import Filling
 from openrecycle.planner.check import check
-from openrecycle.planner.job import Worker
-from openrecycle.planner.plan import Plan, job_doc
+from openrecycle.planner.jobs.job import Worker
+from openrecycle.planner.plans.plan import Plan, job_doc
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes
@@ -97,7 +97,7 @@ def test_a_plan_at_hand_that_is_for_other_failures_is_made_anew(
     wait(lambda: live.planned_ahead == 5)
     (made_for,) = next(plan.failed for plan in live.catalog.plans if [name[3] for name in plan.failed] == ["2"])
     other = "W1_2" if made_for != "W1_2" else "W0_2"
-    monkeypatch.setattr("openrecycle.planner.catalog.rename_pipelines", _of_others)
+    monkeypatch.setattr("openrecycle.planner.catalogs.catalog.rename_pipelines", _of_others)
     job.die(other)
     wait(lambda: here.console.view(job.job_id).generation == 2)
     view = here.console.view(job.job_id)

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from openrecycle.app.ui.charts.chart_placeholder import WIDTH, chart_placeholder
 from openrecycle.app.ui.charts.schedule import ASIDE_OPACITY, BOTTOM, TOP, Strip, comparison, gantt
 from openrecycle.app.ui.theme import DARK, LIGHT
-from openrecycle.planner.drawing import Drawing, Rows
-from openrecycle.planner.job import Worker
-from openrecycle.planner.schedule import Schedule
+from openrecycle.planner.jobs.job import Worker
+from openrecycle.planner.plans.drawing import Drawing, Rows
+from openrecycle.planner.plans.schedule import Schedule
 from tests.conftest import examples
 from tests.golden import golden
 

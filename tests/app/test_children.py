@@ -23,9 +23,11 @@ TIMEOUT = 120.0
 
 def tell(channel: Channel) -> None:
     """The child: which packages it finds, and what it has run."""
-    import openrecycle.planner.errors
+    import openrecycle.planner.jobs.errors
 
-    channel.say(f"{openrecycle.planner.errors.__file__} {str(PAGES) in sys.path} {'streamlit' in sys.modules}".encode())
+    channel.say(
+        f"{openrecycle.planner.jobs.errors.__file__} {str(PAGES) in sys.path} {'streamlit' in sys.modules}".encode()
+    )
 
 
 @pytest.mark.processes

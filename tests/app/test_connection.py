@@ -14,7 +14,7 @@ from guarded_console import Served, heartbeat
 from ui_console import ConsoleHere, JobHere
 from uvicorn.server import ServerState
 
-from openrecycle.agent.protocol import API
+from openrecycle.agent.messages.protocol import API
 from openrecycle.app.api.connection import connections
 from openrecycle.app.api.connection_limit import ConnectionLimit
 from openrecycle.app.security.access import Access

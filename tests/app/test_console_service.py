@@ -12,7 +12,7 @@ from sqlalchemy import text
 from sqlalchemy.exc import OperationalError
 
 from openrecycle.agent.coordination.membership import FailureTimeouts
-from openrecycle.agent.protocol import (
+from openrecycle.agent.messages.protocol import (
     Acknowledgement,
     FailureReport,
     Heartbeat,

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from openrecycle.agent.protocol import Acknowledgement, FailureReport, Heartbeat, JobSpec, Registration
+from openrecycle.agent.messages.protocol import Acknowledgement, FailureReport, Heartbeat, JobSpec, Registration
 from openrecycle.app.console.service import Console
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.plans.drifting import Drifting
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
-from openrecycle.planner.drift import DriftLimits
-from openrecycle.planner.job import Worker
-from openrecycle.planner.plan import Plan
+from openrecycle.planner.jobs.job import Worker
+from openrecycle.planner.layers.drift import DriftLimits
+from openrecycle.planner.plans.plan import Plan
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes

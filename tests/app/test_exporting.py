@@ -23,15 +23,15 @@ from openrecycle.app.plans import exporting
 from openrecycle.app.plans.bundle import CatalogPart, launch_line, make_bundle
 from openrecycle.app.plans.exporting import Export, file_stem, offer_named, offers, render
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.planner.catalog import Catalog
+from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.check import check
 from openrecycle.planner.cli import app as planner_cli
 from openrecycle.planner.export.yaml_document import parse_yaml
-from openrecycle.planner.job import Job, Problem, StageProfile, Worker
-from openrecycle.planner.packed import pack, unpack
-from openrecycle.planner.plan import JobDoc, Plan, job_doc
-from openrecycle.planner.plan_arrays import Columns
-from openrecycle.planner.solvers.portfolio import make_plan
+from openrecycle.planner.jobs.job import Job, Problem, StageProfile, Worker
+from openrecycle.planner.plans.packed import pack, unpack
+from openrecycle.planner.plans.plan import JobDoc, Plan, job_doc
+from openrecycle.planner.plans.plan_arrays import Columns
+from openrecycle.planner.portfolio import make_plan
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes
@@ -158,8 +158,8 @@ def test_the_bundle_holds_the_catalog_and_lines_that_can_be_run() -> None:
 
 
 def make_plan_for(job: Job) -> Plan:
-    from openrecycle.planner.job import MemoryLimit, Problem, Technique
-    from openrecycle.planner.solvers.portfolio import make_plan
+    from openrecycle.planner.jobs.job import MemoryLimit, Problem, Technique
+    from openrecycle.planner.portfolio import make_plan
 
     return make_plan(Problem(job, technique=Technique.STAGGERED, memory=MemoryLimit("none")), solver="list")
 

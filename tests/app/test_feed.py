@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from ui_console import ConsoleHere, JobHere
 
-from openrecycle.agent.protocol import LogLine, LogLines, ValidationReport
+from openrecycle.agent.messages.protocol import LogLine, LogLines, ValidationReport
 from openrecycle.app.observing import service
 from openrecycle.app.observing.service import LogBook
 from openrecycle.app.runtime.errors import ConsoleError

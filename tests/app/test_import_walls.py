@@ -16,7 +16,7 @@ MAY: dict[str, tuple[str, ...]] = {
     "planner": (),
     "agent": ("planner",),
     "db": ("planner",),
-    "app": ("planner", "db", "agent.protocol", "agent.coordination"),
+    "app": ("planner", "db", "agent.messages.protocol", "agent.coordination"),
 }
 # Heavy packages, and where alone they are imported.
 ONLY_IN = {
@@ -25,10 +25,15 @@ ONLY_IN = {
     "sqlalchemy": ("db/", "app/"),
     "fastapi": ("app/",),
 }
-WITHOUT_TORCH = ("agent/protocol.py", "agent/coordination/", "agent/client.py", "agent/heartbeat.py")
+WITHOUT_TORCH = (
+    "agent/messages/protocol.py",
+    "agent/coordination/",
+    "agent/messages/client.py",
+    "agent/monitoring/heartbeat.py",
+)
 # The state machine that launchers and consoles share does nothing but decide: no files, sockets, threads or clock.
 PURE = "agent/coordination"
-PURE_MAY = ("planner", "agent.coordination", "agent.protocol")
+PURE_MAY = ("planner", "agent.coordination", "agent.messages.protocol")
 PURE_STANDARD = {"__future__", "collections", "dataclasses", "enum", "functools", "sys", "typing"}
 
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from openrecycle.agent.protocol import JobSpec
+from openrecycle.agent.messages.protocol import JobSpec
 from openrecycle.app.console.service import Console
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
-from openrecycle.planner.job import Job, StageProfile, Worker
-from openrecycle.planner.plan import job_doc
+from openrecycle.planner.jobs.job import Job, StageProfile, Worker
+from openrecycle.planner.plans.plan import job_doc
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes

@@ -13,10 +13,10 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 from ui_console import ConsoleHere, until
 
-from openrecycle.agent import console_link
-from openrecycle.agent.client import ConsoleClient
-from openrecycle.agent.console_link import ConsoleCoordination, create_job
-from openrecycle.agent.protocol import AGENT_TOKEN, JobSpec
+from openrecycle.agent.messages.client import ConsoleClient
+from openrecycle.agent.messages.protocol import AGENT_TOKEN, JobSpec
+from openrecycle.agent.monitoring import console_link
+from openrecycle.agent.monitoring.console_link import ConsoleCoordination, create_job
 from openrecycle.app.api.routes import create_routes
 from openrecycle.app.security.access import Access
 from openrecycle.app.security.guard import AccessGuard

@@ -14,7 +14,7 @@ import pytest
 import requests
 from typer.testing import CliRunner
 
-from openrecycle.agent.protocol import JobSpec
+from openrecycle.agent.messages.protocol import JobSpec
 from openrecycle.app.catalogs.plans_needed import is_quick
 from openrecycle.app.cli import cli
 from openrecycle.app.console.jobs import MAX_WORKERS
@@ -22,8 +22,8 @@ from openrecycle.app.console.service import Console
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
-from openrecycle.planner.job import MemoryLimit, Technique
-from openrecycle.planner.packed import CatalogQuestion
+from openrecycle.planner.jobs.job import MemoryLimit, Technique
+from openrecycle.planner.plans.packed import CatalogQuestion
 from tests.app.console_server import ConsoleServer
 from tests.benchmarks.bench_api_stall import SHAPES, measure
 from tests.conftest import at_length, new_database

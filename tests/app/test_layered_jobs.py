@@ -8,14 +8,14 @@ import pytest
 from ui_console import ConsoleHere, JobHere, until
 
 from openrecycle.agent.coordination.membership import Mode
-from openrecycle.agent.protocol import Relayout
+from openrecycle.agent.messages.protocol import Relayout
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.db.store import Store
-from openrecycle.planner.job import Job
-from openrecycle.planner.plan import job_doc
-from openrecycle.planner.policy import REPARTITION
-from openrecycle.planner.words import layers_moved
+from openrecycle.planner.jobs.job import Job
+from openrecycle.planner.jobs.words import layers_moved
+from openrecycle.planner.plans.plan import job_doc
+from openrecycle.planner.simulation.policy import REPARTITION
 
 pytestmark = pytest.mark.processes
 

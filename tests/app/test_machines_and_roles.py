@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from openrecycle.agent.coordination.events import Offered
 from openrecycle.agent.coordination.membership import Candidate, Mode, Offer
-from openrecycle.agent.protocol import JobSpec
+from openrecycle.agent.messages.protocol import JobSpec
 from openrecycle.app.api.models import WorkerInfo
 from openrecycle.app.catalogs.service import Catalogs
 from openrecycle.app.console.plan_sources import names
@@ -38,7 +38,7 @@ from openrecycle.app.ui.theme import LIGHT
 from openrecycle.app.ui.worker_words import facts_html
 from openrecycle.app.workers.sentence import sentence
 from openrecycle.app.workers.states import OUT, Condition, RoleState, words_of
-from openrecycle.planner.words import DROP, MIGRATE, REROUTE
+from openrecycle.planner.jobs.words import DROP, MIGRATE, REROUTE
 from tests.agent.coordinator_run import LADDER
 from tests.app.flaky_database import FlakyDatabase
 from tests.app.job_world import Process, World

@@ -9,7 +9,7 @@ import pytest
 
 from openrecycle.app.jobs.op_times import OpTimes
 from openrecycle.app.plans.measured_profile import measured_profile
-from openrecycle.planner.job import Job
+from openrecycle.planner.jobs.job import Job
 
 
 def job(nominal: Job, reports: dict[str, dict[str, float]]) -> Any:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 from ui_console import ConsoleHere, JobHere, until
 
-from openrecycle.agent.protocol import MeasuredOps
+from openrecycle.agent.messages.protocol import MeasuredOps
 from openrecycle.app.console.measured import as_plan, as_schedule, measured_iteration
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.observing import measuring as measuring_module
 from openrecycle.app.observing.measuring import MOST_MISSED, UNASKED_SECONDS, Measuring, assemble
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.db.observations import Observations
-from openrecycle.planner.job import Worker
-from openrecycle.planner.plan import Plan
-from openrecycle.planner.schedule import Schedule
+from openrecycle.planner.jobs.job import Worker
+from openrecycle.planner.plans.plan import Plan
+from openrecycle.planner.plans.schedule import Schedule
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes

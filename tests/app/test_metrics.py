@@ -16,7 +16,7 @@ from sqlalchemy import text
 from sqlalchemy.exc import SQLAlchemyError
 from ui_console import until
 
-from openrecycle.agent.protocol import Iteration, JobSpec
+from openrecycle.agent.messages.protocol import Iteration, JobSpec
 from openrecycle.app.console.service import Console
 from openrecycle.app.metrics.exposition import quantiles
 from openrecycle.app.metrics.jobs import Distribution

@@ -9,9 +9,16 @@ from ui_console import ConsoleHere, JobHere
 
 from openrecycle.agent.coordination.events import Offered
 from openrecycle.agent.coordination.membership import Candidate, Offer
-from openrecycle.agent.protocol import Acknowledgement, FailureReport, Heartbeat, LogLine, LogLines, MeasuredOps
+from openrecycle.agent.messages.protocol import (
+    Acknowledgement,
+    FailureReport,
+    Heartbeat,
+    LogLine,
+    LogLines,
+    MeasuredOps,
+)
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.planner.words import MIGRATE
+from openrecycle.planner.jobs.words import MIGRATE
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrecycle.agent.protocol import Heartbeat
+from openrecycle.agent.messages.protocol import Heartbeat
 from openrecycle.app.jobs.op_times import NEWEST, OpTimes
 
 

@@ -21,8 +21,8 @@ from openrecycle.app.plans.uploading import answer
 from openrecycle.app.runtime import documents
 from openrecycle.app.runtime.documents import MOST_CONTAINERS, MOST_FIELDS, MOST_FIELDS_OF_ONE
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.planner.job import Job
-from openrecycle.planner.plan import JobDoc, job_doc
+from openrecycle.planner.jobs.job import Job
+from openrecycle.planner.plans.plan import JobDoc, job_doc
 
 pytestmark = pytest.mark.processes
 

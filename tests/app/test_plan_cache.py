@@ -14,9 +14,9 @@ from openrecycle.db.plan_rows import PlanColumns
 from openrecycle.db.saved_plans import SavedPlans
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
-from openrecycle.planner.job import Job, Problem, Worker
-from openrecycle.planner.plan import Plan
-from openrecycle.planner.solvers.portfolio import make_plan
+from openrecycle.planner.jobs.job import Job, Problem, Worker
+from openrecycle.planner.plans.plan import Plan
+from openrecycle.planner.portfolio import make_plan
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 from streamlit.testing.v1 import AppTest
 from ui_console import MAIN, ConsoleHere, JobHere, until
 
-from openrecycle.agent.protocol import Acknowledgement, Heartbeat, InterimPlan, Iteration, Registration
+from openrecycle.agent.messages.protocol import Acknowledgement, Heartbeat, InterimPlan, Iteration, Registration
 from openrecycle.app.console.plan_sources import Source, find, names
 from openrecycle.app.console.service import Console
 from openrecycle.app.plans.references import OfJob
@@ -15,9 +15,9 @@ from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import facts, tables
 from openrecycle.app.ui.facts import Card
 from openrecycle.app.workers.states import Condition, RoleState
-from openrecycle.planner.catalog import Catalog
-from openrecycle.planner.job import MemoryLimit, Technique, Worker
-from openrecycle.planner.plan import Plan
+from openrecycle.planner.catalogs.catalog import Catalog
+from openrecycle.planner.jobs.job import MemoryLimit, Technique, Worker
+from openrecycle.planner.plans.plan import Plan
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes

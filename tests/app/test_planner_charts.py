@@ -12,8 +12,8 @@ from openrecycle.app.ui.charts.migrations import migrations_chart
 from openrecycle.app.ui.charts.search import search_chart, search_words
 from openrecycle.app.ui.planning.pieces import log_lines, search_cards
 from openrecycle.app.ui.theme import DARK, LIGHT, Palette
-from openrecycle.planner.job import Job
-from openrecycle.planner.plan import job_doc
+from openrecycle.planner.jobs.job import Job
+from openrecycle.planner.plans.plan import job_doc
 from tests.golden import golden
 
 ASKED = PlanAsked(job=job_doc(Job.uniform(3, 4, 6)), failed=("W1_2",))

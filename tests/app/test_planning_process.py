@@ -10,8 +10,8 @@ import pytest
 from openrecycle.app.plans.plan_requests import PlanRequest, plan_maker
 from openrecycle.app.runtime.task_queue import AHEAD, URGENT, TaskQueue
 from openrecycle.planner.check import check
-from openrecycle.planner.job import Job
-from openrecycle.planner.plan import Plan, job_doc
+from openrecycle.planner.jobs.job import Job
+from openrecycle.planner.plans.plan import Plan, job_doc
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from openrecycle.app.plans.profile_table import HELP, edited, table
-from openrecycle.planner.errors import InputError
-from openrecycle.planner.job import Job
-from openrecycle.planner.plan import job_doc
+from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.jobs.job import Job
+from openrecycle.planner.plans.plan import job_doc
 
 PLAIN = job_doc(Job.uniform(2, 3, 4))
 

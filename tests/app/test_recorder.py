@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from sqlalchemy import text
 
-from openrecycle.agent.protocol import Heartbeat, JobSpec, Registration
+from openrecycle.agent.messages.protocol import Heartbeat, JobSpec, Registration
 from openrecycle.app.console.service import Console
 from openrecycle.app.console.worker_detail import worker_detail
 from openrecycle.app.console.worker_history import MAX_SAMPLES, worker_history

@@ -12,9 +12,9 @@ from openrecycle.app.console.plan_sources import PendingPlan, Source, find, name
 from openrecycle.app.plans.applying import use_plan
 from openrecycle.app.plans.references import Made, MeasuredReference, OfJob, Reference, Saved, parse_reference
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.planner.errors import InputError
-from openrecycle.planner.job import MemoryLimit, Problem, Technique, Worker
-from openrecycle.planner.solvers.portfolio import make_plan
+from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.jobs.job import MemoryLimit, Problem, Technique, Worker
+from openrecycle.planner.portfolio import make_plan
 
 pytestmark = pytest.mark.processes
 

@@ -16,9 +16,9 @@ from openrecycle.app.plans.applying import use_plan
 from openrecycle.app.plans.plan_comparison import compare_plans
 from openrecycle.app.plans.replanning import Replan
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.planner.job import MemoryLimit, Problem, Technique, Worker
-from openrecycle.planner.plan import Plan
-from openrecycle.planner.solvers.portfolio import make_plan
+from openrecycle.planner.jobs.job import MemoryLimit, Problem, Technique, Worker
+from openrecycle.planner.plans.plan import Plan
+from openrecycle.planner.portfolio import make_plan
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes

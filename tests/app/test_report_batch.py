@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy.exc import OperationalError
 
-from openrecycle.agent.protocol import Acknowledgement, FailureReport, JobSpec, Registration
+from openrecycle.agent.messages.protocol import Acknowledgement, FailureReport, JobSpec, Registration
 from openrecycle.app.api import report_batcher as report_batcher
 from openrecycle.app.api.report_batcher import ReportBatcher
 from openrecycle.app.console.service import Console

@@ -19,9 +19,9 @@ from openrecycle.app.plans.simulations import (
 )
 from openrecycle.app.ui.charts.simulation import policy_words, sensitivity, thinned, throughput_over_time
 from openrecycle.app.ui.theme import DARK, LIGHT
-from openrecycle.planner.errors import InputError
-from openrecycle.planner.models import analytic_job, model_shape
-from openrecycle.planner.plan import job_doc
+from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.plans.models import analytic_job, model_shape
+from openrecycle.planner.plans.plan import job_doc
 from openrecycle.planner.simulation.trace import scaled
 from openrecycle.planner.simulation.traces import public_traces
 from tests.golden import golden

@@ -18,9 +18,9 @@ from openrecycle.app.plans.solving_child import MigrationsAsked, PlanAsked, answ
 from openrecycle.app.runtime.children import Channel
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.planner.check import check
-from openrecycle.planner.errors import InfeasibleError, InputError
-from openrecycle.planner.job import Job
-from openrecycle.planner.plan import job_doc
+from openrecycle.planner.jobs.errors import InfeasibleError, InputError
+from openrecycle.planner.jobs.job import Job
+from openrecycle.planner.plans.plan import job_doc
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes

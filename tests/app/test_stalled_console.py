@@ -21,7 +21,7 @@ from starlette.routing import Route
 from ui_console import JobHere, until
 
 from openrecycle.agent.coordination.events import TransferBroken
-from openrecycle.agent.protocol import JobSpec, WorkerState
+from openrecycle.agent.messages.protocol import JobSpec, WorkerState
 from openrecycle.app.api.routes import create_routes
 from openrecycle.app.console.service import Console
 from openrecycle.app.jobs.live_job import TICK_SECONDS, LiveJob

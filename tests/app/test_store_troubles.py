@@ -15,7 +15,7 @@ from sqlalchemy.exc import OperationalError
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
-from openrecycle.agent.protocol import Iteration, JobSpec
+from openrecycle.agent.messages.protocol import Iteration, JobSpec
 from openrecycle.app.api.routes import create_routes
 from openrecycle.app.console.service import Console
 from openrecycle.app.history.tables import exact

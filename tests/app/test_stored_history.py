@@ -9,11 +9,11 @@ from hypothesis import Phase, settings
 
 from openrecycle.agent.coordination.events import Offered
 from openrecycle.agent.coordination.membership import Candidate, Offer
-from openrecycle.agent.protocol import FailureReport, JobSpec, Registration
+from openrecycle.agent.messages.protocol import FailureReport, JobSpec, Registration
 from openrecycle.app.jobs import job_plans as planned
 from openrecycle.app.jobs.records import read_state
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.planner.words import MIGRATE
+from openrecycle.planner.jobs.words import MIGRATE
 from tests.app.flaky_database import FlakyDatabase
 from tests.app.history_machine import History, durable
 from tests.app.job_world import World

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from openrecycle.agent.coordination.events import Stalled
-from openrecycle.agent.protocol import JobState, WorkerState
+from openrecycle.agent.messages.protocol import JobState, WorkerState
 from tests.agent.coordinator_run import LADDER, Run
 from tests.golden import golden
 

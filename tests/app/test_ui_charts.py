@@ -22,11 +22,11 @@ from openrecycle.app.ui.charts import schedule as charts
 from openrecycle.app.ui.charts.chart_placeholder import chart_placeholder
 from openrecycle.app.ui.charts.schedule import ASIDE_OPACITY
 from openrecycle.app.ui.theme import DARK, LIGHT, Palette
-from openrecycle.planner import drawing as model
-from openrecycle.planner.drawing import BAR_HEIGHT, OP_WORDS, Drawing, Rows
-from openrecycle.planner.job import Worker
-from openrecycle.planner.paths import critical_path, micro_batch_path
-from openrecycle.planner.schedule import Op, Schedule
+from openrecycle.planner.jobs.job import Worker
+from openrecycle.planner.plans import drawing as model
+from openrecycle.planner.plans.drawing import BAR_HEIGHT, OP_WORDS, Drawing, Rows
+from openrecycle.planner.plans.paths import critical_path, micro_batch_path
+from openrecycle.planner.plans.schedule import Op, Schedule
 from tests.conftest import examples
 from tests.golden import golden
 

@@ -19,9 +19,9 @@ from openrecycle.app.ui import text
 from openrecycle.app.ui.charts import schedule as charts
 from openrecycle.app.ui.charts.schedule import RELATIVE, Strip, comparison
 from openrecycle.app.ui.theme import LIGHT
-from openrecycle.planner.drawing import OP_WORDS, Drawing
 from openrecycle.planner.export.compare import by_stage
-from openrecycle.planner.plan import Plan
+from openrecycle.planner.plans.drawing import OP_WORDS, Drawing
+from openrecycle.planner.plans.plan import Plan
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes

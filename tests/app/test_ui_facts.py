@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import ui_factory as factory
 
-from openrecycle.agent.protocol import JobState
+from openrecycle.agent.messages.protocol import JobState
 from openrecycle.app.console.view import JobView
 from openrecycle.app.jobs.baseline import Baseline
 from openrecycle.app.observing.goodput import Figures
@@ -16,8 +16,8 @@ from openrecycle.app.ui import facts, tables, text
 from openrecycle.app.ui.charts.progress import generation_marks
 from openrecycle.app.ui.event_feed import feed_html
 from openrecycle.app.workers.states import RoleState
-from openrecycle.planner.job import Job, StageProfile
-from openrecycle.planner.plan import job_doc
+from openrecycle.planner.jobs.job import Job, StageProfile
+from openrecycle.planner.plans.plan import job_doc
 from tests.golden import golden
 
 

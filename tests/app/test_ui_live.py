@@ -13,7 +13,7 @@ from streamlit.testing.v1 import AppTest
 from ui_console import MAIN, JobHere, until
 
 from openrecycle.agent.coordination.membership import FailureTimeouts, Mode
-from openrecycle.agent.protocol import LogLine, LogLines, Registration
+from openrecycle.agent.messages.protocol import LogLine, LogLines, Registration
 from openrecycle.app.console.service import Console, set_console
 from openrecycle.app.ui import live_now
 from openrecycle.app.ui.live_now import SharedReads

@@ -6,7 +6,7 @@ import pytest
 from streamlit.testing.v1 import AppTest
 from ui_console import MAIN, JobHere, until
 
-from openrecycle.agent.protocol import Acknowledgement
+from openrecycle.agent.messages.protocol import Acknowledgement
 from openrecycle.app.console.service import Console
 from openrecycle.app.observing.rollout import RollOut, Taken
 from openrecycle.app.ui.plan_control import roll_out_html

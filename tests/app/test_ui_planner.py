@@ -15,8 +15,8 @@ from ui_factory import plan
 from openrecycle.app.console.service import Console
 from openrecycle.app.plans.solving import Solves
 from openrecycle.app.plans.whatif import WhatIf, parse
-from openrecycle.planner.job import Job
-from openrecycle.planner.plan import job_doc
+from openrecycle.planner.jobs.job import Job
+from openrecycle.planner.plans.plan import job_doc
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes

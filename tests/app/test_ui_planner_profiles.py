@@ -11,13 +11,13 @@ from planner_page import click, open_page, page_console, params, run, words
 from streamlit.testing.v1 import AppTest
 from ui_console import ConsoleHere, JobHere, until
 
-from openrecycle.agent.protocol import Heartbeat
+from openrecycle.agent.messages.protocol import Heartbeat
 from openrecycle.app.console.service import Console
 from openrecycle.app.plans.measured_profile import measured_profile
 from openrecycle.app.plans.whatif import parse
 from openrecycle.app.security.callers import Caller, Role
-from openrecycle.planner.job import Job
-from openrecycle.planner.plan import job_doc
+from openrecycle.planner.jobs.job import Job
+from openrecycle.planner.plans.plan import job_doc
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes

@@ -16,12 +16,12 @@ from streamlit.testing.v1 import AppTest
 from streamlit.testing.v1.element_tree import Selectbox
 from ui_console import DEADLINE, MAIN, ConsoleHere, JobHere, until
 
-from openrecycle.agent.protocol import MeasuredOps
+from openrecycle.agent.messages.protocol import MeasuredOps
 from openrecycle.app.console.service import Console, set_console
 from openrecycle.app.ui import schedule_filters, schedule_large, time_range, url_state
 from openrecycle.app.ui.charts import overview
 from openrecycle.app.ui.schedule_facts import critical_words
-from openrecycle.planner.drawing import OP_WORDS
+from openrecycle.planner.plans.drawing import OP_WORDS
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes

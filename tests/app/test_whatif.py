@@ -14,9 +14,9 @@ from openrecycle.app.plans.profiles import SavedProfile, unknown_profile
 from openrecycle.app.plans.whatif import WhatIf, parse, read_upload, to_keep, uploaded
 from openrecycle.app.plans.whatif_profile import PRESETS, follow, own_profile, read_profile, saved_word
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.planner.errors import InfeasibleError, InputError, PlannerError
-from openrecycle.planner.job import Job, StageProfile, Technique, Worker
-from openrecycle.planner.plan import job_doc
+from openrecycle.planner.jobs.errors import InfeasibleError, InputError, PlannerError
+from openrecycle.planner.jobs.job import Job, StageProfile, Technique, Worker
+from openrecycle.planner.plans.plan import job_doc
 from openrecycle.planner.profiles import load_profile, shipped
 from tests.conftest import examples
 from tests.golden import golden

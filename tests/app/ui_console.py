@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from openrecycle.agent.coordination.membership import FailureTimeouts
-from openrecycle.agent.protocol import (
+from openrecycle.agent.messages.protocol import (
     Acknowledgement,
     FailureReport,
     Heartbeat,

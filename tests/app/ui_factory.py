@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
-from openrecycle.agent.protocol import JobSpec, JobState
+from openrecycle.agent.messages.protocol import JobSpec, JobState
 from openrecycle.app.console.view import EventView, JobSummary, JobView, RecoveryView, WorkerView
 from openrecycle.app.jobs.baseline import Baseline
 from openrecycle.app.observing.goodput import Figures
 from openrecycle.app.observing.rates import IterationView
 from openrecycle.app.workers.states import OUT, Condition, ProcessState, RoleState
-from openrecycle.planner.failures import parse_failed
-from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique
-from openrecycle.planner.plan import Plan
-from openrecycle.planner.solvers.portfolio import make_plan
+from openrecycle.planner.jobs.failures import parse_failed
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique
+from openrecycle.planner.plans.plan import Plan
+from openrecycle.planner.portfolio import make_plan
 
 STEPS = (("seen", 12.0), ("free", 49.0), ("formed", 46.0), ("done again", 176.0), ("waited for a person", 0.0))
 T0 = 1_790_000_000.0

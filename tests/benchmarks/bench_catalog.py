@@ -15,12 +15,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from openrecycle.planner.catalog_build import build_catalog
-from openrecycle.planner.catalog_engines import make_engine
-from openrecycle.planner.catalog_store import StoredCatalog
-from openrecycle.planner.job import Job, MemoryLimit, Technique, Worker
-from openrecycle.planner.migration import normalize
-from openrecycle.planner.packed import CatalogQuestion, Effort
+from openrecycle.planner.catalogs.catalog_build import build_catalog
+from openrecycle.planner.catalogs.catalog_engines import make_engine
+from openrecycle.planner.catalogs.catalog_store import StoredCatalog
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
+from openrecycle.planner.layers.migration import normalize
+from openrecycle.planner.plans.packed import CatalogQuestion, Effort
 from tests.benchmarks.machine import describe
 
 PROCESSES = 2

@@ -16,11 +16,11 @@ import random
 import time
 from collections.abc import Callable
 
-from openrecycle.planner.bounds import period_bound
 from openrecycle.planner.check import check
-from openrecycle.planner.commands_bench import TIMES
-from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique, Worker
-from openrecycle.planner.schedule import Schedule
+from openrecycle.planner.commands.bench import TIMES
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, Worker
+from openrecycle.planner.plans.bounds import period_bound
+from openrecycle.planner.plans.schedule import Schedule
 from openrecycle.planner.solvers.cp_sat import CpSatSolver
 from openrecycle.planner.solvers.cp_sat_model import ScheduleModel
 from openrecycle.planner.solvers.cp_sat_run import run

@@ -20,9 +20,9 @@ import statistics
 import time
 from typing import Any
 
-from openrecycle.agent.options import HandOver
-from openrecycle.agent.timeouts import Timeouts
-from openrecycle.agent.workload import NamedWorkload
+from openrecycle.agent.config.options import HandOver
+from openrecycle.agent.config.timeouts import Timeouts
+from openrecycle.agent.models.workload import NamedWorkload
 from tests.agent.local_jobs import LocalJob
 from tests.benchmarks.machine import describe
 

@@ -19,8 +19,8 @@ from typing import Any
 
 import requests
 
-from openrecycle.planner.job import Job
-from openrecycle.planner.plan import job_doc
+from openrecycle.planner.jobs.job import Job
+from openrecycle.planner.plans.plan import job_doc
 from tests.app.console_server import ConsoleServer
 from tests.benchmarks.machine import describe
 

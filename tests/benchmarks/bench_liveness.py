@@ -24,12 +24,12 @@ import time
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from openrecycle.agent.callbacks import Callback
 from openrecycle.agent.commands.launch import _Printing
-from openrecycle.agent.delivery import Delivery
-from openrecycle.agent.protocol import Iteration
-from openrecycle.agent.trainer import _Callbacks
-from openrecycle.agent.workload import NamedWorkload
+from openrecycle.agent.jobs.callbacks import Callback
+from openrecycle.agent.jobs.trainer import _Callbacks
+from openrecycle.agent.messages.delivery import Delivery
+from openrecycle.agent.messages.protocol import Iteration
+from openrecycle.agent.models.workload import NamedWorkload
 from tests.agent.local_jobs import TINY, LocalJob
 from tests.benchmarks.bench_false_alarms import burning
 from tests.benchmarks.machine import describe

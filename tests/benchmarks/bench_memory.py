@@ -18,13 +18,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from openrecycle.agent.backward.split import Deferred
-from openrecycle.agent.gradients import gradient_sum
-from openrecycle.agent.optimizer import StageOptimizer
-from openrecycle.agent.options import Mode
-from openrecycle.agent.post_validation import CLEAN
-from openrecycle.agent.stage import Stage
-from openrecycle.agent.worker import keep_freed_memory
+from openrecycle.agent.config.options import Mode
+from openrecycle.agent.stages.backward.split import Deferred
+from openrecycle.agent.stages.gradients import gradient_sum
+from openrecycle.agent.stages.optimizer import StageOptimizer
+from openrecycle.agent.stages.post_validation import CLEAN
+from openrecycle.agent.stages.stage import Stage
+from openrecycle.agent.workers.worker import keep_freed_memory
 from tests.benchmarks.machine import describe
 
 WIDTH, LAYERS, SMALL = 1024, 40, 4

@@ -15,8 +15,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from openrecycle.planner.catalog import Catalog
-from openrecycle.planner.job import Job, MemoryLimit, Technique, Worker
+from openrecycle.planner.catalogs.catalog import Catalog
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
 from tests.agent.runs import launch
 from tests.benchmarks.machine import describe
 

@@ -26,9 +26,9 @@ from playwright.sync_api import Browser, CDPSession, Page, expect, sync_playwrig
 from openrecycle.app.catalogs.fill import parse_request
 from openrecycle.app.console.service import Console
 from openrecycle.db.plan_rows import PlanColumns
-from openrecycle.planner.job import Job, Problem, Worker
-from openrecycle.planner.plan import job_doc
-from openrecycle.planner.solvers.portfolio import make_plan
+from openrecycle.planner.jobs.job import Job, Problem, Worker
+from openrecycle.planner.plans.plan import job_doc
+from openrecycle.planner.portfolio import make_plan
 from tests.app.console_server import ConsoleServer
 from tests.app.ui_console import ConsoleHere, JobHere
 from tests.benchmarks.machine import describe, processor_seconds

@@ -34,14 +34,14 @@ from typing import Any
 
 import torch
 
-from openrecycle.agent.options import Optimization, TrainingOptions
+from openrecycle.agent.config.options import Optimization, TrainingOptions
+from openrecycle.agent.jobs.start import make_launcher
+from openrecycle.agent.models.workload import NamedWorkload
 from openrecycle.agent.profiling.profiler import ProfilingEffort
 from openrecycle.agent.profiling.stages import StageBenchmark, StageRun
-from openrecycle.agent.start import make_launcher
-from openrecycle.agent.workload import NamedWorkload
-from openrecycle.planner.catalog import Catalog
-from openrecycle.planner.job import Job, MemoryLimit, StageProfile, Technique, Worker
-from openrecycle.planner.plan import job_doc
+from openrecycle.planner.catalogs.catalog import Catalog
+from openrecycle.planner.jobs.job import Job, MemoryLimit, StageProfile, Technique, Worker
+from openrecycle.planner.plans.plan import job_doc
 from openrecycle.planner.profiles import load_profile
 from tests.agent.runs import launch
 from tests.benchmarks.instructions import counter, process_counter

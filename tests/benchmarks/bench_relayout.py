@@ -12,11 +12,11 @@ import os
 import statistics
 from typing import Any
 
-from openrecycle.agent.options import Faults, Planning, TrainingOptions
-from openrecycle.agent.start import make_launcher
-from openrecycle.agent.workload import NamedWorkload
-from openrecycle.planner.catalog import Catalog
-from openrecycle.planner.job import Job, Worker
+from openrecycle.agent.config.options import Faults, Planning, TrainingOptions
+from openrecycle.agent.jobs.start import make_launcher
+from openrecycle.agent.models.workload import NamedWorkload
+from openrecycle.planner.catalogs.catalog import Catalog
+from openrecycle.planner.jobs.job import Job, Worker
 
 SMALL = {"width": 8, "heads": 1, "sequence": 4, "batch": 1}
 

@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 
 import openrecycle.planner.simulation
-from openrecycle.planner.job import Job, MemoryLimit, Technique
-from openrecycle.planner.models import SHAPES, analytic_job
-from openrecycle.planner.plan import JobDoc
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique
+from openrecycle.planner.plans.models import SHAPES, analytic_job
+from openrecycle.planner.plans.plan import JobDoc
 from openrecycle.planner.simulation.costs import RecoveryCosts
 from openrecycle.planner.simulation.engine import simulate
 from openrecycle.planner.simulation.planned import PlannedJob

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from openrecycle.planner.errors import InputError
-from openrecycle.planner.job import Job, MemoryLimit
+from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.jobs.job import Job, MemoryLimit
 from openrecycle.planner.simulation.costs import RecoveryCosts
 from openrecycle.planner.simulation.engine import simulate
 from openrecycle.planner.simulation.outcome import SimulationOutcome

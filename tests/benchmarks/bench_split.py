@@ -15,12 +15,12 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from openrecycle.agent.backward.split import Deferred, Fused, Strategy, TorchSplit
+from openrecycle.agent.config.options import Autocast
 from openrecycle.agent.examples.gpt import Block
-from openrecycle.agent.gradients import FastSum, GradientSum
-from openrecycle.agent.options import Autocast
 from openrecycle.agent.profiling.profiler import kept_bytes, size_of
-from openrecycle.agent.stage import Stage
+from openrecycle.agent.stages.backward.split import Deferred, Fused, Strategy, TorchSplit
+from openrecycle.agent.stages.gradients import FastSum, GradientSum
+from openrecycle.agent.stages.stage import Stage
 from tests.benchmarks.machine import describe
 
 LAYERS, WIDTH, BATCH, LENGTH, ROUNDS = 4, 512, 4, 128, 9

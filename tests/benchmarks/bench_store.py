@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from sqlalchemy import text
 
-from openrecycle.agent.protocol import Heartbeat, JobSpec
+from openrecycle.agent.messages.protocol import Heartbeat, JobSpec
 from openrecycle.app.history.archive import export
 from openrecycle.app.history.importing import import_history
 from openrecycle.app.jobs.recording import Recording

@@ -22,10 +22,10 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
+from openrecycle.agent.config.options import Mode
 from openrecycle.agent.examples.gpt import Gpt
-from openrecycle.agent.gradients import FastSum, GradientSum, gradient_sum
-from openrecycle.agent.options import Mode
-from openrecycle.agent.stage import Stage
+from openrecycle.agent.stages.gradients import FastSum, GradientSum, gradient_sum
+from openrecycle.agent.stages.stage import Stage
 from tests.benchmarks.machine import describe
 
 ELEMENTS, ROUNDS = 5_000_000, 15

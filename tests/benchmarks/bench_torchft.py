@@ -20,9 +20,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from openrecycle.planner.baseline import reference_period
-from openrecycle.planner.catalog import Catalog
-from openrecycle.planner.job import Job, MemoryLimit, Technique, Worker
+from openrecycle.planner.catalogs.catalog import Catalog
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
+from openrecycle.planner.plans.baseline import reference_period
 from tests.agent.runs import launch
 from tests.benchmarks.machine import describe
 

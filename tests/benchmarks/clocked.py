@@ -29,7 +29,7 @@ class ClockedGpt(Gpt):
         parameters = list(parameters)
         optimizer = super().optimizer(parameters)
         if max(p.numel() for p in parameters) < 100:
-            return optimizer  # the launcher tries it on a few numbers (agent.preflight)
+            return optimizer  # the launcher tries it on a few numbers (agent.jobs.preflight)
         # Unbuffered: workers end without closing their files.
         file = os.open(self._notes / str(os.getpid()), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 

@@ -7,7 +7,7 @@ import os
 import time
 from pathlib import Path
 
-from openrecycle.agent.protocol import Heartbeat
+from openrecycle.agent.messages.protocol import Heartbeat
 from openrecycle.app.cli import cli
 from openrecycle.app.jobs.live_job import LiveJob
 

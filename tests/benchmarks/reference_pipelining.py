@@ -21,7 +21,7 @@ import torch.distributed
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from openrecycle.agent.layers import build_layer, layer_count, partition_of, spans
+from openrecycle.agent.models.layers import build_layer, layer_count, partition_of, spans
 from tests.benchmarks.clocked import ClockedGpt
 
 dist: Any = torch.distributed

@@ -23,9 +23,9 @@ import torch
 import torch.distributed
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
+from openrecycle.agent.config.pacing import PacedDevice
 from openrecycle.agent.examples.gpt import Gpt
-from openrecycle.agent.layers import build_layer
-from openrecycle.agent.pacing import PacedDevice
+from openrecycle.agent.models.layers import build_layer
 
 dist: Any = torch.distributed
 

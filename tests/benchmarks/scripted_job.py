@@ -15,15 +15,15 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from openrecycle.agent.config.options import Planning, TrainingOptions
 from openrecycle.agent.coordination.launcher import Deploy, Event
 from openrecycle.agent.coordination.local import LocalCoordination
-from openrecycle.agent.launch import Launcher, Stopped
-from openrecycle.agent.options import Planning, TrainingOptions
-from openrecycle.agent.protocol import Command, Iteration
-from openrecycle.agent.spec import RunSpec
-from openrecycle.agent.workload import NamedWorkload
-from openrecycle.planner.catalog import Catalog
-from openrecycle.planner.job import Job, MemoryLimit, Technique, Worker
+from openrecycle.agent.launcher.launch import Launcher, Stopped
+from openrecycle.agent.messages.protocol import Command, Iteration
+from openrecycle.agent.models.workload import NamedWorkload
+from openrecycle.agent.workers.spec import RunSpec
+from openrecycle.planner.catalogs.catalog import Catalog
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
 
 TINY = {"width": 32, "heads": 2, "sequence": 16, "batch": 2}
 WARM_UP = 3

@@ -1,7 +1,7 @@
 """A job's launchers without their training: they speak to a console as real ones do, thousands of workers in a process.
 
 Each launcher has a connection for its workers: it registers them, sends one batch of heartbeats per interval, and takes
-a generation up in three acknowledgements, as agent.heartbeat does. On a second connection it long-polls for
+a generation up in three acknowledgements, as agent.monitoring.heartbeat does. On a second connection it long-polls for
 generations. The first one also reports ends of processes and, once a second, iterations.
 
 A batch's latency counts from the time it was due, so that a generator that falls behind does not

@@ -18,8 +18,8 @@ from playwright.sync_api import Browser, Locator, Page, Route, expect
 
 from openrecycle.app.console.comparing import WORKED_EXAMPLE
 from openrecycle.app.runtime.documents import PLAN_MIB
-from openrecycle.planner.catalog import Catalog
-from openrecycle.planner.plan import Plan
+from openrecycle.planner.catalogs.catalog import Catalog
+from openrecycle.planner.plans.plan import Plan
 from tests.app.console_server import ConsoleServer
 from tests.app.ui_console import ConsoleHere, JobHere
 from tests.browser.layout_shifts import Shifts

@@ -20,11 +20,11 @@ from typing import Any, Protocol
 
 import requests
 
-from openrecycle.agent.launch import Launcher
-from openrecycle.agent.options import Console, Planning, TrainingOptions
-from openrecycle.agent.start import make_launcher
-from openrecycle.agent.workload import NamedWorkload
-from openrecycle.planner.job import Job
+from openrecycle.agent.config.options import Console, Planning, TrainingOptions
+from openrecycle.agent.jobs.start import make_launcher
+from openrecycle.agent.launcher.launch import Launcher
+from openrecycle.agent.models.workload import NamedWorkload
+from openrecycle.planner.jobs.job import Job
 from tests.agent.consoles import until
 from tests.agent.local_jobs import TINY
 from tests.app.console_server import ConsoleServer

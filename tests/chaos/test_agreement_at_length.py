@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from openrecycle.planner.job import Worker
+from openrecycle.planner.jobs.job import Worker
 from tests.agent.agreement_model import IDLE, REPLICA, Model
 
 pytestmark = pytest.mark.timeout(1800)

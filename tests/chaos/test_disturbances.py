@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from openrecycle.agent.devices import Platform, Transport
-from openrecycle.agent.options import Faults
+from openrecycle.agent.config.devices import Platform, Transport
+from openrecycle.agent.config.options import Faults
 from tests.agent.local_jobs import LocalJob, fault_free_losses
 
 pytestmark = pytest.mark.processes

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from openrecycle.agent.devices import Platform, Transport
-from openrecycle.agent.options import Faults, HandOver, Optimization
-from openrecycle.agent.timeouts import Timeouts
-from openrecycle.agent.workload import NamedWorkload
+from openrecycle.agent.config.devices import Platform, Transport
+from openrecycle.agent.config.options import Faults, HandOver, Optimization
+from openrecycle.agent.config.timeouts import Timeouts
+from openrecycle.agent.models.workload import NamedWorkload
 from tests.agent.local_jobs import LocalJob, fault_free_losses
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]

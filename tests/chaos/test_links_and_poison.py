@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from openrecycle.agent.devices import Platform, Transport
-from openrecycle.agent.options import Faults
-from openrecycle.agent.timeouts import Timeouts
-from openrecycle.agent.workload import NamedWorkload
-from openrecycle.planner.job import Job
+from openrecycle.agent.config.devices import Platform, Transport
+from openrecycle.agent.config.options import Faults
+from openrecycle.agent.config.timeouts import Timeouts
+from openrecycle.agent.models.workload import NamedWorkload
+from openrecycle.planner.jobs.job import Job
 from tests.agent.local_jobs import TINY, LocalJob, Message, fault_free_losses
 from tests.golden import golden
 

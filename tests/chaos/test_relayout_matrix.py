@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import pytest
 
-from openrecycle.agent.options import HandOver, Optimization
-from openrecycle.agent.workload import NamedWorkload
+from openrecycle.agent.config.options import HandOver, Optimization
+from openrecycle.agent.models.workload import NamedWorkload
 from tests.agent.local_jobs import TINY, LocalJob
 from tests.agent.test_relayout import Rearranging
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from openrecycle.db.store import Store
-from openrecycle.planner.catalog_build import build_catalog
-from openrecycle.planner.catalog_engines import InlineEngine
-from openrecycle.planner.catalog_store import CatalogInfo, MappedBlobs, StoredCatalog
-from openrecycle.planner.job import Job, MemoryLimit, Technique, Worker
-from openrecycle.planner.packed import CatalogQuestion, Effort
+from openrecycle.planner.catalogs.catalog_build import build_catalog
+from openrecycle.planner.catalogs.catalog_engines import InlineEngine
+from openrecycle.planner.catalogs.catalog_store import CatalogInfo, MappedBlobs, StoredCatalog
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
+from openrecycle.planner.plans.packed import CatalogQuestion, Effort
 
 QUESTION = CatalogQuestion(Job.uniform(3, 2, 3), Technique.STAGGERED, MemoryLimit("uniform"))
 

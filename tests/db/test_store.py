@@ -10,7 +10,7 @@ from sqlalchemy.exc import IntegrityError
 
 from openrecycle.db.plan_rows import PlanColumns
 from openrecycle.db.store import JobUpdate, Store
-from openrecycle.planner.packed import Packed
+from openrecycle.planner.plans.packed import Packed
 
 WORKERS = [{"name": f"W{p}_{s}", "state": "starting"} for p in range(2) for s in range(2)]
 

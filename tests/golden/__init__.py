@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from openrecycle.planner.words import DROP, MIGRATE
+from openrecycle.planner.jobs.words import DROP, MIGRATE
 
 FILE = Path(__file__).with_name("wording.json")
 ROOT = Path(__file__).resolve().parents[2]

@@ -114,8 +114,8 @@ def host(told: Told) -> Said:
 
 
 def _check_sharing(told: Told, workers: int) -> None:
-    from openrecycle.agent.devices import Platform
-    from openrecycle.planner.errors import InputError
+    from openrecycle.agent.config.devices import Platform
+    from openrecycle.planner.jobs.errors import InputError
 
     try:
         Platform(device=told.device, transport="ordered").check(workers)  # type: ignore[arg-type]
@@ -124,7 +124,7 @@ def _check_sharing(told: Told, workers: int) -> None:
 
 
 def _pair(told: Told, transport: Any) -> Said:
-    from openrecycle.planner.job import Worker
+    from openrecycle.planner.jobs.job import Worker
     from tests.gpu import ranks
 
     found = ranks.run(ranks.pair, (Worker(0, 0), Worker(1, 0)), told.device, transport)
@@ -137,7 +137,7 @@ def _pair(told: Told, transport: Any) -> Said:
 
 
 def _members() -> tuple[Any, ...]:
-    from openrecycle.planner.job import Worker
+    from openrecycle.planner.jobs.job import Worker
 
     return tuple(Worker(pipeline, stage) for pipeline in range(2) for stage in range(2))
 
@@ -173,9 +173,9 @@ MORE_KILLS = ("W0_0@0:F0", "W1_1@2:R", "W0_1@3:W1", "W1_0@1:I1", "W0_0@2:O", "W1
 
 def _job(told: Told, **options: Any) -> Any:
     """A job of 2 × 2 workers on the device, in this process."""
-    from openrecycle.agent.devices import Platform
-    from openrecycle.agent.timeouts import Timeouts
-    from openrecycle.agent.workload import NamedWorkload
+    from openrecycle.agent.config.devices import Platform
+    from openrecycle.agent.config.timeouts import Timeouts
+    from openrecycle.agent.models.workload import NamedWorkload
     from tests.agent.local_jobs import LocalJob
 
     heard = options.pop("on_line", lambda job, line: None)
@@ -258,7 +258,7 @@ def _survive(told: Told, wishes: tuple[str, ...], reference: list[Any]) -> str:
 
 
 def hand_over(told: Told) -> Said:
-    from openrecycle.agent.options import HandOver
+    from openrecycle.agent.config.options import HandOver
 
     trained: list[int] = []
 
@@ -321,12 +321,12 @@ def command(told: Told) -> Said:
 
 def _bench(told: Told, mode: str, stages: int) -> tuple[Any, Any, Any]:
     """A benchmark of the first stage of so many, its job and the device, which this process takes as a worker does."""
-    from openrecycle.agent.devices import Platform
-    from openrecycle.agent.options import Optimization
+    from openrecycle.agent.config.devices import Platform
+    from openrecycle.agent.config.options import Optimization
+    from openrecycle.agent.models.workload import NamedWorkload
     from openrecycle.agent.profiling.profiler import ProfilingEffort
     from openrecycle.agent.profiling.stages import StageBenchmark, StageRun
-    from openrecycle.agent.workload import NamedWorkload
-    from openrecycle.planner.job import Job, Worker
+    from openrecycle.planner.jobs.job import Job, Worker
 
     torch.set_num_threads(1)
     platform_ = Platform(device=told.device, transport="tagged")  # type: ignore[arg-type]
@@ -389,7 +389,7 @@ def _median_seconds(round_: Callable[[], Any], device: torch.device) -> float:
 
 def _plain_loop(told: Told, job: Any, device: torch.device) -> Callable[[], None]:
     from openrecycle.agent.examples.gpt import Gpt
-    from openrecycle.agent.layers import build_layer
+    from openrecycle.agent.models.layers import build_layer
 
     workload = Gpt(**_sizes(told))
     layers = workload.layer_count(1)

@@ -18,13 +18,13 @@ from typing import Any, cast
 import torch
 import torch.distributed
 
-from openrecycle.agent.communicator import LOOPBACK, Groups
-from openrecycle.agent.devices import Kind, Platform, Transport
-from openrecycle.agent.timeouts import Timeouts
+from openrecycle.agent.config.devices import Kind, Platform, Transport
+from openrecycle.agent.config.timeouts import Timeouts
+from openrecycle.agent.transport.communicator import LOOPBACK, Groups
 from openrecycle.agent.transport.group import GlooGroup, Group, TransferError, halt_all
 from openrecycle.agent.transport.host import HostGroup
 from openrecycle.agent.transport.nccl import NcclGroup
-from openrecycle.planner.job import Worker
+from openrecycle.planner.jobs.job import Worker
 
 dist: Any = torch.distributed
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from openrecycle.planner.job import Worker
+from openrecycle.planner.jobs.job import Worker
 from tests.gpu import ranks
 from tests.gpu.__main__ import Result, choose
 

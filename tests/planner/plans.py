@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from functools import cache
 
-from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique, Worker
-from openrecycle.planner.plan import MetricsDoc, Plan, SolverDoc
-from openrecycle.planner.schedule import Schedule
-from openrecycle.planner.solvers.portfolio import make_plan
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, Worker
+from openrecycle.planner.plans.plan import MetricsDoc, Plan, SolverDoc
+from openrecycle.planner.plans.schedule import Schedule
+from openrecycle.planner.portfolio import make_plan
 
 
 @cache

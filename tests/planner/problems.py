@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from openrecycle.planner.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
 
 DURATIONS = (0.0, 0.5, 1.0, 1.25, 2.0, 3.0)
 REROUTING = (Technique.ADAPTIVE, Technique.DECOUPLED, Technique.STAGGERED)

@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from openrecycle.planner.bounds import CountBounds, period_bound
-from openrecycle.planner.catalog import Catalog
-from openrecycle.planner.catalog_build import listed_patterns, targets
+from openrecycle.planner.catalogs.catalog import Catalog
+from openrecycle.planner.catalogs.catalog_build import listed_patterns, targets
 from openrecycle.planner.check import check
-from openrecycle.planner.distribution import MOST_BOUNDED_STAGES
-from openrecycle.planner.failures import canonical_pattern, failures_per_stage, patterns
-from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique, Worker
-from openrecycle.planner.migration import normalize
-from openrecycle.planner.packed import CatalogQuestion
+from openrecycle.planner.jobs.failures import canonical_pattern, failures_per_stage, patterns
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, Worker
+from openrecycle.planner.layers.distribution import MOST_BOUNDED_STAGES
+from openrecycle.planner.layers.migration import normalize
+from openrecycle.planner.plans.bounds import CountBounds, period_bound
+from openrecycle.planner.plans.packed import CatalogQuestion
+from openrecycle.planner.portfolio import make_plan
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
-from openrecycle.planner.solvers.portfolio import make_plan
 from tests.conftest import at_length
 
 SHAPES = ((1, 4_096), (4_096, 1), (64, 64))

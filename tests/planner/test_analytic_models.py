@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from openrecycle.planner.baseline import reference_period
-from openrecycle.planner.errors import InputError
-from openrecycle.planner.models import SHAPES, WorkerHardware, analytic_job, calibrated, model_shape
+from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.plans.baseline import reference_period
+from openrecycle.planner.plans.models import SHAPES, WorkerHardware, analytic_job, calibrated, model_shape
 
 # Billions of parameters that the names promise.
 SIZES = {

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrecycle.planner.baseline import gpipe, one_forward_one_backward, reference_period, zb_h1, zb_h2
 from openrecycle.planner.check import check
-from openrecycle.planner.errors import InfeasibleError
-from openrecycle.planner.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
+from openrecycle.planner.jobs.errors import InfeasibleError
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
+from openrecycle.planner.plans.baseline import gpipe, one_forward_one_backward, reference_period, zb_h1, zb_h2
 from tests.conftest import examples
 from tests.golden import golden
 from tests.planner.problems import jobs

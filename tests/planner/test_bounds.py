@@ -5,9 +5,9 @@ from itertools import permutations, product
 import pytest
 from hypothesis import given
 
-from openrecycle.planner.baseline import gpipe, one_forward_one_backward
-from openrecycle.planner.bounds import best_bound, period_bound
-from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique, Worker
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, Worker
+from openrecycle.planner.plans.baseline import gpipe, one_forward_one_backward
+from openrecycle.planner.plans.bounds import best_bound, period_bound
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
 from tests.conftest import examples
 from tests.planner.problems import problems

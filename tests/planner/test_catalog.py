@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrecycle.planner.catalog import Catalog, rename_pipelines
+from openrecycle.planner.catalogs.catalog import Catalog, rename_pipelines
 from openrecycle.planner.check import check
-from openrecycle.planner.errors import InfeasibleError, InputError
-from openrecycle.planner.failures import canonical_pattern
-from openrecycle.planner.job import Job, MemoryLimit, Technique, Worker
-from openrecycle.planner.plan import PlanError
-from openrecycle.planner.solvers.portfolio import make_plan
+from openrecycle.planner.jobs.errors import InfeasibleError, InputError
+from openrecycle.planner.jobs.failures import canonical_pattern
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
+from openrecycle.planner.plans.plan import PlanError
+from openrecycle.planner.portfolio import make_plan
 from tests.conftest import examples
 from tests.golden import golden
 

@@ -17,10 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from openrecycle.planner import catalog_build, catalog_store, catalog_task
-from openrecycle.planner.catalog_build import BuildReport, build_catalog, targets
-from openrecycle.planner.catalog_engines import InlineEngine, make_engine
-from openrecycle.planner.catalog_store import (
+from openrecycle.planner.catalogs import catalog_build, catalog_store, catalog_task
+from openrecycle.planner.catalogs.catalog_build import BuildReport, build_catalog, targets
+from openrecycle.planner.catalogs.catalog_engines import InlineEngine, make_engine
+from openrecycle.planner.catalogs.catalog_store import (
     CatalogInfo,
     FolderBlobs,
     MappedBlobs,
@@ -31,12 +31,12 @@ from openrecycle.planner.catalog_store import (
 )
 from openrecycle.planner.check import check
 from openrecycle.planner.cli import app
-from openrecycle.planner.errors import InfeasibleError, InputError, PlannerError
-from openrecycle.planner.failures import failures_per_stage
-from openrecycle.planner.job import Job, MemoryLimit, Technique, Worker
-from openrecycle.planner.packed import CatalogQuestion, Effort
-from openrecycle.planner.plan import PlanError
-from openrecycle.planner.solvers.portfolio import make_plan
+from openrecycle.planner.jobs.errors import InfeasibleError, InputError, PlannerError
+from openrecycle.planner.jobs.failures import failures_per_stage
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
+from openrecycle.planner.plans.packed import CatalogQuestion, Effort
+from openrecycle.planner.plans.plan import PlanError
+from openrecycle.planner.portfolio import make_plan
 from tests.conftest import examples
 from tests.golden import golden
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from openrecycle.planner.check import check
-from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique, Worker
-from openrecycle.planner.packed import (
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, Worker
+from openrecycle.planner.plans.packed import (
     CatalogQuestion,
     Effort,
     decode_columns,
@@ -21,10 +21,10 @@ from openrecycle.planner.packed import (
     encode_columns,
     encode_plan,
 )
-from openrecycle.planner.plan import Plan, PlanError
-from openrecycle.planner.plan_arrays import Columns
-from openrecycle.planner.schedule import Schedule
-from openrecycle.planner.solvers.portfolio import best_solution, make_plan, metrics_of, plan_of, solver_of
+from openrecycle.planner.plans.plan import Plan, PlanError
+from openrecycle.planner.plans.plan_arrays import Columns
+from openrecycle.planner.plans.schedule import Schedule
+from openrecycle.planner.portfolio import best_solution, make_plan, metrics_of, plan_of, solver_of
 from tests.conftest import examples
 from tests.golden import golden
 from tests.planner.problems import problems

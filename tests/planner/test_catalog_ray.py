@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from openrecycle.planner.catalog_build import build_catalog
-from openrecycle.planner.catalog_engines import InlineEngine, make_engine
-from openrecycle.planner.errors import InputError
-from openrecycle.planner.job import Job, MemoryLimit, Technique
-from openrecycle.planner.packed import CatalogQuestion, Effort
+from openrecycle.planner.catalogs.catalog_build import build_catalog
+from openrecycle.planner.catalogs.catalog_engines import InlineEngine, make_engine
+from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique
+from openrecycle.planner.plans.packed import CatalogQuestion, Effort
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes
@@ -81,6 +81,6 @@ def test_without_ray_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
             raise ImportError("No module named 'ray'")
         return real(name, package)
 
-    monkeypatch.setattr("openrecycle.planner.catalog_engines.import_module", missing)
+    monkeypatch.setattr("openrecycle.planner.catalogs.catalog_engines.import_module", missing)
     with pytest.raises(InputError, match=golden("engine-got-ray-expected-local")):
         make_engine("ray", jobs=None, address=None)

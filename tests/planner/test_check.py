@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrecycle.planner.baseline import gpipe, one_forward_one_backward
 from openrecycle.planner.check import check, claim
-from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique, Worker
-from openrecycle.planner.plan import Plan
-from openrecycle.planner.plan_arrays import Columns
-from openrecycle.planner.schedule import Op, Schedule
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, Worker
+from openrecycle.planner.plans.baseline import gpipe, one_forward_one_backward
+from openrecycle.planner.plans.plan import Plan
+from openrecycle.planner.plans.plan_arrays import Columns
+from openrecycle.planner.plans.schedule import Op, Schedule
+from openrecycle.planner.portfolio import make_plan
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
-from openrecycle.planner.solvers.portfolio import make_plan
 from tests.conftest import examples
 from tests.golden import golden
 from tests.planner.problems import problems
@@ -309,6 +309,6 @@ def test_a_bound_of_nothing_is_none(plan: Plan) -> None:
 @pytest.mark.processes
 def test_the_checker_shares_no_code_with_the_solvers() -> None:
     names = "{name for name in sys.modules if 'planner.solvers' in name or name.endswith(('.dispatch', '.bounds'))}"
-    program = f"import sys, openrecycle.planner.check; print({names} - {{'openrecycle.planner.bounds'}})"
+    program = f"import sys, openrecycle.planner.check; print({names} - {{'openrecycle.planner.plans.bounds'}})"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "set()\n"

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrecycle.planner import plan_arrays
 from openrecycle.planner.check import check
-from openrecycle.planner.errors import PlannerError
-from openrecycle.planner.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
-from openrecycle.planner.plan import Plan
-from openrecycle.planner.plan_arrays import Columns, columns_of
-from openrecycle.planner.solvers.portfolio import best_solution, checked_plan_of, make_plan, metrics_of, solver_of
+from openrecycle.planner.jobs.errors import PlannerError
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
+from openrecycle.planner.plans import plan_arrays
+from openrecycle.planner.plans.plan import Plan
+from openrecycle.planner.plans.plan_arrays import Columns, columns_of
+from openrecycle.planner.portfolio import best_solution, checked_plan_of, make_plan, metrics_of, solver_of
 from tests.conftest import examples
 from tests.golden import golden
 

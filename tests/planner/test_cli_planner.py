@@ -16,9 +16,9 @@ from typer.testing import CliRunner, Result
 
 import openrecycle.planner as planner
 from openrecycle.planner.cli import app, main, schema_text
-from openrecycle.planner.cli_shared import interruptible
-from openrecycle.planner.errors import PlannerError
-from openrecycle.planner.plan import Plan
+from openrecycle.planner.commands.shared import interruptible
+from openrecycle.planner.jobs.errors import PlannerError
+from openrecycle.planner.plans.plan import Plan
 from tests.golden import golden
 
 GRID = ["--pipelines", "3", "--stages", "4", "--micro-batches", "6"]

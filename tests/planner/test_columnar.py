@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from openrecycle.planner.check import check
-from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique, Worker
-from openrecycle.planner.packed import decode_header, pack, unpack
-from openrecycle.planner.plan import Plan, PlanError
-from openrecycle.planner.plan_arrays import ColumnarSchedule
-from openrecycle.planner.solvers.portfolio import make_plan
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, Worker
+from openrecycle.planner.plans.packed import decode_header, pack, unpack
+from openrecycle.planner.plans.plan import Plan, PlanError
+from openrecycle.planner.plans.plan_arrays import ColumnarSchedule
+from openrecycle.planner.portfolio import make_plan
 from tests.conftest import examples
 from tests.golden import golden
 from tests.planner.problems import problems

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from hypothesis import given
 
-from openrecycle.planner.catalog import rename_pipelines
+from openrecycle.planner.catalogs.catalog import rename_pipelines
 from openrecycle.planner.export.compare import ComparisonRow, compare
-from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique
-from openrecycle.planner.plan import MEASURED, Plan, SolverDoc
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique
+from openrecycle.planner.plans.plan import MEASURED, Plan, SolverDoc
+from openrecycle.planner.portfolio import make_plan
 from openrecycle.planner.reference import reference_plan
-from openrecycle.planner.solvers.portfolio import make_plan
 from tests.conftest import examples
 from tests.golden import golden
 from tests.planner.plans import listed, worked_example

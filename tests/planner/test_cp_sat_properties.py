@@ -8,11 +8,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from problems import problems
 
-from openrecycle.planner.bounds import period_bound
 from openrecycle.planner.check import check
-from openrecycle.planner.job import Problem, Worker
-from openrecycle.planner.routing import Routes, assign
-from openrecycle.planner.schedule import Schedule
+from openrecycle.planner.jobs.job import Problem, Worker
+from openrecycle.planner.plans.bounds import period_bound
+from openrecycle.planner.plans.routing import Routes, assign
+from openrecycle.planner.plans.schedule import Schedule
 from openrecycle.planner.solvers.cp_sat import CpSatSolver
 from openrecycle.planner.solvers.cp_sat_model import ScheduleModel
 from openrecycle.planner.solvers.cp_sat_routing import RoutingModel

@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-from openrecycle.planner.bounds import period_bound
 from openrecycle.planner.check import check
-from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique, Worker
-from openrecycle.planner.schedule import Schedule
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, Worker
+from openrecycle.planner.plans.bounds import period_bound
+from openrecycle.planner.plans.schedule import Schedule
 from openrecycle.planner.solvers import cp_sat
 from openrecycle.planner.solvers.base import SolverProgress
 from openrecycle.planner.solvers.cp_sat import CpSatSolver

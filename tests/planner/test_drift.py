@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrecycle.planner.drift import DriftLimits, DriftState, Ratios, assumed, drifted, forget, observe
-from openrecycle.planner.errors import InputError
-from openrecycle.planner.job import Job, StageProfile, Worker
+from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.jobs.job import Job, StageProfile, Worker
+from openrecycle.planner.layers.drift import DriftLimits, DriftState, Ratios, assumed, drifted, forget, observe
 
 LIMITS = DriftLimits(window=8)
 JOB = Job(3, 2, 4, (StageProfile(10, 12, 8), StageProfile(20, 0, 40)), time_unit="ms")

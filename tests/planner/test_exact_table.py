@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from openrecycle.planner.check import check
-from openrecycle.planner.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
 from openrecycle.planner.solvers.cp_sat_model import ScheduleModel
 from openrecycle.planner.solvers.cp_sat_run import run
 from openrecycle.planner.solvers.list_scheduler import ListScheduler

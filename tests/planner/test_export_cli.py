@@ -14,8 +14,8 @@ from typer.testing import CliRunner, Result
 
 from openrecycle.planner.cli import app, main
 from openrecycle.planner.export import EXPORTERS
-from openrecycle.planner.job import Technique
-from openrecycle.planner.plan import Plan
+from openrecycle.planner.jobs.job import Technique
+from openrecycle.planner.plans.plan import Plan
 from tests.golden import golden
 from tests.planner.plans import worked_example
 

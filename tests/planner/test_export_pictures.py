@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given
 from PIL import Image
 
-from openrecycle.planner.drawing import LIGHT
-from openrecycle.planner.errors import PlannerError
 from openrecycle.planner.export import EXPORTERS
 from openrecycle.planner.export import picture as picture_module
 from openrecycle.planner.export.picture import Polygon, Rect, Text, gantt, hatch_lines
 from openrecycle.planner.export.png import SCALE, draw_png
 from openrecycle.planner.export.svg import draw_svg
-from openrecycle.planner.job import Job, Problem, StageProfile, Technique, Worker
-from openrecycle.planner.schedule import Op
-from openrecycle.planner.solvers.portfolio import make_plan
+from openrecycle.planner.jobs.errors import PlannerError
+from openrecycle.planner.jobs.job import Job, Problem, StageProfile, Technique, Worker
+from openrecycle.planner.plans.drawing import LIGHT
+from openrecycle.planner.plans.schedule import Op
+from openrecycle.planner.portfolio import make_plan
 from tests.conftest import examples
 from tests.golden import golden
 from tests.planner.plans import listed, worked_example

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 
-from openrecycle.planner.baseline import gpipe, one_forward_one_backward
-from openrecycle.planner.errors import InputError
 from openrecycle.planner.export import EXPORTERS
 from openrecycle.planner.export.torch_csv import to_torch_csv
-from openrecycle.planner.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
-from openrecycle.planner.plan import Plan
-from openrecycle.planner.schedule import Op, Schedule
-from openrecycle.planner.solvers.portfolio import make_plan
+from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
+from openrecycle.planner.plans.baseline import gpipe, one_forward_one_backward
+from openrecycle.planner.plans.plan import Plan
+from openrecycle.planner.plans.schedule import Op, Schedule
+from openrecycle.planner.portfolio import make_plan
 from tests.conftest import at_length, examples
 from tests.golden import golden
 from tests.planner.plans import as_plan, listed, worked_example

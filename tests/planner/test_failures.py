@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrecycle.planner.errors import InputError
-from openrecycle.planner.failures import canonical_pattern, failures_per_stage, parse_failed, patterns
-from openrecycle.planner.job import Job, Worker
+from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.jobs.failures import canonical_pattern, failures_per_stage, parse_failed, patterns
+from openrecycle.planner.jobs.job import Job, Worker
 
 JOB = Job.uniform(3, 4, 6)
 

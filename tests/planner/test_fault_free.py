@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrecycle.planner.baseline import gpipe, one_forward_one_backward, zb_h1, zb_h2
 from openrecycle.planner.check import check
-from openrecycle.planner.errors import InfeasibleError
-from openrecycle.planner.fault_free import best_fault_free
-from openrecycle.planner.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
-from openrecycle.planner.schedule import Schedule
+from openrecycle.planner.jobs.errors import InfeasibleError
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
+from openrecycle.planner.plans.baseline import gpipe, one_forward_one_backward, zb_h1, zb_h2
+from openrecycle.planner.plans.schedule import Schedule
+from openrecycle.planner.portfolio import make_plan
+from openrecycle.planner.solvers.fault_free import best_fault_free
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
-from openrecycle.planner.solvers.portfolio import make_plan
 from tests.conftest import at_length, examples
 
 REFERENCES: tuple[Callable[[Problem], Schedule], ...] = (one_forward_one_backward, gpipe, zb_h1, zb_h2)

@@ -13,21 +13,21 @@ import pytest
 from hypothesis import given
 from typer.testing import CliRunner
 
-from openrecycle.planner.baseline import reference_period
-from openrecycle.planner.bounds import period_bound
-from openrecycle.planner.catalog import Catalog
-from openrecycle.planner.catalog_build import targets
+from openrecycle.planner.catalogs.catalog import Catalog
+from openrecycle.planner.catalogs.catalog_build import targets
 from openrecycle.planner.check import check
 from openrecycle.planner.cli import app
-from openrecycle.planner.errors import InfeasibleError, InputError, PlannerError
-from openrecycle.planner.failures import patterns
-from openrecycle.planner.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
-from openrecycle.planner.packed import CatalogQuestion
-from openrecycle.planner.plan import JobDoc, Plan, job_doc
-from openrecycle.planner.routing import route
-from openrecycle.planner.schedule import Schedule
+from openrecycle.planner.jobs.errors import InfeasibleError, InputError, PlannerError
+from openrecycle.planner.jobs.failures import patterns
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
+from openrecycle.planner.plans.baseline import reference_period
+from openrecycle.planner.plans.bounds import period_bound
+from openrecycle.planner.plans.packed import CatalogQuestion
+from openrecycle.planner.plans.plan import JobDoc, Plan, job_doc
+from openrecycle.planner.plans.routing import route
+from openrecycle.planner.plans.schedule import Schedule
+from openrecycle.planner.portfolio import make_plan
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
-from openrecycle.planner.solvers.portfolio import make_plan
 from tests.conftest import examples
 from tests.golden import golden
 from tests.planner.problems import problems

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrecycle.planner.baseline import one_forward_one_backward
-from openrecycle.planner.errors import InfeasibleError, InputError
-from openrecycle.planner.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker, parse_durations
-from openrecycle.planner.schedule import Op, Schedule
+from openrecycle.planner.jobs.errors import InfeasibleError, InputError
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker, parse_durations
+from openrecycle.planner.plans.baseline import one_forward_one_backward
+from openrecycle.planner.plans.schedule import Op, Schedule
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
 from tests.conftest import examples
 from tests.golden import golden

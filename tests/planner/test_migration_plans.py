@@ -11,7 +11,10 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from openrecycle.planner.cli import app
-from openrecycle.planner.distribution import (
+from openrecycle.planner.jobs.errors import InfeasibleError, InputError
+from openrecycle.planner.jobs.failures import failures_per_stage
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
+from openrecycle.planner.layers.distribution import (
     CopyCost,
     LoadModel,
     PeriodModel,
@@ -19,10 +22,7 @@ from openrecycle.planner.distribution import (
     candidates,
     check_copy_cost,
 )
-from openrecycle.planner.errors import InfeasibleError, InputError
-from openrecycle.planner.failures import failures_per_stage
-from openrecycle.planner.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
-from openrecycle.planner.migration import MigrationPlan, normalize
+from openrecycle.planner.layers.migration import MigrationPlan, normalize
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
 from tests.conftest import examples
 from tests.golden import golden

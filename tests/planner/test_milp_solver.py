@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from openrecycle.planner.check import check
-from openrecycle.planner.errors import InputError
-from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique, Worker
+from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, Worker
 from openrecycle.planner.solvers.base import SolverProgress
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
 from openrecycle.planner.solvers.milp import MAX_VARIABLES, MilpSolver

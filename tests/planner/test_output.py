@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from openrecycle.agent.commands.shared import read_token
-from openrecycle.planner.errors import InputError
-from openrecycle.planner.files import read_whole
-from openrecycle.planner.job import Job, Problem
-from openrecycle.planner.output import check_out, write_out
-from openrecycle.planner.plan import Plan, PlanError
+from openrecycle.planner.commands.output import check_out, write_out
+from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.jobs.files import read_whole
+from openrecycle.planner.jobs.job import Job, Problem
+from openrecycle.planner.plans.plan import Plan, PlanError
+from openrecycle.planner.portfolio import make_plan
 from openrecycle.planner.simulation.traces import read_trace
-from openrecycle.planner.solvers.portfolio import make_plan
 
 SIZES = ("--pipelines", "2", "--stages", "2", "--micro-batches", "3", "--solver", "list")
 

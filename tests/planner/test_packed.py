@@ -6,12 +6,12 @@ import zlib
 
 import pytest
 
-from openrecycle.planner.catalog import Catalog, rename_pipelines
+from openrecycle.planner.catalogs.catalog import Catalog, rename_pipelines
 from openrecycle.planner.check import check
-from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique, Worker
-from openrecycle.planner.packed import SMALL_OPS, from_bytes, packed, storable, to_bytes, unpack
-from openrecycle.planner.plan import Plan, PlanError
-from openrecycle.planner.solvers.portfolio import best_solution, checked_plan_of, make_plan, plan_of
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, Worker
+from openrecycle.planner.plans.packed import SMALL_OPS, from_bytes, packed, storable, to_bytes, unpack
+from openrecycle.planner.plans.plan import Plan, PlanError
+from openrecycle.planner.portfolio import best_solution, checked_plan_of, make_plan, plan_of
 from tests.golden import golden
 
 LARGE = Job.uniform(8, 8, 16, durations={"F": 40, "I": 41.5, "W": 39, "O": 3, "transfer": 0.5}, time_unit="ms")

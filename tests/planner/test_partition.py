@@ -11,17 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openrecycle.planner.bounds import Bound, period_bound
 from openrecycle.planner.check import check
-from openrecycle.planner.errors import InfeasibleError, InputError
-from openrecycle.planner.job import Job, LayerProfile, MemoryLimit, Over, Problem, StageProfile, Technique, Worker
-from openrecycle.planner.packed import pack, unpack
-from openrecycle.planner.partition import lay_out, layer_bounds, staffed, with_stages
-from openrecycle.planner.plan import JobDoc, Plan, job_doc
-from openrecycle.planner.profile import balanced, joined
+from openrecycle.planner.jobs.errors import InfeasibleError, InputError
+from openrecycle.planner.jobs.job import Job, LayerProfile, MemoryLimit, Over, Problem, StageProfile, Technique, Worker
+from openrecycle.planner.jobs.profile import balanced, joined
+from openrecycle.planner.jobs.words import layers_moved
+from openrecycle.planner.layers.partition import lay_out, layer_bounds, staffed, with_stages
+from openrecycle.planner.plans.bounds import Bound, period_bound
+from openrecycle.planner.plans.packed import pack, unpack
+from openrecycle.planner.plans.plan import JobDoc, Plan, job_doc
+from openrecycle.planner.portfolio import make_plan
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
-from openrecycle.planner.solvers.portfolio import make_plan
-from openrecycle.planner.words import layers_moved
 
 TIMES = (0.5, 1.0, 1.25, 2.0, 3.0)
 SPEEDS = (0.5, 0.75, 1.5)

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from openrecycle.planner.catalog import Catalog
-from openrecycle.planner.catalog_build import build_catalog
-from openrecycle.planner.catalog_engines import InlineEngine
-from openrecycle.planner.catalog_store import open_folder
+from openrecycle.planner.catalogs.catalog import Catalog
+from openrecycle.planner.catalogs.catalog_build import build_catalog
+from openrecycle.planner.catalogs.catalog_engines import InlineEngine
+from openrecycle.planner.catalogs.catalog_store import open_folder
 from openrecycle.planner.check import check
-from openrecycle.planner.job import Job, MemoryLimit, Over, Technique, Worker
-from openrecycle.planner.packed import CatalogQuestion, Effort
-from openrecycle.planner.partition import bound_over
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Over, Technique, Worker
+from openrecycle.planner.layers.partition import bound_over
+from openrecycle.planner.plans.packed import CatalogQuestion, Effort
 
 JOB = Job.uniform(3, 3, 4, layers=12)
 QUESTION = CatalogQuestion(JOB, Technique.STAGGERED, MemoryLimit("none"), "partitions")

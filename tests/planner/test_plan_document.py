@@ -8,10 +8,10 @@ import sys
 import pytest
 from hypothesis import given
 
-from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique, Worker
-from openrecycle.planner.plan import Plan, PlanError
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, Worker
+from openrecycle.planner.plans.plan import Plan, PlanError
+from openrecycle.planner.portfolio import make_plan
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
-from openrecycle.planner.solvers.portfolio import make_plan
 from tests.conftest import examples
 from tests.planner.problems import problems
 
@@ -72,7 +72,7 @@ def test_a_long_document_is_read_or_refused_as_a_short_one_is(
             return str(error)
 
     short = outcome()
-    monkeypatch.setattr("openrecycle.planner.plan._PIECEMEAL", 0)
+    monkeypatch.setattr("openrecycle.planner.plans.plan._PIECEMEAL", 0)
     assert outcome() == short
 
 
@@ -113,9 +113,9 @@ def test_numbers_are_plain(plan: Plan) -> None:
 def test_planning_with_the_list_scheduler_loads_no_heavy_package() -> None:
     code = (
         "import sys\n"
-        "from planner.job import Job, Problem\n"
-        "from planner.solvers.portfolio import make_plan\n"
-        "import planner.catalog, planner.check\n"
+        "from planner.jobs.job import Job, Problem\n"
+        "from planner.portfolio import make_plan\n"
+        "import planner.catalogs.catalog, planner.check\n"
         "make_plan(Problem(Job.uniform(2, 2, 2)), solver='list')\n"
         "print([m for m in ('torch', 'ortools', 'streamlit', 'sqlalchemy', 'fastapi', 'typer') if m in sys.modules])\n"
     )

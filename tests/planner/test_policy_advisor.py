@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrecycle.planner.catalog import Catalog
-from openrecycle.planner.errors import InfeasibleError, InputError
-from openrecycle.planner.job import Job, MemoryLimit, Technique, Worker
-from openrecycle.planner.policy import Option, PolicyState, advise, best_option
+from openrecycle.planner.catalogs.catalog import Catalog
+from openrecycle.planner.jobs.errors import InfeasibleError, InputError
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
+from openrecycle.planner.portfolio import make_plan
 from openrecycle.planner.simulation.costs import RecoveryCosts
 from openrecycle.planner.simulation.planned import PlannedJob
-from openrecycle.planner.solvers.portfolio import make_plan
+from openrecycle.planner.simulation.policy import Option, PolicyState, advise, best_option
 from tests.conftest import examples
 from tests.golden import golden
 

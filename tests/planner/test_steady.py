@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from problems import problems
 
-from openrecycle.planner.errors import InputError
-from openrecycle.planner.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
-from openrecycle.planner.schedule import Schedule
-from openrecycle.planner.solvers.portfolio import make_plan
-from openrecycle.planner.steady import steady_period
+from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
+from openrecycle.planner.plans.schedule import Schedule
+from openrecycle.planner.plans.steady import steady_period
+from openrecycle.planner.portfolio import make_plan
 from tests.conftest import examples
 from tests.golden import golden
 

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from openrecycle.planner.catalog import Catalog
-from openrecycle.planner.catalog_store import CatalogInfo
-from openrecycle.planner.errors import PlannerError
+from openrecycle.planner.catalogs.catalog import Catalog
+from openrecycle.planner.catalogs.catalog_store import CatalogInfo
 from openrecycle.planner.export.yaml_document import parse_yaml, to_yaml
-from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique
-from openrecycle.planner.packed import CatalogQuestion
-from openrecycle.planner.plan import Plan, job_doc
+from openrecycle.planner.jobs.errors import PlannerError
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique
+from openrecycle.planner.plans.packed import CatalogQuestion
+from openrecycle.planner.plans.plan import Plan, job_doc
+from openrecycle.planner.portfolio import make_plan
 from openrecycle.planner.profiles import load, load_profile, shipped
 from openrecycle.planner.simulation.traces.replay import read
-from openrecycle.planner.solvers.portfolio import make_plan
 from tests.golden import golden
 
 Reader = Callable[[str, Path], object]

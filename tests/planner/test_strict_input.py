@@ -11,13 +11,13 @@ import pytest
 from pydantic import ValidationError
 
 from openrecycle.agent import cli as agent_cli
-from openrecycle.agent.protocol import Iteration
+from openrecycle.agent.messages.protocol import Iteration
 from openrecycle.planner import cli as planner_cli
-from openrecycle.planner.errors import InputError
-from openrecycle.planner.job import BYTES_PER_OP, MAX_OPS, Job, MemoryLimit, Problem, Worker, parse_durations
-from openrecycle.planner.output import run
-from openrecycle.planner.plan import Plan, PlanError
-from openrecycle.planner.solvers.portfolio import make_plan
+from openrecycle.planner.commands.output import run
+from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.jobs.job import BYTES_PER_OP, MAX_OPS, Job, MemoryLimit, Problem, Worker, parse_durations
+from openrecycle.planner.plans.plan import Plan, PlanError
+from openrecycle.planner.portfolio import make_plan
 from tests.golden import golden
 
 
@@ -148,8 +148,8 @@ def test_beyond_the_most_ops_a_job_is_refused_with_what_it_would_take() -> None:
 def test_an_op_takes_no_more_memory_than_is_counted() -> None:
     """From a small plan to a larger one, made, written and read by a process of its own."""
     program = (
-        "import resource, sys\nfrom planner.job import Job, Problem\nfrom planner.plan import Plan\n"
-        "from planner.solvers.portfolio import make_plan\n"
+        "import resource, sys\nfrom planner.jobs.job import Job, Problem\nfrom planner.plans.plan import Plan\n"
+        "from planner.portfolio import make_plan\n"
         "plan = make_plan(Problem(Job.uniform(1, 1, int(sys.argv[1]))), solver='list')\n"
         "sys.stdout.write(str(len(plan.to_json())) + ' ')\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)\n"

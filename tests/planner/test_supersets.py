@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 
-from openrecycle.planner.baseline import gpipe, one_forward_one_backward, zb_h1, zb_h2
-from openrecycle.planner.catalog_build import build_catalog
-from openrecycle.planner.catalog_engines import InlineEngine
+from openrecycle.planner.catalogs.catalog_build import build_catalog
+from openrecycle.planner.catalogs.catalog_engines import InlineEngine
 from openrecycle.planner.check import check
-from openrecycle.planner.errors import InfeasibleError
-from openrecycle.planner.failures import canonical_pattern, failures_per_stage, levelled, with_one_more
-from openrecycle.planner.job import Job, MemoryLimit, Problem, Technique, Worker
-from openrecycle.planner.packed import CatalogQuestion, Effort
-from openrecycle.planner.schedule import Op, Schedule
+from openrecycle.planner.jobs.errors import InfeasibleError
+from openrecycle.planner.jobs.failures import canonical_pattern, failures_per_stage, levelled, with_one_more
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, Worker
+from openrecycle.planner.plans.baseline import gpipe, one_forward_one_backward, zb_h1, zb_h2
+from openrecycle.planner.plans.packed import CatalogQuestion, Effort
+from openrecycle.planner.plans.schedule import Op, Schedule
+from openrecycle.planner.portfolio import SOLVERS, best_solution, of_more_failures
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
-from openrecycle.planner.solvers.portfolio import SOLVERS, best_solution, of_more_failures
 from tests.conftest import examples
 from tests.planner.problems import problems
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from openrecycle.agent.checkpoints.checkpoint import CheckpointError, Identity, find, whole_checkpoints, write_part
-from openrecycle.agent.state import StageState, StateError, encode, read_tensors
+from openrecycle.agent.models.state import StageState, StateError, encode, read_tensors
 
 STATE = StageState({"committed": 3, "x": encode({"a": (1, 2)}, "x", {})}, {"model.0.p": torch.arange(6.0).view(2, 3)})
 

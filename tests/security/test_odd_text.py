@@ -14,13 +14,13 @@ import pytest
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
-from openrecycle.agent.protocol import JobSpec, Registration
+from openrecycle.agent.messages.protocol import JobSpec, Registration
 from openrecycle.app.api.routes import create_routes
 from openrecycle.app.console.service import Console
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
-from openrecycle.planner.job import Job, Problem
-from openrecycle.planner.solvers.portfolio import make_plan
+from openrecycle.planner.jobs.job import Job, Problem
+from openrecycle.planner.portfolio import make_plan
 from tests.app.console_server import ROOT
 from tests.conftest import new_database
 from tests.golden import golden

@@ -6,7 +6,7 @@ import plotly.graph_objects as go
 
 from openrecycle.app.plans.solving_child import Migrations
 from openrecycle.app.ui.theme import Palette, style
-from openrecycle.planner.job import Job, Worker
+from openrecycle.planner.jobs.job import Job, Worker
 
 # Rows (pipelines) beyond these are left out unless something moves there.
 MAX_ROWS = 16

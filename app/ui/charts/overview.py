@@ -9,9 +9,9 @@ from html import escape
 import numpy as np
 
 from openrecycle.app.ui import text
-from openrecycle.planner.drawing import FAILED, Colours, Drawing, axis_times, raster
 from openrecycle.planner.export.png import raster_png
-from openrecycle.planner.job import Worker
+from openrecycle.planner.jobs.job import Worker
+from openrecycle.planner.plans.drawing import FAILED, Colours, Drawing, axis_times, raster
 
 # Up to here one bar per op stays quick; beyond, overview and detail.
 MAX_BARS = 8_000

@@ -13,7 +13,7 @@ from openrecycle.app.console.view import EventView, RecoveryView
 from openrecycle.app.observing.rates import IterationView
 from openrecycle.app.ui.charts.vega import Columns, LiveChart, config
 from openrecycle.app.ui.theme import Palette
-from openrecycle.planner.words import milliseconds
+from openrecycle.planner.jobs.words import milliseconds
 
 PANEL_HEIGHT = 112
 # Of the part that is shown.

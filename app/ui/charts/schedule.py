@@ -1,4 +1,5 @@
-"""Drawn schedules (`planner.drawing`) as Plotly figures: the Gantt chart with the memory held below, and Compare."""
+"""Drawn schedules (`planner.plans.drawing`) as Plotly figures: the Gantt chart with the memory held below, and
+Compare."""
 
 from __future__ import annotations
 
@@ -13,11 +14,22 @@ import plotly.graph_objects as go
 from openrecycle.app.ui import text
 from openrecycle.app.ui.charts.overview import MAX_BARS, picture
 from openrecycle.app.ui.theme import Palette, style
-from openrecycle.planner.drawing import BAR_HEIGHT, EDGE, HATCH, OP_WORDS, Drawing, Held, Rows, by_look, label, op_words
-from openrecycle.planner.job import Job, Worker
-from openrecycle.planner.paths import Link, critical_path, micro_batch_path
-from openrecycle.planner.plan import Plan
-from openrecycle.planner.schedule import Op
+from openrecycle.planner.jobs.job import Job, Worker
+from openrecycle.planner.plans.drawing import (
+    BAR_HEIGHT,
+    EDGE,
+    HATCH,
+    OP_WORDS,
+    Drawing,
+    Held,
+    Rows,
+    by_look,
+    label,
+    op_words,
+)
+from openrecycle.planner.plans.paths import Link, critical_path, micro_batch_path
+from openrecycle.planner.plans.plan import Plan
+from openrecycle.planner.plans.schedule import Op
 
 # Each bar is three and more elements of the page. More ops than this are drawn as one shape a kind, without numbers.
 MAX_NODES = 1_000

@@ -8,7 +8,7 @@ from typing import Any
 from openrecycle.app.console.worker_history import Series, Values
 from openrecycle.app.ui.charts.vega import Columns, LiveChart, config
 from openrecycle.app.ui.theme import Palette
-from openrecycle.planner.drawing import OP_WORDS
+from openrecycle.planner.plans.drawing import OP_WORDS
 
 PANEL_HEIGHT = 150
 MIB = 1 << 20

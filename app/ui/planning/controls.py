@@ -19,10 +19,10 @@ from openrecycle.app.ui import text
 from openrecycle.app.ui.access import acting
 from openrecycle.app.ui.planning.pieces import field_error
 from openrecycle.app.ui.planning.state import PAGE, change, entered, now, said, say, shown
-from openrecycle.planner.errors import PlannerError
-from openrecycle.planner.job import Job, MemoryLimit, Technique
-from openrecycle.planner.profile import AUTO
-from openrecycle.planner.solvers.portfolio import SOLVERS
+from openrecycle.planner.jobs.errors import PlannerError
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique
+from openrecycle.planner.jobs.profile import AUTO
+from openrecycle.planner.portfolio import SOLVERS
 
 MAX_SIDE = 100_000
 TECHNIQUES = tuple(Technique)

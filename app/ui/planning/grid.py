@@ -16,9 +16,9 @@ from openrecycle.app.ui.charts.dead_grid import PICKED, dead_grid
 from openrecycle.app.ui.planning.pieces import field_error
 from openrecycle.app.ui.planning.state import change, entered, now, say, shown
 from openrecycle.app.ui.theme import Palette
-from openrecycle.planner.errors import PlannerError
-from openrecycle.planner.job import Worker
-from openrecycle.planner.plan import Plan
+from openrecycle.planner.jobs.errors import PlannerError
+from openrecycle.planner.jobs.job import Worker
+from openrecycle.planner.plans.plan import Plan
 
 # Up to here each worker is a button; larger grids are drawn as a heat-map, still larger ones not at all.
 MAX_TILES = 64

@@ -15,7 +15,7 @@ from openrecycle.app.ui import text
 from openrecycle.app.ui.access import actor, why_not
 from openrecycle.app.ui.planning.pieces import field_error
 from openrecycle.app.ui.planning.state import change, now, said, say
-from openrecycle.planner.errors import PlannerError
+from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.profiles import Profile
 
 NAME = "planner-profile-name"

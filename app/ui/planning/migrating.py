@@ -19,8 +19,8 @@ from openrecycle.app.ui.planning.pieces import field_error
 from openrecycle.app.ui.planning.search import search
 from openrecycle.app.ui.planning.state import PAGE, change, entered, now, say, shown
 from openrecycle.app.ui.theme import CHART_CONFIG, Palette
-from openrecycle.planner.errors import PlannerError
-from openrecycle.planner.job import Job
+from openrecycle.planner.jobs.errors import PlannerError
+from openrecycle.planner.jobs.job import Job
 
 COSTS = (
     ("state_gb", "Weights of a stage (GB)", "Weights and optimizer state that a copy moves. 0: as the profile says."),

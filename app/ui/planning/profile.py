@@ -24,9 +24,9 @@ from openrecycle.app.ui.planning import keeping
 from openrecycle.app.ui.planning.controls import wrong
 from openrecycle.app.ui.planning.pieces import field_error
 from openrecycle.app.ui.planning.state import PROFILE_NOTE, change, entered, now, said, say, shown
-from openrecycle.planner.errors import InputError, PlannerError
-from openrecycle.planner.job import Job, StageProfile
-from openrecycle.planner.plan import JobDoc, job_doc
+from openrecycle.planner.jobs.errors import InputError, PlannerError
+from openrecycle.planner.jobs.job import Job, StageProfile
+from openrecycle.planner.plans.plan import JobDoc, job_doc
 from openrecycle.planner.profiles import Profile, shipped
 
 NAMES = {

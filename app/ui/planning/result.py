@@ -8,7 +8,7 @@ from pathlib import Path
 
 import streamlit as st
 
-from openrecycle.agent.protocol import JobState
+from openrecycle.agent.messages.protocol import JobState
 from openrecycle.app.console.service import Console
 from openrecycle.app.plans.applying import misfit, use_plan
 from openrecycle.app.plans.solving import Solve
@@ -27,12 +27,12 @@ from openrecycle.app.ui.schedule_facts import many_words
 from openrecycle.app.ui.tables import beside_html, of_workers, workers_table
 from openrecycle.app.ui.theme import Palette
 from openrecycle.app.ui.time_range import FOLLOWED_CONFIG, choose_time, follow
-from openrecycle.planner.drawing import FAILED, Drawing
-from openrecycle.planner.errors import PlannerError
 from openrecycle.planner.export.compare import against_best, comparable
-from openrecycle.planner.plan import Plan
+from openrecycle.planner.jobs.errors import PlannerError
+from openrecycle.planner.plans.drawing import FAILED, Drawing
+from openrecycle.planner.plans.plan import Plan
+from openrecycle.planner.plans.schedule import Schedule
 from openrecycle.planner.reference import reference_plan
-from openrecycle.planner.schedule import Schedule
 
 RESULTS = "planner-results"
 SHOWN = "planner-show"

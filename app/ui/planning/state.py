@@ -10,7 +10,7 @@ from openrecycle.app.plans.introduction import step_of
 from openrecycle.app.plans.whatif import PARAMS, PROFILE, WhatIf, parse
 from openrecycle.app.plans.whatif_profile import Keeper, follow
 from openrecycle.app.ui import url_state
-from openrecycle.planner.errors import InputError
+from openrecycle.planner.jobs.errors import InputError
 
 QUESTION = "planner-question"
 # Besides the question a link may name a saved plan that answers it, and the paper's example.

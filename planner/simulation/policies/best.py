@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from openrecycle.planner.errors import InputError
-from openrecycle.planner.policy import REPARTITION, Option, best_option
+from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.jobs.words import DROP, REROUTE
 from openrecycle.planner.simulation.costs import RecoveryCosts
 from openrecycle.planner.simulation.planned import PlannedJob, Rate
 from openrecycle.planner.simulation.policies.grid import GridPolicy, seconds
+from openrecycle.planner.simulation.policy import REPARTITION, Option, best_option
 from openrecycle.planner.simulation.policy_base import (
     SECOND,
     Cluster,
@@ -18,7 +19,6 @@ from openrecycle.planner.simulation.policy_base import (
     Reaction,
     Stop,
 )
-from openrecycle.planner.words import DROP, REROUTE
 
 WAIT = "wait"
 

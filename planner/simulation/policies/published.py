@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from openrecycle.planner.errors import InputError
+from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.simulation.policies.bamboo_table import BambooTable
 from openrecycle.planner.simulation.policies.measured import MeasuredPolicy
 from openrecycle.planner.simulation.policy_base import (

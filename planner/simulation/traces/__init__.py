@@ -7,8 +7,8 @@ from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
-from openrecycle.planner.errors import InputError
-from openrecycle.planner.files import read_whole
+from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.jobs.files import read_whole
 from openrecycle.planner.simulation.trace import Trace
 from openrecycle.planner.simulation.traces import counts, events, gpu_hours, replay
 

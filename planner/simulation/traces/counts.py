@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from datetime import UTC, datetime
 
-from openrecycle.planner.errors import InputError
+from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.simulation.trace import HOUR_MS, Trace
 from openrecycle.planner.simulation.traces.fields import MAX_WORKERS, events_of_counts, milliseconds, whole
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from openrecycle.planner.errors import InputError
+from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.simulation.trace import Event, Trace
 from openrecycle.planner.simulation.traces.fields import whole
 

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterable
 from decimal import Decimal, InvalidOperation
 
-from openrecycle.planner.errors import InputError
+from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.simulation.trace import HOUR_MS, MAX_HOURS, Event
 
 MAX_WORKERS = 200_000

@@ -7,7 +7,7 @@ import math
 import random
 from dataclasses import dataclass
 
-from openrecycle.planner.errors import InputError
+from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.simulation.trace import HOUR_MS, MAX_HOURS, Event, Trace
 from openrecycle.planner.simulation.traces.fields import MAX_WORKERS
 

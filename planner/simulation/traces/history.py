@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal
 
-from openrecycle.planner.errors import InputError
+from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.simulation.trace import Event, Trace
 
 # What a record calls it: the worker is gone, or is back.

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from openrecycle.planner.errors import InputError
-from openrecycle.planner.plan import read_json
+from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.plans.plan import read_json
 from openrecycle.planner.simulation.trace import HOUR_MS, MAX_HOURS, Event, Trace
 
 QUIET = ("no-op", "migration")

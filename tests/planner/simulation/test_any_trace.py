@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import openrecycle.planner.simulation
-from openrecycle.planner.job import Job
+from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.simulation.costs import RecoveryCosts
 from openrecycle.planner.simulation.engine import simulate
 from openrecycle.planner.simulation.outcome import SimulationOutcome

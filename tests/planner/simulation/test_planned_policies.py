@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 import openrecycle.planner.simulation
-from openrecycle.planner.catalog_build import build_catalog
-from openrecycle.planner.catalog_engines import InlineEngine
-from openrecycle.planner.errors import InfeasibleError, InputError
-from openrecycle.planner.job import Job, MemoryLimit, Technique, Worker
-from openrecycle.planner.packed import CatalogQuestion, Effort
-from openrecycle.planner.plan import JobDoc
+from openrecycle.planner.catalogs.catalog_build import build_catalog
+from openrecycle.planner.catalogs.catalog_engines import InlineEngine
+from openrecycle.planner.jobs.errors import InfeasibleError, InputError
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
+from openrecycle.planner.plans.packed import CatalogQuestion, Effort
+from openrecycle.planner.plans.plan import JobDoc
 from openrecycle.planner.simulation.costs import RecoveryCosts
 from openrecycle.planner.simulation.engine import simulate
 from openrecycle.planner.simulation.outcome import SimulationOutcome

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import openrecycle.planner.simulation
-from openrecycle.planner.errors import InputError
+from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.simulation.engine import simulate
 from openrecycle.planner.simulation.outcome import SimulationOutcome
 from openrecycle.planner.simulation.policies.measured import READY_AFTER

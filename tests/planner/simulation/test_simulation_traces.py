@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import openrecycle.planner.simulation
-from openrecycle.planner.errors import InputError
+from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.simulation.trace import Event, Trace
 from openrecycle.planner.simulation.traces import parse_trace, read_trace
 from openrecycle.planner.simulation.traces.generated import Domain, generated, periodic

@@ -1,0 +1,1 @@
+"""What a person may choose, and what is known of the machine: options, time-outs, faults on purpose, devices."""

@@ -1,0 +1,179 @@
+"""What workers compute on, and what carries their data. torch is imported only where a function needs it.
+
+The CUDA path has been run on no GPU yet: see agent.transport.nccl. `python -m tests.gpu` runs it on a machine with one.
+"""
+
+# ruff: noqa: RUF009 (`option` makes a field)
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from openrecycle.agent.config.randomness import seed_for
+from openrecycle.agent.config.settings import OptionGroup, documented, option
+
+if TYPE_CHECKING:
+    import torch
+
+Kind = Literal["cpu", "cuda"]
+Transport = Literal["tagged", "ordered"]
+
+CUDA_ENVIRONMENT = {
+    # Failures are found by the launcher and the console; torch's own handling would end the process.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_BLOCKING_WAIT": "0",
+    # Its monitor ends a process whose watchdog stands still, as it may while a group is aborted.
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    # Nor is anything to be written when an operation is ended, as at every death.
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    # Each stream has a queue of its own, so that a kernel that waits for a peer holds up no other's.
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+    # cuBLAS gives the same bits again only with a workspace of fixed size.
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    # From NCCL 2.30 on, several ranks may be on one GPU; those before refuse that, and don't know this.
+    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+}
+SHARED_GPU_ENVIRONMENT = {
+    # Kernels of all ranks of a GPU wait for each other, so none may take much of it; NVLS can't be shared.
+    "NCCL_MAX_CTAS": "1",
+    "NCCL_NVLS_ENABLE": "0",
+}
+"""Of all workers where some are not alone on their GPU, since NCCL wants the same of all; what is set already stays."""
+SHARING_NCCL = (2, 30)
+
+
+@documented
+@dataclass(frozen=True, kw_only=True)
+class Platform(OptionGroup):
+    """What workers compute on; the same for all workers of a job. Either transport gives the same bits."""
+
+    PATH: ClassVar[str] = "platform"
+
+    device: Kind = option("cpu", "cpu, or cuda: a GPU for every worker. Where there are fewer, workers share them.")
+    transport: Transport | None = option(
+        None,
+        "How messages find their receives: tagged (over gloo; from GPUs by way of the host's memory), or ordered (as "
+        "NCCL needs; over NCCL between GPUs). By default tagged on CPUs and ordered on GPUs.",
+        expected="tagged or ordered",
+    )
+
+    @property
+    def carrier(self) -> Transport:
+        """The transport: `tagged`, by a tag, in any order; `ordered`, by their order alone, which is all NCCL has."""
+        return self.transport or ("tagged" if self.device == "cpu" else "ordered")
+
+    def check(self, workers: int) -> str:
+        """Returns a sentence where workers share GPUs. Imports torch for any device but the CPU. Raises InputError
+        unless this node can run so many workers."""
+        if self.device == "cpu":
+            return ""
+        import torch
+        import torch.distributed
+
+        cuda: Any = torch.cuda
+        if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+            raise self.refuse("device", f"cpu, since this torch ({torch.__version__}) is built without CUDA")
+        over_nccl = self.carrier == "ordered"
+        if over_nccl and not torch.distributed.is_nccl_available():
+            raise self.refuse("device", f"cpu, since this torch ({torch.__version__}) is built without NCCL")
+        if not cuda.is_available():
+            raise self.refuse("device", "cpu, or a GPU and a driver that torch can use on this node")
+        gpus = int(cuda.device_count())
+        if gpus >= workers:
+            return ""
+        if over_nccl and cuda.nccl.version()[:2] < SHARING_NCCL:
+            have, need = (".".join(map(str, v)) for v in (cuda.nccl.version(), SHARING_NCCL))
+            raise self.refuse(
+                "device",
+                f"a GPU for each of the {workers} workers on this node, which has {gpus}: NCCL {have} takes no two "
+                f"workers on one, as {need} does; or `platform.transport` tagged, which takes them over gloo",
+            )
+        each = -(-workers // gpus)
+        return f"the {workers} workers of this node share {gpus} GPU{'s' * (gpus > 1)}, up to {each} on one: " + (
+            "they take turns on it, so this is for trying out"
+        )
+
+    def take(self, slot: int, *, deterministic: bool, shared: bool = False) -> torch.device:
+        """Prepares this process, before it has touched a GPU; returns where it computes.
+
+        slot: this worker's number among those of its node. deterministic: torch refuses what can't be
+        done again to the same bits. shared: do workers of the job share GPUs? Raises InputError.
+        """
+        import torch
+
+        if self.device == "cpu":
+            return torch.device("cpu")
+        # First: the driver reads some of it when it is asked anything.
+        os.environ.update(CUDA_ENVIRONMENT)
+        cuda: Any = torch.cuda
+        if cuda._is_in_bad_fork():
+            raise self.refuse(
+                "device",
+                "a job whose modules leave CUDA alone while they are imported: workers are forked from a process that "
+                "imports them",
+            )
+        self.check(slot + 1)
+        if shared:
+            for name, value in SHARED_GPU_ENVIRONMENT.items():
+                os.environ.setdefault(name, value)
+        slot %= int(cuda.device_count())
+        cuda.set_device(slot)
+        if deterministic:
+            torch.use_deterministic_algorithms(True)
+            torch.backends.cudnn.benchmark = False
+            # By default it fills each new tensor, a kernel for every receive; what is read was written before.
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        return torch.device("cuda", slot)
+
+
+def kind_number(device: torch.device) -> int:
+    """Equal for devices that compute the same bits; 0 for the CPU, of which all nodes' are compared when they join."""
+    if device.type == "cpu":
+        return 0
+    import torch
+    import torch.distributed
+
+    cuda: Any = torch.cuda
+    cudnn: Any = torch.backends.cudnn
+    nccl = cuda.nccl.version() if torch.distributed.is_nccl_available() else ()
+    return seed_for(cuda.get_device_name(device), str(torch.version.cuda), *nccl, cudnn.version())
+
+
+def completion(device: torch.device) -> Callable[[], None] | None:
+    """Waits until `device` has done all that this thread gave it to do; None where it has when a call returns.
+
+    An op ends when it has ended on the device: only then are its time, and what a report says of it, true.
+    """
+    if device.type != "cuda":
+        return None
+    import torch
+
+    # Blocking: a thread that spins would take the processor from those that report and cancel.
+    end: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+
+    def wait() -> None:
+        end.record(torch.cuda.current_stream(device))
+        end.synchronize()
+
+    return wait
+
+
+def on_device(value: Any, device: torch.device) -> Any:
+    """`value` with every tensor in it on `device`; through tuples, lists and dictionaries."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        if device.type == "cuda" and value.device.type == "cpu":
+            # From other memory a copy would hold up this thread until everything before it is done.
+            value = value.pin_memory()
+        return value.to(device, non_blocking=True)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(on_device(v, device) for v in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(on_device(v, device) for v in value)
+    if isinstance(value, Mapping):
+        return {k: on_device(v, device) for k, v in value.items()}
+    return value

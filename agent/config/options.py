@@ -1,0 +1,389 @@
+"""The options of a training job. Each is defined here (time-outs in agent.config.timeouts, devices in
+agent.config.devices) and nowhere else: `openrecycle train` makes its flags of these fields, `ResilientTrainer` takes
+the groups as arguments, and every worker process is sent the whole. See agent.config.settings.
+"""
+
+# ruff: noqa: RUF009 (`option` makes a field)
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from openrecycle.agent.config.devices import Platform
+from openrecycle.agent.config.faults import Kill, Rejoin, Slow
+from openrecycle.agent.config.pacing import profile_pace
+from openrecycle.agent.config.settings import OptionGroup, documented, leaves, option, spelled
+from openrecycle.agent.config.timeouts import Timeouts
+from openrecycle.agent.messages.client import check_url
+from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.jobs.job import Job, MayMove, MemoryLimit, Problem, Technique, Worker
+from openrecycle.planner.jobs.profile import MAX_BYTES, parse_partition
+from openrecycle.planner.plans.plan import JobDoc, PlanError
+from openrecycle.planner.profiles import Profile, job_on, load
+
+Mode = Literal["deterministic", "fast"]
+Autocast = Literal["bf16", "fp16"]
+NonFinite = Literal["skip", "stop"]
+OnBadSample = Literal["halt", "skip"]
+
+BY_PROFILE = "profile"
+"""A pace: ops take as long as the job's profile has it."""
+
+GRID = {f"job.{name}": f"--{name.replace('_', '-')}" for name in ("pipelines", "stages", "micro_batches")}
+"""What the command line calls the sizes of the job."""
+
+_BYTES = {"": 1, **{f"{prefix}iB": 1 << 10 * n for n, prefix in enumerate("KMGT", start=1)}}
+_BYTES |= {f"{prefix}B": 1000**n for n, prefix in enumerate("KMGT", start=1)}
+
+
+def parse_bytes(text: str) -> int:
+    """`80GiB`, `24GB` or a plain number of bytes. Raises InputError for the field `bytes`."""
+    match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,6})?) ?([KMGT]i?B)?", text.strip())
+    size = int(float(match[1]) * _BYTES[match[2] or ""]) if match else 0
+    if not 1 <= size <= MAX_BYTES:
+        raise InputError("bytes", text, "a size in bytes such as 80GiB, 24GB or 1073741824")
+    return size
+
+
+def parse_pace(text: str) -> dict[str, float]:
+    """`F=40ms,I=40ms,W=40ms` to milliseconds by op kind; `profile` to {}. Raises InputError for the field `pace`.
+
+    `transfer` is what the plan takes a transfer between stages for; transfers themselves take as long
+    as they take.
+    """
+    if text == BY_PROFILE:
+        return {}
+    out: dict[str, float] = {}
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        match = re.fullmatch(r"([FIWO]|transfer)=([0-9]{1,9}(?:\.[0-9]{1,3})?)(ms|s)", part)
+        if not match:
+            raise InputError(
+                "pace", part, "KIND=TIME, such as F=40ms, with KIND F, I, W, O or transfer; commas between"
+            )
+        if match[1] in out:
+            raise InputError("pace", part, f"each kind once; {match[1]} is there already")
+        out[match[1]] = float(match[2]) * (1000 if match[3] == "s" else 1)
+    missing = [kind for kind in "FIW" if not out.get(kind)]
+    if missing:
+        raise InputError("pace", text, f"a time above 0 for {', '.join(missing)} too")
+    return out
+
+
+@documented
+@dataclass(frozen=True, kw_only=True)
+class Planning(OptionGroup):
+    """Which plans may be made, and what they reckon with."""
+
+    PATH: ClassVar[str] = "planning"
+
+    technique: str = option("staggered", "fault-free, adaptive, decoupled or staggered.", parse=Technique.of)
+    memory: str | int = option(
+        "uniform",
+        "1f1b, uniform, none, a number of micro-batches, or bytes: what the profile says fits.",
+        parse=MemoryLimit.parse,
+    )
+    capacity: str | int | None = option(
+        None, "Memory of one worker, such as 80GiB, where the profile does not say it.", parse=parse_bytes
+    )
+    migrate: bool | None = option(
+        None, "May workers change their stage to shorten the plan? By default where a console decides, if it pays."
+    )
+    pace: str | None = option(
+        None, "F=40ms,I=40ms,W=40ms: stretch each op to this; profile: to what the profile says.", parse=parse_pace
+    )
+
+    pace_per: Literal["stage", "layer"] = option("stage", "Is the pace that of a stage, or of each of its layers?")
+    partition: str | None = option(
+        None, "Layers per stage: 11,11,11,11. By default as even as op times allow.", parse=parse_partition
+    )
+    relayout: MayMove = option(
+        "auto", "May layers change their stage after a failure? auto: if an hour of it saves more than it costs."
+    )
+
+    @property
+    def limits(self) -> tuple[Technique, MemoryLimit]:
+        return Technique(self.technique), MemoryLimit.parse(str(self.memory))
+
+    def layered(self, job: Job, layers: int | None) -> Job:
+        """`job` with the model's layers, so that its stages can be cut anew. layers: how many; None: its stages can't
+        be cut. Where plans reckon with times of whole stages, they stay as they are. Raises InputError."""
+        per_layer = self.pace_per == "layer"
+        if layers is None and (per_layer or self.partition is not None):
+            name = "pace_per" if per_layer else "partition"
+            raise self.refuse(name, "nothing for a model that comes in stages, which can't be cut")
+        if per_layer and not self.milliseconds:
+            raise self.refuse("pace_per", "stage, or a `planning.pace` such as F=4ms,I=4ms,W=4ms beside it")
+        if layers is None or (layers <= job.stages and not per_layer):
+            return job
+        partition = parse_partition(self.partition or "")
+        if partition and (len(partition) != job.stages or min(partition) < 1 or sum(partition) != layers):
+            expected = f"{job.stages} numbers of at least 1 that add up to the model's {layers} layers"
+            raise self.refuse("partition", expected)
+        if job.layers:
+            if len(job.layers) != layers:
+                raise InputError("profile", f"{len(job.layers)} layers", f"one of the model's {layers} layers")
+            return job.with_partition(partition) if partition else job
+        plain = Job(job.pipelines, job.stages, job.micro_batches, capacity_bytes=job.capacity_bytes)
+        if per_layer or job == plain:
+            durations = self.milliseconds if per_layer else None
+            made = Job.uniform(
+                *(job.pipelines, job.stages, job.micro_batches),
+                durations=durations,
+                time_unit="ms" if durations else job.time_unit,
+                layers=layers,
+                partition=partition,
+            )
+            return replace(made, capacity_bytes=job.capacity_bytes)
+        return job
+
+    @property
+    def by_profile(self) -> bool:
+        return self.pace == BY_PROFILE
+
+    @property
+    def milliseconds(self) -> dict[str, float]:
+        """By op kind, that ops are stretched to; {} for as fast as they go, and for what the profile says."""
+        return {} if self.pace is None else parse_pace(self.pace)
+
+    def job(self, grid: Job, profile: str | Path | Profile | JobDoc | None = None) -> Job:
+        """`grid` with the op times that plans reckon with: of the profile (a measured one or the document of a job; a
+        file with either, or a shipped one's name), of the pace, or its own. Raises InputError."""
+        job = with_profile(grid, profile)
+        if paced := self.milliseconds:
+            if profile is not None:
+                raise self.refuse("pace", f"{BY_PROFILE}, or nothing, beside `profile`, which has the op times")
+            job = Job.uniform(job.pipelines, job.stages, job.micro_batches, durations=paced, time_unit="ms")
+        if self.capacity is not None:
+            job = replace(job, capacity_bytes=(parse_bytes(str(self.capacity)),) * job.stages)
+        return job
+
+
+def with_profile(job: Job, profile: str | Path | Profile | JobDoc | None) -> Job:
+    """The op times of `profile` on the grid of `job`; with None, `job` itself. Raises InputError."""
+    if profile is None:
+        return job
+    if job != Job(job.pipelines, job.stages, job.micro_batches):
+        raise InputError("profile", str(profile)[:80], "nothing beside a job that has op times of its own")
+    try:
+        document = load(profile) if isinstance(profile, str | Path) else profile
+    except PlanError as error:
+        raise InputError("profile", str(profile), f"a profile, or the document of a job ({error})") from None
+    with spelled({flag: path for path, flag in GRID.items()}):
+        return job_on(document, job.pipelines, job.stages, job.micro_batches)
+
+
+@documented
+@dataclass(frozen=True, kw_only=True)
+class Optimization(OptionGroup):
+    """Precision, clipping, and when a step is final."""
+
+    PATH: ClassVar[str] = "optimization"
+
+    mode: Mode = option("deterministic", "deterministic (same bits after any failure) or fast.")
+    autocast: Autocast | None = option(None, "bf16 or fp16 (with the loss scaled): run forwards under torch.autocast.")
+    clip_norm: float | None = option(None, "Largest global L2 norm of the gradients over all stages.", above=0)
+    # The job ends, too, when updates are left out too often in a row.
+    non_finite: NonFinite = option("skip", "On a NaN or infinite gradient: skip (the step) or stop.")
+    # Otherwise a stage steps as soon as its own gradients are reduced, and is validated later. The bits are the same.
+    synchronous: bool = option(False, "No stage steps before the global checks are known.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.autocast == "fp16" and self.non_finite == "stop":
+            # The scale of the loss is found by overflows.
+            raise self.refuse("non_finite", "skip with fp16, where gradients overflow now and then")
+
+
+@documented
+@dataclass(frozen=True, kw_only=True)
+class Checkpoints(OptionGroup):
+    """What is written beside the training, to go on from."""
+
+    PATH: ClassVar[str] = "checkpoints"
+
+    directory: str | Path | None = option(None, "Folder for checkpoints, which all workers reach.", flag="--checkpoint")
+    every: int = option(100, "Iterations from one checkpoint to the next.", flag="--checkpoint-every", least=1)
+    keep: int = option(3, "Newest checkpoints that stay.", flag="--checkpoint-keep", least=1)
+    resume: str | int | None = option(
+        None,
+        "Of these: newest, newest-intact (passes over damaged), if-any (or else from the start) or an iteration.",
+        flag="--resume",
+    )
+
+    @property
+    def folder(self) -> Path | None:
+        return None if self.directory is None else Path(self.directory)
+
+
+@documented
+@dataclass(frozen=True, kw_only=True)
+class HandOver(OptionGroup):
+    """How a worker that joins gets its stage's state (agent.workers.state_transfer)."""
+
+    PATH: ClassVar[str] = "faults.hand_over"
+
+    at_once: int = option(
+        1 << 22,
+        "Bytes of state that come at once, while all wait; a larger state comes beside the training.",
+        flag="--hand-over-at-once",
+        least=0,
+    )
+    rate: str | int | float | None = option(
+        None,
+        "Bytes a second that a worker gives of its state to one that joins: 50MB.",
+        flag="--hand-over-rate",
+        least=1e4,
+        expected="at least 10 KB per second",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.rate, str):
+            try:
+                slow = parse_bytes(self.rate) < 1e4
+            except InputError as error:
+                raise self.refuse("rate", error.expected) from None
+            if slow:
+                raise self.refuse("rate", "at least 10 KB per second")
+
+    @property
+    def bytes_per_second(self) -> float | None:
+        return float(parse_bytes(self.rate)) if isinstance(self.rate, str) else self.rate
+
+
+@documented
+@dataclass(frozen=True, kw_only=True)
+class Faults(OptionGroup):
+    """What happens when workers, links or samples fail; and faults to train through on purpose."""
+
+    PATH: ClassVar[str] = "faults"
+
+    kill: Sequence[str] = option((), "W1_2@10:F3: SIGKILL before that op. Repeatable.")
+    rejoin: Sequence[str] = option((), "W1_2@15: start it anew after that iteration.")
+    slow: Sequence[str] = option((), "W1_2@10:2: from that iteration its paced ops take twice as long.")
+    on_bad_sample: OnBadSample = option(
+        "halt", "On a micro-batch that raises on every worker: halt (the job) or skip (the micro-batch)."
+    )
+    bad_sample_limit: int = option(100, "Micro-batches that may be skipped so; one more halts.", least=0)
+    # It costs the interrupted iteration one small reduction more, and saves nothing once some stage has taken its step.
+    # Measured on 3 x 2 workers, 8 micro-batches, ops of 20 ms, a death at the last but one op of stage 1: 10 of 24
+    # micro-batches ran again, 0.55 instead of 0.95 s; in the middle of the iteration 15, 0.65 instead of 0.88 s.
+    keep_finished: bool = option(False, "After a death, don't run again what survivors have finished.")
+    compare_every: int = option(
+        100, "Iterations after which a stage's workers compare their parameters; 0: at the end.", least=0
+    )
+    timeouts: Timeouts = option(Timeouts, "How long workers wait for each other.")
+    hand_over: HandOver = option(HandOver, "How a worker that joins gets its state.")
+
+
+@documented
+@dataclass(frozen=True, kw_only=True)
+class Console(OptionGroup):
+    """The console that watches the job and decides."""
+
+    PATH: ClassVar[str] = "console"
+
+    url: str | None = option(
+        None,
+        "Address of a console, such as http://127.0.0.1:8501; its standby's after a comma.",
+        flag="--console",
+        env="OPENRECYCLE_CONSOLE",
+    )
+    token: str | None = option(None, "Its token, and its standby's.", flag=None, secret=True)
+    name: str = option("job", "What the console calls the job.")
+    demo: bool = option(False, "Let the console kill and restart these processes.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingOptions(OptionGroup):
+    """A job as its owner describes it, the same for all its processes. job: the grid, with the op times that plans
+    reckon with (see Planning.job)."""
+
+    job: Job
+    iterations: int = option(30, "Iterations to commit.", least=1)
+    evaluate_every: int = option(
+        0, "Iterations between evaluations, where there is data for them; also at the end. 0: none.", least=0
+    )
+    seed: int = option(
+        0, "Of parameters, data and dropout.", least=0, most=2**53 - 1, expected="a whole number from 0 to 2^53"
+    )
+    weights: str | Path | None = option(None, "Folder for the trained weights, one file per stage.")
+    record: str | Path | None = option(None, "JSON-lines file: losses, failures, final hash.")
+    planning: Planning = option(Planning, "Which plans may be made.")
+    optimization: Optimization = option(Optimization, "How steps are taken.")
+    platform: Platform = option(Platform, "What workers compute on.")
+    checkpoints: Checkpoints = option(Checkpoints, "What is written to go on from.")
+    faults: Faults = option(Faults, "What happens when something fails.")
+    console: Console = option(Console, "Who watches and decides.")
+
+    @cached_property
+    def kills(self) -> tuple[Kill, ...]:
+        return tuple(Kill.parse(text, self.job, field="faults.kill") for text in self.faults.kill)
+
+    @cached_property
+    def rejoins(self) -> tuple[Rejoin, ...]:
+        return tuple(Rejoin.parse(text, self.job, field="faults.rejoin") for text in self.faults.rejoin)
+
+    @cached_property
+    def slowdowns(self) -> tuple[Slow, ...]:
+        return tuple(Slow.parse(text, self.job, field="faults.slow") for text in self.faults.slow)
+
+    @cached_property
+    def pace(self) -> Mapping[str, float]:
+        """Seconds by op kind; {} where ops go as fast as they go, or as the profile says."""
+        return {kind: ms / 1000 for kind, ms in self.planning.milliseconds.items()}
+
+    @property
+    def paced(self) -> bool:
+        return self.planning.pace is not None
+
+    def check(self) -> None:
+        """What can be known before anything starts, on the host that it starts on. Raises InputError, or
+        InfeasibleError when no plan can survive what is asked for."""
+        technique, memory = self.planning.limits
+        Problem(self.job, technique=technique, memory=memory)
+        for group, name in ((self, "weights"), (self.checkpoints, "directory")):
+            folder: str | None = getattr(group, name)
+            if folder is None:
+                continue
+            path = Path(folder)
+            try:
+                fits = path.absolute().parent.is_dir() and (path.is_dir() or not path.exists())
+            except OSError:  # too long for a name, or in a folder that is shut
+                fits = False
+            if not fits:
+                raise group.refuse(name, "a folder, or a name for one in a folder that exists")
+        if self.checkpoints.resume is not None and self.checkpoints.directory is None:
+            raise self.checkpoints.refuse("resume", "`checkpoints.directory` too, the folder to resume from")
+        self._check_faults(technique, memory)
+        if self.planning.by_profile:
+            profile_pace(self.job, Worker(0, 0), self.job.workers())
+        if self.console.url is None:
+            self.faults.timeouts.check_above(self.faults.timeouts.silence)
+        else:
+            check_url(self.console.url, field="console.url")
+            if not technique.reroutes:
+                raise self.planning.refuse("technique", "adaptive, decoupled or staggered with `console.url`")
+
+    def _check_faults(self, technique: Technique, memory: MemoryLimit) -> None:
+        """Refuses wishes that no plan can survive."""
+        kills, rejoins = self.kills, self.rejoins
+        if kills and not technique.reroutes:
+            raise self.planning.refuse("technique", "adaptive, decoupled or staggered when a worker is to be killed")
+        if not rejoins and self.checkpoints.directory is None:
+            Problem(self.job, frozenset(k.worker for k in kills), technique, memory)
+        for rejoin in rejoins:
+            if all(k.worker != rejoin.worker for k in kills):
+                raise InputError("faults.rejoin", str(rejoin.worker), "a worker that `faults.kill` names")
+        if self.slowdowns and not self.paced:
+            worker = str(self.slowdowns[0].worker)
+            raise InputError("faults.slow", worker, "`planning.pace` too: only paced ops can be slowed down")
+
+
+FLAGS: Mapping[str, str] = {leaf.path: leaf.flag for leaf in leaves(TrainingOptions) if leaf.flag is not None}
+"""What the command line calls each option, by its path."""

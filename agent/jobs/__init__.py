@@ -1,0 +1,1 @@
+"""From what a person gave to a job that runs."""

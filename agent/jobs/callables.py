@@ -1,0 +1,308 @@
+"""A workload made of plain functions, and how it travels to worker processes of the same machine."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Union
+
+import torch
+from torch import Tensor, nn
+
+from openrecycle.agent.config.randomness import seed_for
+from openrecycle.agent.models import torch_pipelining
+from openrecycle.agent.models.data import DatasetBatches, Loading, first_length, own_numbers
+from openrecycle.agent.models.layers import Tied
+from openrecycle.agent.models.read_ahead import Read, ReadAhead
+from openrecycle.agent.models.stage_io import StageIO, tensors_of
+from openrecycle.agent.models.streams import StreamBatches
+from openrecycle.agent.models.workload import Metric, first_readable, weight_of
+from openrecycle.agent.stages.optimizer import NamedParameters, make_optimizer
+from openrecycle.planner.jobs.errors import InputError
+
+if TYPE_CHECKING:  # torch takes seconds to import these
+    from torch.distributed.pipelining import Pipe, PipelineStage
+
+Built = Union[nn.Module, "PipelineStage"]
+LayerBuilder = Callable[[int, int], Built]
+Layers = LayerBuilder | Sequence[nn.Module | Callable[[], Built]]
+"""Of layers, or of stages that can't be cut."""
+GivenLayers = Union[Layers, "Pipe", Sequence["PipelineStage"]]
+"""See agent.models.torch_pipelining."""
+Data = Callable[[int, int, int], Any]
+"""(iteration, pipeline, micro-batch) to (inputs, targets), or a dict (agent.models.data.Loading)."""
+Loss = Callable[[Any, Any], Tensor]
+OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
+"""Of a stage's parameters; or, where its argument is called `named_parameters`, of their (name, parameter) pairs."""
+SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
+
+
+@dataclass
+class CallableWorkload:
+    """A Workload (see there) out of functions.
+
+    make_layers: (layer, layers) to a module; or one module, or builder without arguments, per layer. layers: how many;
+    None: there is one per stage, and they can't be cut. tied_names: parameters that layers share, beside those that
+    given modules share. make_batch: (iteration, pipeline, micro-batch) to a micro-batch, which `loading` splits.
+    stage_io: None to be inferred. input_names, usual_weight: see `as_found`.
+    """
+
+    make_layers: Layers
+    make_batch: Data
+    make_loss: Loss
+    make_optimizer: OptimizerFactory
+    scheduler: SchedulerFactory | None
+    stage_io: StageIO | None
+    seed: int
+    layers: int | None = None
+    tied_names: Tied = ()
+    loading: Loading = field(default_factory=Loading)
+    input_names: tuple[str, ...] = ()
+    usual_weight: float | None = None
+    evaluation: EvaluationBatches | None = None
+
+    def __post_init__(self) -> None:
+        self._batch: tuple[tuple[int, int, int], tuple[Any, Any]] | None = None
+        self._ahead: ReadAhead | None = None
+        # Before any layer is taken into a stage, where it gets copies of its own.
+        self._shared = _shared(self.make_layers)
+
+    def upcoming(self, places: Sequence[tuple[int, int, int]]) -> None:
+        """This worker will want these micro-batches next, in this order."""
+        if self._ahead is None and self.loading.prefetch:
+            self._ahead = ReadAhead(Read(self.make_batch, self.seed), self.loading.prefetch)
+        if self._ahead is not None:
+            self._ahead.expect(places)
+
+    @property
+    def stream(self) -> StreamBatches | None:
+        """What of its data has a position."""
+        return self.make_batch if isinstance(self.make_batch, StreamBatches) else None
+
+    @property
+    def varies(self) -> bool:
+        """Are inputs of several shapes?"""
+        return bool(getattr(self.loading.collate, "varies", False))
+
+    def largest(self, seed: int) -> tuple[Any, Any]:
+        """A micro-batch's (inputs, targets), padded to the largest length that there may be."""
+        inputs, targets = self.loading.split(self._widest(first_readable(partial(self._made, seed))))
+        return _passed_on(inputs, self.input_names), targets
+
+    @property
+    def shared_inputs(self) -> tuple[str, ...]:
+        return tuple(self.loading.shared)
+
+    def weight(self, targets: Any) -> Any:
+        assert self.loading.weight is not None
+        return self.loading.weight(targets)
+
+    def as_found(self) -> CallableWorkload:
+        """With what its data show: the names of its inputs, where they are keyword arguments, and, where micro-batches
+        are weighted, how much one counts. Raises InputError."""
+        inputs, targets = first_readable(lambda *place: self._of(self.seed, *place))
+        names, evaluation, usual = self.loading.names(inputs), self.evaluation, None
+        if self.loading.weight is not None:
+            try:
+                usual = float(weight_of(self, targets)) or 1.0
+            except Exception as error:
+                text = f"{type(error).__name__}: {error}".splitlines()[0]
+                raise InputError("loading.weight", text[:200], "a function of targets to a number") from error
+        found = evaluation and replace(evaluation, input_names=names)
+        return replace(self, input_names=names, usual_weight=usual, evaluation=found)
+
+    @property
+    def samples_per_micro_batch(self) -> int:
+        return first_length(first_readable(partial(self.inputs, self.seed)))
+
+    @property
+    def kind(self) -> str:
+        return "stage" if self.layers is None else "layer"
+
+    def layer_count(self, stages: int) -> int:
+        return stages if self.layers is None else self.layers
+
+    def tied(self, layers: int) -> Tied:
+        """Those that are one parameter in the modules given, and those that are said to be."""
+        return (*self.tied_names, *self._shared)
+
+    def build_layer(self, layer: int, layers: int, seed: int) -> nn.Module:
+        def build() -> Any:
+            torch.manual_seed(seed_for("parameters", seed, layer))
+            if isinstance(self.make_layers, Sequence):
+                part = self.make_layers[layer]
+                return part if isinstance(part, nn.Module) else part()
+            return self.make_layers(layer, layers)
+
+        module = torch_pipelining.built(build, layer, layers, f"{self.kind}s")
+        if not isinstance(module, nn.Module):
+            raise InputError(f"{self.kind}s", type(module).__name__, f"a torch.nn.Module for {self.kind} {layer}")
+        return module
+
+    def inputs(self, seed: int, iteration: int, pipeline: int, micro_batch: int) -> Tensor | tuple[Tensor, ...]:
+        return _passed_on(self._of(seed, iteration, pipeline, micro_batch)[0], self.input_names)
+
+    def samples(self, iteration: int, pipeline: int, micro_batch: int) -> tuple[int, ...]:
+        """Indices of the data set's samples in a micro-batch; () where data is a function."""
+        if not isinstance(self.make_batch, DatasetBatches):
+            return ()
+        return tuple(map(int, self.make_batch.sampler(iteration, pipeline, micro_batch)))
+
+    def targets(self, seed: int, iteration: int, pipeline: int, micro_batch: int) -> Any:
+        return self._of(seed, iteration, pipeline, micro_batch)[1]
+
+    def loss(self, output: Any, targets: Any) -> Tensor:
+        loss = self.make_loss(output, targets)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            got = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise InputError("loss", got, "a tensor with one number, the mean over the micro-batch")
+        return loss
+
+    def optimizer(self, named_parameters: NamedParameters) -> torch.optim.Optimizer:
+        return make_optimizer(self.make_optimizer, named_parameters)
+
+    def _of(self, seed: int, *place: int) -> tuple[Any, Any]:
+        """The micro-batch's (inputs, targets); where one worker asks for both, made once."""
+        iteration, pipeline, micro_batch = place
+        key = iteration, pipeline, micro_batch
+        if self._batch is None or self._batch[0] != key:
+            self._batch = key, self.loading.split(self._made(seed, *key))
+        return self._batch[1]
+
+    def _made(self, seed: int, *place: int) -> Any:
+        """A micro-batch as the data give it."""
+        iteration, pipeline, micro_batch = place
+        key = iteration, pipeline, micro_batch
+        return Read(self.make_batch, seed)(key) if self._ahead is None else self._ahead.take(key)
+
+    def _widest(self, made: Any) -> Any:
+        collate: Any = self.loading.collate
+        return collate.widest(made)
+
+
+@dataclass
+class EvaluationBatches:
+    """EvaluationData (see there) out of functions. make_batch: the number of a micro-batch to it."""
+
+    make_batch: Callable[[int], Any]
+    micro_batches: int
+    metrics: Mapping[str, Metric]
+    loading: Loading
+    input_names: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        self._batch: tuple[int, tuple[Any, Any]] | None = None
+
+    def inputs(self, seed: int, index: int) -> Tensor | tuple[Tensor, ...]:
+        return _passed_on(self._of(seed, index)[0], self.input_names)
+
+    def targets(self, seed: int, index: int) -> Any:
+        return self._of(seed, index)[1]
+
+    def _of(self, seed: int, index: int) -> tuple[Any, Any]:
+        if self._batch is None or self._batch[0] != index:
+            with own_numbers("evaluation data", seed, index):
+                made = self.make_batch(index)
+            self._batch = index, self.loading.split(made)
+        return self._batch[1]
+
+
+def _passed_on(inputs: Any, names: tuple[str, ...]) -> Tensor | tuple[Tensor, ...]:
+    """Inputs as layer 0 gets them. names: of those that are keyword arguments. Raises InputError or StageIOError."""
+    if isinstance(inputs, Mapping) or names:
+        if not isinstance(inputs, Mapping) or set(inputs) != set(names):
+            got = ", ".join(map(str, inputs)) if isinstance(inputs, Mapping) else type(inputs).__name__
+            raise InputError("data", got, f"{', '.join(names) or 'no dict'}, as in the first micro-batch")
+        inputs = tuple(inputs[name] for name in names)
+    tensors = tensors_of(inputs, "inputs from data")
+    return tensors[0] if len(tensors) == 1 else tensors
+
+
+def _shared(layers: Layers) -> Tied:
+    """Parameters that several of the modules given have."""
+    holders: dict[int, list[str]] = {}
+    if isinstance(layers, Sequence):
+        for layer, part in enumerate(layers):
+            for name, parameter in part.named_parameters() if isinstance(part, nn.Module) else ():
+                holders.setdefault(id(parameter), []).append(f"{layer}.{name}")
+    return tuple(tuple(names) for names in holders.values() if len(names) > 1)
+
+
+_ARGUMENTS = {
+    "make_batch": "data",
+    "make_loss": "loss",
+    "make_optimizer": "optimizer",
+    "evaluation": "evaluate",
+}
+
+
+@dataclass(frozen=True)
+class SentWorkload:
+    """A CallableWorkload as bytes, for worker processes that this process starts itself.
+
+    Never for another host: what is in there is run. path: in words, for checkpoints.
+    """
+
+    path: str
+    payload: bytes
+    modules: tuple[str, ...]
+
+    @classmethod
+    def of(cls, workload: CallableWorkload) -> SentWorkload:
+        """Of one that has passed `check_sendable`."""
+        layers = workload.make_layers
+        path = getattr(layers, "__qualname__", type(layers).__name__)
+        return cls(path, pickle.dumps(workload), _modules_of_script())
+
+    def load(self) -> CallableWorkload:
+        workload: CallableWorkload = pickle.loads(self.payload)
+        return workload
+
+
+def check_sendable(workload: CallableWorkload) -> None:
+    """Raises InputError naming the argument that can't be sent."""
+    for own in fields(workload):
+        argument = f"{workload.kind}s" if own.name == "make_layers" else _ARGUMENTS.get(own.name, own.name)
+        value = getattr(workload, own.name)
+        if isinstance(value, EvaluationBatches):
+            for metric in value.metrics.values():
+                _check_sendable("evaluate.metrics", metric)
+        _check_sendable(argument, value)
+
+
+def _check_sendable(argument: str, value: Any) -> None:
+    name = getattr(value, "__qualname__", type(value).__name__)
+    if not _has_file(sys.modules["__main__"]) and getattr(value, "__module__", None) == "__main__":
+        raise InputError(
+            argument,
+            name,
+            "something from a file: worker processes can't import what was typed at a prompt or notebook",
+        )
+    try:
+        pickle.dumps(value)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(
+            argument,
+            name,
+            "something that worker processes can import: a function or class at the top level of a file "
+            f"(functools.partial of one will do), no lambda and nothing defined inside a function ({reason})",
+        ) from None
+
+
+def _has_file(module: ModuleType) -> bool:
+    return hasattr(module, "__file__") or getattr(module, "__spec__", None) is not None
+
+
+def _modules_of_script() -> tuple[str, ...]:
+    """What the script that is running has imported: worker processes find it loaded already."""
+    names = set()
+    for value in vars(sys.modules["__main__"]).values():
+        name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+        if isinstance(name, str) and name in sys.modules and name not in ("__main__", "builtins"):
+            names.add(name)
+    return tuple(sorted(names))

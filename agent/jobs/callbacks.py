@@ -1,0 +1,249 @@
+"""What a job tells its owner while it trains: the interface, and those that show it in a terminal, TensorBoard, Weights
+& Biases or MLflow.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from openrecycle.agent.launcher.record import LONG_WAIT, EvaluationResult
+from openrecycle.agent.messages.protocol import Iteration, Recovery
+from openrecycle.planner.jobs.errors import InputError
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from openrecycle.agent.jobs.trainer import TrainingResult, WrittenCheckpoint
+
+RATE_OVER = 0.9
+"""Of the rate shown so far that stays with each iteration."""
+
+
+@dataclass(frozen=True)
+class TrainingStart:
+    """What is about to run. name: of the job. iterations: in all. samples: per iteration."""
+
+    name: str
+    iterations: int
+    samples: int
+
+
+class Callback:
+    """Is told what happens in a job. Override what you need.
+
+    `on_start`, `on_end` and `on_exception` are called in the thread that called `fit`, the others one after the other
+    in one thread beside the training, which does not wait for them. One that returns "stop" ends the training in order.
+    """
+
+    def on_start(self, start: TrainingStart) -> object:
+        """Before the first iteration."""
+
+    def on_iteration(self, iteration: Iteration) -> object:
+        """All workers have committed it. It says loss, learning rate, seconds, of those the ones that a worker waited
+        for data, generation, living workers, and which micro-batches are not in it (`skipped`)."""
+
+    def on_gradient_norm(self, iteration: int, norm: float) -> object:
+        """Where gradients are clipped: their norm before that. It comes up to an iteration later, since stages step
+        before they know it."""
+
+    def on_evaluation(self, evaluation: EvaluationResult) -> object:
+        """The means of the loss and the metrics after so many iterations."""
+
+    def on_checkpoint(self, checkpoint: WrittenCheckpoint) -> object:
+        """A checkpoint is whole; it has the weights (`checkpoint.state_dict(layer)`, `checkpoint.save_pretrained`)."""
+
+    def on_recovery(self, recovery: Recovery) -> object:
+        """A failure was survived."""
+
+    def on_end(self, result: TrainingResult) -> object:
+        """After the last iteration, with the weights written."""
+
+    def on_exception(self, error: BaseException) -> object:
+        """Instead of that, when `fit` is about to raise it."""
+
+
+class ProgressBar(Callback):
+    """A line in the terminal with loss, learning rate, samples per second and the time that is left. Where standard
+    error is no terminal, a line per evaluation and failure."""
+
+    def __init__(self) -> None:
+        self._progress: Progress | None = None
+        self._samples, self._seconds = 0, 0.0
+
+    def on_start(self, start: TrainingStart) -> None:
+        # Imported here: a job without a bar does not load it.
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._samples = start.samples
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+        more = TextColumn("{task.fields[text]}"), TimeRemainingColumn()
+        self._progress = Progress(*columns, *more, console=Console(file=sys.stderr))
+        self._task = self._progress.add_task(start.name, total=start.iterations, text="")
+        self._progress.start()
+
+    def on_iteration(self, iteration: Iteration) -> None:
+        before = self._seconds or iteration.seconds
+        self._seconds = RATE_OVER * before + (1 - RATE_OVER) * iteration.seconds
+        rate = self._samples / self._seconds if self._seconds else 0.0
+        learning = "" if iteration.learning_rate is None else f"  lr {iteration.learning_rate:.3g}"
+        text = f"loss {iteration.loss:.4f}{learning}  {rate:.1f} samples/s"
+        if iteration.data_seconds > LONG_WAIT * iteration.seconds:
+            text += f"  {min(1.0, iteration.data_seconds / iteration.seconds):.0%} waiting for data"
+        if self._progress is not None:
+            self._progress.update(self._task, completed=iteration.iteration + 1, text=text)
+
+    def on_evaluation(self, evaluation: EvaluationResult) -> None:
+        self._say(f"after {evaluation.iteration} iterations: {numbers_of(evaluation)}")
+
+    def on_recovery(self, recovery: Recovery) -> None:
+        self._say(f"{recovery.worker} died; training went on after {recovery.resumed_ms / 1000:.1f} s")
+
+    def on_end(self, result: TrainingResult) -> None:
+        self._close()
+
+    def on_exception(self, error: BaseException) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def _say(self, text: str) -> None:
+        if self._progress is not None:
+            self._progress.console.print(text, highlight=False, markup=False)
+
+
+def numbers_of(evaluation: EvaluationResult) -> str:
+    """`loss 2.3, accuracy 0.8`."""
+    return ", ".join(f"{name} {value:.4f}" for name, value in _values(evaluation).items())
+
+
+def _values(evaluation: EvaluationResult) -> dict[str, float]:
+    return {"loss": evaluation.loss, **evaluation.metrics}
+
+
+class _Numbers(Callback):
+    """Of those that keep numbers by name and step."""
+
+    def __init__(self) -> None:
+        self._samples = 0
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def on_end(self, result: TrainingResult) -> None:
+        self.close()
+
+    def on_exception(self, error: BaseException) -> None:
+        self.close()
+
+    def on_start(self, start: TrainingStart) -> None:
+        self._samples = start.samples
+
+    def on_iteration(self, iteration: Iteration) -> None:
+        values = {"train/loss": iteration.loss, "workers": float(iteration.living)}
+        if iteration.learning_rate is not None:
+            values["train/learning_rate"] = iteration.learning_rate
+        if iteration.seconds:
+            values["train/samples_per_second"] = self._samples / iteration.seconds
+        values |= {"generation": float(iteration.generation), "train/skipped": float(len(iteration.skipped))}
+        values["train/data_seconds"] = iteration.data_seconds
+        self.log(values, iteration.iteration)
+
+    def on_gradient_norm(self, iteration: int, norm: float) -> None:
+        self.log({"train/gradient_norm": norm}, iteration)
+
+    def on_evaluation(self, evaluation: EvaluationResult) -> None:
+        values = {f"evaluation/{name}": value for name, value in _values(evaluation).items()}
+        self.log(values, evaluation.iteration)
+
+    def on_recovery(self, recovery: Recovery) -> None:
+        self.log({"recovery_seconds": recovery.resumed_ms / 1000}, recovery.generation)
+
+
+class TensorBoard(_Numbers):
+    """Writes to a folder that TensorBoard shows. Raises InputError where it is not installed."""
+
+    def __init__(self, folder: str | Path) -> None:
+        super().__init__()
+        self._make = partial(_library("torch.utils.tensorboard", "tensorboard").SummaryWriter, str(folder))
+        self._writer: Any = None
+
+    def on_start(self, start: TrainingStart) -> None:
+        super().on_start(start)
+        self._writer = self._make()
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        if self._writer is not None:
+            for name, value in values.items():
+                self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+class WeightsAndBiases(_Numbers):
+    """A run of wandb. options: of `wandb.init`, such as project. Raises InputError where it is not installed."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self._wandb, self._options = _library("wandb", "wandb"), options
+        self._run: Any = None
+
+    def on_start(self, start: TrainingStart) -> None:
+        super().on_start(start)
+        self._run = self._wandb.init(**({"name": start.name} | self._options))
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        if self._run is not None:
+            self._run.log({**values, "iteration": step})  # its own step must not go back, which an evaluation's does
+
+    def close(self) -> None:
+        if self._run is not None:
+            self._run.finish()
+            self._run = None
+
+
+class MLflow(_Numbers):
+    """A run of MLflow. options: of `mlflow.start_run`; address: of its tracking server or folder. Raises InputError
+    where it is not installed."""
+
+    def __init__(self, address: str | None = None, **options: Any) -> None:
+        super().__init__()
+        self._mlflow, self._address, self._options = _library("mlflow", "mlflow"), address, options
+        self._run: Any = None
+
+    def on_start(self, start: TrainingStart) -> None:
+        super().on_start(start)
+        if self._address is not None:
+            self._mlflow.set_tracking_uri(self._address)
+        self._run = self._mlflow.start_run(**({"run_name": start.name} | self._options))
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        if self._run is not None:
+            self._mlflow.log_metrics(dict(values), step=step, run_id=self._run.info.run_id)
+
+    def close(self) -> None:
+        if self._run is not None:
+            self._mlflow.end_run()
+            self._run = None
+
+
+def _library(module: str, package: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise InputError("callbacks", f"no {package} ({error})", f"it to be installed: pip install {package}") from None

@@ -1,0 +1,341 @@
+"""From options to a launcher that is ready to run: what `openrecycle train` and
+`ResilientTrainer.fit` share.
+
+torch is imported only by `make_launcher`: bad input should not have to wait for it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from openrecycle.agent.config.options import TrainingOptions
+from openrecycle.agent.config.settings import spelled
+from openrecycle.agent.config.timeouts import Timeouts
+from openrecycle.agent.launcher.processes import preload, start_server
+from openrecycle.agent.messages.client import ConsoleClient
+from openrecycle.agent.messages.protocol import JobSpec
+from openrecycle.agent.nodes.role import NodeRole
+from openrecycle.planner.catalogs.catalog import Catalog
+from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.jobs.job import Job, MayMove, MemoryLimit, Technique
+from openrecycle.planner.jobs.profile import parse_partition
+from openrecycle.planner.plans.plan import job_doc
+
+if TYPE_CHECKING:
+    from openrecycle.agent.checkpoints.checkpointing import Origin
+    from openrecycle.agent.coordination.launcher import Coordination
+    from openrecycle.agent.coordination.local import LocalCoordination
+    from openrecycle.agent.launcher.launch import Launcher
+    from openrecycle.agent.models.workload import WorkloadSource
+    from openrecycle.agent.nodes.successor import Succession
+
+PLANNED_FAILURES = 2
+"""Without a console, plans are made ahead for up to this many failures."""
+
+
+_OPTIONS_OF_SPEC = {
+    "name": "console.name",
+    "technique": "planning.technique",
+    "memory": "planning.memory",
+    "durations": "planning.pace",
+    "transfer_timeout": "faults.timeouts.transfer",
+    "group_timeout": "faults.timeouts.group",
+}
+"""Where a field of JobSpec comes from, if it is called otherwise."""
+
+
+def _with_step(options: TrainingOptions, workload: WorkloadSource, say: Callable[[str], None]) -> TrainingOptions:
+    """Its plans reckon with the step as this machine takes it; what is paced leaves it as it is."""
+    from openrecycle.agent.profiling.stages import measure_step
+
+    step = measure_step(workload, options.job, options.optimization)
+    say(f"a step takes {step:g} ms here, which plans reckon with")
+    job = options.job
+    if job.layers:
+        each = round(step * job.stages / len(job.layers), 3)
+        layers = tuple(replace(layer, optimizer=each) for layer in job.layers)
+        return replace(options, job=replace(job, layers=layers, profiles=(), transfers=(), backward_transfers=()))
+    profiles = tuple(replace(profile, optimizer=step) for profile in job.profiles)
+    return replace(options, job=replace(job, profiles=profiles))
+
+
+def make_launcher(
+    options: TrainingOptions,
+    source: WorkloadSource,
+    listener: Callable[[dict[str, Any]], None],
+    say: Callable[[str], None],
+    *,
+    role: NodeRole | None = None,
+    checked: bool = False,
+) -> Launcher:
+    """A launcher whose `run` trains. source: of the workload. listener: gets every line of the record. say: gets
+    sentences for the person who started it, also from threads. role: where this launcher leads a job of several
+    nodes. checked: agent.jobs.preflight has seen the workload.
+
+    Raises InputError, InfeasibleError, ConsoleUnavailable or ConsoleRefused; with `role`, also LedElsewhere.
+    """
+    options.check()
+    # It takes as long to import torch as this process does, so both do it at the same time.
+    start_server(preload(source))
+    if shared := options.platform.check(_workers_here(options.job, role)):
+        say(shared)
+    from openrecycle.agent.jobs.preflight import check_workload
+    from openrecycle.agent.launcher import launch
+    from openrecycle.agent.models.layers import kind_of, layer_count, partition_of
+    from openrecycle.agent.models.stage_io import layer_io_of
+    from openrecycle.agent.monitoring.console_link import ConsoleCoordination, create_job
+    from openrecycle.agent.nodes.pool import open_pool
+    from openrecycle.agent.workers.spec import RunSpec
+
+    _make_folder("checkpoints.directory", options.checkpoints.folder)
+    _make_folder("weights", None if options.weights is None else Path(options.weights))
+    workload = source.load()
+    if not checked:
+        here = _workers_here(options.job, role) / (options.job.pipelines * options.job.stages)
+        check_workload(workload, options, here)
+    layers = layer_count(workload, options.job.stages)
+    options = replace(
+        options, job=options.planning.layered(options.job, None if kind_of(workload) == "stage" else layers)
+    )
+    partition = partition_of(
+        options.job.partition or parse_partition(options.planning.partition or ""), layers, options.job.stages
+    )
+    layer_io, autocast, on_cpu = None, options.optimization.autocast, options.platform.device == "cpu"
+    # What autocast makes of a stage's output depends on the device, which this process leaves to the workers.
+    if on_cpu or autocast is None:
+        layer_io = layer_io_of(workload, sum(partition), options.seed, autocast)
+    if options.console.url is not None and options.pace and "O" not in options.pace and on_cpu:
+        options = _with_step(options, source, say)
+    # Before the checkpoints are looked at: they are another's while the job is led from elsewhere.
+    pool = open_pool(role, options.job, source, options.console.token, say) if role else None
+    origin = _origin(options, source, sum(partition), say)
+    heartbeat_seconds: float | None = None
+    technique, memory = options.planning.limits
+    coordination: Coordination
+    catalog = Catalog(options.job, technique, memory)
+    if options.console.url is None:
+        _plan_ahead(catalog)
+        coordination = _local(options, catalog, say)
+    else:
+        folder = options.checkpoints.folder
+        restore = None if folder is None else _restore_point(folder, say)
+        url, token, timeouts = options.console.url, options.console.token, options.faults.timeouts
+        client = ConsoleClient(url, token=token)
+        with spelled(_OPTIONS_OF_SPEC):
+            spec = job_spec(
+                options.job,
+                name=options.console.name,
+                iterations=options.iterations,
+                samples_per_micro_batch=workload.samples_per_micro_batch,
+                technique=technique,
+                memory=memory,
+                paced=options.paced,
+                demo=options.console.demo,
+                checkpoints=options.checkpoints.directory is not None,
+                migrate=options.planning.migrate is not False,
+                relayout=options.planning.relayout if options.job.layers else "never",
+                seed=options.seed,
+                timeouts=timeouts,
+            )
+        created = create_job(client, spec)
+        # A console that does not know of them has not checked them.
+        timeouts.check_above(created.dead_seconds)
+        timeouts = replace(timeouts, silence=max(timeouts.silence, created.dead_seconds))
+        options = replace(options, faults=replace(options.faults, timeouts=timeouts))
+        # From here on with the job's own token: what a launcher holds must open nothing else.
+        token = client.issued or token
+        heartbeat_seconds = created.heartbeat_seconds
+        coordination = ConsoleCoordination(
+            lambda: ConsoleClient(url, token=token),
+            created.job_id,
+            say,
+            checkpoint=restore,
+            interval=created.heartbeat_seconds,
+            decide=pool.decide if pool else lambda send: send(),
+        )
+        say(f"job {created.job_id} at {url}")
+    options = replace(options, console=replace(options.console, token=None))
+    run = RunSpec(options, source, partition, layer_io, origin, heartbeat_seconds, bool(shared))
+    return launch.Launcher(run, coordination, listener, catalog, pool)
+
+
+def take_over(
+    succession: Succession, listener: Callable[[dict[str, Any]], None], say: Callable[[str], None]
+) -> Launcher:
+    """A launcher that goes on where another node led, which is gone. listener, say: as of `make_launcher`."""
+    from openrecycle.agent.launcher import launch
+    from openrecycle.agent.monitoring.console_link import ConsoleCoordination
+
+    run = succession.run
+    options = run.options
+    # Plans are made when they are needed: nobody can wait for all of them now.
+    catalog = Catalog(options.job, *options.planning.limits)
+    pool, takeover = succession.take_over()
+    saved, url, folder = takeover.document["decides"], options.console.url, options.checkpoints.folder
+    coordination: Coordination
+    if url is None:
+        coordination = local = _local(options, catalog, say)
+        local.restore(saved)
+    else:
+        coordination = ConsoleCoordination(
+            lambda: ConsoleClient(url, token=saved["token"]),
+            saved["job"],
+            say,
+            checkpoint=None if folder is None else _restore_point(folder, say),
+            interval=run.heartbeat_seconds or 1.0,
+            decide=pool.decide,
+            saved=saved,
+        )
+    return launch.Launcher(run, coordination, listener, catalog, pool, takeover)
+
+
+def _local(options: TrainingOptions, catalog: Catalog, say: Callable[[str], None]) -> LocalCoordination:
+    """Without a console."""
+    from openrecycle.agent.coordination.local import LocalCoordination
+
+    folder, planning = options.checkpoints.folder, options.planning
+    restore = None if folder is None else _restore_point(folder, say)
+    return LocalCoordination(catalog, migrate=bool(planning.migrate), checkpoint=restore, relayout=planning.relayout)
+
+
+def _make_folder(field: str, path: Path | None) -> None:
+    """And a file in it, so that a disk that is full is no surprise at the end. Raises InputError."""
+    if path is None:
+        return
+    probe = path / f".writable-{os.getpid()}"
+    try:
+        path.mkdir(exist_ok=True)
+        try:
+            probe.write_bytes(bytes(4096))
+        finally:
+            probe.unlink(missing_ok=True)
+    except OSError as error:
+        raise InputError(field, str(path), f"a folder that can be written ({error.strerror})") from None
+
+
+def _workers_here(job: Job, role: NodeRole | None) -> int:
+    """On this node."""
+    if role is None:
+        return job.pipelines * job.stages
+    from openrecycle.agent.nodes.placement import place
+
+    return sum(node == role.rank for node in place(job, role.nodes).values())
+
+
+def _origin(options: TrainingOptions, source: WorkloadSource, layers: int, say: Callable[[str], None]) -> Origin | None:
+    if options.checkpoints.directory is None:
+        return None
+    from openrecycle.agent.checkpoints.checkpoint import Identity
+    from openrecycle.agent.checkpoints.checkpointing import prepare
+
+    job, faults = options.job, options.faults
+    name = getattr(source, "path", type(source).__name__)
+    of_faults = ("keep_finished", "on_bad_sample", "bad_sample_limit")
+    recipe = asdict(options.optimization) | {field: getattr(faults, field) for field in of_faults}
+    identity = Identity(name, layers, job.stages, job.pipelines, job.micro_batches, options.seed, recipe)
+    return prepare(options.checkpoints, identity, options.iterations, say)
+
+
+def _restore_point(folder: Path, say: Callable[[str], None]) -> Callable[[], str | None]:
+    """Asked for the newest checkpoint that is not damaged, when a stage's state is lost."""
+
+    def newest() -> str | None:
+        from openrecycle.agent.checkpoints.checkpoint import CheckpointError, find, set_aside_later
+
+        try:
+            found = find(folder, "newest-intact")
+        except CheckpointError as error:
+            say(str(error))
+            return None
+        set_aside_later(folder, found.iteration)
+        return str(found.path)
+
+    return newest
+
+
+def _plan_ahead(catalog: Catalog) -> None:
+    """Plans for what a job without a console should expect."""
+    job = catalog.job
+    for patterns in catalog.patterns(PLANNED_FAILURES if job.pipelines * job.stages <= 64 else 1):
+        for failed in patterns:
+            catalog.add(catalog.plan_for(failed)[0])
+
+
+def job_spec(
+    job: Job,
+    *,
+    name: str,
+    iterations: int,
+    samples_per_micro_batch: int,
+    technique: Technique,
+    memory: MemoryLimit,
+    paced: bool = False,
+    demo: bool = False,
+    checkpoints: bool = False,
+    migrate: bool = False,
+    relayout: MayMove = "never",
+    seed: int = 0,
+    timeouts: Timeouts | None = None,
+) -> JobSpec:
+    """What a console is told of a job. Raises InputError naming the field that it would not take."""
+    durations = _durations(job)
+    try:
+        return JobSpec(
+            name=name,
+            pipelines=job.pipelines,
+            stages=job.stages,
+            micro_batches=job.micro_batches,
+            iterations=iterations,
+            samples_per_micro_batch=samples_per_micro_batch,
+            technique=technique.value,  # type: ignore[arg-type]
+            memory=memory.text,
+            durations=durations or {},  # type: ignore[arg-type]
+            profile=job_doc(job) if durations is None else None,
+            paced=paced,
+            demo=demo,
+            checkpoints=checkpoints,
+            migrate=migrate,
+            relayout=relayout,
+            seed=seed,
+            transfer_timeout=None if timeouts is None else timeouts.transfer,
+            group_timeout=None if timeouts is None else timeouts.group,
+        )
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise InputError(str(first["loc"][0]), first["input"], f"what a console accepts: {first['msg']}") from None
+
+
+def check_writable(path: Path) -> None:
+    """Raises InputError unless the record can be written there."""
+    if not path.parent.is_dir():
+        raise InputError("record", str(path), "a file in a folder that exists")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise InputError("record", str(path), "a file that can be written")
+
+
+def _durations(job: Job) -> dict[str, float] | None:
+    """Milliseconds by op kind, where they say all that there is to say of the job; {} for one slot per op.
+
+    None: the console has to be given the job's whole profile.
+    """
+    if job.time_unit not in ("slot", "ms") or job.layers:
+        return None
+    first, times = job.profiles[0], dict[str, float]()
+    if job.time_unit == "ms":
+        times = {
+            "F": first.forward,
+            "I": first.input_backward,
+            "W": first.weight_backward,
+            "O": first.optimizer,
+            "transfer": max(job.transfers, default=0.0),
+        }
+        if any(ms != round(ms, 3) for ms in times.values()):
+            return None  # finer than a console takes them
+    alike = Job.uniform(job.pipelines, job.stages, job.micro_batches, durations=times, time_unit=job.time_unit)
+    return times if job == alike else None

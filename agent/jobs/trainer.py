@@ -1,0 +1,685 @@
+"""ResilientTrainer: pipeline-parallel training of your own model, through failures, on this machine.
+
+trainer = ResilientTrainer(
+    layers=build_layer, layer_count=12, loss=functional.cross_entropy, data=dataset, batch_size=8,
+    optimizer=partial(torch.optim.AdamW, lr=1e-3), job=Job.uniform(2, 3, 4),
+)
+result = trainer.fit(iterations=1000)      # under `if __name__ == "__main__":`
+result.state_dict(0)                       # the trained weights of layer 0
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import multiprocessing
+import os
+import tempfile
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from openrecycle.agent.checkpoints.weights import CheckpointWeights, KeptWeights, load_weights
+from openrecycle.agent.config.devices import Platform
+from openrecycle.agent.config.options import (
+    Checkpoints,
+    Console,
+    Faults,
+    Optimization,
+    Planning,
+    TrainingOptions,
+)
+from openrecycle.agent.jobs.callables import (
+    CallableWorkload,
+    Data,
+    EvaluationBatches,
+    GivenLayers,
+    Layers,
+    Loss,
+    OptimizerFactory,
+    SchedulerFactory,
+    SentWorkload,
+    check_sendable,
+)
+from openrecycle.agent.jobs.callbacks import Callback, TrainingStart
+from openrecycle.agent.jobs.preflight import check_workload
+from openrecycle.agent.jobs.start import check_writable, make_launcher
+from openrecycle.agent.launcher.processes import preload, start_server
+from openrecycle.agent.launcher.record import EvaluationResult
+from openrecycle.agent.launcher.record_sentences import is_remark, iteration_of, sentence_of
+from openrecycle.agent.messages.delivery import Delivery, RecordFile
+from openrecycle.agent.messages.protocol import Iteration, Recovery
+from openrecycle.agent.models import torch_pipelining
+from openrecycle.agent.models.data import DatasetBatches, Evaluation, InOrder, Loading, MicroBatchSampler, of_loader
+from openrecycle.agent.models.layers import Tied
+from openrecycle.agent.models.stage_io import StageIO
+from openrecycle.agent.models.streams import StreamBatches, stream_of
+from openrecycle.agent.models.workload import first_readable
+from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.jobs.job import Job
+from openrecycle.planner.plans.plan import JobDoc
+from openrecycle.planner.profiles import Profile
+
+if TYPE_CHECKING:
+    from openrecycle.agent.launcher.launch import Launcher
+    from openrecycle.agent.models.hugging_face import Pretrained
+
+log = logging.getLogger("openrecycle")
+
+_UNGUARDED = 77
+_IMPORT_SECONDS = 300.0
+
+OnError = Literal["stop", "log"]
+
+
+class Trained:
+    """What has the weights of a job's layers."""
+
+    _weights: Callable[..., dict[str, Any]]
+    _pretrained: Pretrained | None
+
+    def state_dict(self, layer: int, *, averaged: bool = False) -> dict[str, Any]:
+        """The weights of a layer, for `load_state_dict` of the module that its builder makes; of a job given
+        as stages, those of a stage. averaged: their ExponentialMovingAverage. Raises InputError where there is none."""
+        try:
+            return self._weights(layer, averaged=averaged)
+        except FileNotFoundError:
+            if not averaged:
+                raise
+            raise InputError("averaged", True, "a job with optimizer=ExponentialMovingAverage(...)") from None
+
+    def save_pretrained(self, folder: str | Path, *, averaged: bool = False) -> None:
+        """Of a job of `ResilientTrainer.from_transformers`: writes what transformers' `from_pretrained` reads, and
+        `from_transformers` too. averaged: as of `state_dict`. Raises InputError."""
+        if self._pretrained is None:
+            raise InputError("save_pretrained", "another model", "one of ResilientTrainer.from_transformers")
+        self._pretrained.save(partial(self.state_dict, averaged=averaged), folder)
+
+
+@dataclass(frozen=True)
+class TrainingResult(Trained):
+    """What a job left behind.
+
+    losses: mean over the micro-batches, one per iteration of this run (not of those before a
+    checkpoint it began with), exact. evaluations: in order. recoveries: the
+    failures that were survived. parameters_sha256: of all stages' parameters; equal for equal runs.
+    """
+
+    losses: tuple[float, ...]
+    recoveries: tuple[Recovery, ...]
+    parameters_sha256: str
+    _weights: Callable[..., dict[str, Any]] = field(repr=False)
+    evaluations: tuple[EvaluationResult, ...] = ()
+    _pretrained: Pretrained | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
+class WrittenCheckpoint(Trained):
+    """A checkpoint that is whole, in the job's folder of them; it stays until as many newer ones are there as are kept.
+    iteration: how many iterations are in it."""
+
+    iteration: int
+    _weights: Callable[..., dict[str, Any]] = field(repr=False)
+    _pretrained: Pretrained | None = field(default=None, repr=False)
+
+
+class ResilientTrainer:
+    """One job: a grid of worker processes on this machine that trains on while some of them die.
+
+    Worker processes import what they are given, so stages, loss, data, optimizer, scheduler and
+    collate are functions or classes at the top level of a file, and the script starts training
+    under `if __name__ == "__main__":`.
+
+    The model:
+    layers: (layer, layers) to a torch.nn.Module, with layer_count, the number of layers; or a sequence, one
+        module or one builder without arguments per layer. A layer takes what the one before returns: a
+        tensor, or several as positional arguments. The random numbers of a builder are seeded per layer.
+        A stage is a run of layers; where the model is cut does not show in the numbers. Or a Pipe of
+        torch.distributed.pipelining, each of whose stages is a layer; PipelineStages stand for their modules.
+    tied: parameters that several layers share, as groups of LAYER.NAME, such as
+        [["0.embedding.weight", "11.head.weight"]]; found out where the layers are modules. Each layer has a copy,
+        whose gradient is the sum over all of them, so that they take the same steps.
+    stages: instead of layers, the same with one module per stage, which can't be cut.
+    loss: (output of the last layer, targets) to the mean loss of a micro-batch.
+    stage_io: per pair of neighbouring layers (or stages) the TensorSpecs of what passes; found out if not given.
+
+    The data:
+    data: a data set, map-style or iterable, with batch_size (samples per micro-batch), or a DataLoader of one, also
+        torchdata's StatefulDataLoader; or a function of (iteration, pipeline, micro_batch), the same for equal
+        arguments in whichever process (torch's generator is seeded accordingly). A micro-batch is a pair (inputs,
+        targets), or a dict, whose `labels` the loss gets and whose other tensors are the keyword arguments of layer 0.
+    loading: how samples are picked from a data set and put together, and what of a dict goes where, a Loading(...).
+    evaluate: what the job is evaluated on while it trains, an Evaluation(...).
+
+    Optimization:
+    optimizer: a stage's parameters to a torch.optim.Optimizer. Where its argument is called `named_parameters`, it
+        gets (name, parameter) pairs, with names as LAYER.NAME. scheduler: that optimizer to an
+        LRScheduler, stepped once per iteration.
+    optimization: precision, clipping, and when a step is final, an Optimization(...).
+    seed: of parameters, data order and dropout.
+
+    The job:
+    job: the grid, and the op times that plans are made from. profile: these times, where job has none:
+        a file that `openrecycle profile` wrote, a shipped profile's name, or what either holds.
+    planning: which plans may be made, a Planning(...). platform: devices, a Platform(...).
+    weights: folder that the trained weights are written to, a file per layer; kept in memory if not given.
+    checkpoints: what is written to go on from, a Checkpoints(...).
+    record: JSON-lines file for losses, failures and the final hash, as of `openrecycle train --record`.
+
+    faults: what happens when workers, links or samples fail, a Faults(...).
+    console: who watches and decides, a Console(...).
+
+    on_iteration: called with (iteration, loss) of each that is committed; one that takes a third argument
+        gets the agent.messages.protocol.Iteration, with `skipped`: the micro-batches that count in no sum, since
+        they gave NaN or infinity, numbered pipeline by pipeline. on_recovery: called with each failure that
+        was survived. Both are called one after the other in one thread of the process that called `fit`,
+        beside the training, and may take their time: training goes on, and before `fit` returns all calls
+        have been made. More than 10,000 lines behind, the oldest iterations are left out, which is said.
+        One that returns "stop" ends the training in order, as `stop` does.
+    callbacks: Callbacks (agent.jobs.callbacks), such as ProgressBar() or TensorBoard(folder), which are told more. They
+    are
+        called as on_iteration and on_recovery are.
+    on_error: what an exception of theirs does, once it has been logged with its traceback. "stop": the
+        training ends in order and `fit` raises it, with the TrainingResult so far as its `result`.
+        "log": nothing more.
+
+    `help()` of each group lists its options, which are those of `openrecycle train`.
+    Raises InputError naming the argument, with its group: `faults.compare_every`.
+    """
+
+    def __init__(
+        self,
+        *,
+        stages: GivenLayers | None = None,
+        layers: GivenLayers | None = None,
+        layer_count: int | None = None,
+        tied: Sequence[Sequence[str]] = (),
+        loss: Loss,
+        data: Data | Any,
+        optimizer: OptimizerFactory,
+        job: Job,
+        profile: str | Path | Profile | JobDoc | None = None,
+        scheduler: SchedulerFactory | None = None,
+        batch_size: int | None = None,
+        loading: Loading | None = None,
+        stage_io: StageIO | None = None,
+        seed: int = 0,
+        weights: str | Path | None = None,
+        record: str | Path | None = None,
+        planning: Planning | None = None,
+        optimization: Optimization | None = None,
+        platform: Platform | None = None,
+        checkpoints: Checkpoints | None = None,
+        faults: Faults | None = None,
+        console: Console | None = None,
+        on_iteration: Callable[[int, float], object] | Callable[[int, float, Iteration], object] | None = None,
+        on_recovery: Callable[[Recovery], object] | None = None,
+        callbacks: Sequence[Callback] = (),
+        evaluate: Evaluation | None = None,
+        on_error: OnError = "stop",
+    ) -> None:
+        if not isinstance(job, Job):
+            raise InputError("job", type(job).__name__, "a Job such as Job.uniform(pipelines, stages, micro_batches)")
+        make_layers, count, shared = _model(stages, layers, layer_count, job)
+        if isinstance(optimizer, torch.optim.Optimizer):
+            expected = "a function that makes one of a stage's parameters, such as partial(torch.optim.AdamW, lr=1e-3)"
+            raise InputError("optimizer", f"an {type(optimizer).__name__} already made", expected)
+        for argument, value in (("loss", loss), ("optimizer", optimizer)):
+            if not callable(value):
+                raise InputError(argument, value, "something that can be called")
+        if on_error not in get_args(OnError):
+            raise InputError("on_error", on_error, "stop or log")
+        if loading is not None and not isinstance(loading, Loading):
+            raise InputError("loading", loading, "openrecycle.Loading(...)")
+        given: dict[str, Any] = {"planning": planning, "optimization": optimization, "platform": platform}
+        given |= {"checkpoints": checkpoints, "faults": faults, "console": console}
+        groups = {name: group for name, group in given.items() if group is not None}
+        if evaluate is not None and not isinstance(evaluate, Evaluation):
+            raise InputError("evaluate", evaluate, "openrecycle.Evaluation(...)")
+        if not all(isinstance(callback, Callback) for callback in callbacks):
+            raise InputError("callbacks", callbacks, "objects of classes of openrecycle.Callback")
+        every = 0 if evaluate is None else evaluate.every
+        options = TrainingOptions(job=job, seed=seed, weights=weights, record=record, evaluate_every=every, **groups)
+        options = replace(options, job=options.planning.job(job, profile))
+        options.check()  # what is wrong is said here, not when training begins
+        if options.record is not None:
+            check_writable(Path(options.record))
+        make_batch, loading = _batches(data, job, seed, batch_size, loading or Loading())
+        workload = CallableWorkload(
+            make_layers=make_layers,
+            make_batch=make_batch,
+            make_loss=loss,
+            make_optimizer=optimizer,
+            scheduler=scheduler,
+            stage_io=stage_io,
+            seed=seed,
+            layers=count,
+            tied_names=(*(tuple(group) for group in tied), *shared),
+            loading=loading,
+            evaluation=_evaluation(evaluate, make_batch, batch_size, loading),
+        )
+        self._pretrained: Pretrained | None = None
+        check_sendable(workload)
+        with torch.random.fork_rng(devices=[]):  # the caller's own numbers must not depend on what is looked at
+            try:
+                workload = workload.as_found()
+            except InputError:
+                raise
+            except Exception as error:  # check_workload says what is wrong with the data
+                log.debug("no micro-batch could be read: %s", error)
+        self._told = (_Functions(_full(on_iteration), on_recovery), *callbacks)
+        self._callbacks = partial(_Callbacks, self._told, on_error)
+        self._launcher: Launcher | None = None
+        self._stop_asked = False
+        self._workload = SentWorkload.of(workload)
+        self._options, self._layers = options, count
+        check_workload(workload, options)
+
+    @classmethod
+    def from_transformers(
+        cls,
+        model: Any,
+        *,
+        data: Any,
+        batch_size: int | None = None,
+        optimizer: OptimizerFactory,
+        job: Job,
+        loading: Loading | None = None,
+        evaluate: Evaluation | None = None,
+        seed: int = 0,
+        **others: Any,
+    ) -> ResilientTrainer:
+        """A causal language model of transformers, cut into layers: the embedding, one per block, and the head.
+
+        model: a config, whose model is initialised by `seed`; a folder or a name on the hub, with safetensors; or a
+            model, with the weights it has. Workers read the tensors of their own layers alone. Parameters that need no
+            gradient stay as they are.
+        data: a map-style data set of dicts with input_ids, and attention_mask, position_ids and labels where there are
+            any, with batch_size, or a DataLoader of one; the collator may be one of transformers'. Or a function of
+            (iteration, pipeline, micro_batch) that returns such a batch. Without labels the tokens are the labels, but
+            for padding. -100 counts nothing.
+
+        The loss is the model's own: the mean over all tokens of an iteration, as with transformers' Trainer. All other
+        arguments are those of ResilientTrainer. `fit`'s result has `save_pretrained`. Raises InputError.
+        """
+        if own := others.keys() & {"layers", "layer_count", "stages", "tied", "loss", "stage_io"}:
+            raise InputError(min(own), "an argument beside a transformers model", "nothing: the model says it")
+        if not isinstance(job, Job):
+            raise InputError("job", type(job).__name__, "a Job such as Job.uniform(pipelines, stages, micro_batches)")
+        from openrecycle.agent.models.hugging_face import pretrained_job
+
+        ending = contextlib.ExitStack()
+        with contextlib.ExitStack() as failed, torch.random.fork_rng(devices=[]):
+            failed.callback(ending.close)
+            loading = loading or Loading()
+            if isinstance(data, DataLoader):
+                if batch_size is not None:
+                    raise InputError("batch_size", batch_size, "nothing where data is a DataLoader, which has one")
+                data, batch_size, loading = of_loader(data, loading)
+            source, arguments = pretrained_job(model, data, loading, ending, evaluate)
+            batches, split = _batches(arguments["data"], job, seed, batch_size, arguments["loading"])
+            made, pads = first_readable(batches), arguments["loading"].collate
+            ids = split.split(pads.widest(made) if getattr(pads, "varies", False) else made)[0][0]
+            arguments |= {"batch_size": batch_size, "seed": seed, "stage_io": source.boundaries(ids.shape)}
+            trainer = cls(optimizer=optimizer, job=job, **arguments, **others)
+            failed.pop_all()
+        weakref.finalize(trainer, ending.close)
+        trainer._pretrained = source
+        sent = trainer._workload
+        trainer._workload = replace(sent, modules=(*sent.modules, source.kind.__module__))
+        return trainer
+
+    def fit(self, iterations: int) -> TrainingResult:
+        """Trains from the initial parameters, or from a checkpoint, until so many iterations are committed, or
+        `stop` is called.
+
+        What is worth a remark on the way goes to the log `openrecycle`.
+
+        Raises InputError, JobFailed where the job can't go on (no process is left behind), ConsoleUnavailable
+        or ConsoleRefused where a console was asked for and does not take it, and what a callback raised (see
+        on_error), once the weights are written.
+        """
+        from openrecycle.agent.launcher.launch import JobFailed
+
+        self._stop_asked = False
+        options = replace(self._options, iterations=iterations)
+        samples = self._workload.load().samples_per_micro_batch * options.job.pipelines * options.job.micro_batches
+        start = TrainingStart(options.console.name, iterations, samples)
+        _check_script(self._workload)
+        folder = str(options.weights or tempfile.mkdtemp(prefix="openrecycle-"))
+        try:
+            lines = _Lines()
+            callbacks = self._callbacks(self.stop, self._written)
+            with contextlib.ExitStack() as ending:
+                targets: list[Callable[[dict[str, Any]], None]] = [lines]
+                if options.record is not None:
+                    targets.append(_open_record(Path(options.record), ending))
+                delivery = Delivery(callbacks, "on_iteration", log.warning)
+                targets.append(delivery)
+
+                def listener(line: dict[str, Any]) -> None:
+                    for take in targets:
+                        take(line)
+
+                # The caller's own random numbers must not depend on what is tried out first.
+                with torch.random.fork_rng(devices=[]):
+                    launcher = make_launcher(
+                        replace(options, weights=folder), self._workload, listener, log.info, checked=True
+                    )
+                self._launcher = launcher
+                if self._stop_asked:
+                    launcher.end_soon()
+                try:
+                    callbacks.each("on_start", start)
+                    try:
+                        launcher.run()
+                    except JobFailed:
+                        delivery.close()
+                        raise
+                    delivery.close()
+                except BaseException as error:
+                    callbacks.over = True  # Ctrl-C ends the calls, too
+                    callbacks.each("on_exception", error)
+                    raise
+            if options.weights is not None:
+                weights: Callable[..., dict[str, Any]] = partial(load_weights, folder)
+            else:
+                weights = KeptWeights(folder, self._layers or options.job.stages)
+            result = lines.result(weights, self._pretrained)
+            callbacks.each("on_end", result)
+            if callbacks.error is not None:
+                with contextlib.suppress(AttributeError):  # a class with slots
+                    callbacks.error.result = result  # type: ignore[attr-defined]
+                raise callbacks.error
+            return result
+        finally:
+            self._launcher = None
+            if options.weights is None:
+                _remove(Path(folder))
+
+    def _written(self, iteration: int) -> WrittenCheckpoint:
+        folder = self._options.checkpoints.folder
+        assert folder is not None
+        layers = self._layers or self._options.job.stages
+        weights = CheckpointWeights(folder, iteration, self._workload.load(), layers, self._options.seed)
+        return WrittenCheckpoint(iteration, weights, self._pretrained)
+
+    def stop(self) -> None:
+        """Has `fit` end in order, after one of the iterations under way: weights, and the last checkpoint where
+        there are any, are written, and `fit` returns what a run of that many iterations returns.
+
+        From any thread; returns at once. Without a `fit` that runs, nothing happens.
+        """
+        self._stop_asked = True
+        launcher = self._launcher
+        if launcher is not None:
+            launcher.end_soon()
+
+
+def _model(
+    stages: GivenLayers | None, layers: GivenLayers | None, layer_count: int | None, job: Job
+) -> tuple[Layers, int | None, Tied]:
+    """What builds the model's layers, and how many there are; None: one per stage, which can't be cut. And the
+    parameters that a Pipe's stages share. Raises InputError."""
+    if (stages is None) == (layers is None):
+        given = "neither" if stages is None else "both"
+        raise InputError("layers", given, "layers, or stages that can't be cut")
+    given, shared = torch_pipelining.modules_of(*((layers, "layers") if stages is None else (stages, "stages")))
+    if stages is not None:
+        if layer_count is not None:
+            raise InputError("layer_count", layer_count, "nothing beside stages")
+        if isinstance(given, Sequence) and len(given) != job.stages:
+            more = "; as layers=, a stage may hold several" if len(given) > job.stages else ""
+            raise InputError("stages", len(given), f"one per stage of the job, {job.stages} in all{more}")
+        return given, None, shared
+    if isinstance(given, Sequence):
+        if layer_count not in (None, len(given)):
+            raise InputError("layer_count", layer_count, f"the number of layers given, {len(given)}")
+        layer_count = len(given)
+    if isinstance(layer_count, bool) or not isinstance(layer_count, int) or layer_count < job.stages:
+        raise InputError("layer_count", layer_count, f"a whole number, at least one layer per stage: {job.stages}")
+    return given, layer_count, shared
+
+
+class _Lines:
+    """Takes the record's lines, and keeps what the result has of them."""
+
+    def __init__(self) -> None:
+        self._losses: dict[int, float] = {}
+        self._recoveries: list[Recovery] = []
+        self._evaluations: list[EvaluationResult] = []
+        self._sha256 = ""
+
+    def __call__(self, line: dict[str, Any]) -> None:
+        if "loss" in line:
+            # By number: a job that fell back to a checkpoint runs some iterations again.
+            self._losses[line["iteration"]] = float.fromhex(line["loss"])
+        elif "failure" in line:
+            self._recoveries.append(Recovery(**line["failure"]))
+        elif "evaluation" in line:
+            self._evaluations.append(EvaluationResult.of(**line["evaluation"]))
+        elif "final" in line:
+            self._sha256 = line["final"]["parameters_sha256"]
+
+    def result(self, weights: Callable[..., dict[str, Any]], pretrained: Pretrained | None) -> TrainingResult:
+        losses = tuple(self._losses[i] for i in sorted(self._losses))
+        return TrainingResult(
+            losses, tuple(self._recoveries), self._sha256, weights, tuple(self._evaluations), pretrained
+        )
+
+
+class _Functions(Callback):
+    """The two functions that may be given instead of a Callback."""
+
+    def __init__(
+        self,
+        iteration: Callable[[Iteration], object] | None,
+        recovery: Callable[[Recovery], object] | None,
+    ) -> None:
+        if iteration is not None:
+            self.on_iteration = iteration  # type: ignore[method-assign, assignment]
+        if recovery is not None:
+            self.on_recovery = recovery  # type: ignore[method-assign, assignment]
+
+
+class _Callbacks:
+    """Takes the record's lines to the user's callbacks, and to the log. stop: ends the training in order. written:
+    the checkpoint after so many iterations.
+
+    error: the first exception that is to be raised, if any.
+    """
+
+    def __init__(
+        self,
+        callbacks: Sequence[Callback],
+        on_error: OnError,
+        stop: Callable[[], None],
+        written: Callable[[int], WrittenCheckpoint],
+    ) -> None:
+        self._told, self._on_error, self._stop, self._written = callbacks, on_error, stop, written
+        self.error: BaseException | None = None
+        self.over = False
+
+    def __call__(self, line: dict[str, Any]) -> None:
+        if self.over:
+            return
+        if is_remark(line):
+            log.info("%s", sentence_of(line))
+        if "loss" in line:
+            self.each("on_iteration", iteration_of(line))
+        elif "failure" in line:
+            self.each("on_recovery", Recovery(**line["failure"]))
+        elif "evaluation" in line:
+            self.each("on_evaluation", EvaluationResult.of(**line["evaluation"]))
+        elif "gradient_norm" in line:
+            about = line["gradient_norm"]
+            self.each("on_gradient_norm", about["iteration"], float.fromhex(about["norm"]))
+        elif "checkpoint" in line and line["checkpoint"]["problem"] is None:
+            self.each("on_checkpoint", self._written(line["checkpoint"]["iteration"]))
+
+    def each(self, name: str, *arguments: Any) -> None:
+        """Calls that method of all."""
+        for callback in self._told:
+            self._call(name, getattr(callback, name), arguments)
+
+    def _call(self, name: str, callback: Callable[..., object], arguments: tuple[Any, ...]) -> None:
+        try:
+            answer = callback(*arguments)
+        except BaseException as error:  # sys.exit() in a callback, too: this thread is not the one to end
+            log.exception("%s raised %s", name, type(error).__name__)
+            if self._on_error == "stop":
+                self.error = self.error or error
+                self._stop()
+        else:
+            if isinstance(answer, str) and answer == "stop":
+                self._stop()
+
+
+def _full(on_iteration: Callable[..., object] | None) -> Callable[[Iteration], object] | None:
+    """The user's function of (iteration, loss), or (iteration, loss, details), as one of the details. Raises
+    InputError."""
+    if on_iteration is None:
+        return None
+    try:
+        signature = inspect.signature(on_iteration)
+    except TypeError:
+        raise InputError("on_iteration", on_iteration, "a function of (iteration, loss)") from None
+    except ValueError:  # a builtin, which tells nothing
+        return lambda i: on_iteration(i.iteration, i.loss)
+    if _binds(signature, 2):
+        return lambda i: on_iteration(i.iteration, i.loss)
+    if _binds(signature, 3):
+        return lambda i: on_iteration(i.iteration, i.loss, i)
+    raise InputError("on_iteration", str(signature), "a function of (iteration, loss)")
+
+
+def _binds(signature: inspect.Signature, arguments: int) -> bool:
+    try:
+        signature.bind(*range(arguments))
+    except TypeError:
+        return False
+    return True
+
+
+def _open_record(path: Path, ending: contextlib.ExitStack) -> Delivery:
+    """Writes what it is called with to the file; at the end of `ending` everything is there, or that it is not
+    is said. Raises InputError."""
+    try:
+        file = RecordFile(path, log.warning)
+    except OSError as error:
+        raise InputError("record", str(path), f"a file that can be written ({error.strerror})") from None
+    delivery = Delivery(file, f"the record {path}", log.warning)
+
+    def end() -> None:
+        file.end()
+        delivery.close()
+        if missing := file.lost + delivery.left_out:
+            log.warning("the record %s is not whole: %d lines are missing", path, missing)
+
+    ending.callback(end)
+    return delivery
+
+
+def _batches(
+    data: Any,
+    job: Job,
+    seed: int,
+    batch_size: int | None,
+    loading: Loading,
+) -> tuple[Data, Loading]:
+    """The data function, which a data set becomes, and how what it gives is split. Raises InputError."""
+    if isinstance(data, DataLoader) and batch_size is not None:
+        raise InputError("batch_size", batch_size, "nothing where data is a DataLoader, which has one")
+    if (stream := stream_of(data, batch_size, loading, job, seed)) is not None:
+        return stream, replace(loading, collate=data.collate_fn) if isinstance(data, DataLoader) else loading
+    if isinstance(data, DataLoader):
+        data, batch_size, loading = of_loader(data, loading)
+    if not hasattr(data, "__getitem__") and callable(data):
+        for argument, value in (("batch_size", batch_size), ("loading.sampler", loading.sampler)):
+            if value is not None:
+                raise InputError(argument, value, "nothing where data is a function: it makes whole micro-batches")
+        function: Data = data
+        return function, loading
+    sampler = loading.sampler
+    if sampler is None:
+        if not hasattr(data, "__len__"):
+            raise InputError("data", type(data).__name__, "a data set with a length, or a sampler beside it")
+        if batch_size is None:
+            raise InputError("batch_size", None, "the number of samples in a micro-batch where data is a data set")
+        sampler = MicroBatchSampler(len(data), batch_size, job, seed=seed, shuffle=loading.shuffle)
+    return DatasetBatches(data, sampler, loading.collate), loading
+
+
+def _evaluation(
+    evaluate: Evaluation | None, trained_on: Data, batch_size: int | None, loading: Loading
+) -> EvaluationBatches | None:
+    """What is evaluated; a data set's micro-batches have the size of those that are trained on. Raises InputError."""
+    if evaluate is None:
+        return None
+    data, count = evaluate.data, evaluate.micro_batches
+    if isinstance(data, DataLoader):
+        data, size, loading = of_loader(data, loading)
+        if batch_size not in (None, size):
+            raise InputError("evaluate.data", f"a DataLoader with batch_size {size}", f"batch_size {batch_size}")
+        batch_size = size
+    if not hasattr(data, "__getitem__") and callable(data):
+        if count is None:
+            raise InputError(
+                "evaluate.micro_batches", None, "how many micro-batches there are, where data is a function"
+            )
+        return EvaluationBatches(data, count, evaluate.metrics, loading)
+    if batch_size is None and isinstance(trained_on, DatasetBatches):
+        batch_size = len(trained_on.sampler(0, 0, 0))
+    if batch_size is None and isinstance(trained_on, StreamBatches):
+        batch_size = trained_on.batch_size
+    if batch_size is None or isinstance(data, IterableDataset) or not hasattr(data, "__len__"):
+        expected = "a map-style data set, a DataLoader of one, or a function of the micro-batch's number"
+        raise InputError("evaluate.data", type(data).__name__, expected)
+    whole = len(data) // batch_size
+    if not whole:
+        raise InputError("evaluate.data", len(data), f"at least one micro-batch of {batch_size} samples")
+    taken = whole if count is None else min(count, whole)
+    return EvaluationBatches(InOrder(data, batch_size, loading.collate), taken, evaluate.metrics, loading)
+
+
+def _check_script(workload: SentWorkload) -> None:
+    """Tries with one process what every worker will do: import the script that is running.
+
+    Raises InputError when that starts training (again), or fails.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        os._exit(_UNGUARDED)  # this is that process
+    start_server(preload(workload))
+    probe = multiprocessing.get_context("forkserver").Process(target=_nothing, daemon=True)
+    probe.start()
+    probe.join(_IMPORT_SECONDS)
+    if probe.exitcode == _UNGUARDED:
+        raise InputError(
+            "fit",
+            "a call at the top level of the script",
+            'a call under `if __name__ == "__main__":`, because every worker process imports the script',
+        )
+    if probe.exitcode != 0:
+        probe.kill()
+        raise InputError(
+            "fit",
+            "a script that ends with an error, or hangs, when a worker process imports it",
+            'one that only defines things outside `if __name__ == "__main__":`',
+        )
+
+
+def _nothing() -> None:
+    pass
+
+
+def _remove(folder: Path) -> None:
+    for file in folder.glob("*"):
+        file.unlink(missing_ok=True)
+    folder.rmdir()

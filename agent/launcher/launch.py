@@ -1,0 +1,782 @@
+"""The launcher of one node: starts the workers, sees their ends first, keeps the run's record.
+
+One loop over the workers' pipes, their process sentinels and the coordination's wake-up. Who lives is judged
+once everything that waited has been heard (see agent.monitoring.liveness). The store through which groups are formed is
+a process of its own; one that dies is replaced.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from openrecycle.agent.config.faults import Rejoin
+from openrecycle.agent.config.timeouts import TIMES_LONGEST
+from openrecycle.agent.coordination.launcher import Coordination, Deploy, Halt, LauncherWarning, Measure, ProcessFenced
+from openrecycle.agent.launcher import bad_samples
+from openrecycle.agent.launcher.pausing import PauseRequest
+from openrecycle.agent.launcher.processes import ProcessPool, WorkerProcess, preload
+from openrecycle.agent.launcher.record import DataWait, DivergedError, EvaluationResult, RecordedProgress, RunRecord
+from openrecycle.agent.messages import channel
+from openrecycle.agent.messages.protocol import Command, Deployment, Iteration, Relayout, ValidationReport
+from openrecycle.agent.monitoring.liveness import CurrentOp, LoopLag, Silences, boot_clock
+from openrecycle.agent.transport.store import RendezvousStore, StoreError
+from openrecycle.agent.workers import worker
+from openrecycle.agent.workers.spec import RunSpec, WorkerSpec
+from openrecycle.planner.catalogs.catalog import Catalog
+from openrecycle.planner.jobs.errors import PlannerError
+from openrecycle.planner.jobs.job import Worker
+from openrecycle.planner.jobs.words import layers_moved
+from openrecycle.planner.plans.plan import Plan
+
+TURN_SECONDS = 0.25
+_REMEMBERED_VALIDATIONS = 1000
+_BAD_SAMPLES = TypeAdapter(bad_samples.BadSamples)
+
+
+class JobFailed(Exception):
+    """The job can't reach its end; the sentence says why."""
+
+
+class Stopped(Exception):
+    """Somebody ended the job on purpose."""
+
+    def __init__(self, number: int, committed: int) -> None:
+        self.signal = number
+        super().__init__(f"stopped by {signal.Signals(number).name} after {committed} iterations")
+
+
+@dataclass(frozen=True)
+class Takeover:
+    """What a launcher goes on from where another one led, which is gone (agent.nodes.successor). Its pool has the
+    workers that live.
+
+    document: what that one had `saved`, with times of a clock that is `ahead` of this one by so many nanoseconds.
+    plan: in force then. recorded: the newest iterations of the record, and their losses. lost: workers that went with
+    it; lost_at: nanoseconds. unheard: what workers of this node have said since, in order. others_tell: have other
+    nodes still to tell what theirs have said? It waits a moment for them. text: for people.
+    """
+
+    document: Mapping[str, Any]
+    ahead: int
+    plan: Plan
+    recorded: Iterable[tuple[int, str]]
+    lost: Mapping[Worker, str]
+    lost_at: int
+    unheard: Iterable[tuple[WorkerProcess, channel.Message]]
+    others_tell: Callable[[], bool]
+    text: str
+
+
+class Launcher:
+    """Runs one job. listener: called with every line of the record as a dict, in order, in the thread of
+    `run`: it must return at once, and raise nothing (see agent.messages.delivery).
+
+    catalog: asked for the plans that are run while workers take their state from a peer. pool: where worker
+    processes are started; on this node only, unless given (see agent.nodes.pool). takeover: where it goes on with a job
+    that another launcher has led.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        coordination: Coordination,
+        listener: Callable[[dict[str, Any]], None],
+        catalog: Catalog,
+        pool: ProcessPool | None = None,
+        takeover: Takeover | None = None,
+    ) -> None:
+        options = spec.options
+        self._spec, self._options, self._coordination = spec, options, coordination
+        self._catalog, self._takeover = catalog, takeover
+        self._pool = pool or ProcessPool(worker.main, preload(spec.workload))
+        recorded = self._pool.recorded
+
+        def listen(line: dict[str, Any]) -> None:
+            recorded(line)
+            listener(line)
+
+        self._listener = listen
+        self._store = RendezvousStore(self._pool.context, self._pool.host)
+        begin = spec.origin.resumed_at if spec.origin else 0
+        self._record = RunRecord(options.job.stages, time.monotonic_ns(), committed=begin)
+        self._deployed: Deploy | None = None
+        self._after: int | None = None
+        self._hold = PauseRequest()
+        self._rejoins = list(options.rejoins)
+        self._interim: Plan | None = None
+        self._held = spec.partition
+        """Layers per stage that the workers have, as far as is known; (): their stages can't be cut."""
+        self._relayout: dict[str, Any] | None = None
+        """The line of the record on their newest change, while workers may still say how long it took them."""
+        self._stalls = dict[str, float]()
+        """By worker, milliseconds of that."""
+        self._plans_sent: set[tuple[str, str]] = set()
+        self._plan_told: tuple[Plan | None, str] = None, ""
+        """A plan, and how other nodes are told of it."""
+        self._data_wait = DataWait()
+        self._validations: set[int] = set()
+        self._turns = LoopLag(boot_clock)
+        self._silences = Silences(options.faults.timeouts.pause, time.monotonic())
+        self._committed_in = 0, -1
+        """The newest generation that somebody has committed an iteration in, and the newest of these."""
+        self._nobody_due = 0.0
+        """After so many seconds without a word from any worker it is said (again)."""
+        self._stop = 0
+        self._bad_samples = bad_samples.BadSamples()
+        self._found: dict[str, Any] = {}
+        """What each member of the newest generation is told of micro-batches that raise; see
+        agent.messages.channel.Orders."""
+        self._why_halted, self._halt_by = "", 0.0
+        """Of a job that can't go on: why, and until when it has time to come to its end in order."""
+        self._iterations = options.iterations
+        self._end_asked = False
+
+    def end_soon(self) -> None:
+        """Ends the run in order, from any thread: all workers stop after the same iteration, one of those under
+        way, and what follows the last iteration of any job follows (checkpoint, weights, final hash)."""
+        self._end_asked = True
+
+    def stop(self, number: int) -> None:
+        """Ends the run soon; from the handler of signal `number`."""
+        self._stop = self._stop or number
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Of the store (`store`) and of every worker process that counts, by its name."""
+        processes = {"store": self._store.process} | {str(w): e.process for w, e in self._pool.running.items()}
+        return {name: process.pid for name, process in processes.items() if process.pid}
+
+    def run(self) -> None:
+        """Returns when all iterations are committed. Raises JobFailed or Stopped; no process is
+        left behind."""
+        state, reason = "stopped", "the launcher failed"
+        try:
+            if self._takeover is not None:
+                self._go_on(self._takeover)
+            else:
+                for cell in self._options.job.workers():
+                    self._start(cell, joins=False)
+            self._hand_out()
+            while not self._record.finished(self._iterations):
+                if self._why_halted and time.monotonic() > self._halt_by:
+                    break
+                if self._stop:
+                    raise Stopped(self._stop, self._record.committed)
+                self._turn(TURN_SECONDS)
+                if self._end_asked:
+                    self._end_early()
+                self._hand_out()
+            if self._why_halted:
+                raise JobFailed(self._why_halted)
+            self._record_relayout()
+            # Before the last line: whoever has to go on from here writes it.
+            self._hand_out(last=True)
+            self._listener({"final": self._record.final()})
+            state, reason = "finished", f"all {self._options.iterations} iterations are committed"
+            if self._iterations < self._options.iterations:
+                reason = f"ended as asked after {self._iterations} of {self._options.iterations} iterations"
+            self._end_workers()
+        except Stopped as stop:
+            reason = str(stop)
+            raise
+        except (JobFailed, DivergedError, StoreError) as error:
+            reason = str(error)
+            raise JobFailed(reason) from None
+        finally:
+            # How it ended counts only if no other leads by now.
+            self._pool.hand_out(self._spec, self._saved, last=True)
+            self._pool.kill_all()
+            self._store.kill()
+            self._coordination.finished(state, reason)
+            # Who has it stopped waits for it; otherwise it matters more that the console learns why it is over.
+            self._coordination.close(lambda: bool(self._stop))
+
+    # -- several nodes ------------------------------------------------------------------------
+
+    def _hand_out(self, *, last: bool = False) -> None:
+        """The other nodes get what they need to go on without this one, and then what was decided in this turn."""
+        if why := self._pool.hand_out(self._spec, self._saved, last=last):
+            raise JobFailed(why)
+
+    def _saved(self) -> dict[str, Any] | None:
+        """What another launcher needs to go on in this one's place, as JSON, beside its workers; None: none can."""
+        deployed = self._deployed
+        if deployed is None:
+            return None
+        if self._plan_told[0] is not deployed.plan:
+            self._plan_told = deployed.plan, deployed.plan.to_json()
+        about = {"deployment": deployed.deployment.model_dump(mode="json"), "restore": deployed.restore}
+        return {
+            "decides": self._coordination.saved(),
+            "record": self._record.saved(),
+            "deployed": about | {"moves": [(str(source), str(to)) for source, to in deployed.moves]},
+            "plan": self._plan_told[1],
+            "found": self._found,
+            "held": self._held,
+            "relayout": [self._relayout, self._stalls],
+            "bad_samples": _BAD_SAMPLES.dump_python(self._bad_samples, mode="json"),
+            "rejoins": [(str(rejoin.worker), rejoin.iteration) for rejoin in self._rejoins],
+            "validations": sorted(self._validations)[-_REMEMBERED_VALIDATIONS:],
+            "hold": self._hold.saved(),
+            "iterations": self._iterations,
+            "why_halted": self._why_halted,
+        }
+
+    def _go_on(self, takeover: Takeover) -> None:
+        saved, deployed = takeover.document, takeover.document["deployed"]
+        self._record = RunRecord.restored(self._options.job.stages, saved["record"], takeover.recorded, takeover.ahead)
+        moves = tuple((Worker.parse(source), Worker.parse(to)) for source, to in deployed["moves"])
+        deployment = Deployment.model_validate(deployed["deployment"])
+        self._deployed = Deploy(deployment, takeover.plan, moves, deployed["restore"])
+        self._found, self._held = saved["found"], tuple(saved["held"])
+        self._relayout, self._stalls = saved["relayout"]
+        self._bad_samples = _BAD_SAMPLES.validate_python(saved["bad_samples"])
+        self._rejoins = [Rejoin(Worker.parse(name), iteration) for name, iteration in saved["rejoins"]]
+        self._validations = set(saved["validations"])
+        self._hold.restore(saved["hold"])
+        self._iterations = saved["iterations"]
+        self._why_halted = saved["why_halted"]
+        self._halt_by = time.monotonic() + self._options.faults.timeouts.transfer
+        self._listener({"warning": takeover.text})
+        for entry, message in takeover.unheard:
+            self._hear(entry, message)
+        while takeover.others_tell():
+            for entry in self._pool.entries:
+                self._read(entry)
+        if self._record.finished(self._iterations):
+            return
+        for cell in takeover.lost:
+            self._record.died(cell, takeover.lost_at)
+        self._coordination.lead_changed(takeover.lost, takeover.text, time.monotonic())
+        if not takeover.lost:
+            self._send_deployments(after=None)  # it may have been decided, and not told to all
+
+    # -- one turn of the loop -----------------------------------------------------------------
+
+    def _turn(self, timeout: float) -> None:
+        entries = self._pool.entries
+        pipes = {entry.pipe: entry for entry in entries}
+        sentinels = {entry.process.sentinel: entry for entry in entries}
+        wake = getattr(self._coordination, "wake_fd", None)
+        store = self._store.process.sentinel
+        ready = wait([*pipes, *sentinels, store, *([wake] if wake is not None else [])], timeout)
+        if store in ready:
+            # Who is forming groups right now fails and says so; who trains does not notice.
+            self._store.kill()
+            self._store = RendezvousStore(self._pool.context, self._pool.host)
+        for item in ready:
+            if item in pipes:
+                self._read(pipes[item])  # type: ignore[index]
+        for item in ready:
+            if item in sentinels:
+                self._ended(sentinels[item])  # type: ignore[index]
+        for event in self._coordination.poll(time.monotonic()):
+            if isinstance(event, Deploy):
+                self._deploy(event)
+            elif isinstance(event, Halt):
+                raise JobFailed(event.reason)
+            elif isinstance(event, LauncherWarning):
+                self._listener({"warning": event.text})
+                entry = self._pool.running.get(event.refused) if event.refused else None
+                if entry is not None and not entry.member:
+                    self._pool.fence(entry, event.text)
+            elif isinstance(event, Measure):
+                for entry in self._pool.running.values():
+                    entry.post("measure", iteration=event.iteration)
+            elif isinstance(event, ProcessFenced):
+                for entry in self._pool.entries:
+                    if entry.incarnation == event.incarnation:
+                        entry.post("fenced")
+            else:
+                self._obey(event)
+        self._judge(timeout)
+
+    def _read(self, entry: WorkerProcess) -> None:
+        """Takes every message that is there."""
+        while True:
+            try:
+                if not entry.pipe.poll():
+                    return
+                message = channel.receive(entry.pipe)
+            except (EOFError, OSError):
+                return  # its sentinel tells the rest
+            entry.heard = message.pop("number", entry.heard)
+            try:
+                self._hear(entry, message)
+            except (KeyError, TypeError, AttributeError, ValidationError) as error:
+                if not entry.elsewhere:
+                    raise  # of our own code it is a fault that must be seen
+                why = f"said what can't be understood ({type(error).__name__}): its process is ended"
+                self._listener({"warning": f"{entry.worker} {why}"})
+                entry.kill()
+                return
+
+    def _hear(self, entry: WorkerProcess, message: channel.Message) -> None:
+        if entry.fenced:
+            return
+        if message["kind"] == "computes":  # said by the launcher of its node: it can't speak itself
+            entry.lived_at = time.monotonic()
+            return
+        entry.heard_at, entry.spoke = time.monotonic(), True
+        if message.get("generation", entry.since) < entry.since:
+            return
+        cell, at = entry.worker, message["at"]
+        match message["kind"]:
+            case "ready":
+                self._coordination.ready(cell, entry.incarnation, message["host"], message["pid"])
+            case "log" | "measured" | "resumed":
+                self._coordination.said(cell, entry.incarnation, message, entry.clock)
+            case "dying":
+                self._record.dying(cell, at)
+            case "left":
+                self._record.left(cell, at)
+            case "alive":
+                entry.op_limit = message["op_limit"]
+                self._heard_of(entry, message["current"])
+                if "beat" in message:
+                    self._coordination.said(cell, entry.incarnation, message, entry.clock)
+            case "adopted" if self._deployed is not None:
+                if str(cell) in self._deployed.deployment.living:
+                    self._coordination.adopted(cell, entry.incarnation, message["generation"], message["iteration"])
+            case "stuck":
+                self._listener({"warning": f"{cell}: {message['text']}"})
+            case "held":
+                self._hold.heard(message["iteration"], self._pool.running.values(), entry.incarnation)
+            case "hand_over":
+                self._listener({"hand_over": {"worker": str(cell), "text": message["text"]}})
+            case "formed":
+                entry.whole = True
+                self._certain(self._record.formed(cell, message["generation"], message["iteration"], at))
+                self._coordination.formed(cell, entry.incarnation, message["generation"], message["iteration"])
+                if self._record.formed_by_all:
+                    self._release_the_leaving()
+            case "rearranged":
+                self._rearranged(entry, message)
+            case "committed":
+                self._all_live(message["generation"], message["iteration"])
+                iteration, loss, skipped = message["iteration"], message["loss"], message["skipped"]
+                about = {name: message[name] for name in ("learning_rate", "data_seconds")}
+                self._certain(self._record.committed_by(cell, iteration, loss, at, skipped, **about))
+            case "evaluated":
+                self._certain(self._record.evaluated(message["iteration"], message["values"]))
+            case "gradient_norm":
+                self._certain(self._record.normed(message["iteration"], message["norm"]))
+            case "parameters":
+                self._record.compared(
+                    cell, message["generation"], message["iteration"], message["settled"], message["sha256"]
+                )
+            case "done":
+                self._record.done(cell, message["sha256"])
+            case "broken":
+                peer, detail = message.get("peer", ""), message.get("detail", "")
+                generation, now = message["generation"], time.monotonic()
+                self._coordination.broken(cell, entry.incarnation, generation, now, peer, detail)
+                if (
+                    self._after is not None
+                    and self._deployed
+                    and message["generation"] < self._deployed.deployment.generation
+                ):
+                    self._send_deployments(after=None)  # the boundary is out of reach: all leave now
+            case "raised":
+                self._raised(entry, message)
+            case "validation":
+                if message["iteration"] not in self._validations:
+                    self._validations.add(message["iteration"])
+                    validation = {k: message[k] for k in ("iteration", "coefficient", "redone")}
+                    self._listener({"validation": validation})
+                    self._coordination.validation(ValidationReport.model_validate(validation))
+            case "warning":
+                self._listener({"warning": message["text"]})
+            case "checkpoint":
+                self._listener({"checkpoint": {"iteration": message["at_iteration"], "problem": message["problem"]}})
+            case "error":
+                entry.error = message["text"]
+            case "fatal":
+                raise JobFailed(f"{cell}: {message['text']}")
+
+    def _raised(self, entry: WorkerProcess, message: channel.Message) -> None:
+        """An op of a micro-batch raised: the worker lives, and waits for the next generation."""
+        cell, faults = entry.worker, self._options.faults
+        said = bad_samples.FailedOp(
+            *(str(cell), entry.incarnation, cell.stage, message["iteration"], message["op"], message["micro_batch"]),
+            *(message["error"], tuple(message["samples"])),
+        )
+        skip, limit = faults.on_bad_sample == "skip", faults.bad_sample_limit
+        found = bad_samples.raised(self._bad_samples, said, self._incarnations(cell.stage), skip=skip, limit=limit)
+        self._bad_samples = found.bad
+        about = {k: message[k] for k in ("iteration", "op", "micro_batch", "error", "samples", "traceback")}
+        self._listener({"raised": {"worker": str(cell), **about, "text": found.text}})
+        if found.left_out is not None:
+            iteration, micro_batch = found.left_out
+            others = self._record.skipped.get(iteration, ())
+            self._record.skipped[iteration] = tuple(sorted((*others, micro_batch)))
+        if found.halt:
+            if not self._why_halted:
+                self._why_halted, self._halt_by = found.halt, time.monotonic() + self._options.faults.timeouts.transfer
+                self._end_at(said.iteration)
+            elif said.iteration < self._iterations:
+                raise JobFailed(found.halt)  # not even the iterations before that end can be had
+        self._coordination.raised(cell, entry.incarnation, message["generation"], found.halt or found.text)
+        if self._after is not None and self._deployed and message["generation"] < self._deployed.deployment.generation:
+            self._send_deployments(after=None)  # as for a transfer that broke
+
+    def _rearranged(self, entry: WorkerProcess, message: channel.Message) -> None:
+        """A worker has taken the layers of the newest generation's plan into use; all do, before the same iteration."""
+        deployed = self._deployed
+        if deployed is None or message["generation"] != deployed.deployment.generation:
+            return
+        if self._rearranges(deployed):
+            about = {key: message[key] for key in ("iteration", "generation")}
+            about |= {"partition": deployed.partition, "moved_layers": layers_moved(self._held, deployed.partition)}
+            self._held = deployed.partition
+            self._coordination.rearranged(Relayout(**about, stall_ms=message["stall_ms"]))
+            self._relayout, self._stalls = about | {"reason": deployed.deployment.reason}, {}
+        self._stalls[entry.incarnation] = message["stall_ms"]
+        if len(self._stalls) == len(deployed.deployment.living):
+            self._record_relayout()
+
+    def _record_relayout(self) -> None:
+        """Once all have gone over; or some have died meanwhile, or all is over."""
+        about, self._relayout = self._relayout, None
+        if about is not None:
+            reason = about.pop("reason")
+            about |= {"partition": list(about["partition"]), "stall_ms": max(self._stalls.values()), "reason": reason}
+            self._listener({"relayout": about})
+
+    def _incarnations(self, stage: int | None = None) -> dict[str, str]:
+        """Of the members of the job, or of one stage, by name."""
+        members = ((w, e) for w, e in self._pool.running.items() if e.member and stage in (None, w.stage))
+        return {str(w): e.incarnation for w, e in members}
+
+    def _fence_the_blamed(self) -> None:
+        """Those that could not do what others could."""
+        self._bad_samples, blamed = bad_samples.committed(
+            self._bad_samples, self._record.committed, self._incarnations()
+        )
+        if blamed and self._deployed is not None and self._found["runs"] and not self._bad_samples.suspects:
+            first = next(e for e in self._pool.running.values() if e.incarnation == blamed[0].incarnation)
+            generation, text = (
+                self._deployed.deployment.generation,
+                "it is decided whose fault it was: all do what is planned",
+            )
+            self._coordination.raised(first.worker, first.incarnation, generation, text)
+        for one in blamed:
+            self._listener({"warning": one.text})
+            entry = self._pool.running.get(Worker.parse(one.worker))
+            if one.out and entry is not None:
+                self._pool.fence(entry, one.text)
+                self._record.died(entry.worker, time.monotonic_ns())
+                self._coordination.exited(entry.worker, entry.incarnation, f"was taken out: {one.text}")
+
+    def _ended(self, entry: WorkerProcess) -> None:
+        detected = time.monotonic_ns()
+        self._read(entry)
+        entry.process.join()
+        self._pool.forget(entry)
+        if entry.fenced:
+            return
+        self._record.died(entry.worker, detected)
+        self._coordination.exited(entry.worker, entry.incarnation, entry.ending)
+        if not self._pool.running:
+            # Whatever the coordination decides: all weights went with them.
+            raise JobFailed(f"no worker process is left; the last one, {entry.worker}, {entry.ending}")
+
+    def _certain(self, recorded: RecordedProgress) -> None:
+        for iteration in recorded.iterations:
+            self._listener(iteration_line(iteration))
+            if text := self._data_wait.after(iteration):
+                self._listener({"warning": text})
+        for number, norm in recorded.gradient_norms:
+            self._listener({"gradient_norm": {"iteration": number, "norm": norm}})
+        for evaluation in recorded.evaluations:
+            self._listener({"evaluation": evaluation_line(evaluation)})
+        for recovery in recorded.recoveries:
+            self._listener({"failure": recovery.model_dump()})
+            self._coordination.recovered(recovery)
+        self._coordination.committed(recorded.iterations)
+        if recorded.iterations:
+            self._fence_the_blamed()
+            due = [r for r in self._rejoins if r.iteration < self._record.committed]
+            for rejoin in due:
+                place = self._pool.vacancy(rejoin.worker, self._options.job.workers())
+                if place is not None:
+                    self._rejoins.remove(rejoin)
+                    self._start(place, joins=True)
+
+    def _deploy(self, event: Deploy) -> None:
+        deployment = event.deployment
+        living = {Worker.parse(name) for name in deployment.living}
+        after = self._boundary(event)
+        self._deployed = event
+        self._record_relayout()
+        now = time.monotonic_ns()
+        for source, to in event.moves:
+            if self._pool.move(source, to, deployment.generation):
+                self._pool.running[to].whole = False
+                why = {
+                    "worker": str(source),
+                    "to": str(to),
+                    "generation": deployment.generation,
+                    "reason": deployment.reason,
+                }
+                self._listener({"move": why})
+            self._record.moved(source, to)
+        joining = {Worker.parse(name) for name in deployment.joining}
+        self._certain(self._record.generation_opened(deployment.generation, living, now, after, joining))
+        leaving = {Worker.parse(name) for name in deployment.leaving}
+        for cell, entry in list(self._pool.running.items()):
+            if cell in leaving:
+                self._record.released(cell)
+                self._listener(
+                    {"left": {"worker": str(cell), "generation": deployment.generation, "reason": deployment.reason}}
+                )
+            elif entry.member and cell not in living:
+                self._pool.fence(entry, "put out of the job")
+                self._record.died(cell, now)
+        schedule = event.plan.schedule() if self._bad_samples.suspects else None
+
+        def owner(micro_batch: int, stage: int) -> str:
+            assert schedule is not None
+            key = divmod(micro_batch, self._options.job.micro_batches)
+            runs = (w for w in schedule.ops if w.stage == stage)
+            return str(next(w for w in runs if any((o.pipeline, o.micro_batch) == key for o in schedule.ops[w])))
+
+        in_force = {str(w): self._pool.running[w].incarnation for w in living if w in self._pool.running}
+        self._bad_samples, runs = bad_samples.assign(self._bad_samples, owner, in_force)
+        # Fixed with the generation: all its members must leave out the same.
+        self._found = {"left_out": list(self._bad_samples.left_out), "runs": list(runs)}
+        # Whoever is to try a bad sample is named for the plan of all.
+        self._interim = None if runs else self._plan_meanwhile(event)
+        if self._interim is not None:
+            self._coordination.meanwhile(deployment.generation, self._interim)
+        members = (self._pool.running[w] for w in living if w in self._pool.running)
+        self._coordination.opened(deployment.generation, [e.incarnation for e in members if e.whole])
+        self._send_deployments(after)
+
+    def _plan_meanwhile(self, event: Deploy) -> Plan | None:
+        """What is run until those who take their state from a peer have it. None: there is no such plan."""
+        if event.restore is not None:
+            for entry in self._pool.running.values():
+                entry.whole = True
+        living = set(event.deployment.living)
+        lacking = {w for w, entry in self._pool.running.items() if str(w) in living and not entry.whole}
+        if not lacking and not self._rearranges(event):
+            return None
+        try:
+            catalog = self._catalog.at(self._held)
+            return catalog.plan_for({*map(Worker.parse, event.deployment.failed), *lacking})[0]
+        except PlannerError:
+            return None
+
+    def _rearranges(self, event: Deploy) -> bool:
+        """Do layers move to other stages?"""
+        return bool(event.partition) and event.partition != self._held
+
+    def _boundary(self, event: Deploy) -> int | None:
+        """For a generation in which workers come, change their place or leave, and none was lost: the iteration
+        that all finish first.
+
+        One more than the foremost is known to be in, so that the news is there before it ends; in a paused
+        job the one that they stop after.
+        """
+        deployment = event.deployment
+        if self._deployed is None or event.restore or not self._record.formed_by_all:
+            return None
+        going = {*(str(source) for source, _ in event.moves), *deployment.leaving}
+        stay = set(self._deployed.deployment.living) - going
+        if set(deployment.living) - set(deployment.joining) != stay:
+            return None
+        if not (deployment.joining or going or self._rearranges(event)):
+            return None
+        newest, held = self._record.newest, self._hold.after
+        return held if held is not None and held >= newest - 1 else newest + 1
+
+    def _release_the_leaving(self) -> None:
+        """Those that were asked to go have finished their iteration, and nobody needs them any more."""
+        assert self._deployed is not None
+        for name in self._deployed.deployment.leaving:
+            entry = self._pool.running.get(Worker.parse(name))
+            if entry is not None and entry.member:
+                self._pool.fence(entry, "left as asked")
+                self._coordination.exited(entry.worker, entry.incarnation, "left as asked")
+
+    def _send_deployments(self, after: int | None) -> None:
+        """Tells every member of the newest generation. after: see agent.messages.channel.Orders."""
+        assert self._deployed is not None
+        deployment, plan = self._deployed.deployment, self._deployed.plan
+        self._after = after
+        if after is None:
+            self._release_the_leaving()
+        for name in (*deployment.living, *deployment.leaving):
+            entry = self._pool.running.get(Worker.parse(name))
+            if entry is None:
+                continue
+            new = [p for p in (plan, self._interim) if p and (entry.incarnation, p.fingerprint) not in self._plans_sent]
+            self._plans_sent |= {(entry.incarnation, p.fingerprint) for p in new}
+            entry.member = True
+            self._hold.tell(entry)
+            entry.post(
+                "deployment",
+                deployment=deployment.model_dump(),
+                plans=[p.to_json() for p in new],
+                interim=self._interim.fingerprint if self._interim else None,
+                cell=str(entry.worker),
+                store=self._store.address,
+                after=after,
+                restore=self._deployed.restore,
+                partition=self._deployed.partition,
+                held=self._held,
+                **self._found,
+            )
+
+    def _obey(self, command: Command) -> None:
+        if command.kind == "pause":
+            self._hold.begin(self._pool.running.values())
+        elif command.kind == "resume":
+            self._hold.end(self._pool.running.values())
+        if command.worker is None:
+            return
+        cell = Worker.parse(command.worker)
+        entry = self._pool.running.get(cell)
+        if command.kind == "kill" and entry is not None:
+            self._record.dying(cell, time.monotonic_ns())
+            entry.kill()
+        elif command.kind == "restart" and (place := self._pool.vacancy(cell, self._options.job.workers())) is not None:
+            self._start(place, joins=self._deployed is not None)
+
+    def _end_early(self) -> None:
+        """Holds all workers before the same iteration, and once they stand there, that is the end."""
+        if self._deployed is None or self._hold.last is not None:
+            return
+        entries = self._pool.running.values()
+        self._hold.begin(entries)
+        # Not behind what is recorded, where a checkpoint has led back there.
+        self._hold.heard(self._record.committed - 1, entries)
+        common = self._record.common
+        if common is None or not self._record.formed_by_all or not self._hold.settled(entries):
+            return
+        if self._hold.after is not None and common > self._hold.after:
+            self._end_at(common)
+
+    def _end_at(self, iterations: int) -> None:
+        """There are no more than so many: nobody can have committed the next one."""
+        self._iterations = iterations
+        self._hold.end_at(iterations, self._pool.running.values())
+
+    def _heard_of(self, entry: WorkerProcess, told: dict[str, Any]) -> None:
+        """What a worker is at."""
+        where = told.pop("where", "")
+        current = CurrentOp(**told)
+        known, entry.current = entry.current, current
+        if current.overdue and (known is None or not known.overdue):
+            self._listener({"warning": f"{entry.worker} is at {current} for {current.seconds:.0f} s; {where}"})
+
+    def _all_live(self, generation: int, iteration: int) -> None:
+        """Nobody commits two iterations of a generation without all of its members, heard or not: the launcher of
+        their node may stand still."""
+        if self._deployed is None or generation != self._deployed.deployment.generation:
+            return
+        before, self._committed_in = self._committed_in, max(self._committed_in, (generation, iteration))
+        if before[0] == generation and before[1] < iteration:
+            now = time.monotonic()
+            for entry in self._pool.running.values():
+                if entry.member:
+                    entry.heard_at = now
+
+    def _judge(self, asked: float) -> None:
+        """Puts out who is gone or hangs: a generation forms with all of its members or not at all.
+
+        asked: seconds that this turn was to wait at most.
+        """
+        now = time.monotonic()
+        entries = list(self._pool.running.values())
+        fair = self._silences.turn(now, self._turns.late(asked), (e.heard_at for e in entries if e.member))
+        self._say_nobody_is_heard()
+        if not fair:
+            return
+        for entry in entries:
+            if self._silences.of(entry.heard_at, now) > self._silences.pause:
+                entry.look(now)
+            if self._why_out(entry, now) is None:
+                continue
+            self._read(entry)  # what has come since this turn began
+            why = self._why_out(entry, now)
+            if why is None or entry.fenced:
+                continue
+            self._pool.fence(entry, why)
+            self._record.died(entry.worker, time.monotonic_ns())
+            self._coordination.exited(entry.worker, entry.incarnation, why)
+
+    def _why_out(self, entry: WorkerProcess, now: float) -> str | None:
+        """In words, why that worker is to be put out; None: it is not."""
+        limits = self._options.faults.timeouts
+        silent = self._silences.of(entry.heard_at, now)
+        if silent > (borne := limits.silence if entry.spoke else limits.start):
+            # A library that computes without letting go of the interpreter lets no thread speak.
+            computes = now - entry.lived_at <= self._silences.pause
+            if computes and silent <= borne + (limits.first_op if entry.op_limit is None else entry.op_limit):
+                return None
+            return f"was silent for {silent:.0f} s" + (", stopped by a signal" if entry.stopped else "")
+        current = entry.current
+        if current is None or current.limit is None or not current.overdue:
+            return None
+        peers = [e for e in self._pool.running.values() if e.member and e.worker.stage == entry.worker.stage]
+        # Where a whole stage is at something for long, a disk is slow, or the data: and nobody would be left.
+        alone = all(e.current is not None and e.current.lags for e in peers)
+        limit = max(current.limit, limits.first_op) if alone else current.limit
+        if alone:
+            entry.excused_until = now + current.limit
+        if current.seconds <= limit or (not alone and now < entry.excused_until):
+            return None
+        known = limit == limits.first_op or limit == limits.op
+        why = "" if known else f", {TIMES_LONGEST:g} times its longest so far"
+        return f"hangs: it is at {current} for {current.seconds:.0f} s (limit {limit:.0f} s{why})"
+
+    def _say_nobody_is_heard(self) -> None:
+        nobody = self._silences.nobody_heard
+        if nobody < self._options.faults.timeouts.silence:
+            self._nobody_due = self._options.faults.timeouts.silence
+        elif nobody >= self._nobody_due:
+            self._nobody_due = 2 * nobody
+            text = f"none of the workers has been heard for {nobody:.0f} s: they are suspended, or cut off; waiting"
+            self._listener({"warning": text})
+
+    def _start(self, cell: Worker, *, joins: bool) -> None:
+        def spec(incarnation: str) -> WorkerSpec:
+            return WorkerSpec(cell, incarnation, self._spec, joins)
+
+        self._pool.start(cell, spec, time.monotonic()).whole = not joins
+
+    def _end_workers(self) -> None:
+        for entry in list(self._pool.running.values()):
+            entry.post("over")
+        deadline = time.monotonic() + 5.0
+        for entry in list(self._pool.running.values()):
+            entry.process.join(max(0.0, deadline - time.monotonic()))
+
+
+def evaluation_line(evaluation: EvaluationResult) -> dict[str, Any]:
+    """An evaluation as the record has it; values are hexadecimal floats."""
+    values = {"loss": evaluation.loss, **evaluation.metrics}
+    return {"iteration": evaluation.iteration, "values": {name: value.hex() for name, value in values.items()}}
+
+
+def iteration_line(iteration: Iteration) -> dict[str, Any]:
+    """A committed iteration as the record has it; loss is a hexadecimal float."""
+    return {
+        "iteration": iteration.iteration,
+        "loss": iteration.loss_hex,
+        "seconds": round(iteration.seconds, 6),
+        "generation": iteration.generation,
+        "living": iteration.living,
+        **({"skipped": list(iteration.skipped)} if iteration.skipped else {}),
+        **({"learning_rate": iteration.learning_rate} if iteration.learning_rate is not None else {}),
+        **({"data_seconds": iteration.data_seconds} if iteration.data_seconds else {}),
+    }

@@ -1,0 +1,269 @@
+"""Worker processes of this node: forked from one server that has torch loaded, each with a pipe.
+
+The server makes a start cost a fork instead of an import (seconds on a loaded machine), and shares
+the libraries' memory. Messages to a worker go through a thread of its own, so that one that is
+stopped can't hold up the launcher.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import queue
+import signal
+import threading
+import uuid
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from typing import Any, ClassVar, Protocol
+
+from openrecycle.agent.messages import channel
+from openrecycle.agent.messages.clock import Offset
+from openrecycle.agent.messages.protocol import TOKEN_VARIABLE
+from openrecycle.agent.models.workload import WorkloadSource
+from openrecycle.agent.monitoring.liveness import Activity, CurrentOp, activity
+from openrecycle.planner.jobs.job import Worker
+
+
+class ProcessHandle(Protocol):
+    """What the launcher asks of a worker's process, here (multiprocessing's own) or on another node.
+
+    sentinel: becomes readable at its end. exitcode: as multiprocessing has it; None while it runs,
+    and where nobody can know it.
+    """
+
+    @property
+    def pid(self) -> int | None: ...
+
+    @property
+    def exitcode(self) -> int | None: ...
+
+    @property
+    def sentinel(self) -> int: ...
+
+    def is_alive(self) -> bool: ...
+
+    def join(self, timeout: float | None = None) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+@dataclass
+class WorkerProcess:
+    """One incarnation. heard_at: monotonic seconds of its last message. member: of a generation.
+
+    spoke: it has said something. fenced: it was held for dead while it still is a process: whatever it
+    says is void. since: the generation with which it came to its place; what it says of earlier ones concerns
+    its place before, came_from. slot: the lowest number that no other process of this node had at its
+    start, so also its GPU's where it has one. whole: it has all of its stage's state. lived_at: when its
+    system last showed that it is at work. stopped: by a signal. looked_at: when that was asked last.
+    op_limit: seconds that any of its ops may take. current: what it said last that it is at. excused_until:
+    then it is time that it was through with that, whose peers were late, too. heard: number of its newest message that
+    counts, where its node numbers them. send: takes what is posted; None: it goes to the process at once. elsewhere: on
+    another node?
+    """
+
+    elsewhere: ClassVar[bool] = False
+    worker: Worker
+    incarnation: str
+    process: ProcessHandle
+    pipe: Connection
+    heard_at: float
+    outbox: queue.SimpleQueue[dict[str, Any] | None] = field(default_factory=queue.SimpleQueue)
+    error: str = ""
+    member: bool = False
+    fenced: bool = False
+    since: int = 0
+    came_from: Worker | None = None
+    slot: int = 0
+    whole: bool = True
+    spoke: bool = False
+    lived_at: float = float("-inf")
+    stopped: bool = False
+    looked_at: float = float("-inf")
+    op_limit: float | None = None
+    current: CurrentOp | None = None
+    excused_until: float = float("-inf")
+    heard: int = 0
+    send: Callable[[dict[str, Any]], None] | None = None
+    _activity: Activity | None = None
+
+    @property
+    def clock(self) -> Offset:
+        """From its monotonic clock to this process's."""
+        return Offset(0, 0)
+
+    def look(self, now: float) -> None:
+        """Asks the system what the process does; of one on another node its launcher does that."""
+        self.looked_at = now
+        if self.process.pid is None:
+            return
+        before, self._activity = self._activity, activity(self.process.pid)
+        if self._activity is not None:
+            self.stopped = self._activity.stopped
+            if self._activity.lives_since(before):
+                self.lived_at = now
+
+    def post(self, kind: str, **fields: Any) -> None:
+        """Sends a message; returns at once. A worker that is gone does not matter here."""
+        (self.send or self.outbox.put)({"kind": kind, **fields})
+
+    def kill(self) -> None:
+        """SIGKILL, which also ends a stopped process."""
+        if self.process.pid is not None and self.process.is_alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid, signal.SIGKILL)
+
+    @property
+    def ending(self) -> str:
+        """In words, how the process ended."""
+        code = self.process.exitcode
+        if code is not None and code < 0:
+            with contextlib.suppress(ValueError):
+                return f"was killed by {signal.Signals(-code).name}"
+        return f"ended with exit code {code}" + (f" ({self.error})" if self.error else "")
+
+
+def preload(workload: WorkloadSource) -> list[str]:
+    """Modules that the server imports once, for all workers. Of torch, those that it imports by itself
+    with the first optimizer and the first backward: more than a second, in every worker anew."""
+    return [
+        "openrecycle.agent.workers.worker",
+        "torch._dynamo",
+        "torch.fx.experimental.symbolic_shapes",
+        *workload.modules,
+    ]
+
+
+def start_server(preload: list[str]) -> None:
+    """Starts the server that forks workers, unless it runs; it imports `preload` while the caller goes on."""
+    # Before the server starts: its libraries size their thread pools from the environment.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Broken connections are this program's daily bread; c10d would print a stack for each.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # A module that asks torch.cuda.is_available() while it is imported must not wake the driver: workers that are
+    # forked afterwards could use no GPU.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
+    # Workers inherit its environment, and the token in ours may be one that operates.
+    token = os.environ.pop(TOKEN_VARIABLE, None)
+    try:
+        forkserver.ensure_running()
+    finally:
+        if token is not None:
+            os.environ[TOKEN_VARIABLE] = token
+
+
+class ProcessPool:
+    """Starts and keeps the processes. host: address of this node, as all workers of the job reach it."""
+
+    host = "127.0.0.1"
+
+    def __init__(self, target: Callable[..., None], preload: list[str]) -> None:
+        start_server(preload)
+        self.context = multiprocessing.get_context("forkserver")
+        self._target = target
+        self.running: dict[Worker, WorkerProcess] = {}
+        self._aside: list[WorkerProcess] = []
+
+    def start(self, worker: Worker, make_spec: Callable[[str], Any], now: float) -> WorkerProcess:
+        """Starts a process for `worker`; make_spec maps its new incarnation to what it is told, to which its
+        slot is added."""
+        incarnation = uuid.uuid4().hex[:16]
+        ours, theirs = self.context.Pipe(duplex=True)
+        # Those put aside still hold what they held, until they have ended.
+        taken = {entry.slot for entry in self.entries if not entry.elsewhere}
+        slot = next(n for n in range(len(taken) + 1) if n not in taken)
+        spec = make_spec(incarnation)
+        if hasattr(spec, "slot"):
+            spec = replace(spec, slot=slot)
+        process = self.context.Process(target=self._target, args=(spec, theirs), name=str(worker), daemon=True)
+        process.start()
+        theirs.close()
+        entry = WorkerProcess(worker, incarnation, process, ours, now, slot=slot)
+        threading.Thread(target=_write_outbox, args=(entry,), name=f"to-{worker}", daemon=True).start()
+        self.running[worker] = entry
+        return entry
+
+    def recorded(self, line: dict[str, Any]) -> None:
+        """A line of the record, for other nodes (see agent.nodes.pool)."""
+
+    def decide(self, send: Callable[[], None]) -> None:
+        """To send something that has just been decided, or found, once `hand_out` lets it."""
+        send()
+
+    def hand_out(self, run: Any, saved: Callable[[], dict[str, Any] | None], *, last: bool = False) -> str:
+        """At the end of each turn of the launcher: other nodes get what they need to go on without this one.
+        run: see agent.workers.spec. last: the job is at its end. Returns why this launcher may not go on itself; "": it
+        may."""
+        return ""
+
+    @property
+    def entries(self) -> list[WorkerProcess]:
+        """Every process that has not ended, those put out of the job too."""
+        return [*self.running.values(), *self._aside]
+
+    def move(self, source: Worker, to: Worker, generation: int) -> bool:
+        """From `generation` on the process of `source`, if it lives, is that of `to`; said twice, it has moved.
+        Returns whether it moves now.
+
+        One that is being started for `to`, and is in no generation yet, takes the place of `source` in turn.
+        """
+        entry, occupant = self.running.get(source), self.running.get(to)
+        if entry is None or (occupant is not None and (occupant.member or occupant.came_from == source)):
+            return False
+        del self.running[source]
+        if occupant is not None:
+            occupant.worker, self.running[source] = source, occupant
+        entry.worker, entry.came_from, entry.since = to, source, generation
+        self.running[to] = entry
+        return True
+
+    def vacancy(self, worker: Worker, cells: Iterable[Worker]) -> Worker | None:
+        """Where a new process for `worker` finds its place: there, or, if somebody has moved in, where
+        that one came from, or, if others have come there since, at any empty place of `cells`. None:
+        `worker` itself still runs, or nothing is empty."""
+        occupant = self.running.get(worker)
+        if occupant is not None and occupant.came_from is None:
+            return None
+        place: Worker | None = worker
+        while place is not None and (entry := self.running.get(place)) is not None:
+            place = entry.came_from
+        return place if place is not None else next((c for c in cells if c not in self.running), None)
+
+    def fence(self, entry: WorkerProcess, reason: str) -> None:
+        """Makes room for a successor: tells the process to end, and ends it. It may hang, and then
+        only SIGKILL reaches it; on another host nothing may, so all that it says is void."""
+        entry.fenced, entry.error = True, reason
+        del self.running[entry.worker]
+        self._aside.append(entry)
+        entry.post("fenced")
+        entry.kill()
+
+    def forget(self, entry: WorkerProcess) -> None:
+        """Of a process that has ended."""
+        entry.outbox.put(None)
+        entry.pipe.close()
+        if self.running.get(entry.worker) is entry:
+            del self.running[entry.worker]
+        elif entry in self._aside:
+            self._aside.remove(entry)
+
+    def kill_all(self) -> None:
+        entries = self.entries
+        for entry in entries:
+            entry.kill()
+        for entry in entries:
+            entry.process.join(5.0)
+            self.forget(entry)
+
+
+def _write_outbox(entry: WorkerProcess) -> None:
+    while (message := entry.outbox.get()) is not None:
+        try:
+            channel.send(entry.pipe, message.pop("kind"), **message)
+        except (OSError, ValueError):
+            return

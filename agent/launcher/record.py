@@ -1,0 +1,438 @@
+"""The run's record: which iterations are committed, with which loss, and how each failure went.
+
+Pure bookkeeping over the messages of all workers; the launcher feeds it and writes what it returns.
+An iteration is committed when every living worker has taken its step: from then on no agreement can
+go behind it (see agent.workers.recovery), so it is recorded exactly once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, PlainSerializer, TypeAdapter
+
+from openrecycle.agent.messages.protocol import Iteration, Recovery
+from openrecycle.planner.jobs.job import Worker
+
+UNUSUAL, LOOKED_AT = 3, 20
+"""Iterations of a run."""
+LONG_WAIT = 0.1
+"""Of an iteration."""
+_MS = 1e6
+REMEMBERED = 4096
+"""Losses kept, to compare with when iterations are run again from a checkpoint."""
+
+
+class DivergedError(RuntimeError):
+    """Peers that must be equal are not: the run's numbers can't be trusted."""
+
+
+@dataclass
+class _Failure:
+    worker: Worker
+    died_at: int
+    detected_at: int
+    known: bool
+    """Is the moment of death known, or only when it was seen?"""
+    generation: int = 0
+    """The first generation without the worker; 0 until it is opened."""
+
+
+@dataclass
+class _Progress:
+    committed: int = 0
+    left_at: int = 0
+    formed_generation: int = 0
+    formed_at: int = 0
+    committed_at: dict[int, int] = field(default_factory=dict)
+    sha256: str | None = None
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """After so many iterations. loss, metrics: means over all micro-batches that are evaluated."""
+
+    iteration: int
+    loss: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, iteration: int, values: Mapping[str, str]) -> EvaluationResult:
+        """values: hexadecimal, the loss and the metrics by name."""
+        numbers = {name: float.fromhex(value) for name, value in values.items()}
+        return cls(iteration, numbers.pop("loss"), numbers)
+
+
+@dataclass(frozen=True)
+class RecordedProgress:
+    """What became certain: iterations, evaluations, and failures that have been survived."""
+
+    iterations: tuple[Iteration, ...] = ()
+    evaluations: tuple[EvaluationResult, ...] = ()
+    gradient_norms: tuple[tuple[int, str], ...] = ()
+    recoveries: tuple[Recovery, ...] = ()
+
+
+class RunRecord:
+    """Times are monotonic nanoseconds on this machine's one clock. committed: iterations that are in
+    the checkpoint which the run begins with."""
+
+    def __init__(self, stages: int, started_at: int, *, committed: int = 0) -> None:
+        self._stages = stages
+        self._joining: set[Worker] = set()
+        """Members that take their state from a peer: nobody waits for them."""
+        self._workers: dict[Worker, _Progress] = {}
+        self._living: frozenset[Worker] = frozenset()
+        self._generation = 0
+        self._losses: dict[int, str] = {}
+        self._learning_rates: dict[int, float | None] = {}
+        self._data_seconds: dict[int, float] = {}
+        self._recorded: deque[tuple[int, str]] = deque(maxlen=REMEMBERED)
+        self._failures: list[_Failure] = []
+        self._deaths: dict[Worker, int] = {}
+        self._evicted: dict[Worker, int] = {}
+        self._hashes: dict[tuple[int, tuple[int, int, bool]], dict[Worker, str]] = {}
+        """Of parameters: by stage and point of the run, and worker."""
+        self._last_at = started_at
+        self._before: tuple[int, int, int] | None = None
+        """(after, generation, living): through iteration `after` the generation before the newest still trains."""
+        self.committed = committed
+        self._evaluations: dict[int, EvaluationResult] = {}
+        """By iteration, those that follow one that is not recorded yet."""
+        self._norms: dict[int, str] = {}
+        self._normed = committed - 1
+        """The newest iteration whose gradient's norm is recorded."""
+        self._evaluated = 0
+        """The newest iteration whose evaluation is recorded."""
+        self.skipped: dict[int, tuple[int, ...]] = {}
+        """By iteration, the micro-batches that are left out of it."""
+
+    # -- what happens -------------------------------------------------------------------------
+
+    def generation_opened(
+        self,
+        generation: int,
+        living: Iterable[Worker],
+        at: int,
+        after: int | None = None,
+        joining: Collection[Worker] = (),
+    ) -> RecordedProgress:
+        """A new membership is in force. after: the iteration through which the previous one goes on
+        first, while the newcomers wait; None: it stops at once. joining: those of `living` whose
+        process is not the one that an earlier generation had at that place."""
+        if self._generation == 0:
+            self._last_at = at
+        self._before = None if after is None else (after, self._generation, len(self._living))
+        previous, self._living = self._living, frozenset(living)
+        self._generation = generation
+        self._joining = {w for w in joining if w in self._living}
+        if after is not None:
+            for worker in (self._living - previous) | set(joining):
+                # It takes over what the others will have committed, and holds up nothing until then.
+                self._workers[worker] = _Progress(committed=after + 1)
+        # Held for dead while its process still is: the launcher ends it, and `died` follows.
+        self._evicted |= {w: generation for w in previous - self._living if w in self._workers}
+        for failure in self._failures:
+            if not failure.generation and (failure.worker not in self._living or failure.worker in joining):
+                failure.generation = generation
+        for worker in self._living:
+            self._workers.setdefault(worker, _Progress())
+        return self._settle()
+
+    @property
+    def newest(self) -> int:
+        """The iteration that the foremost worker is in, as far as is known."""
+        return max((self._of(w).committed for w in self._living), default=0)
+
+    @property
+    def common(self) -> int | None:
+        """How many iterations every living worker has committed, as far as is known; None while they differ."""
+        counts = {self._of(w).committed for w in self._living}
+        return counts.pop() if len(counts) == 1 else None
+
+    @property
+    def formed_by_all(self) -> bool:
+        """Has every member that has its state taken up the newest generation?"""
+        return all(self._of(w).formed_generation == self._generation for w in self._living - self._joining)
+
+    def dying(self, worker: Worker, at: int) -> None:
+        """The moment of a death that is about to be seen."""
+        self._deaths[worker] = at
+
+    def died(self, worker: Worker, detected_at: int) -> None:
+        """A process has ended; of one that never was a member nothing is recorded."""
+        died_at = self._deaths.pop(worker, None)
+        generation = self._evicted.pop(worker, 0)
+        self._workers.pop(worker, None)
+        if generation or worker in self._living:
+            since = detected_at if died_at is None else died_at
+            self._failures.append(_Failure(worker, since, detected_at, died_at is not None, generation))
+
+    def moved(self, worker: Worker, to: Worker) -> None:
+        """The worker gives up its place and its state; what it does from now on it does as `to`."""
+        self._workers.pop(worker, None)
+        self._workers.pop(to, None)
+        self._living = self._living - {worker} | {to}
+
+    def released(self, worker: Worker) -> None:
+        """The worker is out of the newest generation because it was asked to go: that is no failure."""
+        self._workers.pop(worker, None)
+        self._evicted.pop(worker, None)
+
+    def left(self, worker: Worker, at: int) -> None:
+        """The worker has abandoned the iteration in flight."""
+        self._of(worker).left_at = at
+
+    def formed(self, worker: Worker, generation: int, iteration: int, at: int) -> RecordedProgress:
+        """The worker is in the groups of `generation` and goes on with `iteration`."""
+        progress = self._of(worker)
+        progress.formed_generation, progress.formed_at, progress.committed = generation, at, iteration
+        self._joining.discard(worker)
+        progress.committed_at = {i: t for i, t in progress.committed_at.items() if i < iteration}
+        return self._settle()
+
+    def committed_by(
+        self,
+        worker: Worker,
+        iteration: int,
+        loss: str,
+        at: int,
+        skipped: Collection[int] = (),
+        learning_rate: float | None = None,
+        data_seconds: float = 0.0,
+    ) -> RecordedProgress:
+        """The worker has taken the step of `iteration`. loss, learning_rate: count on the last stage; the first is
+        hexadecimal. data_seconds: that it waited for data.
+        skipped: micro-batches that it left out of its sum (see agent.messages.protocol.Iteration).
+
+        Raises DivergedError when peers disagree about the loss.
+        """
+        progress = self._of(worker)
+        progress.committed, progress.committed_at[iteration] = iteration + 1, at
+        if iteration >= self.committed:
+            self._data_seconds[iteration] = max(data_seconds, self._data_seconds.get(iteration, 0.0))
+        if skipped:
+            self.skipped[iteration] = tuple(sorted({*self.skipped.get(iteration, ()), *skipped}))
+        if worker.stage == self._stages - 1:
+            expected = self._loss_of(iteration, loss)
+            if iteration >= self.committed:
+                self._learning_rates[iteration] = learning_rate
+            if expected != loss:
+                raise DivergedError(f"iteration {iteration}: {worker} has loss {loss}, another worker had {expected}")
+        return self._settle()
+
+    def evaluated(self, iteration: int, values: Mapping[str, str]) -> RecordedProgress:
+        """A worker of the last stage says what the evaluation after so many iterations has given; values: see
+        EvaluationResult.of. The first word counts: its peers say the same, and after a failure all may once more."""
+        if iteration > self._evaluated:
+            self._evaluations.setdefault(iteration, EvaluationResult.of(iteration, values))
+        return self._settle()
+
+    def normed(self, iteration: int, norm: str) -> RecordedProgress:
+        """A worker of the last stage says the norm of an iteration's gradients, hexadecimal; all say the same."""
+        if iteration > self._normed:
+            self._norms.setdefault(iteration, norm)
+        return self._settle()
+
+    def _loss_of(self, iteration: int, loss: str) -> str:
+        """What it must be: that of the first who said it, also where a checkpoint has led back behind
+        what is recorded."""
+        if iteration >= self.committed:
+            return self._losses.setdefault(iteration, loss)
+        return dict(self._recorded).get(iteration, loss)
+
+    def done(self, worker: Worker, sha256: str) -> None:
+        """The worker has no iteration left; the hash is of its stage's parameters, "" where it had not got all of
+        them yet."""
+        self._of(worker).sha256 = sha256
+
+    # -- another launcher goes on ---------------------------------------------------------------
+
+    def saved(self) -> dict[str, Any]:
+        """All but the losses of the iterations that are recorded, which its lines have, as JSON."""
+        return {name: form.dump_python(getattr(self, name), mode="json") for name, form in _FORMS.items()}
+
+    @classmethod
+    def restored(
+        cls, stages: int, document: Mapping[str, Any], recorded: Iterable[tuple[int, str]], ahead: int
+    ) -> RunRecord:
+        """From what was `saved`. recorded: iterations and their losses. ahead: nanoseconds by which the clock of its
+        times is ahead of this machine's.
+
+        Raises ValueError when it is no such document.
+        """
+        record = cls(stages, 0)
+        for name, form in _FORMS.items():
+            setattr(record, name, form.validate_python(document[name]))
+        record._recorded.extend(recorded)
+        record._last_at -= ahead
+        record._deaths = {w: at - ahead for w, at in record._deaths.items()}
+        for failure in record._failures:
+            failure.died_at -= ahead
+            failure.detected_at -= ahead
+        for progress in record._workers.values():
+            progress.left_at -= ahead if progress.left_at else 0
+            progress.formed_at -= ahead if progress.formed_at else 0
+            progress.committed_at = {i: at - ahead for i, at in progress.committed_at.items()}
+        return record
+
+    # -- what is certain ----------------------------------------------------------------------
+
+    def finished(self, iterations: int) -> bool:
+        """Has every living worker committed all iterations and handed in its hash?"""
+        return self.committed >= iterations and all(self._of(w).sha256 is not None for w in self._living)
+
+    def compared(self, worker: Worker, generation: int, iteration: int, settled: bool, sha256: str) -> None:
+        """At the boundary before `iteration` the worker's parameters had this hash. settled: was the validation of
+        its last step known? Peers that are at the same point of the same generation answer alike.
+
+        Raises DivergedError when they differ.
+        """
+        point = (generation, iteration, settled)
+        hashes = self._hashes.setdefault((worker.stage, point), {})
+        hashes[worker] = sha256
+        _check_alike(worker.stage, iteration, hashes)
+        while len(self._hashes) > REMEMBERED:
+            del self._hashes[next(iter(self._hashes))]
+
+    def final(self) -> dict[str, Any]:
+        """The last line. parameters_sha256: over the stages' own hashes, in order.
+
+        Raises DivergedError when peers of a stage differ.
+        """
+        digest = hashlib.sha256()
+        for stage in range(self._stages):
+            known = {w: self._of(w).sha256 or "" for w in sorted(self._living) if w.stage == stage}
+            hashes = {w: sha256 for w, sha256 in known.items() if sha256}
+            _check_alike(stage, self.committed, hashes)
+            digest.update(bytes.fromhex(next(iter(hashes.values())) or ""))
+        return {"parameters_sha256": digest.hexdigest(), "iterations": self.committed}
+
+    def _of(self, worker: Worker) -> _Progress:
+        return self._workers.setdefault(worker, _Progress())
+
+    def _settle(self) -> RecordedProgress:
+        if not self._living:
+            return RecordedProgress()
+        certain = min(self._of(w).committed for w in self._living)
+        iterations = []
+        while self.committed < certain:
+            i = self.committed
+            at = max(self._of(w).committed_at.get(i, self._last_at) for w in self._living)
+            loss = self._losses.pop(i)
+            generation, living = self._generation, len(self._living)
+            if self._before is not None and i <= self._before[0]:
+                _, generation, living = self._before
+            iterations.append(
+                Iteration(
+                    iteration=i,
+                    loss=float.fromhex(loss),
+                    loss_hex=loss,
+                    seconds=max(0.0, (at - self._last_at) / 1e9),
+                    generation=generation,
+                    living=living,
+                    skipped=self.skipped.get(i, ()),
+                    learning_rate=self._learning_rates.pop(i, None),
+                    data_seconds=self._data_seconds.pop(i, 0.0),
+                )
+            )
+            self._recorded.append((i, loss))
+            self._last_at = at
+            self.committed += 1
+            for progress in self._workers.values():
+                progress.committed_at.pop(i, None)
+        norms = [(i, self._norms.pop(i)) for i in sorted(self._norms) if i < self.committed]
+        self._normed = max([self._normed, *(i for i, _ in norms)])
+        due = [self._evaluations.pop(i) for i in sorted(self._evaluations) if i <= self.committed]
+        self._evaluated = max([self._evaluated, *(evaluation.iteration for evaluation in due)])
+        survived = self._survived() if iterations else ()
+        return RecordedProgress(tuple(iterations), tuple(due), tuple(norms), survived)
+
+    def _survived(self) -> tuple[Recovery, ...]:
+        """Failures after which a whole iteration has been committed, by all, in a later generation: not always in the
+        newest, which may begin some iterations later, or never where the job ends before."""
+        members = [self._of(w) for w in self._living - self._joining]
+        formed_by_all = min((p.formed_generation for p in members), default=0)
+        done = [f for f in self._failures if 0 < f.generation <= formed_by_all]
+        if not done:
+            return ()
+        self._failures = [f for f in self._failures if f not in done]
+        left, formed = max(p.left_at for p in members), max(p.formed_at for p in members)
+        return tuple(
+            Recovery(
+                worker=str(f.worker),
+                generation=f.generation,
+                detected_ms=max(0.0, (f.detected_at - f.died_at) / _MS),
+                unblocked_ms=max(0.0, (left - f.died_at) / _MS),
+                reformed_ms=max(0.0, (formed - f.died_at) / _MS),
+                resumed_ms=max(0.0, (self._last_at - f.died_at) / _MS),
+                death_known=f.known,
+            )
+            for f in done
+        )
+
+
+@dataclass
+class DataWait:
+    """Says once when workers wait for data most of the time that they could train: over the first iterations, without
+    the very first ones, in which all is slow."""
+
+    passed: int = 0
+    seconds: float = 0.0
+    waited: float = 0.0
+
+    def after(self, iteration: Iteration) -> str | None:
+        self.passed += 1
+        if not UNUSUAL < self.passed <= UNUSUAL + LOOKED_AT:
+            return None
+        self.seconds += iteration.seconds
+        self.waited += min(iteration.data_seconds, iteration.seconds)
+        if self.passed < UNUSUAL + LOOKED_AT or self.waited <= LONG_WAIT * self.seconds:
+            return None
+        return (
+            f"workers wait {self.waited / self.seconds:.0%} of the time for their data; Loading(prefetch=4) reads it "
+            "beside the training, which helps where a processor is free"
+        )
+
+
+_Name = Annotated[Worker, PlainSerializer(str), BeforeValidator(Worker.parse)]
+_FORMS: dict[str, TypeAdapter[Any]] = {
+    "_joining": TypeAdapter(set[_Name]),
+    "_workers": TypeAdapter(dict[_Name, _Progress]),
+    "_living": TypeAdapter(frozenset[_Name]),
+    "_generation": TypeAdapter(int),
+    "_losses": TypeAdapter(dict[int, str]),
+    "_learning_rates": TypeAdapter(dict[int, float | None]),
+    "_data_seconds": TypeAdapter(dict[int, float]),
+    "_failures": TypeAdapter(list[_Failure]),
+    "_deaths": TypeAdapter(dict[_Name, int]),
+    "_evicted": TypeAdapter(dict[_Name, int]),
+    "_last_at": TypeAdapter(int),
+    "_before": TypeAdapter(tuple[int, int, int] | None),
+    "committed": TypeAdapter(int),
+    "_evaluations": TypeAdapter(dict[int, EvaluationResult]),
+    "_norms": TypeAdapter(dict[int, str]),
+    "_normed": TypeAdapter(int),
+    "_evaluated": TypeAdapter(int),
+    "skipped": TypeAdapter(dict[int, tuple[int, ...]]),
+}
+"""What a RunRecord holds, and how it is told. Not the hashes of parameters: of those, a launcher compares what it
+hears."""
+
+
+def _check_alike(stage: int, iterations: int, hashes: Mapping[Worker, str]) -> None:
+    """hashes: of the parameters that each of a stage's workers has after so many iterations. Raises
+    DivergedError."""
+    if len(set(hashes.values())) > 1:
+        groups: dict[str, list[str]] = {}
+        for worker in sorted(hashes):
+            groups.setdefault(hashes[worker], []).append(str(worker))
+        raise DivergedError(
+            f"after {iterations} iterations the peers of stage {stage} have different parameters: "
+            f"{' and '.join(', '.join(group) for group in groups.values())} differ; "
+            "does something outside the seeds, parameters and optimizer state go into a step?"
+        )

@@ -1,0 +1,1 @@
+"""What workers, launchers and the console say to each other, and how it is sent."""

@@ -1,0 +1,219 @@
+"""The pipe between a worker and the launcher of its node: one JSON document per message, no pickle.
+
+The launcher sends generations and the end; the worker says what happened to it, each message with its
+monotonic time, so that the launcher can put the times of all its workers on one clock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+from openrecycle.agent.messages.protocol import Deployment
+from openrecycle.planner.jobs.job import Worker
+from openrecycle.planner.plans.plan import Plan
+
+Message = dict[str, Any]
+
+
+def send(pipe: Connection, kind: str, **fields: Any) -> None:
+    """Raises OSError (BrokenPipeError) when the other end is gone."""
+    pipe.send_bytes(json.dumps({"kind": kind, "at": time.monotonic_ns(), **fields}).encode())
+
+
+def receive(pipe: Connection) -> Message:
+    """Raises EOFError or OSError when the other end is gone."""
+    message: Message = json.loads(pipe.recv_bytes())
+    return message
+
+
+@dataclass(frozen=True)
+class GenerationSpec:
+    """One generation as this worker is told of it.
+
+    cell: the place of the grid that it holds from this generation on. restore: the checkpoint that
+    everybody takes up first, if any. store: host and port of the store
+    through which the generation's groups are formed. after: the iteration through which the members of
+    the generation before go on first, when this one does nothing but add workers; None: they leave at once.
+    interim: the plan that is run while members still take their state from a peer; None: all wait for them.
+    partition: layers per stage, for which `plan` is; workers that have other layers take what they lack from peers,
+    and run `interim` meanwhile. (): as they are. held: layers per stage until then. left_out: (iteration,
+    micro-batch, numbered over the pipelines) of those that nobody runs; runs: see agent.transport.script.
+    """
+
+    deployment: Deployment
+    plan: Plan
+    cell: Worker
+    store: tuple[str, int]
+    after: int | None = None
+    restore: str | None = None
+    interim: Plan | None = None
+    left_out: frozenset[tuple[int, int]] = frozenset()
+    runs: Mapping[Worker, tuple[Worker, ...]] = field(default_factory=dict)
+    partition: tuple[int, ...] = ()
+    held: tuple[int, ...] = ()
+
+    @property
+    def generation(self) -> int:
+        return self.deployment.generation
+
+
+class WorkerChannel:
+    """The worker's end. A thread reads the pipe; when the launcher dies, so does the worker.
+
+    announced: called in that thread with the generation of each new deployment that this worker must
+    leave its iteration for (and with a number above all generations when the job is over). fenced:
+    called in that thread when this process no longer counts: it must end. measure: called in that thread with an
+    iteration whose ops are to be recorded.
+    """
+
+    OVER = 2**53
+
+    def __init__(
+        self,
+        pipe: Connection,
+        announced: Callable[[int], None],
+        fenced: Callable[[], None],
+        measure: Callable[[int], None] = lambda _iteration: None,
+    ) -> None:
+        self._pipe = pipe
+        self._announced, self._fenced, self._measure = announced, fenced, measure
+        self._news = threading.Condition()
+        self._orders: GenerationSpec | None = None
+        self._plans: dict[str, Plan] = {}
+        self._over = False
+        self._iteration = -1
+        self._hold: int | None = None
+        """Paused: no iteration after this one is begun."""
+        self.last: int | None = None
+        """How many iterations there are, where the job ends early."""
+        self._sending = threading.Lock()
+        self._taken_up = 0
+        self._told_at: float | None = None
+        """Since when this worker has not taken up a generation that it must leave its iteration for."""
+        threading.Thread(target=self._listen_or_end, name="launcher-pipe", daemon=True).start()
+
+    @property
+    def over(self) -> bool:
+        return self._over
+
+    def say(self, kind: str, **fields: Any) -> None:
+        # A launcher that is gone ends this process through the listening thread.
+        with self._sending, contextlib.suppress(OSError):
+            send(self._pipe, kind, **fields)
+
+    def take_up(self, generation: int, iteration: int) -> None:
+        """The training thread has left what it was at, for `generation`, with so many iterations committed."""
+        with self._news:
+            self._taken_up = generation
+            if self._told_at is not None:
+                self._told_at = None if self._newer(generation) is None else time.monotonic()
+        self.say("adopted", generation=generation, iteration=iteration)
+
+    @property
+    def pending(self) -> float:
+        """For how many seconds the training thread has not taken up a generation that it must leave its iteration
+        for; 0: there is none."""
+        told = self._told_at
+        return 0.0 if told is None else time.monotonic() - told
+
+    def wait_for_generation(self, after: int, timeout: float | None = None) -> GenerationSpec | None:
+        """The newest generation, when it is above `after`; None when the job is over or `timeout` seconds
+        have passed."""
+        with self._news:
+            self._iteration = -1
+            self._news.wait_for(lambda: self._over or self._newer(after) is not None, timeout)
+            return None if self._over else self._newer(after)
+
+    def may_begin(self, generation: int, iteration: int, paused: Callable[[], None] = lambda: None) -> bool:
+        """Is `iteration` still to be run in `generation`? False: another generation waits for this worker. Waits while
+        the job is paused, and calls `paused` first."""
+
+        def go() -> bool:
+            return self._over or self._newer(generation) is not None or self._hold is None or iteration <= self._hold
+
+        with self._news:
+            self._iteration = iteration
+            if not go():
+                paused()
+                self._news.wait_for(go)
+            return not self.superseded(generation)
+
+    def superseded(self, generation: int) -> bool:
+        """Must this worker leave `generation` now, in the middle of the iteration that it has begun?"""
+        newer = self._newer(generation)
+        return self._over or (newer is not None and (newer.after is None or self._iteration > newer.after))
+
+    def _newer(self, generation: int) -> GenerationSpec | None:
+        orders = self._orders
+        return orders if orders is not None and orders.generation > generation else None
+
+    def _listen_or_end(self) -> None:
+        """A worker that hears nothing any more would hold up all others for good: better that it is gone."""
+        try:
+            self._listen()
+        except BaseException as error:
+            self.say("error", text=f"{type(error).__name__}: {error}", traceback=traceback.format_exc())
+            os._exit(1)
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                message = receive(self._pipe)
+            except (EOFError, OSError):
+                os._exit(1)  # orphaned: nobody would ever end this process
+            held: int | None = None
+            with self._news:
+                if message["kind"] == "deployment":
+                    self._take(message)
+                elif message["kind"] == "hold":
+                    held = self._iteration if message["after"] is None else None
+                    before = -1 if self._hold is None else self._hold
+                    self._hold = self._iteration if message["after"] is None else max(before, message["after"])
+                elif message["kind"] == "go":
+                    self._hold = None
+                elif message["kind"] == "last":
+                    self.last, self._hold = message["iterations"], None
+                elif message["kind"] == "over":
+                    self._over = True
+                elif message["kind"] == "fenced":
+                    self._fenced()
+                elif message["kind"] == "measure":
+                    self._measure(message["iteration"])
+                newest = self._orders.generation if self._orders else 0
+                interrupts = self.superseded(newest - 1)
+                if interrupts and self._told_at is None and newest > self._taken_up and not self._over:
+                    self._told_at = time.monotonic()
+                self._news.notify_all()
+            if held is not None:
+                self.say("held", iteration=held)
+            if interrupts:
+                self._announced(self.OVER if self._over else newest)
+
+    def _take(self, message: Message) -> None:
+        deployment = Deployment.model_validate(message["deployment"])
+        for text in message["plans"]:
+            plan = Plan.from_json(text)
+            self._plans[plan.fingerprint] = plan
+        host, port = message["store"]
+        self._orders = GenerationSpec(
+            deployment,
+            self._plans[deployment.plan_fingerprint],
+            Worker.parse(message["cell"]),
+            (str(host), int(port)),
+            message["after"],
+            message["restore"],
+            self._plans[message["interim"]] if message["interim"] is not None else None,
+            frozenset((iteration, micro_batch) for iteration, micro_batch in message["left_out"]),
+            {Worker.parse(worker): tuple(map(Worker.parse, parts)) for worker, parts in message["runs"]},
+            tuple(message["partition"]),
+            tuple(message["held"]),
+        )

@@ -1,0 +1,499 @@
+"""Messages between agents and the console. No torch here: the console imports this module.
+
+Every message is strict: unknown fields are refused, strings and numbers are bounded, and of a list
+with wrong entries the first is said (there may be a million). Paths are
+below `/api/v1`. A worker is named `W<pipeline>_<stage>`; its `incarnation` is new at every process
+start, so that a report of a dead process can't be taken for one of its successor.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from enum import StrEnum
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StringConstraints,
+    model_validator,
+)
+
+from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.jobs.job import MAX_LAYERS, Job, MayMove, MemoryLimit, Technique
+from openrecycle.planner.plans.plan import INTEGER, JobDoc
+
+API = "/api/v1"
+# With the answer to POST /jobs: a token that is good for this job alone, for its launcher's workers.
+AGENT_TOKEN = "OpenRecycle-Agent-Token"
+# Where programs find the token that they were given.
+TOKEN_VARIABLE = "OPENRECYCLE_TOKEN"
+# Of one worker and iteration, at most.
+MEASURED_OPS = 100_000
+# Of one post of a worker's log: lines, and characters in each.
+LOG_LINES, LOG_LINE = 100, 500
+# POSIX seconds that a message may say.
+LATEST = 1e11
+# Of one post of heartbeats or acknowledgements.
+BATCH = 8_192
+# Characters of an interim plan that is sent to the console.
+INTERIM_DOCUMENT = 6_000_000
+
+
+def _hexadecimal(text: str) -> str:
+    """As float.hex writes it, which is how a history reads it."""
+    try:
+        float.fromhex(text)
+    except OverflowError:
+        raise ValueError(f"got {text!r}, expected a hexadecimal float of 64 bits") from None
+    return text
+
+
+# The characters of names are written out: readers of a pattern differ in what they take for a letter. Beyond ASCII all
+# that can be seen is in it: no space, no mark of direction, no surrogate, nothing of private use.
+_BEYOND_ASCII = (
+    "\xa1-\xac\xae-\u061b\u061d-\u167f\u1681-\u180d\u180f-\u1fff\u200c\u200d\u2010-\u2027\u2030-\u205e\u2070-\u2fff"
+    "\u3001-\ud7ff\uf900-\ufefe\uff00-\uffef\U00010000-\U000dffff\U000e0100-\U000e01ef"
+)
+NAME = f"^[A-Za-z0-9_ .:@/()+{_BEYOND_ASCII}-]+$"
+Name = Annotated[str, StringConstraints(min_length=1, max_length=80, pattern=NAME)]
+Identifier = Annotated[str, StringConstraints(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_-]+$")]
+Memory = Annotated[str, StringConstraints(pattern=r"^(1f1b|uniform|none|bytes|[1-9][0-9]{0,8})$")]
+WorkerName = Annotated[str, StringConstraints(pattern=r"^W[0-9]{1,6}_[0-9]{1,6}$")]
+Text = Annotated[str, StringConstraints(max_length=2000)]
+Count = Annotated[int, Field(ge=0, le=2**53), INTEGER]
+Seconds = Annotated[float, Field(strict=True, ge=0, le=1e9, allow_inf_nan=False)]
+PosixSeconds = Annotated[float, Field(strict=True, ge=0, le=LATEST, allow_inf_nan=False)]
+Milliseconds = Annotated[float, Field(strict=True, ge=0, le=1e9, allow_inf_nan=False)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Microseconds = Annotated[int, Field(ge=0, le=10**12), INTEGER]
+_HEXADECIMAL = r"^-?(0x[0-9a-f]{1,20}(\.[0-9a-f]{0,20})?(p[+-]?[0-9]{1,5})?|inf|nan)$"
+OpKind = Literal["F", "I", "W", "B", "O"]
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class WorkerState(StrEnum):
+    """What the console holds a worker for.
+
+    STARTING: known, not yet registered. RUNNING: in the generation, heard lately. SUSPECT: in the
+    generation, heartbeats overdue. FAILED: out of the generation. REJOINING: registered again, not yet in
+    a generation or still taking weights. FINISHED: left after the last iteration.
+    Whether a running worker takes re-routed work is read off the plan, not stored.
+    """
+
+    STARTING = "starting"
+    RUNNING = "running"
+    SUSPECT = "suspect"
+    FAILED = "failed"
+    REJOINING = "re-joining"
+    FINISHED = "finished"
+
+
+class JobState(StrEnum):
+    STARTING = "starting"
+    RUNNING = "running"
+    RECOVERING = "recovering"
+    HALTED = "halted"
+    FINISHED = "finished"
+    STOPPED = "stopped"
+
+
+class JobSpec(Message):
+    """POST /jobs -> JobCreated. What a launcher asks the console to look after.
+
+    What plans are made from is said once: by profile, which has op times and bytes by stage, or, where
+    all stages are alike, by durations: F, I, W, O, transfer in milliseconds. With neither, each op
+    takes one slot. paced: each op is stretched to its duration (a demo on a machine without
+    accelerators). demo: its processes may be killed from the console. checkpoints: the job writes
+    some, so that a stage whose last worker is gone can be staffed anew. migrate: its workers may be
+    told to change their stage, in their processes (Deployment.moves). relayout: may layers change theirs, where the
+    profile has layers? When it pays, never, or whenever another partition is better. transfer_timeout, group_timeout:
+    seconds that a worker waits for a peer's data, and for a sum over a stage; the console has its say on
+    them (agent.config.timeouts). None: not said.
+    """
+
+    name: Name
+    pipelines: Annotated[int, Field(ge=1, le=16_384), INTEGER]
+    stages: Annotated[int, Field(ge=1, le=16_384), INTEGER]
+    micro_batches: Annotated[int, Field(ge=1, le=65536), INTEGER]
+    iterations: Annotated[int, Field(ge=1, le=2**53), INTEGER]
+    samples_per_micro_batch: Annotated[int, Field(ge=1, le=2**31), INTEGER] = 1
+    technique: Literal["adaptive", "decoupled", "staggered"] = "staggered"
+    memory: Memory = "uniform"
+    durations: dict[Literal["F", "I", "W", "O", "transfer"], Milliseconds] = Field(default_factory=dict)
+    # Left out where there is none: consoles that do not know of it take such a job, too.
+    profile: Annotated[JobDoc | None, Field(exclude_if=lambda value: value is None)] = None
+    paced: StrictBool = False
+    demo: StrictBool = False
+    checkpoints: StrictBool = False
+    # Left out, too: what does not run on this agent's launcher can't do it.
+    migrate: Annotated[StrictBool, Field(exclude_if=lambda value: not value)] = False
+    relayout: Annotated[MayMove, Field(exclude_if=lambda value: value == "never")] = "never"
+    seed: Count = 0
+    transfer_timeout: Annotated[Seconds | None, Field(exclude_if=lambda value: value is None)] = None
+    group_timeout: Annotated[Seconds | None, Field(exclude_if=lambda value: value is None)] = None
+
+    def job(self) -> Job:
+        """What is planned for. Durations are milliseconds, whole microseconds.
+
+        Raises InputError, or InfeasibleError where memory does not hold a single micro-batch.
+        """
+        if self.profile is None:
+            durations: dict[str, float] = {kind: round(value, 3) for kind, value in self.durations.items()}
+            unit = "ms" if durations else "slot"
+            job = Job.uniform(self.pipelines, self.stages, self.micro_batches, durations=durations, time_unit=unit)
+        else:
+            if self.durations:
+                raise InputError("durations", dict(self.durations), "nothing beside profile, which has the op times")
+            for size in ("pipelines", "stages", "micro_batches"):
+                own = getattr(self, size)
+                if (value := getattr(self.profile, size)) != own:
+                    raise InputError(f"profile.{size}", value, f"{own}, as the job has it")
+            job = self.profile.job()
+        if self.relayout != "never" and not job.layers:
+            raise InputError("relayout", self.relayout, "never for a job whose profile has no layers")
+        MemoryLimit.parse(self.memory, field="memory").limits(job, Technique(self.technique))
+        return job
+
+
+class JobCreated(Message):
+    job_id: Identifier
+    heartbeat_seconds: Seconds
+    suspect_seconds: Seconds
+    dead_seconds: Seconds
+
+
+class JobStatus(BaseModel):
+    """GET /jobs/{job_id}, as far as a launcher reads it. sentence: what the console does or waits
+    for, and why."""
+
+    state: JobState
+    sentence: Text
+
+
+class Registration(Message):
+    """POST /jobs/{job_id}/workers -> Registered. The first thing a worker process says."""
+
+    worker: WorkerName
+    incarnation: Identifier
+    host: Annotated[str, StringConstraints(max_length=255)]
+    pid: Count
+
+
+class Registered(Message):
+    """generation: the newest one of the job (0: none yet)."""
+
+    worker: WorkerName
+    generation: Count
+
+
+class Doing(Message):
+    """What a worker's training thread is at. kind: an op's, `data`, `validation`, `leaving`, or `waiting` for a peer;
+    "" for none of them. pipeline, micro_batch: of an op on one. seconds: for how long. limit: after which it counts as
+    hung; None: never."""
+
+    kind: Annotated[str, StringConstraints(max_length=20)]
+    pipeline: Annotated[int | None, Field(ge=0, le=10**6)] = None
+    micro_batch: Annotated[int | None, Field(ge=0, le=10**6)] = None
+    seconds: Seconds
+    limit: Seconds | None = None
+
+
+class Heartbeat(Message):
+    """Of one worker. `seq` rises by one per incarnation.
+
+    generation: the worker's own. iteration: the one it works on. op_milliseconds: mean duration of
+    each kind (F, I, W, B, O) since the last heartbeat. doing: at the moment.
+    """
+
+    worker: WorkerName
+    incarnation: Identifier
+    seq: Count
+    generation: Count
+    iteration: Count
+    phase: Literal["starting", "waiting", "forming", "training", "paused", "draining"]
+    op_milliseconds: dict[OpKind, Milliseconds] = Field(default_factory=dict)
+    resident_bytes: Count = 0
+    doing: Annotated[Doing | None, Field(exclude_if=lambda value: value is None)] = None
+
+
+class Heartbeats(Message):
+    """POST /jobs/{job_id}/heartbeats -> BatchReply. From a launcher: what it has heard of its workers since the last
+    one. A worker without a launcher posts its own. Each is taken or refused by itself."""
+
+    heartbeats: Annotated[tuple[Heartbeat, ...], Field(min_length=1, max_length=BATCH, fail_fast=True)]
+
+
+class RefusedReport(Message):
+    """index: in the request, from 0. code, detail: as a Problem has them; `fenced`: that process no longer counts,
+    and must end."""
+
+    index: Count
+    worker: WorkerName
+    code: str
+    detail: str
+
+
+class BatchReply(Message):
+    """generation: the newest generation of the job. measure: an iteration, not begun yet, whose ops all workers
+    record and post as a MeasuredOps. taken: how many reports counted; the others are in refused."""
+
+    generation: Count
+    measure: Count | None = None
+    taken: Count
+    refused: tuple[RefusedReport, ...] = ()
+
+
+class ClockReading(Message):
+    """GET /clock. The console's monotonic clock, in microseconds. name: its `clock_name`."""
+
+    name: Identifier
+    microseconds: Count
+
+
+@cache
+def clock_name() -> str:
+    """Equal for two processes if and only if their monotonic clocks are one."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        # A container may have a time namespace of its own, whose clock is shifted.
+        return f"{boot}-{Path('/proc/self/ns/time').stat().st_ino}"
+    except OSError:
+        return re.sub(r"[^A-Za-z0-9_-]", "-", f"{socket.gethostname()[:32]}-{os.getpid()}")
+
+
+class MeasuredOps(Message):
+    """POST /jobs/{job_id}/measured. When each op of one iteration ran on one worker, in order.
+
+    One entry per op in kinds, pipelines and micro_batches (the home of the micro-batch; the worker's
+    own pipeline and -1 for O), starts_us (microseconds since started_us) and durations_us.
+    started_us: on the worker's monotonic clock, whose `clock_name` is clock; offset_us, added to it, gives
+    the console's, within ± uncertainty_us.
+    """
+
+    worker: WorkerName
+    incarnation: Identifier
+    generation: Annotated[int, Field(ge=1), INTEGER]
+    iteration: Count
+    clock: Identifier
+    started_us: Count
+    offset_us: Annotated[int, Field(ge=-(2**53), le=2**53), INTEGER]
+    uncertainty_us: Count
+    kinds: Annotated[str, StringConstraints(min_length=1, max_length=MEASURED_OPS, pattern=r"^[FIWBO]+$")]
+    pipelines: Annotated[
+        tuple[Annotated[int, Field(ge=0, le=10**6), INTEGER], ...], Field(max_length=MEASURED_OPS, fail_fast=True)
+    ]
+    micro_batches: Annotated[
+        tuple[Annotated[int, Field(ge=-1, le=10**6), INTEGER], ...], Field(max_length=MEASURED_OPS, fail_fast=True)
+    ]
+    starts_us: Annotated[tuple[Microseconds, ...], Field(max_length=MEASURED_OPS, fail_fast=True)]
+    durations_us: Annotated[tuple[Microseconds, ...], Field(max_length=MEASURED_OPS, fail_fast=True)]
+
+    @model_validator(mode="after")
+    def _one_entry_per_op(self) -> MeasuredOps:
+        for name in ("pipelines", "micro_batches", "starts_us", "durations_us"):
+            if (got := len(getattr(self, name))) != len(self.kinds):
+                raise ValueError(f"{name}: got {got} entries, expected {len(self.kinds)}, as kinds")
+        return self
+
+
+class Deployment(Message):
+    """GET /jobs/{job_id}/deployment?after=E&wait=S -> the newest deployment with generation > E, or 204
+    after S seconds.
+
+    One generation: who is in it, and the plan they run. joining: living workers that must take state
+    from a peer of their stage first. moves: (from, to) of workers that give up their stage and take
+    an empty place on another one, in their processes. restore: all go back to the newest checkpoint.
+    leaving: of those that were living, who is to go when the iteration in hand is done.
+    """
+
+    generation: Annotated[int, Field(ge=1), INTEGER]
+    plan_fingerprint: Identifier
+    living: tuple[WorkerName, ...]
+    failed: tuple[WorkerName, ...]
+    joining: tuple[WorkerName, ...] = ()
+    moves: tuple[tuple[WorkerName, WorkerName], ...] = ()
+    restore: bool = False
+    leaving: Annotated[tuple[WorkerName, ...], Field(exclude_if=lambda value: not value)] = ()
+    reason: Text = ""
+
+
+class InterimPlan(Message):
+    """POST /jobs/{job_id}/interim. From the launcher: what a generation runs until those who take their state from a
+    peer have it, and acknowledge `formed`; then it runs the deployment's plan. failed: whom it goes without.
+    document: the Plan, as JSON; "": too large to be sent."""
+
+    generation: Annotated[int, Field(ge=1), INTEGER]
+    plan_fingerprint: Identifier
+    failed: Annotated[tuple[WorkerName, ...], Field(max_length=16_384, fail_fast=True)]
+    document: Annotated[str, StringConstraints(max_length=INTERIM_DOCUMENT)] = ""
+
+
+class Acknowledgement(Message):
+    """A worker's progress in taking up a generation.
+
+    adopted: has the plan. formed: is in the generation's process groups. resumed: committed its first
+    iteration in it. iteration: the one agreed on (formed) or committed (resumed).
+    """
+
+    worker: WorkerName
+    incarnation: Identifier
+    generation: Annotated[int, Field(ge=1), INTEGER]
+    state: Literal["adopted", "formed", "resumed"]
+    iteration: Count = 0
+
+
+class Acknowledgements(Message):
+    """POST /jobs/{job_id}/acknowledgements -> BatchReply. From a launcher: one for each step, of all its workers that
+    have taken it. Each is taken or refused by itself."""
+
+    acknowledgements: Annotated[tuple[Acknowledgement, ...], Field(min_length=1, max_length=BATCH, fail_fast=True)]
+
+
+class FailureReport(Message):
+    """POST /jobs/{job_id}/failures. Something broke.
+
+    cause `exit`: the launcher saw the process of `worker` end. `exception`: an op of a micro-batch raised in it, and
+    all must form anew, with what the launcher makes of it. `transfer`: `reporter` could not exchange data (then
+    `worker` is the reporter's best guess, or itself). incarnation: of `worker` for an exit or exception, of
+    `reporter` for a transfer. detail: for an exit, what the process did (`was killed by SIGKILL`).
+    age_milliseconds: how long ago it was seen. generation: the reporter's own when the transfer broke or the op raised,
+    so that a late report can't disturb the next one (0: not said).
+    """
+
+    worker: WorkerName
+    incarnation: Identifier
+    cause: Literal["exit", "transfer", "exception"]
+    reporter: Name
+    detail: Text = ""
+    age_milliseconds: Milliseconds = 0
+    generation: Count = 0
+
+
+class Iteration(Message):
+    """One committed iteration; they count from 0. loss_hex: the loss as a hexadecimal float, exact. skipped:
+    micro-batches, numbered over the pipelines, that are not in it. learning_rate: of its step, of the optimizer's first
+    group; None: not known. data_seconds: the longest that a worker waited for its micro-batches to be read."""
+
+    iteration: Count
+    loss: Number
+    loss_hex: Annotated[str, StringConstraints(max_length=40, pattern=_HEXADECIMAL), AfterValidator(_hexadecimal)]
+    seconds: Seconds
+    generation: Count
+    living: Annotated[int, Field(ge=0, le=2**31 - 1), INTEGER]
+    skipped: Annotated[tuple[Count, ...], Field(max_length=65536, exclude_if=lambda value: not value)] = ()
+    learning_rate: Annotated[Number | None, Field(exclude_if=lambda value: value is None)] = None
+    data_seconds: Annotated[Seconds, Field(exclude_if=lambda value: not value)] = 0.0
+
+
+class IterationReport(Message):
+    """POST /jobs/{job_id}/iterations. From the launcher, in batches; repeated ones are ignored. age: seconds since the
+    newest was committed: a console may have been away."""
+
+    iterations: Annotated[tuple[Iteration, ...], Field(max_length=1000, fail_fast=True)]
+    age: Seconds = 0.0
+
+
+class Recovery(Message):
+    """POST /jobs/{job_id}/recoveries. Milliseconds after the death of `worker` until: its death was
+    seen; the last survivor had left the iteration; the last had re-formed; the redone iteration
+    was committed. death_known: False when only the moment it was seen is known (then the times
+    count from there)."""
+
+    worker: WorkerName
+    generation: Count
+    detected_ms: Milliseconds
+    unblocked_ms: Milliseconds
+    reformed_ms: Milliseconds
+    resumed_ms: Milliseconds
+    death_known: StrictBool = True
+
+
+class Relayout(Message):
+    """POST /jobs/{job_id}/relayouts. All workers have so many layers per stage (`partition`) from `iteration` on.
+
+    moved_layers: that have changed their stage. stall_ms: that a worker took to put them in their place, between two
+    iterations.
+    """
+
+    generation: Count
+    iteration: Count
+    partition: Annotated[tuple[Annotated[int, Field(ge=1, le=MAX_LAYERS), INTEGER], ...], Field(max_length=MAX_LAYERS)]
+    moved_layers: Annotated[int, Field(ge=0, le=MAX_LAYERS), INTEGER]
+    stall_ms: Milliseconds
+
+
+class LogLine(Message):
+    """at: POSIX seconds, of the worker's wall clock."""
+
+    at: PosixSeconds
+    text: Annotated[str, StringConstraints(max_length=LOG_LINE)]
+
+
+class LogLines(Message):
+    """POST /jobs/{job_id}/logs. What a worker process has written since the last post, oldest first.
+
+    skipped: lines before these that were dropped, since they were too many."""
+
+    worker: WorkerName
+    incarnation: Identifier
+    lines: Annotated[tuple[LogLine, ...], Field(max_length=LOG_LINES, fail_fast=True)]
+    skipped: Count = 0
+
+
+class ValidationReport(Message):
+    """POST /jobs/{job_id}/validations. From the launcher: what came of checking an iteration's gradients.
+
+    coefficient: what they were scaled by (1: nothing); None: the update was left out, since one was
+    NaN, infinite or out of range. redone: the step had been taken otherwise and was put right.
+    """
+
+    iteration: Count
+    coefficient: Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)] | None
+    redone: StrictBool
+
+
+class Command(Message):
+    """kill: SIGKILL the worker's process. restart: start a new process for a failed worker. pause: all
+    workers stop before the same iteration, until resume."""
+
+    seq: Count
+    kind: Literal["kill", "restart", "pause", "resume"]
+    worker: Annotated[WorkerName | None, Field(exclude_if=lambda value: value is None)] = None
+
+
+class Commands(Message):
+    """GET /jobs/{job_id}/commands?after=SEQ&wait=S. What the operator asks of the launcher."""
+
+    commands: tuple[Command, ...]
+
+
+class JobFinished(Message):
+    """POST /jobs/{job_id}/finish. From the launcher, when all its workers are gone."""
+
+    state: Literal["finished", "stopped"]
+    reason: Text = ""
+
+
+class ProblemDetails(Message):
+    """Body of every 4xx and 5xx answer (RFC 9457, application/problem+json).
+
+    code: for programs (`unknown_job`, `unknown_worker`, `fenced`, `invalid`, `too_large`, ...).
+    detail: one sentence for people that names the field, the value and what was expected.
+    """
+
+    type: str = "about:blank"
+    title: str
+    status: int
+    code: str
+    detail: str

@@ -1,0 +1,1 @@
+"""A user's model and data: layers, what passes between them, where they come from."""

@@ -1,0 +1,141 @@
+"""The private names of torch that the agent uses, and why; known to work in the versions KNOWN.
+
+A group of our own is made for each generation, which torch's public functions can't do without a default group; so its
+options are set here. The rest is speed: what public names do the same takes longer, as is said with each. (Two modules
+of torch's are named in agent.launcher.processes, which has no torch itself: they are imported early.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from openrecycle.planner.jobs.errors import InputError
+
+KNOWN = ("2.13",)
+"""Versions of torch in which all of these names do what is expected of them; another one may have them, too."""
+
+
+def check_version() -> None:
+    """Raises InputError for a torch that lacks one of these names."""
+    holders = {torch: ("_foreach_mul_", "_foreach_copy_"), torch.nn.modules.conv.Conv2d: ("_conv_forward",)}
+    missing = [name for holder, names in holders.items() for name in names if not hasattr(holder, name)]
+    gloo = getattr(dist, "ProcessGroupGloo", None)
+    if gloo is not None and not hasattr(gloo, "_Options"):
+        missing.append("ProcessGroupGloo._Options")
+    if missing:
+        known = f"torch {', '.join(KNOWN)}, which is known to work"
+        raise InputError("torch", f"{torch.__version__}, without {', '.join(missing)}", known)
+
+
+def split_backward() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """torch's own halves of a backward, which only its pipeline schedules call: for the inputs, for the weights. Takes
+    a second to load."""
+    from torch.distributed.pipelining import _backward
+
+    return _backward.stage_backward_input, _backward.stage_backward_weight
+
+
+def convolve(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The arithmetic of a layer of torch.nn, any number of dimensions, with these parameters."""
+    y: Tensor = layer._conv_forward(x, weight, bias)
+    return y
+
+
+def gloo_group(store: Any, rank: int, size: int, *, timeout: timedelta, address: str) -> Any:
+    """A ProcessGroupGloo that is heard at `address`. Blocks until all ranks are there. Raises RuntimeError."""
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = timeout
+    options._devices = [gloo.create_device(hostname=address)]
+    return gloo(store, rank, size, options)
+
+
+def nccl_group(store: Any, rank: int, size: int, *, timeout: timedelta) -> Any:
+    """A ProcessGroupNCCL. It is given no device: it would make one communicator for all pairs of ranks, in which
+    messages of different pairs wait for each other."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+def failure_of(work: Any) -> BaseException | None:
+    """Why an operation of a group that has completed has brought nothing; None where it has done what it should. A
+    failed one of NCCL's counts as completed, and no wait says it."""
+    try:
+        found: BaseException | None = work.exception()
+    except RuntimeError as error:
+        return error
+    return found
+
+
+def multiply(tensors: Sequence[Tensor], factor: float) -> None:
+    """In place, all in a few kernels. tensors: at least one."""
+    torch._foreach_mul_(list(tensors), factor)
+
+
+def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """What is called before and after each step."""
+    hooks: Any = optimizer
+    return [*hooks._optimizer_step_pre_hooks.values(), *hooks._optimizer_step_post_hooks.values()]
+
+
+def copy(mine: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
+    """Into `mine`, all in a few kernels where they are of one type and device."""
+    torch._foreach_copy_(list(mine), list(theirs))
+
+
+@contextmanager
+def tensors_without_data() -> Iterator[Callable[[Tensor], Tensor]]:
+    """Of what is made inside, shapes, types and devices alone. Takes a second to load."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        yield mode.from_tensor
+
+
+def _grouped(left: Tensor, right: Tensor, *args: Any, **kwargs: Any) -> int:
+    """Of a mixture of experts: rows go to one expert each, where not all of both have a matrix per expert."""
+    shared = left.shape[0] if left.dim() > right.dim() else 1
+    return 2 * left.numel() // shared * right.shape[-1]
+
+
+# torch's own counter passes over these.
+_FLOPS = {**flop_registry, torch.ops.aten._grouped_mm: _grouped}
+
+
+class FlopCount(TorchDispatchMode):
+    """total: floating-point operations of what runs inside it: of matrix products, convolutions and attention, as torch
+    counts them.
+
+    What torch.utils.flop_counter.FlopCounterMode counts, and grouped products, without its import of torch._dynamo,
+    which would add a second to every worker's start.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # True would wrap __torch_dispatch__ in a function of torch._dynamo.
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        formula = _FLOPS.get(getattr(func, "overloadpacket", None))
+        if formula is not None:
+            self.total += formula(*args, **(kwargs or {}), out_val=out)
+        return out

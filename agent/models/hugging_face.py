@@ -1,0 +1,590 @@
+"""Causal language models of transformers, cut into layers: the embedding, a layer per block, and the head.
+
+A layer is the model itself with all that is not the layer's taken out, so its parameters keep the names that the whole
+model gives them. What the blocks are given beside the hidden states (masks, rotary positions) is not rebuilt here: the
+model's own forward runs with a gate in each block's place, which notes it. So it holds for every model whose blocks
+follow each other, with its own attention, sliding windows and scaling; others are refused.
+
+A worker builds the layers of its stage alone: the skeleton has no memory, and of the files only their tensors are read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, default_collate
+
+from openrecycle.agent.models.data import Evaluation, Loading, of_loader, pad_to
+from openrecycle.agent.models.layers import Tied
+from openrecycle.agent.models.stage_io import StageIO, TensorSpec
+from openrecycle.agent.models.workload import first_readable
+from openrecycle.planner.jobs.errors import InputError
+
+try:
+    import transformers
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+except ImportError as error:
+    raise InputError(
+        "model", f"no transformers that can be imported ({error})", "pip install 'openrecycle[transformers]'"
+    ) from None
+
+FAMILIES = "GPT-2, Llama, Mistral, Mixtral, Qwen 2 and 3, Gemma 1 to 3"
+"""Those that are tested."""
+PASSED = ("attention_mask", "position_ids")
+"""What a batch may have that every block needs: it is passed from layer to layer."""
+
+
+# -- what a model is made from -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """Builds the layers; is sent to workers. folder: with the weights; None: the model initialises itself. frozen:
+    names of parameters that are not trained. passed: which of PASSED the batches have. generation: what `generate`
+    takes."""
+
+    kind: type[PreTrainedModel]
+    config: PreTrainedConfig
+    dtype: torch.dtype
+    folder: str | None = None
+    frozen: frozenset[str] = frozenset()
+    checkpointing: bool = False
+    passed: tuple[str, ...] = ()
+    generation: GenerationConfig | None = None
+
+    @property
+    def layer_count(self) -> int:
+        return len(self.cut.blocks) + 2
+
+    @cached_property
+    def cut(self) -> Cut:
+        """Made once in a process."""
+        # Whether a layer's numbers are drawn before or after that must not show in them.
+        with torch.random.fork_rng(devices=[]):
+            with torch.device("meta"):
+                model = self.kind._from_config(  # type: ignore[no-untyped-call]
+                    copy.deepcopy(self.config), dtype=self.dtype
+                )
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(name not in self.frozen)
+            if self.checkpointing:
+                model.gradient_checkpointing_enable()
+            return Cut.of(model)
+
+    @property
+    def tied(self) -> Tied:
+        """The parameters that the first and the last layer share."""
+        last = self.layer_count - 1
+        return tuple((f"0.{source}", f"{last}.{name}") for name, source in self.cut.tied.items())
+
+    def boundaries(self, shape: torch.Size) -> StageIO:
+        """What passes from layer to layer, of input_ids of this shape."""
+        hidden = TensorSpec((*shape, self.cut.model.config.hidden_size), str(self.dtype).removeprefix("torch."))
+        passed = (TensorSpec(tuple(shape), "int64", gradient=False),) * len(self.passed)
+        trained = any(p.requires_grad for p in self.cut.part(0, self.passed).parameters())
+        first = replace(hidden, gradient=trained)
+        samples, length = shape
+        out, logits = [(first, *passed)], tuple[TensorSpec, ...]()
+        for block in self.cut.blocks:
+            logits += tuple(
+                TensorSpec((samples * length, router.get_parameter("weight").shape[0]), hidden.dtype)
+                for router in self.cut.routers(block)
+            )
+            out.append((hidden, *passed, *logits))
+        return tuple(out)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "cut"}
+
+    def __call__(self, layer: int, layers: int) -> nn.Module:
+        """Of its tied parameters the values come from the first layer's."""
+        cut = self.cut
+        if torch.empty(0).device.type == "meta":
+            return cut.part(layer, self.passed).train()
+        given: dict[str, Any] = {"config": cut.model.config, "dtype": self.dtype, "output_loading_info": True}
+        # Of what is not in a state dict the values are drawn.
+        none: dict[str, Any] = {"state_dict": {}}
+        given |= none if self.folder is None else {"use_safetensors": True, "local_files_only": True}
+        with _quiet():
+            part, found = _part_class(self.kind).from_pretrained(self.folder, cut, layer, self.passed, **given)
+        missing = set(found["missing_keys"]) - set(cut.tied)
+        if self.folder is not None and missing:
+            raise InputError("model", self.folder, f"a folder with all weights; it lacks {', '.join(sorted(missing))}")
+        if found["mismatched_keys"]:
+            raise InputError("model", self.folder, f"weights of the config's shapes, unlike {found['mismatched_keys']}")
+        for name, parameter in part.named_parameters():  # transformers makes new ones
+            parameter.requires_grad_(cut.tied.get(name, name) not in self.frozen)
+        for tensor in (*part.parameters(), *part.buffers()) if self.folder is not None else ():
+            # They are the files themselves in memory, which may change or be gone, and begin at odd addresses, by
+            # which kernels choose their way and so their rounding.
+            tensor.data = tensor.data.clone()
+        trained: nn.Module = part.train()
+        return trained
+
+    def save(self, weights: Callable[[int], Mapping[str, Any]], folder: str | Path) -> None:
+        """Writes what `from_pretrained` reads. weights: of each layer."""
+        model = copy.copy(self.cut.model)
+        model.generation_config = self.generation or model.generation_config
+        state = {name: tensor for k in range(self.layer_count) for name, tensor in weights(k).items()}
+        with _quiet():
+            model.save_pretrained(folder, state_dict={n: t for n, t in state.items() if n not in self.cut.tied})
+
+
+def pretrained(model: Any, into: contextlib.ExitStack) -> Pretrained:
+    """From a config, a folder or a hub's name, or a model. into: what is written for a model lives until its end.
+    Raises InputError."""
+    if isinstance(model, PreTrainedModel):
+        _check(model.config)
+        written = into.enter_context(tempfile.TemporaryDirectory(prefix="openrecycle-model-"))
+        with _quiet():
+            model.save_pretrained(written)
+        return Pretrained(
+            type(model),
+            model.config,
+            model.dtype,
+            written,
+            frozenset(name for name, p in model.named_parameters() if not p.requires_grad),
+            any(getattr(part, "gradient_checkpointing", False) for part in model.modules()),
+            generation=getattr(model, "generation_config", None),
+        )
+    folder: str | None = None
+    generation: GenerationConfig | None = None
+    if isinstance(model, (str, Path)):
+        folder = _folder(str(model))
+        try:
+            config = AutoConfig.from_pretrained(folder)
+        except (OSError, ValueError, KeyError) as error:
+            text = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise InputError("model", str(model), f"a folder with a config.json ({text[:200]})") from None
+        with contextlib.suppress(OSError):
+            generation = GenerationConfig.from_pretrained(folder)
+    else:
+        config = model
+    if not isinstance(config, PreTrainedConfig):
+        expected = "a transformers config, model, folder of one, or name on the hub"
+        raise InputError("model", type(model).__name__, expected)
+    _check(config)
+    dtype = getattr(torch, config.dtype) if isinstance(config.dtype, str) else config.dtype or torch.float32
+    try:
+        with torch.device("meta"):
+            auto: Any = AutoModelForCausalLM
+            kind = type(auto.from_config(copy.deepcopy(config), dtype=dtype))
+    except ValueError:
+        raise InputError("model", config.model_type, f"a causal language model, such as {FAMILIES}") from None
+    return Pretrained(kind, config, dtype, folder, generation=generation)
+
+
+def _check(config: PreTrainedConfig) -> None:
+    """Raises InputError."""
+    if getattr(config, "quantization_config", None) is not None:
+        raise InputError("model", "quantized weights", "weights that can be trained")
+
+
+def _folder(name: str) -> str:
+    """Where its files are; from the hub they are taken once, and not by every worker. Raises InputError."""
+    folder = Path(name)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        try:
+            folder = Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json"]))
+        except Exception as error:  # the hub's own kinds, and those of whatever carries its requests
+            text = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise InputError("model", name, f"a folder, or a name on the hub ({text})") from None
+    if not any(folder.glob("*.safetensors")):
+        raise InputError("model", name, "a folder with .safetensors files, as save_pretrained writes it")
+    return str(folder.resolve())
+
+
+# -- what it is trained on ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TokenBatches:
+    """Batches, dicts as transformers' collators make them, as (inputs, labels): a `collate`, or a data function.
+
+    make: samples, or (iteration, pipeline, micro_batch), to a batch. columns: what the model's forward takes; what else
+    samples have is left out, as transformers' own Trainer does. several: is a single argument a list of samples? pads:
+    the PadCollate by which batches are padded, where that is said.
+    """
+
+    make: Callable[..., Any]
+    columns: frozenset[str]
+    several: bool = True
+    pads: Any = None
+
+    def __call__(self, *args: Any) -> tuple[tuple[Tensor, ...], Tensor]:
+        batch = self.batch(*args)
+        ids = batch["input_ids"]
+        mask = batch.get("attention_mask")
+        labels = batch.get("labels")
+        if labels is None:
+            labels = ids if mask is None else ids.masked_fill(mask == 0, _IGNORED)
+        passed = {name: batch[name].long() for name in PASSED if name in batch}
+        return (ids, *(_passed_on(name, value) for name, value in passed.items())), labels
+
+    @property
+    def varies(self) -> bool:
+        return bool(getattr(self.pads, "varies", False))
+
+    def widest(self, made: tuple[tuple[Tensor, ...], Tensor]) -> tuple[tuple[Tensor, ...], Tensor]:
+        """What `__call__` has made, padded on to the largest length."""
+        inputs, labels = made
+        length = self.pads.lengths[-1]
+        return tuple(pad_to(t, length, 0) for t in inputs), pad_to(labels, length, _IGNORED)
+
+    def batch(self, *args: Any) -> dict[str, Tensor]:
+        """Raises InputError."""
+        if len(args) == 1 and self.several:
+            args = ([self._sample(sample) for sample in args[0]],)
+        made = self.make(*args)
+        expected = f"dicts with input_ids, and labels, {' and '.join(PASSED)} where there are any"
+        if not isinstance(made, Mapping):
+            raise InputError("data", type(made).__name__, expected)
+        found = {name: value for name, value in made.items() if value is not None}
+        if other := found.keys() - {"input_ids", "labels", *PASSED} or {"input_ids"} - found.keys():
+            raise InputError("data", f"a batch with {', '.join(found)}", f"{expected} ({', '.join(sorted(other))})")
+        for name, value in found.items():
+            if not isinstance(value, Tensor) or value.shape != found["input_ids"].shape or value.dim() != 2:
+                got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                raise InputError("data", f"{name} {got}", "tensors of (samples, tokens), all of one shape")
+        return found
+
+    def _sample(self, sample: Any) -> Any:
+        if not isinstance(sample, Mapping):
+            raise InputError("data", type(sample).__name__, "samples that are dicts with input_ids")
+        return {name: value for name, value in sample.items() if name in self.columns}
+
+
+_IGNORED = -100
+"""A label that counts nothing."""
+
+
+def predicted(labels: Tensor) -> Tensor:
+    """How many tokens of a batch are predicted: the first of each sample is not."""
+    return (labels[:, 1:] != _IGNORED).sum()
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """The model's own loss, which shifts the labels by one: the mean over a micro-batch's tokens. balance: the weight
+    of the routers' loss, which the last layer gives beside the logits."""
+
+    function: Callable[..., Tensor]
+    vocabulary: int
+    balance: float | None = None
+
+    def __call__(self, output: Tensor | tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
+        logits, routers = output if isinstance(output, tuple) else (output, None)
+        loss = self.function(logits, labels, self.vocabulary)
+        return loss if routers is None or self.balance is None else loss + self.balance * routers
+
+
+def pretrained_job(
+    model: Any, data: Any, loading: Loading, into: contextlib.ExitStack, evaluate: Evaluation | None = None
+) -> tuple[Pretrained, dict[str, Any]]:
+    """The layers, and with them ResilientTrainer's arguments about model, loss and data. Raises InputError."""
+    source = pretrained(model, into)
+    columns = frozenset(inspect.signature(source.kind.forward).parameters) | {"labels"}
+    if not hasattr(data, "__getitem__") and callable(data):
+        data = tokens = TokenBatches(data, columns, pads=loading.collate)
+        batch = first_readable(data.batch)
+        loading = replace(loading, collate=tokens) if tokens.varies else loading
+    else:
+        collate = transformers.default_data_collator if loading.collate is default_collate else loading.collate
+        tokens = TokenBatches(collate, columns, pads=collate)
+        loading = replace(loading, collate=tokens)
+        if not hasattr(data, "__getitem__"):
+            raise InputError("data", type(data).__name__, "a map-style data set of dicts with input_ids, or a function")
+        batch = first_readable(lambda i, *_: tokens.batch([data[i]]))
+    if loading.weight is None:
+        loading = replace(loading, weight=predicted)
+    if isinstance(evaluate, Evaluation) and isinstance(evaluate.data, DataLoader):
+        own, _, how = of_loader(evaluate.data, loading)
+        known = (loading.collate, getattr(loading.collate, "make", None), getattr(loading.collate, "pads", None))
+        if how.collate not in (*known, default_collate):
+            expected = "a DataLoader with the collator of the training data, or its data set alone"
+            raise InputError("evaluate.data", "a DataLoader with another collator", expected)
+        evaluate = replace(evaluate, data=own)
+    elif isinstance(evaluate, Evaluation) and not hasattr(evaluate.data, "__getitem__"):
+        evaluate = replace(evaluate, data=TokenBatches(evaluate.data, columns, several=False))
+    source = replace(source, passed=tuple(name for name in PASSED if name in batch))
+    whole = source.cut.model
+    with _quiet():  # GPT-2's name says nothing of its loss, which it tells
+        balance: Any = whole.router_aux_loss_coef if source.cut.router is not None else None
+        loss = TokenLoss(whole.loss_function, whole.config.vocab_size, balance)
+    arguments = {"layers": source, "layer_count": source.layer_count, "tied": source.tied, "loss": loss}
+    return source, arguments | {"data": data, "loading": loading, "evaluate": evaluate}
+
+
+# -- how a model is cut ------------------------------------------------------------------------
+
+
+class Gate(nn.Module):
+    """In the place of a module: gives back `instead`, or what it is given first. notes: and keeps what it is given."""
+
+    def __init__(self, instead: Tensor | None = None, *, notes: bool = False) -> None:
+        super().__init__()
+        self.instead, self.notes = instead, notes
+        self.given: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.notes:
+            self.given = args, kwargs
+        if self.instead is not None:
+            return self.instead
+        # What comes before the blocks may be given indices, and is added to something.
+        floating = args and isinstance(args[0], Tensor) and args[0].is_floating_point()
+        return args[0] if floating else torch.zeros(())
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A model without memory. base: name of the part that has the blocks, as its child holder. before, after: the names
+    of what has parameters beside them, in order. tied: parameters of the head that are others, by name. router: the
+    class, and which of its outputs are its logits, where the loss is to balance what they choose."""
+
+    model: PreTrainedModel
+    base: str
+    holder: str
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+    tied: Mapping[str, str] = field(default_factory=dict)
+    router: tuple[type[nn.Module], int] | None = None
+
+    def routers(self, block: nn.Module) -> list[nn.Module]:
+        """Of which the loss wants to know."""
+        kind = None if self.router is None else self.router[0]
+        return [] if kind is None else [part for part in block.modules() if isinstance(part, kind)]
+
+    @property
+    def blocks(self) -> Sequence[nn.Module]:
+        blocks: Sequence[nn.Module] = getattr(getattr(self.model, self.base), self.holder)
+        return blocks
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Cut:
+        """Raises InputError for one whose blocks do not simply follow each other."""
+        for part in (*model.modules(), *model.parameters(), *model.buffers()):
+            part.__dict__.pop("_is_hf_initialized", None)  # without memory nothing is
+        prefix, count = model.base_model_prefix, getattr(model.config, "num_hidden_layers", None)
+        base: nn.Module = getattr(model, prefix, None) or nn.Module()
+        lists = [name for name, part in base.named_children() if isinstance(part, nn.ModuleList) and len(part) == count]
+        if len(lists) != 1:
+            raise _uncuttable(model, f"{len(lists)} lists of {count} blocks in its {prefix or 'body'}")
+        others = [n for n, c in base.named_children() if n != lists[0] and any(True for _ in c.parameters())]
+        try:
+            before, after = _order(base, lists[0], others)
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise _uncuttable(model, text[:200]) from error
+        tied = dict(model.all_tied_weights_keys)
+        names = [name.removeprefix(f"{prefix}.") for name, _ in model.named_parameters(remove_duplicate=False)]
+        outside = [name for name in names if "." not in name]
+        if outside or not all(source.startswith(f"{prefix}.") for source in tied.values()):
+            raise _uncuttable(model, f"parameters of its own ({outside}), or tied ones ({tied})")
+        router = None
+        if getattr(model.config, "output_router_logits", False):
+            said: Any = (getattr(base, "_can_record_outputs", None) or {}).get("router_logits")
+            if getattr(said, "target_class", None) is None or not hasattr(model, "router_aux_loss_coef"):
+                raise _uncuttable(model, "output_router_logits, and it does not say where its routers are")
+            router = said.target_class, said.index
+        return cls(model, prefix, lists[0], before, after, tied, router)
+
+    def part(self, layer: int, passed: tuple[str, ...]) -> nn.Module:
+        part: nn.Module = _part_class(type(self.model))(self.model.config, self, layer, passed)
+        return part
+
+    def fill(self, part: PreTrainedModel, layer: int) -> tuple[nn.Module, Gate, nn.Module | None]:
+        """Makes `part` the layer. Returns the body whose forward is to run, the last gate in it or the block's own, and
+        the block."""
+        part.__dict__.update(_bare(self.model).__dict__)
+        part.all_tied_weights_keys = {}
+        whole = getattr(self.model, self.base)
+        base, number = _bare(whole), layer - 1
+        gates = [Gate(notes=k == number) for k in range(len(self.blocks))]
+        head = number == len(gates)
+        kept = self.before if layer == 0 else self.after if head else ()
+        children = dict[str, nn.Module]()
+        for name, child in whole.named_children():
+            if name in (*self.before, *self.after) and name not in kept:
+                children[name] = Gate()
+            elif name != self.holder:  # a dropout comes before the blocks, and draws random numbers
+                children[name] = nn.Identity() if layer and isinstance(child, nn.Dropout) else copy.deepcopy(child)
+        for name, child in children.items():
+            base.add_module(name, child)
+        if head:
+            for name, child in self.model.named_children():
+                part.add_module(name, base if name == self.base else copy.deepcopy(child))
+        else:
+            part.add_module(self.base, base)
+        if layer == 0 or head:
+            base.add_module(self.holder, nn.ModuleList(gates))
+            return base, gates[-1], None
+        # Beside the part's own tree, where the block has its place: it only says what the block is given.
+        notes = _bare(whole)
+        for name, child in children.items():
+            notes.add_module(name, child)
+        notes.add_module(self.holder, nn.ModuleList(gates))
+        block = copy.deepcopy(self.blocks[number])
+        place = nn.ModuleList()
+        place.add_module(str(number), block)
+        base.add_module(self.holder, place)
+        return notes, gates[number], block
+
+
+def _uncuttable(model: PreTrainedModel, reason: str) -> InputError:
+    return InputError("model", type(model).__name__, f"one that can be cut into blocks, such as {FAMILIES} ({reason})")
+
+
+def _bare(module: Any) -> Any:
+    """A copy without children."""
+    copied = copy.copy(module)
+    copied._modules = {}
+    return copied
+
+
+def _order(whole: nn.Module, name: str, others: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Which of `others` come before the blocks, and which after them. Runs the body without its parameters, on a few
+    numbers, and raises ValueError where a block is given anything but what the one before gives."""
+    config: Any = whole.config
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    hidden = [torch.randn(1, 2, config.hidden_size, generator=generator, device="cpu") for _ in getattr(whole, name)]
+    base = _bare(whole)
+    for child_name, child in whole.named_children():
+        if child_name == name:
+            base.add_module(name, nn.ModuleList(Gate(each, notes=True) for each in hidden))
+        elif child_name in others:
+            base.add_module(child_name, Gate())
+        else:
+            base.add_module(child_name, _real(copy.deepcopy(child), whole))
+    called: list[str] = []
+    for child_name, child in base.named_children():
+        child.register_forward_pre_hook(lambda *_, n=child_name: called.append(n))
+    gates = list(getattr(base, name))
+    gates[-1].register_forward_pre_hook(lambda *_: called.append(name))
+    with torch.no_grad(), torch.device("cpu"):
+        out = base(inputs_embeds=torch.zeros_like(hidden[0]), use_cache=False).last_hidden_state
+    for k, gate in enumerate(gates):
+        if gate.given is None or (k and gate.given[0][0] is not hidden[k - 1]):
+            raise ValueError(f"block {k} is not given what block {k - 1} gives")
+    end = called.index(name)
+    after = tuple(n for n in called[end + 1 :] if n in others)
+    before = tuple(n for n in others if n not in after)
+    if not torch.equal(out, hidden[-1]):
+        raise ValueError("what comes after the blocks is more than its modules")
+    return before, after
+
+
+def _real(module: nn.Module, owner: Any) -> nn.Module:
+    """On the CPU, with its values, which are no parameters."""
+    module.to_empty(device="cpu")
+    for part in module.modules():
+        owner._init_weights(part)
+    return module
+
+
+_PARTS: dict[type[PreTrainedModel], type[PreTrainedModel]] = {}
+
+
+def _part_class(kind: type[PreTrainedModel]) -> Any:
+    """The model's class, of which an instance is one layer."""
+    if kind not in _PARTS:
+        # By its name transformers finds out how weights in files are turned into its parameters.
+        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        _PARTS[kind] = type(kind.__name__, (_Part, kind), names)
+    return _PARTS[kind]
+
+
+class _Part(nn.Module):
+    """One layer: (input_ids or hidden states, *passed, *routers' logits) to the same for the next layer; the last one
+    to logits, with the routers' loss where it counts."""
+
+    def __init__(self, config: PreTrainedConfig, cut: Cut, layer: int, passed: tuple[str, ...]) -> None:
+        nn.Module.__init__(self)
+        run = cut.fill(self, layer)  # type: ignore[arg-type]
+        # In a tuple, so that what belongs to another part of the tree is not a child, too.
+        self._run = (*run, layer == 0, layer == len(cut.blocks) + 1)
+        self._passed, self._router = passed, cut.router
+
+    def forward(self, x: Tensor, *passed: Tensor) -> Any:
+        base, gate, block, first, last = self._run
+        given = {name: _passed_on(name, value) for name, value in zip(self._passed, passed, strict=False)}
+        if block is not None:
+            with torch.no_grad():
+                base(inputs_embeds=x, use_cache=False, **given)
+            assert gate.given is not None
+            ((_, *args), kwargs), gate.given = gate.given, None
+            with _routers_of(block, self._router) as logits:
+                y = block(x, *args, **kwargs)
+            y = y[0] if isinstance(y, tuple) else y
+            passed += tuple(each.to(y.dtype) for each in logits)
+        elif first:
+            y = base(input_ids=x, use_cache=False, **given).last_hidden_state
+        elif last:
+            gate.instead = x
+            with _given_routers(base, passed[len(self._passed) :]):
+                out = super().forward(inputs_embeds=x, use_cache=False, **given)
+            gate.instead = None
+            return out.logits if self._router is None else (out.logits, out.aux_loss)
+        return (y, *passed) if passed else y
+
+
+@contextlib.contextmanager
+def _routers_of(block: nn.Module, router: tuple[type[nn.Module], int] | None) -> Iterator[list[Tensor]]:
+    """What the block's routers say within."""
+    found: list[Tensor] = []
+    kind, index = router or ((), 0)
+    routers = [part for part in block.modules() if isinstance(part, kind)]
+    handles = [part.register_forward_hook(lambda _, __, out: found.append(out[index])) for part in routers]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextlib.contextmanager
+def _given_routers(base: nn.Module, logits: tuple[Tensor, ...]) -> Iterator[None]:
+    """Within, the body's output says so, though the blocks have run elsewhere."""
+
+    def add(_: nn.Module, __: Any, out: Any) -> None:
+        if logits:
+            out["router_logits"] = logits
+
+    handle = base.register_forward_hook(add)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _passed_on(name: str, value: Tensor) -> Tensor:
+    """As the model takes it. A mask travels as what is padding, so that zeros, which stages are tried with, are a mask
+    that can be."""
+    return 1 - value if name == "attention_mask" else value
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the bars and reports of a whole model, which a layer is not."""
+    logging: Any = transformers.utils.logging
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

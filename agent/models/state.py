@@ -1,0 +1,237 @@
+"""A stage's state as plain data: a JSON document and the tensors that it names. Nothing is pickled.
+
+The same form goes to a peer that re-joins (packed into a header and one body) and into a checkpoint.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import hashlib
+import json
+import mmap
+import os
+import re
+import stat
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from io import BufferedReader
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
+from torch import Tensor
+
+from openrecycle.planner.plans.plan import read_json
+
+DTYPES = {
+    str(d).removeprefix("torch."): d
+    for d in (
+        *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex128),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    )
+}
+
+
+class StateError(RuntimeError):
+    """A state is damaged, does not belong to this stage, or holds what can't be sent."""
+
+
+@dataclass(frozen=True)
+class StageState:
+    """document: JSON values only; `{"tensor": NAME}` in it stands for `tensors[NAME]`."""
+
+    document: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+
+
+def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """`value` as JSON; the tensors in it go into `tensors`, under names that begin with `name`.
+
+    Raises StateError for anything but numbers, text, None, tensors, and lists, tuples and
+    dictionaries of those.
+    """
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Tensor):
+        tensors[name] = value.detach()
+        # Some optimizers keep their step count on the CPU whatever the parameter's device is.
+        return {"tensor": name, "on": "cpu" if value.device.type == "cpu" else "device"}
+    if isinstance(value, (list, tuple)):
+        items = [encode(v, f"{name}.{i}", tensors) for i, v in enumerate(value)]
+        return items if isinstance(value, list) else {"tuple": items}
+    if isinstance(value, Mapping):
+        kind = "counter" if isinstance(value, Counter) else "dict"
+        return {kind: [[encode(k, name, tensors), encode(v, f"{name}.{k}", tensors)] for k, v in value.items()]}
+    raise StateError(
+        f"{name}: got {type(value).__name__}, expected numbers, text, tensors, and lists and dictionaries of those"
+    )
+
+
+def decode(value: Any, tensors: Mapping[str, Tensor], device: torch.device | None = None) -> Any:
+    """What `encode` was given, with copies of the tensors; where one has no values (on the device "meta"), zeros.
+
+    Raises StateError.
+    """
+    if isinstance(value, list):
+        return [decode(v, tensors, device) for v in value]
+    if not isinstance(value, dict):
+        return value
+    if "tensor" in value:
+        if value["tensor"] not in tensors:
+            raise StateError(f"{value['tensor']}: missing")
+        tensor, where = tensors[value["tensor"]], None if value["on"] == "cpu" else device
+        return zeros(tensor, where) if tensor.is_meta else tensor.clone().to(where or "cpu")
+    if "tuple" in value:
+        return tuple(decode(value["tuple"], tensors, device))
+    pairs = value["counter"] if "counter" in value else value["dict"]
+    plain = {decode(k, tensors, device): decode(v, tensors, device) for k, v in pairs}
+    return Counter(plain) if "counter" in value else plain
+
+
+def zeros(like: Tensor, device: torch.device | None = None) -> Tensor:
+    """Of the same shape and type, contiguous. On a CPU it takes no time: the memory comes when it is written to."""
+    if (device is not None and device.type != "cpu") or not like.numel():
+        return torch.zeros(like.shape, dtype=like.dtype, device=device)
+    # torch.zeros writes all of it: half a second for a GiB.
+    memory = mmap.mmap(-1, like.numel() * like.element_size(), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=like.dtype).view(like.shape)
+
+
+def pack(state: StageState) -> tuple[bytes, Tensor]:
+    """(header, body): a JSON header with a checksum, and one uint8 tensor with every tensor's bytes."""
+    body = join(state.tensors.values())
+    document = json.dumps(state.document)
+    header = {
+        "sha256": _checksum(document, body),
+        "document": document,
+        "tensors": [[n, str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in state.tensors.items()],
+    }
+    return json.dumps(header).encode(), body
+
+
+def unpack(header: bytes, body: Tensor) -> StageState:
+    """Raises StateError when either is damaged."""
+    try:
+        doc = read_json(header)
+        document, specs = doc["document"], [(n, DTYPES[d], [int(x) for x in shape]) for n, d, shape in doc["tensors"]]
+        intact = doc["sha256"] == _checksum(document, body)
+    except (ValueError, KeyError, TypeError) as error:
+        raise StateError(f"unreadable header: {error}") from None
+    sizes = [dtype.itemsize * prod(shape) for _, dtype, shape in specs]
+    if not intact or sum(sizes) != body.numel():
+        raise StateError("the checksum does not match")
+    tensors = {}
+    for (name, dtype, shape), part in zip(specs, torch.split(body, sizes), strict=True):
+        # A copy starts at an aligned address, which a slice of the body need not.
+        tensors[name] = part.clone().view(dtype).view(shape)
+    return StageState(read_json(document), tensors)
+
+
+def join(tensors: Iterable[Tensor]) -> Tensor:
+    """All bytes in one new uint8 tensor on the CPU."""
+    parts = [_raw(t.detach().cpu()) for t in tensors]
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.uint8)
+
+
+def sha256(tensors: Iterable[Tensor]) -> str:
+    """Of the tensors' bytes, one after the other."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(memory(tensor.detach().cpu()))
+    return digest.hexdigest()
+
+
+def _checksum(document: str, body: Tensor) -> str:
+    digest = hashlib.sha256(document.encode())
+    digest.update(memory(body))
+    return digest.hexdigest()
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def memory(tensor: Tensor) -> memoryview:
+    """The tensor's own memory, without a copy and without numpy (which the agent does not need)."""
+    raw = _raw(tensor)
+    if not raw.numel():
+        return memoryview(b"")
+    view = (ctypes.c_ubyte * raw.numel()).from_address(raw.data_ptr())
+    view._keep = raw  # type: ignore[attr-defined]  # the memory lives as long as the view
+    return memoryview(view).cast("B")
+
+
+# -- in files ------------------------------------------------------------------------------------
+
+
+def write_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """In the safetensors format; on the disk when it returns. Raises OSError."""
+    # The format has no complex128: such are written as pairs.
+    pairs = [name for name, tensor in tensors.items() if tensor.dtype == torch.complex128]
+    held = {n: t.detach().cpu().resolve_conj().resolve_neg().contiguous() for n, t in tensors.items()}
+    held |= {name: torch.view_as_real(held[name]) for name in pairs}
+    specs = {
+        name: TensorSpec(
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            shape=tuple(tensor.shape),
+            data_ptr=tensor.data_ptr(),
+            data_len=tensor.numel() * tensor.element_size(),
+        )
+        for name, tensor in held.items()
+    }
+    file.touch()
+    mode = file.stat().st_mode  # whose umask the library passes over
+    said = {"format": "pt", **(metadata or {})} | ({_PAIRS: json.dumps(pairs)} if pairs else {})
+    failed = None
+    try:
+        serialize_file(specs, file, said)
+    except SafetensorError as error:
+        failed = str(error)
+    if failed is not None:  # a full disk, as the system calls it
+        number = re.search(r"os error (\d+)", failed)
+        raise OSError(int(number[1]), os.strerror(int(number[1]))) if number else OSError(failed)
+    file.chmod(mode)
+    with file.open("rb") as written:
+        os.fsync(written.fileno())
+
+
+def read_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """What `write_tensors` was given. Nothing is allocated before the file's size is known to be that of the tensors.
+    Raises StateError; OSError.
+    """
+    opened(file).close()
+    try:
+        with safe_open(file, framework="pt") as data:
+            metadata = data.metadata() or {}
+            # Copies: a mapped file may change under who uses it.
+            tensors = {name: data.get_tensor(name).clone() for name in data.keys()}  # noqa: SIM118 -- no mapping
+        tensors |= {name: torch.view_as_complex(tensors[name]) for name in json.loads(metadata.pop(_PAIRS, "[]"))}
+    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise StateError(f"{file.name}: {error}") from None
+    return tensors, metadata
+
+
+_PAIRS = "complex128"
+
+
+def opened(file: Path) -> BufferedReader:
+    """To be read. Raises OSError for what is no regular file: a pipe or a device may say nothing, or never end."""
+    handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(file))
+        return os.fdopen(handle, "rb")
+    except BaseException:
+        os.close(handle)
+        raise
+
+
+def whole_number(value: Any) -> int:
+    """Raises ValueError for what is no whole number of at least 0."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"got {value!r}, expected a whole number of at least 0")
+    return value

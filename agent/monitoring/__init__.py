@@ -1,0 +1,1 @@
+"""Who is alive, what each worker is at, and how a console hears of it."""

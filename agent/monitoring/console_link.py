@@ -1,0 +1,470 @@
+"""The launcher's link to a console: reports go out, generations and commands come in, nothing blocks.
+
+Four threads, each with its own HTTP session: one delivers the launcher's reports in order, one those of its workers
+(agent.monitoring.heartbeat), one long-polls for generations, one for the operator's commands. A console that is down is
+tried again with back-off; reports wait in bounded memory, where iterations share a report, and the oldest of those
+would be the first to go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from openrecycle.agent.coordination.launcher import Deploy, Event, Halt, Measure, ProcessFenced
+from openrecycle.agent.messages.client import Backoff, ConsoleClient, ConsoleRefused, ConsoleUnavailable
+from openrecycle.agent.messages.clock import Offset
+from openrecycle.agent.messages.outbox import Outbox
+from openrecycle.agent.messages.protocol import (
+    INTERIM_DOCUMENT,
+    Acknowledgement,
+    Command,
+    Commands,
+    Deployment,
+    FailureReport,
+    InterimPlan,
+    Iteration,
+    IterationReport,
+    JobCreated,
+    JobFinished,
+    JobSpec,
+    JobState,
+    JobStatus,
+    Message,
+    Recovery,
+    Registration,
+    Relayout,
+    ValidationReport,
+    clock_name,
+)
+from openrecycle.agent.monitoring.heartbeat import WorkerReports
+from openrecycle.planner.jobs.job import Worker
+from openrecycle.planner.plans.plan import Plan
+
+LONG_POLL_SECONDS = 20.0
+# A job that halts gets no new generation: so late may the launcher say why it stands still.
+SAY_WHY_NOT_SECONDS = 5.0
+# A larger plan would take longer to send than it is run for.
+INTERIM_OPS = 20_000
+MAX_REPORTS = 200
+"""Waiting at most; each may hold REPORTED_ITERATIONS, so that a console may be away for hours."""
+REPORTED_ITERATIONS = 1000
+LAST_TRIES_SECONDS = 0.2
+PHASE_SECONDS = 1.0
+"""So long an acknowledgement waits for workers that have not taken that step."""
+WORKERS_TIMEOUT_SECONDS = 2.0
+"""For the last words of the workers, at the end of the job."""
+# For a console that is away at the end of a job: where it was stopped, somebody waits for the launcher to end.
+STOPPED_TIMEOUT_SECONDS, ENDED_TIMEOUT_SECONDS = 3.0, 60.0
+TRY_AGAIN_SECONDS = 1.0
+"""Between two tries, at most. A console that is back knows of a death by this report before it gives up waiting for
+it (its transfer_grace) and has all connect anew, with the dead among them; and who trains waits for its decision."""
+
+
+SEQ_AHEAD = 1_000_000
+"""Heartbeats that the lead before may have sent since it has said of which it was."""
+_REPORTS: dict[str, type[Message]] = {
+    "/failures": FailureReport,
+    "/interim": InterimPlan,
+    "/relayouts": Relayout,
+    "/iterations": IterationReport,
+    "/recoveries": Recovery,
+    "/validations": ValidationReport,
+    "/finish": JobFinished,
+}
+
+
+class QueuedReport(NamedTuple):
+    """path: below the job's. at: when what it says happened, monotonic seconds."""
+
+    path: str
+    message: Message
+    at: float
+
+    @property
+    def body(self) -> Message:
+        """As it is sent now."""
+        if isinstance(self.message, IterationReport):
+            return self.message.model_copy(update={"age": max(0.0, time.monotonic() - self.at)})
+        return self.message
+
+
+def create_job(client: ConsoleClient, spec: JobSpec, *, timeout: float = 30.0) -> JobCreated:
+    """Registers the job; waits up to `timeout` seconds for the console to answer.
+
+    Raises ConsoleUnavailable or ConsoleRefused.
+    """
+    key, backoff, waited = uuid.uuid4().hex, Backoff(0.2, 2.0), 0.0
+    while True:
+        try:
+            created = client.post("/jobs", spec, JobCreated, key=key)
+            assert created is not None
+            return created
+        except ConsoleUnavailable:
+            if waited >= timeout:
+                raise
+            wait = backoff.seconds()
+            threading.Event().wait(wait)
+            waited += wait
+
+
+def next_deployment(
+    client: ConsoleClient, job_path: str, after: int, plans: dict[str, Plan], wait: float
+) -> tuple[Deployment, Plan] | None:
+    """The newest deployment with a generation above `after`, and its plan, as soon as there is one; None
+    when there is none in `wait` seconds. plans: those known, by fingerprint; a new one is added.
+
+    Raises ConsoleUnavailable or ConsoleRefused.
+    """
+    deployment = client.get(f"{job_path}/deployment", Deployment, wait=wait, after=after)
+    if deployment is None or deployment.generation <= after:
+        return None
+    name = deployment.plan_fingerprint
+    if name not in plans:
+        plan = client.get(f"{job_path}/plans/{name}", Plan)
+        assert plan is not None
+        plans[name] = plan
+    return deployment, plans[name]
+
+
+def merge_iterations(older: QueuedReport, newer: QueuedReport) -> QueuedReport | None:
+    """Two reports of iterations as one, where it would not be too long."""
+    first, second = older.message, newer.message
+    if not isinstance(first, IterationReport) or not isinstance(second, IterationReport):
+        return None
+    both = first.iterations + second.iterations
+    if len(both) > REPORTED_ITERATIONS:
+        return None
+    return newer._replace(message=IterationReport.model_construct(iterations=both, age=0.0))
+
+
+def is_history(report: QueuedReport) -> bool:
+    """May it be forgotten? Ends of processes, and of the job, may not."""
+    return isinstance(report.message, IterationReport)
+
+
+class Phases:
+    """Makes one acknowledgement of a generation's step out of those of all workers. No clock.
+
+    timeout: seconds after which those that have taken a step are acknowledged without the others.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+        self._generation = 0
+        self._expected: frozenset[str] = frozenset()
+        self._known: dict[tuple[int, str], set[str]] = {}
+        self._waiting: dict[tuple[int, str], tuple[float, list[Acknowledgement]]] = {}
+
+    def expect(self, generation: int, incarnations: Iterable[str]) -> None:
+        """`generation` is the newest, and those are to take each step of it at about the same time."""
+        self._generation, self._expected = generation, frozenset(incarnations)
+        self._known = {}
+
+    def add(self, acknowledgement: Acknowledgement, now: float) -> None:
+        key = acknowledgement.generation, acknowledgement.state
+        self._known.setdefault(key, set()).add(acknowledgement.incarnation)
+        self._waiting.setdefault(key, (now, []))[1].append(acknowledgement)
+
+    def due(self, now: float) -> list[list[Acknowledgement]]:
+        """Those to be posted now, the oldest first: complete, of an older generation, or waiting for too long."""
+        out = []
+        for key, (since, waiting) in list(self._waiting.items()):
+            complete = key[0] != self._generation or self._expected <= self._known.get(key, set())
+            if complete or now - since >= self._timeout:
+                out.append(waiting)
+                del self._waiting[key]
+        return out
+
+
+class ConsoleCoordination:
+    """A Coordination whose decisions are the console's.
+
+    wake_fd: becomes readable when `poll` has something. say: called, from a thread, with the
+    console's sentence when the job does not train and nothing is announced. checkpoint: asked for
+    the checkpoint to go back to when the console says so; None: the job writes none. interval: seconds between two
+    posts of the workers' heartbeats. decide: given what is to be done once this launcher may
+    (agent.launcher.processes): on several nodes another may lead by then. saved: what another launcher has `saved`,
+    which this one goes on from.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], ConsoleClient],
+        job_id: str,
+        say: Callable[[str], None],
+        *,
+        checkpoint: Callable[[], str | None] | None = None,
+        interval: float = 1.0,
+        decide: Callable[[Callable[[], None]], None] = lambda send: send(),
+        saved: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._connect, self._path, self._say = connect, f"/jobs/{job_id}", say
+        self._job_id, self._decide = job_id, decide
+        self._decided: deque[QueuedReport] = deque()
+        """Reports that `decide` has."""
+        newest: tuple[int, int] = (0, 0) if saved is None else (saved["generation"], saved["command"])
+        self._generation, self._command = newest
+        """That the launcher was told."""
+        self._checkpoint = checkpoint
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._reports: Outbox[QueuedReport] = Outbox(MAX_REPORTS, merge=merge_iterations, droppable=is_history)
+        self._report_there, self._closing = threading.Event(), threading.Event()
+        self.wake_fd, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_write, False)
+        self._sender = threading.Thread(target=self._send_reports, name="reports", daemon=True)
+        self._sender.start()
+        self._said: dict[str, tuple[str, Mapping[str, Any]]] = {}
+        self._phases = Phases(min(interval, PHASE_SECONDS))
+        client = connect()
+        self._token = client.token
+        self._workers = WorkerReports(
+            client,
+            job_id,
+            interval=interval,
+            fenced=lambda incarnation: self._put(ProcessFenced(incarnation)),
+            measure=lambda iteration: self._put(Measure(iteration)),
+        )
+        if saved is not None:
+            for about in saved["workers"]:
+                registration = Registration.model_validate(about["registration"])
+                self._workers.add(registration, seq=about["seq"] + SEQ_AHEAD, worker=about["worker"])
+            for path, message in saved["reports"]:
+                self._report(path, _REPORTS[path].model_validate(message))
+        self._workers.start()
+        for target in (self._follow_generations, self._follow_commands):
+            threading.Thread(target=target, name=target.__name__, daemon=True).start()
+
+    # -- Coordination -------------------------------------------------------------------------
+
+    def ready(self, worker: Worker, incarnation: str, host: str, pid: int) -> None:
+        self._workers.add(Registration(worker=str(worker), incarnation=incarnation, host=host, pid=pid))
+
+    def said(self, worker: Worker, incarnation: str, message: Mapping[str, Any], clock: Offset) -> None:
+        match message["kind"]:
+            case "alive":
+                self._said[incarnation] = str(worker), message["beat"]
+            case "log":
+                self._workers.wrote(incarnation, message["lines"], message["skipped"])
+            case "measured":
+                fields = message["ops"] | {"worker": str(worker), "incarnation": incarnation}
+                same = fields["clock"] == clock_name()
+                self._workers.measured(fields, Offset(0, 0) if same else clock)
+            case "resumed":
+                self._acknowledge("resumed", worker, incarnation, message["generation"], message["iteration"])
+
+    def exited(self, worker: Worker, incarnation: str, detail: str) -> None:
+        self._workers.remove(incarnation)
+        report = FailureReport(
+            worker=str(worker), incarnation=incarnation, cause="exit", reporter="launcher", detail=detail[:2000]
+        )
+        self._report("/failures", report)
+
+    def broken(
+        self, worker: Worker, incarnation: str, generation: int, now: float, peer: str = "", detail: str = ""
+    ) -> None:
+        self._workers.broken(str(worker), incarnation, generation, detail, peer)
+
+    def raised(self, worker: Worker, incarnation: str, generation: int, text: str) -> None:
+        fields = {"incarnation": incarnation, "reporter": "launcher", "detail": text[:2000], "generation": generation}
+        self._report("/failures", FailureReport(worker=str(worker), cause="exception", **fields))  # type: ignore[arg-type]
+
+    def opened(self, generation: int, incarnations: Iterable[str]) -> None:
+        self._phases.expect(generation, incarnations)
+
+    def adopted(self, worker: Worker, incarnation: str, generation: int, iteration: int) -> None:
+        self._acknowledge("adopted", worker, incarnation, generation, iteration)
+
+    def formed(self, worker: Worker, incarnation: str, generation: int, iteration: int) -> None:
+        self._acknowledge("formed", worker, incarnation, generation, iteration)
+
+    def meanwhile(self, generation: int, plan: Plan) -> None:
+        text = plan.to_json() if plan.op_count <= INTERIM_OPS else ""
+        document = text if len(text) <= INTERIM_DOCUMENT else ""
+        report = InterimPlan(
+            generation=generation, plan_fingerprint=plan.fingerprint, failed=plan.failed, document=document
+        )
+        self._report("/interim", report)
+
+    def rearranged(self, report: Relayout) -> None:
+        self._report("/relayouts", report)
+
+    def committed(self, iterations: Iterable[Iteration]) -> None:
+        batch = tuple(iterations)
+        if batch:
+            self._report("/iterations", IterationReport(iterations=batch))
+
+    def recovered(self, recovery: Recovery) -> None:
+        self._report("/recoveries", recovery)
+
+    def validation(self, report: ValidationReport) -> None:
+        self._report("/validations", report)
+
+    def finished(self, state: str, reason: str) -> None:
+        self._tell(float("inf"))
+        self._workers.stop()
+        self._workers.join(WORKERS_TIMEOUT_SECONDS)
+        self._report("/finish", JobFinished(state=state, reason=reason[:2000]))  # type: ignore[arg-type]
+
+    def saved(self) -> dict[str, Any]:
+        reports = [*self._reports.all, *self._decided]
+        return {
+            "job": self._job_id,
+            "token": self._token,
+            "generation": self._generation,
+            "command": self._command,
+            "workers": self._workers.saved(),
+            "reports": [(report.path, report.message.model_dump(mode="json")) for report in reports],
+        }
+
+    def lead_changed(self, lost: Mapping[Worker, str], detail: str, now: float) -> None:
+        for worker, incarnation in lost.items():
+            self.exited(worker, incarnation, detail)
+
+    def poll(self, now: float) -> list[Event]:
+        self._tell(now)
+        out = []
+        while not self._events.empty():
+            out.append(event := self._events.get())
+            if isinstance(event, Deploy):
+                self._generation = event.deployment.generation
+            elif isinstance(event, Command):
+                self._command = event.seq
+        if out:
+            os.read(self.wake_fd, 4096)
+        return out
+
+    def close(self, hurried: Callable[[], bool]) -> None:
+        """Delivers what is queued, and says so where that takes long and where it is in vain.
+
+        hurried: while it holds, STOPPED_TIMEOUT_SECONDS are enough, otherwise it is ENDED_TIMEOUT_SECONDS.
+        """
+        begin = time.monotonic()
+        self._closing.set()
+        self._report_there.set()
+        self._sender.join(STOPPED_TIMEOUT_SECONDS)
+        if self._sender.is_alive() and not hurried():
+            self._say(
+                "the console is away; it is told how the job ended once it is back, "
+                f"for up to {ENDED_TIMEOUT_SECONDS:g} s"
+            )
+        while self._sender.is_alive() and not hurried() and time.monotonic() - begin < ENDED_TIMEOUT_SECONDS:
+            self._sender.join(LAST_TRIES_SECONDS)
+        if self._sender.is_alive():
+            self._say(f"the console was not told how the job ended; reports lost: {len(self._reports)}")
+
+    def _acknowledge(self, state: str, worker: Worker, incarnation: str, generation: int, iteration: int) -> None:
+        self._phases.add(
+            Acknowledgement(
+                worker=str(worker),
+                incarnation=incarnation,
+                generation=generation,
+                state=state,  # type: ignore[arg-type]
+                iteration=iteration,
+            ),
+            time.monotonic(),
+        )
+
+    def _tell(self, now: float) -> None:
+        """What all workers have said in a turn of the launcher is passed on together: a launcher that stood still has
+        heard all of them when it tells the console of any."""
+        said, self._said = self._said, {}
+        if said:
+            self._workers.heard(said)
+        for acknowledgements in self._phases.due(now):
+            self._workers.acknowledge(acknowledgements)
+
+    # -- threads ------------------------------------------------------------------------------
+
+    def _report(self, path: str, message: Message) -> None:
+        self._decided.append(QueuedReport(path, message, time.monotonic()))
+        self._decide(self._pass_on)
+
+    def _pass_on(self) -> None:
+        self._reports.put(self._decided.popleft())
+        self._report_there.set()
+
+    def _put(self, event: Event) -> None:
+        self._events.put(event)
+        with contextlib.suppress(BlockingIOError):  # full, so readable already
+            os.write(self._wake_write, b"!")
+
+    def _send_reports(self) -> None:
+        client, backoff = self._connect(), Backoff(longest=TRY_AGAIN_SECONDS)
+        while True:
+            report = self._reports.take()
+            if report is None:
+                if self._closing.is_set():
+                    return
+                self._report_there.wait()
+                self._report_there.clear()
+                continue
+            try:
+                client.post(f"{self._path}{report.path}", report.body)
+            except ConsoleUnavailable:
+                if self._closing.is_set():
+                    time.sleep(LAST_TRIES_SECONDS)
+                else:
+                    self._closing.wait(backoff.seconds())
+                continue
+            except ConsoleRefused:
+                pass  # the console knows better (fenced, finished): the same again would be refused
+            backoff.reset()
+            self._reports.sent()
+
+    def _follow_generations(self) -> None:
+        client, backoff, generation = self._connect(), Backoff(longest=TRY_AGAIN_SECONDS), self._generation
+        plans: dict[str, Plan] = {}
+        said = ""
+        while not self._closing.is_set():
+            try:
+                found = next_deployment(client, self._path, generation, plans, SAY_WHY_NOT_SECONDS)
+                backoff.reset()
+                if found is None:
+                    said = self._say_why_not(client, said)
+                    continue
+                generation = found[0].generation
+                self._put(self._event(*found))
+            except ConsoleUnavailable:
+                self._closing.wait(backoff.seconds())
+            except ConsoleRefused as refusal:
+                self._put(Halt(f"the console refused: {refusal}"))
+                return
+
+    def _event(self, deployment: Deployment, plan: Plan) -> Event:
+        moves = tuple((Worker.parse(source), Worker.parse(to)) for source, to in deployment.moves)
+        restore = self._checkpoint() if deployment.restore and self._checkpoint else None
+        if deployment.restore and restore is None:
+            return Halt(f"{deployment.reason}; and there is no whole checkpoint yet")
+        return Deploy(deployment, plan, moves, restore)
+
+    def _say_why_not(self, client: ConsoleClient, said: str) -> str:
+        """Passes on, once, why the job stands still; returns what was said."""
+        try:
+            status = client.get(self._path, JobStatus)
+        except ConsoleRefused:  # it is for people to read: no reason to end the job
+            return said
+        if status is None or status.state in (JobState.RUNNING, JobState.FINISHED, JobState.STOPPED):
+            return ""
+        if status.sentence != said:
+            self._say(status.sentence)
+        return status.sentence
+
+    def _follow_commands(self) -> None:
+        client, backoff, seq = self._connect(), Backoff(longest=TRY_AGAIN_SECONDS), self._command
+        while not self._closing.is_set():
+            try:
+                answer = client.get(f"{self._path}/commands", Commands, wait=LONG_POLL_SECONDS, after=seq)
+                backoff.reset()
+                for command in answer.commands if answer else ():
+                    seq = max(seq, command.seq)
+                    self._put(command)
+            except (ConsoleUnavailable, ConsoleRefused):
+                self._closing.wait(backoff.seconds())

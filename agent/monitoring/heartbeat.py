@@ -1,0 +1,370 @@
+"""What a console is told of worker processes: registrations, heartbeats, acknowledgements, logs, measured ops.
+
+One thread for all workers of a launcher, or for the one of a Reporter. It never holds up training: whoever reports only
+leaves a message, in bounded memory. A console that is down costs nothing; what was not delivered is sent when it is
+back, oldest first.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from openrecycle.agent.messages.client import Backoff, ConsoleClient, ConsoleRefused, ConsoleUnavailable
+from openrecycle.agent.messages.clock import Offset, offset_to_console
+from openrecycle.agent.messages.log_tail import LogTail
+from openrecycle.agent.messages.outbox import Outbox
+from openrecycle.agent.messages.protocol import (
+    BATCH,
+    MEASURED_OPS,
+    Acknowledgement,
+    Acknowledgements,
+    BatchReply,
+    Doing,
+    FailureReport,
+    Heartbeat,
+    Heartbeats,
+    LogLines,
+    MeasuredOps,
+    Message,
+    Registered,
+    Registration,
+    clock_name,
+)
+from openrecycle.agent.monitoring.liveness import AT_REST, OpProgress
+from openrecycle.agent.monitoring.timeline import IterationTimeline, Timeline
+
+M = TypeVar("M", bound=Message)
+
+QUEUE = 1000
+STALE_SECONDS = 2.0
+"""What a worker has said of itself is no sign of life after so long, or after two heartbeats."""
+LAST = "draining"
+"""The phase of a worker that is through: said once more at the end, so that what follows is not taken for a death."""
+
+
+@dataclass
+class Status:
+    """What a heartbeat says; written by the training thread, read by the reporting one.
+
+    timeline: of the ops that run here, where somebody records them. progress: what the training thread is at."""
+
+    generation: int = 0
+    iteration: int = 0
+    phase: str = "starting"
+    take_op_milliseconds: Callable[[], dict[str, float]] = field(default=dict)
+    timeline: Timeline = field(default_factory=Timeline)
+    progress: OpProgress = field(default_factory=OpProgress)
+
+    def take(self) -> dict[str, Any]:
+        """Fields of the next Heartbeat, as JSON has them; op times start anew."""
+        at = doing(self.progress)
+        return {
+            "generation": self.generation,
+            "iteration": self.iteration,
+            "phase": self.phase,
+            "op_milliseconds": self.take_op_milliseconds(),
+            "resident_bytes": resident_bytes(),
+            "doing": None if at is None else at.model_dump(),
+        }
+
+
+@dataclass
+class _Process:
+    """One worker process. said: fields of its newest Heartbeat, None once that is posted; said_at: when it said so."""
+
+    registration: Registration
+    log: LogTail = field(default_factory=LogTail)
+    registered: bool = False
+    worker: str = ""
+    seq: int = 0
+    said: Mapping[str, Any] | None = None
+    said_at: float = 0.0
+
+
+class WorkerReports(threading.Thread):
+    """Reports worker processes to the console until `stop`. Everything but `run` may be called from any thread, and
+    returns at once.
+
+    fenced: called with an incarnation when the console says that it no longer counts. measure: called with an
+    iteration whose ops are to be recorded, again until they are. gather: called before each batch of heartbeats.
+    """
+
+    def __init__(
+        self,
+        client: ConsoleClient,
+        job_id: str,
+        *,
+        interval: float,
+        fenced: Callable[[str], None],
+        measure: Callable[[int], None] = lambda _iteration: None,
+        gather: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(name="heartbeats", daemon=True)
+        self._client, self._path, self._interval = client, f"/jobs/{job_id}", interval
+        self._fenced, self._measure, self._gather = fenced, measure, gather
+        self._processes: dict[str, _Process] = {}
+        self._lock = threading.Lock()
+        self._outbox: Outbox[Acknowledgements | FailureReport] = Outbox(QUEUE)
+        self._measured: Outbox[tuple[dict[str, Any], Offset]] = Outbox(QUEUE)
+        self._wake, self._stop_asked = threading.Event(), threading.Event()
+
+    # -- what is reported -----------------------------------------------------------------------
+
+    def add(self, registration: Registration, *, seq: int = 0, worker: str = "") -> None:
+        """Of a process, from now on. seq: of its newest heartbeat. worker: its place, if it has another by now."""
+        with self._lock:
+            place = worker or registration.worker
+            self._processes[registration.incarnation] = _Process(registration, worker=place, seq=seq)
+        self._wake.set()
+
+    def saved(self) -> list[dict[str, Any]]:
+        """What `add` is given where another launcher goes on."""
+        with self._lock:
+            return [
+                {"registration": p.registration.model_dump(mode="json"), "seq": p.seq, "worker": p.worker}
+                for p in self._processes.values()
+            ]
+
+    def remove(self, incarnation: str) -> None:
+        """It has ended."""
+        with self._lock:
+            self._processes.pop(incarnation, None)
+
+    def heard(self, said: Mapping[str, tuple[str, Mapping[str, Any]]]) -> None:
+        """What processes have said of themselves since the last call: by incarnation, their place and the fields of a
+        Heartbeat. What is given together is posted together."""
+        now = time.monotonic()
+        with self._lock:
+            for incarnation, (worker, fields) in said.items():
+                if (process := self._processes.get(incarnation)) is not None:
+                    process.worker, process.said, process.said_at = worker, fields, now
+                    process.seq += 1
+
+    def acknowledge(self, acknowledgements: Sequence[Acknowledgement]) -> None:
+        """All of the same step."""
+        for at in range(0, len(acknowledgements), BATCH):
+            self._put(Acknowledgements(acknowledgements=tuple(acknowledgements[at : at + BATCH])))
+
+    def broken(self, worker: str, incarnation: str, generation: int, detail: str, peer: str = "") -> None:
+        """A transfer of `worker` with `peer` ("": not known) broke in `generation`."""
+        self._put(
+            FailureReport(
+                worker=peer or worker,
+                incarnation=incarnation,
+                cause="transfer",
+                reporter=worker,
+                detail=detail[:2000],
+                generation=generation,
+            )
+        )
+
+    def wrote(self, incarnation: str, lines: Iterable[tuple[float, str]], skipped: int) -> None:
+        """Lines with their POSIX seconds, and how many were dropped before them."""
+        with self._lock:
+            process = self._processes.get(incarnation)
+        if process is not None:
+            process.log.extend(lines, skipped)
+
+    def measured(self, fields: dict[str, Any], clock: Offset) -> None:
+        """Of a MeasuredOps. clock: from its process's to this one's."""
+        self._measured.put((fields, clock))
+
+    def stop(self) -> None:
+        """Ends the thread after what is queued has been tried once."""
+        self._stop_asked.set()
+        self._wake.set()
+
+    # -- the thread -----------------------------------------------------------------------------
+
+    def run(self) -> None:
+        # Never longer than between heartbeats: to a console that is back, silence would look like a death.
+        backoff = Backoff(min(0.2, self._interval), min(5.0, self._interval))
+        due = 0.0
+        while True:
+            try:
+                self._register()
+                # Before what may take the console long: a report that hangs in its database is no silence.
+                beats = (now := time.monotonic()) >= due and not self._stop_asked.is_set()
+                if beats:
+                    self._gather()
+                    self._beat(lambda process: True)
+                    due = now + self._interval
+                self._deliver(due)
+                if self._stop_asked.is_set():
+                    self._gather()
+                    self._beat(lambda process: process.said is not None and process.said["phase"] == LAST)
+                    return
+                if beats:
+                    self._post_measured()
+                    self._post_logs()
+                backoff.reset()
+                wait = max(0.0, due - time.monotonic())
+            except ConsoleUnavailable:
+                if self._stop_asked.is_set():
+                    return
+                wait = backoff.seconds()
+            except ConsoleRefused:
+                if self._stop_asked.is_set():
+                    return
+                # The whole of it (an unknown job, say): the same again would be, too.
+                wait = backoff.seconds()
+            self._wake.wait(wait)
+            self._wake.clear()
+
+    def _put(self, message: Acknowledgements | FailureReport) -> None:
+        self._outbox.put(message)
+        self._wake.set()
+
+    def _all(self) -> list[_Process]:
+        with self._lock:
+            return list(self._processes.values())
+
+    def _register(self) -> None:
+        for process in self._all():
+            if not process.registered:
+                message = process.registration
+                if self._of_one(message.incarnation, "workers", message, Registered):
+                    process.registered = True
+
+    def _of_one(self, incarnation: str, route: str, message: Any, reply: Any = None) -> bool:
+        """Posts what one process has to say; was it taken? Raises ConsoleUnavailable."""
+        try:
+            self._client.post(f"{self._path}/{route}", message, reply)
+        except ConsoleRefused as refusal:
+            if refusal.problem.code == "fenced":
+                self._fence(incarnation)
+            return False  # out of date by now; the next message may not be
+        return True
+
+    def _fence(self, incarnation: str) -> None:
+        with self._lock:
+            known = self._processes.pop(incarnation, None)
+        if known is not None:
+            self._fenced(incarnation)
+
+    def _beat(self, which: Callable[[_Process], bool]) -> None:
+        old = time.monotonic() - max(STALE_SECONDS, 2 * self._interval)
+        with self._lock:
+            heard = [
+                (p, p.said, {"worker": p.worker, "incarnation": p.registration.incarnation, "seq": p.seq})
+                for p in self._processes.values()
+                if p.registered and p.said is not None and p.said_at >= old and which(p)
+            ]
+        made = [(process, said, _read(Heartbeat, {**said, **own})) for process, said, own in heard]
+        speak = [(process, said) for process, said, beat in made if beat is not None]
+        beats = [beat for _, _, beat in made if beat is not None]
+        for at in range(0, len(beats), BATCH):
+            part = beats[at : at + BATCH]
+            reply = self._client.post(f"{self._path}/heartbeats", Heartbeats(heartbeats=tuple(part)), BatchReply)
+            with self._lock:
+                for process, said in speak[at : at + BATCH]:
+                    if process.said is said:
+                        process.said = None
+            self._look_at(reply, [beat.incarnation for beat in part])
+            if reply is not None and reply.measure is not None:
+                self._measure(reply.measure)
+
+    def _look_at(self, reply: BatchReply | None, incarnations: Sequence[str]) -> None:
+        for refused in reply.refused if reply is not None else ():
+            if refused.code == "fenced" and refused.index < len(incarnations):
+                self._fence(incarnations[refused.index])
+
+    def _deliver(self, due: float) -> None:
+        """Reports that wait, oldest first; of many no more than there is time for until the next heartbeats."""
+        while (message := self._outbox.take()) is not None:
+            if isinstance(message, FailureReport):
+                self._of_one(message.incarnation, "failures", message)
+            else:
+                try:
+                    reply = self._client.post(f"{self._path}/acknowledgements", message, BatchReply)
+                    self._look_at(reply, [a.incarnation for a in message.acknowledgements])
+                except ConsoleRefused:
+                    pass  # out of date by now
+            self._outbox.sent()
+            if time.monotonic() >= due and not self._stop_asked.is_set():
+                return
+
+    def _post_measured(self) -> None:
+        """What the console has asked to be measured, if it is there."""
+        offset: Offset | None = None
+        while (taken := self._measured.take()) is not None:
+            fields, clock = taken
+            offset = offset or offset_to_console(self._client)
+            microseconds = clock.microseconds + offset.microseconds
+            uncertainty = clock.uncertainty + offset.uncertainty
+            message = _read(MeasuredOps, {**fields, "offset_us": microseconds, "uncertainty_us": uncertainty})
+            if message is not None:
+                self._of_one(message.incarnation, "measured", message)
+            self._measured.sent()
+
+    def _post_logs(self) -> None:
+        for process in self._all():
+            lines, skipped = process.log.take()
+            if lines:
+                incarnation = process.registration.incarnation
+                message = LogLines(worker=process.worker, incarnation=incarnation, lines=lines, skipped=skipped)
+                self._of_one(incarnation, "logs", message)
+
+
+def _read(kind: type[M], fields: Mapping[str, Any]) -> M | None:
+    """None: no console takes that. What one process says wrongly must not silence the others of its launcher."""
+    try:
+        return kind.model_validate(fields)
+    except ValidationError:
+        return None
+
+
+def doing(progress: OpProgress) -> Doing | None:
+    """What is posted of it; None: nothing in hand."""
+    current = progress.current()
+    if current.kind == AT_REST:
+        return None
+    pipeline, micro_batch = current.index or (None, None)
+    return Doing(
+        kind=current.kind,
+        pipeline=pipeline,
+        micro_batch=micro_batch,
+        seconds=current.seconds,
+        limit=current.limit,
+    )
+
+
+def measured_ops(recorded: IterationTimeline, worker: str, incarnation: str) -> MeasuredOps | None:
+    """What is posted of a recorded iteration, with no offset yet; None: it is too long."""
+    if len(recorded.ops) > MEASURED_OPS:
+        return None
+    begin = [end - seconds for end, seconds in zip(recorded.ends, recorded.seconds, strict=True)]
+    first = min(begin)
+    # Rounded apart from its start, a duration may reach a microsecond into the op that follows at once.
+    starts, ends = ([round((at - first) * 1e6) for at in times] for times in (begin, recorded.ends))
+    return MeasuredOps(
+        worker=worker,
+        incarnation=incarnation,
+        generation=recorded.generation,
+        iteration=recorded.iteration,
+        clock=clock_name(),
+        started_us=round(first * 1e6),
+        offset_us=0,
+        uncertainty_us=0,
+        kinds="".join(op.kind for op in recorded.ops),
+        pipelines=tuple(op.pipeline for op in recorded.ops),
+        micro_batches=tuple(op.micro_batch for op in recorded.ops),
+        starts_us=tuple(starts),
+        durations_us=tuple(end - start for start, end in zip(starts, ends, strict=True)),
+    )
+
+
+def resident_bytes() -> int:
+    """Memory this process holds, in bytes; 0 where the system does not say."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0

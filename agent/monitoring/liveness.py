@@ -1,0 +1,226 @@
+"""Evidence of life: what tells a worker that is slow, at work or suspended from one that hangs or is gone.
+
+No torch, no threads, and no clock but those that are given. A silence means something only to one who could have heard,
+and of one who could have spoken: time in which either did not get to run (a suspended process group, a frozen cgroup,
+a callback that takes half a minute, a machine that sleeps) is held against nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from openrecycle.agent.config.timeouts import ALIVE_SECONDS, TIMES_LONGEST, Timeouts
+
+Clock = Callable[[], float]
+
+AT_REST, WAITING, DATA, VALIDATION, LEAVING = "", "waiting", "data", "validation", "leaving"
+"""What a training thread is at, beside its ops: nothing in hand; waiting for a peer; loading a micro-batch; settling
+the step before; dropping an iteration."""
+LIMITED = frozenset({"F", "I", "W", "B", "O", DATA, VALIDATION, LEAVING})
+"""What has a limit. Waiting for a peer, forming groups, state that is handed over and checkpoints have none here: they
+have time-outs of their own, or end with their peer."""
+STALLS = 64
+"""So many of a process's own are remembered, the newest."""
+
+
+def boot_clock() -> float:
+    """Monotonic seconds that go on while the machine is suspended, where the system has such a clock."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
+
+
+class LoopLag:
+    """Of a loop that asks to run every so often: how much later than that it did."""
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
+        self._at = clock()
+
+    def late(self, asked: float) -> float:
+        """Seconds since the call before, beyond the `asked` ones; 0 or more."""
+        now = self._clock()
+        before, self._at = self._at, now
+        return max(0.0, now - before - asked)
+
+
+class Silences:
+    """What a judge that listens to several others holds for a silence. Times are seconds of one monotonic clock.
+
+    pause: after so many seconds without hearing anybody it is the judge, or all of them, that did not get to run.
+    All silences begin anew then: when the judge runs again, and when somebody is heard again. Who is woken
+    later than the others has all of its time.
+    """
+
+    def __init__(self, pause: float, now: float) -> None:
+        self.pause = pause
+        self.since = now
+        """No silence began before."""
+        self.nobody_heard = 0.0
+        """For how many seconds there has been no word from anybody; 0: somebody was heard lately."""
+
+    def turn(self, now: float, late: float, heard: Iterable[float]) -> bool:
+        """One look at all of them, after everything that waited has been heard; does it mean anything?
+
+        late: seconds by which the judge was later to look than it meant to. heard: when each of those who should
+        speak did so last.
+        """
+        if late > self.pause:
+            self.since = now
+            return False
+        times = list(heard)
+        silent = now - max([self.since, *times])
+        if len(times) > 1 and silent > self.pause:
+            self.nobody_heard = silent
+            return False
+        if self.nobody_heard:
+            self.nobody_heard = 0.0
+            self.since = now
+            return False
+        return True
+
+    def of(self, heard: float, now: float) -> float:
+        """Seconds that count, of one who was heard last at `heard`."""
+        return max(0.0, now - max(heard, self.since))
+
+
+@dataclass(frozen=True)
+class CurrentOp:
+    """What a training thread is at. kind: an op's, or one of those above. index: (pipeline, micro-batch) of an op on
+    one. seconds: for how long, of time in which its process could run. limit: None where there is none."""
+
+    kind: str
+    index: tuple[int, int] | None
+    seconds: float
+    limit: float | None
+
+    @property
+    def overdue(self) -> bool:
+        return self.limit is not None and self.seconds > self.limit
+
+    @property
+    def lags(self) -> bool:
+        """Is it well on its way to be overdue? Who began at about the same time as one that is, is so, too."""
+        return self.limit is not None and self.seconds > self.limit / 2
+
+    def __str__(self) -> str:
+        names = {DATA: "loading the data", VALIDATION: "settling the step before", LEAVING: "leaving an iteration"}
+        what = names.get(self.kind, f"op {self.kind}")
+        return what if self.index is None else f"{what} of micro-batch {self.index[0]}.{self.index[1]}"
+
+
+class OpProgress:
+    """What one worker's training thread is at, and what its ops have taken at most. No locks: `at` and `waiting` are
+    the training thread's, `beat` that of one other thread, and `current` anybody's.
+
+    Ops of the first iteration are not counted, in which they may be compiled.
+    """
+
+    def __init__(self, timeouts: Timeouts | None = None, clock: Clock = time.monotonic) -> None:
+        timeouts = timeouts or Timeouts()
+        self._least, self._first, self._clock = timeouts.op, timeouts.first_op, clock
+        self._now: tuple[str, tuple[int, int] | None, float] = AT_REST, None, clock()
+        self._warm = False
+        self._longest: dict[str, float] = {}
+        self._candidates: dict[str, tuple[float, float]] = {}
+        self._stalls: deque[tuple[float, float]] = deque(maxlen=STALLS)
+        self._beaten = self._now[2]
+
+    # -- the training thread --------------------------------------------------------------------
+
+    def at(self, kind: str, index: tuple[int, int] | None = None) -> None:
+        """What it was at has ended; it begins with this."""
+        now = self._clock()
+        before, _, since = self._now
+        self._now = kind, index, now
+        if self._warm and before in LIMITED:
+            longest = self._candidates.get(before)
+            if longest is None or now - since > longest[1] - longest[0]:
+                self._candidates[before] = since, now
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """For a peer, in the middle of what it is at."""
+        kind, index, _ = self._now
+        self.at(WAITING)
+        try:
+            yield
+        finally:
+            self.at(kind, index)
+
+    def warmed_up(self) -> None:
+        """A whole iteration has been run: the ops of those to come are counted."""
+        self._warm = True
+
+    def forget(self) -> None:
+        """What was measured is of another place."""
+        self._warm = False
+        self._longest, self._candidates = {}, {}
+
+    # -- the thread that beats ------------------------------------------------------------------
+
+    def beat(self, late: float) -> CurrentOp:
+        """late: seconds, up to now, in which this process did not get to run."""
+        now = self._beaten = self._clock()
+        if late > ALIVE_SECONDS:
+            self._stalls.append((now - late, now))
+        candidates, self._candidates = self._candidates, {}
+        for kind, (since, until) in candidates.items():
+            seconds = until - since - self._stalled(since, until)
+            self._longest[kind] = max(seconds, self._longest.get(kind, 0.0))
+        return self.current()
+
+    def current(self) -> CurrentOp:
+        kind, index, since = self._now
+        now = self._clock()
+        return CurrentOp(kind, index, max(0.0, now - since - self._stalled(since, now)), self.limit(kind))
+
+    def limit(self, kind: str) -> float | None:
+        """Seconds that it may be at `kind`; None: that has no limit."""
+        if kind not in LIMITED:
+            return None
+        longest = self._longest.get(kind)
+        return self._first if longest is None else max(self._least, TIMES_LONGEST * longest)
+
+    @property
+    def longest_limit(self) -> float:
+        """Of any op that has been measured: who is not heard may be at any."""
+        return max((self.limit(kind) or 0.0 for kind in list(self._longest)), default=self._first)
+
+    def stood_still(self, seconds: float) -> float:
+        """Of the last so many, those in which this process did not get to run."""
+        now = self._clock()
+        # Whoever is woken before the thread that beats sees the gap first.
+        unseen = max(0.0, now - self._beaten - 2 * ALIVE_SECONDS)
+        return self._stalled(now - seconds, now) + min(unseen, seconds)
+
+    def _stalled(self, since: float, until: float) -> float:
+        return sum(max(0.0, min(until, end) - max(since, begin)) for begin, end in list(self._stalls))
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What the system says of a process. state: R, S, D, T, ... of its main thread. ticks: processor time so far."""
+
+    state: str
+    ticks: int
+
+    @property
+    def stopped(self) -> bool:
+        return self.state in ("T", "t")
+
+    def lives_since(self, before: Activity | None) -> bool:
+        """Does it run, wait for a disk, or has it computed since then?"""
+        return self.state in ("R", "D") or (before is not None and self.ticks > before.ticks)
+
+
+def activity(pid: int) -> Activity | None:
+    """Of a process of this machine; None where that can't be known."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return Activity(fields[0], int(fields[11]) + int(fields[12]))
+    except (OSError, IndexError, ValueError):
+        return None

@@ -1,0 +1,97 @@
+"""Who forms a process group in a job that keeps its own loop (Reporter.schedule), and the state that is handed over in
+it. Without torch until something is handed over: a Reporter needs none."""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from openrecycle.planner.jobs.job import Worker
+
+_MET = "openrecycle/met"
+_MEETING_SECONDS = 0.05
+
+
+class GroupLost(RuntimeError):
+    """The process group is of no more use: a worker is gone, or the job has other workers. peer: with whom a transfer
+    broke, where it is known. What helps is a new group, of the workers of `Reporter.membership`."""
+
+    def __init__(self, text: str, peer: Worker | None = None) -> None:
+        super().__init__(text)
+        self.peer = peer
+
+
+@dataclass(frozen=True)
+class Membership:
+    """Who forms the next process group. workers: names, by rank. rank: this worker's. joining: those of them that are
+    new, and take parameters, optimizer state and iteration from a worker of their stage. newest: the job's generation
+    by now."""
+
+    generation: int
+    workers: tuple[str, ...]
+    rank: int
+    joining: tuple[str, ...] = ()
+    newest: Callable[[], int] = field(default=int, compare=False, repr=False)
+
+    def meet(self, store: Any, timeout: float = 600.0) -> None:
+        """Waits until all these workers are at `store`, torch's FileStore or TCPStore, a new one for each generation:
+        `init_process_group(store=store, ...)` waits for nobody then. Raises GroupLost as soon as the job goes on with
+        other workers, for whom a process that waits in torch would have to wait until its time-out."""
+        until = time.monotonic() + timeout
+        here = store.add(_MET, 1)
+        while here < len(self.workers):
+            if self.newest() > self.generation:
+                raise GroupLost(f"generation {self.generation} is superseded by {self.newest()}")
+            if time.monotonic() > until:
+                raise GroupLost(f"{here} of {len(self.workers)} workers of generation {self.generation} have met")
+            time.sleep(_MEETING_SECONDS)
+            here = store.add(_MET, 0)
+
+    def hand_over(self, state: Any) -> Any:
+        """In the process group of these workers, on all of them: `state`, or on one that is joining that of a worker of
+        its stage. Of tensors, numbers, texts, lists and dictionaries, such as a `state_dict`: it is sent as torch.save
+        writes it, and reading it runs nothing. Raises GroupLost, and RuntimeError where nobody of the stage has it."""
+        import torch
+        import torch.distributed as dist
+
+        try:
+            if self.gives_to:
+                written = io.BytesIO()
+                torch.save(state, written)
+                whole = torch.frombuffer(bytearray(written.getvalue()), dtype=torch.uint8)
+                for rank in self.gives_to:
+                    dist.send(torch.tensor([whole.numel()]), rank)
+                    dist.send(whole, rank)
+            if (source := self.takes_from) is not None:
+                size = torch.zeros(1, dtype=torch.int64)
+                dist.recv(size, source)
+                whole = torch.empty(int(size), dtype=torch.uint8)
+                dist.recv(whole, source)
+                return torch.load(io.BytesIO(whole.numpy().tobytes()), weights_only=True)
+        except RuntimeError as error:
+            raise GroupLost(f"the hand-over of state broke: {error}") from error
+        if self.worker in self.joining:
+            raise RuntimeError(f"{self.worker} joins, and no living worker of its stage has its state")
+        return state
+
+    @property
+    def takes_from(self) -> int | None:
+        """The rank from which this worker takes its state; None: it has it, or nobody has."""
+        return self._giver(self.worker) if self.worker in self.joining else None
+
+    @property
+    def gives_to(self) -> tuple[int, ...]:
+        """The ranks that take their state from this worker."""
+        return tuple(self.workers.index(name) for name in self.joining if self._giver(name) == self.rank)
+
+    @property
+    def worker(self) -> str:
+        return self.workers[self.rank]
+
+    def _giver(self, name: str) -> int | None:
+        stage = Worker.parse(name).stage
+        having = (i for i, other in enumerate(self.workers) if other not in self.joining)
+        return next((i for i in having if Worker.parse(self.workers[i]).stage == stage), None)

@@ -1,0 +1,415 @@
+"""For trainers that keep their own loop: heartbeats, op times and losses to a console, plans from it.
+
+    reporter = Reporter(console="http://127.0.0.1:8501", run="run-42", job=job, worker="W0_1", iterations=1000)
+    with reporter.op("F"): ...                 # around each forward; likewise I, W, B and O
+    reporter.iteration(i, loss=loss)           # when iteration i is done
+
+A worker that stops reporting is taken out of the job after the console's time-out, and the others'
+`on_plan` gets the plan that goes on without it. No torch here, and nothing in these that can hold up or end
+the training: what can't be delivered is kept, up to a bound, and tried again.
+
+    for op in reporter.schedule(i): ...        # instead: what this worker does next, and with whom
+
+makes a plan more than advice (agent.own_loops.own_loop).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+import socket
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, get_args
+
+from openrecycle.agent.config.options import with_profile
+from openrecycle.agent.config.settings import spelled
+from openrecycle.agent.jobs.start import job_spec
+from openrecycle.agent.messages.client import Backoff, ConsoleClient, ConsoleRefused, ConsoleUnavailable, check_url
+from openrecycle.agent.messages.protocol import (
+    Acknowledgement,
+    Deployment,
+    Iteration,
+    IterationReport,
+    JobCreated,
+    JobFinished,
+    OpKind,
+    Registration,
+)
+from openrecycle.agent.monitoring.console_link import LONG_POLL_SECONDS, next_deployment
+from openrecycle.agent.monitoring.heartbeat import Status, WorkerReports
+from openrecycle.agent.monitoring.liveness import AT_REST
+from openrecycle.agent.own_loops.own_group import Membership
+from openrecycle.agent.stages.op_times import OpSeconds
+from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
+from openrecycle.planner.plans.plan import JobDoc, Plan
+from openrecycle.planner.profiles import Profile
+
+if TYPE_CHECKING:
+    from openrecycle.agent.own_loops.own_loop import OwnLoop, ScheduledOp
+
+log = logging.getLogger("openrecycle")
+
+OnPlan = Callable[[Deployment, Plan], None]
+
+MAX_ITERATIONS = 1000
+"""Iterations that are kept for a console that does not answer; the oldest give way."""
+_KINDS = frozenset(get_args(OpKind))
+_RUN = re.compile(r"[A-Za-z0-9 .:@/()+_-]{1,80}")
+_CLOSE_SECONDS = 5.0
+
+
+class Reporter:
+    """One worker's line to the console. The constructor raises InputError; but for `membership` and `schedule`, which
+    wait for others, nothing else raises.
+
+    console: its address, its standby's after a comma; token: their token. run: what all processes of this
+    run call it, and no earlier run was called. job: the grid, with op times where they are known. worker:
+    this process, such as W0_1. iterations: how many the job runs. technique, memory: for the plans. profile: the op
+    times, where job has none, as for ResilientTrainer.
+    samples_per_micro_batch: for the throughput shown.
+    on_plan: called with each new generation and its plan, in a thread of the reporter's; what it raises is
+    logged. It should only leave the plan for the training loop, which takes it up between iterations.
+    on_fenced: called once when the console has given this process up; a new Reporter comes back in.
+
+    The loss shown is what the first living worker of the last stage reports.
+    """
+
+    def __init__(
+        self,
+        *,
+        console: str,
+        run: str,
+        job: Job,
+        worker: str,
+        iterations: int,
+        token: str | None = None,
+        technique: str = "staggered",
+        memory: str = "uniform",
+        samples_per_micro_batch: int = 1,
+        profile: str | Path | Profile | JobDoc | None = None,
+        on_plan: OnPlan | None = None,
+        on_fenced: Callable[[], None] | None = None,
+    ) -> None:
+        with spelled({"name": "run"}):
+            if not _RUN.fullmatch(run):
+                raise InputError("run", run, "1 to 80 letters, digits, spaces or . : @ / ( ) + _ -")
+            wanted = Technique.of(technique, field="technique")
+            if not wanted.reroutes:
+                raise InputError("technique", technique, "adaptive, decoupled or staggered")
+            job = with_profile(job, profile)
+            self._me = job.check_worker(Worker.parse(worker))
+            self._url, self._token = check_url(console), token
+            self._spec = job_spec(
+                job,
+                name=run,
+                iterations=iterations,
+                samples_per_micro_batch=samples_per_micro_batch,
+                technique=wanted,
+                memory=MemoryLimit.parse(memory, field="memory"),
+            )
+        self._without_me = (
+            f"the console goes on without {worker}: it was silent for too long, or another took its place"
+        )
+        self._run, self._last_stage = run, job.stages - 1
+        self._on_plan, self._on_fenced = on_plan, on_fenced
+        self._incarnation = uuid.uuid4().hex[:16]
+        self._times = OpSeconds()
+        self._status = Status(phase="waiting", take_op_milliseconds=self._times.take)
+        self._reports: WorkerReports | None = None
+        self._deployment: Deployment | None = None
+        self._newest: tuple[Deployment, Plan] | None = None
+        self._news = threading.Condition()
+        self._job = job
+        self._loop: OwnLoop | None = None
+        self._met = 0
+        self._dead, self._refusal = 0.0, ""
+        self._resumed, self._done = 0, (-1, 0.0)
+        self._unsent: deque[tuple[int, float, float, int, float]] = deque(maxlen=MAX_ITERATIONS)
+        self._lock = threading.Lock()
+        self._there_is_news, self._closing = threading.Event(), threading.Event()
+        self._last_at = time.monotonic()
+        self._said: set[str] = set()
+        self._job_path, self._pause = "", 1.0
+        self.fenced = False
+        self._delivery = threading.Thread(target=self._deliver, name="iterations", daemon=True)
+        self._delivery.start()
+        threading.Thread(target=self._follow, name="generations", daemon=True).start()
+
+    # -- what the training loop calls ---------------------------------------------------------
+
+    @contextmanager
+    def op(self, kind: str) -> Iterator[None]:
+        """Times an op: F, I, W, B (I and W in one) or O (reduction and step)."""
+        started = time.perf_counter()
+        self._status.progress.at(kind if kind in _KINDS else AT_REST)
+        try:
+            yield
+        finally:
+            self._status.progress.at(AT_REST)
+            if kind in _KINDS:
+                self._times.add(kind, time.perf_counter() - started)
+            else:
+                self._say_once(f"op: got {kind!r}, expected one of {', '.join(sorted(_KINDS))}; it is not reported")
+
+    def iteration(self, number: int, *, loss: float | None = None) -> None:
+        """Iteration `number`, from 0, is done. loss: where this worker knows it."""
+        if self._done[0] != number:
+            self._end_iteration(number)
+        seconds = self._done[1]
+        if loss is None or self._me.stage != self._last_stage:
+            return
+        if not math.isfinite(loss):
+            self._say_once(f"iteration {number} has loss {loss}; iterations without a finite loss are not reported")
+            return
+        with self._lock:
+            self._unsent.append((number, float(loss), seconds, self._status.generation, time.monotonic()))
+        self._there_is_news.set()
+
+    def membership(self, timeout: float = 600.0) -> Membership:
+        """Who is to form a process group now, and in which order; each call waits for a newer generation than the one
+        before gave. Raises TimeoutError, and RuntimeError where the console goes on without this worker."""
+        lost = max(self._met, self._loop.generation if self._loop is not None else 0)
+        began, reported = time.monotonic(), False
+        while not self.fenced:
+            waited = time.monotonic() - began
+            if self._newest is not None and self._newest[0].generation > lost:
+                deployment = self._newest[0]
+                self._met = deployment.generation
+                workers = tuple(str(worker) for worker in sorted(map(Worker.parse, deployment.living)))
+                rank = workers.index(str(self._me))
+                return Membership(self._met, workers, rank, deployment.joining, self._newest_generation)
+            if waited > timeout:
+                refused = f": it refuses: {self._refusal}" if self._refusal else ""
+                raise TimeoutError(f"the console has opened no generation after {lost} in {timeout:g} s{refused}")
+            if lost and not reported and self._reports is not None and waited > self._dead + 2 * self._pause:
+                # Nobody died, or the console would have said so: it finds out whose link it was.
+                why, peer = self._loop.why_lost() if self._loop is not None else ("no process group was formed", "")
+                self._reports.broken(str(self._me), self._incarnation, lost, why, peer)
+                reported = True
+            self._wait_for_news(lost, 0.5)
+        raise RuntimeError(
+            f"the console goes on without {self._me}: it was silent for too long, or another took its place"
+        )
+
+    def schedule(self, iteration: int) -> Iterator[ScheduledOp]:
+        """The ops of this worker in that iteration, in order, by the plan that all workers of the process group have
+        agreed on. What lies between two of them is timed as the first one's, less its waits.
+
+        Raises GroupLost, here or in an op, when the process group is of no more use. The iteration is asked for again
+        in the next group; it has the ops then that are left. Raises InputError or RuntimeError for a wrong call.
+        """
+        from openrecycle.agent.own_loops.own_loop import OwnLoop
+
+        if self._loop is None:
+            self._loop = OwnLoop(
+                self._me,
+                self._job,
+                self._status,
+                self._times,
+                newest=lambda: self._newest,
+                wait=self._wait_for_news,
+                done=self._end_iteration,
+            )
+        return self._loop.begin(iteration)
+
+    def close(self, *, done: bool = True) -> None:
+        """Ends the reporting, within a few seconds. done: the job has run all it should; otherwise the
+        console finds this worker missing, as after a crash."""
+        if self._closing.is_set():
+            return
+        self._status.phase = "draining" if done else self._status.phase
+        self._closing.set()
+        self._there_is_news.set()
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        self._delivery.join(_CLOSE_SECONDS)
+        if done and self._speaks_for_all():
+            self._finish()
+        if self._reports is not None:
+            self._reports.stop()
+            self._reports.join(max(0.0, deadline - time.monotonic()))
+
+    def __enter__(self) -> Reporter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(done=kind is None)
+
+    # -- threads ------------------------------------------------------------------------------
+
+    def _follow(self) -> None:
+        """Joins the job, then takes one generation after the other."""
+        client, backoff = ConsoleClient(self._url, token=self._token), Backoff(0.2, 30.0)
+        generation, plans = 0, dict[str, Plan]()
+        while not self._closing.is_set():
+            try:
+                if self._reports is None:
+                    self._join(client)
+                found = next_deployment(client, self._job_path, generation, plans, LONG_POLL_SECONDS)
+                backoff.reset()
+                if found is not None and not self._closing.is_set():
+                    generation = found[0].generation
+                    self._take_up(*found)
+            except ConsoleUnavailable:
+                self._closing.wait(backoff.seconds())
+            except ConsoleRefused as refusal:
+                self._refusal = str(refusal)
+                self._say_once(f"the console refuses: {refusal}")
+                self._closing.wait(backoff.seconds())
+
+    def _join(self, client: ConsoleClient) -> None:
+        """The first process of the run makes the job; the console gives the others the same one."""
+        created = client.post("/jobs", self._spec, JobCreated, key=self._run)
+        assert created is not None
+        self._job_path, self._pause = f"/jobs/{created.job_id}", created.heartbeat_seconds
+        self._dead = created.dead_seconds
+        reports = WorkerReports(
+            ConsoleClient(self._url, token=self._token),
+            created.job_id,
+            interval=created.heartbeat_seconds,
+            fenced=lambda _incarnation: self._give_up(),
+            gather=lambda: reports.heard({self._incarnation: (str(self._me), self._status.take())}),
+        )
+        reports.add(
+            Registration(
+                worker=str(self._me), incarnation=self._incarnation, host=socket.gethostname(), pid=os.getpid()
+            )
+        )
+        self._reports = reports
+        reports.start()
+
+    def _take_up(self, deployment: Deployment, plan: Plan) -> None:
+        if str(self._me) not in deployment.living:
+            return  # the heartbeats will be told that this process is fenced
+        iteration = self._status.iteration
+        self._acknowledge(deployment.generation, "adopted", iteration)
+        if self._on_plan is not None:
+            try:
+                self._on_plan(deployment, plan)
+            except Exception:
+                log.exception("on_plan failed for generation %d", deployment.generation)
+        self._status.generation = deployment.generation
+        self._deployment = deployment
+        with self._news:
+            self._newest = deployment, plan
+            self._news.notify_all()
+        if self._loop is not None:
+            self._loop.lost_without(deployment)
+        self._acknowledge(deployment.generation, "formed", iteration)
+        self._there_is_news.set()  # it may be this worker's turn to report iterations
+
+    def _deliver(self) -> None:
+        """Iterations, in batches, no more often than heartbeats."""
+        client, backoff = ConsoleClient(self._url, token=self._token), Backoff()
+        while True:
+            self._there_is_news.wait()
+            self._there_is_news.clear()
+            delivered = self._deliver_iterations(client)
+            if self._closing.is_set():
+                return
+            if delivered:
+                backoff.reset()
+            self._closing.wait(self._pause if delivered else backoff.seconds())
+            if not delivered or self._closing.is_set():
+                self._there_is_news.set()  # once more, if only once more
+
+    def _deliver_iterations(self, client: ConsoleClient) -> bool:
+        """False when they have to be tried again."""
+        with self._lock:
+            batch = list(self._unsent)
+        if not batch or not self._speaks_for_all():
+            return True
+        try:
+            age = time.monotonic() - batch[-1][4]
+            client.post(f"{self._job_path}/iterations", IterationReport(iterations=self._messages(batch), age=age))
+        except ConsoleUnavailable:
+            return False
+        except ConsoleRefused as refusal:
+            self._say_once(f"the console refuses iterations: {refusal}")
+        with self._lock:
+            while self._unsent and self._unsent[0][0] <= batch[-1][0]:
+                self._unsent.popleft()
+        return True
+
+    def _messages(self, batch: list[tuple[int, float, float, int, float]]) -> tuple[Iteration, ...]:
+        living = len(self._deployment.living) if self._deployment else 0
+        return tuple(
+            Iteration(
+                iteration=number, loss=loss, loss_hex=loss.hex(), seconds=seconds, generation=generation, living=living
+            )
+            for number, loss, seconds, generation, _ in batch
+        )
+
+    def _finish(self) -> None:
+        message = JobFinished(state="finished", reason=f"{self._me} closed its reporter: its training is done")
+        try:
+            ConsoleClient(self._url, token=self._token, timeout=2.0).post(f"{self._job_path}/finish", message)
+        except (ConsoleUnavailable, ConsoleRefused) as error:
+            self._say_once(f"the console does not know that the job is done: {error}")
+
+    # -- what they share ----------------------------------------------------------------------
+
+    def _end_iteration(self, number: int) -> None:
+        now = time.monotonic()
+        self._done, self._last_at = (number, now - self._last_at), now
+        self._status.iteration, self._status.phase = number + 1, "training"
+        deployment = self._deployment
+        if deployment is not None and self._resumed < deployment.generation:
+            self._resumed = deployment.generation
+            self._acknowledge(deployment.generation, "resumed", number)
+
+    def _wait_for_news(self, generation: int, seconds: float) -> None:
+        """Until there is a newer generation, or so long."""
+        with self._news:
+            self._news.wait_for(
+                lambda: self.fenced or (self._newest is not None and self._newest[0].generation > generation), seconds
+            )
+
+    def _newest_generation(self) -> int:
+        return 0 if self._newest is None else self._newest[0].generation
+
+    def _acknowledge(self, generation: int, state: str, iteration: int) -> None:
+        assert self._reports is not None
+        me, incarnation = str(self._me), self._incarnation
+        self._reports.wrote(incarnation, [(time.time(), f"generation {generation}: {state}, iteration {iteration}")], 0)
+        fields = {"generation": generation, "state": state, "iteration": iteration}
+        self._reports.acknowledge([Acknowledgement(worker=me, incarnation=incarnation, **fields)])  # type: ignore[arg-type]
+
+    def _speaks_for_all(self) -> bool:
+        """Is this the first living worker of the last stage?"""
+        deployment = self._deployment
+        if deployment is None or self.fenced:
+            return False
+        living = map(Worker.parse, deployment.living)
+        return self._me == min((w for w in living if w.stage == self._last_stage), default=None)
+
+    def _give_up(self) -> None:
+        with self._news:
+            self.fenced = True
+            self._news.notify_all()
+        self._closing.set()
+        self._there_is_news.set()
+        if self._reports is not None:
+            self._reports.stop()
+        self._say_once(self._without_me)
+        if self._on_fenced is not None:
+            try:
+                self._on_fenced()
+            except Exception:
+                log.exception("on_fenced failed")
+
+    def _say_once(self, sentence: str) -> None:
+        if sentence not in self._said:
+            self._said.add(sentence)
+            log.warning("%s", sentence)

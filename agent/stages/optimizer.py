@@ -1,0 +1,712 @@
+"""The stage's own step, what undoes it, and the stage's state.
+
+A stage steps when *its* gradients are reduced, without waiting for the other stages. Two things may
+undo that step: a death that interrupts the iteration elsewhere (some stages have stepped and others
+have not; the ones that have go back), and a validation of the whole gradient that comes later (see
+agent.stages.post_validation). One snapshot is enough for both, and only until the next gradient is there: see
+agent.workers.recovery. So it lies where the gradients were summed, as far as it fits there: with AdamW in fp32 a worker
+takes 24 bytes a parameter beside activations (parameters 4, optimizer 8, sums 8, the rest of the snapshot 4), and
+took 36 while the snapshot and the gradients of a step had memory of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+import math
+import operator
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from openrecycle.agent.config.options import Optimization
+from openrecycle.agent.models import compat
+from openrecycle.agent.models.layers import LayerStack, Span, parameters_by_layer
+from openrecycle.agent.models.state import StageState, StateError, decode, encode, sha256, whole_number
+from openrecycle.agent.models.workload import Workload
+from openrecycle.agent.stages.gradients import GradientSum, MicroBatch
+from openrecycle.agent.stages.post_validation import CLEAN, SKIP, LossScale, PostValidation, Slot, ValidationResult
+from openrecycle.planner.jobs.errors import InputError
+
+ELEMENTWISE = frozenset(
+    {"SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad", "Adadelta", "Rprop", "ASGD"}
+)
+"""Optimizers of torch.optim that step each element by itself, from the element's own state and gradient."""
+
+
+AVERAGE = "average"
+"""In an optimizer's state of a parameter, its moving average (agent.stages.averaging)."""
+
+
+class DataPosition(Protocol):
+    """Where data is that has to be read in order: agent.models.streams."""
+
+    def position(self, iteration: int) -> StageState | None: ...
+
+    def go_on(self, document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None: ...
+
+
+BUCKET_BYTES = 4 << 20
+"""Of parameters that are stepped at a time, about, where each element is stepped by itself; one that is larger is
+stepped alone."""
+
+NamedParameters = list[tuple[str, nn.Parameter]]
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def _changing(
+    method: Callable[Concatenate[StageOptimizer, _P], _T],
+) -> Callable[Concatenate[StageOptimizer, _P], _T]:
+    """Of a method that changes what the stage holds: a hand-over reads it from another thread."""
+
+    @functools.wraps(method)
+    def locked(self: StageOptimizer, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        with self.lock:
+            return method(self, *args, **kwargs)
+
+    return locked
+
+
+class NonFiniteError(RuntimeError):
+    """A gradient of the iteration was NaN, infinite or out of range."""
+
+
+class StageOptimizer:
+    """Module, optimizer and scheduler of one stage on one worker, and how many steps they have taken.
+
+    committed: number of iterations whose step has been taken (so also the next iteration). settled:
+    is the validation of the last one known? slot: this stage's share of it. post_validation: what the validations
+    so far make of the next one. skipped: this worker's micro-batches that the last measured sum lacks.
+    clips: will anybody ask for the gradients' norm? scales_loss: are numbers fp16?
+    lock: held while anything changes. corrections: how often a validation has changed a step; with `committed` it says
+    which values these are.
+
+    The scheduler is stepped once per update, right after it. Raises InputError for an optimizer or
+    scheduler that can't be driven that way.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        gradients: GradientSum,
+        scheduler: LRScheduler | None = None,
+        *,
+        clips: bool = False,
+        scales_loss: bool = False,
+    ) -> None:
+        if _required(type(optimizer).step):
+            raise InputError("optimizer", type(optimizer).__name__, "one whose step() needs no closure")
+        if scheduler is not None and (_required(type(scheduler).step) or scheduler.optimizer is not optimizer):
+            raise InputError(
+                "scheduler", type(scheduler).__name__, "one of this optimizer whose step() needs no metric"
+            )
+        self.module, self.optimizer = LayerStack.of(module), optimizer
+        self.gradients, self.scheduler = gradients, scheduler
+        self.committed = 0
+        self.settled = True
+        self.slot = Slot()
+        self.validation = CLEAN
+        """On the last step, where it is settled."""
+        self._scales_loss = scales_loss
+        self.post_validation = PostValidation(loss_scale=LossScale() if scales_loss else None)
+        self.lock = threading.RLock()
+        self.corrections = 0
+        self.skipped: list[MicroBatch] = []
+        self.learning_rate: float | None = None
+        """Of the last step, of the first group of parameters."""
+        self._clips = clips
+        self._trained = [p for p in module.parameters() if p.requires_grad]
+        copies = {id(p) for name, p in self.module.named_parameters() if name in self.module.copies}
+        self._by_layer = [
+            [p for p in layer if p.requires_grad and id(p) not in copies] for layer in parameters_by_layer(module)
+        ]
+        self.stream: DataPosition | None = None
+        """Of the data that this worker reads, where it has to be read in order."""
+        self._buckets: list[_Bucket] = []
+        self._snapshot = _Snapshot(self)
+        self._kept: list[Tensor | None] | None = None
+        self._kept_memory: list[Tensor] = []
+        self._scale()
+
+    @property
+    def slot_before(self) -> Slot:
+        """The slot of the step that came before the last one."""
+        return self._snapshot.before[1]
+
+    @property
+    def validation_before(self) -> ValidationResult:
+        """The validation of it."""
+        return self._snapshot.before[2]
+
+    # -- the step -----------------------------------------------------------------------------
+
+    def measure(self) -> Slot:
+        """This stage's share of the validation of the gradients that have just been reduced."""
+        rejected = self.gradients.rejected
+        self.skipped = self.gradients.rejecting() if rejected else []
+        if not self._clips:
+            return Slot(rejected=rejected)
+        norms = (0.0,) * len(self._by_layer) if rejected else self.gradients.squared_norms(self._by_layer)
+        return Slot(norms, rejected)
+
+    @_changing
+    def step(self, validation: ValidationResult | None = CLEAN, slot: Slot | None = None) -> float:
+        """Takes the step on the reduced gradients; returns the (scaled) loss that came with them.
+
+        validation: what all stages' gradients make of it; None when that is not known yet: then the
+        step is taken as if it were clean, and `settle` must follow before the next one.
+        """
+        assert self.settled, "the validation of the step before is not known"
+        loss, slot = self.gradients.loss, slot if slot is not None else self.measure()
+        self.learning_rate = _finite(self.optimizer.param_groups[0].get("lr"))
+        self._snapshot.begin()
+        self.slot = slot
+        self._kept = None
+        # A stage that knows its own gradients to be useless needs no validation to leave them alone.
+        applied = (SKIP if slot.rejected else CLEAN) if validation is None else validation
+        if applied.coefficient is not None:
+            keep, kept = validation is None and self._clips, list[Tensor | None]()
+            if keep and not self._kept_memory:
+                self._kept_memory = [torch.empty(p.shape, dtype=p.dtype, device=p.device) for p in self._trained]
+            for bucket in self._in_buckets():
+                memory = self._kept_memory[bucket.place] if keep else self.gradients.scratch_for(bucket.parameters)
+                self.gradients.write_gradients(bucket.place, memory)
+                self._snapshot.save(bucket.parameters)
+                if keep:
+                    kept += [p.grad for p in bucket.parameters]
+                self._update(bucket, applied.coefficient)
+            self._kept = kept or None
+            if self.scheduler is not None:
+                self.scheduler.step()
+            self.gradients.write_buffers()
+        self.gradients.clear()
+        self.committed += 1
+        self.settled = validation is not None
+        if validation is not None:
+            self.validation = validation
+            self.post_validation = self.post_validation.after(validation)
+        self._scale()
+        return loss
+
+    @_changing
+    def settle(self, validation: ValidationResult) -> bool:
+        """Takes note of the validation of the last step, and puts the step right where it differs.
+
+        Returns whether it does: the same answer on every worker.
+        """
+        assert not self.settled
+        self.settled, kept = True, self._kept
+        self.validation, self._kept = validation, None
+        self.post_validation = self.post_validation.after(validation)
+        self._scale()
+        if validation.clean:
+            return False
+        self.corrections += 1
+        if validation.coefficient is None:
+            self._snapshot.restore(buffers=True)
+        elif kept is not None:
+            # The moving buffers are those of the step as it was: they don't depend on the norm.
+            self._snapshot.restore(buffers=False)
+            for parameter, gradient in zip(self._trained, kept, strict=True):
+                parameter.grad = gradient
+            for bucket in self._in_buckets():
+                self._update(bucket, validation.coefficient)
+            if self.scheduler is not None:
+                self.scheduler.step()
+        # What the sums hold else belongs to parameters that nobody has any more.
+        self.gradients.clear()
+        return True
+
+    def _in_buckets(self) -> list[_Bucket]:
+        """What is stepped one after the other; all at once where that may make a difference."""
+        if not self._buckets:
+            apart, groups = self.steps_apart, self.optimizer.param_groups
+            at, size = 0, 0
+            for end, parameter in enumerate(self._trained, start=1):
+                size += parameter.numel() * parameter.element_size()
+                if end == len(self._trained) or (apart and size >= BUCKET_BYTES):
+                    mine = set(map(id, self._trained[at:end]))
+                    parts = [[p for p in group["params"] if id(p) in mine] for group in groups] if apart else None
+                    self._buckets.append(_Bucket(slice(at, end), self._trained[at:end], parts))
+                    at, size = end, 0
+            if not self._buckets:
+                self._buckets.append(_Bucket(slice(0), [], None))
+        return self._buckets
+
+    def _update(self, bucket: _Bucket, coefficient: float) -> None:
+        gradients = [p.grad for p in bucket.parameters if p.grad is not None]
+        if coefficient != 1.0 and gradients:  # torch takes no empty list
+            compat.multiply(gradients, coefficient)
+        with bucket.alone_in(self.optimizer):
+            self.optimizer.step()
+        for parameter in bucket.parameters:
+            parameter.grad = None
+
+    @_changing
+    def roll_back(self) -> None:
+        """Undoes the last step. Raises StateError when there is none to undo."""
+        self._snapshot.undo()
+        self._kept = None
+        self._scale()
+
+    @property
+    def _next_validation(self) -> PostValidation:
+        """What is made of it where the last step counts as clean as long as that is not known."""
+        return self.post_validation if self.settled else self.post_validation.after(CLEAN)
+
+    def _scale(self) -> None:
+        """Of the next iteration's loss."""
+        scale = self._next_validation.loss_scale
+        self.gradients.loss_scale = 1.0 if scale is None else scale.value
+
+    # -- layers that come and go ---------------------------------------------------------------
+
+    def tensors_of(self, span: Span) -> list[Tensor]:
+        """What is summed of these layers: the parameters that are trained, then the moving buffers."""
+        moving = set(map(id, self.gradients.moving))
+        own = [layer for number, layer in self.module.layers if number in span]
+        parameters = [p for layer in own for p in layer.parameters()]
+        buffers = [b for layer in own for b in layer.buffers()]
+        return [p for p in self._trained if any(p is q for q in parameters)] + [b for b in buffers if id(b) in moving]
+
+    def moving_names(self, span: Span | None = None) -> list[str]:
+        """Of the moving buffers, or those of these layers."""
+        moving = set(map(id, self.gradients.moving))
+        names = [name for name, buffer in self.module.named_buffers() if id(buffer) in moving]
+        return names if span is None else [name for name in names if int(name.partition(".")[0]) in span]
+
+    def averages(self) -> dict[str, Tensor]:
+        """The moving averages of parameters that have one, by name."""
+        state = self.optimizer.state
+        named = self.module.named_parameters()
+        return {name: state[p][AVERAGE] for name, p in named if p in state and AVERAGE in state[p]}
+
+    @_changing
+    def adopt(self, parts: Sequence[StageOptimizer]) -> None:
+        """Takes over, without copies, what those of which it has layers keep of them. All are at one step; how far
+        they are, and what holds for all layers, is that of the first."""
+        first = parts[0]
+        mine = set(map(id, self.module.parameters()))
+        for part in parts:
+            for parameter, state in part.optimizer.state.items():
+                if id(parameter) in mine:
+                    self.optimizer.state[parameter] = state
+        for group, options in zip(self.optimizer.param_groups, first.optimizer.param_groups, strict=True):
+            _put_options(group, {k: v for k, v in options.items() if k != "params"})
+        if self.scheduler is not None and first.scheduler is not None:
+            self.scheduler.load_state_dict(first.scheduler.state_dict())
+        self.committed, self.settled, self.post_validation = first.committed, True, first.post_validation
+        self.validation, self.corrections, self.slot = first.validation, first.corrections, first.slot
+        # Somebody may not have taken the last step: then it is undone here as well.
+        self._snapshot.adopt([part._snapshot for part in parts])
+        self._scale()
+
+    # -- the state: for a peer that re-joins, for checkpoints, and for the fingerprint --------
+
+    def parameters_sha256(self) -> str:
+        """Of the bytes of each layer's parameters, one after the other."""
+        return "".join(map(sha256, parameters_by_layer(self.module)))
+
+    def state(self) -> StageState:
+        """Everything that the next steps depend on. The tensors are the live ones: copy or send them
+        before the next step. A step that is not settled counts as clean: should it be overturned,
+        the state was of no use anyway.
+
+        Raises StateError naming what an optimizer or scheduler keeps that can't be sent.
+        """
+        tensors: dict[str, Tensor] = {}
+        names = {id(p): n for n, p in self.module.named_parameters()}
+        model = {
+            n: encode(t, f"model.{n}", tensors)
+            for n, t in [*self.module.named_parameters(), *self.module.named_buffers()]
+        }
+        states = {}
+        for parameter, state in self.optimizer.state.items():
+            if (name := names.get(id(parameter))) is None:
+                raise StateError(f"{type(self.optimizer).__name__} keeps state that belongs to no parameter")
+            states[name] = encode(state, f"optimizer.{name}", tensors)
+        document = {
+            "committed": self.committed,
+            "post_validation": self._next_validation.to_json(),
+            "model": model,
+            "optimizer": type(self.optimizer).__name__,
+            "state": states,
+            "groups": [
+                {
+                    "parameters": [names[id(p)] for p in group["params"] if id(p) in names],
+                    "options": encode({k: v for k, v in group.items() if k != "params"}, f"groups.{i}", tensors),
+                }
+                for i, group in enumerate(self.optimizer.param_groups)
+            ],
+            "scheduler": None
+            if self.scheduler is None
+            else [type(self.scheduler).__name__, encode(self.scheduler.state_dict(), "scheduler", tensors)],
+        }
+        position = None if self.stream is None else self.stream.position(self.committed)
+        if position is not None:
+            document["data"] = position.document
+            tensors |= position.tensors
+        return StageState(document, tensors)
+
+    @property
+    def elementwise(self) -> bool:
+        """May parts of the parameters be put in place while it steps? Only where no element's step depends on
+        another element."""
+        kind = type(self.optimizer)
+        return kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE
+
+    @property
+    def steps_apart(self) -> bool:
+        """May some parameters be stepped before others? Not where somebody's hook expects all to be stepped."""
+        hooks = compat.step_hooks(self.optimizer)
+        return self.elementwise and all(getattr(hook, "elementwise", False) for hook in hooks)
+
+    @_changing
+    def load_state(self, state: StageState) -> None:
+        """Takes over a state, wholly or not at all. Of a tensor without values (on the device "meta") they are to
+        come: until then a parameter or buffer keeps its own, and what the optimizer keeps is zero.
+
+        Raises StateError when it is of another stage.
+        """
+        own, doc = self.state().document, state.document
+        parameters = dict(self.module.named_parameters())
+        targets = {**parameters, **dict(self.module.named_buffers())}
+        try:
+            for what, mine, theirs in (
+                ("model", sorted(own["model"]), sorted(doc["model"])),
+                ("optimizer", own["optimizer"], doc["optimizer"]),
+                ("scheduler", (own["scheduler"] or [None])[0], (doc["scheduler"] or [None])[0]),
+                *(
+                    (f"parameter group {i}", mine["parameters"], theirs["parameters"])
+                    for i, (mine, theirs) in enumerate(zip(own["groups"], doc["groups"], strict=True))
+                ),
+            ):
+                if mine != theirs:
+                    raise StateError(f"{what}: got {theirs}, expected {mine}")
+            values = {n: decode(v, state.tensors, targets[n].device) for n, v in doc["model"].items()}
+            for name, value in values.items():
+                want = targets[name]
+                if value.shape != want.shape or value.dtype != want.dtype:
+                    got = f"shape {tuple(value.shape)} of {value.dtype}"
+                    raise StateError(f"{name}: {got} is of another model, expected {tuple(want.shape)} of {want.dtype}")
+            states = {n: decode(v, state.tensors, parameters[n].device) for n, v in doc["state"].items()}
+            device = next((p.device for p in parameters.values()), None)
+            groups = [decode(g["options"], state.tensors, device) for g in doc["groups"]]
+            scheduler = decode((doc["scheduler"] or [None, None])[1], state.tensors, device)
+            committed, post_validation = (
+                whole_number(doc["committed"]),
+                PostValidation.from_json(doc["post_validation"]),
+            )
+            if self.stream is not None and doc.get("data") is not None:
+                self.stream.go_on(doc["data"], state.tensors)
+        except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
+            raise StateError(f"unreadable state: {type(error).__name__} {error}") from None
+        with torch.no_grad():
+            for name, value in values.items():
+                if not state.tensors[doc["model"][name]["tensor"]].is_meta:
+                    targets[name].copy_(value)
+        self.optimizer.state.clear()
+        for name, value in states.items():
+            self.optimizer.state[parameters[name]] = value
+        for group, options in zip(self.optimizer.param_groups, groups, strict=True):
+            _put_options(group, options)
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(scheduler)
+        # It may be resumed in another precision.
+        scale = (post_validation.loss_scale or LossScale()) if self._scales_loss else None
+        self.post_validation = replace(post_validation, loss_scale=scale)
+        self.committed, self.settled, self.slot = committed, True, Slot()
+        self._scale()
+        self._snapshot.forget()
+        self._kept = None
+
+
+def _finite(value: Any) -> float | None:
+    """A number, also where it comes as a tensor; None for what can't be said to be one."""
+    number = float(value) if isinstance(value, (int, float, Tensor)) else math.nan
+    return number if math.isfinite(number) else None
+
+
+def make_optimizer(factory: Callable[[Any], torch.optim.Optimizer], named: NamedParameters) -> torch.optim.Optimizer:
+    """What the factory makes of a stage's parameters: of their (name, parameter) pairs, where its first argument is
+    called `named_parameters`; names are `LAYER.NAME`."""
+    # No optimizer takes an empty list, and layers without parameters may be a stage of their own.
+    named = named or [("none", nn.Parameter(torch.zeros(0)))]
+    return factory(named if takes_names(factory) else iter([parameter for _, parameter in named]))
+
+
+def takes_names(factory: Callable[..., Any]) -> bool:
+    """Is the first argument of an optimizer's factory called `named_parameters`?"""
+    try:
+        return next(iter(inspect.signature(factory).parameters), "") == "named_parameters"
+    except (TypeError, ValueError):  # a builtin, which tells nothing
+        return False
+
+
+def stage_optimizer(
+    workload: Workload, module: nn.Module, gradients: GradientSum, optimization: Optimization
+) -> StageOptimizer:
+    """As the workload wants it; a workload may have a `scheduler(optimizer)` beside its `optimizer`.
+
+    Raises InputError.
+    """
+    optimizer = make_optimizer(workload.optimizer, list(module.named_parameters()))
+    scheduler = getattr(workload, "scheduler", None)
+    made = StageOptimizer(
+        module,
+        optimizer,
+        gradients,
+        scheduler(optimizer) if scheduler is not None else None,
+        clips=optimization.clip_norm is not None,
+        scales_loss=optimization.autocast == "fp16",
+    )
+    made.stream = getattr(workload, "stream", None)
+    return made
+
+
+def of_layers(state: StageState, span: Span) -> StageState:
+    """The part of a stage's state that belongs to these of its layers."""
+
+    def kept(name: str) -> bool:
+        return int(name.partition(".")[0]) in span
+
+    document, tensors = dict(state.document), dict[str, Tensor]()
+    for part in ("model", "state"):
+        document[part] = {name: value for name, value in document[part].items() if kept(name)}
+    document["groups"] = [g | {"parameters": list(filter(kept, g["parameters"]))} for g in document["groups"]]
+    for name, tensor in state.tensors.items():
+        kind, _, rest = name.partition(".")
+        if kind not in ("model", "optimizer") or kept(rest):
+            tensors[name] = tensor
+    return StageState(document, tensors)
+
+
+def joined(states: Sequence[StageState]) -> StageState:
+    """Of states of several stages, in order, at the same iteration, that of all their layers. Raises StateError."""
+    first = states[0]
+    document, tensors = {**first.document, "model": {}, "state": {}}, dict[str, Tensor]()
+    groups = [{**group, "parameters": []} for group in first.document["groups"]]
+    reads: StageState | None = None
+    """Where the data is, is the same in all that say it."""
+    for state in states:
+        doc = state.document
+        if any(doc[key] != first.document[key] for key in ("committed", "optimizer")):
+            raise StateError("the stages' states are of different iterations or optimizers")
+        if len(doc["groups"]) != len(groups):
+            raise StateError(f"{len(doc['groups'])} parameter groups in a stage and {len(groups)} in another")
+        document["model"].update(doc["model"])
+        document["state"].update(doc["state"])
+        if reads is None and "data" in doc:
+            reads = state
+            document["data"] = doc["data"]
+        for group, part in zip(groups, doc["groups"], strict=True):
+            group["parameters"] += part["parameters"]
+        own = {n: t for n, t in state.tensors.items() if state is reads or not n.startswith("data.")}
+        tensors.update((name, tensor) for name, tensor in own.items() if name not in tensors)
+    return StageState(document | {"groups": groups}, tensors)
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    """Parameters that are stepped together. place: in those that are trained. groups: those of each of the optimizer's
+    groups; None: the optimizer steps all that it has."""
+
+    place: slice
+    parameters: list[nn.Parameter]
+    groups: list[list[nn.Parameter]] | None
+
+    @contextlib.contextmanager
+    def alone_in(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Within, the optimizer has no other parameters."""
+        if self.groups is None:
+            yield
+            return
+        whole = optimizer.param_groups
+        parameters = [group["params"] for group in whole]
+        for group, mine in zip(whole, self.groups, strict=True):
+            group["params"] = mine
+        optimizer.param_groups = [group for group in whole if group["params"]]
+        try:
+            yield
+        finally:
+            optimizer.param_groups = whole
+            for group, all_of_it in zip(whole, parameters, strict=True):
+                group["params"] = all_of_it
+
+
+@dataclass
+class _Saved:
+    """A parameter and its optimizer state as they were. tensors: the live ones: the state's, by `keys`, then its own.
+    places: where their values are. plain: what else the state held; None: there was none."""
+
+    tensors: list[Tensor]
+    keys: list[str]
+    places: list[Tensor]
+    plain: dict[str, Any] | None = None
+
+
+class _Snapshot:
+    """What one step changes, as it was before it: where the step's gradients were summed, and for what does not fit
+    there in copies whose memory is used again for the next one."""
+
+    def __init__(self, stage: StageOptimizer) -> None:
+        self._stage = stage
+        self._valid = self._in_sums = False
+        self._saved: dict[nn.Parameter, _Saved] = {}
+        self._adopted: dict[nn.Parameter, _Saved] = {}
+        self._buffers: list[Tensor] = []
+        self.before = PostValidation(), Slot(), CLEAN
+        self._before: dict[nn.Parameter, _Saved] = {}
+        """Of the step before: as long as tensors are the same, so are their places."""
+
+    @property
+    def valid(self) -> bool:
+        return self._valid and (self._stage.gradients.lent or not self._in_sums)
+
+    def begin(self) -> None:
+        """Before a step, of which no parameter is saved yet."""
+        stage = self._stage
+        moving = stage.gradients.moving
+        if len(self._buffers) != len(moving):
+            self._buffers = [t.clone() for t in moving]
+        else:
+            for mine, theirs in _alike(self._buffers, moving):
+                compat.copy(mine, theirs)
+        self._groups = [
+            copy.deepcopy({k: v for k, v in g.items() if k != "params"}) for g in stage.optimizer.param_groups
+        ]
+        self._scheduler = copy.deepcopy(stage.scheduler.state_dict()) if stage.scheduler is not None else {}
+        self.before = stage.post_validation, stage.slot, stage.validation
+        self._before, self._saved, self._adopted = self._saved or self._before, {}, {}
+        self._valid, self._in_sums = True, False
+
+    def save(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Right before these are stepped; their gradients have been read."""
+        states, mine, live = self._stage.optimizer.state, list[Tensor](), list[Tensor]()
+        for parameter in parameters:
+            state: dict[str, Any] = states.get(parameter, {})
+            keys = [k for k, v in state.items() if isinstance(v, Tensor)]
+            known = self._before.get(parameter)
+            if known is None or known.keys != keys or any(map(operator.is_not, map(state.get, keys), known.tensors)):
+                tensors = [*(state[k] for k in keys), parameter.detach()]
+                known = _Saved(tensors, keys, self._places(parameter, tensors))
+            else:
+                self._stage.gradients.lend(parameter)
+            known.plain = None
+            if parameter in states:
+                known.plain = copy.deepcopy({k: v for k, v in state.items() if k not in keys})
+            self._saved[parameter] = known
+            mine += known.places
+            live += known.tensors
+        self._in_sums = self._in_sums or bool(parameters)
+        # By type and device: mixed lists would go the slow way, one by one.
+        for into, values in _alike(mine, live):
+            compat.copy(into, values)
+
+    def _places(self, parameter: nn.Parameter, tensors: Sequence[Tensor]) -> list[Tensor]:
+        memory, at, out = self._stage.gradients.lend(parameter), 0, list[Tensor]()
+        for tensor in tensors:
+            each = tensor.element_size()
+            size = tensor.numel() * each
+            fits = at % each == 0 == memory.storage_offset() % each and at + size <= memory.numel()
+            if fits and tensor.numel() > 1 and tensor.device == memory.device:
+                out.append(memory[at : at + size].view(tensor.dtype).view(tensor.shape))
+                at += size
+            else:
+                out.append(torch.empty_like(tensor))
+        return out
+
+    def adopt(self, parts: Sequence[_Snapshot]) -> None:
+        """Takes over those of other optimizers, of what this one has of their layers. All are of one step, or none is
+        of any use."""
+        stage = self._stage
+        self._valid, self._in_sums = all(part.valid for part in parts), False
+        self.before = parts[0].before
+        if not self._valid:
+            return
+        # In the memory of sums that nobody adds to any more; the next step has places in its own.
+        self._saved, self._before = {}, {}
+        saved = {p: of for part in parts for p, of in (part._saved | part._adopted).items()}
+        self._adopted = {p: saved[p] for p in stage._trained if p in saved}
+        buffers: dict[int, Tensor] = {}
+        for part in parts:
+            buffers |= {id(b): kept for b, kept in zip(part._stage.gradients.moving, part._buffers, strict=True)}
+        self._buffers = [buffers[id(b)] for b in stage.gradients.moving]
+        self._groups, self._scheduler = parts[0]._groups, parts[0]._scheduler
+
+    def restore(self, *, buffers: bool) -> None:
+        """Puts everything back but the counts. buffers: the moving ones too? Raises StateError."""
+        stage = self._stage
+        if not self.valid:
+            raise StateError(f"no snapshot to go back to from {stage.committed} committed iterations")
+        everything = self._saved | self._adopted
+        with torch.no_grad():
+            for parameter, saved in everything.items():
+                parameter.copy_(saved.places[-1])
+            for target, value in zip(stage.gradients.moving, self._buffers, strict=True) if buffers else ():
+                target.copy_(value)
+            for parameter, saved in everything.items():
+                if saved.plain is None:
+                    stage.optimizer.state.pop(parameter, None)
+                    continue
+                for tensor, value in zip(saved.tensors[:-1], saved.places, strict=False):
+                    tensor.copy_(value)
+                tensors = dict(zip(saved.keys, saved.tensors, strict=False))
+                stage.optimizer.state[parameter] = tensors | copy.deepcopy(saved.plain)
+        for group, options in zip(stage.optimizer.param_groups, self._groups, strict=True):
+            _put_options(group, copy.deepcopy(options))
+        if stage.scheduler is not None:
+            stage.scheduler.load_state_dict(copy.deepcopy(self._scheduler))
+
+    def undo(self) -> None:
+        """Puts everything back, the counts too."""
+        stage = self._stage
+        self.restore(buffers=True)
+        stage.post_validation, stage.slot, stage.validation = self.before
+        stage.settled = True
+        stage.committed -= 1
+        self._valid = False
+
+    def forget(self) -> None:
+        """Nothing can be undone, and nothing of what was is kept."""
+        self._valid = False
+        self._saved, self._before, self._adopted = {}, {}, {}
+
+
+def _put_options(group: dict[str, Any], options: dict[str, Any]) -> None:
+    """Sets a parameter group's options; a tensor (a capturable learning rate) stays the same object."""
+    for key, value in options.items():
+        current = group.get(key)
+        if isinstance(current, Tensor) and isinstance(value, Tensor) and current.shape == value.shape:
+            current.copy_(value)
+        else:
+            group[key] = value
+
+
+def _alike(a: list[Tensor], b: list[Tensor]) -> list[tuple[list[Tensor], list[Tensor]]]:
+    """The two lists, cut into pairs of lists of one type and device each."""
+    out: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], list[Tensor]]] = {}
+    for x, y in zip(a, b, strict=True):
+        mine, theirs = out.setdefault((x.dtype, x.device), ([], []))
+        mine.append(x)
+        theirs.append(y)
+    return list(out.values())
+
+
+def _required(step: Any) -> bool:
+    """Does this `step` method need an argument?"""
+    parameters = list(inspect.signature(step).parameters.values())[1:]
+    return any(
+        p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+        for p in parameters
+    )

@@ -1,0 +1,1 @@
+"""One worker process: iterations, recovery, hand-over, layers that move."""

@@ -1,0 +1,505 @@
+"""Runs one worker's ops of one iteration, in the order of the plan.
+
+The order is all that counts: each op waits for its inputs, so times in the plan are a forecast and
+not a clock. An order that a valid schedule has can't deadlock: see agent.transport.transfers.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from openrecycle.agent.config.devices import completion, on_device
+from openrecycle.agent.config.faults import FaultInjector
+from openrecycle.agent.config.pacing import PacedDevice
+from openrecycle.agent.config.randomness import seed_for
+from openrecycle.agent.models.stage_io import CPU, Gradients, StageIO, StageOutput, check_output, tensors_of
+from openrecycle.agent.models.workload import EvaluationData, Metric, Workload, weight_of
+from openrecycle.agent.monitoring.liveness import AT_REST, DATA, LEAVING, VALIDATION, WAITING, OpProgress
+from openrecycle.agent.monitoring.timeline import Timeline
+from openrecycle.agent.stages.op_times import OpSeconds
+from openrecycle.agent.stages.stage import MicroBatch, Stage
+from openrecycle.agent.transport.communicator import Groups
+from openrecycle.agent.transport.group import TransferError
+from openrecycle.agent.transport.script import Script
+from openrecycle.agent.transport.transfers import TransferLayout, Transfers
+from openrecycle.agent.workers.kept_micro_batches import Redo
+from openrecycle.agent.workers.relayout import Exchange
+from openrecycle.agent.workers.tied import TiedSums
+from openrecycle.agent.workers.validation_exchange import Steps
+from openrecycle.planner.jobs.job import Job, Worker
+
+
+class OpError(Exception):
+    """The workload's own code raised in an op of a micro-batch; `__cause__` is what it raised."""
+
+    def __init__(self, kind: str, iteration: int, key: MicroBatch) -> None:
+        super().__init__(kind, iteration, key)
+        self.kind, self.iteration, self.key = kind, iteration, key
+
+
+class Interrupted(Exception):
+    """A newer generation has been announced: the iteration in flight is abandoned."""
+
+
+class Executor:
+    """One worker's engine: a table from op kind to method, and a short loop.
+
+    pace: seconds an op of each kind is stretched to (see agent.config.pacing). interrupted: asked before
+    every op. committed: called with (iteration, loss) right after a step, before anything that can
+    fail; the loss is 0 but on the last stage. keeps_finished: `abandon` keeps whole micro-batches. progress: is told
+    what this thread is at. incomplete: does this worker still take its state from a peer?
+    """
+
+    def __init__(
+        self,
+        me: Worker,
+        job: Job,
+        seed: int,
+        workload: Workload,
+        stage: Stage,
+        steps: Steps,
+        faults: FaultInjector,
+        pace: Mapping[str, float],
+        interrupted: Callable[[], bool],
+        committed: Callable[[int, float], None],
+        stage_io: StageIO,
+        keeps_finished: bool = False,
+        device: torch.device = CPU,
+        progress: OpProgress | None = None,
+        incomplete: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._progress = progress or OpProgress()
+        self.times = OpSeconds()
+        self.timeline = Timeline()
+        self._me, self._job, self._seed = me, job, seed
+        self._workload, self._stage, self._steps = workload, stage, steps
+        self._faults, self._device, self._interrupted = faults, PacedDevice(pace), interrupted
+        self._committed = committed
+        self._last = me.stage == job.stages - 1
+        self._where, self._complete = device, completion(device)
+        self._usual_weight: float | None = getattr(workload, "usual_weight", None)
+        self._varies: bool = getattr(workload, "varies", False)
+        self._weights: dict[MicroBatch, Tensor] = {}
+        """Of the micro-batches in hand, where they are weighted."""
+        self._connect_to(stage_io)
+        self.exchange: Exchange | None = None
+        """Of the sums of layers that move to another stage."""
+        self.tied: TiedSums | None = None
+        self._run = {"F": self._forward, "I": self._input_backward, "W": self._weight_backward, "B": self._backward}
+        self._iteration = 0
+        self.left_out: frozenset[MicroBatch] = frozenset()
+        self._share = 1.0
+        self._groups: Groups | None = None
+        self._transfers: Transfers
+        self._reduction = float("inf")
+        self._void = self._reducing = False
+        self._keeps_finished = keeps_finished
+        self._incomplete = incomplete
+
+    @property
+    def finished(self) -> frozenset[MicroBatch]:
+        """Micro-batches of the iteration in flight that this worker's sum holds."""
+        return frozenset(self._stage.gradients.settled)
+
+    def run(
+        self,
+        iteration: int,
+        script: Script,
+        groups: Groups,
+        redo: Redo | None = None,
+        left_out: frozenset[MicroBatch] = frozenset(),
+    ) -> None:
+        """One iteration, its step included; or none, where the step before turns out to be wrong.
+
+        redo: what is left of it to be done; None: all of it. left_out: micro-batches that nobody runs; the mean is
+        over the others.
+
+        Then every worker gets to know it before its own step of this iteration, the step before has
+        been put right when this returns, and the iteration is to be run again. Until then messages
+        already under way, and those that others still wait for, are passed on without computing.
+
+        Raises Interrupted, TransferError or OpError; `abandon` must follow then. The step may have been
+        taken nevertheless.
+        """
+        self._use(groups)
+        self._stage.counted_elsewhere = frozenset()
+        whole = script
+        if redo is not None:
+            script = script.only(redo.run)
+            self._stage.counted_elsewhere = redo.counted - self.finished
+        script, self.left_out = script.without(left_out), left_out
+        left = 0 if self._usual_weight is not None else len(left_out)  # the sum of weights lacks them by itself
+        self._share = 1.0 / max(1, self._job.pipelines * self._job.micro_batches - left)
+        self._iteration, self._script = iteration, script
+        self._reducing = False
+        self._void = False
+        self._weights.clear()
+        self.data_seconds = 0.0
+        self.timeline.begin(iteration, 0 if redo or left_out else len(script.ops))
+        self._transfers.begin(iteration, script)
+        self._announce(iteration, script, whole)
+        for op in script.ops:
+            if self._interrupted():
+                raise Interrupted
+            self._progress.at(VALIDATION)
+            # Where gradients begin, the memory in which the step before could be undone ends: see
+            # agent.workers.recovery.
+            self._void = self._void or self._steps.overturned() or (op.kind != "F" and self._steps.settle())
+            if self._void:
+                self._pass_on(op.kind, (op.pipeline, op.micro_batch))
+            elif op.kind == "O":
+                self._step()
+            else:
+                self._run_op(op.kind, (op.pipeline, op.micro_batch))
+        if self._void:
+            self._stage.abandon()
+            self.timeline.drop()
+        self.timeline.finish(script.ops)
+        # What went out an iteration ago has been received by now: its receiver has answered since.
+        self._progress.at(WAITING)
+        self._transfers.let_go(iteration)
+        self._progress.at(AT_REST)
+        self._progress.warmed_up()
+
+    def evaluate(
+        self, iteration: int, data: EvaluationData, script: Script, groups: Groups, problem: Callable[[str], None]
+    ) -> dict[str, float]:
+        """Before `iteration`, with everything settled: forwards of all micro-batches of `data`, on this worker those
+        that `script` gives it. Returns the mean `loss` and the mean of each metric, the same to the bit whoever ran
+        what; on other stages than the last nothing.
+
+        A micro-batch that raises makes the means NaN, is said to `problem`, and is no reason for anybody to end. Raises
+        Interrupted or TransferError; `abandon` must follow then.
+        """
+        self._use(groups)
+        measures = {"loss": self._workload.loss, **data.metrics}
+        # A place for each micro-batch: to add zeros rounds nothing.
+        table = torch.zeros(len(measures) + 1, data.micro_batches, dtype=torch.float64)
+        per_pipeline, at_once = self._job.micro_batches, self._job.pipelines * self._job.micro_batches
+        with self._stage.evaluating():
+            for first in range(0, data.micro_batches, at_once):
+                count = min(at_once, data.micro_batches - first)
+                self._script = script.forwards({divmod(i, per_pipeline) for i in range(count)})
+                self._transfers.begin(iteration, self._script)
+                for op in self._script.ops:
+                    if self._interrupted():
+                        raise Interrupted
+                    key = op.pipeline, op.micro_batch
+                    index = first + key[0] * per_pipeline + key[1]
+
+                    def said(error: Exception, index: int = index) -> None:
+                        if isinstance(error, (TransferError, torch.AcceleratorError)):
+                            raise error  # the second: the device's context is gone for good
+                        problem(f"evaluation, micro-batch {index}: {type(error).__name__}: {error}"[:1000])
+
+                    try:
+                        self._evaluate_forward(key, index, data, list(measures.values()), table[:, index], said)
+                    except Exception as error:
+                        said(error)
+                        table[:, index] = math.nan
+                        self._send_outputs(key, tuple(_unknown(spec.empty(self._where)) for spec in self._outgoing))
+                self._progress.at(WAITING)
+                self._transfers.let_go()  # whoever receives these waits for nobody that comes after this worker
+        if self._last:
+            values = table.to(self._where)
+            self._transfers.reduce(values)
+            table = values.cpu()
+        self._progress.at(AT_REST)
+        *rows, weights = table.tolist()
+        return {name: _mean(row, weights) for name, row in zip(measures, rows, strict=True)} if self._last else {}
+
+    def _evaluate_forward(
+        self,
+        key: MicroBatch,
+        index: int,
+        data: EvaluationData,
+        measures: Sequence[Metric],
+        into: Tensor,
+        problem: Callable[[Exception], None],
+    ) -> None:
+        seed = seed_for("evaluation", self._seed, index)
+        if key in self._script.before:
+            x = self._received("F", key)
+        else:
+            self._progress.at(DATA, key)
+            x = self._here(data.inputs(self._seed, index))
+        if not self._last:
+            self._progress.at("F", key)
+            self._send_outputs(key, self._checked(self._stage.evaluate(x, seed=seed)))
+            return
+        self._progress.at(DATA, key)
+        read = data.targets(self._seed, index)
+        weight = 1.0 if self._usual_weight is None else float(weight_of(self._workload, read))
+        targets = self._here(read)
+        self._progress.at("F", key)
+
+        def measure(y: Any) -> None:
+            for place, metric in enumerate(measures):
+                try:
+                    into[place] = float(metric(y, targets))
+                except Exception as error:
+                    problem(error)
+                    into[place] = math.nan
+
+        into[-1] = weight
+        self._stage.evaluate(x, seed=seed, measure=measure)
+
+    def rearrange(self, stage: Stage, stage_io: StageIO) -> None:
+        """Between two iterations, with everything settled: the worker's stage has other layers from here on."""
+        self._stage, self.exchange = stage, None
+        self._connect_to(stage_io)
+        if self._groups is not None:
+            self._transfers = self._groups.transfers(self._layout)
+
+    def _use(self, groups: Groups) -> None:
+        if groups is not self._groups:
+            self._groups, self._transfers = groups, groups.transfers(self._layout)
+            self._reduction = float("inf")
+            self._device.waited()
+
+    def _connect_to(self, stage_io: StageIO) -> None:
+        self._incoming: StageOutput = stage_io[self._me.stage - 1] if self._me.stage else ()
+        self._outgoing: StageOutput = () if self._last else stage_io[self._me.stage]
+        weighted, varies = self._usual_weight is not None, self._varies
+        widest = max(map(len, stage_io), default=1) + weighted + varies
+        self._layout = TransferLayout(self._job, self._incoming, self._outgoing, widest, self._where, weighted, varies)
+
+    def set_pace(self, pace: Mapping[str, float]) -> None:
+        """Seconds by op kind, from the next op on."""
+        self._device.set_pace(pace)
+
+    def settle(self) -> None:
+        """Waits until the last step is settled and peers have received all that was sent.
+
+        Between two iterations only: afterwards this worker may leave the groups without anybody
+        missing anything. Raises TransferError, or NonFiniteError.
+        """
+        self._progress.at(VALIDATION)
+        self._steps.drain()
+        self._progress.at(WAITING)
+        if self._groups is not None:
+            self._transfers.let_go()
+        self._progress.at(AT_REST)
+
+    def abandon(self) -> None:
+        """Drops the iteration in flight and every transfer; of what is summed, as keep_finished says."""
+        self._progress.at(LEAVING)
+        if self._groups is not None:
+            self._transfers.drop()
+            self._groups = None
+        # A reduction works in place, so that one which did not end has left no sum of anybody's.
+        whole = not self._reducing and not self._void
+        self._stage.abandon(keep_settled=self._keeps_finished and whole)
+        self.timeline.drop()
+        self._steps.abandon()
+        self._progress.at(AT_REST)
+
+    def forget_finished(self) -> None:
+        """Drops what `abandon` has kept."""
+        self._stage.abandon()
+
+    def _announce(self, iteration: int, script: Script, following: Script) -> None:
+        """Tells the workload which micro-batches this worker will read: now, and in the iteration after this one."""
+        upcoming = getattr(self._workload, "upcoming", None)
+        if upcoming is not None and (self._last or self._me.stage == 0):
+            runs = [(iteration, script), (iteration + 1, following)]
+            keys = [(i, (op.pipeline, op.micro_batch), s) for i, s in runs for op in s.ops if op.kind == "F"]
+            upcoming([(i, *key) for i, key, s in keys if self._last or key not in s.before])
+
+    # -- ops ----------------------------------------------------------------------------------
+
+    def _run_op(self, kind: str, key: MicroBatch) -> None:
+        """Raises OpError for what the workload's code raises, and for an output of another shape than the others'."""
+        try:
+            self._run[kind](key)
+        except TransferError:
+            raise
+        except Exception as error:
+            raise OpError(kind, self._iteration, key) from error
+
+    def _forward(self, key: MicroBatch) -> None:
+        self._faults.before(self._iteration, "F", *key)
+        seed = seed_for("micro-batch", self._seed, self._iteration, *key)
+        if key in self._script.before:
+            x = self._received("F", key)
+        else:
+            x = self._here(self._read(self._workload.inputs, key))
+        started = time.monotonic()
+        if self._last:
+            targets = self._read(self._workload.targets, key)
+            self._progress.at("F", key)
+            self._stage.forward(key, x, seed=seed, loss=self._scaled_loss(key, targets))
+            self._finish("F", started)
+            return
+        self._progress.at("F", key)
+        y = self._checked(self._stage.forward(key, x, seed=seed))
+        self._finish("F", started)
+        self._send_outputs(key, y)
+
+    def _read(self, read: Callable[..., Any], key: MicroBatch) -> Any:
+        self._progress.at(DATA, key)
+        begun = time.monotonic()
+        try:
+            return read(self._seed, self._iteration, *key)
+        finally:
+            self.data_seconds += time.monotonic() - begun
+
+    def _scaled_loss(self, key: MicroBatch, targets: Any) -> Callable[[Any], Tensor]:
+        """Of the last stage: output to the micro-batch's share of the iteration's loss. targets: as they were read, of
+        which the host tells the weight without a device."""
+        share, weighted, there = self._share, self._usual_weight, self._here(targets)
+        if weighted is None:
+            return lambda y: self._workload.loss(y, there) * share
+        counts = weight_of(self._workload, targets)
+        self._weights[key] = weight = self._here(counts)
+        if not float(counts):  # a mean over nothing is no number
+            return _nothing
+        return lambda y: self._workload.loss(y, there) * (weight[0] * (share / weighted)).float()
+
+    def _gradient_of_output(self, key: MicroBatch) -> Any:
+        """From whoever ran the forward of the next stage, if there is one; with it comes what is weighed."""
+        dy = self._received("I", key) if key in self._script.after else None
+        if self._usual_weight is not None:
+            self._stage.weigh(key, self._weights[key])
+        return dy
+
+    def _input_backward(self, key: MicroBatch) -> None:
+        self._faults.before(self._iteration, "I", *key)
+        dy = self._gradient_of_output(key)
+        self._progress.at("I", key)
+        started = time.monotonic()
+        dx = self._stage.input_backward(key, dy)
+        self._finish("I", started)
+        self._send_gradients(key, dx)
+
+    def _weight_backward(self, key: MicroBatch) -> None:
+        self._faults.before(self._iteration, "W", *key)
+        self._progress.at("W", key)
+        started, counted = time.monotonic(), self._stage.counted(key)
+        self._stage.weight_backward(key)
+        if not counted:
+            self._finish("W", started)
+
+    def _backward(self, key: MicroBatch) -> None:
+        """B, coupled: the gradient goes upstream only when W is done too, as in the plan."""
+        self._faults.before(self._iteration, "I", *key)
+        dy = self._gradient_of_output(key)
+        self._progress.at("B", key)
+        started, counted = time.monotonic(), self._stage.counted(key)
+        dx = self._stage.input_backward(key, dy)
+        self._faults.before(self._iteration, "W", *key)
+        self._stage.weight_backward(key)
+        self._finish("I" if counted else "B", started)
+        self._send_gradients(key, dx)
+
+    def _step(self) -> None:
+        self._faults.before(self._iteration, "R")
+        self._reducing = True
+        self._progress.at(WAITING)
+        arrived = time.monotonic()
+        self._transfers.reduce(self._stage.gradients.buffer)
+        # From here on this worker has what its step needs, and takes it whatever breaks: see agent.workers.recovery.
+        if self.tied is not None:
+            self.tied.sum(self._iteration, self._steps.optimizer)
+        broken = None
+        try:
+            if self.exchange is not None:
+                self.exchange.take(self._iteration)
+        except TransferError as error:
+            broken = error
+        if self.exchange is not None:
+            self._steps.beside = self.exchange.stepped
+        incomplete = int(self._incomplete())
+        try:
+            incomplete = self._transfers.reduced_by_all(incomplete)
+        except TransferError as error:
+            broken = broken or error
+        reduced = time.monotonic()
+        self._progress.at("O")
+        # What the reduction itself takes; the rest was waiting for peers.
+        self._reduction = min(self._reduction, reduced - arrived)
+        self._device.waited()
+        self._faults.before(self._iteration, "O")
+        self._committed(self._iteration, self._steps.take(incomplete, by_all=broken is None))
+        self._faults.before(self._iteration, "V")
+        if broken is not None:
+            raise broken
+        self._finish("O", reduced - self._reduction)
+
+    def _pass_on(self, kind: str, key: MicroBatch) -> None:
+        """The transfers of an op of an iteration that counts no more; what they carry does not matter."""
+        if kind == "F":
+            if key in self._script.before:
+                self._received("F", key)
+            if not self._last:
+                self._transfers.send("F", key, {i: t.empty(self._where) for i, t in enumerate(self._outgoing)})
+        elif kind in ("I", "B"):
+            if key in self._script.after:
+                self._received("I", key)
+            self._send_gradients(key, tuple(t.empty(self._where) for t in self._incoming))
+
+    def _checked(self, output: Any) -> tuple[Tensor, ...]:
+        return check_output(self._me.stage, self._outgoing, output, varies=self._varies)
+
+    def _here(self, data: Any) -> Any:
+        return data if self._where.type == "cpu" else on_device(data, self._where)
+
+    def _finish(self, kind: str, started: float) -> None:
+        if self._complete is not None:
+            self._complete()
+        seconds = self._device.finish(kind, started)
+        self.times.add(kind, seconds)
+        if self.timeline.recording:
+            self.timeline.add(self._device.ended, seconds)
+
+    # -- transfers ----------------------------------------------------------------------------
+
+    def _send_outputs(self, key: MicroBatch, y: tuple[Tensor, ...]) -> None:
+        """To whoever runs the forward of the next stage, if there is one."""
+        if not self._last:
+            self._transfers.send("F", key, dict(enumerate(y)))
+
+    def _send_gradients(self, key: MicroBatch, dx: Gradients) -> None:
+        """To whoever ran the forward of the stage before, if there is one."""
+        if key in self._script.before:
+            gradients = dx if isinstance(dx, tuple) else (dx,)
+            wanted = {i: g for i, g in enumerate(gradients) if g is not None and self._incoming[i].gradient}
+            if self._usual_weight is not None:
+                wanted[len(self._incoming)] = self._weights.pop(key, self._here(_ZERO))
+            self._transfers.send("I", key, wanted)
+
+    def _received(self, kind: str, key: MicroBatch) -> Any:
+        """The boundary's tensor, or all of them as a tuple; None for a gradient that does not travel."""
+        self._progress.at(WAITING, key)
+        arrived = self._transfers.receive(kind, key)
+        self._device.received()
+        width = len(self._incoming if kind == "F" else self._outgoing)
+        if kind == "I" and self._usual_weight is not None:
+            self._weights[key] = arrived.pop(width)
+        return arrived.get(0) if width == 1 else tuple(map(arrived.get, range(width)))
+
+
+_ZERO = torch.zeros(1, dtype=torch.float64)
+
+
+def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
+    """Of what counts; NaN where nothing does."""
+    total = math.fsum(weights)
+    return math.fsum(v * w for v, w in zip(values, weights, strict=True) if w) / total if total else math.nan
+
+
+def _nothing(output: Any) -> Tensor:
+    """The loss of a micro-batch that does not count, with gradients that are 0."""
+    tensors = [t for t in tensors_of(output, "output of the last stage") if t.is_floating_point()]
+    return torch.stack([t.sum() * 0.0 for t in tensors]).sum()
+
+
+def _unknown(tensor: Tensor) -> Tensor:
+    """Stands for what could not be computed."""
+    return tensor.fill_(math.nan) if tensor.is_floating_point() else tensor.zero_()

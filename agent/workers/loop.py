@@ -1,0 +1,613 @@
+"""The training loop of one worker, through failures: take up a generation, agree, train, and again.
+
+A worker that joins is in the groups at once and takes its stage's state beside the training of the others
+(agent.workers.state_transfer); until it has all of it, everybody runs a plan that does without it.
+
+No failure of a peer ends this process. What interrupts an iteration is a broken transfer or the
+news of another generation; both lead to the same place: abandon the iteration in flight, wait for a
+generation that is newer than the one left, form its groups, agree on an iteration, go on. A generation that
+only adds workers interrupts nothing: all leave at the same boundary, with nothing in flight.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from openrecycle.agent.checkpoints.checkpoint import CheckpointError, load_layers
+from openrecycle.agent.checkpoints.checkpointing import Checkpointer, Origin
+from openrecycle.agent.checkpoints.weights import save_weights
+from openrecycle.agent.config.devices import kind_number
+from openrecycle.agent.config.faults import FaultInjector, slowness
+from openrecycle.agent.config.pacing import profile_pace
+from openrecycle.agent.config.timeouts import ALIVE_SECONDS
+from openrecycle.agent.messages.channel import GenerationSpec, WorkerChannel
+from openrecycle.agent.messages.log_tail import LogTail
+from openrecycle.agent.models.layers import Partition, Span, layer_count, layer_of, partition_of, tied_of
+from openrecycle.agent.models.stage_io import CPU, StageCuts, layer_io_of
+from openrecycle.agent.models.workload import Workload
+from openrecycle.agent.monitoring.heartbeat import Status
+from openrecycle.agent.monitoring.liveness import AT_REST
+from openrecycle.agent.monitoring.thread_stacks import describe_exception
+from openrecycle.agent.stages.assembly import assemble, reassemble
+from openrecycle.agent.stages.optimizer import stage_optimizer
+from openrecycle.agent.stages.post_validation import ValidationResult
+from openrecycle.agent.transport.communicator import Communicator, Groups
+from openrecycle.agent.transport.group import TransferError
+from openrecycle.agent.transport.script import Script
+from openrecycle.agent.workers.executor import Executor, Interrupted, OpError
+from openrecycle.agent.workers.kept_micro_batches import Redo, decode, encode
+from openrecycle.agent.workers.kept_micro_batches import redo as plan_redo
+from openrecycle.agent.workers.recovery import Agreement, Environment, NoAgreementError, agree, check_alike
+from openrecycle.agent.workers.relayout import Exchange, IncomingLayers, common_strategy, moves, regrouped
+from openrecycle.agent.workers.spec import WorkerSpec
+from openrecycle.agent.workers.state_transfer import StateReceiver, StateServer
+from openrecycle.agent.workers.tied import TiedSums
+from openrecycle.agent.workers.validation_exchange import Steps
+from openrecycle.planner.jobs.job import Worker
+from openrecycle.planner.plans.plan import Plan
+
+_JOINING = -1
+WAIT_SECONDS = 0.5
+"""For so long nobody talks while all wait for a newcomer's state; whoever it is waits for that, not on a time-out."""
+TRACEBACK_LINES = 12
+"""Of an exception in an op, the last ones."""
+
+
+class WorkerLoop:
+    """Trains one stage of one pipeline until the job is over.
+
+    channel brings generations and takes reports; log is told how each generation was taken up. device: where the
+    stage computes.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        workload: Workload,
+        communicator: Communicator,
+        channel: WorkerChannel,
+        status: Status,
+        log: LogTail | None = None,
+        device: torch.device = CPU,
+    ) -> None:
+        options, me, origin = spec.run.options, spec.worker, spec.run.origin
+        self._options, self._origin, self._workload = options, origin, workload
+        self._communicator, self._channel = communicator, channel
+        self._status, self._log = status, log or LogTail()
+        stages, layer_io = options.job.stages, spec.run.layer_io
+        partition = partition_of(spec.run.partition, layer_count(workload, stages), stages)
+        if layer_io is None:
+            layer_io = layer_io_of(workload, sum(partition), options.seed, options.optimization.autocast, device)
+        self._cuts = StageCuts(partition, layer_io)
+        self._device = device
+        self._makeup = Environment(str(torch.__version__), torch.get_num_threads(), kind_number(device))
+        # A worker that comes back is not killed, or slow, a second time by the same wish.
+        self._kills, self._slowdowns = ((), ()) if spec.joins else (options.kills, options.slowdowns)
+        self._pace = options.pace
+        self._take_place(me, origin)
+        if not spec.joins:
+            self._state.holds_everything()
+            if origin is not None and origin.resumed is not None:
+                self._optimizer.load_state(load_layers(Path(origin.resumed), self._cuts.span(me.stage)))
+        self._generation = 0
+        self._evaluated = self._evaluated_by_all = 0
+        """The newest iteration before which this worker has evaluated, and as far as is known every worker."""
+        self._corrected = False
+        """Did this generation's agreement put the last step right?"""
+
+    def _take_place(self, me: Worker, origin: Origin | None) -> None:
+        """Puts together what a worker of that place needs, with the stage's initial state."""
+        options, channel = self._options, self._channel
+        self._me = me
+        upcoming = getattr(self._workload, "upcoming", None)
+        if upcoming is not None and me.stage in (0, options.job.stages - 1):
+            upcoming([])  # a process that it starts comes up while the stage is put together
+        stage, split = assemble(
+            self._workload, options.job, self._cuts, me.stage, options.seed, options.optimization, self._device
+        )
+        if split.warning and me.pipeline == 0:  # its peers find the same
+            channel.say("warning", text=f"stage {me.stage}: {split.text}")
+        self._split = stage.split
+        self._optimizer = stage_optimizer(self._workload, stage.module, stage.gradients, options.optimization)
+        self._coming: dict[Span, IncomingLayers] = {}
+        progress = self._status.progress
+        progress.forget()
+        self._steps = Steps(
+            *(me, options.optimization, self._optimizer, self._cuts.partition, self._say_validation, progress.waiting),
+            self._say_norm,
+        )
+        self._state = StateReceiver(self._optimizer, self._say_hand_over)
+        self._server: StateServer | None = None
+        self._executor = Executor(
+            me,
+            options.job,
+            options.seed,
+            self._workload,
+            stage,
+            self._steps,
+            FaultInjector(me, list(self._kills), lambda: channel.say("dying")),
+            self._pace,
+            self._superseded,
+            self._say_committed,
+            self._cuts.stage_io,
+            options.faults.keep_finished,
+            self._device,
+            progress,
+            lambda: not self._state.complete or any(coming.missing for coming in self._coming.values()),
+        )
+        self._checkpointer: Checkpointer | None = None
+        if origin is not None:
+            self._checkpointer = Checkpointer(
+                *(options.checkpoints, origin, me.stage, len(self._cuts.span(me.stage)), self._iterations),
+                *(self._say_checkpoint, self._superseded),
+            )
+        self._status.take_op_milliseconds = self._executor.times.take
+        self._status.timeline = self._executor.timeline
+
+    def _move(self, orders: GenerationSpec) -> None:
+        """Gives up what this worker holds: for another place, or for what a checkpoint holds.
+
+        Raises TransferError when the checkpoint can't be read.
+        """
+        if orders.cell != self._me:
+            self._kills = ()  # wishes for faults at a place were meant for the worker that began there
+        origin = self._origin
+        if orders.restore is None:
+            self._take_place(orders.cell, origin)
+            return
+        # Some may have gone over to other layers already, and others not: a checkpoint has them all.
+        before, cuts = self._cuts, replace(self._cuts, partition=orders.partition or self._cuts.partition)
+        try:
+            state = load_layers(Path(orders.restore), cuts.span(orders.cell.stage))
+        except CheckpointError as error:
+            raise TransferError(str(error)) from None
+        self._cuts = cuts
+        if origin is not None:
+            origin = replace(origin, resumed=orders.restore, resumed_at=int(state.document["committed"]))
+        self._take_place(orders.cell, origin)
+        self._optimizer.load_state(state)
+        self._state.holds_everything()
+        if cuts != before:
+            self._say_rearranged(self._optimizer.committed, 0.0)
+
+    def run(self) -> None:
+        """Returns when the launcher says that the job is over."""
+        while not self._channel.over:
+            self._status.phase = "waiting"
+            orders = self._channel.wait_for_generation(self._generation)
+            if orders is None:
+                return
+            self._channel.take_up(orders.generation, self._optimizer.committed)
+            if str(orders.cell) not in orders.deployment.living:
+                # It was asked to leave, and has: the launcher ends it when nobody needs it any more.
+                self._generation, self._status.phase = orders.generation, "draining"
+                self._channel.wait_for_generation(self._generation)
+                continue
+            whole = True
+            try:
+                self._live_through(orders)
+            except (Interrupted, TransferError, OpError) as end:
+                self._end_hand_overs()
+                if isinstance(end, TransferError) and not self._superseded():
+                    self._say_broken(str(end), end.peer)
+                self._executor.abandon()
+                if isinstance(end, OpError):
+                    self._executor.forget_finished()  # half of a micro-batch may be in the sum
+                    self._say_raised(end)
+                self._communicator.abandon()
+                whole = False
+            self._end_hand_overs()
+            self._status.progress.at(AT_REST)
+            self._channel.say("left", generation=self._generation, whole=whole)
+
+    def _live_through(self, orders: GenerationSpec) -> None:
+        """One generation, until it is superseded, broken or over; returns when it was left at a boundary,
+        with its groups still up."""
+        self._generation = self._status.generation = orders.generation
+        self._log_step("adopted", self._optimizer.committed)
+        self._status.phase = "forming"
+        if orders.held and not self._state.begun and self._cuts.partition != orders.held:
+            self._cuts = replace(self._cuts, partition=orders.held)
+            self._take_place(orders.cell, self._origin)
+        if orders.cell != self._me or orders.restore is not None:
+            self._move(orders)
+        living = [Worker.parse(name) for name in orders.deployment.living]
+        scripts = [Script.of(orders.plan.schedule(), self._me, orders.runs)]
+        if orders.interim is not None:
+            scripts.append(Script.of(orders.interim.schedule(), self._me))
+        groups = self._communicator.form(
+            *(orders.generation, self._me, living, orders.store, self._device),
+            at_boundary=orders.after is not None,
+            neighbours=frozenset[Worker]().union(*(script.neighbours for script in scripts)),
+        )
+        target = orders.partition or self._cuts.partition
+        agreement = self._agree(groups, living, target)
+        joining = self._hand_over(groups, agreement, orders.interim)
+        moving = self._begin_moves(groups, agreement, living, target)
+        self._tie(groups, living)
+        self._set_pace(living)
+        if self._left_out(orders, agreement.iteration) != self._executor.left_out:
+            self._executor.forget_finished()  # it is a share of another mean
+        redo = self._compare_finished(groups, agreement)
+        whole = [w for w in living if w not in joining]
+        self._executor.timeline.generation = orders.generation
+        self._status.phase = "training"
+        formed: int | None = None
+        if self._me not in joining:
+            formed = self._say_formed(agreement.iteration)
+        while (iteration := self._optimizer.committed) < self._iterations:
+            self._status.iteration = iteration
+            if joining and self._steps.counts_on_all(iteration):
+                if formed is None:
+                    self._state.stop()  # what counts for a step of all can't be taken back
+                    formed = self._say_formed(iteration)
+                joining, whole = frozenset(), living
+            if moving and self._steps.counts_on_all(iteration):
+                self._executor.settle()
+                if not self._steps.incomplete:
+                    self._rearrange(target, iteration)
+                    self._tie(groups, living)
+                    self._set_pace(living)
+                    moving = False
+            if self._slowdowns:
+                factor = slowness(self._me, iteration, self._slowdowns)
+                self._executor.set_pace({kind: factor * seconds for kind, seconds in self._pace.items()})
+            self._compare(whole)
+            self._checkpoint(whole)
+            if not self._channel.may_begin(orders.generation, iteration, self._say_paused):
+                self._executor.settle()
+                return
+            self._status.phase = "training"
+            if iteration >= self._iterations:
+                break  # the job was told to end while it was held here
+            script = scripts[1 if joining or moving else 0]
+            self._evaluate(iteration, script, groups)
+            self._executor.run(iteration, script, groups, redo, self._left_out(orders, iteration))
+            redo = None
+            if iteration == formed:
+                self._channel.say("resumed", generation=self._generation, iteration=iteration)
+                self._log_step("resumed", iteration)
+        self._steps.settle()
+        self._evaluate(self._optimizer.committed, scripts[1 if joining or moving else 0], groups, last=True)
+        self._checkpoint(whole)
+        # Others may still be at work, and a death among them may need this worker once more.
+        self._status.phase = "draining"
+        if self._options.weights is not None and self._me == min(w for w in whole if w.stage == self._me.stage):
+            averages = self._optimizer.averages()
+            for layer, module in self._optimizer.module.layers:
+                save_weights(str(self._options.weights), layer, module)
+                if own := {n.partition(".")[2]: a for n, a in averages.items() if layer_of(n) == layer}:
+                    save_weights(str(self._options.weights), layer, module, own)
+        # One that has not got all of its state yet has no parameters to compare.
+        sha256 = "" if self._me in joining else self._optimizer.parameters_sha256()
+        self._channel.say("done", generation=orders.generation, sha256=sha256)
+        self._channel.wait_for_generation(orders.generation)
+        if self._superseded():
+            raise Interrupted
+
+    def _evaluate(self, iteration: int, script: Script, groups: Groups, *, last: bool = False) -> None:
+        """Where it is due before `iteration`, and has not been done by all. Raises as `Executor.evaluate`."""
+        every, data = self._options.evaluate_every, getattr(self._workload, "evaluation", None)
+        began = self._origin.resumed_at if self._origin is not None else 0
+        due = every and iteration > began and (last or iteration % every == 0)
+        if data is None or not due or iteration <= self._evaluated_by_all:
+            return
+        self._executor.settle()
+        say = self._channel.say
+        values = self._executor.evaluate(iteration, data, script, groups, lambda text: say("warning", text=text))
+        self._evaluated = iteration
+        if values:
+            hexadecimal = {name: value.hex() for name, value in values.items()}
+            say("evaluated", generation=self._generation, iteration=iteration, values=hexadecimal)
+
+    def _set_pace(self, living: list[Worker]) -> None:
+        """Of what this worker's layers take, where that is known layer by layer, or by a profile."""
+        planning, job = self._options.planning, self._options.job
+        if planning.by_profile or (planning.pace and planning.pace_per == "layer"):
+            job = job.with_partition(self._cuts.partition) if job.layers else job
+            self._pace = profile_pace(job, self._me, living)
+            self._executor.set_pace(self._pace)
+
+    def _agree(self, groups: Groups, living: list[Worker], target: Partition) -> Agreement:
+        """Compares what everybody has, and takes up what follows: rolls back, settles the last step
+        where it is in doubt, and where anybody has the layers of `target` already, takes them into use: all have
+        what they need for it then. Raises NoAgreementError."""
+        committed = self._optimizer.committed if self._state.begun else _JOINING
+        alike = self._makeup.numbers()
+        there = int(self._cuts.partition == target)
+        rows = groups.gather_rows(
+            (committed, self._state.missing, self._evaluated, *alike, there, *self._steps.numbers())
+        )
+        front = 3 + len(alike)
+        gone_over = any(row[front] for row in rows.values() if row[0] != _JOINING)
+        self._evaluated_by_all = min((row[2] for row in rows.values() if row[0] != _JOINING), default=0)
+        if gone_over and not there and committed == _JOINING:
+            self._cuts = replace(self._cuts, partition=target)
+            self._take_place(self._me, self._origin)
+        check_alike({w: row[3:front] for w, row in rows.items()})
+        agreement = agree(
+            {w: None if row[0] == _JOINING else row[0] for w, row in rows.items()},
+            {w for w, row in rows.items() if row[0] != _JOINING and row[1]},
+            attempt=self._generation,
+        )
+        if self._me in agreement.anew:
+            self._state.forget()
+        elif self._me in agreement.roll_back:
+            self._optimizer.roll_back()
+        self._come_along(agreement.iteration)
+        holders = {
+            w: (row[0], *row[front + 1 :]) for w, row in rows.items() if row[0] != _JOINING and w not in agreement.anew
+        }
+        self._corrected = self._steps.begin(groups, living, agreement.iteration, holders)
+        self._state.agreed(agreement.iteration, corrected=self._corrected)
+        for coming in self._coming.values():
+            coming.state.agreed(agreement.iteration, corrected=self._corrected)
+        if gone_over and self._cuts.partition != target:
+            if any(coming.missing for coming in self._coming.values()):
+                raise NoAgreementError(f"{self._me} lacks layers that others have given up")
+            self._executor.forget_finished()
+            self._rearrange(target, agreement.iteration)
+        return agreement
+
+    def _come_along(self, iteration: int) -> None:
+        """Layers under way go on from the iteration agreed on, or begin anew."""
+        for span, coming in list(self._coming.items()):
+            if coming.optimizer.committed == iteration + 1 and not coming.lost:
+                coming.optimizer.roll_back()
+            elif coming.optimizer.committed != iteration:
+                coming.state.stop()
+                del self._coming[span]
+            else:
+                coming.lost = False  # the step that it has missed is one that nobody has taken
+        self._steps.beside = [coming.optimizer for coming in self._coming.values()]
+
+    def _begin_moves(self, groups: Groups, agreement: Agreement, living: list[Worker], target: Partition) -> bool:
+        """Has the layers come that this worker will need, and gives away those that others will. Returns whether
+        anything moves. Raises TransferError."""
+        options = self._options
+        if self._cuts.partition == target or agreement.state_from:
+            self._coming = {}
+            self._steps.beside, self._executor.exchange = [], None
+            return False
+        planned = moves(self._cuts.partition, target, living, self._generation)
+        mine = {move.span for move in planned if move.to == self._me}
+        self._coming = {span: coming for span, coming in self._coming.items() if span in mine}
+        for move in planned:
+            if move.source == self._me:
+                if self._server is None:
+                    rate = options.faults.hand_over.bytes_per_second
+                    self._server = StateServer(self._optimizer, groups.address, rate)
+                at_once, split = options.faults.hand_over.at_once, self._split.name
+                self._server.send_description(groups, move.to, at_once, move.span, split=split)
+            elif move.to == self._me:
+                coming = self._coming.get(move.span)
+                if coming is None:
+                    coming = self._coming[move.span] = IncomingLayers(
+                        *(move.span, self._cuts.layers, self._workload, options.job, options.seed),
+                        *(options.optimization, self._device, self._say_hand_over),
+                    )
+                coming.begin(coming.state.receive_description(groups, move.source), move.source)
+        self._executor.exchange = Exchange(self._me, groups, planned, self._coming, self._optimizer)
+        self._steps.beside = self._executor.exchange.stepped
+        self._steps.complete_since = None
+        while True:
+            lacking = sum(coming.missing for coming in self._coming.values())
+            blocking = any(coming.state.blocking for coming in self._coming.values())
+            rows = groups.gather_rows((lacking, int(blocking)))
+            if not any(row[0] for row in rows.values()):
+                self._steps.complete_since, self._steps.incomplete = agreement.iteration - 2, 0
+                return True
+            if not any(row[1] for row in rows.values()):
+                return True
+            if self._superseded():
+                raise Interrupted
+            for coming in self._coming.values():
+                coming.state.wait(WAIT_SECONDS)
+
+    def _rearrange(self, target: Partition, iteration: int) -> None:
+        """Between two iterations, everything settled and everything there: takes the layers of `target` into use, and
+        gives up those that are other workers' then. Copies nothing."""
+        options, coming, begun = self._options, list(self._coming.values()), time.monotonic()
+        self._cuts = replace(self._cuts, partition=target)
+        for layers in coming:
+            layers.state.stop()
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        self._split.close()
+        terms = options.job.pipelines * options.job.micro_batches
+        span, parts = self._cuts.span(self._me.stage), [layers.optimizer for layers in coming]
+        optimizer = regrouped(self._workload, self._optimizer, parts, span, options.optimization, terms)
+        strategy = common_strategy([self._split.name, *(layers.strategy for layers in coming)])
+        stage = reassemble(
+            *(self._workload, options.job, self._cuts, self._me.stage, options.seed, options.optimization, optimizer),
+            *(strategy, self._device),
+        )
+        self._split, self._optimizer, self._coming = stage.split, optimizer, {}
+        self._state = StateReceiver(optimizer, self._say_hand_over)
+        self._state.holds_everything()
+        self._steps.rearrange(optimizer, target)
+        self._executor.rearrange(stage, self._cuts.stage_io)
+        if self._checkpointer is not None:
+            self._checkpointer.layers = len(span)
+        self._say_rearranged(iteration, 1000 * (time.monotonic() - begun))
+
+    def _say_rearranged(self, iteration: int, stall_ms: float) -> None:
+        stall = round(stall_ms, 3)
+        self._channel.say("rearranged", generation=self._generation, iteration=iteration, stall_ms=stall)
+
+    def _tie(self, groups: Groups, living: list[Worker]) -> None:
+        """To the other stages that have copies of this one's parameters."""
+        tied = tied_of(self._workload, self._cuts.layers)
+        self._executor.tied = TiedSums(self._me, groups, tied, self._cuts.partition, living) if tied else None
+
+    def _say_hand_over(self, text: str) -> None:
+        self._channel.say("hand_over", text=text)
+
+    def _hand_over(self, groups: Groups, agreement: Agreement, interim: Plan | None) -> frozenset[Worker]:
+        """Has those that lack state begin to take it from their peers. Returns who goes on to lack some while
+        `interim` is run; nobody where all have waited until everything was there.
+
+        Raises StateTransferError, for which the next agreement names another peer; GaveUp when that has been
+        of no use either.
+        """
+        if not agreement.state_from:
+            self._steps.complete_since = agreement.iteration - 2
+            return frozenset()
+        for newcomer, source in sorted(agreement.state_from.items()):
+            if source == self._me:
+                if self._server is None:
+                    self._server = StateServer(
+                        self._optimizer, groups.address, self._options.faults.hand_over.bytes_per_second
+                    )
+                self._server.send_description(groups, newcomer, self._options.faults.hand_over.at_once)
+            elif newcomer == self._me:
+                self._state.begin(self._state.receive_description(groups, source), source)
+        while True:
+            rows = groups.gather_rows((self._state.missing, int(self._state.blocking)))
+            lacking = frozenset(w for w, row in rows.items() if row[0])
+            if not lacking:
+                self._steps.complete_since = agreement.iteration - 2
+                return frozenset()
+            if interim is not None and not any(row[1] for row in rows.values()) and not _runs_ops(interim, lacking):
+                return lacking
+            if self._superseded():
+                raise Interrupted
+            if self._me in lacking:
+                self._state.wait(WAIT_SECONDS)
+
+    def _end_hand_overs(self) -> None:
+        """Of the generation that is being left. What has arrived stays."""
+        self._state.stop()
+        for coming in self._coming.values():
+            coming.state.stop()
+        self._executor.exchange = self._executor.tied = None
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+    def _compare_finished(self, groups: Groups, agreement: Agreement) -> Redo | None:
+        """What is left of the iteration agreed on; None: all of it."""
+        if not self._options.faults.keep_finished:
+            return None
+        if agreement.roll_back or self._corrected or self._me in agreement.anew:
+            # What was summed here is of another iteration, or of parameters that nobody has any more.
+            self._executor.forget_finished()
+        if agreement.roll_back:
+            return None
+        job = self._options.job
+        rows = groups.gather_rows(encode(self._executor.finished, job))
+        left = plan_redo({w: decode(row, job) for w, row in rows.items()}, job, self._me.stage)
+        run, kept = len(left.run), len(self._executor.finished)
+        self._channel.say("redo", generation=self._generation, iteration=agreement.iteration, run=run, kept=kept)
+        return left
+
+    def _left_out(self, orders: GenerationSpec, iteration: int) -> frozenset[tuple[int, int]]:
+        """The micro-batches of an iteration that nobody runs."""
+        of_pipeline = self._options.job.micro_batches
+        return frozenset(divmod(number, of_pipeline) for i, number in orders.left_out if i == iteration)
+
+    @property
+    def _iterations(self) -> int:
+        """How many there are in all, as far as is known."""
+        last = self._channel.last
+        return self._options.iterations if last is None else min(self._options.iterations, last)
+
+    def _say_paused(self) -> None:
+        self._status.phase = "paused"
+
+    def _superseded(self) -> bool:
+        return self._channel.superseded(self._generation)
+
+    def _say_committed(self, iteration: int, loss: float) -> None:
+        per_pipeline = self._options.job.micro_batches
+        skipped = [pipeline * per_pipeline + number for pipeline, number in self._optimizer.skipped]
+        self._channel.say(
+            "committed",
+            generation=self._generation,
+            iteration=iteration,
+            loss=loss.hex(),
+            skipped=skipped,
+            learning_rate=self._optimizer.learning_rate,
+            data_seconds=round(self._executor.data_seconds, 3),
+        )
+
+    def _say_formed(self, iteration: int) -> int:
+        self._channel.say("formed", generation=self._generation, iteration=iteration)
+        self._log_step("formed", iteration)
+        return iteration
+
+    def _checkpoint(self, whole: list[Worker]) -> None:
+        """At an iteration's boundary; after the last one, waits until everything is written. whole: those that
+        hold all of their stage's state."""
+        if self._checkpointer is not None:
+            writes = self._me == min(w for w in whole if w.stage == self._me.stage)
+            last = self._optimizer.committed == self._iterations
+            self._checkpointer.boundary(self._optimizer, self._generation, writes=writes, last=last)
+            if last:
+                self._checkpointer.finish()
+
+    def _compare(self, whole: list[Worker]) -> None:
+        """At an iteration's boundary, now and then and with each checkpoint: says what this worker's parameters
+        are, for the launcher to compare with those of its peers. At the end of the job `done` says it."""
+        committed, every = self._optimizer.committed, self._options.faults.compare_every
+        due = bool(every) and committed % every == 0
+        if self._checkpointer is not None:
+            due = due or self._checkpointer.due(committed)
+        peers = [w for w in whole if w.stage == self._me.stage]
+        if due and committed and self._me in peers and len(peers) > 1:
+            settled, sha256 = self._optimizer.settled, self._optimizer.parameters_sha256()
+            self._channel.say(
+                "parameters", generation=self._generation, iteration=committed, settled=settled, sha256=sha256
+            )
+
+    def _say_checkpoint(self, iteration: int, problem: str | None) -> None:
+        self._channel.say("checkpoint", at_iteration=iteration, problem=problem)
+
+    def _say_validation(self, iteration: int, validation: ValidationResult, redone: bool) -> None:
+        self._channel.say("validation", iteration=iteration, coefficient=validation.coefficient, redone=redone)
+
+    def _say_norm(self, iteration: int, norm: float) -> None:
+        if self._me.stage == self._options.job.stages - 1:  # all know it; a stage's workers are enough
+            self._channel.say("gradient_norm", iteration=iteration, norm=norm.hex())
+
+    def _log_step(self, state: str, iteration: int) -> None:
+        self._log.add(f"generation {self._generation}: {state}, iteration {iteration}")
+
+    def _say_raised(self, end: OpError) -> None:
+        """Raises what the op raised, where this process is of no use any more."""
+        error = end.__cause__
+        assert isinstance(error, Exception)
+        samples = getattr(self._workload, "samples", None)
+        self._channel.say(
+            "raised",
+            generation=self._generation,
+            iteration=end.iteration,
+            op=end.kind,
+            micro_batch=end.key[0] * self._options.job.micro_batches + end.key[1],
+            error=describe_exception(error)[:1000],
+            samples=list(samples(end.iteration, *end.key)) if samples is not None else [],
+            traceback="".join(traceback.format_exception(error)).splitlines()[-TRACEBACK_LINES:],
+        )
+        if isinstance(error, torch.AcceleratorError):
+            raise error  # the device's context is gone for good
+
+    def _say_broken(self, detail: str, peer: Worker | None) -> None:
+        # A wait runs out on all who were suspended: that is no fault of the connection.
+        stood_still = self._status.progress.stood_still(self._options.faults.timeouts.group)
+        if stood_still > ALIVE_SECONDS:
+            detail = f"{detail} (this process did not run for {stood_still:.0f} s)"
+        name = "" if peer is None else str(peer)
+        self._channel.say("broken", generation=self._generation, detail=detail, peer=name, stood_still=stood_still)
+        self._log.add(f"generation {self._generation}: {detail}")
+
+
+def _runs_ops(plan: Plan, workers: frozenset[Worker]) -> bool:
+    """Does the plan give any of them a micro-batch?"""
+    ops = plan.schedule().ops
+    return any(op.kind != "O" for w in workers for op in ops.get(w, ()))

@@ -1,0 +1,141 @@
+"""Agreement after a death: on which iteration everybody goes on. Pure; no processes, no torch.
+
+Why one snapshot a worker is enough. Counts are of committed iterations; m(s) is the largest of stage s.
+
+1. Who has reduced iteration i has what its step needs, and takes it whatever breaks meanwhile. Nobody
+   steps i before all living peers of its stage have reduced i (agent.workers.executor). So when a worker has
+   committed i + 1, each living peer of its stage has committed i + 1 by the time of the next agreement,
+   or is one that could not finish the reduction because the iteration broke; and then nobody of the
+   stage had stepped before it broke.
+2. A stage reduces i + 1 only with gradients that have passed through every other stage, on workers that
+   had stepped i. So m(s) differs by at most one between stages, and by 1. also after some have died.
+
+So all counts differ by at most one: who is ahead rolls back. 1. is what makes this hold for each worker:
+without it, one that nobody waits for (it has no micro-batches, or its pipeline has no worker on other
+stages) may be two behind, be the last survivor of its stage, and leave the job without a way on. Should counts
+differ by more all the same, the smallest m(s) is what most can go back to; who is behind takes the state of
+a peer then, as a newcomer does.
+
+Why it is needed only until the next gradient. A stage tells the others its share of the validation of i once all
+its living workers have reduced i, and not where one of them may not have (Steps.take). Before anything is added to a
+sum of i + 1, the validation of i is waited for (agent.workers.executor): then every stage has told, so by 1. every
+living worker steps i whatever breaks, and no agreement goes back to i. So the snapshot may lie in the memory of the
+sums (agent.stages.optimizer). The wait is short: a gradient of i + 1 has passed through workers that have told.
+
+tests/agent/test_agreement_model.py explores a model of this to its end, and finds what goes wrong without each rule.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from openrecycle.planner.jobs.job import Worker
+
+
+class NoAgreementError(RuntimeError):
+    """The survivors can't go on together; the sentence says why."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """iteration: the one everybody runs next. roll_back: workers that undo their last step.
+
+    state_from: for each worker that has not its stage's whole state, the peer that it takes it from.
+    anew: those of them that begin with nothing; the others go on with what they have.
+    """
+
+    iteration: int
+    roll_back: frozenset[Worker]
+    state_from: Mapping[Worker, Worker]
+    reason: str
+    anew: frozenset[Worker] = frozenset()
+
+
+def agree(committed: Mapping[Worker, int | None], incomplete: Collection[Worker] = (), attempt: int = 0) -> Agreement:
+    """committed: for each living worker the number of iterations it has committed, None if it has no state.
+
+    incomplete: workers that have begun to take their stage's state from a peer, and step what they have.
+    attempt: rises from one agreement to the next (a generation's number does), so that a newcomer whose
+    transfer failed asks another peer.
+
+    Raises NoAgreementError when nobody holds the whole state of some stage, or when a stage can't go back far
+    enough.
+    """
+    holders: dict[int, dict[Worker, int]] = {w.stage: {} for w in committed}
+    for worker, count in sorted(committed.items()):
+        if count is not None and worker not in incomplete:
+            holders[worker.stage][worker] = count
+    if not any(holders.values()):
+        raise NoAgreementError("no living worker holds any state")
+    for stage, counts in sorted(holders.items()):
+        if not counts:
+            first = min(w for w in committed if w.stage == stage)
+            raise NoAgreementError(f"{first} joins, and no living peer of stage {stage} holds its state")
+    every = [count for counts in holders.values() for count in counts.values()]
+    iteration = min(every)
+    if max(every) > iteration + 1:
+        iteration = min(max(counts.values()) for counts in holders.values())
+    state_from: dict[Worker, Worker] = {}
+    for worker in sorted(committed):
+        peers = [w for w, count in holders[worker.stage].items() if count in (iteration, iteration + 1)]
+        if worker in peers:
+            continue
+        if not peers:
+            ahead, count = max(holders[worker.stage].items(), key=lambda entry: entry[1])
+            raise NoAgreementError(
+                f"{ahead} has committed {count} iterations and another stage only {iteration}: they can't be of one run"
+            )
+        # Spread several newcomers of one stage over its peers.
+        turn = attempt + sum(w.stage == worker.stage for w in state_from)
+        state_from[worker] = peers[turn % len(peers)]
+    near = {w for w, count in committed.items() if count in (iteration, iteration + 1)}
+    anew = frozenset(w for w in state_from if w not in incomplete or w not in near)
+    ahead_by_one = frozenset(w for w, count in committed.items() if count == iteration + 1 and w not in anew)
+    reason = f"iteration {iteration} is redone by all"
+    if ahead_by_one:
+        counted = sum(c is not None for c in committed.values())
+        reason = f"iteration {iteration} is redone: {len(ahead_by_one)} of {counted} workers had stepped and roll back"
+    behind = sorted(w for w in anew if committed[w] is not None)
+    if behind:
+        reason += f"; {', '.join(map(str, behind))} had fallen behind and take the state of a peer"
+    return Agreement(iteration, ahead_by_one, state_from, reason, anew)
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What must be equal on all workers for their numbers to be. threads: of torch, per worker.
+    device: what kind it computes on, as a number."""
+
+    torch_version: str
+    threads: int
+    device: int = 0
+
+    def numbers(self) -> tuple[int, ...]:
+        """(threads, device, major, minor, patch): how it travels. What follows the version's third number
+        names a build (2.13.0+cpu) and shows less."""
+        found = [int(n) for n in re.findall(r"\d+", self.torch_version.partition("+")[0])[:3]]
+        return (self.threads, self.device, *found, *(0,) * (3 - len(found)))
+
+
+def check_alike(rows: Mapping[Worker, tuple[int, ...]]) -> None:
+    """rows: everybody's `Environment.numbers`. Raises NoAgreementError naming two that differ."""
+    first = min(rows)
+    for worker in sorted(rows):
+        mine, other = rows[worker], rows[first]
+        if mine[0] != other[0]:
+            raise NoAgreementError(
+                f"{worker} computes with {mine[0]} threads and {first} with {other[0]}: the number shows in the "
+                "bits of sums, so it must be the same on all workers (OMP_NUM_THREADS)"
+            )
+        if mine[1] != other[1]:
+            raise NoAgreementError(
+                f"{worker} and {first} compute on devices of different kinds, which shows in the bits: all workers of "
+                "a job need the same model of GPU, and the same CUDA and NCCL"
+            )
+        if mine != other:
+            version, expected = (".".join(map(str, row[2:])) for row in (mine, other))
+            raise NoAgreementError(
+                f"{worker} has torch {version} and {first} has {expected}: all workers need the same version"
+            )

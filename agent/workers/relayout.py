@@ -1,0 +1,209 @@
+"""Layers that move to another stage, beside the training.
+
+A worker whose stage gets layers builds them beside its own: with an optimizer of their own, which takes every step on
+the sums of the stage that still has them (one of its workers sends them, when they are reduced), and whose values come
+piece by piece as a newcomer's do (agent.workers.state_transfer). When all workers have what they are to get, and all
+know it, every worker begins the same iteration with its new layers: nothing is copied then. Until that moment everybody
+runs the plan of the old partition, and a death costs the layers under way and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from openrecycle.agent.config.options import Optimization
+from openrecycle.agent.models.layers import LayerStack, Partition, Span, build_layers, spans
+from openrecycle.agent.models.workload import Workload, nominal_weight
+from openrecycle.agent.stages.backward.split import StrategyName
+from openrecycle.agent.stages.gradients import GradientSum, gradient_sum
+from openrecycle.agent.stages.optimizer import StageOptimizer, stage_optimizer
+from openrecycle.agent.transport.communicator import Groups
+from openrecycle.agent.transport.group import PendingTransfer, TransferError
+from openrecycle.agent.workers.state_transfer import StateReceiver
+from openrecycle.planner.jobs.job import Job, Worker
+
+_TAG = 2**28
+_ITERATIONS = 4
+_MOST_LAYERS = 1 << 16
+
+
+@dataclass(frozen=True, order=True)
+class Move:
+    """These layers come to `to` from `source`, of the stage that has them."""
+
+    to: Worker
+    source: Worker
+    first: int
+    after: int
+
+    @property
+    def span(self) -> Span:
+        return range(self.first, self.after)
+
+
+def moves(current: Partition, target: Partition, living: Collection[Worker], attempt: int = 0) -> tuple[Move, ...]:
+    """What moves from worker to worker, in order. The receivers of a stage's layers are spread over its workers.
+
+    living: with the state of their stage by the current partition. attempt: rises from one generation to the next,
+    so that a transfer that failed is asked of another peer."""
+    peers: dict[int, list[Worker]] = {}
+    for worker in sorted(living):
+        peers.setdefault(worker.stage, []).append(worker)
+    old, new = spans(current), spans(target)
+    out, turns = [], dict.fromkeys(peers, attempt)
+    for worker in sorted(living):
+        for stage, own in enumerate(old):
+            mine = new[worker.stage]
+            first, after = max(own.start, mine.start), min(own.stop, mine.stop)
+            if stage != worker.stage and first < after:
+                source = peers[stage][turns[stage] % len(peers[stage])]
+                turns[stage] += 1
+                out.append(Move(worker, source, first, after))
+    return tuple(sorted(out))
+
+
+class IncomingLayers:
+    """Layers that come to this worker from one peer: built, stepped with every step of that peer's, and filled."""
+
+    def __init__(
+        self,
+        span: Span,
+        layers: int,
+        workload: Workload,
+        job: Job,
+        seed: int,
+        optimization: Optimization,
+        device: torch.device,
+        say: Callable[[str], None],
+    ) -> None:
+        self.span, self._optimization, self._terms = span, optimization, job.pipelines * job.micro_batches
+        self._device, self._nominal = device, nominal_weight(workload, self._terms)
+        module = build_layers(workload, span, layers, seed).to(device)
+        self.optimizer = stage_optimizer(workload, module, self._sum(module, ()), optimization)
+        self.state = StateReceiver(self.optimizer, say)
+        self.strategy: StrategyName | None = None
+        self.lost = False
+        """Did it miss a step?"""
+
+    @property
+    def gradients(self) -> GradientSum:
+        return self.optimizer.gradients
+
+    @property
+    def missing(self) -> int:
+        """Pieces; at least 1 while anything is to come."""
+        return 0 if self.state.complete and not self.lost else max(1, self.state.missing)
+
+    def begin(self, description: Mapping[str, Any], source: Worker) -> None:
+        """The peer has described what it has: from here on its steps are taken here, too."""
+        optimizer, moving = self.optimizer, set(description["moving"])
+        buffers = [buffer for name, buffer in optimizer.module.named_buffers() if name in moving]
+        optimizer.gradients = self._sum(optimizer.module, buffers)
+        self.strategy = description["split"]
+        self.lost = False
+        self.state.begin(description, source)
+
+    def _sum(self, module: LayerStack, buffers: Sequence[Tensor]) -> GradientSum:
+        mode, terms = self._optimization.mode, self._terms
+        return gradient_sum(
+            mode, module.parameters(), terms=terms, buffers=buffers, device=self._device, nominal=self._nominal
+        )
+
+
+class Exchange:
+    """A generation's reduced sums of the layers that move, from who has them to who will; iteration by iteration."""
+
+    def __init__(
+        self,
+        me: Worker,
+        groups: Groups,
+        planned: Iterable[Move],
+        coming: Mapping[Span, IncomingLayers],
+        own: StageOptimizer,
+    ) -> None:
+        self._groups, self._coming, self._own = groups, coming, own
+        self._gives = [move for move in planned if move.source == me]
+        self._takes = [move for move in planned if move.to == me]
+        self._sent: list[PendingTransfer] = []
+
+    def _post(self, iteration: int) -> list[tuple[IncomingLayers, PendingTransfer]]:
+        """Sends what others need of this worker's sums, which are reduced, and asks for what it needs. Raises
+        TransferError."""
+        for pending in self._sent:
+            pending.wait()
+        self._sent = []
+        for move in self._gives:
+            part = self._own.gradients.part(self._own.tensors_of(move.span))
+            self._sent.append(self._groups.send(move.to, part.cpu(), _tag(iteration, move)))
+        asked = []
+        for move in self._takes:
+            coming = self._coming[move.span]
+            like = torch.empty_like(coming.gradients.buffer, device="cpu")
+            asked.append((coming, self._groups.receive(move.source, like, _tag(iteration, move))))
+        return asked
+
+    @property
+    def stepped(self) -> list[StageOptimizer]:
+        """Of the layers that have missed no step."""
+        return [coming.optimizer for coming in self._coming.values() if not coming.lost]
+
+    def take(self, iteration: int) -> None:
+        """Waits for them. Raises TransferError; what did not come is lost then, and the training goes on without it."""
+        broken: TransferError | None = None
+        try:
+            asked = self._post(iteration)
+        except TransferError as error:
+            asked, broken = [], error
+        arrived = set()
+        for coming, pending in asked:
+            try:
+                coming.gradients.buffer.copy_(pending.wait())
+                arrived.add(coming.span)
+            except TransferError as error:
+                broken = error
+        for span, coming in self._coming.items():
+            coming.lost = coming.lost or span not in arrived
+        if broken is not None:
+            raise broken
+
+
+def _tag(iteration: int, move: Move) -> int:
+    return _TAG + (iteration % _ITERATIONS) * _MOST_LAYERS + move.first
+
+
+def regrouped(
+    workload: Workload,
+    own: StageOptimizer,
+    coming: Sequence[StageOptimizer],
+    span: Span,
+    optimization: Optimization,
+    terms: int,
+) -> StageOptimizer:
+    """The layers of `span`, out of those that are here, with all that the optimizer keeps of them. Copies nothing."""
+    parts = [own, *coming]
+    here: dict[int, nn.Module] = {number: layer for part in parts for number, layer in part.module.layers}
+    module = LayerStack({number: here[number] for number in span}, own.module.copies, own.module.form)
+    moving_here = {id(buffer) for part in parts for buffer in part.gradients.moving}
+    moving: list[Tensor] = [b for b in module.buffers() if id(b) in moving_here]
+    device = own.gradients.device
+    gradients = gradient_sum(
+        *(optimization.mode, module.parameters()),
+        terms=terms,
+        buffers=moving,
+        device=device,
+        nominal=nominal_weight(workload, terms),
+    )
+    made = stage_optimizer(workload, module, gradients, optimization)
+    made.adopt(parts)
+    return made
+
+
+def common_strategy(names: Iterable[StrategyName | None]) -> StrategyName | None:
+    """How the backward of layers is split that come from stages where it was found out; None: it has to be tried."""
+    found = set(names)
+    return found.pop() if len(found) == 1 else None

@@ -1,0 +1,104 @@
+"""Parameters that several layers share, such as the embedding and the head of many language models.
+
+Each layer has a copy of its own, with the same first values. Their gradients are summed apart, whether or not the
+layers are in one stage, and put together when they are reduced: every copy gets the sum of all, and takes the same
+step. So the copies stay equal, and where the model is cut does not show. Norms count the first copy alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from openrecycle.agent.models.layers import Partition, Tied, layer_of, spans
+from openrecycle.agent.stages.gradients import TRAILING
+from openrecycle.agent.stages.optimizer import StageOptimizer
+from openrecycle.agent.transport.communicator import Groups
+from openrecycle.agent.transport.group import PendingTransfer
+from openrecycle.planner.jobs.job import Worker
+
+_TAG = 2**27
+_ITERATIONS = 4
+
+
+@dataclass(frozen=True)
+class Route:
+    """What a worker sends of its stage's sums, or what it receives: the copies `names`, from `source` to `to`."""
+
+    source: Worker
+    to: Worker
+    names: tuple[str, ...]
+
+
+def routes(tied: Tied, partition: Partition, living: Collection[Worker]) -> tuple[Route, ...]:
+    """Every worker hears the sums of every copy that its stage does not hold of what it shares, from one worker of each
+    stage that does; the tellers take turns."""
+    stage_of = {layer: stage for stage, span in enumerate(spans(partition)) for layer in span}
+    peers: dict[int, list[Worker]] = {}
+    for worker in sorted(living):
+        peers.setdefault(worker.stage, []).append(worker)
+    needed: dict[tuple[int, int], list[str]] = {}
+    for group in tied:
+        holders = {name: stage_of[layer_of(name)] for name in group}
+        for to in sorted(set(holders.values())):
+            for name, source in holders.items():
+                if source != to:
+                    needed.setdefault((source, to), []).append(name)
+    return tuple(
+        Route(peers[source][turn % len(peers[source])], worker, tuple(names))
+        for (source, to), names in sorted(needed.items())
+        for turn, worker in enumerate(peers[to])
+    )
+
+
+class TiedSums:
+    """One worker's share, in one generation and partition."""
+
+    def __init__(self, me: Worker, groups: Groups, tied: Tied, partition: Partition, living: Sequence[Worker]) -> None:
+        self._groups = groups
+        mine = spans(partition)[me.stage]
+        self._tied = [group for group in tied if any(layer_of(name) in mine for name in group)]
+        all_routes = routes(tied, partition, living)
+        self._gives = [route for route in all_routes if route.source == me]
+        self._takes = [route for route in all_routes if route.to == me]
+        self._sent: list[PendingTransfer] = []
+
+    def sum(self, iteration: int, optimizer: StageOptimizer) -> None:
+        """Once the stage's sums are reduced: makes those of each copy here the sum over all copies. Raises
+        TransferError."""
+        if not self._tied:
+            return
+        for pending in self._sent:
+            pending.wait()
+        sums, own = optimizer.gradients, dict(optimizer.module.named_parameters())
+        own = {name: p for name, p in own.items() if p.requires_grad}
+        tag = _TAG + iteration % _ITERATIONS
+        # Those that are not trained have no sums, and no copy of theirs has.
+        shape = {name: own[here] for group in self._tied for name in group for here in group if here in own}
+        gives = [(route.to, trained) for route in self._gives if (trained := [n for n in route.names if n in own])]
+        self._sent = [self._groups.send(to, sums.part([own[name] for name in names]).cpu(), tag) for to, names in gives]
+        coming = []
+        for route in self._takes:
+            if names := [name for name in route.names if name in shape]:
+                like = sums.part_like([shape[name] for name in names])
+                coming.append((names, self._groups.receive(route.source, like, tag)))
+        terms: dict[str, Tensor] = {}
+        for names, pending in coming:
+            part = pending.wait().to(sums.buffer.device)
+            sizes = [shape[name].numel() for name in names]
+            *values, counts = torch.split(part[:-TRAILING], [*sizes, len(sizes)])
+            terms |= {name: torch.cat([v, c]) for name, v, c in zip(names, values, torch.split(counts, 1), strict=True)}
+        for group in self._tied:
+            if group[0] not in shape:
+                continue
+            total: Tensor | None = None
+            for name in group:  # in one order everywhere, which matters to sums of floats
+                term = terms[name] if name in terms else sums.part([own[name]])[:-TRAILING]
+                total = term if total is None else total + term
+            assert total is not None
+            for name in group:
+                if name in own:
+                    sums.put(own[name], total)

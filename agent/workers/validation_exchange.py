@@ -1,0 +1,311 @@
+"""How the stages come to a validation of an iteration's gradients, and what one worker does with it.
+
+With its share of the validation a stage says how many of its workers still take their state from a peer: so all
+workers know at the same iteration that nobody does any more, and go over to the plan that counts on everybody.
+
+Every worker needs the few numbers (a Slot) of every stage. All living peers of a stage hold the
+same reduced gradients, so any of them can tell it: in each pipeline the stages tell each other,
+directly, and a pipeline without a worker of some stage is told by a peer of that stage. One hop, no
+collective, and (stages - 1) messages of 24 bytes a worker, and 8 a layer where gradients are clipped; they travel
+while the next iteration's warm-up runs.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from openrecycle.agent.config.options import Optimization
+from openrecycle.agent.stages.optimizer import NonFiniteError, StageOptimizer
+from openrecycle.agent.stages.post_validation import MAX_SKIPPED, Slot, ValidationResult, judge
+from openrecycle.agent.transport.communicator import Groups
+from openrecycle.agent.transport.group import PendingTransfer, TransferError
+from openrecycle.planner.jobs.job import Worker
+
+_TAG = 2**29
+# As in agent.workers.executor: a slot of the iteration before may still be under way.
+_ITERATIONS = 4
+_NONE = math.nan
+"""Of an update that is skipped, as a coefficient."""
+
+
+def tellers(living: Iterable[Worker], pipeline: int) -> dict[int, Worker]:
+    """For each stage, which of its living workers tells the workers of `pipeline` about it."""
+    by_stage: dict[int, list[Worker]] = {}
+    for worker in sorted(living):
+        by_stage.setdefault(worker.stage, []).append(worker)
+    return {
+        stage: next((w for w in peers if w.pipeline == pipeline), peers[pipeline % len(peers)])
+        for stage, peers in by_stage.items()
+    }
+
+
+@dataclass(frozen=True)
+class _Paths:
+    """Of one worker in one generation: who tells it about each other stage, and whom it tells about its own."""
+
+    stage: int
+    tellers: Mapping[int, Worker]
+    listeners: tuple[Worker, ...]
+
+    @classmethod
+    def of(cls, me: Worker, living: Sequence[Worker]) -> _Paths:
+        told_by_me = {p for p in {w.pipeline for w in living} if tellers(living, p)[me.stage] == me}
+        mine = {stage: teller for stage, teller in tellers(living, me.pipeline).items() if stage != me.stage}
+        return cls(me.stage, mine, tuple(w for w in living if w.stage != me.stage and w.pipeline in told_by_me))
+
+
+class _Exchange:
+    """The slots of one iteration, under way."""
+
+    def __init__(
+        self, groups: Groups, paths: _Paths, norms: Sequence[int], iteration: int, slot: Slot, incomplete: int
+    ) -> None:
+        """norms: how many there are of each stage."""
+        self.iteration = iteration
+        self.incomplete = incomplete
+        """Workers that take their state from a peer: of this stage, and of all once `wait` has returned."""
+        self._slots: dict[int, Slot] = {paths.stage: slot}
+        self._mark = float(iteration)
+        tag = _TAG + iteration % _ITERATIONS
+        self._coming = {
+            stage: groups.receive(teller, torch.full((norms[stage] + 3,), -1.0, dtype=torch.float64), tag)
+            for stage, teller in paths.tellers.items()
+        }
+        numbers = [*slot.squared_norms, float(slot.rejected), float(incomplete), self._mark]
+        mine = torch.tensor(numbers, dtype=torch.float64)
+        self.sent = [groups.send(worker, mine, tag) for worker in paths.listeners]
+
+    def arrived(self) -> bool:
+        """Would `wait` return at once? Never blocks: a wait that expires would close the connection."""
+        return all(float(pending.tensor[-1]) == self._mark for pending in self._coming.values())
+
+    def wait(self) -> list[Slot]:
+        """All stages' slots, in order. Raises TransferError."""
+        for stage, pending in self._coming.items():
+            *norms, rejected, incomplete, _ = pending.wait().tolist()
+            self._slots[stage] = Slot(tuple(norms), int(rejected))
+            self.incomplete += int(incomplete)
+        return [self._slots[stage] for stage in sorted(self._slots)]
+
+
+class Steps:
+    """Takes the steps of one worker's stage, each as the validations so far advise, and puts right what
+    a later validation overturns.
+
+    partition: layers per stage. notable: called with (iteration, validation, redone) for a validation that left an
+    update out or came too late (redone: the step had been taken otherwise); all workers say the same. waiting:
+    entered while it waits for peers. normed: called with (iteration, norm) where gradients are clipped, once their norm
+    is known.
+    """
+
+    def __init__(
+        self,
+        me: Worker,
+        optimization: Optimization,
+        optimizer: StageOptimizer,
+        partition: Sequence[int],
+        notable: Callable[[int, ValidationResult, bool], None],
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+        normed: Callable[[int, float], None] = lambda _iteration, _norm: None,
+    ) -> None:
+        self._waiting, self._normed = waiting, normed
+        self._me, self._optimization, self._optimizer, self._notable = me, optimization, optimizer, notable
+        self.beside: list[StageOptimizer] = []
+        """Of layers that come to this worker; they take every step that it takes."""
+        self._norms = tuple(partition) if optimization.clip_norm is not None else (0,) * len(partition)
+        """Of each stage, how many it tells the others."""
+        self._groups: Groups | None = None
+        self._paths = _Paths(me.stage, {}, ())
+        self._exchange: _Exchange | None = None
+        self._sent: deque[tuple[int, list[PendingTransfer]]] = deque()
+        self.incomplete = 0
+        """How many workers took their state from a peer in the iteration whose validation is known last."""
+        self.complete_since: int | None = None
+        """The first iteration of the generation in which no worker of any stage took its state from a peer any more,
+        as far as this worker has heard; whoever begins the iteration after the next has heard of it."""
+
+    def take(self, incomplete: int = 0, *, by_all: bool = True) -> float:
+        """The step of the iteration whose gradients have just been reduced; returns its loss.
+
+        incomplete: how many workers of the stage take their state from a peer. by_all: have all its workers reduced?
+        Otherwise the others are told nothing, who take it for that.
+
+        A worker that has the reduced gradients takes its step whatever has broken (see agent.workers.recovery): where
+        what the others say does not come, as if it were clean. Raises NonFiniteError, with the stage as it was before,
+        when the job must end.
+        """
+        assert self._groups is not None
+        optimizer, iteration = self._optimizer, self._optimizer.committed
+        slot = optimizer.measure()
+        ahead_of_validation = not self._optimization.synchronous and optimizer.post_validation.optimistic
+        if not by_all:
+            return self._step(None, slot)
+        try:
+            exchange = _Exchange(self._groups, self._paths, self._norms, iteration, slot, incomplete)
+            self._sent.append((iteration, exchange.sent))
+            if ahead_of_validation:
+                self._exchange = exchange
+                return self._step(None, slot)
+            validation = judge(self._slots_of(exchange), self._optimization.clip_norm)
+        except TransferError:
+            return self._step(None, slot)  # in doubt until the next generation's agreement
+        loss = self._step(validation, slot)
+        self._heed(validation, redone=False)
+        return loss
+
+    def _step(self, validation: ValidationResult | None, slot: Slot) -> float:
+        for coming in self.beside:
+            coming.step(validation)
+        return self._optimizer.step(validation, slot)
+
+    def overturned(self) -> bool:
+        """Has the validation of the last step arrived, and did it put that step right? Never blocks.
+
+        If so, the iteration in flight is of parameters that nobody has any more. Raises as `take`.
+        """
+        return self._exchange is not None and self._exchange.arrived() and self.settle()
+
+    def settle(self) -> bool:
+        """The same, and waits for the validation. Raises as `take`, or TransferError."""
+        exchange, self._exchange = self._exchange, None
+        if exchange is None:
+            if not self._optimizer.settled:
+                raise TransferError("the validation of the last step can't arrive any more")
+            return False
+        return self._settle_by(judge(self._slots_of(exchange), self._optimization.clip_norm))
+
+    def counts_on_all(self, iteration: int) -> bool:
+        """Is `iteration`, which is about to begin, run by a plan that counts on every worker? The same answer on
+        all: what was said at the step of an iteration is known to all before their next step."""
+        return self.complete_since is not None and iteration >= self.complete_since + 2
+
+    @property
+    def optimizer(self) -> StageOptimizer:
+        return self._optimizer
+
+    def rearrange(self, optimizer: StageOptimizer, partition: Sequence[int]) -> None:
+        """Between two iterations, with everything settled: every stage has other layers from here on."""
+        self._optimizer, self.beside = optimizer, []
+        self._norms = tuple(partition) if any(self._norms) else self._norms
+
+    def drain(self) -> None:
+        """Settles, and waits until peers have all that was sent. Between two iterations only."""
+        self.settle()
+        self._let_go(self._optimizer.committed)
+
+    def abandon(self) -> None:
+        """Drops every message; what is not settled stays so until the next generation's agreement."""
+        self._exchange = None
+        self._sent.clear()
+        self._groups = None
+
+    # -- a generation begins ----------------------------------------------------------------------
+
+    def numbers(self) -> tuple[int, ...]:
+        """What the others must know in an agreement: is the last step in doubt, and of the last step and the one
+        before: the validation, and the slot (rejected, bits of the squared norms). Equally many on all workers."""
+        optimizer, width = self._optimizer, self._width
+        out = [int(not optimizer.settled)]
+        for validation, slot in (
+            (optimizer.validation, optimizer.slot),
+            (optimizer.validation_before, optimizer.slot_before),
+        ):
+            row = [_bits(_NONE if validation.coefficient is None else validation.coefficient), slot.rejected]
+            row += map(_bits, slot.squared_norms)
+            out += row + [0] * (width - len(row))
+        return tuple(out)
+
+    @property
+    def _width(self) -> int:
+        """Of a validation and a slot. However the model is cut, no stage has more layers."""
+        return 2 + (sum(self._norms) - len(self._norms) + 1 if any(self._norms) else 0)
+
+    def begin(
+        self, groups: Groups, living: Sequence[Worker], committed: int, holders: Mapping[Worker, tuple[int, ...]]
+    ) -> bool:
+        """Takes up a generation's groups; every step of an iteration before `committed` is settled then.
+
+        Whoever has to has rolled back to `committed` by now. holders: of every worker that goes on with
+        its own state, how many iterations it had committed before that, and its `numbers`. A step that some
+        are in doubt of has been taken by all of them, and all have kept its slot. Returns whether the last
+        step was put right here. Raises as `take`.
+        """
+        self._groups, self._paths = groups, _Paths.of(self._me, living)
+        self._exchange = None
+        self._sent.clear()
+        self.complete_since = None
+        if self._optimizer.settled or self._me not in holders:
+            return False
+        slots = {}
+        for worker, (count, in_doubt, *numbers) in sorted(holders.items()):
+            ahead = count > committed
+            validation, rejected, *bits = numbers[self._width :] if ahead else numbers[: self._width]
+            if ahead or not in_doubt:
+                coefficient = _float(validation)  # whoever knows it may have cut the model elsewhere since
+                return self._settle_by(ValidationResult(None if math.isnan(coefficient) else coefficient))
+            slots[worker.stage] = Slot(tuple(map(_float, bits[: self._norms[worker.stage]])), rejected)
+        in_order = [slots[stage] for stage in sorted(slots)]
+        return self._settle_by(judge(in_order, self._optimization.clip_norm))
+
+    def _slots_of(self, exchange: _Exchange) -> list[Slot]:
+        with self._waiting():
+            slots = exchange.wait()
+        self.incomplete = exchange.incomplete
+        if self.complete_since is None and not exchange.incomplete:
+            self.complete_since = exchange.iteration
+        # What went out two steps ago has been received: its receivers have stepped since.
+        self._let_go(exchange.iteration - 1)
+        return slots
+
+    def _let_go(self, before: int) -> None:
+        """Waits until what was sent of iterations before this one has arrived, and forgets it."""
+        with self._waiting():
+            while self._sent and self._sent[0][0] < before:
+                for pending in self._sent.popleft()[1]:
+                    pending.wait()
+
+    # -- the validation --------------------------------------------------------------------------
+
+    def _settle_by(self, validation: ValidationResult) -> bool:
+        changed = self._optimizer.settle(validation)
+        for coming in self.beside:
+            coming.settle(validation)
+        self._heed(validation, redone=changed)
+        return changed
+
+    def _heed(self, validation: ValidationResult, *, redone: bool) -> None:
+        """What follows from an update that was left out, or changed."""
+        iteration = self._optimizer.committed - 1
+        if validation.coefficient is None:
+            what = f"iteration {iteration}: a gradient was NaN, infinite or out of range"
+            if self._optimization.non_finite == "stop":
+                self._optimizer.roll_back()
+                raise NonFiniteError(
+                    f"{what}; lower the learning rate or check the data (with non_finite=skip it goes on)"
+                )
+            if (times := self._optimizer.post_validation.skipped) > MAX_SKIPPED:
+                self._optimizer.roll_back()
+                raise NonFiniteError(
+                    f"{what}, for the {times}th time in a row; lower the learning rate or check the data"
+                )
+        if validation.norm is not None:
+            self._normed(iteration, validation.norm)
+        if redone or validation.coefficient is None:
+            self._notable(iteration, validation, redone)
+
+
+def _bits(value: float) -> int:
+    (bits,) = struct.unpack("<q", struct.pack("<d", value))
+    return int(bits)
+
+
+def _float(bits: int) -> float:
+    (value,) = struct.unpack("<d", struct.pack("<q", bits))
+    return float(value)

@@ -1,0 +1,326 @@
+"""Catalogs on disk, and the look-up of one plan: no other plan is read for it.
+
+    DIR/<fingerprint>/catalog.json       what the plans answer (`CatalogInfo`)
+    DIR/<fingerprint>/<name>.plan        one plan each (planner.plans.packed)
+
+Files appear whole or not at all. A plan's name begins with its number of failures and is otherwise
+a hash of the failed workers, so that a failure set's own plan is found without a search.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Literal, Protocol
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from openrecycle.planner.catalogs.catalog import Catalog, rename_pipelines
+from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.jobs.failures import canonical_pattern, failures_per_stage
+from openrecycle.planner.jobs.files import read_whole
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Over, Technique, Worker
+from openrecycle.planner.layers.distribution import Counts
+from openrecycle.planner.layers.migration import Migration, migrations_to
+from openrecycle.planner.plans.packed import CatalogQuestion, Header, decode_columns, decode_header, decode_plan
+from openrecycle.planner.plans.plan import INTEGER, JobDoc, Plan, PlanError, first_problem, job_doc, read_model
+from openrecycle.planner.plans.plan_arrays import SMALL_OPS, Columns
+
+INFO = "catalog.json"
+SUFFIX = ".plan"
+_FOR_THESE = "planned ahead for these failures"
+_FOR_AS_MANY = "planned ahead for as many failures on each stage"
+
+
+class CatalogInfo(BaseModel):
+    """The question that all plans of a catalog answer, and the planner that answered it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    format: Annotated[Literal[1], INTEGER] = 1
+    planner_version: str
+    job: JobDoc
+    technique: Technique
+    memory: str
+    over: Annotated[Over, Field(exclude_if=lambda value: value == "schedules")] = "schedules"
+
+    @classmethod
+    def of(cls, question: CatalogQuestion) -> CatalogInfo:
+        return cls(
+            planner_version=PLANNER_VERSION,
+            job=job_doc(question.job),
+            technique=question.technique,
+            memory=question.memory.text,
+            over=question.over,
+        )
+
+    @classmethod
+    def from_json(cls, text: str | bytes, *, source: str = INFO) -> CatalogInfo:
+        """Raises PlanError naming the first field that is wrong."""
+        try:
+            return read_model(cls, text)
+        except ValidationError as error:
+            raise PlanError(f"{source} does not describe a catalog: {first_problem(error)}") from None
+
+    @property
+    def question(self) -> CatalogQuestion:
+        return CatalogQuestion(
+            self.job.job(), self.technique, MemoryLimit.parse(self.memory, field="memory"), self.over
+        )
+
+    @cached_property
+    def fingerprint(self) -> str:
+        text = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+class PlanStore(Protocol):
+    """Where stored plans lie: a folder, or a database."""
+
+    def names(self) -> list[str]: ...
+
+    def get(self, name: str) -> bytes | None: ...
+
+
+class FolderBlobs:
+    """The plans of one catalog's folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def names(self) -> list[str]:
+        return sorted(p.name.removesuffix(SUFFIX) for p in self.path.glob(f"*{SUFFIX}"))
+
+    def get(self, name: str) -> bytes | None:
+        try:
+            return (self.path / f"{name}{SUFFIX}").read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise PlanError(f"{self.path / name}{SUFFIX} can't be read: {error.strerror or error}") from None
+
+    def put(self, name: str, blob: bytes) -> None:
+        write_whole(self.path / f"{name}{SUFFIX}", blob)
+
+
+class MappedBlobs:
+    """Plans that are in memory already, as those read from a database are."""
+
+    def __init__(self, blobs: Mapping[str, bytes]) -> None:
+        self._blobs = blobs
+
+    def names(self) -> list[str]:
+        return sorted(self._blobs)
+
+    def get(self, name: str) -> bytes | None:
+        return self._blobs.get(name)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A plan for the failures asked for, once `migrations` are done; and in words where it comes from."""
+
+    plan: Plan
+    migrations: tuple[Migration, ...]
+    reason: str
+
+
+class StoredCatalog:
+    """Reads a catalog. Headers are kept once read; plans are not. headers: those that are read already."""
+
+    def __init__(self, info: CatalogInfo, blobs: PlanStore, *, headers: Mapping[str, Header] | None = None) -> None:
+        self.info = info
+        self.blobs = blobs
+        self._headers: dict[str, Header] = dict(headers or {})
+
+    @cached_property
+    def question(self) -> CatalogQuestion:
+        return self.info.question
+
+    def __len__(self) -> int:
+        return len(self.blobs.names())
+
+    def header(self, name: str) -> Header:
+        """Raises PlanError when the plan is missing or damaged."""
+        if name not in self._headers:
+            blob = self.blobs.get(name)
+            if blob is None:
+                raise PlanError(f"the catalog has no plan {name}")
+            self._headers[name] = decode_header(blob, source=name)
+        return self._headers[name]
+
+    def plan(self, name: str) -> Plan:
+        """One stored plan as it was put in. Raises PlanError."""
+        blob = self.blobs.get(name)
+        if blob is None:
+            raise PlanError(f"the catalog has no plan {name}")
+        found = decode_columns(blob, self.question, source=name)
+        return decode_plan(blob, self.question, source=name) if found is None else _plan(*found)
+
+    def fitting(self, failed: Iterable[Worker]) -> tuple[str, str] | None:
+        """The name of the plan that `find` would take without migrations, and why it fits; none is read for it."""
+        job = self.question.job
+        dead = frozenset(job.check_worker(w, field="failed") for w in failed)
+        pattern, permutation = canonical_pattern(dead, job)
+        own = plan_name(pattern)
+        if own in self.blobs.names() and self._is_of(own, dead, _inverse(permutation)):
+            return own, _FOR_THESE
+        same = [] if job.speeds else self._with_same_counts(dead)
+        return (same[0], _FOR_AS_MANY) if same else None
+
+    def find(self, failed: Iterable[Worker], *, migrate: bool = False) -> Found | None:
+        """A stored plan, renamed to fit exactly `failed`; None when no stored plan can.
+
+        First that of the same failures up to the names of pipelines; then one with as many
+        failures on each stage; then, with `migrate`, one with as many in all, and the migrations
+        that lead to it, as few as possible. Raises InputError for a worker that is not of the grid.
+        """
+        job = self.question.job
+        dead = frozenset(job.check_worker(w, field="failed") for w in failed)
+        pattern, permutation = canonical_pattern(dead, job)
+        own = plan_name(pattern)
+        blob = self.blobs.get(own)
+        if blob is not None:
+            made = self._fitted(own, blob, dead, permutation)
+            if made is not None:
+                return Found(made, (), _FOR_THESE)
+        if job.speeds:  # no worker takes the part of another
+            return None
+        if fitting := self._with_same_counts(dead):
+            return Found(self._with_counts(fitting[0], dead), (), _FOR_AS_MANY)
+        counts, same = failures_per_stage(dead, job), self._in_columns(len(dead))
+        if not migrate or not same:
+            return None
+        name = min(same, key=lambda n: (_moves(counts, self.header(n).counts), self.header(n).metrics.period, n))
+        migrations, after = migrations_to(job, dead, self.header(name).counts)
+        reason = f"planned ahead for {len(dead)} failures, after {len(migrations)} migration"
+        return Found(self._with_counts(name, after), migrations, reason + "s" * (len(migrations) != 1))
+
+    def catalog(self) -> Catalog:
+        """All of it in memory, as agents and the console hold it. Meant for small grids."""
+        question = self.question
+        catalog = Catalog(question.job, question.technique, question.memory, question.over)
+        for name in self.blobs.names():
+            catalog.add(self.plan(name))
+        return catalog
+
+    def _fitted(self, name: str, blob: bytes, dead: frozenset[Worker], permutation: Sequence[int]) -> Plan | None:
+        """The plan of the pattern with its pipelines renamed; None when the name is another's hash."""
+        inverse = _inverse(permutation)
+        if not self._is_of(name, dead, inverse):
+            return None
+        found = decode_columns(blob, self.question, source=name)
+        if found is None:
+            return rename_pipelines(decode_plan(blob, self.question, source=name), inverse)
+        columns, header = found
+        if list(inverse) != sorted(inverse):
+            columns = columns.renamed(inverse, [range(len(inverse))] * self.question.job.stages)
+        return _plan(columns, header)
+
+    def _is_of(self, name: str, dead: frozenset[Worker], inverse: Sequence[int]) -> bool:
+        """Is it a plan for the pattern of `dead`?"""
+        return frozenset(Worker(inverse[w.pipeline], w.stage) for w in self.header(name).workers) == dead
+
+    def _in_columns(self, failures: int) -> list[str]:
+        """The plans for so many failures whose workers can be renamed."""
+        prefix = _prefix(failures)
+        return [n for n in self.blobs.names() if n.startswith(prefix) and self.header(n).form == "columns"]
+
+    def _with_same_counts(self, dead: frozenset[Worker]) -> list[str]:
+        """Those of them with as many failures on each stage as `dead`, the shortest first."""
+        counts = failures_per_stage(dead, self.question.job)
+        fitting = [n for n in self._in_columns(len(dead)) if self.header(n).counts == counts]
+        return sorted(fitting, key=lambda n: (self.header(n).metrics.period, n))
+
+    def _with_counts(self, name: str, dead: frozenset[Worker]) -> Plan:
+        """The plan with its workers renamed on each stage, so that exactly `dead` are left out."""
+        job = self.question.job
+        blob = self.blobs.get(name)
+        found = decode_columns(blob, self.question, source=name) if blob is not None else None
+        if found is None:
+            raise PlanError(f"the catalog has no plan {name} in columns")
+        columns, header = found
+        # Pipelines with most failures take the place of such, so that few workers swap parts.
+        to_pattern = canonical_pattern(columns.problem.failed, job)[1]
+        from_pattern = _inverse(canonical_pattern(dead, job)[1])
+        names = [from_pattern[p] for p in to_pattern]
+        planned = {Worker(names[w.pipeline], w.stage) for w in columns.problem.failed}
+        swaps = [_swap(job, stage, planned, dead) for stage in range(job.stages)]
+        return _plan(columns.renamed(names, swaps), header)
+
+
+def _plan(columns: Columns, header: Header) -> Plan:
+    """Small ones as documents, which whoever takes them apart reads sooner."""
+    plan = columns.plan(header.metrics, header.solver)
+    return plan.model_copy() if plan.op_count <= SMALL_OPS else plan
+
+
+def create_folder(root: Path, question: CatalogQuestion) -> tuple[StoredCatalog, FolderBlobs]:
+    """The catalog of `question` under `root`, made if it is not there. Raises InputError, PlanError."""
+    info = CatalogInfo.of(question)
+    path = root / info.fingerprint
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        if not (path / INFO).exists():
+            write_whole(path / INFO, (info.model_dump_json(indent=1) + "\n").encode())
+    except OSError as error:
+        raise InputError("--out", str(root), f"a folder that can be written ({error.strerror or error})") from None
+    blobs = FolderBlobs(path)
+    return StoredCatalog(info, blobs), blobs
+
+
+def open_folder(path: Path) -> StoredCatalog:
+    """A catalog by its own folder, whichever planner made it. Raises PlanError when there is none."""
+    try:
+        text = read_whole(path / INFO)
+    except OSError as error:
+        raise PlanError(f"{path / INFO} can't be read: {error.strerror or error}") from None
+    info = CatalogInfo.from_json(text, source=str(path / INFO))
+    info.question  # noqa: B018 -- refuses a job that is none
+    return StoredCatalog(info, FolderBlobs(path))
+
+
+def plan_name(pattern: frozenset[Worker]) -> str:
+    text = ",".join(map(str, sorted(pattern)))
+    return f"{_prefix(len(pattern))}{hashlib.sha256(text.encode()).hexdigest()[:24]}"
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """All of it or nothing: neither a reader nor the next run sees half a file."""
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part.write_bytes(data)
+    part.replace(path)
+
+
+def _prefix(failures: int) -> str:
+    return f"{failures:06d}-"
+
+
+def _moves(now: Counts, after: Counts) -> int:
+    return sum(max(0, a - b) for a, b in zip(now, after, strict=True))
+
+
+def _inverse(permutation: Sequence[int]) -> list[int]:
+    inverse = [0] * len(permutation)
+    for old, new in enumerate(permutation):
+        inverse[new] = old
+    return inverse
+
+
+def _swap(job: Job, stage: int, planned: set[Worker], dead: frozenset[Worker]) -> list[int]:
+    """By pipeline: who plays the part of its worker on `stage`, when `dead` fail instead of `planned`."""
+    out = list(range(job.pipelines))
+    here = {w.pipeline for w in planned if w.stage == stage}
+    gone = {w.pipeline for w in dead if w.stage == stage}
+    for idle, missing in zip(sorted(here - gone), sorted(gone - here), strict=True):
+        out[missing], out[idle] = idle, missing
+    return out
+
+
+# Raised when the same question may get another plan, or when stored catalogs change their form.
+PLANNER_VERSION = "2"

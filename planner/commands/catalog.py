@@ -1,0 +1,207 @@
+"""`openrecycle catalog` and `normalize`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from openrecycle.planner.commands.shared import (
+    LAYERS_HELP,
+    PARTITION_HELP,
+    best_at_home,
+    interruptible,
+    job_of_options,
+)
+from openrecycle.planner.jobs.errors import InputError, PlannerError
+from openrecycle.planner.jobs.failures import parse_failed
+from openrecycle.planner.jobs.job import MemoryLimit, Over, Technique
+from openrecycle.planner.jobs.profile import AUTO
+from openrecycle.planner.layers.distribution import check_copy_cost
+from openrecycle.planner.layers.migration import SECONDS, MigrationPlan, normalize
+
+MEMORY_HELP = "Activations per worker: 1f1b, uniform, none, a number; or the profile's bytes."
+DEFAULT_BANDWIDTH = 12.5e9  # bytes per second: a 100 Gb/s link
+
+
+def normalize_command(
+    pipelines: Annotated[int | None, typer.Option(help="Data-parallel pipelines.")] = None,
+    stages: Annotated[int | None, typer.Option(help="Stages of each pipeline.")] = None,
+    micro_batches: Annotated[int | None, typer.Option(help="Micro-batches per pipeline and iteration.")] = None,
+    fail: Annotated[list[str] | None, typer.Option(help="A failed worker such as W1_2; repeatable.")] = None,
+    technique: Annotated[str, typer.Option(help="adaptive, decoupled or staggered.")] = "staggered",
+    memory: Annotated[str, typer.Option(help=MEMORY_HELP)] = "uniform",
+    durations: Annotated[str | None, typer.Option(help="Op times, F=1,I=1,W=1,O=0,transfer=0.")] = None,
+    profile: Annotated[Path | None, typer.Option(help="JSON file with the plan document's `job`.")] = None,
+    state_bytes: Annotated[
+        str, typer.Option(help="Bytes of weights and optimizer state to copy; one number, or one per stage: 1e9,2e9.")
+    ] = "0",
+    bandwidth: Annotated[float, typer.Option(help="Bytes per second of one copy.")] = DEFAULT_BANDWIDTH,
+    heals_in: Annotated[float | None, typer.Option(help="Seconds until the failed workers return, if known.")] = None,
+    unit_seconds: Annotated[
+        float | None, typer.Option(help="Seconds of one time unit, where its name does not say it (default 1).")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Say whether failures should move to other stages, which workers to migrate, and why."""
+
+    job = job_of_options(pipelines, stages, micro_batches, durations, profile)
+    result = normalize(
+        job,
+        parse_failed((name for text in fail or [] for name in text.split(",")), job),
+        technique=Technique.of(technique),
+        memory=MemoryLimit.parse(memory),
+        cost=check_copy_cost(job, _byte_counts(state_bytes), bandwidth),
+        heals_in=heals_in,
+        unit_seconds=unit_seconds,
+    )
+    units = {"period_now": None if result.period_now is None else job.units(result.period_now)}
+    if as_json:
+        document = {
+            "failures_per_stage": {"now": result.present, "after": result.counts},
+            "migrations": [
+                {"worker": str(m.worker), "takes": str(m.takes), "source": str(m.source) if m.source else "checkpoint"}
+                for m in result.migrations
+            ],
+            "failed": [str(w) for w in sorted(result.failed)],
+            **units,
+            "period": job.units(result.period),
+            "pause_seconds": result.pause,
+            "iterations_gained": result.iterations_gained,
+            "reason": result.reason,
+        }
+        sys.stdout.write(json.dumps(document) + "\n")
+        return
+    print("\n".join(_lines(result)))
+    if heals_in is not None and unit_seconds is None and job.time_unit not in SECONDS:
+        print(f"one {job.time_unit} is taken to last 1 s; --unit-seconds says otherwise")
+
+
+def _lines(result: MigrationPlan) -> list[str]:
+    return [
+        result.reason,
+        *(f"  {migration}" for migration in result.migrations),
+        f"failures per stage: {_numbers(result.present)} now, {_numbers(result.counts)} afterwards",
+    ]
+
+
+def _numbers(counts: tuple[int, ...]) -> str:
+    return "/".join(map(str, counts))
+
+
+def _byte_counts(text: str) -> list[int]:
+    out = []
+    for part in text.split(","):
+        try:
+            out.append(int(float(part)))
+        except (ValueError, OverflowError):
+            raise InputError("--state-bytes", part, "a number of bytes, such as 2e9") from None
+    return out
+
+
+def catalog_command(
+    out: Annotated[Path, typer.Option(help="Folder for catalogs; each lies in it under its fingerprint.")],
+    tolerance: Annotated[int, typer.Option(help="Plan for up to so many failures.")],
+    pipelines: Annotated[int | None, typer.Option(help="Data-parallel pipelines.")] = None,
+    stages: Annotated[int | None, typer.Option(help="Stages of each pipeline.")] = None,
+    micro_batches: Annotated[int | None, typer.Option(help="Micro-batches per pipeline and iteration.")] = None,
+    technique: Annotated[str, typer.Option(help="fault-free, adaptive, decoupled or staggered.")] = "staggered",
+    memory: Annotated[str, typer.Option(help=MEMORY_HELP)] = "uniform",
+    durations: Annotated[str | None, typer.Option(help="Op times, F=1,I=1,W=1,O=0,transfer=0.")] = None,
+    layers: Annotated[int | None, typer.Option(help=LAYERS_HELP)] = None,
+    partition: Annotated[str | None, typer.Option(help=PARTITION_HELP)] = None,
+    relayout: Annotated[
+        str | None, typer.Option(help="auto: each plan has a partition of its own (where there are layers); or never.")
+    ] = None,
+    profile: Annotated[Path | None, typer.Option(help="JSON file with the plan document's `job`.")] = None,
+    solver: Annotated[str, typer.Option(help="list, auto, cp-sat or milp.")] = "list",
+    time_limit: Annotated[float, typer.Option(help="Seconds per plan, for other solvers than list.")] = 10.0,
+    per: Annotated[str, typer.Option(help="A plan per failure `pattern`, per `count`, or `auto`.")] = "auto",
+    jobs: Annotated[int | None, typer.Option(help="Processes; by default one per core.")] = None,
+    engine: Annotated[str, typer.Option(help="local, or ray for a Ray cluster.")] = "local",
+    address: Annotated[str | None, typer.Option(help="Of the Ray cluster; without one it is started here.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Plan ahead, one plan per failure count or pattern. Ctrl-C keeps what is done; the same command goes on."""
+    # The cli registers this module; the rest needs numpy, which an agent's machine may lack.
+    from openrecycle.planner.portfolio import SOLVERS
+
+    try:
+        from openrecycle.planner.catalogs.catalog_build import build_catalog
+        from openrecycle.planner.catalogs.catalog_engines import make_engine
+        from openrecycle.planner.plans.packed import CatalogQuestion, Effort
+    except ImportError as error:
+        raise PlannerError(f"catalogs on disk need numpy, which is not installed here ({error})") from None
+    if solver not in SOLVERS:
+        raise InputError("--solver", solver, "one of " + ", ".join(SOLVERS))
+    if not 0 < time_limit < float("inf"):
+        raise InputError("--time-limit", time_limit, "a number of seconds above 0")
+    of, limit = Technique.of(technique), MemoryLimit.parse(memory)
+    if layers is not None and partition is None:
+        partition = AUTO
+    job = job_of_options(pipelines, stages, micro_batches, durations, profile, layers, partition)
+    if relayout not in (None, "auto", "never"):
+        raise InputError("--relayout", relayout, "auto or never")
+    if relayout == "auto" and not job.layers:
+        raise InputError("--relayout", relayout, "--layers beside it, or a profile by layers")
+    if job.layers and partition in (None, AUTO):
+        job = best_at_home(job, of, limit)
+    over: Over = "partitions" if job.layers and relayout != "never" else "schedules"
+    question = CatalogQuestion(job, of, limit, over)
+    with interruptible() as stop, _bar(quiet=as_json) as progress:
+        report = build_catalog(
+            question,
+            tolerance,
+            out,
+            engine=make_engine(engine, jobs=jobs, address=address),
+            effort=Effort(solver=solver, time_limit=None if solver == "list" else time_limit),
+            per=per,
+            on_progress=progress,
+            cancelled=lambda: bool(stop),
+        )
+    catalog = report.catalog
+    headers = [catalog.header(name) for name in catalog.blobs.names()]
+    size = sum(len(catalog.blobs.get(name) or b"") for name in catalog.blobs.names())
+    document = {
+        "fingerprint": catalog.info.fingerprint,
+        "folder": str(out / catalog.info.fingerprint),
+        "plans": len(headers),
+        "wanted": report.total,
+        "planned": report.planned,
+        "kept": report.kept,
+        "finished": report.finished,
+        "bytes": size,
+        "seconds": round(report.seconds, 3),
+        "optimal": sum(h.solver.status == "optimal" for h in headers),
+        "worst_gap": max((h.metrics.gap for h in headers), default=0.0),
+    }
+    if as_json:
+        sys.stdout.write(json.dumps(document) + "\n")
+        return
+    print(
+        f"{document['plans']} plans for up to {tolerance} failures in {document['folder']}\n"
+        f"{report.planned} planned now in {report.seconds:.1f} s, {report.kept} were there; {size / 1e6:.1f} MB\n"
+        f"{document['optimal']} proven optimal, worst gap {document['worst_gap']:.2%}"
+    )
+    if not report.finished:
+        print(f"stopped with {report.total - report.planned - report.kept} to go: the same command goes on from here")
+
+
+@contextmanager
+def _bar(*, quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
+    """A progress bar on a terminal; nothing elsewhere."""
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield None
+        return
+    columns = (TextColumn("planning"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("planning", total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)

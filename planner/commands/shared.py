@@ -1,0 +1,105 @@
+"""What several commands of `python -m planner` share: the job of the options, and Ctrl-C."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+
+from rich.console import Console
+
+from openrecycle.planner.jobs.errors import InputError, PlannerError
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, parse_durations
+from openrecycle.planner.jobs.profile import AUTO, parse_partition
+from openrecycle.planner.plans.plan import JobDoc
+from openrecycle.planner.profiles import job_on, load
+
+LAYERS_HELP = "Layers of the model, alike; --durations are then those of one."
+PARTITION_HELP = "Layers per stage: auto (the default with --layers) or numbers such as 11,11,11,11."
+
+_err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def job_of_options(
+    pipelines: int | None,
+    stages: int | None,
+    micro_batches: int | None,
+    durations: str | None,
+    profile: Path | None,
+    layers: int | None = None,
+    partition: str | None = None,
+) -> Job:
+    """The job that `--profile`, or the sizes, `--layers` and `--durations`, describe. Raises InputError.
+
+    A measured profile (by its file, or a shipped one by its name) takes other sizes too. With a partition its layers
+    are those that were measured. `auto` leaves the job at the partition that spreads work most evenly.
+    """
+    job = _job_of_options(pipelines, stages, micro_batches, durations, profile, layers, partition is not None)
+    if partition is None or partition == AUTO:
+        if partition == AUTO and not job.layers:
+            raise InputError("--partition", partition, "--layers beside it, or a profile by layers")
+        return job
+    counts = parse_partition(partition, field="--partition")
+    if not job.layers:
+        raise InputError("--partition", partition, "--layers beside it, or a profile by layers")
+    given = job.check_partition(counts, field="--partition")
+    return replace(job, partition=given, home=given, profiles=(), transfers=(), backward_transfers=())
+
+
+def best_at_home(job: Job, technique: Technique, memory: MemoryLimit) -> Job:
+    """With the partition that is best without failures: what they move layers from, and are compared with."""
+    try:  # numpy, which an agent's machine may lack
+        from openrecycle.planner.layers.partition import lay_out
+    except ImportError as error:
+        raise PlannerError(f"--partition auto needs numpy, which is not installed here ({error})") from None
+    home = lay_out(job, technique=technique, memory=memory).partition
+    return replace(job, partition=home, home=home, profiles=(), transfers=(), backward_transfers=())
+
+
+def _job_of_options(
+    pipelines: int | None,
+    stages: int | None,
+    micro_batches: int | None,
+    durations: str | None,
+    profile: Path | None,
+    layers: int | None,
+    by_layers: bool,
+) -> Job:
+    sizes = {"--pipelines": pipelines, "--stages": stages, "--micro-batches": micro_batches, "--durations": durations}
+    if profile is not None:
+        document = load(profile)
+        if layers is not None:
+            raise InputError("--layers", layers, "nothing, since --profile FILE says it")
+        for option, value in sizes.items():
+            if value is not None and (isinstance(document, JobDoc) or option == "--durations"):
+                raise InputError(option, value, "nothing, since --profile FILE says it")
+        return job_on(document, pipelines, stages, micro_batches, by_layers=by_layers)
+    for option, value in sizes.items():
+        if value is None and option != "--durations":
+            raise InputError(option, None, "a whole number of at least 1 (or --profile FILE)")
+    assert pipelines is not None and stages is not None and micro_batches is not None
+    if layers is not None and layers < 1:
+        raise InputError("--layers", layers, "a whole number of at least 1")
+    times = parse_durations(durations or "")
+    return Job.uniform(pipelines, stages, micro_batches, durations=times, layers=layers or 0)
+
+
+@contextmanager
+def interruptible() -> Iterator[list[int]]:
+    """The first Ctrl-C only marks the list that is yielded; the second one ends the program."""
+    stop: list[int] = []
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        if stop:
+            raise KeyboardInterrupt
+        stop.append(number)
+        _err.print("stopping; keeping the best plan so far")
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, before)

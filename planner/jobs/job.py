@@ -1,0 +1,519 @@
+"""What is to be planned: the grid, the micro-batches, the op times, the failures, the limits.
+
+Durations are floats of the user's unit outside; inside they are integers of a *tick*, the largest
+decimal fraction of that unit in which every duration is whole (`Job.ticks_per_unit`). All schedule
+arithmetic is therefore exact.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from enum import StrEnum
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+from openrecycle.planner.jobs.errors import InfeasibleError, InputError
+from openrecycle.planner.jobs.profile import (
+    MAX_DECIMALS,
+    LayerProfile,
+    StageProfile,
+    StageTicks,
+    balanced,
+    check_bytes,
+    check_duration,
+    decimals,
+    joined,
+    parse_durations,
+)
+
+__all__ = [
+    "MAX_DECIMALS",
+    "MAX_OPS",
+    "Job",
+    "LayerProfile",
+    "MemoryLimit",
+    "Problem",
+    "StageProfile",
+    "StageTicks",
+    "Technique",
+    "Worker",
+    "parse_durations",
+]
+
+# Refused before memory is taken: 3 ops per micro-batch and stage. An op takes up to BYTES_PER_OP while it is
+# planned, made a document and printed, measured as the growth of the process's peak; so no plan takes more than 8 GB.
+BYTES_PER_OP = 2_000
+MAX_OPS = 4_000_000
+SLOWEST, FASTEST = 0.01, 100.0
+MAX_LAYERS = 512
+
+# What a plan was chosen from, and its lower bound is over: all schedules of its problem; those of every partition of
+# the layers; those of every partition and of every number of workers per stage that the living can staff.
+Over = Literal["schedules", "partitions", "layouts"]
+# May layers change their stage while the job runs: when it pays, never, or whenever another partition is better?
+MayMove = Literal["auto", "never", "always"]
+
+_WORKER = re.compile(r"W([0-9]{1,6})_([0-9]{1,6})")
+
+
+class Worker(NamedTuple):
+    """One cell of the grid. `str(Worker(1, 2)) == "W1_2"`: pipeline 1, stage 2."""
+
+    pipeline: int
+    stage: int
+
+    def __str__(self) -> str:
+        return f"W{self.pipeline}_{self.stage}"
+
+    @classmethod
+    def parse(cls, text: str, *, field: str = "worker") -> Worker:
+        """Raises InputError unless `text` reads W<pipeline>_<stage>."""
+        match = _WORKER.fullmatch(text.strip())
+        if not match:
+            raise InputError(field, text, "a worker such as W1_2 (pipeline 1, stage 2)")
+        return cls(int(match[1]), int(match[2]))
+
+
+class Technique(StrEnum):
+    """The most that a plan may use; each includes the ones before it."""
+
+    FAULT_FREE = "fault-free"
+    ADAPTIVE = "adaptive"
+    DECOUPLED = "decoupled"
+    STAGGERED = "staggered"
+
+    @property
+    def reroutes(self) -> bool:
+        return self is not Technique.FAULT_FREE
+
+    @property
+    def splits(self) -> bool:
+        """May B be split into I and W?"""
+        return self in (Technique.DECOUPLED, Technique.STAGGERED)
+
+    @property
+    def staggers(self) -> bool:
+        """Does each stage step on its own, without a global barrier?"""
+        return self is Technique.STAGGERED
+
+    @classmethod
+    def of(cls, text: str, *, field: str = "--technique") -> Technique:
+        try:
+            return cls(text)
+        except ValueError:
+            raise InputError(field, text, "one of " + ", ".join(t.value for t in cls)) from None
+
+
+@dataclass(frozen=True)
+class Job:
+    """A grid of `pipelines` x `stages` workers; `micro_batches` enter each pipeline per iteration.
+
+    profiles: one StageProfile per stage. transfers: one time per stage boundary (stages - 1 of
+    them), for activations forward; backward_transfers: for gradients backward, the same unless
+    given. Transfers overlap with compute.
+    time_unit: what one unit of the durations is called ("slot", "ms"); it is a label only.
+    capacity_bytes: memory of one worker, by stage; empty when not known.
+    speeds: of the workers that aren't nominal: 0.5 takes twice as long for F, I, W and the step
+    (not the reduction, which all peers end together). Workers outside the grid are left out, so
+    that a job of fewer pipelines is made by `replace(job, pipelines=...)`.
+    layers: where stages can be cut anew; profiles and transfers then follow from them and the partition, and
+    are never set apart. partition: layers per stage, in order. home: the partition without failures, which plans
+    are compared with; unless given, what `partition` says, and where that says nothing, the one that spreads F, I
+    and W most evenly.
+    Raises InputError for sizes or durations that make no job.
+    """
+
+    pipelines: int
+    stages: int
+    micro_batches: int
+    profiles: tuple[StageProfile, ...] = field(default=())
+    transfers: tuple[float, ...] = field(default=())
+    time_unit: str = "slot"
+    backward_transfers: tuple[float, ...] = ()
+    capacity_bytes: tuple[int, ...] = ()
+    speeds: tuple[tuple[Worker, float], ...] = ()
+    layers: tuple[LayerProfile, ...] = ()
+    partition: tuple[int, ...] = ()
+    home: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_sizes(self.pipelines, self.stages, self.micro_batches)
+        self._lay_out()
+        if len(self.time_unit) > 20 or not self.time_unit.isprintable():
+            raise InputError("time_unit", self.time_unit, "at most 20 printable characters")
+        if not self.profiles:
+            object.__setattr__(self, "profiles", (StageProfile(),) * self.stages)
+        if not self.transfers:
+            object.__setattr__(self, "transfers", (0.0,) * (self.stages - 1))
+        if len(self.profiles) != self.stages:
+            raise InputError("profiles", len(self.profiles), f"one per stage, {self.stages} in all")
+        if len(self.transfers) != self.stages - 1:
+            raise InputError("transfers", len(self.transfers), f"one per stage boundary, {self.stages - 1} in all")
+        if not self.backward_transfers:
+            object.__setattr__(self, "backward_transfers", self.transfers)
+        if len(self.backward_transfers) != self.stages - 1:
+            raise InputError(
+                "backward_transfers", len(self.backward_transfers), f"one per stage boundary, {self.stages - 1} in all"
+            )
+        checked: set[int] = set()  # thousands of stages often have one and the same
+        for s, profile in enumerate(self.profiles):
+            if id(profile) in checked:
+                continue
+            checked.add(id(profile))
+            profile.check(f"profiles[{s}]")
+            self._check_reductions(f"profiles[{s}]", profile)
+        for name in ("transfers", "backward_transfers"):
+            for s, transfer in enumerate(getattr(self, name)):
+                check_duration(f"{name}[{s}]", transfer)
+        if len(self.capacity_bytes) not in (0, self.stages):
+            raise InputError("capacity_bytes", len(self.capacity_bytes), f"one per stage, {self.stages} in all")
+        for s, capacity in enumerate(self.capacity_bytes):
+            check_bytes(f"capacity_bytes[{s}]", capacity, least=1)
+        self._check_speeds()
+
+    def _lay_out(self) -> None:
+        """Partition, home, profiles and transfers of a job that has layers."""
+        if not self.layers:
+            for name in ("partition", "home"):
+                if getattr(self, name):
+                    raise InputError(name, getattr(self, name), "nothing for a job without layers")
+            return
+        if len(self.layers) > MAX_LAYERS:
+            raise InputError("layers", len(self.layers), f"at most {MAX_LAYERS} layers")
+        checked: set[int] = set()
+        for k, layer in enumerate(self.layers):
+            if id(layer) not in checked:
+                checked.add(id(layer))
+                layer.check(f"layers[{k}]")
+                self._check_reductions(f"layers[{k}]", layer)
+        whole = joined(self.layers)
+        for name in ("forward", "input_backward", "weight_backward", "optimizer"):
+            if getattr(whole, name) > 1e9:
+                raise InputError(f"layers, {name} in all", getattr(whole, name), "a duration from 0 to 1e9")
+        if not self.partition:
+            even = balanced([p.forward + p.input_backward + p.weight_backward for p in self.layers], self.stages)
+            if even is None:
+                raise InputError("layers", len(self.layers), f"at least one for each of the {self.stages} stages")
+            object.__setattr__(self, "partition", even)
+        object.__setattr__(self, "partition", self.check_partition(self.partition))
+        home = self.check_partition(self.home, field="home") if self.home else self.partition
+        object.__setattr__(self, "home", home)
+        given = self.profiles, self.transfers, self.backward_transfers or self.transfers
+        self._cut()
+        for name, value in zip(("profiles", "transfers", "backward_transfers"), given, strict=True):
+            if value and value != getattr(self, name):
+                raise InputError(name, len(value), "those that the layers and the partition give, or none")
+
+    def _cut(self) -> None:
+        """Derives what follows from layers and partition."""
+        profiles: list[StageProfile] = []
+        ends: list[LayerProfile] = []
+        known: dict[tuple[int, ...], StageProfile] = {}  # stages of equal layers are one object: see job_doc
+        at = 0
+        for count in self.partition:
+            members = self.layers[at : at + count]
+            key = tuple(map(id, members))
+            if key not in known:
+                known[key] = joined(members)
+            profiles.append(known[key])
+            ends.append(members[-1])
+            at += count
+        object.__setattr__(self, "profiles", tuple(profiles))
+        object.__setattr__(self, "transfers", tuple(layer.transfer for layer in ends[:-1]))
+        object.__setattr__(self, "backward_transfers", tuple(layer.back for layer in ends[:-1]))
+
+    def check_partition(self, partition: Iterable[int], *, field: str = "partition") -> tuple[int, ...]:
+        """Returns it; raises InputError where it is none of this job."""
+        given = tuple(partition)
+        whole = all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in given)
+        if not self.layers:
+            raise InputError(field, given, "nothing for a job without layers")
+        if not whole or len(given) != self.stages or sum(given) != len(self.layers):
+            what = f"{self.stages} numbers of at least 1 that add up to {len(self.layers)} layers"
+            raise InputError(field, ",".join(map(str, given)), what)
+        return given
+
+    def with_partition(self, partition: Iterable[int]) -> Job:
+        """The same job cut so; its home stays what it is. Raises InputError."""
+        given = self.check_partition(partition)
+        if given == self.partition:
+            return self
+        made = object.__new__(Job)  # (what has been checked once is not checked again: many are compared)
+        for f in fields(self):
+            object.__setattr__(made, f.name, getattr(self, f.name))
+        object.__setattr__(made, "partition", given)
+        made._cut()
+        return made
+
+    @property
+    def at_home(self) -> Job:
+        """As it is cut without failures."""
+        return self.with_partition(self.home) if self.layers else self
+
+    def as_stages(self) -> Job:
+        """The same with stages that can't be cut."""
+        return replace(self, layers=(), partition=(), home=()) if self.layers else self
+
+    def _check_reductions(self, where: str, profile: StageProfile) -> None:
+        if 0 < len(profile.reductions) < self.pipelines:
+            raise InputError(
+                f"{where}.reductions",
+                len(profile.reductions),
+                f"one for each number of living peers, {self.pipelines} in all",
+            )
+
+    def _check_speeds(self) -> None:
+        """Puts them in one spelling, so that equal jobs are equal."""
+        for worker, speed in self.speeds:
+            known = not isinstance(speed, bool) and isinstance(speed, (int, float)) and math.isfinite(speed)
+            if not known or not SLOWEST <= speed <= FASTEST:
+                raise InputError(f"speeds.{worker}", speed, f"a number from {SLOWEST:g} to {FASTEST:g} (1 is nominal)")
+        inside = {w: s for w, s in self.speeds if w.pipeline < self.pipelines and w.stage < self.stages and s != 1}
+        object.__setattr__(self, "speeds", tuple(sorted(inside.items())))
+
+    @classmethod
+    def uniform(
+        cls,
+        pipelines: int,
+        stages: int,
+        micro_batches: int,
+        *,
+        durations: Mapping[str, float] | None = None,
+        time_unit: str = "slot",
+        layers: int = 0,
+        partition: tuple[int, ...] = (),
+    ) -> Job:
+        """A job whose stages are alike, or, with so many layers, those. `durations`, of each, has any of the keys F, I,
+        W, O, transfer."""
+        times = {"F": 1.0, "I": 1.0, "W": 1.0, "O": 0.0, "transfer": 0.0, **(durations or {})}
+        _check_sizes(pipelines, stages, micro_batches)  # before a tuple per stage is made
+        if layers:
+            layer = LayerProfile(times["F"], times["I"], times["W"], times["O"], transfer=times["transfer"])
+            if isinstance(layers, bool) or not isinstance(layers, int) or not stages <= layers <= MAX_LAYERS:
+                raise InputError("layers", layers, f"a whole number from {stages}, one for each stage, to {MAX_LAYERS}")
+            many = (layer,) * layers
+            return cls(pipelines, stages, micro_batches, time_unit=time_unit, layers=many, partition=partition)
+        profile = StageProfile(times["F"], times["I"], times["W"], times["O"])
+        return cls(
+            pipelines,
+            stages,
+            micro_batches,
+            profiles=(profile,) * stages,
+            transfers=(times["transfer"],) * (stages - 1),
+            time_unit=time_unit,
+        )
+
+    @cached_property
+    def ticks_per_unit(self) -> int:
+        """Smallest power of ten that makes every duration a whole number of ticks, whatever the partition."""
+        values: list[float] = [*self.transfers, *self.backward_transfers]
+        for layer in set(self.layers):
+            values += [layer.transfer, layer.back]
+        for p in set(self.layers or self.profiles):
+            values += [p.forward, p.input_backward, p.weight_backward, p.optimizer, *p.reductions]
+        places: int = max((decimals(v) for v in set(values)), default=0)
+        return int(10**places)
+
+    @cached_property
+    def ticks(self) -> tuple[StageTicks, ...]:
+        """The profiles in ticks, one per stage, at nominal speed and without the reductions.
+
+        `Problem.ticks` and `Problem.worker_ticks` have both.
+        """
+        scale = self.ticks_per_unit
+        return tuple(
+            StageTicks(*(round(v * scale) for v in (p.forward, p.input_backward, p.weight_backward, p.optimizer)))
+            for p in self.profiles
+        )
+
+    @cached_property
+    def transfer_ticks(self) -> tuple[int, ...]:
+        """Transfer time of activations in ticks; index s is from stage s to s + 1."""
+        return tuple(round(t * self.ticks_per_unit) for t in self.transfers)
+
+    @cached_property
+    def backward_transfer_ticks(self) -> tuple[int, ...]:
+        """Transfer time of gradients in ticks; index s is from stage s + 1 to s."""
+        return tuple(round(t * self.ticks_per_unit) for t in self.backward_transfers)
+
+    def units(self, ticks: int | float) -> float | int:
+        """Ticks in the user's unit; whole numbers come back as int."""
+        value = ticks / self.ticks_per_unit
+        return int(value) if value == int(value) else value
+
+    def workers(self) -> Iterable[Worker]:
+        """Every cell of the grid, pipeline by pipeline."""
+        return (Worker(p, s) for p in range(self.pipelines) for s in range(self.stages))
+
+    def check_worker(self, worker: Worker, *, field: str = "worker") -> Worker:
+        """Returns `worker`; raises InputError when the grid has no such cell."""
+        if not (0 <= worker.pipeline < self.pipelines and 0 <= worker.stage < self.stages):
+            raise InputError(
+                field, str(worker), f"a worker of the grid, W0_0 to W{self.pipelines - 1}_{self.stages - 1}"
+            )
+        return worker
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """How many activations one worker may hold at once (F's start to W's end), by stage.
+
+    `1f1b`: stages - s on stage s; `uniform`: stages on every stage; `none`; a number; or `bytes`:
+    as many as the job's capacity_bytes hold beside weights and optimizer state.
+    """
+
+    text: str
+
+    @classmethod
+    def parse(cls, text: str, *, field: str = "--memory") -> MemoryLimit:
+        text = text.strip().lower()
+        named = text in ("1f1b", "uniform", "none", "bytes")
+        if not named and (not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < 1):
+            raise InputError(field, text, "1f1b, uniform, none, bytes, or a whole number of at least 1")
+        return cls(text)
+
+    def limits(self, job: Job, technique: Technique = Technique.STAGGERED) -> tuple[int | None, ...]:
+        """One limit per stage; None where there is none.
+
+        `bytes`: so many micro-batches as fit if each took its larger part, that for I or that for
+        W, all along; where B is not split, that for I. Raises InfeasibleError when not even one
+        does, InputError when the job does not say what a worker holds.
+        """
+        if self.text == "none":
+            return (None,) * job.stages
+        if self.text == "bytes":
+            return tuple(_bytes_limit(job, s, technique) for s in range(job.stages))
+        if self.text == "1f1b":
+            return tuple(job.stages - s for s in range(job.stages))
+        count = job.stages if self.text == "uniform" else int(self.text)
+        return (count,) * job.stages
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One planning question: this job, with these workers dead, this technique and memory limit.
+
+    Raises InputError or InfeasibleError when no plan can exist.
+    """
+
+    job: Job
+    failed: frozenset[Worker] = frozenset()
+    technique: Technique = Technique.STAGGERED
+    memory: MemoryLimit = MemoryLimit("uniform")
+
+    def __post_init__(self) -> None:
+        for worker in self.failed:
+            self.job.check_worker(worker, field="failed")
+        if self.failed and not self.technique.reroutes:
+            raise InputError(
+                "--technique", self.technique.value, "adaptive, decoupled or staggered when a worker has failed"
+            )
+        for stage in range(self.job.stages):
+            if not self.living_peers(stage):
+                raise InfeasibleError(f"stage {stage} has no living peer", self._remedy(stage))
+        if self.memory.text == "bytes":
+            _ = self.limits  # raises
+
+    def _remedy(self, stage: int) -> str:
+        """What would give `stage` a living peer."""
+        last = self.job.pipelines - 1
+        back = f"bring back one of W0_{stage} to W{last}_{stage}" if last else f"bring back W0_{stage}"
+        donor = max(range(self.job.stages), key=lambda s: len(self.living_peers(s)))
+        if len(self.living_peers(donor)) < 2:
+            return back
+        return f"{back}, or migrate a worker: 1 migration from stage {donor} would fix it"
+
+    def living_peers(self, stage: int) -> tuple[int, ...]:
+        """Pipelines whose worker of `stage` lives, ascending."""
+        return self._living[stage]
+
+    @cached_property
+    def _living(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(
+            tuple(p for p in range(self.job.pipelines) if Worker(p, s) not in self.failed)
+            for s in range(self.job.stages)
+        )
+
+    @cached_property
+    def limits(self) -> tuple[int | None, ...]:
+        return self.memory.limits(self.job, self.technique)
+
+    @cached_property
+    def ticks(self) -> tuple[StageTicks, ...]:
+        """Op times per stage at nominal speed, in ticks; O with the reduction among the living peers."""
+        return tuple(
+            t._replace(optimizer=t.optimizer + self._reduction(s)) if self.job.profiles[s].reductions else t
+            for s, t in enumerate(self.job.ticks)
+        )
+
+    def _reduction(self, stage: int) -> int:
+        """Ticks. The last number is that of the whole stage, also where one pipeline stands for all."""
+        reductions = self.job.profiles[stage].reductions
+        dead = self.job.pipelines - len(self.living_peers(stage))
+        return round(reductions[len(reductions) - 1 - dead] * self.job.ticks_per_unit) if reductions else 0
+
+    def worker_ticks(self, worker: Worker) -> StageTicks:
+        """Op times of one worker at its own speed, in ticks; O is its step and the reduction."""
+        return self._own_ticks.get(worker) or self.ticks[worker.stage]
+
+    @cached_property
+    def _own_ticks(self) -> dict[Worker, StageTicks]:
+        """Of the workers that aren't nominal."""
+        out = {}
+        for worker, speed in self.job.speeds:
+            own = self.job.ticks[worker.stage].at_speed(speed)
+            out[worker] = own._replace(optimizer=own.optimizer + self._reduction(worker.stage))
+        return out
+
+    @cached_property
+    def fastest(self) -> tuple[StageTicks, ...]:
+        """By stage the least F, I and W of any living peer, and the longest O, with which the stage ends."""
+        if not self.job.speeds:
+            return self.ticks
+        out = []
+        for stage in range(self.job.stages):
+            peers = [self.worker_ticks(Worker(p, stage)) for p in self.living_peers(stage)]
+            least = StageTicks._make(map(min, zip(*peers, strict=True)))
+            out.append(least._replace(optimizer=max(t.optimizer for t in peers)))
+        return tuple(out)
+
+    @cached_property
+    def longest_optimizer(self) -> int:
+        """Ticks of the longest O of any living worker."""
+        return max(t.optimizer for t in self.fastest)
+
+    def living_workers(self) -> list[Worker]:
+        return [w for w in self.job.workers() if w not in self.failed]
+
+
+def _check_sizes(pipelines: int, stages: int, micro_batches: int) -> None:
+    """Refuses what is no size, and what would not fit in memory, before any is taken."""
+    for name, value in (("pipelines", pipelines), ("stages", stages), ("micro_batches", micro_batches)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise InputError(name, value, "a whole number of at least 1")
+    ops = 3 * pipelines * stages * micro_batches
+    if ops > MAX_OPS:
+        most = f"at most {MAX_OPS:,} ops, which take up to {MAX_OPS * BYTES_PER_OP / 1e9:.0f} GB"
+        raise InputError("pipelines x stages x micro_batches x 3 ops", ops, most)
+
+
+def _bytes_limit(job: Job, stage: int, technique: Technique) -> int | None:
+    """Micro-batches that a worker of `stage` may hold; see MemoryLimit.limits."""
+    if not job.capacity_bytes:
+        raise InputError("capacity_bytes", None, "bytes per worker in the job's profile, for memory limit bytes")
+    profile, capacity = job.profiles[stage], job.capacity_bytes[stage]
+    fixed, each = profile.fixed_bytes, profile.micro_batch_bytes(splits=technique.splits)
+    remedy = f"give its workers at least {fixed + each:,} bytes each, or cut the model into smaller stages"
+    if fixed > capacity:
+        raise InfeasibleError(
+            f"weights and optimizer state take {fixed:,} bytes on stage {stage}, which has {capacity:,}", remedy
+        )
+    if not each:
+        return None
+    if fixed + each > capacity:
+        share = math.floor(100 * (capacity - fixed) / each) / 100
+        raise InfeasibleError(f"memory holds {share:g} of one micro-batch on stage {stage}", remedy)
+    return (capacity - fixed) // each

@@ -1,0 +1,79 @@
+"""How numbers, and the words of others, are written in sentences that the command line and the console share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+# What may be done when workers are lost, as planner.simulation.policy calls it.
+REROUTE, MIGRATE, DROP = "re-route", "migrate and re-route", "drop the replica"
+
+
+def printable(text: str, keep: str = "") -> str:
+    """What others wrote, for a terminal or a log: what is not seen but obeyed (escapes, line breaks, marks of
+    direction) is written out, as in \\x1b. keep: characters that stay as they are."""
+    if text.isprintable():
+        return text
+    shown = (c if c.isprintable() or c in keep else c.encode("unicode_escape").decode("ascii") for c in text)
+    return "".join(shown)
+
+
+def percent(fraction: float, digits: int = 0) -> str:
+    """`7 %`; with a digit `7.4 %`."""
+    return f"{100 * fraction:.{digits}f} %"
+
+
+def milliseconds(value: float, digits: int = 3) -> str:
+    """`0 ms`, `0.4 ms`, `283 ms`, `1.08 s`, `2 min 5 s`, `3 h 20 min`, `12 days 4 h`.
+
+    digits: of what is under a minute, where more than three are of use.
+    """
+    if 0 < value < 9.95 and digits == 3:
+        return f"{value:.1f} ms"
+    if value < 999.5:
+        return f"{value:.0f} ms" if digits == 3 else f"{value:.{digits}g} ms"
+    if value < 59_950:
+        return f"{value / 1000:.{digits}g} s"
+    whole = round(value / 1000)
+    if whole < 3600:
+        return _both(whole, 60, "min", "s")
+    minutes = round(whole / 60)
+    if minutes < 48 * 60:
+        return _both(minutes, 60, "h", "min")
+    return _both(round(minutes / 60), 24, "days", "h")
+
+
+def planned(value: float, unit: str, digits: int = 3) -> str:
+    """A time of a plan in the plan's own unit. digits: as for `milliseconds`."""
+    if unit == "ms":
+        return milliseconds(value, digits)
+    return f"{value:,.6g} {unit if value == 1 else plural(unit)}"
+
+
+def plural(unit: str) -> str:
+    """A unit of time after a number other than 1, or on an axis: `slots`, `ms`."""
+    return unit + "s" if unit == "slot" else unit
+
+
+def _both(value: int, per: int, large: str, small: str) -> str:
+    return f"{value // per} {large}" + (f" {value % per} {small}" if value % per else "")
+
+
+def names(all_of_them: Sequence[str], limit: int = 6, last: str = ", ") -> str:
+    """`W0_1, W1_2 and 3 more`; with last=" and " `W0_1 and W1_2` where all are named. None: nothing."""
+    if len(all_of_them) > limit:
+        return f"{', '.join(all_of_them[:limit])} and {len(all_of_them) - limit:,} more"
+    return last.join(filter(None, (", ".join(all_of_them[:-1]), *all_of_them[-1:])))
+
+
+def micro_batch_names(numbers: Sequence[int], micro_batches: int, most: int = 6) -> str:
+    """`micro-batch 1.3`, or `micro-batches 0.0, 1.3 and 2 more`. numbers: counted over the pipelines, which have
+    `micro_batches` each."""
+    shown = names([f"{n // micro_batches}.{n % micro_batches}" for n in numbers], most)
+    return f"micro-batch{'' if len(numbers) == 1 else 'es'} {shown}"
+
+
+def layers_moved(before: Sequence[int], after: Sequence[int]) -> int:
+    """Layers that are on another stage afterwards."""
+    was = [s for s, n in enumerate(before) for _ in range(n)]
+    now = [s for s, n in enumerate(after) for _ in range(n)]
+    return sum(a != b for a, b in zip(was, now, strict=True))

@@ -1,0 +1,1 @@
+"""Which stage has which layers, and which worker has which stage."""

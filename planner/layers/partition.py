@@ -1,0 +1,736 @@
+"""Which layers each stage should hold, and, where workers may change their stage, how many each should have.
+
+A stage s of the layers from a up to b takes at least c(s, a, b): the bounds of planner.plans.bounds that concern one
+stage alone. They know how long a micro-batch turns round below it, for that is F and I of all layers from b on, however
+these are cut; of the transfers there the shortest are counted, as many as there are cuts. So the least, over all
+partitions, of the largest c is found exactly, by dynamic programming over stages and layers, and no plan of any
+partition is shorter. Of the bounds of two stages, that with the first stage is known once the first cut is, and is
+counted too.
+
+Where counts are free, the fewest workers with which a stage keeps within a time T follow from c, the fewest of all
+stages by the same dynamic programming, and the least T that the living suffice for by bisection.
+
+What is best by these bounds need not make the shortest plan: the list scheduler plans it and its neighbours.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from decimal import Decimal
+from fractions import Fraction
+from functools import cached_property, lru_cache
+from itertools import accumulate, islice, pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from openrecycle.planner.jobs.errors import InfeasibleError, InputError
+from openrecycle.planner.jobs.failures import failures_per_stage
+from openrecycle.planner.jobs.job import Job, LayerProfile, MemoryLimit, Over, Problem, Technique, Worker
+from openrecycle.planner.jobs.words import layers_moved
+from openrecycle.planner.layers.migration import Migration, migrations_to
+from openrecycle.planner.plans.bounds import Bound, period_bound
+from openrecycle.planner.solvers.list_scheduler import ListScheduler
+from openrecycle.planner.solvers.rules import rules
+from openrecycle.planner.solvers.table import Table
+
+Ints = NDArray[Any]  # int64, or Python's own integers where those are too short
+Partition = tuple[int, ...]
+Counts = tuple[int, ...]
+
+# Partitions that are tried, each under as many rules of the list scheduler as let so many ops suffice for all.
+EFFORT, TRIED, FEWEST, MOST_RULES = 500_000, 24, 3, 64
+# Of the shortest so many are planned in full; from LARGE ops on only the shortest, by whoever plans it anyway.
+FINAL, LARGE = 4, 2_000
+# Of partitions that are so many times longer than the shortest no neighbours are tried.
+WORSE = 1.05
+# Neighbours of a partition that are looked at by their proven bound.
+NEIGHBOURS = 64
+# Stages, the slowest ones, of which a layer is tried on any other.
+SOURCES = 8
+# Cells of the arrays (see LayerBounds) that a job may have: 100 bytes and 2 microseconds each. And where times are too
+# long for 64 bits: 700 bytes, and 100 times as long.
+CELLS, EXACT_CELLS = 3_000_000, 40_000
+# Cells of which the costs are kept, for some numbers of workers.
+KEPT = 10_000_000
+_NONE = 1 << 61
+_BEYOND = 1 << 200
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Who is to hold which layers, and what it comes to.
+
+    problem: cut and staffed so. bound: no plan is shorter, over all that `over` says. period: ticks, of the list
+    scheduler's plan. moved: layers that change their stage, against the partition before. migrations: workers that
+    change theirs. reason: in a sentence.
+    """
+
+    problem: Problem
+    bound: Bound
+    over: Over
+    period: int
+    moved: int
+    migrations: tuple[Migration, ...]
+    reason: str
+
+    @property
+    def partition(self) -> Partition:
+        return self.problem.job.partition
+
+    @property
+    def counts(self) -> Counts:
+        """Living workers per stage."""
+        return tuple(len(self.problem.living_peers(s)) for s in range(self.problem.job.stages))
+
+
+def lay_out(
+    job: Job,
+    failed: Iterable[Worker] = (),
+    *,
+    technique: Technique = Technique.STAGGERED,
+    memory: MemoryLimit = MemoryLimit("uniform"),  # noqa: B008 (frozen)
+    over: Over = "partitions",
+    present: Partition | None = None,
+    effort: int = EFFORT,
+) -> Layout:
+    """The layout with the shortest plan.
+
+    over: what may be chosen; with `layouts` workers may change their stage. present: the partition in force, by
+    default that of `job`; of equal partitions the one to which fewer layers move. effort: ops that are scheduled to
+    compare partitions, about. Depends on nothing else, so whoever asks gets the same. Raises InputError, and
+    InfeasibleError when none has a plan.
+    """
+    if not job.layers:
+        raise InputError("layers", 0, "a job with layers, of which a partition can be chosen")
+    dead = frozenset(job.check_worker(w, field="--fail") for w in failed)
+    now = job.partition if present is None else job.check_partition(present, field="present")
+    counts = tuple(job.pipelines - n for n in failures_per_stage(dead, job))
+    if over == "schedules" or (over == "partitions" and min(counts) < 1):
+        problem = Problem(job.with_partition(now), dead, technique, memory)  # raises where a stage is dead
+        bound = Bound(period_bound(problem), "the partition is given")
+        return _Choice(problem, now, effort).given(bound)
+    bounds = layer_bounds(job, technique, memory)
+    options: list[Layout] = []
+    if min(counts) > 0 and bounds.least(counts) is not None:
+        options.append(_made(bounds, dead, counts, job, now, effort))
+    found = bounds.fewest(sum(counts)) if over == "layouts" else None
+    if found is not None:
+        bound, wanted = found
+        options = [replace(layout, bound=bound, over=over) for layout in options]
+        if wanted != counts:
+            migrations, after = migrations_to(job, dead, tuple(job.pipelines - n for n in wanted))
+            made = _made(bounds, after, wanted, job, now, effort)
+            options.append(replace(made, bound=bound, over=over, migrations=migrations))
+    if not options:
+        bounds.refuse(counts)
+    return min(options, key=lambda o: (o.period, len(o.migrations), o.moved))
+
+
+def staffed(
+    job: Job,
+    workers: int,
+    *,
+    technique: Technique,
+    memory: MemoryLimit,
+    present: Partition | None = None,
+    effort: int = EFFORT,
+    final: int = FINAL,
+) -> Layout | None:
+    """The best layout of so many living workers, wherever they are needed; None where they can't run the job. final: so
+    many of the shortest are planned in full."""
+    now = job.partition if present is None else present
+    bounds = layer_bounds(job, technique, memory)
+    found = bounds.fewest(workers)
+    if found is None:
+        return None
+    bound, counts = found
+    # Failures that share pipelines make shorter plans (measured).
+    dead = frozenset(Worker(p, s) for s, n in enumerate(counts) for p in range(job.pipelines - n))
+    return replace(_made(bounds, dead, counts, job, now, effort, final), bound=bound, over="layouts")
+
+
+def bound_over(problem: Problem, over: Over) -> int:
+    """Ticks that no plan can beat, for these failures or, over `layouts`, as many workers."""
+    if over == "schedules":
+        return period_bound(problem)
+    bounds = layer_bounds(problem.job, problem.technique, problem.memory)
+    counts = tuple(len(problem.living_peers(s)) for s in range(problem.job.stages))
+    if over == "layouts":
+        found = bounds.fewest(sum(counts))
+        bound = found and found[0]
+    else:
+        bound = bounds.least(counts)
+    return bound.ticks if bound else period_bound(problem)
+
+
+def with_stages(job: Job, stages: int, workers: int) -> Job | None:
+    """The same layers and micro-batches in pipelines of another depth, on a grid that has room for so many workers.
+
+    Its rows need be no pipelines that were: micro-batches are counted anew over as few rows as divide them.
+    None where that can't be: fewer layers or workers than stages, or workers of unlike speed, whose places go.
+    """
+    total = job.pipelines * job.micro_batches
+    if not job.layers or job.speeds or not 1 <= stages <= min(len(job.layers), workers):
+        return None
+    rows = next((n for n in range(-(-workers // stages), total + 1) if total % n == 0), None)
+    if rows is None:
+        return None
+
+    def reductions(layer: LayerProfile) -> tuple[float, ...]:
+        """By living peers, from 1 to all rows; with more than were measured, as with the most."""
+        known = layer.reductions[-job.pipelines :]
+        return known and tuple(known[min(n, len(known)) - 1] for n in range(1, rows + 1))
+
+    capacity = job.capacity_bytes and (min(job.capacity_bytes),) * stages
+    return Job(
+        rows,
+        stages,
+        total // rows,
+        time_unit=job.time_unit,
+        capacity_bytes=capacity,
+        layers=tuple(replace(layer, reductions=reductions(layer)) for layer in job.layers),
+    )
+
+
+# -- bounds --------------------------------------------------------------------------------------------
+
+
+def layer_bounds(job: Job, technique: Technique, memory: MemoryLimit) -> LayerBounds:
+    """Those of any partition of the job's layers; its own does not matter."""
+    return _layer_bounds(job.at_home, technique, memory)
+
+
+@lru_cache(maxsize=16)
+def _layer_bounds(job: Job, technique: Technique, memory: MemoryLimit) -> LayerBounds:
+    return LayerBounds(job, technique, memory)
+
+
+class LayerBounds:
+    """c(s, a, b) of the module for all stages and layers, in ticks.
+
+    Arrays are [D, D], where stage s may begin at layers s to s + D - 1 and end behind those: D = layers - stages + 1,
+    as each other stage has at least one. What can't be is beyond all times. Raises InputError where that are too many.
+    """
+
+    def __init__(self, job: Job, technique: Technique, memory: MemoryLimit) -> None:
+        self.job, self.technique, self.memory = job, technique, memory
+        self.total = job.pipelines * job.micro_batches
+        scale = job.ticks_per_unit
+        splits = technique.splits
+
+        def ticks(name: str) -> list[int]:
+            return [round(getattr(layer, name) * scale) for layer in job.layers]
+
+        forward, back, weight, step = map(ticks, ("forward", "input_backward", "weight_backward", "optimizer"))
+        if not splits:
+            back, weight = [i + w for i, w in zip(back, weight, strict=True)], [0] * len(weight)
+        wires = [round((layer.transfer + layer.back) * scale) for layer in job.layers]
+        most = (sum(forward) + sum(back) + sum(weight) + sum(step) + sum(wires)) * 4 * (self.total + 1)
+        self.exact: Any = np.int64 if most * 100 < _NONE else object
+        self.none = _NONE if self.exact is np.int64 else _BEYOND
+        cells, few = job.stages * self.width**2, EXACT_CELLS if self.exact is object else CELLS
+        if cells > few:
+            why = " with op times of so many digits" if cells <= CELLS else ""
+            expected = (
+                f"fewer to choose a partition for {job.stages} stages{why}: there are {cells:,} places for a stage, "
+                f"at most {few:,}; or a partition that is given"
+            )
+            raise InputError("layers", len(job.layers), expected)
+        self._keep = max(job.stages, KEPT // self.width**2)
+        self.forward, self.back, self.weight, self.step = (self._sums(v) for v in (forward, back, weight, step))
+        self.wires = wires
+        self.down = [round(layer.transfer * scale) for layer in job.layers]
+        self.up = [round(layer.back * scale) for layer in job.layers]
+        speeds = [Fraction(Decimal(repr(speed))) for _, speed in job.speeds]
+        self.fastest = max([Fraction(1), *speeds])
+        self._known: dict[tuple[int, int], tuple[Ints, Ints]] = {}
+
+    def _sums(self, values: Sequence[int]) -> Ints:
+        return np.array([0, *accumulate(values)], self.exact)
+
+    @property
+    def width(self) -> int:
+        """D."""
+        return len(self.job.layers) - self.job.stages + 1
+
+    def _begins(self, s: int) -> Ints:
+        return np.arange(s, s + self.width)
+
+    def _span(self, sums: Ints, s: int) -> Ints:
+        a = self._begins(s)
+        out: Ints = sums[a + 1][None, :] - sums[a][:, None]
+        return out
+
+    def _shortest(self, s: int, times: Sequence[int], *, below: bool) -> Ints:
+        """[D]: the least that the cuts below a stage that ends at each place take, its own among them; or those above
+        one that begins at each place."""
+        job, layers = self.job, len(self.job.layers)
+        out = []
+        for a in range(s, s + self.width):
+            own, others = (a, job.stages - 2 - s) if below else (a - 1, s - 1)
+            if others < 0:
+                out.append(0)
+                continue
+            rest = times[a + 1 : layers - 1] if below else times[: a - 1]
+            # Below, the stage ends with layer a; above, the one before it ends with layer a - 1.
+            out.append(times[own] + sum(heapq.nsmallest(others, rest)) if len(rest) >= others else 0)
+        return np.array(out, self.exact)
+
+    @cached_property
+    def stages(self) -> list[_Terms]:
+        return [self._terms(s) for s in range(self.job.stages)]
+
+    def _terms(self, s: int) -> _Terms:
+        job = self.job
+        begins = self._begins(s)
+        F, I, W, O = (self._span(v, s) for v in (self.forward, self.back, self.weight, self.step))  # noqa: E741
+        both = self.forward + self.back
+        below = np.broadcast_to(both[-1] - both[begins + 1] + self._shortest(s, self.wires, below=True), F.shape)
+        above = both[begins] + self._shortest(s, self.wires, below=False)
+        limit = self._limits(s)
+        possible = np.triu(np.ones(F.shape, bool)) & (limit != 0)
+        if s == 0:
+            possible[1:] = False
+        if s == job.stages - 1:
+            possible[:, :-1] = False
+        if self.fastest != 1:
+            F, I, W, O, below, above = map(self._scaled, (F, I, W, O, below, above))  # noqa: E741
+        # (What can't be is divided by, too.)
+        F, I, W = np.where(possible, F, 1), np.where(possible, I, 0), np.where(possible, W, 0)  # noqa: E741
+        if self.technique.staggers:
+            span_on = residence_on = O
+            # The way down to the stage and back up, then W and O of the first stage.
+            inner_on = np.broadcast_to(above[:, None], F.shape) if s else O
+        else:
+            head = self._way(begins, self.forward, s, self.down)
+            tail = self._way(begins, self.back, s, self.up) + self._scaled(self.weight[1])
+            rest = np.maximum(W, tail[:, None]) if s else W
+            span_on, inner_on = head[:, None] + O, head[:, None] + rest + O
+            residence_on = inner_on - W
+        return _Terms(F, I, W, F + below, limit, span_on, inner_on, residence_on, possible, O)
+
+    def _scaled(self, ticks: Any) -> Any:
+        """At the highest speed of any worker, rounded up, as times at a speed are."""
+        return -(-ticks * self.fastest.denominator // self.fastest.numerator)
+
+    def _way(self, begins: Ints, sums: Ints, s: int, wires: Sequence[int]) -> Ints:
+        out: Ints = self._scaled(sums[begins] + self._shortest(s, wires, below=False))
+        return out
+
+    def _limits(self, s: int) -> Ints:
+        """[D, D]: activations that a worker of the stage may hold; all micro-batches where there is no limit."""
+        job, shape = self.job, (self.width, self.width)
+        if self.memory.text != "bytes":
+            count = self.memory.limits(job, self.technique)[s]
+            return np.full(shape, self.total if count is None else min(count, self.total), self.exact)
+        if not job.capacity_bytes:
+            self.memory.limits(job, self.technique)  # raises
+        need, keep, weights, state = (
+            self._span(np.array([0, *accumulate(getattr(p, name) for p in job.layers)], object), s)
+            for name in ("activation_bytes", "weight_backward_bytes", "weight_bytes", "optimizer_bytes")
+        )
+        each = np.maximum(need, keep) if self.technique.splits else need
+        free = job.capacity_bytes[s] - weights - state
+        held = np.where(free < 0, 0, np.where(each > 0, free // np.where(each > 0, each, 1), self.total))
+        return np.minimum(held, self.total).astype(self.exact)
+
+    def _reduced(self, s: int, living: int | None) -> Ints | int:
+        """[D, D]: ticks that the reduction adds to the step with so many peers; None: with whatever is the least."""
+        job = self.job
+        if not any(layer.reductions for layer in job.layers):
+            return 0
+        return self._span(self._reductions(living), s)
+
+    def _reductions(self, living: int | None) -> Ints:
+        scale, known = self.job.ticks_per_unit, []
+        for layer in self.job.layers:
+            if not layer.reductions:
+                known.append(0)
+            elif living is None:
+                known.append(round(min(layer.reductions[-self.job.pipelines :]) * scale))
+            else:
+                known.append(round(layer.reductions[living - 1 - self.job.pipelines] * scale))
+        return self._sums(known)
+
+    # -- with counts ---------------------------------------------------------------------------
+
+    def costs(self, s: int, living: int) -> tuple[Ints, Ints]:
+        """(c, and of the bound with the first stage all but the latter's W and O), [D, D] each."""
+        if (s, living) not in self._known:
+            if len(self._known) >= self._keep:
+                self._known.clear()
+            self._known[s, living] = self._costs(s, living)
+        return self._known[s, living]
+
+    def _costs(self, s: int, living: int) -> tuple[Ints, Ints]:
+        t = self.stages[s]
+        n = -(-self.total // living)
+        held = np.minimum(n, t.limit)
+        held = np.where(t.possible, held, 1)
+        first = np.maximum(t.turn, held * t.F) + (n - held) * t.F + n * t.I
+        inner = first + (n - held) * t.W
+        cool = np.where(n > held, np.maximum(0, t.turn + t.I + t.W - t.F - held * (t.I + t.W)), 0)
+        reduced = self._reduced(s, living)
+        own = first + n * t.W + cool + t.span_on
+        own = np.maximum(own, -(-n // held) * (t.turn + t.I + t.W) + t.residence_on)
+        if not self.technique.staggers:
+            own = np.maximum(own, inner + t.inner_on)
+        own = own + reduced
+        if self.job.speeds:
+            own = np.maximum(own, self._loaded(s, t, living) + t.O + reduced)
+        pair = inner + t.inner_on if self.technique.staggers and s else np.zeros_like(own)
+        return np.where(t.possible, own, self.none), np.where(t.possible, pair, self.none)
+
+    def _loaded(self, s: int, t: _Terms, living: int) -> Ints:
+        """The stage's work over the speeds of its fastest workers: whoever lives is not faster."""
+        own = [Fraction(Decimal(repr(speed))) for worker, speed in self.job.speeds if worker.stage == s]
+        speeds = sorted([*own, *[Fraction(1)] * (self.job.pipelines - len(own))], reverse=True)[:living]
+        rate = sum(speeds, Fraction(0))
+        work = self._span(self.forward + self.back + self.weight, s)
+        out: Ints = -(-work * self.total * rate.denominator // rate.numerator)
+        return out
+
+    def firsts(self, living: int) -> Ints:
+        """[D]: W and O of the first stage, by where it ends."""
+        reduced = self._reduced(0, living)
+        t = self.stages[0]
+        row: Ints = (t.W + t.O + reduced)[0]
+        return row
+
+    def least(self, counts: Counts) -> Bound | None:
+        """What no plan of any partition is shorter than; None: no partition fits in memory."""
+        rows = [self.costs(s, n) for s, n in enumerate(counts)]
+        last = len(rows) - 1
+        after = np.full(self.width, self.none, self.exact)
+        after[-1] = 0
+        relaxed = [after]  # by stage from the last on: the least from where it begins
+        first = self._least_first(counts[0])
+        for s in range(last, 0, -1):
+            own, pair = rows[s]
+            relaxed.append(np.maximum(np.maximum(own, pair + first), relaxed[-1][None, :]).min(1))
+        whole = np.maximum(rows[0][0][0], relaxed[-1])
+        if int(whole.min()) >= self.none:
+            return None
+        best = self.none
+        tail = self.firsts(counts[0])
+        # By where the first stage ends: with what W and O it has there, in the order of what they may come to.
+        for j in np.argsort(whole, kind="stable").tolist():
+            if whole[j] >= best:
+                break
+            value = after
+            for s in range(last, 0, -1):
+                own, pair = rows[s]
+                value = np.maximum(np.maximum(own, pair + tail[j]), value[None, :]).min(1)
+            best = min(best, max(int(rows[0][0][0, j]), int(value[j])))
+        what = f"no partition of {len(self.job.layers)} layers over {len(counts)} stages lets each end sooner"
+        return Bound(best, what)
+
+    def _least_first(self, living: int) -> int:
+        return int(self.firsts(living).min())
+
+    def partition(self, counts: Counts, limit: int, present: Partition) -> Partition | None:
+        """Of the partitions within `limit` by the bounds, the one to which fewest layers move; of those the one whose
+        stages' times add up to least. None: there is none."""
+        rows = [self.costs(s, n) for s, n in enumerate(counts)]
+        tail, last, out_of = self.firsts(counts[0]), len(counts) - 1, _NONE >> 1
+        starts = [0, *accumulate(present)]
+        grain, weight = max(1, limit >> 20), (1 << 21) * len(counts)
+        price: list[NDArray[np.int64]] = []
+        for s, (own, _) in enumerate(rows):
+            a, b = self._begins(s)[:, None], self._begins(s)[None, :] + 1
+            kept = np.maximum(0, np.minimum(b, starts[s + 1]) - np.maximum(a, starts[s]))
+            cost = np.where(own <= limit, own // grain, 0).astype(np.int64)
+            price.append(np.where(own <= limit, (b - a - kept) * weight + cost, out_of))
+        highest = max((int(pair.max(initial=0, where=pair < self.none)) for _, pair in rows[1:]), default=0)
+        best: tuple[int, int, list[NDArray[np.int64]]] | None = None
+        free: tuple[NDArray[np.int64], list[NDArray[np.int64]]] | None = None  # where the first stage binds nobody
+        for j in np.flatnonzero(price[0][0] < out_of).tolist():
+            room = limit - int(tail[j])
+            if highest <= room:
+                free = free or self._cheapest(price[1:])
+                value, picks = free
+            else:
+                within = [np.where(pair <= room, p, out_of) for (_, pair), p in zip(rows[1:], price[1:], strict=True)]
+                value, picks = self._cheapest(within)
+            whole = int(price[0][0, j]) + int(value[j])
+            if whole < out_of and (best is None or whole < best[0]):
+                best = whole, j, picks
+        if best is None:
+            return None
+        ends = [best[1]]
+        for pick in best[2]:
+            ends.append(int(pick[ends[-1]]))
+        cuts = [0, *(s + 1 + end for s, end in enumerate(ends))]
+        assert len(cuts) == last + 2
+        return tuple(b - a for a, b in pairwise(cuts))
+
+    def _cheapest(self, price: Sequence[NDArray[np.int64]]) -> tuple[NDArray[np.int64], list[NDArray[np.int64]]]:
+        """([D]: the least sum of prices of these stages, the last ones, by where the first of them begins; by stage and
+        where it begins, where it then ends)."""
+        value = np.full(self.width, _NONE, np.int64)
+        value[-1] = 0
+        picks = []
+        for own in reversed(price):
+            sums = np.minimum(own + value[None, :], _NONE)
+            picks.append(sums.argmin(1))
+            value = sums.min(1)
+        return value, picks[::-1]
+
+    def refuse(self, counts: Counts) -> None:
+        """Raises what stands in the way of every partition."""
+        if min(counts) < 1:
+            raise InfeasibleError("too few workers live for all stages", "bring back a failed worker")
+        raise InfeasibleError(
+            "no partition of the layers fits in the workers' memory", "give workers more memory, or use more stages"
+        )
+
+    # -- with counts free ----------------------------------------------------------------------
+
+    def fewest(self, workers: int) -> tuple[Bound, Counts] | None:
+        """The least time that so many workers may suffice for, and who they are; None: they can't staff the stages."""
+        pipelines = self.job.pipelines
+        if not self.job.stages <= workers <= pipelines * self.job.stages:
+            return None
+        work = self.total * int(self.forward[-1] + self.back[-1] + self.weight[-1])
+        low = high = max(1, -(-self._scaled(work) // workers))
+        most, step = self._longest(), max(1, low // 64)
+        while self._needed(high, workers) is None:
+            if high >= most:
+                return None
+            low, high, step = high + 1, min(most, high + step), 2 * step
+        while low < high:
+            middle = (low + high) // 2
+            if self._needed(middle, workers) is None:
+                low = middle + 1
+            else:
+                high = middle
+        needed = self._needed(low, workers)
+        assert needed is not None
+        counts = list(needed)
+        # Who is left goes where a stage takes longest.
+        partition = self.partition(tuple(counts), self._with(counts, low), self.job.partition)
+        for _ in range(workers - sum(counts)):
+            open_to = [s for s, n in enumerate(counts) if n < pipelines]
+            if not open_to:
+                break
+            at = self.times(partition, counts) if partition else [0] * len(counts)
+            counts[max(open_to, key=lambda s: (at[s], s))] += 1
+        return Bound(low, f"no layout of {workers} workers over {len(counts)} stages lets each end sooner"), tuple(
+            counts
+        )
+
+    def _with(self, counts: Sequence[int], ticks: int) -> int:
+        own = self.least(tuple(counts))
+        return max(ticks, own.ticks) if own else ticks
+
+    def times(self, partition: Partition, counts: Sequence[int]) -> list[int]:
+        """c of each stage."""
+        out, a = [], 0
+        for s, n in enumerate(partition):
+            out.append(int(self.costs(s, counts[s])[0][a - s, a + n - 1 - s]))
+            a += n
+        return out
+
+    def _longest(self) -> int:
+        """Ticks within which one worker per stage runs all, whatever the partition."""
+        out = 1
+        for s in range(self.job.stages):
+            ends = [int(v.max(initial=0, where=v < self.none)) for v in self._costs(s, 1)]
+            out = max(out, ends[0], ends[1] + int(self.firsts(1).max()))
+        return out + max(int(self._reductions(n)[-1]) for n in range(1, self.job.pipelines + 1))
+
+    def _needed(self, ticks: int, workers: int) -> Counts | None:
+        """Workers per stage, as few in all as may keep within so many ticks; None: more than `workers`."""
+        pipelines, last = self.job.pipelines, self.job.stages - 1
+        value = np.full(self.width, 1 << 40, np.int64)
+        value[-1] = 0
+        rows: list[NDArray[np.int64]] = []
+        picks: list[NDArray[np.int64]] = []
+        for s in range(last, -1, -1):
+            most = np.maximum(self._most(s, ticks), 0)
+            need = np.where(most > 0, -(-self.total // np.maximum(most, 1)), 1 << 40).astype(np.int64)
+            need = np.where(need > pipelines, 1 << 40, need)
+            sums = need + value[None, :]
+            rows.append(need)
+            picks.append(sums.argmin(1))
+            value = sums.min(1)
+        if value[0] > workers:
+            return None
+        rows, picks = rows[::-1], picks[::-1]
+        counts, at = [], 0
+        for row, pick in zip(rows, picks, strict=True):
+            counts.append(int(row[at, pick[at]]))
+            at = int(pick[at])
+        return tuple(counts)
+
+    def _most(self, s: int, ticks: int) -> Ints:
+        """[D, D]: most micro-batches that a worker of the stage can run within so many ticks; 0 where it can't be."""
+        t = self.stages[s]
+        reduced = self._reduced(s, None)
+        C = np.where(t.possible, t.limit, 1)
+        work, back = t.F + t.I + t.W, t.I + t.W
+        filled = np.maximum(t.turn, C * t.F)
+        cool = np.maximum(0, t.turn + back - t.F - C * back)
+        room = ticks - t.span_on - reduced
+        inside = np.minimum(np.minimum(room // work, _over(room - t.turn, back, self.total)), C)
+        beyond = (room - filled + C * t.F - cool) // work
+        most = np.where(beyond > C, beyond, inside)
+        rounds = (ticks - t.residence_on - reduced) // (t.turn + back)
+        most = np.minimum(most, np.maximum(rounds, 0) * C)
+        if s or not self.technique.staggers:
+            first = self.least_first_free if self.technique.staggers else reduced
+            room = ticks - t.inner_on - first
+            inside = np.minimum(np.minimum(room // (t.F + t.I), _over(room - t.turn, t.I, self.total)), C)
+            beyond = (room - filled + C * (t.F + t.W)) // work
+            most = np.minimum(most, np.where(beyond > C, beyond, inside))
+        out: Ints = np.where(t.possible, np.minimum(most, self.total), 0)
+        return out
+
+    @cached_property
+    def least_first_free(self) -> int:
+        t = self.stages[0]
+        return int((t.W + t.O + self._reduced(0, None))[0].min())
+
+
+@dataclass(frozen=True)
+class _Terms:
+    """What the bounds need of one stage, [D, D] each; see planner.plans.bounds for the letters. limit: C, 0 where not
+    even one fits. span_on, inner_on, residence_on: what a period has beside the span, the time to the last I and
+    the residence."""
+
+    F: Ints
+    I: Ints  # noqa: E741
+    W: Ints
+    turn: Ints
+    limit: Ints
+    span_on: Ints
+    inner_on: Ints
+    residence_on: Ints
+    possible: NDArray[np.bool_]
+    O: Ints  # noqa: E741
+
+
+def _over(room: Ints, each: Ints, most: int) -> Ints:
+    """How many of `each` fit; where they take no time, `most`, or none where there is no room."""
+    out: Ints = np.where(each > 0, room // np.where(each > 0, each, 1), np.where(room >= 0, most, -1))
+    return out
+
+
+# -- from bounds to plans ------------------------------------------------------------------------------
+
+
+def _made(
+    bounds: LayerBounds,
+    dead: frozenset[Worker],
+    counts: Counts,
+    job: Job,
+    present: Partition,
+    effort: int,
+    final: int = FINAL,
+) -> Layout:
+    """The best partition for these counts, of which there is one."""
+    bound = bounds.least(counts)
+    assert bound is not None
+    partition = bounds.partition(counts, bound.ticks, present)
+    assert partition is not None
+    problem = Problem(job.with_partition(partition), dead, bounds.technique, bounds.memory)
+    return _Choice(problem, present, effort, final).best(bounds, counts, bound)
+
+
+class _Choice:
+    """Finds the partition of the shortest plan, from the one that is best by the bounds."""
+
+    def __init__(self, problem: Problem, present: Partition, effort: int, final: int = FINAL) -> None:
+        self.problem, self.present, self.effort, self.final = problem, present, effort, final
+        job = problem.job
+        self.ops = 3 * job.pipelines * job.stages * job.micro_batches
+
+    def given(self, bound: Bound) -> Layout:
+        return Layout(self.problem, bound, "schedules", self._period(self.problem), 0, (), bound.reason)
+
+    def best(self, bounds: LayerBounds, counts: Counts, bound: Bound) -> Layout:
+        """From the partition that `problem` has on: the neighbours are tried of those that come out short under some
+        rules of the list scheduler, while there is effort left, and the shortest few planned under all rules."""
+        job = self.problem.job
+        few = max(1, min(MOST_RULES, self.effort // (self.ops * TRIED)))
+        looks = max(FEWEST, min(TRIED, self.effort // (self.ops * few)))
+        known: dict[Partition, tuple[int, int]] = {}
+        waiting: list[tuple[tuple[int, int], Partition]] = []
+
+        def look(partition: Partition) -> None:
+            if partition not in known:
+                known[partition] = self._quick(partition, few), layers_moved(self.present, partition)
+                heapq.heappush(waiting, (known[partition], partition))
+
+        look(job.partition)
+        if looks > FEWEST and max(bounds.times(self.present, counts)) < bounds.none:
+            look(self.present)
+        while waiting and len(known) < looks:
+            (period, _), start = heapq.heappop(waiting)
+            shortest = min(known.values())[0]
+            if shortest <= bound.ticks or period > shortest * WORSE:
+                break
+            for partition in islice(self._neighbours(start, bounds, counts, shortest), looks - len(known)):
+                look(partition)
+        ranked = sorted(known, key=lambda p: (known[p], p))
+        best: tuple[int, int, Partition] | None = None
+        for partition in ranked[: self.final] if self.ops < LARGE else ranked[:1]:
+            if best is None or best[0] > bound.ticks:
+                period = self._period(self._at(partition)) if self.ops < LARGE else known[partition][0]
+                found = period, known[partition][1], partition
+                best = found if best is None else min(best, found)
+        assert best is not None
+        period, moved, partition = best
+        reason = f"the best of {len(known)} partitions tried; {bound.reason}"
+        return Layout(self._at(partition), bound, "partitions", period, moved, (), reason)
+
+    def _at(self, partition: Partition) -> Problem:
+        return replace(self.problem, job=self.problem.job.with_partition(partition))
+
+    def _quick(self, partition: Partition, few: int) -> int:
+        """Ticks under the first few rules."""
+        problem = self._at(partition)
+        if not problem.technique.reroutes:
+            return self._period(problem)
+        bound, table = period_bound(problem), Table(problem)
+        shortest = _BEYOND
+        for rule in islice(rules(problem), few):
+            shortest = min(shortest, table.run(rule.settings(problem, bound)).period)
+            if shortest <= bound:
+                break
+        return shortest
+
+    def _neighbours(
+        self, partition: Partition, bounds: LayerBounds, counts: Counts, period: int
+    ) -> Iterator[Partition]:
+        """Those one layer away that may be shorter than `period`, the least bound first."""
+        ranked = []
+        stages = range(len(partition))
+        own = bounds.times(partition, counts)
+        slowest = heapq.nlargest(SOURCES, stages, key=lambda s: (own[s], -s))
+        for s in stages:
+            for t in stages if s in slowest else (s - 1, s + 1):
+                if partition[s] < 2 or t == s or t not in stages:
+                    continue
+                moved = list(partition)
+                moved[s] -= 1
+                moved[t] += 1
+                made = tuple(moved)
+                times = bounds.times(made, counts)
+                if max(times) < period:
+                    ranked.append((max(times), layers_moved(self.present, made), sum(times), made))
+        ranked.sort()
+        close = []
+        for _, moved_layers, _, made in ranked[:NEIGHBOURS]:
+            ticks = period_bound(self._at(made))
+            if ticks < period:
+                close.append((ticks, moved_layers, made))
+        close.sort()
+        return (made for _, _, made in close)
+
+    def _period(self, problem: Problem) -> int:
+        return ListScheduler().solve(problem).schedule.period

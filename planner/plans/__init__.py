@@ -1,0 +1,1 @@
+"""A plan and its schedule: forms, bounds, what is computed from them."""

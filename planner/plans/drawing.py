@@ -1,0 +1,426 @@
+"""One model of a drawn schedule: rows, bars, marks, memory, words. Pictures of all kinds are made from it.
+
+It knows nothing of Plotly, SVG or PNG. Times are ticks. Back ends: `planner.export.picture` (SVG, PNG) and
+`app.ui.charts` (Plotly, and the overview of a large schedule).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from openrecycle.planner.jobs.job import Job, Worker
+from openrecycle.planner.jobs.words import names, planned, plural
+from openrecycle.planner.plans.baseline import reference_period
+from openrecycle.planner.plans.plan_arrays import worker_arrays
+from openrecycle.planner.plans.schedule import Op, Schedule
+
+# In the order of legends, and of the stacked shares of a stage.
+OP_WORDS = {
+    "F": "Forward",
+    "I": "Backward, input (I)",
+    "W": "Backward, weight (W)",
+    "B": "Backward, I + W fused (B)",
+    "O": "Optimizer step",
+}
+KINDS = tuple(OP_WORDS)
+# What is said of a worker that a plan goes without: it has failed, or nobody knows why.
+FAILED, OUT = "failed", "out"
+
+# -- looks ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Colours:
+    """Of a schedule, in one theme. ops, ops_text: fill and number of each op kind. faint: opacity of the next
+    iteration's bars."""
+
+    name: str
+    background: str
+    surface: str
+    text: str
+    muted: str
+    line: str
+    track: str
+    accent: str
+    failed: str
+    failed_text: str
+    failed_tint: str
+    ops: dict[str, str]
+    ops_text: dict[str, str]
+    faint: float
+
+
+# The colours of ops were searched for the largest smallest distance under full deutan-, protan- and tritanomaly.
+LIGHT = Colours(
+    name="light",
+    background="#FFFFFF",
+    surface="#F6F8FA",
+    text="#16222E",
+    muted="#566573",
+    line="#DCE3EA",
+    track="#E9EDF2",
+    accent="#2862B2",
+    failed="#D7541F",
+    failed_text="#A93D10",
+    failed_tint="rgba(215, 84, 31, 0.16)",
+    ops={"F": "#2862B2", "I": "#50BDD6", "W": "#F2AF50", "B": "#666F35", "O": "#652742"},
+    ops_text={"F": "#FFFFFF", "I": "#16222E", "W": "#16222E", "B": "#FFFFFF", "O": "#FFFFFF"},
+    faint=0.32,
+)
+DARK = Colours(
+    name="dark",
+    background="#0F151C",
+    surface="#161E27",
+    text="#E8EEF4",
+    muted="#9DACBA",
+    line="#2B3744",
+    track="#202A36",
+    accent="#7FA6EA",
+    failed="#D75734",
+    failed_text="#F58A68",
+    failed_tint="rgba(215, 87, 52, 0.22)",
+    ops={"F": "#4771C5", "I": "#37CDA6", "W": "#EFC11D", "B": "#8C5638", "O": "#ECE2FD"},
+    ops_text={"F": "#FFFFFF", "I": "#10181F", "W": "#10181F", "B": "#FFFFFF", "O": "#10181F"},
+    faint=0.5,
+)
+
+
+@dataclass(frozen=True)
+class Hatch:
+    """45 degree lines over what is re-routed. size: pixels from one to the next, across. solidity: share of `size`
+    that a line is wide."""
+
+    size: int = 8
+    solidity: float = 0.16
+    opacity: float = 0.6
+
+
+HATCH = Hatch()
+# Of the edge of what is re-routed, in pixels.
+EDGE = 1.8
+
+# -- rows -------------------------------------------------------------------------------------------
+
+# Of a row's height.
+BAR_HEIGHT, PIPELINE_GAP = 0.86, 0.55
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One row per worker, one unit high, with a gap between pipelines. `at[worker]`: its middle."""
+
+    workers: tuple[Worker, ...]
+    at: dict[Worker, float]
+    extent: float
+
+    @classmethod
+    def of(cls, workers: Iterable[Worker]) -> Rows:
+        """Workers in grid order, pipeline by pipeline."""
+        ordered = tuple(sorted(workers))
+        # A single stage shown across pipelines reads as one block, without gaps.
+        gap = PIPELINE_GAP if len({w.stage for w in ordered}) > 1 else 0.0
+        at: dict[Worker, float] = {}
+        y = 0.0
+        for i, worker in enumerate(ordered):
+            if i and ordered[i - 1].pipeline != worker.pipeline:
+                y += gap
+            at[worker] = y + 0.5
+            y += 1
+        return cls(ordered, at, y)
+
+
+@dataclass(frozen=True)
+class OutRow:
+    """The row of a worker that the plan goes without. words: why, and who runs its micro-batches. failed: known to
+    have failed; else it may have moved, been drained, or never been there."""
+
+    worker: Worker
+    why: str
+    words: str
+    failed: bool
+
+
+def pipeline_workers(schedule: Schedule, pipeline: int) -> list[Worker]:
+    return [w for w in schedule.problem.job.workers() if w.pipeline == pipeline]
+
+
+def stage_workers(schedule: Schedule, stage: int) -> list[Worker]:
+    return [w for w in schedule.problem.job.workers() if w.stage == stage]
+
+
+def touched_workers(schedule: Schedule) -> list[Worker]:
+    """The workers that are out, and those that run micro-batches of other pipelines."""
+    return sorted(schedule.helpers | schedule.problem.failed)
+
+
+# -- the whole --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A schedule, and what of it is shown. out: why the job that runs it goes without a worker, where that is known: a
+    plan alone does not know. window: from and to in ticks; ops outside are left out (default: all)."""
+
+    schedule: Schedule
+    rows: Rows
+    out: Mapping[str, str] = field(default_factory=dict)
+    window: tuple[float, float] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        schedule: Schedule,
+        workers: Iterable[Worker] | None = None,
+        out: Mapping[str, str] | None = None,
+        window: tuple[float, float] | None = None,
+    ) -> Drawing:
+        """workers: the rows (default: all)."""
+        return cls(schedule, Rows.of(schedule.problem.job.workers() if workers is None else workers), out or {}, window)
+
+    @property
+    def job(self) -> Job:
+        return self.schedule.problem.job
+
+    @cached_property
+    def living(self) -> tuple[Worker, ...]:
+        """The rows that have ops."""
+        return tuple(w for w in self.rows.workers if w in self.schedule.ops)
+
+    @cached_property
+    def ops(self) -> tuple[Op, ...]:
+        """The bars, row by row."""
+        rows = [op for w in self.living for op in self.schedule.ops[w]]
+        if self.window is None:
+            return tuple(rows)
+        low, high = self.window
+        return tuple(op for op in rows if op.end > low and op.start < high)
+
+    @cached_property
+    def fault_free_end(self) -> int:
+        """Where fault-free 1F1B ends: what the slowdown is measured against."""
+        return reference_period(self.job.at_home)
+
+    @property
+    def fault_free_words(self) -> str:
+        return f"fault-free 1F1B ends at {planned(self.job.units(self.fault_free_end), self.job.time_unit)}"
+
+    @property
+    def axis_words(self) -> str:
+        return f"time in the iteration ({plural(self.job.time_unit)})"
+
+    def next_ops(self, start: float, end: float) -> list[tuple[Op, int, float]]:
+        """The next iteration's ops that run between two ticks, one period later: op, from, to."""
+        period = self.schedule.period
+        return [
+            (op, op.start + period, min(op.end + period, end))
+            for w in self.living
+            for op in self.schedule.ops[w]
+            if op.start + period < end and op.end + period > start
+        ]
+
+    @cached_property
+    def out_rows(self) -> tuple[OutRow, ...]:
+        return tuple(self._out(w) for w in self.rows.workers if w in self.schedule.problem.failed)
+
+    def _out(self, worker: Worker) -> OutRow:
+        takers = sorted(
+            w
+            for w in self.schedule.ops
+            if w.stage == worker.stage
+            and any(op.kind == "F" and op.pipeline == worker.pipeline for op in self.schedule.ops[w])
+        )
+        why = self.out.get(str(worker), OUT)
+        return OutRow(
+            worker,
+            why,
+            f"its micro-batches run on {names(list(map(str, takers)), 4, ' and ') or 'no peer'}",
+            why == FAILED,
+        )
+
+
+def by_look(ops: Iterable[Op]) -> dict[tuple[str, bool], list[Op]]:
+    """Ops that look alike: (kind, re-routed) to ops, in the order of legends."""
+    found: dict[tuple[str, bool], list[Op]] = {(kind, moved): [] for kind in KINDS for moved in (False, True)}
+    for op in ops:
+        found[op.kind, op.rerouted].append(op)
+    return {look: alike for look, alike in found.items() if alike}
+
+
+@dataclass(frozen=True)
+class Key:
+    """An entry of a legend. look: an op kind, `moved`, `bubble` or `ghost`."""
+
+    look: str
+    words: str
+
+
+def legend(kinds: Iterable[str], *, rerouted: bool, ghost: bool) -> list[Key]:
+    present = set(kinds)
+    entries = [Key(kind, words) for kind, words in OP_WORDS.items() if kind in present]
+    if rerouted:
+        entries.append(Key("moved", "Re-routed: home pipeline·micro-batch"))
+    entries.append(Key("bubble", "Bubble (idle)"))
+    if ghost:
+        entries.append(Key("ghost", "Next iteration"))
+    return entries
+
+
+# -- words ------------------------------------------------------------------------------------------
+
+
+def label(op: Op) -> str:
+    """What stands in a bar: the micro-batch, with its home pipeline where another one runs it."""
+    if op.kind == "O":
+        return ""
+    return f"{op.pipeline}·{op.micro_batch}" if op.rerouted else str(op.micro_batch)
+
+
+def op_words(op: Op, job: Job) -> list[str]:
+    """What one bar stands for, piece by piece: what it is, whose, when. The worker is not in it."""
+    times = f"{number(job.units(op.start))} to {number(job.units(op.end))} {plural(job.time_unit)}"
+    if op.kind == "O":
+        return [f"{OP_WORDS['O']} of stage {op.stage}", times]
+    home = [f"micro-batch {op.micro_batch} of pipeline {op.pipeline}"]
+    if op.rerouted:  # not why: its home worker may have failed or moved, or be there and slow
+        home.append(f"re-routed from {Worker(op.pipeline, op.stage)}")
+    return [OP_WORDS[op.kind], *home, times]
+
+
+def number(value: float) -> str:
+    return f"{value:,.6g}"
+
+
+def axis_times(end: float, most: float = 10) -> list[float]:
+    """At most `most` steps from 0 to `end`, of 1, 2 or 5 times a power of ten."""
+    rough = end / most
+    power = 10.0 ** math.floor(math.log10(rough)) if rough > 0 else 1.0
+    step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * (1 - 1e-9))
+    return [round(i * step, 12) for i in range(math.floor(end / step + 1e-9) + 1)]
+
+
+# -- memory -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Held:
+    """What each worker holds over time, against its limit.
+
+    In bytes where the profile says what a worker keeps (weights and optimizer state with it), against the capacity;
+    else in activations, against the memory limit.
+    """
+
+    drawing: Drawing
+
+    @property
+    def in_bytes(self) -> bool:
+        return self.drawing.schedule.counts_bytes
+
+    @cached_property
+    def top(self) -> int:
+        """Of the one scale that all rows have: the largest limit or peak among them."""
+        return max([1, *(max(self.limit(w) or 0, self.peak(w)) for w in self.drawing.living)])
+
+    @property
+    def limited(self) -> bool:
+        return any(self.limit(worker) is not None for worker in self.drawing.living)
+
+    def peak(self, worker: Worker) -> int:
+        schedule = self.drawing.schedule
+        return (schedule.peak_bytes if self.in_bytes else schedule.peak_activations)[worker]
+
+    def limit(self, worker: Worker) -> int | None:
+        problem = self.drawing.schedule.problem
+        if self.in_bytes:
+            return problem.job.capacity_bytes[worker.stage] if problem.job.capacity_bytes else None
+        return problem.limits[worker.stage]
+
+    def outline(self, worker: Worker, start: float, end: float) -> list[tuple[float, int]]:
+        """Corners (tick, held) of the area: along the steps, and back to the ground."""
+        schedule = self.drawing.schedule
+        steps: list[tuple[float, int]] = []
+        for at, held in schedule.held_bytes(worker) if self.in_bytes else schedule.held_activations(worker):
+            if at <= start:
+                steps = [(start, held)]  # what it comes with
+            elif at <= end:
+                steps.append((at, held))
+        corners: list[tuple[float, int]] = []
+        before = 0
+        for tick, held in steps:
+            corners += [(tick, before), (tick, held)]
+            before = held
+        if not corners:
+            return []
+        last = max(corners[-1][0], 0) if before == 0 else end
+        return [*corners, (last, before), (last, 0), (corners[0][0], 0)]
+
+
+# -- large schedules --------------------------------------------------------------------------------
+
+# A raster's codes beside 0, idle.
+CODES = {kind: i + 1 for i, kind in enumerate(KINDS)}
+CODE_FAILED, CODE_OUT = 6, 7
+COLUMNS, MAX_ROWS = 1_600, 600
+
+
+def raster(drawing: Drawing, columns: int = COLUMNS) -> NDArray[np.uint8]:
+    """(rows, columns) of op codes over the whole iteration. Rows are the drawing's, thinned out to MAX_ROWS."""
+    schedule, workers = drawing.schedule, drawing.rows.workers
+    shown = workers[:: -(-len(workers) // MAX_ROWS)]
+    centres = (np.arange(columns) + 0.5) * schedule.end / columns
+    image = np.zeros((len(shown), columns), dtype=np.uint8)
+    for row, worker in enumerate(shown):
+        if worker not in schedule.ops:
+            image[row] = CODE_FAILED if drawing.out.get(str(worker)) == FAILED else CODE_OUT
+            continue
+        starts, ends, kinds = worker_arrays(schedule, worker)
+        codes = np.array([CODES[kind] for kind in kinds], dtype=np.uint8)
+        at = np.searchsorted(starts, centres, side="right") - 1
+        busy = (at >= 0) & (centres < ends[np.maximum(at, 0)])
+        image[row, busy] = codes[at[busy]]
+    return image
+
+
+def raster_fills(colours: Colours) -> list[str]:
+    """The colour of each code."""
+    return [colours.track, *(colours.ops[kind] for kind in CODES), colours.failed, colours.muted]
+
+
+def kinds_that_last(drawing: Drawing) -> set[str]:
+    """The op kinds that have a duration anywhere in the rows."""
+    rows = (worker_arrays(drawing.schedule, worker) for worker in drawing.living)
+    return {kind for starts, ends, kinds in rows for kind in np.array(kinds)[ends > starts].tolist()}
+
+
+def shares(drawing: Drawing, stage: int, end: float, columns: int) -> dict[str, NDArray[np.float64]]:
+    """Of each op kind that a stage has, which share of its living workers is in it, on average over each of `columns`
+    equal parts of 0 to `end`."""
+    living = [w for w in drawing.living if w.stage == stage]
+    rows = [worker_arrays(drawing.schedule, worker) for worker in living]
+    if not rows:
+        return {}
+    starts, ends = (np.concatenate([row[i] for row in rows]) for i in (0, 1))
+    kinds = np.array([kind for *_, kinds in rows for kind in kinds])
+    edges = np.linspace(0.0, end, columns + 1, dtype=np.float64)
+    found = {}
+    for kind in KINDS:
+        own = kinds == kind
+        if (ends[own] > starts[own]).any():
+            ran = _passed(starts[own], edges) - _passed(ends[own], edges)
+            share = np.diff(ran) * columns / end / len(living)
+            found[kind] = np.where(share > 1e-9, share, 0.0)  # less is rounding
+    return found
+
+
+def _passed(moments: NDArray[np.int64], edges: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The time since each of the moments, summed, at each edge."""
+    moments = np.sort(moments)
+    count = np.searchsorted(moments, edges)
+    before = np.concatenate([[0], np.cumsum(moments)])
+    passed: NDArray[np.float64] = count * edges - before[count]
+    return passed

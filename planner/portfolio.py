@@ -1,0 +1,286 @@
+"""`make_plan`: the one way to a plan. List scheduler first, then the rest within the time given."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from heapq import heappop, heappush
+from typing import TYPE_CHECKING, Protocol
+
+from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.jobs.failures import failures_per_stage, with_one_more
+from openrecycle.planner.jobs.job import Job, Problem, Worker
+from openrecycle.planner.plans.baseline import reference_period
+from openrecycle.planner.plans.bounds import period_bound
+from openrecycle.planner.plans.plan import MetricsDoc, Plan, SolverDoc
+from openrecycle.planner.solvers.base import Cancelled, ProgressCallback, Solution, Solver
+from openrecycle.planner.solvers.fault_free import best_fault_free
+from openrecycle.planner.solvers.list_scheduler import SELECTIVE_ITEMS, ListScheduler
+from openrecycle.planner.solvers.rearranger import Rearranger, rearrangeable
+from openrecycle.planner.solvers.rules import tries
+from openrecycle.planner.solvers.tuning import COMPILED_SECONDS, Tuner
+
+if TYPE_CHECKING:
+    from openrecycle.planner.layers.partition import Layout
+
+SOLVERS = ("auto", "list", "cp-sat", "milp")
+# Ops up to which CP-SAT has most of the time, and beyond which the local search has.
+SMALL, LARGE = 800, 4_000
+# Beyond so many ops, where pipelines differ, CP-SAT has not begun when its time is over.
+HUGE = 100_000
+# Plans for more failures that are looked at: as many as take so many ops in all, within these limits. On 4x8x8, of 57
+# steps to one failure more 4 made a shorter plan with 8 looks (1.0 s of processor time a plan), 2 with 32 (3.2 s), none
+# with 100 (7.9 s). Another solver has most of the time that is given.
+LOOK_EFFORT, FEWEST_LOOKS, LOOKS, LOOK_SHARE = 5_000_000, 2, 100, 0.25
+
+
+class PlanForm(Protocol):
+    def __call__(self, solution: Solution, *, seconds: float) -> Plan: ...
+
+
+def make_plan(
+    problem: Problem,
+    *,
+    solver: str = "auto",
+    time_limit: float = 60.0,
+    on_progress: ProgressCallback | None = None,
+    cancelled: Cancelled | None = None,
+    look_ahead: bool = True,
+    form: PlanForm | None = None,
+    layout: Layout | None = None,
+) -> Plan:
+    """Solves `problem` and puts the result, its bound and its references in a Plan; see `best_solution`.
+
+    form: what makes a Plan of a solution that took `seconds`; None: `plan_of`. layout: by which `problem` was cut and
+    staffed, if it was chosen: the plan carries its bound.
+    """
+    begin = time.perf_counter()
+    solution = best_solution(
+        problem,
+        solver=solver,
+        time_limit=time_limit,
+        on_progress=on_progress,
+        cancelled=cancelled,
+        look_ahead=look_ahead,
+    )
+    if layout is not None:
+        solution = of_layout(solution, layout)
+    return (form or plan_of)(solution, seconds=time.perf_counter() - begin)
+
+
+def of_layout(solution: Solution, layout: Layout) -> Solution:
+    """With the bound over all layouts that `layout` was chosen from."""
+    if layout.over == "schedules":
+        return solution
+    return replace(solution, bound=layout.bound.ticks, over=layout.over)
+
+
+def best_solution(
+    problem: Problem,
+    *,
+    solver: str = "auto",
+    time_limit: float = 60.0,
+    on_progress: ProgressCallback | None = None,
+    cancelled: Cancelled | None = None,
+    look_ahead: bool = True,
+) -> Solution:
+    """The best schedule found within the time.
+
+    solver: `list` only the list scheduler; `cp-sat`, `milp` the list scheduler's schedule
+    improved by that solver; `auto` the list scheduler and, while the gap is open, local search
+    over its settings and over windows of the order, then CP-SAT.
+    time_limit: seconds. look_ahead: whatever the solver, take no longer plan than the list scheduler makes for more
+    failures (`of_more_failures`); False where a plan is needed at once. Raises InputError and InfeasibleError.
+    """
+    if solver not in SOLVERS:
+        raise InputError("--solver", solver, "one of " + ", ".join(SOLVERS))
+    if not time_limit > 0:
+        raise InputError("--time-limit", time_limit, "a number of seconds above 0")
+    begin = time.perf_counter()
+
+    def left() -> float:
+        return time_limit - (time.perf_counter() - begin)
+
+    solution = ListScheduler().solve(problem, time_limit=time_limit, on_progress=on_progress, cancelled=cancelled)
+    if look_ahead and not solution.optimal:
+        share = 1.0 if solver == "list" else LOOK_SHARE
+        solution = of_more_failures(solution, until=begin + share * time_limit, cancelled=cancelled)
+    for find, share in _steps(solver, problem, time_limit):
+        if solution.optimal:
+            break
+        if (cancelled and cancelled()) or left() <= 0:
+            why = "stopped" if left() > 0 else "the time limit is reached"
+            solution = replace(solution, message=f"{why}; this is the best plan of {solution.solver}")
+            break
+        step = find()
+        if step is None:
+            solution = replace(solution, message=f"OR-Tools is not installed here; best plan of {solution.solver}")
+            break
+        found = step.solve(
+            problem,
+            time_limit=left() * share,
+            warm_start=solution.schedule,
+            on_progress=on_progress,
+            cancelled=cancelled,
+        )
+        solution = _better(solution, found)
+    return solution
+
+
+def of_more_failures(solution: Solution, *, until: float, cancelled: Cancelled | None = None) -> Solution:
+    """The list scheduler's plan for more failures, which is one for these too, where it is shorter.
+
+    Looked at, while that may be shorter: plans for one failure more, those of the lowest bounds first; then for one
+    more than those, from the shortest plan on, since what is reached from a set of failures must be reached from each
+    of its subsets. How many depends on the job alone; `until` (perf_counter) ends it early.
+    """
+    problem = solution.schedule.problem
+    looks = _looks(problem.job) if problem.failed else 0
+    seen: set[frozenset[Worker]] = {problem.failed}
+    # Sets of failures to go on from, by how long their plan is, and when it was made.
+    waiting: list[tuple[int, int, frozenset[Worker]]] = [(solution.schedule.period, 0, problem.failed)]
+    while waiting:
+        _, _, start = heappop(waiting)
+        more = [replace(problem, failed=failed) for failed in _one_more(start, problem.job) if failed not in seen]
+        for wider in sorted(more, key=period_bound):
+            if solution.optimal or not looks or time.perf_counter() > until or (cancelled and cancelled()):
+                return solution
+            if period_bound(wider) >= solution.schedule.period:
+                break
+            looks -= 1
+            seen.add(wider.failed)
+            left = until - time.perf_counter()
+            other = ListScheduler().solve(wider, time_limit=left, cancelled=cancelled).schedule.for_fewer(problem)
+            heappush(waiting, (other.period, len(seen), wider.failed))
+            if other.period < solution.schedule.period:
+                solution = replace(solution, schedule=other)
+    return solution
+
+
+def _looks(job: Job) -> int:
+    """How many plans for more failures are made at most."""
+    ops = 3 * job.pipelines * job.stages * job.micro_batches
+    return min(LOOKS, max(FEWEST_LOOKS, LOOK_EFFORT // (ops * tries(ops))))
+
+
+def _one_more(failed: frozenset[Worker], job: Job) -> Iterator[frozenset[Worker]]:
+    """Of large grids only those in which the pipeline with most failures loses one worker more."""
+    if job.pipelines * job.stages * job.micro_batches <= SELECTIVE_ITEMS:
+        yield from with_one_more(failed, job)
+        return
+    counts, per_pipeline = failures_per_stage(failed, job), Counter(worker.pipeline for worker in failed)
+    worst = max(per_pipeline, key=lambda p: (per_pipeline[p], -p))
+    for stage, count in enumerate(counts):
+        if count < job.pipelines - 1 and Worker(worst, stage) not in failed:
+            yield failed | {Worker(worst, stage)}
+
+
+def plan_of(solution: Solution, *, seconds: float) -> Plan:
+    """The Plan document of a solution: metrics, references, solver."""
+    return Plan.of(solution.schedule, metrics=metrics_of(solution), solver=solver_of(solution, seconds=seconds))
+
+
+def checked_plan_of(solution: Solution, *, seconds: float) -> Plan:
+    """As `plan_of`, for the `form` of `make_plan`: checked, and in arrays where the plan is large and they can hold it.
+
+    Needs numpy, as an agent's planning does not. Raises PlannerError for one that breaks a rule.
+    """
+    from openrecycle.planner.check import checked
+    from openrecycle.planner.plans.plan_arrays import SMALL_OPS, Columns, NotColumnar
+
+    job = solution.schedule.problem.job
+    if 3 * job.pipelines * job.stages * job.micro_batches <= SMALL_OPS:
+        return checked(plan_of(solution, seconds=seconds))
+    try:
+        columns = Columns.of(solution.schedule)
+    except NotColumnar:
+        return checked(plan_of(solution, seconds=seconds))
+    metrics = metrics_of(replace(solution, schedule=columns.summary()))
+    return checked(columns.plan(metrics, solver_of(solution, seconds=seconds)))
+
+
+def metrics_of(solution: Solution) -> MetricsDoc:
+    """The numbers of the schedule, its bound, and what it is compared with."""
+    schedule = solution.schedule
+    job = schedule.problem.job
+    reference = reference_period(job.at_home)
+    # A plan around failures is one without them too, so it may show the baseline to be loose.
+    best = min(best_fault_free(job, schedule.problem.memory).period, schedule.period)
+    bound = min(solution.bound, schedule.period)
+    return MetricsDoc(
+        makespan=job.units(schedule.makespan),
+        period=job.units(schedule.period),
+        lower_bound=job.units(bound),
+        bound_over=solution.over,
+        gap=schedule.period / bound - 1,
+        bubble_fraction=schedule.bubble_fraction,
+        slowdown_vs_1f1b=schedule.period / reference - 1,
+        slowdown_vs_best=schedule.period / best - 1,
+        peak_activations={str(w): n for w, n in sorted(schedule.peak_activations.items())},
+    )
+
+
+def solver_of(solution: Solution, *, seconds: float) -> SolverDoc:
+    """Who made the schedule, in how long, and whether it is proven optimal."""
+    return SolverDoc(
+        name=solution.solver,
+        status="optimal" if solution.optimal else "feasible",
+        seconds=round(seconds, 6),
+        message=solution.message,
+    )
+
+
+def _exact(name: str) -> Solver | None:
+    """Imported only when asked for: agents plan with the list scheduler and lack OR-Tools.
+
+    None: `auto` where OR-Tools is missing. Raises InputError when it was asked for by name.
+    """
+    try:
+        if name == "milp":
+            from openrecycle.planner.solvers.milp import MilpSolver
+
+            return MilpSolver()
+        from openrecycle.planner.solvers.cp_sat import CpSatSolver
+
+        return CpSatSolver()
+    except ImportError as error:
+        if name == "auto":
+            return None
+        raise InputError("--solver", name, f"list, as OR-Tools can't be loaded here ({error})") from None
+
+
+Step = tuple[Callable[[], Solver | None], float]
+
+
+def _steps(solver: str, problem: Problem, time_limit: float) -> list[Step]:
+    """What follows the list scheduler, each with its share of the time left.
+
+    The larger the grid, the less CP-SAT can do for it and the more the searches over settings and over
+    windows do. Without failures CP-SAT solves for one pipeline of a grid of any size.
+    """
+    if solver == "list":
+        return []
+    if solver != "auto":
+        return [(lambda: _exact(solver), 1.0)]
+    job = problem.job
+    ops = 3 * job.pipelines * job.stages * job.micro_batches
+    exact: Step = (lambda: _exact(solver), 1.0)
+    huge = bool(problem.failed) and ops > HUGE
+    if ops <= SMALL:
+        return [(Tuner, 0.05), exact]
+    if not rearrangeable(problem) or time_limit < COMPILED_SECONDS:
+        return [(Tuner, 1.0)] if huge else [(Tuner, 0.5 if ops <= LARGE else 0.8), exact]
+    if huge:
+        return [(Rearranger, 1.0)]
+    return [(Tuner, 0.1), (Rearranger, 0.5 if ops <= LARGE else 0.85), exact]
+
+
+def _better(first: Solution, second: Solution) -> Solution:
+    """The shorter schedule, and whose it is, with the higher of the two bounds."""
+    bound = max(first.bound, second.bound)
+    if second.schedule.period < first.schedule.period:
+        return replace(second, bound=bound)
+    name = second.solver if bound > first.bound else first.solver
+    return replace(first, bound=bound, solver=name, message=second.message)

@@ -1,0 +1,284 @@
+"""What to do at a failure: predicts each option, picks the one that trains most, and says why.
+
+Pure functions of the job's state, its planned throughput and what recovery costs. All ways are
+compared by the samples that are trained from now to the expected repair.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from openrecycle.planner.catalogs.catalog import Catalog
+from openrecycle.planner.catalogs.catalog_store import Found, StoredCatalog
+from openrecycle.planner.jobs.errors import InfeasibleError, InputError
+from openrecycle.planner.jobs.failures import failures_per_stage
+from openrecycle.planner.jobs.job import Problem, Worker
+from openrecycle.planner.jobs.words import DROP, MIGRATE, REROUTE, percent
+from openrecycle.planner.layers.distribution import CopyCost
+from openrecycle.planner.layers.migration import Migration, normalize
+from openrecycle.planner.plans.baseline import reference_period
+from openrecycle.planner.simulation.costs import RecoveryCosts
+from openrecycle.planner.simulation.planned import PlannedJob, Rate
+from openrecycle.planner.solvers.list_scheduler import ListScheduler
+
+# Ops above which nothing is planned while a failure waits: the count's own period stands for it.
+PLANNED_OPS = 200_000
+
+REPARTITION, SHALLOWER = "re-partition", "one stage less"
+
+# From here on a share is called the whole: plans are counted in ticks.
+WHOLE = 0.995
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option. pause: seconds until training goes on. redo: seconds of earlier work that is lost.
+
+    rate: samples per second from then on. migrations: who changes stage for it, where that is known.
+    partition: layers per stage, where those change and it is known.
+    """
+
+    name: str
+    pause: float
+    rate: float
+    redo: float = 0.0
+    migrations: tuple[Migration, ...] = ()
+    partition: tuple[int, ...] = ()
+
+    def samples(self, horizon: float, before: float) -> float:
+        """Trained within `horizon` seconds, less what is lost of the work done at rate `before`."""
+        return max(0.0, horizon - self.pause) * self.rate - self.redo * before
+
+
+@dataclass(frozen=True)
+class Advice:
+    """options: best first. sentence: why, with the numbers. absorbed: do the bubbles hold the extra load? load: that
+    in words, "" where there is none."""
+
+    choice: Option
+    options: tuple[Option, ...]
+    horizon: float
+    absorbed: bool
+    sentence: str
+    load: str = ""
+
+
+@dataclass(frozen=True)
+class PolicyState:
+    """failed: dead places of the grid. since_checkpoint: seconds of work since the last one; None: there
+    is none. spares: workers that stand by.
+    """
+
+    failed: frozenset[Worker]
+    since_checkpoint: float | None = None
+    spares: int = 0
+
+
+def best_option(options: Sequence[Option], horizon: float, before: float) -> list[Option]:
+    """The options, those with most samples first; of equals the one with the shorter pause."""
+    return sorted(options, key=lambda o: (-o.samples(horizon, before), o.pause, o.name))
+
+
+def advise(
+    state: PolicyState,
+    planned: PlannedJob,
+    costs: RecoveryCosts,
+    *,
+    heals_in: float,
+    catalog: Catalog | StoredCatalog | None = None,
+) -> Advice:
+    """The best of re-routing, re-routing after migrations, re-partitioning, also with one stage less, dropping
+    replicas, a spare, and restarting from the checkpoint.
+
+    heals_in: seconds until the failed workers are expected back. catalog: plans made ahead.
+    Raises InputError for a worker outside the grid, InfeasibleError when no way leads on.
+    """
+    if not 0 < heals_in < math.inf:
+        raise InputError("heals_in", heals_in, "seconds until the expected repair, above 0")
+    if state.since_checkpoint is not None and not 0 <= state.since_checkpoint < math.inf:
+        raise InputError("since_checkpoint", state.since_checkpoint, "seconds, at least 0")
+    if isinstance(state.spares, bool) or state.spares < 0:
+        raise InputError("spares", state.spares, "a number of workers of at least 0")
+    for worker in state.failed:
+        planned.job.check_worker(worker, field="failed")
+    options = _options(state, planned, costs, catalog, heals_in)
+    if not options:
+        raise InfeasibleError(
+            f"{planned.workers - len(state.failed)} living workers can't go on", "bring back a failed worker"
+        )
+    full = planned.full.per_second
+    ranked = best_option(options, heals_in, full)
+    absorbed, load = _load(state, planned, next((o.rate for o in options if o.name == REROUTE), None))
+    return Advice(ranked[0], tuple(ranked), heals_in, absorbed, _sentence(ranked, heals_in, planned, load), load)
+
+
+def _options(
+    state: PolicyState,
+    planned: PlannedJob,
+    costs: RecoveryCosts,
+    catalog: Catalog | StoredCatalog | None,
+    heals_in: float,
+) -> list[Option]:
+    failures = len(state.failed)
+    living = planned.workers - failures
+    seen = costs.detect + costs.recover
+    stages = planned.job.stages
+    out: list[Option] = []
+
+    def offer(name: str, pause: float, rate: Rate | None, redo: float = 0.0) -> None:
+        if rate is not None:
+            out.append(Option(name, pause, rate.per_second, redo))
+
+    here = _rerouted_here(state.failed, planned, catalog)
+    offer(REROUTE, seen, here)
+    if failures and (moved := _migrated(state.failed, planned, costs, heals_in, here)):
+        out.append(moved)
+    if laid := _repartitioned(state.failed, planned, seen + costs.repartition):
+        out.append(laid)
+    if failures:
+        offer(SHALLOWER, seen + costs.repartition, planned.with_depth(stages - 1, living))
+    broken = len({worker.pipeline for worker in state.failed})
+    if failures:
+        offer(DROP, seen, planned.replicas(planned.job.pipelines - broken))
+        if state.spares >= failures:
+            offer("take spares", seen + costs.rejoin, planned.full)
+    if state.since_checkpoint is not None:
+        restarted = planned.fewer_pipelines(living // stages)
+        offer("restart from the checkpoint", costs.detect + costs.restart, restarted, state.since_checkpoint)
+    return out
+
+
+def _migrated(
+    failed: frozenset[Worker], planned: PlannedJob, costs: RecoveryCosts, heals_in: float, here: Rate | None
+) -> Option | None:
+    """With the failures moved to where they cost least; None when they are there already.
+
+    On a large grid the count's own period stands for a plan, and who would move is left open.
+    """
+    seen = costs.detect + costs.recover
+    if _large(planned) or not planned.technique.reroutes:
+        best = planned.rerouted(len(failed))
+        if best is None or (here is not None and best.seconds >= here.seconds):
+            return None
+        return Option(MIGRATE, seen + costs.migrate, best.per_second)
+    # One copy takes `migrate` seconds; the peers of a stage send one each at a time.
+    cost = CopyCost((1,) * planned.job.stages, 1 / costs.migrate) if costs.migrate else None
+    try:
+        moved = normalize(
+            planned.job,
+            failed,
+            technique=planned.technique,
+            memory=planned.memory,
+            cost=cost,
+            heals_in=heals_in,
+            unit_seconds=planned.unit,
+        )
+    except InfeasibleError:
+        return None
+    if not moved.migrations:
+        return None
+    rate = Rate(moved.period * planned.tick, planned.samples)
+    return Option(MIGRATE, seen + moved.pause, rate.per_second, migrations=moved.migrations)
+
+
+def _repartitioned(failed: frozenset[Worker], planned: PlannedJob, pause: float) -> Option | None:
+    """With the layers, and where that helps workers too, on other stages. On a large grid the count's own rate stands
+    for it, and who holds what is left open."""
+    if _large(planned):
+        rate = planned.with_depth(planned.job.stages, planned.workers - len(failed))
+        return None if rate is None else Option(REPARTITION, pause, rate.per_second)
+    layout = planned.laid_out(failed)
+    if layout is None:
+        return None
+    known = layout.partition if planned.job.layers else ()
+    return Option(REPARTITION, pause, planned.rate_of(layout).per_second, migrations=layout.migrations, partition=known)
+
+
+def _large(planned: PlannedJob) -> bool:
+    return 3 * planned.workers * planned.job.micro_batches > PLANNED_OPS
+
+
+def _rerouted_here(
+    failed: frozenset[Worker], planned: PlannedJob, catalog: Catalog | StoredCatalog | None
+) -> Rate | None:
+    """With the failures where they are: as planned ahead, else by the list scheduler now."""
+    found = catalog.find(failed) if catalog is not None else None
+    plan = found.plan if isinstance(found, Found) else found
+    if plan is not None:
+        return Rate(plan.metrics.period * planned.unit, planned.samples)
+    if _large(planned):
+        return planned.rerouted(len(failed))
+    try:
+        schedule = ListScheduler().solve(Problem(planned.job, failed, planned.technique, planned.memory)).schedule
+    except (InfeasibleError, InputError):
+        return None
+    return Rate(schedule.period * planned.tick, planned.samples)
+
+
+def _load(state: PolicyState, planned: PlannedJob, rate: float | None) -> tuple[bool, str]:
+    """Do 1F1B's bubbles hold what each peer has to take beside its own? And in words.
+
+    1F1B leaves stages - 1 slots idle on every worker of an iteration, so staggered iterations take
+    up to so many further micro-batches without becoming longer than 1F1B's. rate: what re-routing
+    comes to in truth, which limits on memory and the optimizer's step may keep below that.
+    """
+    job = planned.job
+    worst, extra = 0, 0
+    for stage, dead in enumerate(failures_per_stage(state.failed, job)):
+        if dead == job.pipelines:
+            return False, f"no worker of stage {stage} lives"
+        more = -(-job.pipelines * job.micro_batches // (job.pipelines - dead)) - job.micro_batches
+        if more > extra:
+            worst, extra = stage, more
+    bubbles = job.stages - 1
+    if not extra:
+        return True, ""
+    if extra > bubbles:
+        return False, (
+            f"the bubbles can't absorb the load: stage {worst}'s peers have {extra} further micro-batches each, "
+            f"and 1F1B leaves room for {bubbles}"
+        )
+    share = rate / one_f_one_b(planned).per_second if rate is not None else 0.0
+    held = f"1F1B's bubbles have room for the {extra} further micro-batches per peer"
+    if share >= WHOLE:
+        return True, f"{held}, so re-routing is as fast as fault-free 1F1B"
+    reached = f"re-routing reaches {percent(share)} of its speed within the memory limit and the steps"
+    return True, f"{held}, though {reached}"
+
+
+def one_f_one_b(planned: PlannedJob) -> Rate:
+    """Fault-free 1F1B: what the paper counts slowdowns from."""
+    return Rate(reference_period(planned.job.at_home) * planned.tick, planned.samples)
+
+
+def shares(rate: float, planned: PlannedJob) -> str:
+    """A rate beside both that it is to be compared with, in words."""
+    return (
+        f"{percent(rate / planned.full.per_second)} of the fault-free plan, "
+        f"{percent(rate / one_f_one_b(planned).per_second)} of fault-free 1F1B"
+    )
+
+
+def _sentence(ranked: Sequence[Option], horizon: float, planned: PlannedJob, load: str) -> str:
+    best, full = ranked[0], planned.full.per_second
+    text = (
+        f"{best.name}: {best.rate:.4g} samples/s ({shares(best.rate, planned)}) after a pause of "
+        f"{best.pause:.3g} s, {max(0.0, best.samples(horizon, full)):,.0f} samples in the {span(horizon)} to the "
+        "expected repair"
+    )
+    if len(ranked) > 1:
+        next_best = ranked[1]
+        text += (
+            f"; next is {next_best.name} with {max(0.0, next_best.samples(horizon, full)):,.0f} "
+            f"({next_best.rate:.4g} samples/s after {next_best.pause:.3g} s)"
+        )
+    return f"{text}; {load}" if load else text
+
+
+def span(seconds: float) -> str:
+    """A time in words, in the unit that suits it."""
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    return f"{seconds / 60:.3g} min" if seconds < 7200 else f"{seconds / 3600:.3g} h"
