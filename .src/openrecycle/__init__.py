@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from openrecycle.agent.launcher.launch import JobFailed
     from openrecycle.agent.models.data import Evaluation, Loading, MicroBatchSampler, PadCollate
     from openrecycle.agent.models.stage_io import TensorSpec
-    from openrecycle.agent.own_loops.own_group import GroupLost
+    from openrecycle.agent.own_loops.own_group import GroupLost, Membership
     from openrecycle.agent.own_loops.reporter import Reporter
     from openrecycle.agent.stages.averaging import ExponentialMovingAverage
     from openrecycle.agent.stages.gradients import GradientSum
@@ -46,6 +46,7 @@ _HOMES = {
     "JobFailed": "openrecycle.agent.launcher.launch",
     "Loading": "openrecycle.agent.models.data",
     "MLflow": "openrecycle.agent.jobs.callbacks",
+    "Membership": "openrecycle.agent.own_loops.own_group",
     "MicroBatchSampler": "openrecycle.agent.models.data",
     "Optimization": "openrecycle.agent.config.options",
     "PadCollate": "openrecycle.agent.models.data",
@@ -76,6 +77,7 @@ __all__ = [
     "JobFailed",
     "Loading",
     "MLflow",
+    "Membership",
     "MicroBatchSampler",
     "Optimization",
     "PadCollate",

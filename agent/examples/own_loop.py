@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from openrecycle import GradientSum, GroupLost, Job, Reporter
-from openrecycle.agent.own_loops.own_group import Membership
+from openrecycle import GradientSum, GroupLost, Job, Membership, Reporter
 
 JOB = Job.uniform(pipelines=2, stages=2, micro_batches=3)
 MICRO_BATCHES = JOB.pipelines * JOB.micro_batches

@@ -184,8 +184,7 @@ class ResilientTrainer:
         have been made. More than 10,000 lines behind, the oldest iterations are left out, which is said.
         One that returns "stop" ends the training in order, as `stop` does.
     callbacks: Callbacks (agent.jobs.callbacks), such as ProgressBar() or TensorBoard(folder), which are told more. They
-    are
-        called as on_iteration and on_recovery are.
+        are called as on_iteration and on_recovery are.
     on_error: what an exception of theirs does, once it has been logged with its traceback. "stop": the
         training ends in order and `fit` raises it, with the TrainingResult so far as its `result`.
         "log": nothing more.

@@ -38,7 +38,7 @@ def test_a_child_neither_runs_the_page_nor_looks_for_packages_beside_it(monkeypa
     monkeypatch.syspath_prepend(str(PAGES))
     begin_without_pages()
     found, in_path, streamlit = Children(tell, name="tell").ask(timeout=TIMEOUT).decode().split()
-    assert Path(found).resolve() == PAGES.parents[1] / "planner" / "errors.py"
+    assert Path(found).resolve() == PAGES.parents[1] / "planner" / "jobs" / "errors.py"
     assert (in_path, streamlit) == ("False", "False")
 
 
