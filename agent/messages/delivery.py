@@ -7,6 +7,7 @@ their number is said; failures, checkpoints, warnings and the final line are not
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import threading
@@ -99,10 +100,16 @@ class RecordFile:
 
     A disk that is full loses nothing: what can't be written is said through `say` at once, waits in memory, and is
     tried again until it can be written or the job is over. Raises OSError where the file can't be opened.
+
+    It is a new file where that is possible: a launcher that led before, and doesn't know yet that it leads no more, goes
+    on with the one that it opened.
     """
 
     def __init__(self, path: Path, say: Callable[[str], None]) -> None:
         self._path, self._say = path, say
+        if path.is_file() and not path.is_symlink():
+            with contextlib.suppress(PermissionError):  # of the folder
+                path.unlink()
         self._file = path.open("wb", buffering=0)
         self._over = threading.Event()
         self.lost = 0

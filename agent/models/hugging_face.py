@@ -38,7 +38,7 @@ except ImportError as error:
         "model", f"no transformers that can be imported ({error})", "pip install 'openrecycle[transformers]'"
     ) from None
 
-FAMILIES = "GPT-2, Llama, Mistral, Mixtral, Qwen 2 and 3, Gemma 1 to 3"
+FAMILIES = "GPT-2, Llama, Mistral, Mixtral, OLMo 1 and 2, Phi 3, Pythia, Qwen 2 and 3, Gemma 1 to 3"
 """Those that are tested."""
 PASSED = ("attention_mask", "position_ids")
 """What a batch may have that every block needs: it is passed from layer to layer."""
@@ -351,7 +351,7 @@ class Gate(nn.Module):
 @dataclass(frozen=True)
 class Cut:
     """A model without memory. base: name of the part that has the blocks, as its child holder. before, after: the names
-    of what has parameters beside them, in order. tied: parameters of the head that are others, by name. router: the
+    of what is run beside them, in order. tied: parameters of the head that are others, by name. router: the
     class, and which of its outputs are its logits, where the loss is to balance what they choose."""
 
     model: PreTrainedModel
@@ -419,8 +419,10 @@ class Cut:
         for name, child in whole.named_children():
             if name in (*self.before, *self.after) and name not in kept:
                 children[name] = Gate()
-            elif name != self.holder:  # a dropout comes before the blocks, and draws random numbers
-                children[name] = nn.Identity() if layer and isinstance(child, nn.Dropout) else copy.deepcopy(child)
+            elif name != self.holder:
+                # It draws random numbers.
+                elsewhere = layer and name not in self.after and isinstance(child, nn.Dropout)
+                children[name] = nn.Identity() if elsewhere else copy.deepcopy(child)
         for name, child in children.items():
             base.add_module(name, child)
         if head:
@@ -479,6 +481,9 @@ def _order(whole: nn.Module, name: str, others: Sequence[str]) -> tuple[tuple[st
         if gate.given is None or (k and gate.given[0][0] is not hidden[k - 1]):
             raise ValueError(f"block {k} is not given what block {k - 1} gives")
     end = called.index(name)
+    plain = [n for n in called[end + 1 :] if n not in others]
+    if plain:  # OLMo's last norm has no parameters
+        return _order(whole, name, [*others, *plain])
     after = tuple(n for n in called[end + 1 :] if n in others)
     before = tuple(n for n in others if n not in after)
     if not torch.equal(out, hidden[-1]):
