@@ -101,8 +101,8 @@ class RecordFile:
     A disk that is full loses nothing: what can't be written is said through `say` at once, waits in memory, and is
     tried again until it can be written or the job is over. Raises OSError where the file can't be opened.
 
-    It is a new file where that is possible: a launcher that led before, and doesn't know yet that it leads no more, goes
-    on with the one that it opened.
+    It is a new file where that is possible: a launcher that led before, and doesn't know yet that it leads no more,
+    goes on with the one that it opened.
     """
 
     def __init__(self, path: Path, say: Callable[[str], None]) -> None:
