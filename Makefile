@@ -7,6 +7,8 @@ FAST ?=
 JOBS ?= $(if $(FAST),2,4)
 BIN := .venv/bin
 export PYTHON
+# Each test process would compile all tests, and what they import, anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: run test lint chaos bench gpu clean setup setup-tests
 
