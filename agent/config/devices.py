@@ -59,6 +59,18 @@ class Platform(OptionGroup):
         "NCCL needs; over NCCL between GPUs). By default tagged on CPUs and ordered on GPUs.",
         expected="tagged or ordered",
     )
+    ranks_per_worker: int = option(
+        1,
+        "Processes that hold one stage together, over which the workload's `parallelize` splits each layer.",
+        flag="--ranks-per-worker",
+        least=1,
+        most=64,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.ranks_per_worker > 1 and self.device != "cpu":
+            raise self.refuse("ranks_per_worker", "1 with `platform.device` cuda: more have been run on CPUs alone")
 
     @property
     def carrier(self) -> Transport:

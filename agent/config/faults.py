@@ -13,7 +13,8 @@ from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, Worker
 
 _KILL = re.compile(
-    r"(?P<worker>W[0-9]{1,6}_[0-9]{1,6})@(?P<iteration>[0-9]{1,15}):(?P<op>R|O|V|[FIW](?:[0-9]{1,9}\.)?[0-9]{1,9})"
+    r"(?P<worker>W[0-9]{1,6}_[0-9]{1,6})(?:\.(?P<rank>[0-9]{1,3}))?@(?P<iteration>[0-9]{1,15})"
+    r":(?P<op>R|O|V|[FIW](?:[0-9]{1,9}\.)?[0-9]{1,9})"
 )
 _REJOIN = re.compile(r"(?P<worker>W[0-9]{1,6}_[0-9]{1,6})@(?P<iteration>[0-9]{1,15})")
 _SLOW = re.compile(
@@ -25,17 +26,19 @@ MOST_SLOW = 100.0
 @dataclass(frozen=True)
 class Kill:
     """kind: F, I, W, R (the reduction), O (the step) or V (after the step, which may not be validated
-    yet). pipeline, micro_batch: -1 for R, O and V."""
+    yet). pipeline, micro_batch: -1 for R, O and V. rank: of the worker's."""
 
     worker: Worker
     iteration: int
     kind: str
     pipeline: int = -1
     micro_batch: int = -1
+    rank: int = 0
 
     @classmethod
-    def parse(cls, text: str, job: Job, *, field: str = "--kill") -> Kill:
-        """`W1_2@10:F3`; `F3` is the worker's own pipeline's micro-batch 3, `F1.3` that of pipeline 1.
+    def parse(cls, text: str, job: Job, *, field: str = "--kill", ranks: int = 1) -> Kill:
+        """`W1_2@10:F3`; `F3` is the worker's own pipeline's micro-batch 3, `F1.3` that of pipeline 1. `W1_2.1@10:F3` kills its
+        rank 1 of `ranks`.
 
         Raises InputError naming what is wrong.
         """
@@ -43,16 +46,18 @@ class Kill:
         if not match:
             raise InputError(field, text, "WORKER@ITERATION:OP such as W1_2@10:F3, with OP F3, I3, W3, F1.3, R, O or V")
         worker = job.check_worker(Worker.parse(match["worker"], field=field), field=field)
-        op, iteration = match["op"], int(match["iteration"])
+        op, iteration, rank = match["op"], int(match["iteration"]), int(match["rank"] or 0)
+        if rank >= ranks:
+            raise InputError(field, text, f"a rank from 0 to {ranks - 1}, as many as a worker has")
         if op in ("R", "O", "V"):
-            return cls(worker, iteration, op)
+            return cls(worker, iteration, op, rank=rank)
         head, _, tail = op[1:].rpartition(".")
         pipeline, micro_batch = int(head) if head else worker.pipeline, int(tail)
         if pipeline >= job.pipelines:
             raise InputError(field, text, f"a pipeline from 0 to {job.pipelines - 1} in {op}")
         if micro_batch >= job.micro_batches:
             raise InputError(field, text, f"a micro-batch from 0 to {job.micro_batches - 1} in {op}")
-        return cls(worker, iteration, op[0], pipeline, micro_batch)
+        return cls(worker, iteration, op[0], pipeline, micro_batch, rank)
 
 
 @dataclass(frozen=True)
@@ -98,9 +103,9 @@ def slowness(worker: Worker, iteration: int, wishes: Iterable[Slow]) -> float:
 class FaultInjector:
     """Holds one worker's kills; `before` is called by the executor ahead of every op."""
 
-    def __init__(self, worker: Worker, kills: list[Kill], last_words: Callable[[], None]) -> None:
+    def __init__(self, worker: Worker, kills: list[Kill], last_words: Callable[[], None], rank: int = 0) -> None:
         """last_words: run just before the SIGKILL, to say when it happened."""
-        self._points = {(k.iteration, k.kind, k.pipeline, k.micro_batch) for k in kills if k.worker == worker}
+        self._points = {(k.iteration, k.kind, k.pipeline, k.micro_batch) for k in kills if (k.worker, k.rank) == (worker, rank)}
         self._last_words = last_words
 
     def before(self, iteration: int, kind: str, pipeline: int = -1, micro_batch: int = -1) -> None:

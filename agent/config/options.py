@@ -263,7 +263,7 @@ class Faults(OptionGroup):
 
     PATH: ClassVar[str] = "faults"
 
-    kill: Sequence[str] = option((), "W1_2@10:F3: SIGKILL before that op. Repeatable.")
+    kill: Sequence[str] = option((), "W1_2@10:F3: SIGKILL before that op; W1_2.1@10:F3: of its rank 1. Repeatable.")
     rejoin: Sequence[str] = option((), "W1_2@15: start it anew after that iteration.")
     slow: Sequence[str] = option((), "W1_2@10:2: from that iteration its paced ops take twice as long.")
     on_bad_sample: OnBadSample = option(
@@ -323,7 +323,7 @@ class TrainingOptions(OptionGroup):
 
     @cached_property
     def kills(self) -> tuple[Kill, ...]:
-        return tuple(Kill.parse(text, self.job, field="faults.kill") for text in self.faults.kill)
+        return tuple(Kill.parse(text, self.job, field="faults.kill", ranks=self.platform.ranks_per_worker) for text in self.faults.kill)
 
     @cached_property
     def rejoins(self) -> tuple[Rejoin, ...]:

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Protocol
 
 from openrecycle.agent.messages.protocol import Deployment
 from openrecycle.planner.jobs.job import Worker
@@ -66,13 +66,25 @@ class GenerationSpec:
         return self.deployment.generation
 
 
+class Relay(Protocol):
+    """Between the launcher and the other ranks of a worker: agent.workers.rank_relay."""
+
+    def hand_on(self, message: bytes) -> None: ...
+
+    def take(self, rank: int, message: Message) -> None: ...
+
+
+ORPHANED = 4
+"""Exit code of a process whose launcher, or whose sibling of the same worker, is gone."""
+
+
 class WorkerChannel:
     """The worker's end. A thread reads the pipe; when the launcher dies, so does the worker.
 
     announced: called in that thread with the generation of each new deployment that this worker must
     leave its iteration for (and with a number above all generations when the job is over). fenced:
     called in that thread when this process no longer counts: it must end. measure: called in that thread with an
-    iteration whose ops are to be recorded.
+    iteration whose ops are to be recorded. relay: of rank 0 of several, to its siblings.
     """
 
     OVER = 2**53
@@ -83,8 +95,9 @@ class WorkerChannel:
         announced: Callable[[int], None],
         fenced: Callable[[], None],
         measure: Callable[[int], None] = lambda _iteration: None,
+        relay: Relay | None = None,
     ) -> None:
-        self._pipe = pipe
+        self._pipe, self._relay = pipe, relay
         self._announced, self._fenced, self._measure = announced, fenced, measure
         self._news = threading.Condition()
         self._orders: GenerationSpec | None = None
@@ -106,9 +119,17 @@ class WorkerChannel:
         return self._over
 
     def say(self, kind: str, **fields: Any) -> None:
-        # A launcher that is gone ends this process through the listening thread.
+        message = {"kind": kind, "at": time.monotonic_ns(), **fields}
+        if self._relay is None:
+            self.send(message)
+        else:
+            self._relay.take(0, message)
+
+    def send(self, message: Message) -> None:
+        """To the launcher."""
+        # One that is gone ends this process through the listening thread.
         with self._sending, contextlib.suppress(OSError):
-            send(self._pipe, kind, **fields)
+            self._pipe.send_bytes(json.dumps(message).encode())
 
     def take_up(self, generation: int, iteration: int) -> None:
         """The training thread has left what it was at, for `generation`, with so many iterations committed."""
@@ -167,9 +188,12 @@ class WorkerChannel:
     def _listen(self) -> None:
         while True:
             try:
-                message = receive(self._pipe)
+                encoded = self._pipe.recv_bytes()
             except (EOFError, OSError):
-                os._exit(1)  # orphaned: nobody would ever end this process
+                os._exit(ORPHANED)  # nobody would ever end this process
+            if self._relay is not None:
+                self._relay.hand_on(encoded)
+            message = json.loads(encoded)
             held: int | None = None
             with self._news:
                 if message["kind"] == "deployment":

@@ -136,13 +136,17 @@ class GivenGlooGroup:
         """Nothing to wait for, either."""
 
     def cancel(self) -> None:
-        # Every rank: a receive from a dead peer fails at once, and only one that *expires* closes the
-        # other pairs.
-        for rank in range(self._group.size()):
-            if rank == self.rank:
-                continue
-            with contextlib.suppress(RuntimeError):  # that it fails is the point
-                self._group.recv([torch.zeros(1)], rank, _NOBODY_SENDS).wait(timedelta(milliseconds=1))
+        wake_all(self._group, self.rank)
+
+
+def wake_all(group: Any, rank: int) -> None:
+    """Makes every wait in a gloo group, in which this process is `rank`, fail within milliseconds."""
+    # Every rank: a receive from a dead peer fails at once, and only one that *expires* closes the other pairs.
+    for other in range(group.size()):
+        if other == rank:
+            continue
+        with contextlib.suppress(RuntimeError):  # that it fails is the point
+            group.recv([torch.zeros(1)], other, _NOBODY_SENDS).wait(timedelta(milliseconds=1))
 
 
 class GlooGroup(GivenGlooGroup):

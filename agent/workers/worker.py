@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 import traceback
+from collections.abc import Sequence
 from dataclasses import asdict
 from multiprocessing.connection import Connection
 
@@ -18,6 +19,7 @@ from openrecycle.agent.checkpoints.weights import WeightsError
 from openrecycle.agent.config.timeouts import ALIVE_SECONDS
 from openrecycle.agent.messages.channel import WorkerChannel
 from openrecycle.agent.messages.log_tail import Followed, LogTail
+from openrecycle.agent.models.parallelized import Parallelized
 from openrecycle.agent.models.stage_io import StageIOError
 from openrecycle.agent.models.state import StateError
 from openrecycle.agent.monitoring.heartbeat import Status, measured_ops
@@ -25,7 +27,9 @@ from openrecycle.agent.monitoring.liveness import LoopLag, OpProgress
 from openrecycle.agent.monitoring.thread_stacks import describe_exception, thread_stacks
 from openrecycle.agent.stages.optimizer import NonFiniteError
 from openrecycle.agent.transport.communicator import Communicator
+from openrecycle.agent.transport.ranks import Ranks
 from openrecycle.agent.workers.loop import WorkerLoop
+from openrecycle.agent.workers.rank_relay import RankRelay
 from openrecycle.agent.workers.recovery import NoAgreementError
 from openrecycle.agent.workers.spec import WorkerSpec
 
@@ -39,8 +43,9 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Of glibc's malloc.h."""
 
 
-def main(spec: WorkerSpec, pipe: Connection) -> None:
-    """Runs until the job is over, then returns; exits otherwise with one of the codes above."""
+def main(spec: WorkerSpec, pipe: Connection, siblings: Sequence[Connection] = ()) -> None:
+    """Runs until the job is over, then returns; exits otherwise with one of the codes above. pipe: to the launcher, or
+    of a rank above 0 to rank 0. siblings: of rank 0, to the others."""
     # Ctrl-C reaches the whole terminal group; the launcher decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -51,16 +56,23 @@ def main(spec: WorkerSpec, pipe: Connection) -> None:
     platform, timeouts = options.platform, options.faults.timeouts
     communicator = Communicator(timeouts, address=spec.address, transport=platform.carrier)
     status, log = Status(progress=OpProgress(timeouts)), LogTail()
+    relay = RankRelay(siblings) if siblings else None
     channel = WorkerChannel(
-        pipe, communicator.cancel, lambda: os._exit(FENCED), lambda iteration: status.timeline.want(iteration)
+        pipe, communicator.cancel, lambda: os._exit(FENCED), lambda iteration: status.timeline.want(iteration), relay
     )
+    if relay is not None:
+        relay.start(channel.send)
     if spec.run.heartbeat_seconds is not None:
         sys.stdout, sys.stderr = Followed(sys.stdout, log), Followed(sys.stderr, log)  # type: ignore[assignment]
     threading.Thread(target=_say_alive, args=(channel, status, log, spec), name="alive", daemon=True).start()
     try:
         deterministic = options.optimization.mode == "deterministic"
         device = platform.take(spec.slot, deterministic=deterministic, shared=spec.run.shared_gpus)
-        loop = WorkerLoop(spec, spec.run.workload.load(), communicator, channel, status, log, device)
+        workload = spec.run.workload.load()
+        if spec.ranks > 1:
+            communicator.ranks = ranks = Ranks.begin(spec.rank, spec.ranks, spec.meeting, timeouts)
+            workload = Parallelized(workload, spec.rank, ranks.mesh)
+        loop = WorkerLoop(spec, workload, communicator, channel, status, log, device)
         channel.say("ready", incarnation=spec.incarnation, host=socket.gethostname(), pid=os.getpid())
         loop.run()
     except (NonFiniteError, NoAgreementError, StageIOError, WeightsError, StateError) as error:
