@@ -478,7 +478,7 @@ class Launcher:
     def _ended(self, entry: WorkerProcess) -> None:
         detected = time.monotonic_ns()
         self._read(entry)
-        entry.process.join()
+        entry.join()
         self._pool.forget(entry)
         if entry.fenced:
             return

@@ -8,10 +8,13 @@ stopped can't hold up the launcher.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import multiprocessing
 import os
 import queue
+import shutil
 import signal
+import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Iterable
@@ -51,6 +54,10 @@ class ProcessHandle(Protocol):
     def kill(self) -> None: ...
 
 
+JOIN_SECONDS = 2.0
+"""For a rank to end whose sibling has ended."""
+
+
 @dataclass
 class WorkerProcess:
     """One incarnation. heard_at: monotonic seconds of its last message. member: of a generation.
@@ -58,8 +65,9 @@ class WorkerProcess:
     spoke: it has said something. fenced: it was held for dead while it still is a process: whatever it
     says is void. since: the generation with which it came to its place; what it says of earlier ones concerns
     its place before, came_from. slot: the lowest number that no other process of this node had at its
-    start, so also its GPU's where it has one. whole: it has all of its stage's state. lived_at: when its
-    system last showed that it is at work. stopped: by a signal. looked_at: when that was asked last.
+    start, so also its GPU's where it has one; slots: of all its ranks. whole: it has all of its stage's state. siblings: the processes
+    of its ranks above 0, which live and die with it (agent.workers.rank_relay); meeting: a folder where they find each
+    other at their start. lived_at: when its system last showed that it is at work. stopped: by a signal. looked_at: when that was asked last.
     op_limit: seconds that any of its ops may take. current: what it said last that it is at. excused_until:
     then it is time that it was through with that, whose peers were late, too. heard: number of its newest message that
     counts, where its node numbers them. send: takes what is posted; None: it goes to the process at once. elsewhere: on
@@ -79,6 +87,9 @@ class WorkerProcess:
     since: int = 0
     came_from: Worker | None = None
     slot: int = 0
+    slots: tuple[int, ...] = ()
+    siblings: tuple[ProcessHandle, ...] = ()
+    meeting: str = ""
     whole: bool = True
     spoke: bool = False
     lived_at: float = float("-inf")
@@ -113,18 +124,29 @@ class WorkerProcess:
 
     def kill(self) -> None:
         """SIGKILL, which also ends a stopped process."""
-        if self.process.pid is not None and self.process.is_alive():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.process.pid, signal.SIGKILL)
+        for process in (self.process, *self.siblings):
+            if process.pid is not None and process.is_alive():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGKILL)
 
     @property
     def ending(self) -> str:
-        """In words, how the process ended."""
-        code = self.process.exitcode
+        """In words, how the process ended; of several ranks that one which ended first."""
+        ranks = enumerate((self.process, *self.siblings))
+        first = next(((n, p.exitcode) for n, p in ranks if p.exitcode not in (None, channel.ORPHANED)), None)
+        rank, code = (0, self.process.exitcode) if first is None else first
+        whose = f" (its rank {rank})" if self.siblings else ""
         if code is not None and code < 0:
             with contextlib.suppress(ValueError):
-                return f"was killed by {signal.Signals(-code).name}"
-        return f"ended with exit code {code}" + (f" ({self.error})" if self.error else "")
+                return f"was killed by {signal.Signals(-code).name}{whose}"
+        return f"ended with exit code {code}{whose}" + (f" ({self.error})" if self.error else "")
+
+    def join(self) -> None:
+        """Returns when it has ended, with all its ranks: each ends when another one of them has."""
+        self.process.join()
+        for process in self.siblings:
+            process.join(JOIN_SECONDS)
+        self.kill()
 
 
 def preload(workload: WorkloadSource) -> list[str]:
@@ -175,15 +197,28 @@ class ProcessPool:
         incarnation = uuid.uuid4().hex[:16]
         ours, theirs = self.context.Pipe(duplex=True)
         # Those put aside still hold what they held, until they have ended.
-        taken = {entry.slot for entry in self.entries if not entry.elsewhere}
-        slot = next(n for n in range(len(taken) + 1) if n not in taken)
+        taken = {slot for entry in self.entries if not entry.elsewhere for slot in entry.slots}
         spec = make_spec(incarnation)
-        if hasattr(spec, "slot"):
-            spec = replace(spec, slot=slot)
-        process = self.context.Process(target=self._target, args=(spec, theirs), name=str(worker), daemon=True)
-        process.start()
-        theirs.close()
-        entry = WorkerProcess(worker, incarnation, process, ours, now, slot=slot)
+        ranks = getattr(spec, "ranks", 1)
+        slots = tuple(itertools.islice((n for n in itertools.count() if n not in taken), ranks))
+        meeting = tempfile.mkdtemp(prefix="openrecycle-ranks-") if ranks > 1 else ""
+        pairs = [self.context.Pipe(duplex=True) for _ in slots[1:]]
+
+        def launch(rank: int, *pipes: Any) -> ProcessHandle:
+            own, name = spec, f"{worker}.{rank}" if ranks > 1 else str(worker)
+            if hasattr(spec, "slot"):
+                own = replace(spec, slot=slots[rank], rank=rank, meeting=meeting and os.path.join(meeting, "store"))
+            process = self.context.Process(target=self._target, args=(own, *pipes), name=name, daemon=True)
+            process.start()
+            return process
+
+        process = launch(0, theirs, *([[rank_0 for rank_0, _ in pairs]] if pairs else []))
+        siblings = tuple(launch(rank, pipe) for rank, (_, pipe) in enumerate(pairs, start=1))
+        for pipe in (theirs, *itertools.chain.from_iterable(pairs)):
+            pipe.close()  # an end that is open here hides that the process at it is gone
+        entry = WorkerProcess(
+            *(worker, incarnation, process, ours, now), slot=slots[0], slots=slots, siblings=siblings, meeting=meeting
+        )
         threading.Thread(target=_write_outbox, args=(entry,), name=f"to-{worker}", daemon=True).start()
         self.running[worker] = entry
         return entry
@@ -247,6 +282,8 @@ class ProcessPool:
         """Of a process that has ended."""
         entry.outbox.put(None)
         entry.pipe.close()
+        if entry.meeting:
+            shutil.rmtree(entry.meeting, ignore_errors=True)
         if self.running.get(entry.worker) is entry:
             del self.running[entry.worker]
         elif entry in self._aside:
@@ -257,7 +294,8 @@ class ProcessPool:
         for entry in entries:
             entry.kill()
         for entry in entries:
-            entry.process.join(5.0)
+            for process in (entry.process, *entry.siblings):
+                process.join(5.0)
             self.forget(entry)
 
 

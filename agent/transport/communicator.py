@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed
 from torch import Tensor
 
 from openrecycle.agent.config.devices import Transport
@@ -22,11 +23,13 @@ from openrecycle.agent.transport.group import GlooGroup, Group, PendingTransfer,
 from openrecycle.agent.transport.host import HostGroup
 from openrecycle.agent.transport.nccl import NcclGroup
 from openrecycle.agent.transport.ordered import OrderedTransfers, connect
+from openrecycle.agent.transport.ranks import Member, Ranks
 from openrecycle.agent.transport.script import MicroBatch
 from openrecycle.agent.transport.store import StoreClient
 from openrecycle.agent.transport.transfers import Lines, TransferLayout, Transfers
 from openrecycle.planner.jobs.job import Worker
 
+dist: Any = torch.distributed
 LOOPBACK = "127.0.0.1"
 Made = queue.SimpleQueue["Groups | BaseException | None"]
 """Brings groups that are connected, or why they are not; None: nobody is to wait for them any more."""
@@ -50,25 +53,28 @@ class Groups:
         device: torch.device = CPU,
         neighbours: Collection[Worker] = (),
         begun: list[Group] | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         """Blocks until all of `living` are there. device: where data and sums are. neighbours: with whom this worker
-        exchanges data (Script.neighbours). begun: gets each group before anything is waited for in it. Raises
-        TransferError."""
+        exchanges data (Script.neighbours). begun: gets each group before anything is waited for in it. ranks: of this
+        worker; each rank is in groups with those of the same number in other workers. Raises TransferError."""
         self.generation = generation
         self._rank = {w: i for i, w in enumerate(living)}
         self._me, self._ordered = me, transport == "ordered"
+        self.ranks = ranks or Ranks()
         self.address = address
         """Of this host, as its peers reach it."""
         stage = [w for w in living if w.stage == me.stage]
 
+        plane = f"generation{generation}/" + (f"rank{self.ranks.rank}/" if self.ranks.size > 1 else "")
         on_cpu = device.type == "cpu"
         begun = [] if begun is None else begun
 
         def gloo(name: str, members: Sequence[Worker]) -> Group:
-            return GlooGroup(store, f"generation{generation}/{name}", members.index(me), members, timeouts, address)
+            return GlooGroup(store, plane + name, members.index(me), members, timeouts, address)
 
         def nccl(name: str, members: Sequence[Worker]) -> Group:
-            return NcclGroup(store, f"generation{generation}/{name}", members.index(me), members, timeouts, device)
+            return NcclGroup(store, plane + name, members.index(me), members, timeouts, device)
 
         def over_gloo(group: Group) -> Group:
             return group if on_cpu else HostGroup(group)
@@ -79,6 +85,8 @@ class Groups:
             return begun[-1]
 
         try:
+            if self.ranks.size > 1:
+                self.ranks.connect(dist.PrefixStore(f"generation{generation}/{me}/ranks", store), timeouts)
             self._control = gloo("world", living)
             peers = data(f"stage{me.stage}", stage) if len(stage) > 1 else None
             if self._ordered:
@@ -111,15 +119,17 @@ class Groups:
         if self._lines.peers is not None:
             self._lines.peers.sum(tensor)
 
-    def gather_rows(self, values: Sequence[int]) -> dict[Worker, tuple[int, ...]]:
-        """Everybody's `values`, on everybody. All must bring equally many."""
+    def gather_rows(self, values: Sequence[int]) -> dict[Member, tuple[int, ...]]:
+        """Everybody's `values`, on everybody: of each rank of each worker. All must bring equally many."""
         rows = torch.zeros((len(self._rank), len(values)), dtype=torch.int64)
         rows[self._rank[self._me]] = torch.tensor(values, dtype=torch.int64)
         self._control.sum(rows)
-        return {w: tuple(rows[i].tolist()) for w, i in self._rank.items()}
+        planes = self.ranks.gather(rows).tolist()
+        return {Member(w, rank): tuple(plane[i]) for rank, plane in enumerate(planes) for w, i in self._rank.items()}
 
     def cancel(self) -> None:
         """Makes every wait on these groups fail within milliseconds. From any thread."""
+        self.ranks.cancel()
         for group in self._all:
             group.cancel()
 
@@ -147,6 +157,8 @@ class Communicator:
         self._forming: int | None = None
         self._connecting: Made | None = None
         self._newest = 0
+        self.ranks = Ranks()
+        """Of this worker."""
 
     def form(
         self,
@@ -175,7 +187,7 @@ class Communicator:
             if self._newest > generation:
                 raise TransferError(f"generation {generation} is superseded by {self._newest}")
             go = f"generation{generation}/go"
-            if meeting.add(f"generation{generation}/ready", 1) == len(living):
+            if meeting.add(f"generation{generation}/ready", 1) == len(living) * self.ranks.size:
                 meeting.set(go, _GO)
             timeout = self._timeouts.transfer if at_boundary else self._timeouts.form
             meeting.wait([go], timedelta(seconds=timeout))
@@ -199,6 +211,7 @@ class Communicator:
                         device,
                         neighbours,
                         begun,
+                        self.ranks,
                     )
                 )
 

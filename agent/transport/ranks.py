@@ -10,6 +10,7 @@ its worker (agent.workers.rank_relay), so the members never change.
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -21,6 +22,7 @@ from torch import Tensor
 from openrecycle.agent.config.timeouts import Timeouts
 from openrecycle.agent.models import compat
 from openrecycle.agent.transport.group import TransferError, first_line, wake_all
+from openrecycle.planner.jobs.job import Worker
 
 dist: Any = torch.distributed
 
@@ -45,6 +47,21 @@ _COLLECTIVES = (
     "send",
     "recv",
 )
+
+
+@dataclass(frozen=True, order=True)
+class Member:
+    """One process of a job: a rank of a worker. stage: alike of those that hold the same."""
+
+    worker: Worker
+    rank: int = 0
+
+    @property
+    def stage(self) -> tuple[int, int]:
+        return self.worker.stage, self.rank
+
+    def __str__(self) -> str:
+        return f"{self.worker}.{self.rank}" if self.rank else str(self.worker)
 
 
 class ReplaceableGroup(dist.ProcessGroup):  # type: ignore[misc]
