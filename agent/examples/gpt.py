@@ -59,6 +59,8 @@ class Gpt:
     """A Workload. width, heads, layers (blocks in all; 0: `blocks` per stage), sequence (bytes), batch (samples per
     micro-batch), tied (the head's weight is the embedding's)."""
 
+    block: type[nn.Module] = Block
+
     def __init__(
         self,
         width: int = 64,
@@ -98,7 +100,7 @@ class Gpt:
         """The first has the embedding, too, and the last the head."""
         torch.manual_seed(seed_for("parameters", seed, layer))
         parts: list[nn.Module] = [Embedding(self._width, self._sequence)] if layer == 0 else []
-        parts.append(Block(self._width, self._heads, self._dropout))
+        parts.append(self.block(self._width, self._heads, self._dropout))
         if layer == layers - 1:
             parts += [nn.LayerNorm(self._width), nn.Linear(self._width, VOCABULARY)]
         return nn.Sequential(*parts)

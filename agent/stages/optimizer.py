@@ -126,7 +126,8 @@ class StageOptimizer:
         """Of the last step, of the first group of parameters."""
         self._clips = clips
         self._trained = [p for p in module.parameters() if p.requires_grad]
-        copies = {id(p) for name, p in self.module.named_parameters() if name in self.module.copies}
+        named = list(self.module.named_parameters())
+        copies = {id(p) for name, p in named if name in self.module.copies or getattr(p, "duplicate", False)}
         self._by_layer = [
             [p for p in layer if p.requires_grad and id(p) not in copies] for layer in parameters_by_layer(module)
         ]

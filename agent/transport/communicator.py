@@ -23,11 +23,11 @@ from openrecycle.agent.transport.group import GlooGroup, Group, PendingTransfer,
 from openrecycle.agent.transport.host import HostGroup
 from openrecycle.agent.transport.nccl import NcclGroup
 from openrecycle.agent.transport.ordered import OrderedTransfers, connect
-from openrecycle.agent.transport.ranks import Member, Ranks
+from openrecycle.agent.transport.ranks import Ranks
 from openrecycle.agent.transport.script import MicroBatch
 from openrecycle.agent.transport.store import StoreClient
 from openrecycle.agent.transport.transfers import Lines, TransferLayout, Transfers
-from openrecycle.planner.jobs.job import Worker
+from openrecycle.planner.jobs.job import Member, Worker
 
 dist: Any = torch.distributed
 LOOPBACK = "127.0.0.1"

@@ -10,7 +10,6 @@ its worker (agent.workers.rank_relay), so the members never change.
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -22,7 +21,6 @@ from torch import Tensor
 from openrecycle.agent.config.timeouts import Timeouts
 from openrecycle.agent.models import compat
 from openrecycle.agent.transport.group import TransferError, first_line, wake_all
-from openrecycle.planner.jobs.job import Worker
 
 dist: Any = torch.distributed
 
@@ -49,19 +47,13 @@ _COLLECTIVES = (
 )
 
 
-@dataclass(frozen=True, order=True)
-class Member:
-    """One process of a job: a rank of a worker. stage: alike of those that hold the same."""
+class SiblingError(TransferError):
+    """An exchange among the ranks of this worker broke."""
 
-    worker: Worker
-    rank: int = 0
 
-    @property
-    def stage(self) -> tuple[int, int]:
-        return self.worker.stage, self.rank
-
-    def __str__(self) -> str:
-        return f"{self.worker}.{self.rank}" if self.rank else str(self.worker)
+def is_sibling_error(error: BaseException) -> bool:
+    """Is it that, as a collective in a module raises it?"""
+    return isinstance(error, SiblingError) or (type(error) is RuntimeError and "gloo" in str(error))
 
 
 class ReplaceableGroup(dist.ProcessGroup):  # type: ignore[misc]
@@ -144,7 +136,7 @@ class Ranks:
 
     def gather(self, values: Tensor) -> Tensor:
         """Everybody's `values`, of equal shape and type, in the order of ranks: shape (ranks, ...). Raises
-        TransferError."""
+        SiblingError."""
         if self._group is None:
             return values.unsqueeze(0)
         rows = torch.zeros((self.size, *values.shape), dtype=values.dtype)
@@ -153,7 +145,7 @@ class Ranks:
             # Zeros are added, which rounds nothing.
             self._group.connected.allreduce([rows]).wait()
         except RuntimeError as error:
-            raise TransferError(f"among the ranks of this worker: {first_line(error)}") from None
+            raise SiblingError(f"among the ranks of this worker: {first_line(error)}") from None
         return rows
 
     def gather_numbers(self, values: Sequence[int]) -> list[tuple[int, ...]]:

@@ -25,7 +25,8 @@ from openrecycle.agent.monitoring.timeline import Timeline
 from openrecycle.agent.stages.op_times import OpSeconds
 from openrecycle.agent.stages.stage import MicroBatch, Stage
 from openrecycle.agent.transport.communicator import Groups
-from openrecycle.agent.transport.group import TransferError
+from openrecycle.agent.transport.group import TransferError, first_line
+from openrecycle.agent.transport.ranks import SiblingError, is_sibling_error
 from openrecycle.agent.transport.script import Script
 from openrecycle.agent.transport.transfers import TransferLayout, Transfers
 from openrecycle.agent.workers.kept_micro_batches import Redo
@@ -194,6 +195,7 @@ class Executor:
                     index = first + key[0] * per_pipeline + key[1]
 
                     def said(error: Exception, index: int = index) -> None:
+                        self._check_siblings(error)
                         if isinstance(error, (TransferError, torch.AcceleratorError)):
                             raise error  # the second: the device's context is gone for good
                         problem(f"evaluation, micro-batch {index}: {type(error).__name__}: {error}"[:1000])
@@ -321,7 +323,13 @@ class Executor:
         except TransferError:
             raise
         except Exception as error:
+            self._check_siblings(error)
             raise OpError(kind, self._iteration, key) from error
+
+    def _check_siblings(self, error: Exception) -> None:
+        """Raises SiblingError for what a collective of a module raised because another rank has left it."""
+        if self._groups is not None and self._groups.ranks.size > 1 and is_sibling_error(error):
+            raise SiblingError(f"in a layer: {first_line(error)}") from None
 
     def _forward(self, key: MicroBatch) -> None:
         self._faults.before(self._iteration, "F", *key)

@@ -38,6 +38,7 @@ from openrecycle.agent.stages.optimizer import stage_optimizer
 from openrecycle.agent.stages.post_validation import ValidationResult
 from openrecycle.agent.transport.communicator import Communicator, Groups
 from openrecycle.agent.transport.group import TransferError
+from openrecycle.agent.transport.ranks import SiblingError
 from openrecycle.agent.transport.script import Script
 from openrecycle.agent.workers.executor import Executor, Interrupted, OpError
 from openrecycle.agent.workers.kept_micro_batches import Redo, decode, encode
@@ -54,6 +55,8 @@ from openrecycle.planner.plans.plan import Plan
 _JOINING = -1
 WAIT_SECONDS = 0.5
 """For so long nobody talks while all wait for a newcomer's state; whoever it is waits for that, not on a time-out."""
+SIBLING_SECONDS = 5.0
+"""For the news to come for which another rank of this worker has left an iteration."""
 TRACEBACK_LINES = 12
 """Of an exception in an op, the last ones."""
 
@@ -130,7 +133,7 @@ class WorkerLoop:
             self._workload,
             stage,
             self._steps,
-            FaultInjector(me, list(self._kills), lambda: channel.say("dying")),
+            FaultInjector(me, list(self._kills), lambda: channel.say("dying"), self._communicator.ranks.rank),
             self._pace,
             self._superseded,
             self._say_committed,
@@ -193,7 +196,7 @@ class WorkerLoop:
                 self._live_through(orders)
             except (Interrupted, TransferError, OpError) as end:
                 self._end_hand_overs()
-                if isinstance(end, TransferError) and not self._superseded():
+                if isinstance(end, TransferError) and not self._superseded_soon(end):
                     self._say_broken(str(end), end.peer)
                 self._executor.abandon()
                 if isinstance(end, OpError):
@@ -211,20 +214,20 @@ class WorkerLoop:
         self._generation = self._status.generation = orders.generation
         self._log_step("adopted", self._optimizer.committed)
         self._status.phase = "forming"
-        if orders.held and not self._state.begun and self._cuts.partition != orders.held:
-            self._cuts = replace(self._cuts, partition=orders.held)
-            self._take_place(orders.cell, self._origin)
-        if orders.cell != self._me or orders.restore is not None:
-            self._move(orders)
+        ranks = self._communicator.ranks
+        if ranks.size == 1:
+            self._settle_in(orders)
         living = [Worker.parse(name) for name in orders.deployment.living]
-        scripts = [Script.of(orders.plan.schedule(), self._me, orders.runs)]
+        scripts = [Script.of(orders.plan.schedule(), orders.cell, orders.runs)]
         if orders.interim is not None:
-            scripts.append(Script.of(orders.interim.schedule(), self._me))
+            scripts.append(Script.of(orders.interim.schedule(), orders.cell))
         groups = self._communicator.form(
-            *(orders.generation, self._me, living, orders.store, self._device),
+            *(orders.generation, orders.cell, living, orders.store, self._device),
             at_boundary=orders.after is not None,
             neighbours=frozenset[Worker]().union(*(script.neighbours for script in scripts)),
         )
+        if ranks.size > 1:  # a stage is put together by all its ranks, in exchange with each other
+            self._settle_in(orders)
         target = orders.partition or self._cuts.partition
         agreement = self._agree(groups, living, target)
         joining = self._hand_over(groups, agreement, orders.interim)
@@ -290,6 +293,14 @@ class WorkerLoop:
         if self._superseded():
             raise Interrupted
 
+    def _settle_in(self, orders: GenerationSpec) -> None:
+        """Becomes the worker of the place, the layers and the checkpoint that a generation asks for."""
+        if orders.held and not self._state.begun and self._cuts.partition != orders.held:
+            self._cuts = replace(self._cuts, partition=orders.held)
+            self._take_place(orders.cell, self._origin)
+        if orders.cell != self._me or orders.restore is not None:
+            self._move(orders)
+
     def _evaluate(self, iteration: int, script: Script, groups: Groups, *, last: bool = False) -> None:
         """Where it is due before `iteration`, and has not been done by all. Raises as `Executor.evaluate`."""
         every, data = self._options.evaluate_every, getattr(self._workload, "evaluation", None)
@@ -335,13 +346,14 @@ class WorkerLoop:
             {w for w, row in rows.items() if row[0] != _JOINING and row[1]},
             attempt=self._generation,
         )
+        members, agreement = agreement, agreement.of_rank(groups.ranks.rank)
         if self._me in agreement.anew:
             self._state.forget()
         elif self._me in agreement.roll_back:
             self._optimizer.roll_back()
         self._come_along(agreement.iteration)
         holders = {
-            w: (row[0], *row[front + 1 :]) for w, row in rows.items() if row[0] != _JOINING and w not in agreement.anew
+            w: (row[0], *row[front + 1 :]) for w, row in rows.items() if row[0] != _JOINING and w not in members.anew
         }
         self._corrected = self._steps.begin(groups, living, agreement.iteration, holders)
         self._state.agreed(agreement.iteration, corrected=self._corrected)
@@ -370,7 +382,7 @@ class WorkerLoop:
         """Has the layers come that this worker will need, and gives away those that others will. Returns whether
         anything moves. Raises TransferError."""
         options = self._options
-        if self._cuts.partition == target or agreement.state_from:
+        if self._cuts.partition == target or agreement.hands_over:
             self._coming = {}
             self._steps.beside, self._executor.exchange = [], None
             return False
@@ -456,7 +468,7 @@ class WorkerLoop:
         Raises StateTransferError, for which the next agreement names another peer; GaveUp when that has been
         of no use either.
         """
-        if not agreement.state_from:
+        if not agreement.hands_over:
             self._steps.complete_since = agreement.iteration - 2
             return frozenset()
         for newcomer, source in sorted(agreement.state_from.items()):
@@ -470,7 +482,7 @@ class WorkerLoop:
                 self._state.begin(self._state.receive_description(groups, source), source)
         while True:
             rows = groups.gather_rows((self._state.missing, int(self._state.blocking)))
-            lacking = frozenset(w for w, row in rows.items() if row[0])
+            lacking = frozenset(m.worker for m, row in rows.items() if row[0])
             if not lacking:
                 self._steps.complete_since = agreement.iteration - 2
                 return frozenset()
@@ -495,14 +507,19 @@ class WorkerLoop:
         """What is left of the iteration agreed on; None: all of it."""
         if not self._options.faults.keep_finished:
             return None
-        if agreement.roll_back or self._corrected or self._me in agreement.anew:
+        if agreement.rolls_back or self._corrected or self._me in agreement.anew:
             # What was summed here is of another iteration, or of parameters that nobody has any more.
             self._executor.forget_finished()
-        if agreement.roll_back:
+        if agreement.rolls_back:
             return None
         job = self._options.job
         rows = groups.gather_rows(encode(self._executor.finished, job))
-        left = plan_redo({w: decode(row, job) for w, row in rows.items()}, job, self._me.stage)
+        finished = {m.worker: decode(row, job) for m, row in rows.items()}
+        # What one rank of a worker runs again, all its ranks must.
+        unequal = {m.worker for m, row in rows.items() if decode(row, job) != finished[m.worker]}
+        if self._me in unequal:
+            self._executor.forget_finished()
+        left = plan_redo({w: () if w in unequal else f for w, f in finished.items()}, job, self._me.stage)
         run, kept = len(left.run), len(self._executor.finished)
         self._channel.say("redo", generation=self._generation, iteration=agreement.iteration, run=run, kept=kept)
         return left
@@ -520,6 +537,13 @@ class WorkerLoop:
 
     def _say_paused(self) -> None:
         self._status.phase = "paused"
+
+    def _superseded_soon(self, error: TransferError) -> bool:
+        """A sibling that leaves has this rank fail, too, which may hear of the reason a moment later."""
+        until = time.monotonic() + (SIBLING_SECONDS if isinstance(error, SiblingError) else 0.0)
+        while not self._superseded() and time.monotonic() < until:
+            time.sleep(0.002)
+        return self._superseded()
 
     def _superseded(self) -> bool:
         return self._channel.superseded(self._generation)

@@ -28,32 +28,61 @@ tests/agent/test_agreement_model.py explores a model of this to its end, and fin
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
 
-from openrecycle.planner.jobs.job import Worker
+from openrecycle.planner.jobs.job import Member, Worker
 
 
 class NoAgreementError(RuntimeError):
     """The survivors can't go on together; the sentence says why."""
 
 
+class Holder(Protocol):
+    """Of a stage's state: a worker, or one of its ranks, which holds a part of it. stage: alike of those that hold the
+    same."""
+
+    @property
+    def stage(self) -> Any: ...
+
+    def __lt__(self, other: Any, /) -> bool: ...
+
+
+H = TypeVar("H", bound=Holder)
+
+
 @dataclass(frozen=True)
-class Agreement:
+class Agreement(Generic[H]):
     """iteration: the one everybody runs next. roll_back: workers that undo their last step.
 
     state_from: for each worker that has not its stage's whole state, the peer that it takes it from.
-    anew: those of them that begin with nothing; the others go on with what they have.
+    anew: those of them that begin with nothing; the others go on with what they have. rolls_back, hands_over: does
+    anybody roll back, or take state?
     """
 
     iteration: int
-    roll_back: frozenset[Worker]
-    state_from: Mapping[Worker, Worker]
+    roll_back: frozenset[H]
+    state_from: Mapping[H, H]
     reason: str
-    anew: frozenset[Worker] = frozenset()
+    anew: frozenset[H] = frozenset()
+    rolls_back: bool = False
+    hands_over: bool = False
+
+    def of_rank(self: Agreement[Member], rank: int) -> Agreement[Worker]:
+        """What of it concerns the ranks of this number."""
+
+        def mine(members: Iterable[Member]) -> frozenset[Worker]:
+            return frozenset(m.worker for m in members if m.rank == rank)
+
+        state_from = {to.worker: source.worker for to, source in self.state_from.items() if to.rank == rank}
+        return Agreement(
+            *(self.iteration, mine(self.roll_back), state_from, self.reason, mine(self.anew)),
+            *(self.rolls_back, self.hands_over),
+        )
 
 
-def agree(committed: Mapping[Worker, int | None], incomplete: Collection[Worker] = (), attempt: int = 0) -> Agreement:
+def agree(committed: Mapping[H, int | None], incomplete: Collection[H] = (), attempt: int = 0) -> Agreement[H]:
     """committed: for each living worker the number of iterations it has committed, None if it has no state.
 
     incomplete: workers that have begun to take their stage's state from a peer, and step what they have.
@@ -63,7 +92,7 @@ def agree(committed: Mapping[Worker, int | None], incomplete: Collection[Worker]
     Raises NoAgreementError when nobody holds the whole state of some stage, or when a stage can't go back far
     enough.
     """
-    holders: dict[int, dict[Worker, int]] = {w.stage: {} for w in committed}
+    holders: dict[Any, dict[H, int]] = {w.stage: {} for w in committed}
     for worker, count in sorted(committed.items()):
         if count is not None and worker not in incomplete:
             holders[worker.stage][worker] = count
@@ -72,12 +101,12 @@ def agree(committed: Mapping[Worker, int | None], incomplete: Collection[Worker]
     for stage, counts in sorted(holders.items()):
         if not counts:
             first = min(w for w in committed if w.stage == stage)
-            raise NoAgreementError(f"{first} joins, and no living peer of stage {stage} holds its state")
+            raise NoAgreementError(f"{first} joins, and no living peer of stage {_text(stage)} holds its state")
     every = [count for counts in holders.values() for count in counts.values()]
     iteration = min(every)
     if max(every) > iteration + 1:
         iteration = min(max(counts.values()) for counts in holders.values())
-    state_from: dict[Worker, Worker] = {}
+    state_from: dict[H, H] = {}
     for worker in sorted(committed):
         peers = [w for w, count in holders[worker.stage].items() if count in (iteration, iteration + 1)]
         if worker in peers:
@@ -100,7 +129,11 @@ def agree(committed: Mapping[Worker, int | None], incomplete: Collection[Worker]
     behind = sorted(w for w in anew if committed[w] is not None)
     if behind:
         reason += f"; {', '.join(map(str, behind))} had fallen behind and take the state of a peer"
-    return Agreement(iteration, ahead_by_one, state_from, reason, anew)
+    return Agreement(iteration, ahead_by_one, state_from, reason, anew, bool(ahead_by_one), bool(state_from))
+
+
+def _text(stage: Any) -> str:
+    return str(stage[0] if isinstance(stage, tuple) else stage)
 
 
 @dataclass(frozen=True)
@@ -119,7 +152,7 @@ class Environment:
         return (self.threads, self.device, *found, *(0,) * (3 - len(found)))
 
 
-def check_alike(rows: Mapping[Worker, tuple[int, ...]]) -> None:
+def check_alike(rows: Mapping[H, tuple[int, ...]]) -> None:
     """rows: everybody's `Environment.numbers`. Raises NoAgreementError naming two that differ."""
     first = min(rows)
     for worker in sorted(rows):

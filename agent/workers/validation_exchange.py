@@ -26,7 +26,7 @@ from openrecycle.agent.stages.optimizer import NonFiniteError, StageOptimizer
 from openrecycle.agent.stages.post_validation import MAX_SKIPPED, Slot, ValidationResult, judge
 from openrecycle.agent.transport.communicator import Groups
 from openrecycle.agent.transport.group import PendingTransfer, TransferError
-from openrecycle.planner.jobs.job import Worker
+from openrecycle.planner.jobs.job import Member, Worker
 
 _TAG = 2**29
 # As in agent.workers.executor: a slot of the iteration before may still be under way.
@@ -144,11 +144,18 @@ class Steps:
         assert self._groups is not None
         optimizer, iteration = self._optimizer, self._optimizer.committed
         slot = optimizer.measure()
+        ranks = self._groups.ranks
         ahead_of_validation = not self._optimization.synchronous and optimizer.post_validation.optimistic
         if not by_all:
             return self._step(None, slot)
         try:
-            exchange = _Exchange(self._groups, self._paths, self._norms, iteration, slot, incomplete)
+            told = slot
+            if ranks.size > 1:
+                # After all peers of each rank have reduced, so that what is told is true of all ranks.
+                numbers = [float(incomplete), float(slot.rejected), *slot.squared_norms]
+                rows = ranks.gather(torch.tensor(numbers, dtype=torch.float64)).tolist()
+                incomplete, told = int(max(row[0] for row in rows)), _whole([Slot(tuple(r[2:]), int(r[1])) for r in rows])
+            exchange = _Exchange(self._groups, self._paths, self._norms, iteration, told, incomplete)
             self._sent.append((iteration, exchange.sent))
             if ahead_of_validation:
                 self._exchange = exchange
@@ -170,6 +177,8 @@ class Steps:
 
         If so, the iteration in flight is of parameters that nobody has any more. Raises as `take`.
         """
+        if self._groups is not None and self._groups.ranks.size > 1:
+            return False  # all ranks of a worker must leave an iteration at the same op: they do in `settle`
         return self._exchange is not None and self._exchange.arrived() and self.settle()
 
     def settle(self) -> bool:
@@ -228,11 +237,11 @@ class Steps:
         return 2 + (sum(self._norms) - len(self._norms) + 1 if any(self._norms) else 0)
 
     def begin(
-        self, groups: Groups, living: Sequence[Worker], committed: int, holders: Mapping[Worker, tuple[int, ...]]
+        self, groups: Groups, living: Sequence[Worker], committed: int, holders: Mapping[Member, tuple[int, ...]]
     ) -> bool:
         """Takes up a generation's groups; every step of an iteration before `committed` is settled then.
 
-        Whoever has to has rolled back to `committed` by now. holders: of every worker that goes on with
+        Whoever has to has rolled back to `committed` by now. holders: of every rank of a worker that goes on with
         its own state, how many iterations it had committed before that, and its `numbers`. A step that some
         are in doubt of has been taken by all of them, and all have kept its slot. Returns whether the last
         step was put right here. Raises as `take`.
@@ -241,7 +250,7 @@ class Steps:
         self._exchange = None
         self._sent.clear()
         self.complete_since = None
-        if self._optimizer.settled or self._me not in holders:
+        if self._optimizer.settled or Member(self._me, groups.ranks.rank) not in holders:
             return False
         slots = {}
         for worker, (count, in_doubt, *numbers) in sorted(holders.items()):
@@ -250,8 +259,9 @@ class Steps:
             if ahead or not in_doubt:
                 coefficient = _float(validation)  # whoever knows it may have cut the model elsewhere since
                 return self._settle_by(ValidationResult(None if math.isnan(coefficient) else coefficient))
-            slots[worker.stage] = Slot(tuple(map(_float, bits[: self._norms[worker.stage]])), rejected)
-        in_order = [slots[stage] for stage in sorted(slots)]
+            slots[worker.stage] = Slot(tuple(map(_float, bits[: self._norms[worker.worker.stage]])), rejected)
+        stages = range(1 + max(stage for stage, _ in slots))
+        in_order = [_whole([slots[stage, rank] for rank in range(groups.ranks.size)]) for stage in stages]
         return self._settle_by(judge(in_order, self._optimization.clip_norm))
 
     def _slots_of(self, exchange: _Exchange) -> list[Slot]:
@@ -299,6 +309,14 @@ class Steps:
             self._normed(iteration, validation.norm)
         if redone or validation.coefficient is None:
             self._notable(iteration, validation, redone)
+
+
+def _whole(slots: Sequence[Slot]) -> Slot:
+    """Of a stage, from the slots of its ranks, in order."""
+    if len(slots) == 1:
+        return slots[0]
+    norms = (sum(parts) for parts in zip(*(slot.squared_norms for slot in slots), strict=True))
+    return Slot(tuple(norms), sum(slot.rejected for slot in slots))
 
 
 def _bits(value: float) -> int:

@@ -77,6 +77,21 @@ class Worker(NamedTuple):
         return cls(int(match[1]), int(match[2]))
 
 
+@dataclass(frozen=True, order=True)
+class Member:
+    """One process of a job: a rank of a worker. stage: alike of those that hold the same."""
+
+    worker: Worker
+    rank: int = 0
+
+    @property
+    def stage(self) -> tuple[int, int]:
+        return self.worker.stage, self.rank
+
+    def __str__(self) -> str:
+        return f"{self.worker}.{self.rank}" if self.rank else str(self.worker)
+
+
 class Technique(StrEnum):
     """The most that a plan may use; each includes the ones before it."""
 
