@@ -9,6 +9,7 @@ its worker (agent.workers.rank_relay), so the members never change.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -51,9 +52,18 @@ class SiblingError(TransferError):
     """An exchange among the ranks of this worker broke."""
 
 
-def is_sibling_error(error: BaseException) -> bool:
-    """Is it that, as a collective in a module raises it?"""
-    return isinstance(error, SiblingError) or (type(error) is RuntimeError and "gloo" in str(error))
+_BROKEN = re.compile("gloo|pair closure|[Cc]onnection (closed|reset)|Broken pipe")
+"""What gloo says in an exchange whose other end is gone, or was woken."""
+
+
+def _by_exchange(error: BaseException) -> bool:
+    """Did a collective raise it, or what it was raised for?"""
+    causes: BaseException | None = error
+    while causes is not None:
+        if isinstance(causes, RuntimeError) and _BROKEN.search(str(causes)):
+            return True
+        causes = causes.__cause__ or causes.__context__
+    return False
 
 
 class ReplaceableGroup(dist.ProcessGroup):  # type: ignore[misc]
@@ -133,6 +143,10 @@ class Ranks:
             group.cancelled = True
             connected = group.connected
         wake_all(connected, self.rank)
+
+    def broke(self, error: BaseException) -> bool:
+        """Was `error`, which a module raised, an exchange among the ranks that broke, or was ended?"""
+        return self._group is not None and (self._group.cancelled or _by_exchange(error))
 
     def gather(self, values: Tensor) -> Tensor:
         """Everybody's `values`, of equal shape and type, in the order of ranks: shape (ranks, ...). Raises

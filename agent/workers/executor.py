@@ -26,7 +26,7 @@ from openrecycle.agent.stages.op_times import OpSeconds
 from openrecycle.agent.stages.stage import MicroBatch, Stage
 from openrecycle.agent.transport.communicator import Groups
 from openrecycle.agent.transport.group import TransferError, first_line
-from openrecycle.agent.transport.ranks import SiblingError, is_sibling_error
+from openrecycle.agent.transport.ranks import SiblingError
 from openrecycle.agent.transport.script import Script
 from openrecycle.agent.transport.transfers import TransferLayout, Transfers
 from openrecycle.agent.workers.kept_micro_batches import Redo
@@ -328,7 +328,7 @@ class Executor:
 
     def _check_siblings(self, error: Exception) -> None:
         """Raises SiblingError for what a collective of a module raised because another rank has left it."""
-        if self._groups is not None and self._groups.ranks.size > 1 and is_sibling_error(error):
+        if self._groups is not None and self._groups.ranks.broke(error):
             raise SiblingError(f"in a layer: {first_line(error)}") from None
 
     def _forward(self, key: MicroBatch) -> None:
