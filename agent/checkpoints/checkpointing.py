@@ -99,7 +99,8 @@ class Checkpointer:
 
     said: called, also from the writing thread, with (iteration, None) when a checkpoint has become
     whole by this worker's part, and with (iteration, sentence) when it has not been written.
-    interrupted: asked while waiting; training has something more urgent to do then.
+    interrupted: asked while waiting; training has something more urgent to do then. gather: of a worker of several
+    ranks, makes a state without ranks of what each of them calls it with; writes: is this the one that writes it?
     """
 
     def __init__(
@@ -111,7 +112,10 @@ class Checkpointer:
         iterations: int,
         said: Callable[[int, str | None], None],
         interrupted: Callable[[], bool],
+        gather: Callable[[StageState], StageState] = lambda state: state,
+        writes: bool = True,
     ) -> None:
+        self._gather, self._writes = gather, writes
         self._options, self._origin, self._stage = options, origin, stage
         self.layers = layers
         self._iterations = iterations
@@ -130,7 +134,9 @@ class Checkpointer:
         self._write_if_final(committed)
         self._copy = None
         if writes and (last or self.due(committed)) and committed > self._origin.resumed_at:
-            state = optimizer.state()
+            state = self._gather(optimizer.state())
+            if not self._writes:
+                return
             tensors = {name: tensor.to("cpu", copy=True) for name, tensor in state.tensors.items()}
             self._copy = _Copy(committed, attempt, self.layers, StageState(state.document, tensors))
 

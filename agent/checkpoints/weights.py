@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from openrecycle.agent.checkpoints.checkpoint import CheckpointError, reason_of, whole_checkpoints
 from openrecycle.agent.models.layers import build_layer
@@ -27,14 +27,13 @@ class WeightsError(RuntimeError):
     """The weights could not be written; the sentence says where and why."""
 
 
-def save_weights(folder: str, layer: int, module: nn.Module, averages: Mapping[str, Tensor] | None = None) -> None:
-    """Writes the module's state dict, by its names, wholly or not at all; with averages, in place of the parameters
-    that have one, to a file of its own. Raises WeightsError."""
-    file = weights_file(folder, layer, averaged=averages is not None)
+def save_weights(folder: str, layer: int, state: Mapping[str, Any], *, averaged: bool = False) -> None:
+    """Writes a layer's state dict, by its names, wholly or not at all. averaged: with moving averages in place of the
+    parameters, to a file of its own. Raises WeightsError."""
+    file = weights_file(folder, layer, averaged=averaged)
     partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        state = module.state_dict() | dict(averages or {})
         # On the CPU, so that they can be read where there is no such device.
         tensors = {name: value.cpu() for name, value in state.items() if isinstance(value, Tensor)}
         others = {n: encode(value, n, tensors) for n, value in state.items() if not isinstance(value, Tensor)}

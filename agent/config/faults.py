@@ -37,8 +37,8 @@ class Kill:
 
     @classmethod
     def parse(cls, text: str, job: Job, *, field: str = "--kill", ranks: int = 1) -> Kill:
-        """`W1_2@10:F3`; `F3` is the worker's own pipeline's micro-batch 3, `F1.3` that of pipeline 1. `W1_2.1@10:F3` kills its
-        rank 1 of `ranks`.
+        """`W1_2@10:F3`; `F3` is the worker's own pipeline's micro-batch 3, `F1.3` that of pipeline 1.
+        `W1_2.1@10:F3`: its rank 1, of `ranks`.
 
         Raises InputError naming what is wrong.
         """
@@ -105,7 +105,9 @@ class FaultInjector:
 
     def __init__(self, worker: Worker, kills: list[Kill], last_words: Callable[[], None], rank: int = 0) -> None:
         """last_words: run just before the SIGKILL, to say when it happened."""
-        self._points = {(k.iteration, k.kind, k.pipeline, k.micro_batch) for k in kills if (k.worker, k.rank) == (worker, rank)}
+        self._points = {
+            (k.iteration, k.kind, k.pipeline, k.micro_batch) for k in kills if (k.worker, k.rank) == (worker, rank)
+        }
         self._last_words = last_words
 
     def before(self, iteration: int, kind: str, pipeline: int = -1, micro_batch: int = -1) -> None:

@@ -323,7 +323,10 @@ class TrainingOptions(OptionGroup):
 
     @cached_property
     def kills(self) -> tuple[Kill, ...]:
-        return tuple(Kill.parse(text, self.job, field="faults.kill", ranks=self.platform.ranks_per_worker) for text in self.faults.kill)
+        return tuple(
+            Kill.parse(text, self.job, field="faults.kill", ranks=self.platform.ranks_per_worker)
+            for text in self.faults.kill
+        )
 
     @cached_property
     def rejoins(self) -> tuple[Rejoin, ...]:

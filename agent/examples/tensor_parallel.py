@@ -1,6 +1,6 @@
 """The small GPT of agent.examples.gpt, each of whose blocks is split over the ranks of a worker.
 
-    openrecycle train --ranks-per-worker 2 --workload agent.examples.tensor_parallel:Gpt
+openrecycle train --ranks-per-worker 2 --workload agent.examples.tensor_parallel:Gpt
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x: (batch, sequence, width); returns the same shape."""
         normed = self.norm1(x)
-        q, k, v = (part(normed).unflatten(-1, (-1, self.head_width)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        q, k, v = (
+            part(normed).unflatten(-1, (-1, self.head_width)).transpose(1, 2) for part in (self.q, self.k, self.v)
+        )
         attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.dropout(self.out(attended.transpose(1, 2).flatten(2)))
         y: Tensor = x + self.dropout(self.down(functional.gelu(self.up(self.norm2(x)))))

@@ -24,6 +24,7 @@ from openrecycle.agent.models.workload import Workload
 from openrecycle.agent.stages.gradients import gradient_sum
 from openrecycle.agent.stages.optimizer import (
     BUCKET_BYTES,
+    ELEMENTWISE,
     NamedParameters,
     StageOptimizer,
     make_optimizer,
@@ -55,6 +56,8 @@ def check_workload(workload: Workload, options: TrainingOptions, share: float = 
         shapes = _check_layers(workload, sum(partition), options.seed)
         by_stage = [[named for layer in span for named in shapes[layer]] for span in spans(partition)]
         kept = _check_optimizer(workload, by_stage, options.optimization)
+        if options.platform.ranks_per_worker > 1:
+            _check_splits(workload, by_stage[0], options.platform.ranks_per_worker)
         if options.platform.device == "cpu":
             _check_memory(by_stage, kept, options, share)
 
@@ -180,6 +183,18 @@ def _build(workload: Workload, layers: int, seed: int) -> list[NamedParameters]:
 
 
 # -- the optimizer ----------------------------------------------------------------------------
+
+
+def _check_splits(workload: Workload, shapes: NamedParameters, ranks: int) -> None:
+    """Can its layers be split over ranks, and its optimizer step their parts? Raises InputError."""
+    field = "platform.ranks_per_worker"
+    if not hasattr(workload, "parallelize"):
+        name = type(workload).__name__
+        raise InputError(field, ranks, f"1, or a workload with `parallelize(layer, mesh)`, which {name} has not")
+    kind = type(make_optimizer(workload.optimizer, shapes))
+    if not kind.__module__.startswith("torch.optim") or kind.__name__ not in ELEMENTWISE:
+        expected = f"1 with {kind.__name__}: each rank steps its part of a parameter, so each element by itself"
+        raise InputError(field, ranks, expected)
 
 
 class _Kept(NamedTuple):

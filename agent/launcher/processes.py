@@ -65,9 +65,10 @@ class WorkerProcess:
     spoke: it has said something. fenced: it was held for dead while it still is a process: whatever it
     says is void. since: the generation with which it came to its place; what it says of earlier ones concerns
     its place before, came_from. slot: the lowest number that no other process of this node had at its
-    start, so also its GPU's where it has one; slots: of all its ranks. whole: it has all of its stage's state. siblings: the processes
-    of its ranks above 0, which live and die with it (agent.workers.rank_relay); meeting: a folder where they find each
-    other at their start. lived_at: when its system last showed that it is at work. stopped: by a signal. looked_at: when that was asked last.
+    start, so also its GPU's where it has one; slots: of all its ranks. whole: it has all of its stage's state.
+    siblings: the processes of its ranks above 0, which live and die with it (agent.workers.rank_relay); meeting: a
+    folder where they find each other at their start. lived_at: when its system last showed that it is at work. stopped:
+    by a signal. looked_at: when that was asked last.
     op_limit: seconds that any of its ops may take. current: what it said last that it is at. excused_until:
     then it is time that it was through with that, whose peers were late, too. heard: number of its newest message that
     counts, where its node numbers them. send: takes what is posted; None: it goes to the process at once. elsewhere: on
@@ -207,7 +208,7 @@ class ProcessPool:
         def launch(rank: int, *pipes: Any) -> ProcessHandle:
             own, name = spec, f"{worker}.{rank}" if ranks > 1 else str(worker)
             if hasattr(spec, "slot"):
-                own = replace(spec, slot=slots[rank], rank=rank, meeting=meeting and os.path.join(meeting, "store"))
+                own = replace(spec, slot=slots[rank], rank=rank, meeting=meeting and f"{meeting}/store")
             process = self.context.Process(target=self._target, args=(own, *pipes), name=name, daemon=True)
             process.start()
             return process

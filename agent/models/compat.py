@@ -59,6 +59,14 @@ def gloo_group(store: Any, rank: int, size: int, *, timeout: timedelta, address:
     return gloo(store, rank, size, options)
 
 
+def process_group(backend: Any, store: Any, rank: int, size: int) -> Any:
+    """A ProcessGroup over a gloo backend: it has the collectives that modules call, which a backend lacks in part."""
+    group: Any = dist.ProcessGroup(store, rank, size)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    return group
+
+
 def nccl_group(store: Any, rank: int, size: int, *, timeout: timedelta) -> Any:
     """A ProcessGroupNCCL. It is given no device: it would make one communicator for all pairs of ranks, in which
     messages of different pairs wait for each other."""

@@ -75,7 +75,7 @@ class ReplaceableGroup(dist.ProcessGroup):  # type: ignore[misc]
         self.cancelled = False
         self._name = ""
 
-    def getBackendName(self) -> str:  # noqa: N802 -- torch's name
+    def getBackendName(self) -> str:
         return BACKEND
 
     def _set_group_name(self, name: str) -> None:
@@ -105,6 +105,7 @@ class Ranks:
         self.rank, self.size = rank, size
         self.mesh: Any = None
         self._group: ReplaceableGroup | None = None
+        self._gloo: Any = None
         self._lock = threading.Lock()
 
     @classmethod
@@ -114,7 +115,11 @@ class Ranks:
         ranks = cls(rank, size)
         if size > 1:
             store = dist.FileStore(meeting, size)
-            dist.Backend.register_backend(BACKEND, lambda _store, r, n, _timeout: ReplaceableGroup(r, n), devices=["cpu"])
+
+            def make(_store: Any, rank: int, size: int, _timeout: Any) -> ReplaceableGroup:
+                return ReplaceableGroup(rank, size)
+
+            dist.Backend.register_backend(BACKEND, make, devices=["cpu"])
             dist.init_process_group(BACKEND, store=dist.PrefixStore("torch", store), rank=rank, world_size=size)
             ranks._group = dist.group.WORLD
             ranks.connect(dist.PrefixStore("first", store), timeouts)
@@ -128,11 +133,12 @@ class Ranks:
         if self._group is None:
             return
         # All ranks of a worker are on one node.
-        made = compat.gloo_group(
-            store, self.rank, self.size, timeout=timedelta(seconds=timeouts.group), address="127.0.0.1"
-        )
+        seconds = timedelta(seconds=timeouts.group)
+        gloo = compat.gloo_group(store, self.rank, self.size, timeout=seconds, address="127.0.0.1")
+        group = compat.process_group(gloo, store, self.rank, self.size)
         with self._lock:
-            self._group.connected, self._group.cancelled = made, False
+            self._gloo = gloo
+            self._group.connected, self._group.cancelled = group, False
 
     def cancel(self) -> None:
         """Makes every wait for another rank fail within milliseconds, until `connect`. From any thread."""
@@ -141,8 +147,8 @@ class Ranks:
             if group is None or group.connected is None or group.cancelled:
                 return
             group.cancelled = True
-            connected = group.connected
-        wake_all(connected, self.rank)
+            gloo = self._gloo
+        wake_all(gloo, self.rank)
 
     def broke(self, error: BaseException) -> bool:
         """Was `error`, which a module raised, an exchange among the ranks that broke, or was ended?"""
@@ -157,7 +163,7 @@ class Ranks:
         rows[self.rank] = values
         try:
             # Zeros are added, which rounds nothing.
-            self._group.connected.allreduce([rows]).wait()
+            self._gloo.allreduce([rows]).wait()
         except RuntimeError as error:
             raise SiblingError(f"among the ranks of this worker: {first_line(error)}") from None
         return rows

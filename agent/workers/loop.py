@@ -11,10 +11,13 @@ only adds workers interrupts nothing: all leave at the same boundary, with nothi
 
 from __future__ import annotations
 
+import functools
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -28,7 +31,9 @@ from openrecycle.agent.config.timeouts import ALIVE_SECONDS
 from openrecycle.agent.messages.channel import GenerationSpec, WorkerChannel
 from openrecycle.agent.messages.log_tail import LogTail
 from openrecycle.agent.models.layers import Partition, Span, layer_count, layer_of, partition_of, tied_of
+from openrecycle.agent.models.parallelized import gathered, gathered_tensors, part_of_rank
 from openrecycle.agent.models.stage_io import CPU, StageCuts, layer_io_of
+from openrecycle.agent.models.state import StageState
 from openrecycle.agent.models.workload import Workload
 from openrecycle.agent.monitoring.heartbeat import Status
 from openrecycle.agent.monitoring.liveness import AT_REST
@@ -37,7 +42,7 @@ from openrecycle.agent.stages.assembly import assemble, reassemble
 from openrecycle.agent.stages.optimizer import stage_optimizer
 from openrecycle.agent.stages.post_validation import ValidationResult
 from openrecycle.agent.transport.communicator import Communicator, Groups
-from openrecycle.agent.transport.group import TransferError
+from openrecycle.agent.transport.group import TransferError, first_line
 from openrecycle.agent.transport.ranks import SiblingError
 from openrecycle.agent.transport.script import Script
 from openrecycle.agent.workers.executor import Executor, Interrupted, OpError
@@ -51,6 +56,8 @@ from openrecycle.agent.workers.tied import TiedSums
 from openrecycle.agent.workers.validation_exchange import Steps
 from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.plans.plan import Plan
+
+T = TypeVar("T")
 
 _JOINING = -1
 WAIT_SECONDS = 0.5
@@ -96,7 +103,7 @@ class WorkerLoop:
         if not spec.joins:
             self._state.holds_everything()
             if origin is not None and origin.resumed is not None:
-                self._optimizer.load_state(load_layers(Path(origin.resumed), self._cuts.span(me.stage)))
+                self._load(load_layers(Path(origin.resumed), self._cuts.span(me.stage)))
         self._generation = 0
         self._evaluated = self._evaluated_by_all = 0
         """The newest iteration before which this worker has evaluated, and as far as is known every worker."""
@@ -147,7 +154,7 @@ class WorkerLoop:
         if origin is not None:
             self._checkpointer = Checkpointer(
                 *(options.checkpoints, origin, me.stage, len(self._cuts.span(me.stage)), self._iterations),
-                *(self._say_checkpoint, self._superseded),
+                *(self._say_checkpoint, self._superseded, self._whole_state, self._communicator.ranks.rank == 0),
             )
         self._status.take_op_milliseconds = self._executor.times.take
         self._status.timeline = self._executor.timeline
@@ -173,10 +180,30 @@ class WorkerLoop:
         if origin is not None:
             origin = replace(origin, resumed=orders.restore, resumed_at=int(state.document["committed"]))
         self._take_place(orders.cell, origin)
-        self._optimizer.load_state(state)
+        self._load(state)
         self._state.holds_everything()
         if cuts != before:
             self._say_rearranged(self._optimizer.committed, 0.0)
+
+    def _load(self, state: StageState) -> None:
+        """Of a checkpoint. Raises StateError."""
+        self._optimizer.load_state(part_of_rank(self._optimizer.module, state) if self._several else state)
+
+    def _whole_state(self, state: StageState) -> StageState:
+        """Without ranks; they all call it. Raises TransferError."""
+        return self._among_ranks(lambda: gathered(self._optimizer.module, state)) if self._several else state
+
+    def _among_ranks(self, exchange: Callable[[], T]) -> T:
+        try:
+            return exchange()
+        except RuntimeError as error:
+            if self._communicator.ranks.broke(error):
+                raise SiblingError(first_line(error)) from None
+            raise
+
+    @property
+    def _several(self) -> bool:
+        return self._communicator.ranks.size > 1
 
     def run(self) -> None:
         """Returns when the launcher says that the job is over."""
@@ -281,17 +308,27 @@ class WorkerLoop:
         # Others may still be at work, and a death among them may need this worker once more.
         self._status.phase = "draining"
         if self._options.weights is not None and self._me == min(w for w in whole if w.stage == self._me.stage):
-            averages = self._optimizer.averages()
-            for layer, module in self._optimizer.module.layers:
-                save_weights(str(self._options.weights), layer, module)
-                if own := {n.partition(".")[2]: a for n, a in averages.items() if layer_of(n) == layer}:
-                    save_weights(str(self._options.weights), layer, module, own)
+            self._save_weights(str(self._options.weights))
         # One that has not got all of its state yet has no parameters to compare.
         sha256 = "" if self._me in joining else self._optimizer.parameters_sha256()
         self._channel.say("done", generation=orders.generation, sha256=sha256)
         self._channel.wait_for_generation(orders.generation)
         if self._superseded():
             raise Interrupted
+
+    def _save_weights(self, folder: str) -> None:
+        averages = self._optimizer.averages()
+        for layer, module in self._optimizer.module.layers:
+            state = module.state_dict()
+            own = {n.partition(".")[2]: a for n, a in averages.items() if layer_of(n) == layer}
+            if self._several:
+                state = self._among_ranks(functools.partial(gathered_tensors, module, state))
+                own = self._among_ranks(functools.partial(gathered_tensors, module, own))
+            if self._communicator.ranks.rank:
+                continue
+            save_weights(folder, layer, state)
+            if own:
+                save_weights(folder, layer, state | own, averaged=True)
 
     def _settle_in(self, orders: GenerationSpec) -> None:
         """Becomes the worker of the place, the layers and the checkpoint that a generation asks for."""
@@ -324,7 +361,7 @@ class WorkerLoop:
             self._pace = profile_pace(job, self._me, living)
             self._executor.set_pace(self._pace)
 
-    def _agree(self, groups: Groups, living: list[Worker], target: Partition) -> Agreement:
+    def _agree(self, groups: Groups, living: list[Worker], target: Partition) -> Agreement[Worker]:
         """Compares what everybody has, and takes up what follows: rolls back, settles the last step
         where it is in doubt, and where anybody has the layers of `target` already, takes them into use: all have
         what they need for it then. Raises NoAgreementError."""
@@ -341,12 +378,12 @@ class WorkerLoop:
             self._cuts = replace(self._cuts, partition=target)
             self._take_place(self._me, self._origin)
         check_alike({w: row[3:front] for w, row in rows.items()})
-        agreement = agree(
+        members = agree(
             {w: None if row[0] == _JOINING else row[0] for w, row in rows.items()},
             {w for w, row in rows.items() if row[0] != _JOINING and row[1]},
             attempt=self._generation,
         )
-        members, agreement = agreement, agreement.of_rank(groups.ranks.rank)
+        agreement = members.of_rank(groups.ranks.rank)
         if self._me in agreement.anew:
             self._state.forget()
         elif self._me in agreement.roll_back:
@@ -378,7 +415,9 @@ class WorkerLoop:
                 coming.lost = False  # the step that it has missed is one that nobody has taken
         self._steps.beside = [coming.optimizer for coming in self._coming.values()]
 
-    def _begin_moves(self, groups: Groups, agreement: Agreement, living: list[Worker], target: Partition) -> bool:
+    def _begin_moves(
+        self, groups: Groups, agreement: Agreement[Worker], living: list[Worker], target: Partition
+    ) -> bool:
         """Has the layers come that this worker will need, and gives away those that others will. Returns whether
         anything moves. Raises TransferError."""
         options = self._options
@@ -461,7 +500,7 @@ class WorkerLoop:
     def _say_hand_over(self, text: str) -> None:
         self._channel.say("hand_over", text=text)
 
-    def _hand_over(self, groups: Groups, agreement: Agreement, interim: Plan | None) -> frozenset[Worker]:
+    def _hand_over(self, groups: Groups, agreement: Agreement[Worker], interim: Plan | None) -> frozenset[Worker]:
         """Has those that lack state begin to take it from their peers. Returns who goes on to lack some while
         `interim` is run; nobody where all have waited until everything was there.
 
@@ -503,7 +542,7 @@ class WorkerLoop:
             self._server.close()
             self._server = None
 
-    def _compare_finished(self, groups: Groups, agreement: Agreement) -> Redo | None:
+    def _compare_finished(self, groups: Groups, agreement: Agreement[Worker]) -> Redo | None:
         """What is left of the iteration agreed on; None: all of it."""
         if not self._options.faults.keep_finished:
             return None

@@ -27,7 +27,6 @@ _ONCE_ALL_HAVE: Mapping[str, tuple[str, ...]] = {
     "committed": ("generation", "iteration"),
     "rearranged": ("generation", "iteration"),
     "parameters": ("generation", "iteration"),
-    "checkpoint": ("at_iteration",),
     "left": ("generation",),
     "done": ("generation",),
 }
@@ -53,7 +52,6 @@ _MERGED: Mapping[str, Callable[[Sequence[Any]], Any]] = {
     "sha256": _all_hashes,
     "stall_ms": max,
     "at": max,
-    "problem": lambda problems: next((p for p in problems if p), None),
     "skipped": lambda parts: sorted({number for part in parts for number in part}),
 }
 """What becomes of a field that ranks may fill differently; of others, rank 0's is taken."""
@@ -95,7 +93,7 @@ class MergedMessages:
     def _forget(self, generation: int) -> None:
         """What some ranks have said in an earlier one all won't say any more: they have left it."""
         for known in (self._waiting, self._said):
-            for key in [k for k in known if k[0] not in ("ready", "alive", "held", "checkpoint") and k[1:2] and k[1] < generation]:
+            for key in [k for k in known if k[0] not in ("ready", "alive", "held") and k[1:2] and k[1] < generation]:
                 known.pop(key) if isinstance(known, dict) else known.discard(key)
 
 

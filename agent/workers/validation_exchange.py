@@ -154,7 +154,8 @@ class Steps:
                 # After all peers of each rank have reduced, so that what is told is true of all ranks.
                 numbers = [float(incomplete), float(slot.rejected), *slot.squared_norms]
                 rows = ranks.gather(torch.tensor(numbers, dtype=torch.float64)).tolist()
-                incomplete, told = int(max(row[0] for row in rows)), _whole([Slot(tuple(r[2:]), int(r[1])) for r in rows])
+                incomplete = int(max(row[0] for row in rows))
+                told = _whole([Slot(tuple(norms), int(rejected)) for _, rejected, *norms in rows])
             exchange = _Exchange(self._groups, self._paths, self._norms, iteration, told, incomplete)
             self._sent.append((iteration, exchange.sent))
             if ahead_of_validation:

@@ -273,7 +273,7 @@ def _handed_on(
     trained.roll_back()
     hashes.append(trained.parameters_sha256())
     with tempfile.TemporaryDirectory() as folder:
-        save_weights(folder, me.stage, dict(other.module.layers)[me.stage])
+        save_weights(folder, me.stage, dict(other.module.layers)[me.stage].state_dict())
         module = workload.build_stage(me.stage, JOB.stages, 1)
         module.load_state_dict(load_weights(folder, me.stage))
         assert all(t.device.type == "cpu" for t in load_weights(folder, me.stage).values())

@@ -39,7 +39,7 @@ class Counted(nn.Module):
 
 def test_a_state_dict_is_read_as_it_was_written(tmp_path: Path) -> None:
     module, other = Counted(), Counted(9)
-    save_weights(str(tmp_path), 4, module)
+    save_weights(str(tmp_path), 4, module.state_dict())
     other.load_state_dict(load_weights(str(tmp_path), 4))
     mine, theirs = module.state_dict(), other.state_dict()
     assert other.count == 3
@@ -50,7 +50,7 @@ def test_a_state_dict_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 def test_other_readers_find_the_modules_names(tmp_path: Path) -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    save_weights(str(tmp_path), 0, module)
+    save_weights(str(tmp_path), 0, module.state_dict())
     found = load_file(weights_file(str(tmp_path), 0))
     module.load_state_dict(found)
     assert sorted(found) == sorted(module.state_dict())
@@ -59,7 +59,7 @@ def test_other_readers_find_the_modules_names(tmp_path: Path) -> None:
 def test_whoever_may_read_other_files_may_read_these(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
-        save_weights(str(tmp_path), 0, nn.Linear(2, 2))
+        save_weights(str(tmp_path), 0, nn.Linear(2, 2).state_dict())
     finally:
         os.umask(before)
     (file,) = tmp_path.iterdir()
@@ -68,7 +68,7 @@ def test_whoever_may_read_other_files_may_read_these(tmp_path: Path) -> None:
 
 def test_what_can_t_be_written_is_named_and_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match=r"layer 2.*_extra_state"):
-        save_weights(str(tmp_path), 2, _Odd())
+        save_weights(str(tmp_path), 2, _Odd().state_dict())
     assert list(tmp_path.iterdir()) == []
 
 
@@ -78,7 +78,7 @@ class _Odd(nn.Module):
 
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
-    save_weights(str(tmp_path), 0, nn.Linear(2, 2))
+    save_weights(str(tmp_path), 0, nn.Linear(2, 2).state_dict())
     file = weights_file(str(tmp_path), 0)
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(StateError, match=file.name):
