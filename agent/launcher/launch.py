@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import wait
@@ -484,9 +485,26 @@ class Launcher:
             return
         self._record.died(entry.worker, detected)
         self._coordination.exited(entry.worker, entry.incarnation, entry.ending)
-        if not self._pool.running:
+        if self._pool.running:
+            self._use_spares(entry)
+        else:
             # Whatever the coordination decides: all weights went with them.
             raise JobFailed(f"no worker process is left; the last one, {entry.worker}, {entry.ending}")
+
+    def _use_spares(self, ended: WorkerProcess) -> None:
+        """Ranks that lost a sibling make a worker again, where there are enough of them on a node: of the stage that has
+        the fewest."""
+        self._pool.spare(ended)
+        ranks, cells = self._options.platform.ranks_per_worker, self._options.job.workers()
+        if ranks == 1 or self._deployed is None:
+            return
+        living = Counter(w.stage for w in self._pool.running)
+        free = sorted((w for w in cells if w not in self._pool.running), key=lambda w: (living[w.stage], w))
+        place = next((p for w in free if (p := self._pool.vacancy(w, cells)) is not None), None)
+        if place is None or (node := self._pool.take_spares(ranks)) is None:
+            return
+        self._listener({"warning": f"ranks that lost another one of their worker make one again, {place}"})
+        self._start(place, joins=True, node=node)
 
     def _certain(self, recorded: RecordedProgress) -> None:
         for iteration in recorded.iterations:
@@ -748,11 +766,11 @@ class Launcher:
             text = f"none of the workers has been heard for {nobody:.0f} s: they are suspended, or cut off; waiting"
             self._listener({"warning": text})
 
-    def _start(self, cell: Worker, *, joins: bool) -> None:
+    def _start(self, cell: Worker, *, joins: bool, node: int | None = None) -> None:
         def spec(incarnation: str) -> WorkerSpec:
             return WorkerSpec(cell, incarnation, self._spec, joins)
 
-        self._pool.start(cell, spec, time.monotonic()).whole = not joins
+        self._pool.start(cell, spec, time.monotonic(), node).whole = not joins
 
     def _end_workers(self) -> None:
         for entry in list(self._pool.running.values()):

@@ -131,16 +131,37 @@ class WorkerProcess:
                     os.kill(process.pid, signal.SIGKILL)
 
     @property
-    def ending(self) -> str:
-        """In words, how the process ended; of several ranks that one which ended first."""
+    def first_end(self) -> tuple[int, int | None]:
+        """(rank, exit code) of the rank that has ended first."""
         ranks = enumerate((self.process, *self.siblings))
         first = next(((n, p.exitcode) for n, p in ranks if p.exitcode not in (None, channel.ORPHANED)), None)
-        rank, code = (0, self.process.exitcode) if first is None else first
+        return (0, self.process.exitcode) if first is None else first
+
+    @property
+    def ending(self) -> str:
+        """In words, how the process ended."""
+        rank, code = self.first_end
         whose = f" (its rank {rank})" if self.siblings else ""
         if code is not None and code < 0:
             with contextlib.suppress(ValueError):
                 return f"was killed by {signal.Signals(-code).name}{whose}"
         return f"ended with exit code {code}{whose}" + (f" ({self.error})" if self.error else "")
+
+    @property
+    def spare_ranks(self) -> int:
+        """Of a worker that has ended: how many of its ranks had to end because another one had. Where they ran, others
+        can."""
+        return 0 if self.fenced else len(self._spare_slots)
+
+    @property
+    def _spare_slots(self) -> tuple[int, ...]:
+        processes = zip(self.slots, (self.process, *self.siblings), strict=False)
+        return tuple(slot for slot, process in processes if process.exitcode == channel.ORPHANED)
+
+    @property
+    def hurt_slots(self) -> frozenset[int]:
+        """Of the ranks that did not end for another's sake."""
+        return frozenset(self.slots) - frozenset(self._spare_slots)
 
     def join(self) -> None:
         """Returns when it has ended, with all its ranks: each ends when another one of them has."""
@@ -190,15 +211,23 @@ class ProcessPool:
         self.context = multiprocessing.get_context("forkserver")
         self._target = target
         self.running: dict[Worker, WorkerProcess] = {}
+        self._spares: dict[int, int] = {}
+        """By node, ranks that run nothing since another one of their worker has ended."""
+        self._hurt: set[int] = set()
+        """Slots of those that have ended by themselves."""
         self._aside: list[WorkerProcess] = []
 
-    def start(self, worker: Worker, make_spec: Callable[[str], Any], now: float) -> WorkerProcess:
-        """Starts a process for `worker`; make_spec maps its new incarnation to what it is told, to which its
-        slot is added."""
+    def start(
+        self, worker: Worker, make_spec: Callable[[str], Any], now: float, node: int | None = None
+    ) -> WorkerProcess:
+        """Starts a process for `worker`, or one for each of its ranks; make_spec maps its new incarnation to what it is
+        told, to which its slot is added. node: see `take_spares`; None: where its place is."""
         incarnation = uuid.uuid4().hex[:16]
         ours, theirs = self.context.Pipe(duplex=True)
         # Those put aside still hold what they held, until they have ended.
         taken = {slot for entry in self.entries if not entry.elsewhere for slot in entry.slots}
+        if node is not None:
+            taken |= self._hurt
         spec = make_spec(incarnation)
         ranks = getattr(spec, "ranks", 1)
         slots = tuple(itertools.islice((n for n in itertools.count() if n not in taken), ranks))
@@ -223,6 +252,23 @@ class ProcessPool:
         threading.Thread(target=_write_outbox, args=(entry,), name=f"to-{worker}", daemon=True).start()
         self.running[worker] = entry
         return entry
+
+    def spare(self, entry: WorkerProcess) -> None:
+        """Of a worker that has ended: remembers what is left of it."""
+        node = self.node_of(entry)
+        self._spares[node] = self._spares.get(node, 0) + entry.spare_ranks
+        if not entry.elsewhere and entry.siblings:
+            self._hurt |= entry.hurt_slots
+
+    def take_spares(self, ranks: int) -> int | None:
+        """A node on which that many ranks run nothing; they are promised to the caller then. None: there is none."""
+        node = next((node for node, spare in sorted(self._spares.items()) if spare >= ranks), None)
+        if node is not None:
+            self._spares[node] -= ranks
+        return node
+
+    def node_of(self, entry: WorkerProcess) -> int:
+        return 0
 
     def recorded(self, line: dict[str, Any]) -> None:
         """A line of the record, for other nodes (see agent.nodes.pool)."""

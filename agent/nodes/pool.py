@@ -87,6 +87,7 @@ class RemoteProcess:
     def __init__(self, kill: Callable[[], None]) -> None:
         self.pid: int | None = None
         self.exitcode: int | None = None
+        self.spare = 0
         self.sentinel, self._write = os.pipe()
         self._over = threading.Event()
         self._kill = kill
@@ -100,10 +101,10 @@ class RemoteProcess:
     def kill(self) -> None:
         self._kill()
 
-    def ended(self, exitcode: int | None) -> None:
-        """exitcode: None when nobody can know it."""
+    def ended(self, exitcode: int | None, spare: int = 0) -> None:
+        """exitcode: None when nobody can know it. spare: see agent.launcher.processes.WorkerProcess.spare_ranks."""
         if not self._over.is_set():
-            self.exitcode = exitcode
+            self.exitcode, self.spare = exitcode, spare
             self._over.set()
             os.close(self._write)
 
@@ -123,6 +124,10 @@ class RemoteWorker(WorkerProcess):
         if self.node is None:
             return Offset(0, 0)
         return Offset(self.node.clock_offset // 1000, round(self.node.round_trip * 5e5) + 1)
+
+    @property
+    def spare_ranks(self) -> int:
+        return self.process.spare if isinstance(self.process, RemoteProcess) and not self.fenced else 0
 
     @property
     def ending(self) -> str:
@@ -239,7 +244,8 @@ class NodeLink:
                     with self._lock:
                         del self._workers[message["incarnation"]]
                     pipe.close()
-                    process.ended(_exit_code(message["code"]))
+                    spare = message.get("spare")
+                    process.ended(_exit_code(message["code"]), spare if type(spare) is int and 0 < spare < 64 else 0)
         self._break()
 
     def _write(self) -> None:
@@ -575,19 +581,26 @@ class SpreadPool(ProcessPool):
         """Nodes whose acks count: enough nodes know that they belong to the job. None: all."""
         self._job: dict[str, Any] = {}
 
-    def start(self, worker: Worker, make_spec: Callable[[str], Any], now: float) -> WorkerProcess:
+    def start(
+        self, worker: Worker, make_spec: Callable[[str], Any], now: float, node: int | None = None
+    ) -> WorkerProcess:
         links = dict(self._hub.links)
         where = {w: self._where[entry.incarnation] for w, entry in self.running.items()}
         own = self._hub.standing.rank
-        node = stand_in(worker, self._homes[worker], {own, *links}, where)
+        spares = node if node in {own, *links} else None
+        node = stand_in(worker, self._homes[worker], {own, *links}, where) if spares is None else spares
         if node == own:
-            entry = super().start(worker, lambda i: replace(make_spec(i), address=self._hub.host), now)
+            entry = super().start(worker, lambda i: replace(make_spec(i), address=self._hub.host), now, spares)
             self._hold_back(entry)
         else:
             entry = self._start_there(links[node], worker, make_spec, now)
             self.running[worker] = entry
         self._where[entry.incarnation] = node
         return entry
+
+    def node_of(self, entry: WorkerProcess) -> int:
+        node = entry.node if isinstance(entry, RemoteWorker) else None
+        return self._hub.standing.rank if node is None else node.rank
 
     def adopt(self, entry: WorkerProcess) -> None:
         """A worker of this node, which was started for the lead before."""

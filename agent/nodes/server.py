@@ -295,10 +295,12 @@ class NodeServer:
     def _ended(self, incarnation: str) -> None:
         self._pass_on(incarnation)
         entry = self._entries.pop(incarnation)
-        entry.process.join()
+        entry.join()
         if self._pool is not None:
             self._pool.forget(entry)
-        item = {"kind": "exited", "incarnation": incarnation, "code": entry.process.exitcode}
+            self._pool.spare(entry)
+        about = {"code": entry.first_end[1], "spare": entry.spare_ranks}
+        item = {"kind": "exited", "incarnation": incarnation, **about}
         self._said.setdefault(incarnation, deque()).append(item)
         self._tell(item)
 
@@ -370,7 +372,8 @@ class NodeServer:
             self._pool = ProcessPool(worker.main, preload(spec.run.workload))
         # The pool files processes by cell; here one cell may have several, as workers migrate.
         self._started += 1
-        entry = self._pool.start(Worker(self._started, spec.worker.stage), lambda _: spec, time.monotonic())
+        spares = self._pool.take_spares(spec.ranks) if spec.joins and spec.ranks > 1 else None
+        entry = self._pool.start(Worker(self._started, spec.worker.stage), lambda _: spec, time.monotonic(), spares)
         entry.incarnation = spec.incarnation
         self._entries[spec.incarnation] = entry
 
