@@ -492,8 +492,8 @@ class Launcher:
             raise JobFailed(f"no worker process is left; the last one, {entry.worker}, {entry.ending}")
 
     def _use_spares(self, ended: WorkerProcess) -> None:
-        """Ranks that lost a sibling make a worker again, where there are enough of them on a node: of the stage that has
-        the fewest."""
+        """Ranks that lost a sibling make a worker again, where a node has enough of them: of the stage that has the
+        fewest."""
         self._pool.spare(ended)
         ranks, cells = self._options.platform.ranks_per_worker, self._options.job.workers()
         if ranks == 1 or self._deployed is None:

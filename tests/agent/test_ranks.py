@@ -1,0 +1,155 @@
+"""Workers of several ranks, tensor parallel: the same bits through the death of any rank, and no rank idles."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from openrecycle.agent.config.faults import Kill
+from openrecycle.agent.config.options import TrainingOptions
+from openrecycle.agent.config.settings import OptionGroup
+from openrecycle.agent.examples.gpt import Gpt
+from openrecycle.agent.jobs.preflight import check_workload
+from openrecycle.agent.workers.rank_relay import MergedMessages
+from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.jobs.job import Job, Worker
+from tests.agent.runs import Run, forked
+from tests.conftest import at_length
+
+ITERATIONS = 6
+JOB = Job.uniform(3, 2, 3)
+
+
+def two_ranks(record: Path, *arguments: str, iterations: int = ITERATIONS, grid: str = "3x2") -> Run:
+    """A small tensor-parallel model on workers of two ranks each; the first steps are clipped, after the fact."""
+    pipelines, stages = grid.split("x")
+    return forked(
+        record,
+        *("--pipelines", pipelines, "--stages", stages, "--micro-batches", "3", "--iterations", str(iterations)),
+        *("--workload", "agent.examples.tensor_parallel:Gpt", "--ranks-per-worker", "2", "--clip-norm", "0.5"),
+        *("--workload-options", '{"width": 32, "heads": 2, "sequence": 16, "batch": 2}', *arguments),
+    )
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    run = two_ranks(tmp_path_factory.mktemp("ranks") / "reference.jsonl")
+    assert run.status == 0, run.errors
+    return run
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "kills",
+    [
+        "W1_1.1@2:F1",
+        at_length("W0_0.1@3:R"),
+        at_length("W2_1@0:F0"),
+        "W0_0@3:O",
+        at_length("W1_0.1@4:I2"),
+        at_length("W0_1@2:V"),
+        at_length("W1_1.1@2:F1 W1_1@2:F1"),
+    ],
+)
+def test_the_death_of_a_rank(kills: str, reference: Run, tmp_path: Path) -> None:
+    run = two_ranks(tmp_path / "run.jsonl", *(part for kill in kills.split() for part in ("--kill", kill)))
+    assert run.status == 0, run.errors
+    assert run.losses == reference.losses and run.final == reference.final
+    assert {failure["worker"] for failure in run.failures} == {kills[:4]}
+    assert run.iterations[-1]["living"] == 5 and run.iterations[-1]["generation"] == 2
+
+
+@pytest.mark.processes
+def test_two_hurt_workers_make_a_whole_one(tmp_path: Path) -> None:
+    """Of any stage: the ranks that are left are worth one worker, which takes its state from a peer."""
+    kills = ("--kill", "W1_1.1@1:F1", "--kill", "W0_0@2:I1")
+    hurt, whole = (two_ranks(tmp_path / f"{len(k)}.jsonl", *k, iterations=40) for k in (kills, ()))
+    assert hurt.status == 0, hurt.errors
+    assert hurt.losses == whole.losses and hurt.final == whole.final
+    assert [line["living"] for line in hurt.iterations][2] == 4
+    assert hurt.iterations[-1]["living"] == 5
+
+
+@pytest.mark.processes
+def test_a_checkpoint_knows_no_ranks(reference: Run, tmp_path: Path) -> None:
+    """What two ranks have written one can go on from, and two go on to the same bits."""
+    folder, weights = tmp_path / "checkpoints", tmp_path / "weights"
+    options = ("--checkpoint", str(folder), "--checkpoint-every", "3")
+    run = two_ranks(tmp_path / "first.jsonl", *options, "--weights", str(weights), "--kill", "W0_1.1@1:F1")
+    assert run.status == 0 and run.final == reference.final, run.errors
+    shutil.rmtree(folder / "iteration-0000000006")
+    again = two_ranks(tmp_path / "again.jsonl", *options, "--resume", "newest", "--weights", str(tmp_path / "again"))
+    assert again.status == 0 and again.final == reference.final, again.errors
+    for file in weights.iterdir():
+        assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes()
+    shutil.rmtree(folder / "iteration-0000000006")
+    alone = two_ranks(tmp_path / "alone.jsonl", *options, "--resume", "newest", "--ranks-per-worker", "1")
+    assert alone.status == 0, alone.errors
+    ours, theirs = (float.fromhex(r.losses[-1]) for r in (alone, reference))
+    assert ours == pytest.approx(theirs, rel=1e-5)  # the sums of a product are cut elsewhere
+
+
+# -- without processes ------------------------------------------------------------------------
+
+
+def _options(**platform: Any) -> TrainingOptions:
+    group: type[OptionGroup] = TrainingOptions.__dataclass_fields__["platform"].default_factory  # type: ignore[assignment]
+    return TrainingOptions(job=JOB, platform=group(**platform))
+
+
+def test_a_model_that_can_not_be_split_is_refused() -> None:
+    with pytest.raises(InputError) as refused:
+        check_workload(Gpt(width=32, heads=2, sequence=16), _options(ranks_per_worker=2))
+    assert refused.value.field == "platform.ranks_per_worker"
+
+
+def test_a_kill_names_a_rank() -> None:
+    kill = Kill.parse("W1_1.1@2:F1", JOB, ranks=2)
+    assert (kill.worker, kill.rank, kill.iteration, kill.kind) == (Worker(1, 1), 1, 2, "F")
+    assert Kill.parse("W1_1@2:F1", JOB).rank == 0
+    with pytest.raises(InputError):
+        Kill.parse("W1_1.2@2:F1", JOB, ranks=2)
+
+
+def test_a_worker_says_what_all_its_ranks_have_said() -> None:
+    merged = MergedMessages(3)
+    said = [{"kind": "committed", "generation": 1, "iteration": 4, "at": at, "skipped": [at]} for at in (5, 9, 7)]
+    assert merged.take(1, said[1]) is None
+    assert merged.take(0, said[0]) is None
+    assert merged.take(2, said[2]) == {**said[0], "at": 9, "skipped": [5, 7, 9]}
+
+
+def test_what_one_rank_can_not_finish_the_worker_has_not_done() -> None:
+    """It is done again in the next generation, and said then."""
+    merged = MergedMessages(2)
+    assert merged.take(0, {"kind": "committed", "generation": 1, "iteration": 4, "at": 1}) is None
+    for rank in range(2):
+        adopted = merged.take(rank, {"kind": "adopted", "generation": 2, "iteration": 4 + rank, "at": 2})
+    assert adopted is not None
+    assert merged.take(1, {"kind": "committed", "generation": 1, "iteration": 4, "at": 3}) is None
+    for rank in range(2):
+        again = merged.take(rank, {"kind": "committed", "generation": 2, "iteration": 4, "at": 4})
+    assert again is not None
+
+
+def test_bad_news_of_a_rank_is_the_worker_s_at_once_and_only_once() -> None:
+    merged = MergedMessages(2)
+    broken = {"kind": "broken", "generation": 3, "peer": "W0_1", "at": 1}
+    assert merged.take(1, broken) == broken
+    assert merged.take(0, broken) is None
+    assert merged.take(0, {**broken, "generation": 4}) is not None
+
+
+def test_hashes_of_all_ranks_make_the_worker_s() -> None:
+    def told(*hashes: str) -> Any:
+        merged, out = MergedMessages(len(hashes)), None
+        for rank, sha256 in enumerate(hashes):
+            out = merged.take(rank, {"kind": "done", "generation": 1, "sha256": sha256, "at": rank})
+        assert out is not None
+        return out["sha256"]
+
+    assert told("a", "b") == told("a", "b") != told("b", "a")
+    assert told("a", "") == ""  # one that has not all of its state has nothing to compare
