@@ -38,6 +38,8 @@ Data = Callable[[int, int, int], Any]
 Loss = Callable[[Any, Any], Tensor]
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
 """Of a stage's parameters; or, where its argument is called `named_parameters`, of their (name, parameter) pairs."""
+Parallelize = Callable[[nn.Module, Any], Any]
+"""(layer, DeviceMesh of the ranks of a worker) to the layer, split over them."""
 SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 
 
@@ -48,7 +50,8 @@ class CallableWorkload:
     make_layers: (layer, layers) to a module; or one module, or builder without arguments, per layer. layers: how many;
     None: there is one per stage, and they can't be cut. tied_names: parameters that layers share, beside those that
     given modules share. make_batch: (iteration, pipeline, micro-batch) to a micro-batch, which `loading` splits.
-    stage_io: None to be inferred. input_names, usual_weight: see `as_found`.
+    stage_io: None to be inferred. split: what `parallelize` does, if anything. input_names, usual_weight: see
+    `as_found`.
     """
 
     make_layers: Layers
@@ -64,6 +67,7 @@ class CallableWorkload:
     input_names: tuple[str, ...] = ()
     usual_weight: float | None = None
     evaluation: EvaluationBatches | None = None
+    split: Parallelize | None = None
 
     def __post_init__(self) -> None:
         self._batch: tuple[tuple[int, int, int], tuple[Any, Any]] | None = None
@@ -82,6 +86,13 @@ class CallableWorkload:
     def stream(self) -> StreamBatches | None:
         """What of its data has a position."""
         return self.make_batch if isinstance(self.make_batch, StreamBatches) else None
+
+    @property
+    def parallelize(self) -> Parallelize:
+        """Where layers can be split over ranks."""
+        if self.split is None:
+            raise AttributeError("parallelize")
+        return self.split
 
     @property
     def varies(self) -> bool:

@@ -44,6 +44,7 @@ from openrecycle.agent.jobs.callables import (
     Layers,
     Loss,
     OptimizerFactory,
+    Parallelize,
     SchedulerFactory,
     SentWorkload,
     check_sendable,
@@ -147,6 +148,8 @@ class ResilientTrainer:
         [["0.embedding.weight", "11.head.weight"]]; found out where the layers are modules. Each layer has a copy,
         whose gradient is the sum over all of them, so that they take the same steps.
     stages: instead of layers, the same with one module per stage, which can't be cut.
+    parallelize: (layer, torch DeviceMesh) to the layer, split over the ranks of a worker, with
+        platform=Platform(ranks_per_worker=...): what torch's parallelize_module does, say.
     loss: (output of the last layer, targets) to the mean loss of a micro-batch.
     stage_io: per pair of neighbouring layers (or stages) the TensorSpecs of what passes; found out if not given.
 
@@ -200,6 +203,7 @@ class ResilientTrainer:
         layers: GivenLayers | None = None,
         layer_count: int | None = None,
         tied: Sequence[Sequence[str]] = (),
+        parallelize: Parallelize | None = None,
         loss: Loss,
         data: Data | Any,
         optimizer: OptimizerFactory,
@@ -263,6 +267,7 @@ class ResilientTrainer:
             tied_names=(*(tuple(group) for group in tied), *shared),
             loading=loading,
             evaluation=_evaluation(evaluate, make_batch, batch_size, loading),
+            split=parallelize,
         )
         self._pretrained: Pretrained | None = None
         check_sendable(workload)

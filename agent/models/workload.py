@@ -61,8 +61,10 @@ class Workload(Protocol):
     an iteration is not the plain mean over its micro-batches: `weight(targets)`, how much one counts, such as its
     number of tokens, and `usual_weight`, what that is about (a constant). `upcoming(places)` is told the
     (iteration, pipeline, micro-batch) of those that will be asked for next, where any are; first of none, to get ready.
-    Where inputs are of several shapes, `varies` is true, and `largest(seed)` gives the (inputs, targets) of a
-    micro-batch that is in no dimension smaller than any.
+    `parallelize(layer, mesh)` returns a layer split over the ranks of a worker, a torch DeviceMesh, by
+    torch.distributed.tensor.parallel.parallelize_module for instance; what enters a layer and leaves it is a plain
+    tensor, of the same form on every rank as without them. Where inputs are of several shapes, `varies` is true, and
+    `largest(seed)` gives the (inputs, targets) of a micro-batch that is in no dimension smaller than any.
     """
 
     @property

@@ -113,7 +113,7 @@ class WorkerLoop:
     def _take_place(self, me: Worker, origin: Origin | None) -> None:
         """Puts together what a worker of that place needs, with the stage's initial state."""
         options, channel = self._options, self._channel
-        self._me = me
+        self._me, self._placed = me, False
         upcoming = getattr(self._workload, "upcoming", None)
         if upcoming is not None and me.stage in (0, options.job.stages - 1):
             upcoming([])  # a process that it starts comes up while the stage is put together
@@ -158,6 +158,7 @@ class WorkerLoop:
             )
         self._status.take_op_milliseconds = self._executor.times.take
         self._status.timeline = self._executor.timeline
+        self._placed = True
 
     def _move(self, orders: GenerationSpec) -> None:
         """Gives up what this worker holds: for another place, or for what a checkpoint holds.
@@ -253,8 +254,11 @@ class WorkerLoop:
             at_boundary=orders.after is not None,
             neighbours=frozenset[Worker]().union(*(script.neighbours for script in scripts)),
         )
-        if ranks.size > 1:  # a stage is put together by all its ranks, in exchange with each other
-            self._settle_in(orders)
+        if ranks.size > 1:
+            # A stage is put together by all its ranks, in exchange with each other.
+            moves = orders.cell != self._me or orders.restore is not None or not self._placed
+            if any(row[0] for row in ranks.gather_numbers((int(moves),))):
+                self._among_ranks(lambda: self._settle_in(orders, anew=True))
         target = orders.partition or self._cuts.partition
         agreement = self._agree(groups, living, target)
         joining = self._hand_over(groups, agreement, orders.interim)
@@ -330,12 +334,13 @@ class WorkerLoop:
             if own:
                 save_weights(folder, layer, state | own, averaged=True)
 
-    def _settle_in(self, orders: GenerationSpec) -> None:
-        """Becomes the worker of the place, the layers and the checkpoint that a generation asks for."""
+    def _settle_in(self, orders: GenerationSpec, *, anew: bool = False) -> None:
+        """Becomes the worker of the place, the layers and the checkpoint that a generation asks for. anew: whatever it
+        is."""
         if orders.held and not self._state.begun and self._cuts.partition != orders.held:
             self._cuts = replace(self._cuts, partition=orders.held)
             self._take_place(orders.cell, self._origin)
-        if orders.cell != self._me or orders.restore is not None:
+        if anew or orders.cell != self._me or orders.restore is not None:
             self._move(orders)
 
     def _evaluate(self, iteration: int, script: Script, groups: Groups, *, last: bool = False) -> None:

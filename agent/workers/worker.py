@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -35,6 +36,8 @@ from openrecycle.agent.workers.spec import WorkerSpec
 
 # Exit codes the launcher tells apart.
 FAILED, FENCED = 1, 3
+SIBLING_SECONDS = 5.0
+"""For the end of another rank to be seen here."""
 STUCK_SECONDS = 10.0
 """A worker that has not taken up a generation after so long says where it stands, and again after each doubling."""
 
@@ -80,6 +83,8 @@ def main(spec: WorkerSpec, pipe: Connection, siblings: Sequence[Connection] = ()
         channel.say("fatal", text=str(error))
         channel.wait_for_generation(WorkerChannel.OVER - 1)
     except Exception as error:
+        if communicator.ranks.broke(error):
+            time.sleep(SIBLING_SECONDS)  # another rank is gone: the news of it ends this process, with its own code
         channel.say("error", text=describe_exception(error), traceback=traceback.format_exc())
         sys.stdout.flush()
         os._exit(FAILED)

@@ -33,6 +33,7 @@ from openrecycle.agent.stages.assembly import assemble
 from openrecycle.agent.stages.optimizer import StageOptimizer, stage_optimizer
 from openrecycle.agent.transport.host import HostGroup
 from openrecycle.agent.transport.ordered import OrderedTransfers, connect
+from openrecycle.agent.transport.ranks import Ranks
 from openrecycle.agent.transport.script import Script
 from openrecycle.agent.transport.transfers import Lines, TransferLayout
 from openrecycle.agent.workers.executor import Executor
@@ -227,7 +228,7 @@ def train(device: torch.device, optimization: Optimization, by_host: bool) -> di
         def receive(source: Worker, buffer: Tensor, tag: int) -> Any:
             return wires.put(wires.posted, (tag, rank[source], rank[me]), buffer, None)
 
-        groups: Any = SimpleNamespace(transfers=transfers, send=send, receive=receive)
+        groups: Any = SimpleNamespace(transfers=transfers, send=send, receive=receive, ranks=Ranks())
         steps.begin(groups, living, 0, {})
         connect(lines, Script.of(schedule, me).neighbours, device)
         before = getattr(_looks, "number", 0)

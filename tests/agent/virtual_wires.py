@@ -21,6 +21,7 @@ from torch import Tensor
 from openrecycle.agent.config.faults import FaultInjector
 from openrecycle.agent.models.stage_io import CPU, TensorSpec
 from openrecycle.agent.transport.ordered import OrderedTransfers, connect
+from openrecycle.agent.transport.ranks import Ranks
 from openrecycle.agent.transport.script import MicroBatch, Script
 from openrecycle.agent.transport.transfers import Lines, TransferLayout, Transfers
 from openrecycle.agent.workers.executor import Executor, OpError
@@ -312,7 +313,7 @@ def train(
             lambda iteration, loss: None,
             stage_io,
         )
-        groups: Any = SimpleNamespace(transfers=transfers)
+        groups: Any = SimpleNamespace(transfers=transfers, ranks=Ranks())
         script = Script.of(schedule, me, runs)
 
         def live() -> None:
