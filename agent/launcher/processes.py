@@ -235,9 +235,11 @@ class ProcessPool:
         pairs = [self.context.Pipe(duplex=True) for _ in slots[1:]]
 
         def launch(rank: int, *pipes: Any) -> ProcessHandle:
-            own, name = spec, f"{worker}.{rank}" if ranks > 1 else str(worker)
+            own, name = spec, str(worker)
             if hasattr(spec, "slot"):
-                own = replace(spec, slot=slots[rank], rank=rank, meeting=meeting and f"{meeting}/store")
+                own = replace(own, slot=slots[rank])
+            if ranks > 1:
+                own, name = replace(own, rank=rank, meeting=f"{meeting}/store"), f"{worker}.{rank}"
             process = self.context.Process(target=self._target, args=(own, *pipes), name=name, daemon=True)
             process.start()
             return process

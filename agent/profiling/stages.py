@@ -30,6 +30,7 @@ from openrecycle.agent.profiling.profiler import CLOCKS, ProfilingEffort, size_o
 from openrecycle.agent.profiling.traffic import measure_traffic
 from openrecycle.agent.stages.assembly import assemble
 from openrecycle.agent.stages.optimizer import stage_optimizer
+from openrecycle.agent.transport.ranks import Ranks
 from openrecycle.agent.transport.script import MicroBatch, Script
 from openrecycle.agent.transport.transfers import Transfers
 from openrecycle.agent.workers.executor import Executor
@@ -222,6 +223,8 @@ def script_of(me: Worker, job: Job) -> Script:
 
 class NullGroup:
     """Groups of one worker whose neighbours have everything ready, and forget what they are sent."""
+
+    ranks = Ranks()
 
     def __init__(self, me: Worker, between: StageIO, device: torch.device = CPU) -> None:
         generator = torch.Generator().manual_seed(0)
