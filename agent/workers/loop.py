@@ -48,10 +48,10 @@ from openrecycle.agent.transport.script import Script
 from openrecycle.agent.workers.executor import Executor, Interrupted, OpError
 from openrecycle.agent.workers.kept_micro_batches import Redo, decode, encode
 from openrecycle.agent.workers.kept_micro_batches import redo as plan_redo
-from openrecycle.agent.workers.recovery import Agreement, Environment, NoAgreementError, agree, check_alike
+from openrecycle.agent.workers.recovery import Agreement, Environment, NoAgreementError, agree, check_alike, in_turn
 from openrecycle.agent.workers.relayout import Exchange, IncomingLayers, common_strategy, moves, regrouped
 from openrecycle.agent.workers.spec import WorkerSpec
-from openrecycle.agent.workers.state_transfer import StateReceiver, StateServer
+from openrecycle.agent.workers.state_transfer import StateReceiver, StateServer, send_no_offer
 from openrecycle.agent.workers.tied import TiedSums
 from openrecycle.agent.workers.validation_exchange import Steps
 from openrecycle.planner.jobs.job import Worker
@@ -431,15 +431,20 @@ class WorkerLoop:
             self._steps.beside, self._executor.exchange = [], None
             return False
         planned = moves(self._cuts.partition, target, living, self._generation)
+        split = self._split.name
         mine = {move.span for move in planned if move.to == self._me}
         self._coming = {span: coming for span, coming in self._coming.items() if span in mine}
         for move in planned:
-            if move.source == self._me:
-                if self._server is None:
-                    rate = options.faults.hand_over.bytes_per_second
-                    self._server = StateServer(self._optimizer, groups.address, rate)
-                at_once, split = options.faults.hand_over.at_once, self._split.name
-                self._server.send_description(groups, move.to, at_once, move.span, split=split)
+            peers = [w for w in living if w.stage == move.source.stage]
+            holders = in_turn(peers, peers.index(move.source))
+            if self._me in holders:
+                self._give(
+                    groups,
+                    move.to,
+                    move.span if self._me == move.source else None,
+                    first=self._me == move.source,
+                    split=split,
+                )
             elif move.to == self._me:
                 coming = self._coming.get(move.span)
                 if coming is None:
@@ -447,7 +452,7 @@ class WorkerLoop:
                         *(move.span, self._cuts.layers, self._workload, options.job, options.seed),
                         *(options.optimization, self._device, self._say_hand_over),
                     )
-                coming.begin(coming.state.receive_description(groups, move.source), move.source)
+                coming.begin(*coming.state.receive_description(groups, holders))
         self._executor.exchange = Exchange(self._me, groups, planned, self._coming, self._optimizer)
         self._steps.beside = self._executor.exchange.stepped
         self._steps.complete_since = None
@@ -515,15 +520,11 @@ class WorkerLoop:
         if not agreement.hands_over:
             self._steps.complete_since = agreement.iteration - 2
             return frozenset()
-        for newcomer, source in sorted(agreement.state_from.items()):
-            if source == self._me:
-                if self._server is None:
-                    self._server = StateServer(
-                        self._optimizer, groups.address, self._options.faults.hand_over.bytes_per_second
-                    )
-                self._server.send_description(groups, newcomer, self._options.faults.hand_over.at_once)
+        for newcomer, holders in sorted(agreement.state_from.items()):
+            if self._me in holders:
+                self._give(groups, newcomer, first=self._me == holders[0])
             elif newcomer == self._me:
-                self._state.begin(self._state.receive_description(groups, source), source)
+                self._state.begin(*self._state.receive_description(groups, holders))
         while True:
             rows = groups.gather_rows((self._state.missing, int(self._state.blocking)))
             lacking = frozenset(m.worker for m, row in rows.items() if row[0])
@@ -536,6 +537,23 @@ class WorkerLoop:
                 raise Interrupted
             if self._me in lacking:
                 self._state.wait(WAIT_SECONDS)
+
+    def _give(self, groups: Groups, to: Worker, span: Span | None = None, *, first: bool, **about: str) -> None:
+        """Offers this worker's state to another one, and as the first of its holders describes it. Raises
+        TransferError."""
+        hand_over = self._options.faults.hand_over
+        try:
+            if self._server is None:
+                self._server = StateServer(self._optimizer, groups.address, hand_over.bytes_per_second)
+        except TransferError:
+            if first:
+                raise
+            send_no_offer(groups, to)
+            return
+        if first:
+            self._server.send_description(groups, to, hand_over.at_once, span, **about)
+        else:
+            self._server.send_offer(groups, to)
 
     def _end_hand_overs(self) -> None:
         """Of the generation that is being left. What has arrived stays."""

@@ -28,7 +28,7 @@ tests/agent/test_agreement_model.py explores a model of this to its end, and fin
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -56,14 +56,15 @@ H = TypeVar("H", bound=Holder)
 class Agreement(Generic[H]):
     """iteration: the one everybody runs next. roll_back: workers that undo their last step.
 
-    state_from: for each worker that has not its stage's whole state, the peer that it takes it from.
+    state_from: for each worker that has not its stage's whole state, the peers that it takes it from, at once; the
+    first of them describes it.
     anew: those of them that begin with nothing; the others go on with what they have. rolls_back, hands_over: does
     anybody roll back, or take state?
     """
 
     iteration: int
     roll_back: frozenset[H]
-    state_from: Mapping[H, H]
+    state_from: Mapping[H, tuple[H, ...]]
     reason: str
     anew: frozenset[H] = frozenset()
     rolls_back: bool = False
@@ -75,19 +76,34 @@ class Agreement(Generic[H]):
         def mine(members: Iterable[Member]) -> frozenset[Worker]:
             return frozenset(m.worker for m in members if m.rank == rank)
 
-        state_from = {to.worker: source.worker for to, source in self.state_from.items() if to.rank == rank}
+        state_from = {
+            to.worker: tuple(source.worker for source in sources)
+            for to, sources in self.state_from.items()
+            if to.rank == rank
+        }
         return Agreement(
             *(self.iteration, mine(self.roll_back), state_from, self.reason, mine(self.anew)),
             *(self.rolls_back, self.hands_over),
         )
 
 
+MAX_HOLDERS = 16
+"""Peers of which one worker asks state at once: each takes a thread and a connection, and a few fill its link."""
+
+
+def in_turn(holders: Sequence[H], turn: int) -> tuple[H, ...]:
+    """Of whom one worker asks the state that all of them hold. Several that ask are spread over the holders by their
+    turns: over who describes the state, and where there are many, over who gives it."""
+    first = turn % len(holders)
+    return (*holders[first:], *holders[:first])[:MAX_HOLDERS]
+
+
 def agree(committed: Mapping[H, int | None], incomplete: Collection[H] = (), attempt: int = 0) -> Agreement[H]:
     """committed: for each living worker the number of iterations it has committed, None if it has no state.
 
     incomplete: workers that have begun to take their stage's state from a peer, and step what they have.
-    attempt: rises from one agreement to the next (a generation's number does), so that a newcomer whose
-    transfer failed asks another peer.
+    attempt: rises from one agreement to the next (a generation's number does), so that another peer is the first
+    of a newcomer whose transfer failed.
 
     Raises NoAgreementError when nobody holds the whole state of some stage, or when a stage can't go back far
     enough.
@@ -106,7 +122,7 @@ def agree(committed: Mapping[H, int | None], incomplete: Collection[H] = (), att
     iteration = min(every)
     if max(every) > iteration + 1:
         iteration = min(max(counts.values()) for counts in holders.values())
-    state_from: dict[H, H] = {}
+    state_from: dict[H, tuple[H, ...]] = {}
     for worker in sorted(committed):
         peers = [w for w, count in holders[worker.stage].items() if count in (iteration, iteration + 1)]
         if worker in peers:
@@ -116,9 +132,7 @@ def agree(committed: Mapping[H, int | None], incomplete: Collection[H] = (), att
             raise NoAgreementError(
                 f"{ahead} has committed {count} iterations and another stage only {iteration}: they can't be of one run"
             )
-        # Spread several newcomers of one stage over its peers.
-        turn = attempt + sum(w.stage == worker.stage for w in state_from)
-        state_from[worker] = peers[turn % len(peers)]
+        state_from[worker] = in_turn(peers, attempt + sum(w.stage == worker.stage for w in state_from))
     near = {w for w, count in committed.items() if count in (iteration, iteration + 1)}
     anew = frozenset(w for w in state_from if w not in incomplete or w not in near)
     ahead_by_one = frozenset(w for w, count in committed.items() if count == iteration + 1 and w not in anew)

@@ -24,7 +24,7 @@ from openrecycle.agent.stages.gradients import GradientSum, gradient_sum
 from openrecycle.agent.stages.optimizer import StageOptimizer, stage_optimizer
 from openrecycle.agent.transport.communicator import Groups
 from openrecycle.agent.transport.group import PendingTransfer, TransferError
-from openrecycle.agent.workers.state_transfer import StateReceiver
+from openrecycle.agent.workers.state_transfer import Holder, StateReceiver
 from openrecycle.planner.jobs.job import Job, Worker
 
 _TAG = 2**28
@@ -68,7 +68,7 @@ def moves(current: Partition, target: Partition, living: Collection[Worker], att
 
 
 class IncomingLayers:
-    """Layers that come to this worker from one peer: built, stepped with every step of that peer's, and filled."""
+    """Layers that come to this worker from another stage: built, stepped with every step of it, and filled."""
 
     def __init__(
         self,
@@ -99,14 +99,14 @@ class IncomingLayers:
         """Pieces; at least 1 while anything is to come."""
         return 0 if self.state.complete and not self.lost else max(1, self.state.missing)
 
-    def begin(self, description: Mapping[str, Any], source: Worker) -> None:
-        """The peer has described what it has: from here on its steps are taken here, too."""
+    def begin(self, description: Mapping[str, Any], holders: Sequence[Holder]) -> None:
+        """A peer has described what it has: from here on its steps are taken here, too."""
         optimizer, moving = self.optimizer, set(description["moving"])
         buffers = [buffer for name, buffer in optimizer.module.named_buffers() if name in moving]
         optimizer.gradients = self._sum(optimizer.module, buffers)
         self.strategy = description["split"]
         self.lost = False
-        self.state.begin(description, source)
+        self.state.begin(description, holders)
 
     def _sum(self, module: LayerStack, buffers: Sequence[Tensor]) -> GradientSum:
         mode, terms = self._optimization.mode, self._terms

@@ -1,22 +1,24 @@
 """A stage's state from one worker to another, beside the training.
 
 A newcomer joins the groups of its stage first, without micro-batches: it takes part in the reductions and takes
-every step, on values that do not matter yet. Meanwhile it asks a peer for one piece after the other: a range of
-elements of a parameter, with the same range of all that the optimizer keeps of it. A piece says of which step
-its values are; where the newcomer has taken just as many, it puts them in place, and steps them from then on. A
-piece that comes too late is asked for again. So nothing has to be copied aside, nobody waits, no time-out applies,
+every step, on values that do not matter yet. Meanwhile it asks all peers that hold the state, at once, for one piece
+after the other: a range of elements of a parameter, with the same range of all that the optimizer keeps of it. A piece
+says of which step its values are; where the newcomer has taken just as many, it puts them in place, and steps them from
+then on. A piece that comes too late is asked for again, and one that a peer is slow to give, or does not give since it
+has died, is asked of another. So nothing has to be copied aside, nobody waits, no time-out applies,
 and a newcomer that is slow, breaks off or dies costs the others nothing but its place in the reductions. What it
 has stays good across generations. It works for optimizers that step each element by itself; with any other the whole
 job waits until the newcomer has everything, however long that takes.
 
-What is small comes at once, with the description of the rest. Nothing is pickled; every piece carries the SHA-256
-of its bytes. The connection is a plain one, beside the groups': it is good for one generation and opens with a random
-secret, which has come over the groups.
+What is small comes at once, from the first of the peers, with the description of the rest. Nothing is pickled; every
+piece carries the SHA-256 of its bytes. The connections are plain ones, beside the groups': they are good for one
+generation and open with a random secret, which has come over the groups.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import hmac
 import json
 import secrets
@@ -25,8 +27,8 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -49,7 +51,10 @@ PIECE_ELEMENTS = 1 << 17
 SMALL_ELEMENTS = 1024
 """A parameter below this always comes with the description: it may look like a count of steps."""
 ASKED_AHEAD = 4
-"""Pieces asked for before the first of them is there, so that the link is never idle."""
+"""Pieces asked of a peer before the first of them is there, so that the link is never idle."""
+ASK_ANOTHER_SECONDS = 1.0
+"""So long after a piece was asked of one peer, another that has nothing else to give is asked, too: at 50 MB/s the last
+of those asked ahead comes after 0.1 s. What comes twice is no more than what is asked ahead of the slow ones."""
 HANDSHAKE_SECONDS = 10.0
 RECONNECT_SECONDS = (0.1, 5.0)
 RECHECK_SECONDS = 0.1
@@ -59,6 +64,7 @@ STATE_ATTEMPTS = 3
 """Peers whose state a newcomer could not use, before it gives up."""
 _REQUEST, _REPLY = struct.Struct("!q"), struct.Struct("!II")
 _SECRET_BYTES = 32
+_OFFER_BYTES = 1024
 _MAX_REPLY_HEADER = 1 << 16
 
 Version = tuple[int, int]
@@ -106,6 +112,17 @@ def columns(state: StageState) -> list[Column]:
     return found
 
 
+@dataclass(frozen=True)
+class Holder:
+    """A peer that gives pieces, and where; to whoever opens the connection with the secret. numbering: a hash of which
+    number it calls which piece by."""
+
+    worker: Worker
+    address: tuple[str, int]
+    secret: bytes
+    numbering: str
+
+
 def pieces_of(name: str, elements: int) -> list[Piece]:
     return [Piece(name, a, min(a + PIECE_ELEMENTS, elements)) for a in range(0, elements, PIECE_ELEMENTS)]
 
@@ -114,12 +131,23 @@ def pieces_of(name: str, elements: int) -> list[Piece]:
 
 
 class StateServer:
-    """Gives the pieces of this worker's stage to whoever knows the secret, in threads, until it is closed. Raises
-    TransferError."""
+    """Gives the pieces of this worker's stage to whoever knows the secret, in threads, until it is closed. rate: bytes
+    a second, to all together.
+
+    All holders of a stage make theirs at the same moment of a generation, before its first step: of which step a piece
+    is counts from there. Raises TransferError.
+    """
 
     def __init__(self, optimizer: StageOptimizer, host: str, rate: float | None) -> None:
         self._optimizer, self._rate = optimizer, rate
-        self._since = optimizer.corrections
+        self._paid = threading.Lock()
+        self._free_at = time.monotonic()
+        with optimizer.lock:
+            self._since = optimizer.corrections
+            self._columns = columns(optimizer.state())
+        self._pieces = [p for c in self._columns for p in pieces_of(c.name, c.elements)]
+        numbering = json.dumps([PIECE_ELEMENTS, [[c.name, c.elements] for c in self._columns]])
+        self._numbering = hashlib.sha256(numbering.encode()).hexdigest()
         self._secret = secrets.token_bytes(_SECRET_BYTES)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
@@ -141,7 +169,7 @@ class StateServer:
         with self._optimizer.lock:
             state = self._optimizer.state()
             numbers, number = {}, 0
-            for column in columns(state):
+            for column in self._columns:
                 numbers[column.name] = number
                 number += len(pieces_of(column.name, column.elements))
             if span is not None:
@@ -155,8 +183,7 @@ class StateServer:
                 n: [str(state.tensors[n].dtype).removeprefix("torch."), list(state.tensors[n].shape)] for n in apart
             }
             description = {
-                "address": list(self.address),
-                "secret": self._secret.hex(),
+                "offer": self._offer(),
                 "columns": [[c.name, c.elements, numbers[c.name]] for c in large],
                 "tensors": specs,
                 "bytes": size,
@@ -172,6 +199,13 @@ class StateServer:
         text = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         for pending in [groups.send(to, tensor, _TAG) for tensor in (sizes, text, body)]:
             pending.wait()
+
+    def _offer(self) -> dict[str, Any]:
+        return {"address": list(self.address), "secret": self._secret.hex(), "numbering": self._numbering}
+
+    def send_offer(self, groups: Groups, to: Worker) -> None:
+        """That pieces may be asked here, too, when another has described them. Raises TransferError."""
+        _send_offer(groups, to, self._offer())
 
     def close(self) -> None:
         _close(self._listening)
@@ -205,20 +239,18 @@ class StateServer:
             self._places.release()
 
     def _answer(self, connection: socket.socket) -> None:
-        with self._optimizer.lock:
-            elements = {c.name: c.elements for c in columns(self._optimizer.state())}
-        pieces = [p for name, count in elements.items() for p in pieces_of(name, count)]
-        free_at = time.monotonic()
         while True:
             (number,) = _REQUEST.unpack(_exactly(connection, _REQUEST.size))
-            if not 0 <= number < len(pieces):
+            if not 0 <= number < len(self._pieces):
                 return
-            header, payload = self._copy(number, pieces[number])
+            header, payload = self._copy(number, self._pieces[number])
             connection.sendall(_REPLY.pack(len(header), len(payload)) + header)
             connection.sendall(payload)
             if self._rate is not None:
-                free_at = max(free_at, time.monotonic() - 1.0) + len(payload) / self._rate
-                time.sleep(max(0.0, free_at - time.monotonic()))
+                with self._paid:
+                    self._free_at = max(self._free_at, time.monotonic() - 1.0) + len(payload) / self._rate
+                    pause = self._free_at - time.monotonic()
+                time.sleep(max(0.0, pause))
 
     def _copy(self, number: int, piece: Piece) -> tuple[bytes, bytes]:
         """The piece as it is now: what it holds and of which version, and its bytes."""
@@ -248,26 +280,49 @@ def _of_column(tensors: Mapping[str, Tensor], column: str) -> list[str]:
     return [f"model.{column}", *kept]
 
 
+def send_no_offer(groups: Groups, to: Worker) -> None:
+    """Of a holder that can't give anything: the others do without it. Raises TransferError."""
+    _send_offer(groups, to, {})
+
+
+def _send_offer(groups: Groups, to: Worker, offer: Mapping[str, Any]) -> None:
+    text = json.dumps(offer).encode().ljust(_OFFER_BYTES)
+    groups.send(to, torch.frombuffer(bytearray(text), dtype=torch.uint8), _TAG).wait()
+
+
 # -- the side that needs it -----------------------------------------------------------------------
 
 
-class StateReceiver:
-    """What a newcomer still needs of its stage's state, and the thread that asks a peer for it.
+@dataclass
+class _Source:
+    """A holder that is asked. asked: which pieces and since when, in the order of the answers. came: how many have."""
 
-    say: called, from the thread, with what people should know. `missing` is asked by the training thread only.
+    holder: Holder
+    connection: socket.socket | None = None
+    asked: dict[int, float] = field(default_factory=dict)
+    came: int = 0
+
+
+class StateReceiver:
+    """What a newcomer still needs of its stage's state, and the threads that ask its peers for it, one for each.
+
+    say: called, from the threads, with what people should know. `missing` is asked by the training thread only.
     """
 
     def __init__(self, optimizer: StageOptimizer, say: Callable[[str], None]) -> None:
         self._optimizer, self._say = optimizer, say
         self._pieces: list[Piece] = []
         self._numbers: list[int] = []
-        """Of each piece, with the peer that is asked."""
+        """Of each piece, with the peers that are asked."""
+        self._wanted: deque[int] = deque()
+        """Missing pieces that are asked of nobody; looked up anew when it is empty."""
+        self._sources: list[_Source] = []
         self._arrived: dict[int, Version] = {}
         self._changed = threading.Condition(optimizer.lock)
-        self._connection: socket.socket | None = None
         self._live: tuple[Version, dict[str, Tensor]] | None = None
         self._since = self._corrected = 0
         self._session = 0
+        self._said = 0.0
         self.begun = False
         """Does this worker hold anything of the stage's state?"""
         self._unusable = 0
@@ -297,21 +352,28 @@ class StateReceiver:
         with self._optimizer.lock:
             self.begun, self._pieces, self._arrived = False, [], {}
 
-    def receive_description(self, groups: Groups, source: Worker) -> Mapping[str, Any]:
-        """Waits for what `StateServer.send_description` sends, and where nothing is held yet, loads it.
+    def receive_description(
+        self, groups: Groups, sources: Sequence[Worker]
+    ) -> tuple[Mapping[str, Any], tuple[Holder, ...]]:
+        """Waits for what `StateServer.send_description` of the first of the sources sends, and where nothing is held
+        yet, loads it; and for the offers of the others.
 
-        Returns the description of the rest. Raises TransferError; StateTransferError, with nothing changed, when
-        it can't be used; StateTransferFailed when it is not the first one that can't.
+        Returns the description of the rest, and whom to ask for it. Raises TransferError; StateTransferError, with
+        nothing changed, when it can't be used; StateTransferFailed when it is not the first one that can't.
         """
+        source, *others = sources
         sizes = groups.receive(source, torch.zeros(2, dtype=torch.int64), _TAG).wait()
         header_size, body_size = (int(n) for n in sizes)
         if not 0 < header_size <= MAX_HEADER_BYTES or body_size < 0:
             raise StateTransferError(f"the state from {source} claims a header of {header_size} bytes")
         text = groups.receive(source, torch.empty(header_size, dtype=torch.uint8), _TAG).wait()
         body = groups.receive(source, torch.empty(body_size, dtype=torch.uint8), _TAG).wait()
+        asked = [(w, groups.receive(w, torch.empty(_OFFER_BYTES, dtype=torch.uint8), _TAG)) for w in others]
+        offers = [(w, bytes(memory(pending.wait()))) for w, pending in asked]
         try:
             state = unpack(bytes(memory(text)), body)
             description: Mapping[str, Any] = state.document["hand_over"]
+            first = _holder(source, description["offer"])
             if not self.begun:
                 self._load(state, description)
         except (StateError, KeyError, TypeError, ValueError) as error:
@@ -321,7 +383,14 @@ class StateReceiver:
                 raise StateTransferFailed(f"{why}; that was attempt {self._unusable}") from None
             raise StateTransferError(why) from None
         self._unusable = 0
-        return description
+        holders = [first]
+        for worker, offer in offers:
+            try:
+                holders.append(_holder(worker, read_json(offer)))
+            except (KeyError, TypeError, ValueError):
+                self._say(f"nothing of its state from {worker}, which offers none")
+        # One whose optimizer lays its tensors out in another way would give another piece under the same number.
+        return description, tuple(h for h in holders if h.numbering == first.numbering)
 
     def _load(self, state: StageState, description: Mapping[str, Any]) -> None:
         # All others wait for this one now: nothing that is large may be written.
@@ -350,88 +419,116 @@ class StateReceiver:
             self._since = self._corrected = self._optimizer.corrections
             self._arrived = {n: (v[0], 0) for n, v in self._arrived.items()}
 
-    def begin(self, description: Mapping[str, Any], source: Worker) -> None:
-        """Starts to ask `source` for what is missing, until `stop`."""
+    def begin(self, description: Mapping[str, Any], holders: Sequence[Holder]) -> None:
+        """Starts to ask the holders for what is missing, until `stop`."""
         self.stop()
-        session = self._session
         firsts = {str(name): int(number) for name, _, number in description["columns"]}
-        self._numbers = [firsts[piece.column] + piece.start // PIECE_ELEMENTS for piece in self._pieces]
-        address = str(description["address"][0]), int(description["address"][1])
-        secret, size = bytes.fromhex(description["secret"]), int(description["bytes"])
-        threading.Thread(
-            target=self._run, args=(session, address, secret, source, size), name="state-from-peer", daemon=True
-        ).start()
+        with self._optimizer.lock:
+            session, self._said = self._session, time.monotonic()
+            self._sources = [_Source(holder) for holder in holders] if self._pieces else []
+            self._numbers = [firsts[piece.column] + piece.start // PIECE_ELEMENTS for piece in self._pieces]
+        whole = f"{', '.join(str(h.worker) for h in holders)} ({int(description['bytes']) / 2**20:,.0f} MiB)"
+        for source in self._sources:
+            name = f"state-from-{source.holder.worker}"
+            threading.Thread(target=self._run, args=(session, source, whole), name=name, daemon=True).start()
 
     def stop(self) -> None:
-        """No more pieces from whoever is asked now; what is in place stays."""
+        """No more pieces from those that are asked now; what is in place stays."""
         with self._optimizer.lock:
             self._session += 1
+            self._wanted.clear()
+            sources, self._sources = self._sources, []
             self._changed.notify_all()
-            connection, self._connection = self._connection, None
-        if connection is not None:
-            _close(connection)
+        for source in sources:
+            if source.connection is not None:
+                _close(source.connection)
 
     def wait(self, seconds: float) -> None:
         """Until everything is in place, or so long."""
         with self._changed:
             self._changed.wait_for(lambda: not self.missing, seconds)
 
-    # -- in the thread --------------------------------------------------------------------------
+    # -- in the threads --------------------------------------------------------------------------
 
-    def _run(self, session: int, address: tuple[str, int], secret: bytes, source: Worker, size: int) -> None:
+    def _run(self, session: int, source: _Source, whole: str) -> None:
         pause, longest = RECONNECT_SECONDS
-        began, tries = time.monotonic(), 0
+        began, tries, holder = time.monotonic(), 0, source.holder
         while self._session == session:
-            before = len(self._arrived)
+            before = source.came
             try:
-                with socket.create_connection(address, HANDSHAKE_SECONDS) as connection:
+                with socket.create_connection(holder.address, HANDSHAKE_SECONDS) as connection:
                     with self._optimizer.lock:
                         if self._session != session:
                             return
-                        self._connection = connection
+                        source.connection = connection
                     connection.settimeout(None)
                     _at_once(connection)
-                    connection.sendall(secret)
-                    self._fetch(connection, session, source, size, began)
+                    connection.sendall(holder.secret)
+                    self._fetch(connection, session, source, whole, began)
                 return
             except (OSError, EOFError, StateError, ValueError, KeyError, struct.error) as error:
                 reason = str(error) or type(error).__name__
-            if self._session != session:
-                return
+            with self._changed:
+                if self._session != session:
+                    return
+                self._wanted.extendleft(source.asked)  # others may give them
+                source.asked.clear()
+                self._changed.notify_all()
             if not self.missing:
                 time.sleep(RECHECK_SECONDS)
                 continue
             tries += 1
             # A peer that dies is told of by the next generation; until then there may be no reason to ask so often.
-            pause = RECONNECT_SECONDS[0] if len(self._arrived) > before else min(2 * pause, longest)
-            self._say(f"its state from {source} broke off ({reason}); try {tries + 1} follows in {pause:.1f} s")
+            pause = RECONNECT_SECONDS[0] if source.came > before else min(2 * pause, longest)
+            self._say(f"its state from {holder.worker} broke off ({reason}); try {tries + 1} follows in {pause:.1f} s")
             time.sleep(pause)
 
-    def _fetch(self, connection: socket.socket, session: int, source: Worker, size: int, began: float) -> None:
+    def _fetch(self, connection: socket.socket, session: int, source: _Source, whole: str, began: float) -> None:
         """Asks for pieces until the session is over: a step that is put right may take back what was complete. Raises
         OSError and others."""
-        said = time.monotonic()
-        asked: deque[int] = deque()
-        wanted: deque[int] = deque()
         while self._session == session:
-            if not wanted and not asked:
-                with self._changed:
-                    self._changed.wait_for(lambda: self._session != session or self.missing, RECHECK_SECONDS)
-                    wanted.extend(n for n in range(len(self._pieces)) if n not in self._arrived)
-                if not wanted:
+            for number in self._choose(session, source):
+                connection.sendall(_REQUEST.pack(self._numbers[number]))
+            with self._changed:
+                if not source.asked:
+                    if self._session == session:
+                        self._changed.wait(RECHECK_SECONDS)
                     continue
-            while len(asked) < ASKED_AHEAD and wanted:
-                asked.append(wanted.popleft())
-                connection.sendall(_REQUEST.pack(self._numbers[asked[-1]]))
-            number = asked.popleft()
-            if not self._take(connection, session, number):
-                wanted.append(number)
-            if time.monotonic() - said >= PROGRESS_SECONDS:
-                said = time.monotonic()
+                number = next(iter(source.asked))
+            in_place = self._take(connection, session, number)
+            with self._optimizer.lock:
+                if self._session != session:
+                    return
+                source.came += 1
+                del source.asked[number]
+                if not in_place:
+                    self._wanted.append(number)
+                due = time.monotonic() - self._said >= PROGRESS_SECONDS
+                if due:
+                    self._said = time.monotonic()
                 done = len(self._arrived) / max(1, len(self._pieces))
-                self._say(
-                    f"has {done:.0%} of its state from {source} ({size / 2**20:,.0f} MiB) after {said - began:.0f} s"
-                )
+            if due:
+                self._say(f"has {done:.0%} of its state from {whole} after {time.monotonic() - began:.0f} s")
+
+    def _choose(self, session: int, source: _Source) -> list[int]:
+        """What to ask of the source now: what nobody was asked for, then what others are slow to give."""
+        chosen: list[int] = []
+        with self._optimizer.lock:
+            if self._session != session or len(source.asked) >= ASKED_AHEAD or not self.missing:
+                return chosen
+            now = time.monotonic()
+            if not self._wanted:
+                last = sorted((at, n) for other in self._sources for n, at in other.asked.items())
+                asked = {n: at for at, n in last}
+                slow = [n for n, at in asked.items() if now - at >= ASK_ANOTHER_SECONDS]
+                self._wanted.extend(n for n in range(len(self._pieces)) if n not in self._arrived and n not in asked)
+                self._wanted.extend(slow)
+            while self._wanted and len(source.asked) < ASKED_AHEAD:
+                number = self._wanted.popleft()
+                if number not in self._arrived and number not in source.asked:
+                    source.asked[number] = now
+                    chosen.append(number)
+        return chosen
 
     def _take(self, connection: socket.socket, session: int, number: int) -> bool:
         """Puts the next piece in place, unless it is of another step than the values here, or the session is over;
@@ -456,6 +553,8 @@ class StateReceiver:
             raise StateError(f"piece {number}: the checksum does not match")
         with self._changed:
             self._drop_corrected()
+            if number in self._arrived:
+                return True  # from another, meanwhile
             version, live = self._tensors()
             if tuple(header["version"]) != version or self._session != session:
                 return False
@@ -482,6 +581,12 @@ class StateReceiver:
             self._corrected = self._optimizer.corrections
             at = (self._optimizer.committed, self._optimizer.corrections - self._since)
             self._arrived = {n: v for n, v in self._arrived.items() if v[0] < at[0] or v == at}
+
+
+def _holder(worker: Worker, offer: Mapping[str, Any]) -> Holder:
+    """Raises KeyError, TypeError, ValueError."""
+    host, port = offer["address"]
+    return Holder(worker, (str(host), int(port)), bytes.fromhex(offer["secret"]), str(offer["numbering"]))
 
 
 def _at_once(connection: socket.socket) -> None:

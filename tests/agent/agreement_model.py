@@ -203,9 +203,9 @@ class Model:
         for i in members:
             worker, cell = workers[i], cells[i]
             if worker in agreement.anew:
-                source = cells[self.index(agreement.state_from[worker])]
-                if source.status != "whole" or not agreement.iteration <= source.count <= agreement.iteration + 1:
-                    raise Violation(f"{worker} takes state from {source} for {agreement.iteration}")
+                for source in (cells[self.index(holder)] for holder in agreement.state_from[worker]):
+                    if source.status != "whole" or not agreement.iteration <= source.count <= agreement.iteration + 1:
+                        raise Violation(f"{worker} takes state from {source} for {agreement.iteration}")
                 cells[i] = Cell("part", agreement.iteration, new=True)
                 continue
             if worker in agreement.roll_back:

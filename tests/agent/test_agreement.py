@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrecycle.agent.workers.recovery import Environment, NoAgreementError, agree, check_alike
+from openrecycle.agent.workers.recovery import MAX_HOLDERS, Environment, NoAgreementError, agree, check_alike
 from openrecycle.planner.jobs.job import Worker
 from tests.golden import golden
 
@@ -23,10 +23,27 @@ def test_those_ahead_roll_back() -> None:
     assert "2 of 4" in agreement.reason
 
 
-def test_newcomers_take_state_from_living_peers_in_turn() -> None:
+def test_newcomers_take_state_from_all_living_peers_in_turn() -> None:
     counts = {Worker(p, 0): 5 if p < 2 else None for p in range(4)}
     agreement = agree(counts)
-    assert agreement.state_from == {Worker(2, 0): Worker(0, 0), Worker(3, 0): Worker(1, 0)}
+    assert agreement.state_from == {
+        Worker(2, 0): (Worker(0, 0), Worker(1, 0)),
+        Worker(3, 0): (Worker(1, 0), Worker(0, 0)),
+    }
+
+
+def test_of_many_holders_a_newcomer_asks_as_many_as_fill_its_link() -> None:
+    """And the next newcomer others."""
+    agreement = agree({Worker(p, 0): 5 if p < 40 else None for p in range(42)}, attempt=39)
+    one, other = (agreement.state_from[Worker(p, 0)] for p in (40, 41))
+    assert one[0] == Worker(39, 0) and other[0] == Worker(0, 0)
+    assert len(one) == len(set(one)) == MAX_HOLDERS
+
+
+def test_only_those_that_hold_the_state_agreed_on_are_asked() -> None:
+    counts = {Worker(0, 0): 5, Worker(1, 0): 5, Worker(2, 0): 6, Worker(3, 0): None, Worker(4, 0): 5}
+    agreement = agree(counts, incomplete={Worker(4, 0)})
+    assert set(agreement.state_from[Worker(3, 0)]) == {Worker(0, 0), Worker(1, 0), Worker(2, 0)}
 
 
 def test_no_peer_with_state() -> None:
@@ -45,7 +62,7 @@ def test_who_fell_behind_takes_the_state_of_a_peer() -> None:
     """The others go on where the slowest stage can; nobody loses more than its last step."""
     agreement = agree({Worker(0, 0): 10, Worker(1, 0): 10, Worker(0, 1): 9, Worker(1, 1): 8})
     assert agreement.iteration == 9 and agreement.roll_back == {Worker(0, 0), Worker(1, 0)}
-    assert agreement.state_from == {Worker(1, 1): Worker(0, 1)} and agreement.anew == {Worker(1, 1)}
+    assert agreement.state_from == {Worker(1, 1): (Worker(0, 1),)} and agreement.anew == {Worker(1, 1)}
 
 
 def test_who_has_part_of_its_state_goes_on_with_it_while_it_keeps_step() -> None:
@@ -70,9 +87,9 @@ def test_everybody_ends_on_the_same_iteration(base: int, ahead: dict[Worker, boo
     assert agreement.iteration == min(counts.values())
 
 
-def test_the_next_attempt_asks_another_peer() -> None:
+def test_the_next_attempt_asks_another_peer_first() -> None:
     counts = {Worker(0, 0): 5, Worker(1, 0): 5, Worker(2, 0): None}
-    assert {agree(counts, attempt=n).state_from[Worker(2, 0)] for n in (7, 8)} == {Worker(0, 0), Worker(1, 0)}
+    assert {agree(counts, attempt=n).state_from[Worker(2, 0)][0] for n in (7, 8)} == {Worker(0, 0), Worker(1, 0)}
 
 
 def test_workers_that_compute_differently_are_told_so() -> None:

@@ -7,8 +7,9 @@ import random
 import resource
 import socket
 import threading
+from collections import Counter, defaultdict
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,12 +24,18 @@ from openrecycle.agent.stages.gradients import GradientSum
 from openrecycle.agent.stages.optimizer import StageOptimizer
 from openrecycle.agent.stages.post_validation import CLEAN, SKIP, Slot, ValidationResult
 from openrecycle.agent.workers import state_transfer
-from openrecycle.agent.workers.state_transfer import StateReceiver, StateServer, StateTransferError, StateTransferFailed
+from openrecycle.agent.workers.state_transfer import (
+    StateReceiver,
+    StateServer,
+    StateTransferError,
+    StateTransferFailed,
+    send_no_offer,
+)
 from openrecycle.planner.jobs.job import Worker
 from tests.conftest import examples
 from tests.golden import golden
 
-A, B = Worker(0, 0), Worker(1, 0)
+A, B, C, D = (Worker(p, 0) for p in range(4))
 OPTIMIZERS: dict[str, Any] = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1),
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
@@ -76,17 +83,18 @@ def _equal(one: StageOptimizer, other: StageOptimizer) -> bool:
 
 
 class _Wire:
-    """The groups of two workers, as far as the description needs them."""
+    """The groups of a newcomer and its peers, as far as the description needs them. sender: who sends now."""
 
     def __init__(self) -> None:
-        self._sent: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
+        self._sent: dict[Worker, queue.SimpleQueue[Tensor]] = defaultdict(queue.SimpleQueue)
+        self.sender = A
 
     def send(self, to: Worker, tensor: Tensor, tag: int) -> Any:
-        self._sent.put(tensor.clone())
+        self._sent[self.sender].put(tensor.clone())
         return SimpleNamespace(wait=lambda: tensor)
 
     def receive(self, source: Worker, buffer: Tensor, tag: int) -> Any:
-        return SimpleNamespace(wait=lambda: buffer.copy_(self._sent.get(timeout=10)))
+        return SimpleNamespace(wait=lambda: buffer.copy_(self._sent[source].get(timeout=10)))
 
 
 def _describe(
@@ -95,7 +103,46 @@ def _describe(
     wire: Any = _Wire()
     server, receiver = StateServer(source, "127.0.0.1", rate), StateReceiver(target, lambda text: None)
     server.send_description(wire, B, at_once)
-    return server, receiver, receiver.receive_description(wire, A)
+    return server, receiver, receiver.receive_description(wire, [A])
+
+
+@contextmanager
+def _held_by(
+    sources: dict[Worker, StageOptimizer], receiver: StateReceiver, **rates: float
+) -> Iterator[dict[Worker, StateServer]]:
+    """All of them offer their state, the first describes it, and the receiver begins to ask. rates: of a worker."""
+    wire: Any = _Wire()
+    servers = {w: StateServer(held, "127.0.0.1", rates.get(str(w))) for w, held in sources.items()}
+    try:
+        for number, (wire.sender, server) in enumerate(servers.items()):
+            if number:
+                server.send_offer(wire, Worker(9, 0))
+            else:
+                server.send_description(wire, Worker(9, 0), 0)
+        receiver.begin(*receiver.receive_description(wire, list(sources)))
+        yield servers
+    finally:
+        receiver.stop()
+        for server in servers.values():
+            server.close()
+
+
+def _watched(servers: dict[Worker, StateServer], monkeypatch: pytest.MonkeyPatch) -> Counter[Worker]:
+    """Counts the pieces that each has given."""
+    given: Counter[Worker] = Counter()
+
+    def watch(worker: Worker, server: StateServer) -> None:
+        copy = server._copy
+
+        def counted(number: int, piece: Any) -> tuple[bytes, bytes]:
+            given[worker] += 1
+            return copy(number, piece)
+
+        monkeypatch.setattr(server, "_copy", counted)
+
+    for worker, server in servers.items():
+        watch(worker, server)
+    return given
 
 
 def test_a_small_state_comes_at_once() -> None:
@@ -131,10 +178,10 @@ def test_beside_the_training_it_ends_with_the_same_bits(optimizer: str, before: 
     source, target = _stage(0, OPTIMIZERS[optimizer]), _stage(1, OPTIMIZERS[optimizer])
     for i in range(before):
         _step(source, i)
-    server, receiver, description = _describe(source, target, rate=4e5)
+    server, receiver, described = _describe(source, target, rate=4e5)
     with closing(server):
         assert receiver.missing > 10 and not receiver.blocking
-        receiver.begin(description, A)
+        receiver.begin(*described)
         for i in range(before, before + 2000):
             receiver.wait(0.03)
             for stage in (target, source) if i % 2 else (source, target):
@@ -149,22 +196,102 @@ def test_beside_the_training_it_ends_with_the_same_bits(optimizer: str, before: 
     assert _equal(target, source)
 
 
+def test_all_that_hold_it_give_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the training, in which each of them is a step ahead or behind now and then."""
+    order = random.Random(0)
+    sources, target = {w: _stage(0) for w in (A, B, C)}, _stage(1)
+    for held in sources.values():
+        _step(held, 0)
+    receiver = StateReceiver(target, lambda text: None)
+    with _held_by(sources, receiver, **dict.fromkeys(map(str, sources), 2e5)) as servers:
+        given = _watched(servers, monkeypatch)
+        for i in range(1, 2000):
+            stages = [*sources.values(), target]
+            order.shuffle(stages)
+            for stage in stages:
+                _step(stage, i)
+                receiver.wait(order.choice([0, 0.02]))
+            if receiver.complete:
+                break
+        assert receiver.complete and _equal(target, sources[A]), f"after {i} steps"
+    assert i > 1 and set(given) == set(sources)
+
+
+@pytest.mark.parametrize("dies", [A, B], ids=["the first", "another"])
+def test_a_holder_that_dies_costs_its_pieces_asked_again(dies: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources, target, said = {w: _stage(0) for w in (A, B, C)}, _stage(1), list[str]()
+    for held in sources.values():
+        _step(held, 0)
+    receiver = StateReceiver(target, said.append)
+    with _held_by(sources, receiver, **dict.fromkeys(map(str, sources), 1e5)) as servers:
+        given, whole = _watched(servers, monkeypatch), receiver.missing
+        while not given[dies] or receiver.missing > whole - 3:
+            receiver.wait(0.01)
+        servers[dies].close()
+        before = given[dies]
+        receiver.wait(20)
+        assert receiver.complete and _equal(target, sources[A])
+    assert given[dies] <= before + 1, "one may have been under way"
+    assert any(str(dies) in text for text in said)
+
+
+@pytest.mark.parametrize("slow", [A, B], ids=["the first", "another"])
+def test_a_holder_that_is_slow_keeps_nobody_waiting(slow: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was asked of it is asked of another; it would take minutes for these."""
+    monkeypatch.setattr(state_transfer, "ASK_ANOTHER_SECONDS", 0.1)
+    sources, target = {w: _stage(0) for w in (A, B)}, _stage(1)
+    receiver = StateReceiver(target, lambda text: None)
+    with _held_by(sources, receiver, **{str(slow): 100.0}):
+        receiver.wait(20)
+        assert receiver.complete and _equal(target, sources[A])
+        # What comes late from it finds its place taken, and the next step as well.
+        for i in range(3):
+            for stage in (target, *sources.values()):
+                _step(stage, i)
+            receiver.wait(0.05)
+        assert receiver.complete and _equal(target, sources[A])
+
+
+@pytest.mark.parametrize("why", ["numbers", "offers none"])
+def test_a_holder_that_can_give_nothing_is_not_asked(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It lays its tensors out in another way, so its numbers are of other pieces; or it can't listen."""
+    sources, target = {w: _stage(0) for w in (A, B)}, _stage(1)
+    receiver, wire = StateReceiver(target, lambda text: None), _Wire()
+    first = StateServer(sources[A], "127.0.0.1", None)
+    monkeypatch.setattr(state_transfer, "PIECE_ELEMENTS", 500)
+    other = StateServer(sources[B], "127.0.0.1", None)
+    monkeypatch.setattr(state_transfer, "PIECE_ELEMENTS", 300)
+    groups: Any = wire
+    with closing(first), closing(other):
+        first.send_description(groups, D, 0)
+        wire.sender = B
+        if why == "numbers":
+            other.send_offer(groups, D)
+        else:
+            send_no_offer(groups, D)
+        description, holders = receiver.receive_description(groups, [A, B])
+        assert [h.worker for h in holders] == [A]
+        receiver.begin(description, holders)
+        receiver.wait(10)
+        assert receiver.complete and _equal(target, sources[A])
+
+
 VALIDATIONS = st.sampled_from([CLEAN, CLEAN, CLEAN, SKIP, ValidationResult(0.5)])
 
 
 @examples(8)
 @given(validations=st.lists(VALIDATIONS, min_size=3, max_size=20), seed=st.integers(0, 2**32))
 def test_steps_that_are_put_right_take_back_what_came_since(validations: list[ValidationResult], seed: int) -> None:
-    """Either side may hear of a validation first, and pieces arrive at any moment."""
+    """Any of them may hear of a validation first, and pieces arrive at any moment, from any holder."""
     order = random.Random(seed)
-    source, target = _stage(0), _stage(1)
-    _step(source, 0)
-    server, receiver, description = _describe(source, target, rate=1e6)
-    with closing(server):
-        receiver.begin(description, A)
+    source, another, target = _stage(0), _stage(0), _stage(1)
+    for stage in (source, another):
+        _step(stage, 0)
+    receiver = StateReceiver(target, lambda text: None)
+    with _held_by({A: source, B: another}, receiver, W0_0=1e6, W1_0=1e6):
         i = 1
         for validation in [*validations, *[CLEAN] * 200]:
-            stages = [source, target]
+            stages = [source, another, target]
             order.shuffle(stages)
             for stage in stages:
                 _step(stage, i, None)
@@ -183,9 +310,9 @@ def test_a_break_costs_nothing_of_what_has_come() -> None:
     """Of the connection, and of the generation: another peer goes on with the rest."""
     source, target = _stage(0), _stage(1)
     _step(source, 0)
-    server, receiver, description = _describe(source, target, rate=1e5)
+    server, receiver, described = _describe(source, target, rate=1e5)
     whole = receiver.missing
-    receiver.begin(description, A)
+    receiver.begin(*described)
     while receiver.missing > whole - 3:
         receiver.wait(0.01)
     server.close()
@@ -198,7 +325,7 @@ def test_a_break_costs_nothing_of_what_has_come() -> None:
     wire: Any = _Wire()
     with closing(StateServer(source, "127.0.0.1", None)) as other:
         other.send_description(wire, B, 0)
-        receiver.begin(receiver.receive_description(wire, A), A)
+        receiver.begin(*receiver.receive_description(wire, [A]))
         assert receiver.missing <= kept
         receiver.wait(10)
     assert receiver.complete and _equal(target, source)
@@ -208,10 +335,10 @@ def test_a_break_costs_nothing_of_what_has_come() -> None:
 def test_a_roll_back_takes_back_what_came_later(corrected: bool) -> None:
     source, target = _stage(0), _stage(1)
     _step(source, 0)
-    server, receiver, description = _describe(source, target)
+    server, receiver, described = _describe(source, target)
     for stage in (source, target):
         _step(stage, 1)
-    receiver.begin(description, A)  # all pieces are of two steps
+    receiver.begin(*described)  # all pieces are of two steps
     receiver.wait(10)
     server.close()
     receiver.stop()
@@ -229,9 +356,9 @@ def test_what_comes_after_a_roll_back_is_put_into_the_tensors_that_it_has_left()
     """Some pieces come, all step and roll that back, and the rest comes, of the same step as the first."""
     source, target = _stage(0), _stage(1)
     _step(source, 0)
-    server, receiver, description = _describe(source, target, rate=1e5)
+    server, receiver, described = _describe(source, target, rate=1e5)
     whole = receiver.missing
-    receiver.begin(description, A)
+    receiver.begin(*described)
     while receiver.missing > whole - 3:
         receiver.wait(0.01)
     server.close()
@@ -244,7 +371,7 @@ def test_what_comes_after_a_roll_back_is_put_into_the_tensors_that_it_has_left()
     wire: Any = _Wire()
     with closing(StateServer(source, "127.0.0.1", None)) as other:
         other.send_description(wire, B, 0)
-        receiver.begin(receiver.receive_description(wire, A), A)
+        receiver.begin(*receiver.receive_description(wire, [A]))
         receiver.wait(10)
     assert receiver.complete and _equal(target, source)
 
@@ -253,10 +380,10 @@ def test_all_wait_for_a_state_whose_optimizer_mixes_elements() -> None:
     make = lambda p: _Whole(p, lr=0.1, momentum=0.9)  # noqa: E731
     source, target = _stage(0, make), _stage(1, make)
     _step(source, 0)
-    server, receiver, description = _describe(source, target)
+    server, receiver, described = _describe(source, target)
     with closing(server):
         assert receiver.blocking
-        receiver.begin(description, A)
+        receiver.begin(*described)
         receiver.wait(10)
         assert receiver.complete and not receiver.blocking and _equal(target, source)
 
@@ -283,7 +410,7 @@ def test_a_damaged_piece_is_not_put_in_place(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(server, "_copy", once_damaged)
     with closing(server):
         server.send_description(wire, B, 0)
-        receiver.begin(receiver.receive_description(wire, A), A)
+        receiver.begin(*receiver.receive_description(wire, [A]))
         receiver.wait(10)
         assert receiver.complete and _equal(target, source)
     assert damaged and any("checksum" in text and "W0_0" in text for text in said)
@@ -301,7 +428,7 @@ def test_a_state_of_another_model_is_refused_and_changes_nothing() -> None:
             with pytest.raises(
                 StateTransferFailed if last else StateTransferError, match=golden("the-state-from-w0-0")
             ):
-                receiver.receive_description(wire, A)
+                receiver.receive_description(wire, [A])
     assert target.parameters_sha256() == before and not receiver.begun
 
 
