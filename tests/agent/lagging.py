@@ -19,8 +19,8 @@ class Lagging(Gpt):
         super().__init__(**settings)
         whole_init, whole_before = FaultInjector.__init__, FaultInjector.before
 
-        def init(self: Any, who: Worker, kills: list[Kill], last_words: Callable[[], None]) -> None:
-            whole_init(self, who, kills, last_words)
+        def init(self: Any, who: Worker, kills: list[Kill], last_words: Callable[[], None], rank: int) -> None:
+            whole_init(self, who, kills, last_words, rank)
             self.lags = str(who) == worker
 
         def before(self: Any, at: int, kind: str, *key: int) -> None:

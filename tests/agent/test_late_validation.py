@@ -16,8 +16,9 @@ from openrecycle.agent.config.options import Optimization
 from openrecycle.agent.stages.gradients import GradientSum
 from openrecycle.agent.stages.optimizer import StageOptimizer
 from openrecycle.agent.stages.post_validation import Slot, ValidationResult
+from openrecycle.agent.transport.ranks import Ranks
 from openrecycle.agent.workers.validation_exchange import Steps
-from openrecycle.planner.jobs.job import Worker
+from openrecycle.planner.jobs.job import Member, Worker
 from tests.agent.nan_model import NanModel
 from tests.agent.runs import Run, nan_model
 from tests.conftest import at_length
@@ -126,6 +127,8 @@ def test_too_many_skipped_updates_in_a_row_end_the_job(tmp_path: Path) -> None:
 class _Unused:
     """Groups of a generation in which nothing has been sent yet."""
 
+    ranks = Ranks()
+
 
 def _steps(worker: Worker, gradient: float) -> tuple[Steps, StageOptimizer, list[tuple[int, ValidationResult, bool]]]:
     module = nn.Linear(1, 1, bias=False)
@@ -145,7 +148,7 @@ def test_what_is_in_doubt_after_a_death_is_settled_by_the_survivors() -> None:
     doubts.step(None)
     assert next(doubts.module.parameters()).item() == 1.0 - 4.0
     knows.settle(ValidationResult(1.0 / (5.0 + 1e-6)))
-    holders = {w: (1, *s.numbers()) for w, s in zip(workers, (informed, uninformed), strict=True)}
+    holders = {Member(w): (1, *s.numbers()) for w, s in zip(workers, (informed, uninformed), strict=True)}
     for steps in (informed, uninformed):
         steps.begin(_Unused(), list(workers), 1, holders)  # type: ignore[arg-type]
     assert next(knows.module.parameters()).item() == pytest.approx(1.0 - 3.0 / 5.0)
@@ -164,7 +167,7 @@ def test_who_has_gone_further_still_tells_of_the_step_in_doubt() -> None:
     ahead.gradients.add(ahead.gradients.parameters[0], torch.tensor([[100.0]]))
     ahead.step(None)
     assert ahead.slot == Slot((10000.0,)) and ahead.slot_before == Slot((9.0,))
-    holders = {workers[0]: (2, *further.numbers()), workers[1]: (1, *uninformed.numbers())}
+    holders = {Member(workers[0]): (2, *further.numbers()), Member(workers[1]): (1, *uninformed.numbers())}
     ahead.roll_back()
     for steps in (further, uninformed):
         steps.begin(_Unused(), list(workers), 1, holders)  # type: ignore[arg-type]

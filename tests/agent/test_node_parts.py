@@ -315,8 +315,13 @@ def test_a_worker_is_described_in_json() -> None:
     spec = spec_of(NamedWorkload("openrecycle.agent.examples.gpt:Gpt", {"width": 32}))
     document = encode_spec(spec)
     text = json.dumps(document)
-    # The slot is the affair of the node that starts the process.
-    told = {field.name for kind in (WorkerSpec, RunSpec) for field in dataclasses.fields(kind)} - {"slot", "run"}
+    # Slot, rank and where ranks meet are the affair of the node that starts the processes.
+    told = {field.name for kind in (WorkerSpec, RunSpec) for field in dataclasses.fields(kind)} - {
+        "slot",
+        "rank",
+        "meeting",
+        "run",
+    }
     assert set(document) - {"workload_options"} == told
     assert decode_spec(json.loads(text)) == spec
 
