@@ -67,11 +67,6 @@ class Platform(OptionGroup):
         most=64,
     )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.ranks_per_worker > 1 and self.device != "cpu":
-            raise self.refuse("ranks_per_worker", "1 with `platform.device` cuda: more have been run on CPUs alone")
-
     @property
     def carrier(self) -> Transport:
         """The transport: `tagged`, by a tag, in any order; `ordered`, by their order alone, which is all NCCL has."""

@@ -364,6 +364,10 @@ class TrainingOptions(OptionGroup):
         if self.checkpoints.resume is not None and self.checkpoints.directory is None:
             raise self.checkpoints.refuse("resume", "`checkpoints.directory` too, the folder to resume from")
         self._check_faults(technique, memory)
+        if self.platform.ranks_per_worker > 1 and self.platform.device != "cpu":
+            raise self.platform.refuse(
+                "ranks_per_worker", "1 with `platform.device` cuda: more run on CPUs alone so far"
+            )
         if self.planning.by_profile:
             profile_pace(self.job, Worker(0, 0), self.job.workers())
         if self.console.url is None:
