@@ -145,6 +145,7 @@ def make_launcher(
                 relayout=options.planning.relayout if options.job.layers else "never",
                 seed=options.seed,
                 timeouts=timeouts,
+                ranks_per_worker=options.platform.ranks_per_worker,
             )
         created = create_job(client, spec)
         # A console that does not know of them has not checked them.
@@ -285,6 +286,7 @@ def job_spec(
     relayout: MayMove = "never",
     seed: int = 0,
     timeouts: Timeouts | None = None,
+    ranks_per_worker: int = 1,
 ) -> JobSpec:
     """What a console is told of a job. Raises InputError naming the field that it would not take."""
     durations = _durations(job)
@@ -308,6 +310,7 @@ def job_spec(
             seed=seed,
             transfer_timeout=None if timeouts is None else timeouts.transfer,
             group_timeout=None if timeouts is None else timeouts.group,
+            ranks_per_worker=ranks_per_worker,
         )
     except ValidationError as error:
         first = error.errors()[0]

@@ -119,7 +119,7 @@ class JobSpec(Message):
     told to change their stage, in their processes (Deployment.moves). relayout: may layers change theirs, where the
     profile has layers? When it pays, never, or whenever another partition is better. transfer_timeout, group_timeout:
     seconds that a worker waits for a peer's data, and for a sum over a stage; the console has its say on
-    them (agent.config.timeouts). None: not said.
+    them (agent.config.timeouts). None: not said. ranks_per_worker: processes of each worker.
     """
 
     name: Name
@@ -142,6 +142,7 @@ class JobSpec(Message):
     seed: Count = 0
     transfer_timeout: Annotated[Seconds | None, Field(exclude_if=lambda value: value is None)] = None
     group_timeout: Annotated[Seconds | None, Field(exclude_if=lambda value: value is None)] = None
+    ranks_per_worker: Annotated[int, Field(ge=1, le=64, exclude_if=lambda value: value == 1), INTEGER] = 1
 
     def job(self) -> Job:
         """What is planned for. Durations are milliseconds, whole microseconds.

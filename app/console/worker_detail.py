@@ -44,7 +44,8 @@ class OpTime:
 @dataclass(frozen=True)
 class WorkerDetail:
     """op_times: in the order F, I, W, B, O. events: newest first. log: oldest first. activations: of micro-batches,
-    that it holds at most at once by the plan in force, None when it has no part in it. held, coming: as in JobView."""
+    that it holds at most at once by the plan in force, None when it has no part in it. held, coming: as in JobView.
+    ranks: processes that it consists of."""
 
     worker: WorkerView
     stays: tuple[StateInterval, ...]
@@ -54,6 +55,7 @@ class WorkerDetail:
     activations: int | None
     held: tuple[int, ...] = ()
     coming: tuple[int, ...] = ()
+    ranks: int = 1
 
 
 def worker_detail(console: Console, view: JobView, name: str, now: float) -> WorkerDetail:
@@ -80,6 +82,7 @@ def worker_detail(console: Console, view: JobView, name: str, now: float) -> Wor
         view.plan.metrics.peak_activations.get(name) if view.plan else None,
         view.held,
         view.coming,
+        job.spec.ranks_per_worker,
     )
 
 

@@ -40,6 +40,7 @@ def facts_html(detail: WorkerDetail) -> str:
         else "",
         "Last heartbeat": text.age(worker.heartbeat_age),
         "Process": _process(worker),
+        "Ranks": f"{detail.ranks}, which share each layer; the process is rank 0" if detail.ranks > 1 else "",
         "Memory in use": text.size(worker.resident_bytes) if worker.resident_bytes else "",
         "Activations, by plan": f"at most {text.count(detail.activations, 'micro-batch', 'micro-batches')} at once"
         if detail.activations is not None
