@@ -75,8 +75,8 @@ def run(pipelines: int, stages: int, generations: int) -> None:
         # The first one connects to the store, too.
         formed, summed, sent = (1000 * statistics.median(row[i] for row in rows[1:]) for i in (FORMED, SUMMED, SENT))
         print(
-            f"{len(living)} workers ({pipelines} x {stages}): formed {formed:.0f} ms, first sum over all {summed:.0f} ms, "
-            f"neighbours reached {sent:.0f} ms; quickest formed {1000 * min(r[FORMED] for r in rows[1:]):.0f}, "
+            f"{len(living)} workers ({pipelines} x {stages}): formed {formed:.0f} ms, "
+            f"first sum over all {summed:.0f} ms, neighbours reached {sent:.0f} ms; quickest formed {1000 * min(r[FORMED] for r in rows[1:]):.0f}, "
             f"reached {1000 * min(r[SENT] for r in rows[1:]):.0f}; "
             f"processor time of all {1000 * statistics.median(busy[1:]):.0f} ms"
         )

@@ -77,7 +77,8 @@ def run(mebibytes: int, rate: float, before: int, pace: float, holders: int) -> 
     changing = full[0] - statistics.median(full[1:])
     streaming = sum(while_coming) - usual * len(while_coming) - entering
     print(
-        f"state of {mebibytes:,} MiB from {holders} at {rate:g} MB/s each: {at - began[0]:.1f} s, {len(while_coming)} iterations meanwhile"
+        f"state of {mebibytes:,} MiB from {holders} at {rate:g} MB/s each: {at - began[0]:.1f} s, "
+        f"{len(while_coming)} iterations meanwhile"
     )
     for name, seconds in (("without it", alone), ("while its state comes", while_coming), ("by the full plan", full)):
         print(f"  {name}: median {statistics.median(seconds):.3f} s, longest {max(seconds):.3f} s ({len(seconds)})")
