@@ -74,10 +74,11 @@ def run(pipelines: int, stages: int, generations: int) -> None:
             time.sleep(0.3)  # the groups before are buried
         # The first one connects to the store, too.
         formed, summed, sent = (1000 * statistics.median(row[i] for row in rows[1:]) for i in (FORMED, SUMMED, SENT))
+        quickest_formed, quickest_sent = (1000 * min(row[i] for row in rows[1:]) for i in (FORMED, SENT))
         print(
             f"{len(living)} workers ({pipelines} x {stages}): formed {formed:.0f} ms, "
-            f"first sum over all {summed:.0f} ms, neighbours reached {sent:.0f} ms; quickest formed {1000 * min(r[FORMED] for r in rows[1:]):.0f}, "
-            f"reached {1000 * min(r[SENT] for r in rows[1:]):.0f}; "
+            f"first sum over all {summed:.0f} ms, neighbours reached {sent:.0f} ms; "
+            f"quickest formed {quickest_formed:.0f}, reached {quickest_sent:.0f}; "
             f"processor time of all {1000 * statistics.median(busy[1:]):.0f} ms"
         )
     finally:
