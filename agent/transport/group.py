@@ -160,12 +160,6 @@ class GlooGroup(GivenGlooGroup):
         group = compat.gloo_group(own, rank, len(members), timeout=form, address=address)
         super().__init__(group, rank, members, timeouts)
 
-    def halt(self) -> None:
-        """Closes the connections here, where this process's other threads run on. The destructor would close them, too,
-        but holds the interpreter's lock: 10 ms for each, until gloo's thread has let go of it; with 12 workers 100 ms
-        and with 64 600 ms in which the next generation could not form."""
-        self.cancel()
-
 
 def only_other(members: Sequence[Worker], rank: int) -> Worker | None:
     """With whom a sum over all broke: nobody can tell where there are more than two."""
