@@ -99,8 +99,9 @@ class Checkpointer:
 
     said: called, also from the writing thread, with (iteration, None) when a checkpoint has become
     whole by this worker's part, and with (iteration, sentence) when it has not been written.
-    interrupted: asked while waiting; training has something more urgent to do then. gather: of a worker of several
-    ranks, makes a state without ranks of what each of them calls it with; writes: is this the one that writes it?
+    interrupted: asked while waiting; training has something more urgent to do then. gather: makes what is written of a
+    worker's own state: the whole stage's, without ranks or shards. It is told whether this worker writes for its stage,
+    and called on all its workers together; None where this process does not write.
     """
 
     def __init__(
@@ -112,10 +113,9 @@ class Checkpointer:
         iterations: int,
         said: Callable[[int, str | None], None],
         interrupted: Callable[[], bool],
-        gather: Callable[[StageState], StageState] = lambda state: state,
-        writes: bool = True,
+        gather: Callable[[StageState, bool], StageState | None] = lambda state, writes: state if writes else None,
     ) -> None:
-        self._gather, self._writes = gather, writes
+        self._gather = gather
         self._options, self._origin, self._stage = options, origin, stage
         self.layers = layers
         self._iterations = iterations
@@ -133,9 +133,9 @@ class Checkpointer:
         committed = optimizer.committed
         self._write_if_final(committed)
         self._copy = None
-        if writes and (last or self.due(committed)) and committed > self._origin.resumed_at:
-            state = self._gather(optimizer.state())
-            if not self._writes:
+        if (last or self.due(committed)) and committed > self._origin.resumed_at:
+            state = self._gather(optimizer.state(), writes)
+            if state is None:
                 return
             tensors = {name: tensor.to("cpu", copy=True) for name, tensor in state.tensors.items()}
             self._copy = _Copy(committed, attempt, self.layers, StageState(state.document, tensors))

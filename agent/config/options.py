@@ -29,6 +29,7 @@ from openrecycle.planner.profiles import Profile, job_on, load
 Mode = Literal["deterministic", "fast"]
 Autocast = Literal["bf16", "fp16"]
 NonFinite = Literal["skip", "stop"]
+Sharding = Literal["none", "zero1"]
 OnBadSample = Literal["halt", "skip"]
 
 BY_PROFILE = "profile"
@@ -191,6 +192,11 @@ class Optimization(OptionGroup):
     non_finite: NonFinite = option("skip", "On a NaN or infinite gradient: skip (the step) or stop.")
     # Otherwise a stage steps as soon as its own gradients are reduced, and is validated later. The bits are the same.
     synchronous: bool = option(False, "No stage steps before the global checks are known.")
+    sharding: Sharding = option(
+        "none",
+        "zero1: each part of the optimizer's state is kept by two of a stage's workers, instead of all of them.",
+        flag="--optimizer-sharding",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

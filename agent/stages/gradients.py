@@ -38,9 +38,9 @@ _SCALE = 2.0**GRID_BITS
 # Elements handled at a time: large enough to amortise the calls, small enough to stay in a core's cache; and on other
 # devices, where that matters less, to need little memory beside the sums.
 _CHUNK, _CHUNK_THERE = 1 << 17, 1 << 24
-# Below torch's grain of intra-op parallelism, so that a norm does not depend on the thread count; and on devices that
-# have no such threads, few kernels.
-_NORM_CHUNK, _NORM_CHUNK_THERE = 1 << 15, 1 << 22
+# Of each parameter, from its beginning. Below torch's grain of intra-op parallelism, so that a norm does not depend on
+# the thread count; and on devices that have no such threads, few kernels.
+_NORM_CHUNK, _NORM_CHUNK_THERE = 1 << 15, 1 << 20
 # Changes of buffers are not divided by the number of micro-batches, and statistics may be large: they give
 # up 12 bits of resolution for as many of range (2**24 / terms).
 _CHANGE_SCALE = 2.0**-12
@@ -94,7 +94,7 @@ class GradientSum:
         """Is the memory of the parameters' sums somebody else's? Until the next term, or look at `buffer`."""
         # Not in the buffer yet: one addition for all tensors costs as much as one for each.
         self._uncounted = dict.fromkeys(map(id, tensors), 0)
-        self._bounds = {id(t): bound for t, bound in zip(tensors, bounds, strict=True)}
+        self._counted_at = {id(t): place for place, t in enumerate(tensors)}
         self._limit = 2.0**62 / max(1, terms)
         self._chunk = _CHUNK if device.type == "cpu" else _CHUNK_THERE
         self._scratch: dict[torch.dtype, Tensor] = {}
@@ -139,12 +139,38 @@ class GradientSum:
         """The memory of a parameter's sum, in bytes, once that has been read. It is taken back, and zero, with the next
         term of any parameter: see `lent`."""
         self.lent = True
+        return self.memory_of(parameter)
+
+    def memory_of(self, parameter: Tensor) -> Tensor:
+        """The same, for when it is lent."""
         return self._sums[id(parameter)].view(torch.uint8)
 
     def _take_back(self) -> None:
         if self.lent:
             self.lent = False
             self._buffer[: self._of_parameters].zero_()
+
+    def add_segment(self, segment: Tensor, parameter: Tensor, start: int) -> None:
+        """From here on `segment` stands for the elements of `parameter` from `start`, as many as it has: its sum is
+        theirs, and what is asked about parameters can be asked about it."""
+        own = self._sums[id(parameter)][start : start + segment.numel()]
+        self._sums[id(segment)], self._shaped[id(segment)] = own, own.view(segment.shape)
+        self._counted_at[id(segment)] = self._counted_at[id(parameter)]
+
+    @property
+    def norm_chunk(self) -> int:
+        """So many elements of a parameter are squared and summed at a time."""
+        return _NORM_CHUNK if self._buffer.device.type == "cpu" else _NORM_CHUNK_THERE
+
+    @property
+    def of_parameters(self) -> Tensor:
+        """The part of `buffer` that is the parameters' sums, one after the other."""
+        return self.buffer[: self._of_parameters]
+
+    @property
+    def beside_parameters(self) -> Tensor:
+        """The rest of `buffer`."""
+        return self.buffer[self._of_parameters :]
 
     def add(self, tensor: Tensor, term: Tensor) -> None:
         """Adds one micro-batch's gradient of a parameter (same shape)."""
@@ -192,7 +218,7 @@ class GradientSum:
     @property
     def rejected(self) -> int:
         """Terms that were NaN, infinite or too large; where it is not 0 the sums mean nothing."""
-        return int(self._behind[_REJECTED])
+        return self.rejected_terms
 
     @property
     def loss(self) -> float:
@@ -210,26 +236,37 @@ class GradientSum:
 
         Means nothing where terms were rejected.
         """
-        size = _NORM_CHUNK if self._buffer.device.type == "cpu" else _NORM_CHUNK_THERE
-        parts: list[Tensor] = []
-        ends = []
-        for parameters in layers:
-            runs: list[list[int]] = []
-            for start, end in (self._bounds[id(p)] for p in parameters):
-                if runs and runs[-1][1] == start:
-                    runs[-1][1] = end
-                else:
-                    runs.append([start, end])
-            chunks = (chunk for a, b in runs for chunk in _chunks(self._buffer[a:b], size))
-            parts += [self._in_scratch(chunk).square_().sum() for chunk in chunks]
-            ends.append(len(parts))
-        found: list[float] = torch.stack(parts).tolist() if parts else []
-        return tuple(self.coefficient**2 * math.fsum(found[a:b]) for a, b in pairwise([0, *ends]))
+        layers = list(layers)
+        parts = self.norm_parts([p for parameters in layers for p in parameters]).tolist()
+        counts = [sum(-(-p.numel() // self.norm_chunk) for p in parameters) for parameters in layers]
+        ends = accumulate(counts, initial=0)
+        return tuple(self.squared_norm(parts[a:b]) for a, b in pairwise(ends))
+
+    def norm_parts(self, parameters: Sequence[Tensor]) -> Tensor:
+        """What norms are made of: of every `norm_chunk` elements of each of these, from its beginning, the squares'
+        sum (fp64)."""
+        chunks = [chunk for p in parameters for chunk in _chunks(self._sums[id(p)], self.norm_chunk) if chunk.numel()]
+        if not chunks:
+            return torch.zeros(0, dtype=torch.float64, device=self._buffer.device)
+        return torch.stack([self._in_scratch(chunk).square_().sum() for chunk in chunks])
+
+    def squared_norm(self, parts: Sequence[float]) -> float:
+        """Of the gradients with these `norm_parts`. Rounded once, so that their order does not matter."""
+        return self.coefficient**2 * math.fsum(parts)
+
+    def finite(self, parameters: Sequence[Tensor]) -> bool:
+        """Are the sums of these so, and all that are of no parameter? Those of GradientSum always are."""
+        return True
+
+    @property
+    def rejected_terms(self) -> int:
+        """Those that were left out, or whose sum is not finite, as far as they were seen when they were added."""
+        return int(self._behind[_REJECTED])
 
     def part(self, tensors: Sequence[Tensor]) -> Tensor:
         """A copy of the buffer that a sum of these parameters and moving buffers alone, in this order, would have."""
         self._take_back()
-        index = {key: place for place, key in enumerate(self._bounds)}
+        index = self._counted_at
         self._count()
         counts = self._counts
         parts = [*(self._sums[id(t)] for t in tensors), *(counts[index[id(t)]].view(1) for t in tensors)]
@@ -243,17 +280,19 @@ class GradientSum:
     def put(self, tensor: Tensor, total: Tensor) -> None:
         """Sets a parameter's sum, and its count, which comes last."""
         self._take_back()
-        at = list(self._bounds).index(id(tensor))
         self._sums[id(tensor)].copy_(total[:-1])
-        self.buffer[self._counts_from + at].copy_(total[-1])
+        self.buffer[self._counts_from + self._counted_at[id(tensor)]].copy_(total[-1])
 
-    def write_gradients(self, part: slice = slice(None), memory: Sequence[Tensor] | None = None) -> None:
-        """Sets `.grad` of every parameter, or those in `part` of `parameters`, to the sum, rounded to its type; None
-        where no micro-batch used it. memory: for each of them, where; else it is new."""
-        coefficient, counts = self.coefficient, self._counted()[: len(self.parameters)]
-        wanted = self.parameters[part]
+    def write_gradients(
+        self, wanted: Sequence[nn.Parameter] | None = None, memory: Sequence[Tensor] | None = None
+    ) -> None:
+        """Sets `.grad` of every parameter, or those that are `wanted`, to the sum, rounded to its type; None where no
+        micro-batch used it. memory: for each of them, where; else it is new."""
+        coefficient, counts = self.coefficient, self._counted()
+        wanted = self.parameters if wanted is None else wanted
         memory = memory or [torch.empty(p.shape, dtype=p.dtype, device=p.device) for p in wanted]
-        for parameter, gradient, count in zip(wanted, memory, counts[part], strict=True):
+        for parameter, gradient in zip(wanted, memory, strict=True):
+            count = counts[self._counted_at[id(parameter)]]
             if count:
                 self._round(self._sums[id(parameter)], gradient.view(-1), coefficient)
             parameter.grad = gradient if count else None
@@ -373,7 +412,11 @@ class FastSum(GradientSum):
     @property
     def rejected(self) -> int:
         """1 where any sum is NaN or infinite, or lacks a loss that was, else 0."""
-        return int(bool(self._behind[_REJECTED]) or not math.isfinite(self._buffer.sum().item()))
+        return int(bool(self.rejected_terms) or not math.isfinite(self._buffer.sum().item()))
+
+    def finite(self, parameters: Sequence[Tensor]) -> bool:
+        sums = [self._sums[id(p)].sum() for p in parameters]
+        return math.isfinite(torch.stack([*sums, self.beside_parameters.sum()]).sum().item())
 
     def add_loss(self, loss: Tensor) -> None:
         fits = torch.isfinite(loss.detach()).reshape(-1)

@@ -7,6 +7,11 @@ agent.stages.post_validation). One snapshot is enough for both, and only until t
 agent.workers.recovery. So it lies where the gradients were summed, as far as it fits there: with AdamW in fp32 a worker
 takes 24 bytes a parameter beside activations (parameters 4, optimizer 8, sums 8, the rest of the snapshot 4), and
 took 36 while the snapshot and the gradients of a step had memory of their own.
+
+Where the optimizer's state is sharded over the stage's peers (agent.stages.shards), a worker steps the segments of
+which it holds the state, and goes back in those; the other parameters come from who steps them
+(agent.workers.sharding). With N peers that is 12 + 16 / N bytes a parameter: 17.3 with 3, 14 with 8, since what does
+not fit in the memory of a segment's own sum lies in that of sums that only others need.
 """
 
 from __future__ import annotations
@@ -18,8 +23,11 @@ import inspect
 import math
 import operator
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
@@ -31,8 +39,9 @@ from openrecycle.agent.models import compat
 from openrecycle.agent.models.layers import LayerStack, Span, parameters_by_layer
 from openrecycle.agent.models.state import StageState, StateError, decode, encode, sha256, whole_number
 from openrecycle.agent.models.workload import Workload
-from openrecycle.agent.stages.gradients import GradientSum, MicroBatch
+from openrecycle.agent.stages.gradients import FastSum, GradientSum, MicroBatch
 from openrecycle.agent.stages.post_validation import CLEAN, SKIP, LossScale, PostValidation, Slot, ValidationResult
+from openrecycle.agent.stages.shards import Segment, segments_of
 from openrecycle.planner.jobs.errors import InputError
 
 ELEMENTWISE = frozenset(
@@ -80,6 +89,63 @@ class NonFiniteError(RuntimeError):
     """A gradient of the iteration was NaN, infinite or out of range."""
 
 
+class Shards:
+    """The optimizer's state of a stage, where it is sharded: how it is cut, and what of it this worker holds.
+
+    trained: the stage's parameters that are trained, and their names. pipelines: of the job.
+    """
+
+    def __init__(self, trained: NamedParameters, gradients: GradientSum, pipelines: int) -> None:
+        sizes = [p.numel() for _, p in trained]
+        whole = {place for place, (_, p) in enumerate(trained) if not p.is_contiguous()}
+        self.parameter_names = [name for name, p in trained if p.numel()]
+        self.segments: tuple[Segment, ...] = segments_of(sizes, whole, gradients.norm_chunk, pipelines)
+        self.parts: list[nn.Parameter] = []
+        """Of each segment, the parameter's elements: the parameter itself, where it is not cut."""
+        self.names: list[str] = []
+        for segment in self.segments:
+            name, parameter = trained[segment.parameter]
+            if segment.elements == parameter.numel():
+                part = parameter
+            else:
+                part = nn.Parameter(parameter.detach().view(-1)[segment.start : segment.end])
+                gradients.add_segment(part, parameter, segment.start)
+            self.parts.append(part)
+            self.names.append(f"{name}@{segment.start}")
+        self.number = {id(part): number for number, part in enumerate(self.parts)}
+        self.held = set(range(len(self.parts)))
+        """Segments whose state is here, as of the steps taken. At first that of all: there is none yet."""
+        self.primary: frozenset[int] = frozenset(self.held)
+        """Segments whose part of the validation this worker tells."""
+        self.stale = False
+        """Are the parameters of segments that are not held those of another step than the others?"""
+        self.measured: tuple[bool, Sequence[float]] | None = None
+        """Of the sums of all peers: are they finite; and the parts of their norms, segment by segment."""
+        of = Counter(segment.parameter for segment in self.segments)
+        ends = list(accumulate(of[place] for place in range(len(trained))))
+        self.of_parameter = {
+            id(p): range(end - of[i], end) for i, (end, (_, p)) in enumerate(zip(ends, trained, strict=True))
+        }
+        """The numbers of each parameter's segments."""
+
+    @property
+    def sizes(self) -> list[int]:
+        """Elements of each shard."""
+        out = Counter[int]()
+        for segment in self.segments:
+            out[segment.shard] += segment.elements
+        return [out[shard] for shard in range(len(out))]
+
+    @property
+    def shards_held(self) -> frozenset[int]:
+        """Those of which every segment is held."""
+        lacking = {s.shard for number, s in enumerate(self.segments) if number not in self.held}
+        return frozenset(s.shard for s in self.segments) - lacking
+
+    def segments_in(self, shards: Collection[int]) -> list[int]:
+        return [number for number, segment in enumerate(self.segments) if segment.shard in shards]
+
+
 class StageOptimizer:
     """Module, optimizer and scheduler of one stage on one worker, and how many steps they have taken.
 
@@ -87,6 +153,7 @@ class StageOptimizer:
     is the validation of the last one known? slot: this stage's share of it. post_validation: what the validations
     so far make of the next one. skipped: this worker's micro-batches that the last measured sum lacks.
     clips: will anybody ask for the gradients' norm? scales_loss: are numbers fp16?
+    shards: where the optimizer's state is sharded over the stage's peers.
     lock: held while anything changes. corrections: how often a validation has changed a step; with `committed` it says
     which values these are.
 
@@ -103,7 +170,9 @@ class StageOptimizer:
         *,
         clips: bool = False,
         scales_loss: bool = False,
+        pipelines: int | None = None,
     ) -> None:
+        """pipelines: of the job, where the optimizer's state is sharded over the stage's peers."""
         if _required(type(optimizer).step):
             raise InputError("optimizer", type(optimizer).__name__, "one whose step() needs no closure")
         if scheduler is not None and (_required(type(scheduler).step) or scheduler.optimizer is not optimizer):
@@ -135,8 +204,15 @@ class StageOptimizer:
         """Of the data that this worker reads, where it has to be read in order."""
         self._buckets: list[_Bucket] = []
         self._snapshot = _Snapshot(self)
-        self._kept: list[Tensor | None] | None = None
+        self._kept: list[tuple[nn.Parameter, Tensor | None]] | None = None
         self._kept_memory: list[Tensor] = []
+        self.shards: Shards | None = None
+        if pipelines is not None:
+            if not self.steps_apart:
+                expected = "one of torch's that steps each element by itself, where its state is sharded"
+                raise InputError("optimizer", type(optimizer).__name__, expected)
+            trained = [(name, p) for name, p in named if p.requires_grad]
+            self.shards = Shards(trained, gradients, pipelines)
         self._scale()
 
     @property
@@ -153,12 +229,56 @@ class StageOptimizer:
 
     def measure(self) -> Slot:
         """This stage's share of the validation of the gradients that have just been reduced."""
-        rejected = self.gradients.rejected
+        shards = self.shards
+        if shards is None:
+            rejected, norms_of = self.gradients.rejected, self.gradients.squared_norms
+        else:
+            assert shards.measured is not None or not self.tells_measures
+            finite, parts = shards.measured or (True, ())
+            rejected, norms_of = self.gradients.rejected_terms + (not finite), partial(self._norms_from, parts)
         self.skipped = self.gradients.rejecting() if rejected else []
         if not self._clips:
             return Slot(rejected=rejected)
-        norms = (0.0,) * len(self._by_layer) if rejected else self.gradients.squared_norms(self._by_layer)
+        norms = (0.0,) * len(self._by_layer) if rejected else norms_of(self._by_layer)
         return Slot(norms, rejected)
+
+    @property
+    def tells_measures(self) -> bool:
+        """Where the state is sharded: must peers tell each other of their segments' sums?"""
+        return self.shards is not None and (self._clips or isinstance(self.gradients, FastSum))
+
+    def measures(self) -> Tensor:
+        """Of the sums of the segments whose part of the validation this worker tells, int64: how many are not finite,
+        and bit by bit the parts of norms; in the place of other segments' zeros. The sum of all peers' is what
+        `take_measures` takes."""
+        shards, sums = self.shards, self.gradients
+        assert shards is not None
+        mine = [part for number, part in enumerate(shards.parts) if number in shards.primary]
+        counts = [-(-part.numel() // sums.norm_chunk) for part in shards.parts] if self._clips else []
+        out = torch.zeros(1 + sum(counts), dtype=torch.int64)
+        out[0] = int(not sums.finite(mine))
+        if self._clips:
+            bits = sums.norm_parts(mine).cpu().view(torch.int64)
+            place = at = 1
+            at = 0
+            for number, count in enumerate(counts):
+                if number in shards.primary:
+                    out[place : place + count] = bits[at : at + count]
+                    at += count
+                place += count
+        return out
+
+    def take_measures(self, total: Tensor) -> None:
+        assert self.shards is not None
+        self.shards.measured = not int(total[0]), total[1:].contiguous().view(torch.float64).tolist()
+
+    def _norms_from(self, parts: Sequence[float], layers: Sequence[Sequence[nn.Parameter]]) -> tuple[float, ...]:
+        shards, chunk = self.shards, self.gradients.norm_chunk
+        assert shards is not None
+        ends = [0, *accumulate(-(-part.numel() // chunk) for part in shards.parts)]
+        of = shards.of_parameter
+        own = [[x for p in layer for k in of[id(p)] for x in parts[ends[k] : ends[k + 1]]] for layer in layers]
+        return tuple(map(self.gradients.squared_norm, own))
 
     @_changing
     def step(self, validation: ValidationResult | None = CLEAN, slot: Slot | None = None) -> float:
@@ -176,17 +296,20 @@ class StageOptimizer:
         # A stage that knows its own gradients to be useless needs no validation to leave them alone.
         applied = (SKIP if slot.rejected else CLEAN) if validation is None else validation
         if applied.coefficient is not None:
-            keep, kept = validation is None and self._clips, list[Tensor | None]()
+            keep, kept = validation is None and self._clips, list[tuple[nn.Parameter, Tensor | None]]()
             if keep and not self._kept_memory:
-                self._kept_memory = [torch.empty(p.shape, dtype=p.dtype, device=p.device) for p in self._trained]
+                self._kept_memory = [torch.empty(p.shape, dtype=p.dtype, device=p.device) for p in self._stepped]
             for bucket in self._in_buckets():
-                memory = self._kept_memory[bucket.place] if keep else self.gradients.scratch_for(bucket.parameters)
-                self.gradients.write_gradients(bucket.place, memory)
-                self._snapshot.save(bucket.parameters)
+                wanted = bucket.parameters
+                memory = self._kept_memory[bucket.place] if keep else self.gradients.scratch_for(wanted)
+                self.gradients.write_gradients(wanted, memory)
+                self._snapshot.save(wanted)
                 if keep:
-                    kept += [p.grad for p in bucket.parameters]
+                    kept += [(p, p.grad) for p in wanted]
                 self._update(bucket, applied.coefficient)
             self._kept = kept or None
+            if self.shards is not None:
+                self.shards.stale = True
             if self.scheduler is not None:
                 self.scheduler.step()
             self.gradients.write_buffers()
@@ -213,12 +336,14 @@ class StageOptimizer:
         if validation.clean:
             return False
         self.corrections += 1
+        if self.shards is not None:
+            self.shards.stale = True
         if validation.coefficient is None:
             self._snapshot.restore(buffers=True)
         elif kept is not None:
             # The moving buffers are those of the step as it was: they don't depend on the norm.
             self._snapshot.restore(buffers=False)
-            for parameter, gradient in zip(self._trained, kept, strict=True):
+            for parameter, gradient in kept:
                 parameter.grad = gradient
             for bucket in self._in_buckets():
                 self._update(bucket, validation.coefficient)
@@ -228,21 +353,76 @@ class StageOptimizer:
         self.gradients.clear()
         return True
 
+    @property
+    def _stepped(self) -> list[nn.Parameter]:
+        """What is stepped here: parameters, or segments of them."""
+        shards = self.shards
+        return self._trained if shards is None else [shards.parts[number] for number in sorted(shards.held)]
+
     def _in_buckets(self) -> list[_Bucket]:
         """What is stepped one after the other; all at once where that may make a difference."""
         if not self._buckets:
-            apart, groups = self.steps_apart, self.optimizer.param_groups
+            apart, groups, stepped = self.steps_apart, self.optimizer.param_groups, self._stepped
             at, size = 0, 0
-            for end, parameter in enumerate(self._trained, start=1):
+            for end, parameter in enumerate(stepped, start=1):
                 size += parameter.numel() * parameter.element_size()
-                if end == len(self._trained) or (apart and size >= BUCKET_BYTES):
-                    mine = set(map(id, self._trained[at:end]))
-                    parts = [[p for p in group["params"] if id(p) in mine] for group in groups] if apart else None
-                    self._buckets.append(_Bucket(slice(at, end), self._trained[at:end], parts))
+                if end == len(stepped) or (apart and size >= BUCKET_BYTES):
+                    mine = {id(p): p for p in stepped[at:end]}
+                    parts = [self._among(group["params"], mine) for group in groups] if apart else None
+                    self._buckets.append(_Bucket(slice(at, end), stepped[at:end], parts))
                     at, size = end, 0
             if not self._buckets:
-                self._buckets.append(_Bucket(slice(0), [], None))
+                self._buckets.append(_Bucket(slice(0), [], None if self.shards is None else [[] for _ in groups]))
         return self._buckets
+
+    def _among(self, parameters: Sequence[nn.Parameter], mine: Mapping[int, nn.Parameter]) -> list[nn.Parameter]:
+        """Those of `mine` that are parameters of these, or segments of them."""
+        shards = self.shards
+        if shards is None:
+            return [p for p in parameters if id(p) in mine]
+        numbers = (k for p in parameters for k in shards.of_parameter.get(id(p), ()))
+        return [shards.parts[k] for k in numbers if id(shards.parts[k]) in mine]
+
+    # -- segments that come and go ---------------------------------------------------------------
+
+    def _regroup(self) -> None:
+        """Other segments are held from here on."""
+        self._buckets, self._kept_memory = [], []
+
+    @_changing
+    def hold(self, number: int, state: Mapping[str, Any]) -> None:
+        """Takes up a segment, with the optimizer's state of it as of the steps that this worker has taken."""
+        shards = self.shards
+        assert shards is not None
+        if state:
+            self.optimizer.state[shards.parts[number]] = dict(state)
+        shards.held.add(number)
+        self._regroup()
+
+    @_changing
+    def release(self, numbers: Collection[int]) -> None:
+        """Gives up segments, which others hold. A step of theirs is not undone here any more."""
+        shards = self.shards
+        assert shards is not None
+        for number in numbers:
+            part = shards.parts[number]
+            self.optimizer.state.pop(part, None)
+            self._snapshot.forget_one(part)
+            shards.held.discard(number)
+        if self._kept is not None:
+            gone = {id(shards.parts[number]) for number in numbers}
+            self._kept = [(p, gradient) for p, gradient in self._kept if id(p) not in gone]
+        if numbers:
+            self._regroup()
+
+    def segment_state(self, number: int) -> StageState:
+        """What the optimizer keeps of a segment that is held. The tensors are the live ones."""
+        shards, tensors = self.shards, dict[str, Tensor]()
+        assert shards is not None
+        if number not in shards.held:
+            raise StateError(f"{shards.names[number]}: not held here")
+        kept = self.optimizer.state.get(shards.parts[number], {})
+        return StageState({"kept": encode(dict(kept), shards.names[number], tensors)}, tensors)
 
     def _update(self, bucket: _Bucket, coefficient: float) -> None:
         gradients = [p.grad for p in bucket.parameters if p.grad is not None]
@@ -258,6 +438,8 @@ class StageOptimizer:
         """Undoes the last step. Raises StateError when there is none to undo."""
         self._snapshot.undo()
         self._kept = None
+        if self.shards is not None:
+            self.shards.stale = True
         self._scale()
 
     @property
@@ -319,9 +501,9 @@ class StageOptimizer:
         return "".join(map(sha256, parameters_by_layer(self.module)))
 
     def state(self) -> StageState:
-        """Everything that the next steps depend on. The tensors are the live ones: copy or send them
-        before the next step. A step that is not settled counts as clean: should it be overturned,
-        the state was of no use anyway.
+        """Everything that the next steps depend on; but for the optimizer's state of parameters where it is sharded.
+        The tensors are the live ones: copy or send them before the next step. A step that is not settled counts as
+        clean: should it be overturned, the state was of no use anyway.
 
         Raises StateError naming what an optimizer or scheduler keeps that can't be sent.
         """
@@ -332,7 +514,7 @@ class StageOptimizer:
             for n, t in [*self.module.named_parameters(), *self.module.named_buffers()]
         }
         states = {}
-        for parameter, state in self.optimizer.state.items():
+        for parameter, state in self.optimizer.state.items() if self.shards is None else ():
             if (name := names.get(id(parameter))) is None:
                 raise StateError(f"{type(self.optimizer).__name__} keeps state that belongs to no parameter")
             states[name] = encode(state, f"optimizer.{name}", tensors)
@@ -375,7 +557,8 @@ class StageOptimizer:
     @_changing
     def load_state(self, state: StageState) -> None:
         """Takes over a state, wholly or not at all. Of a tensor without values (on the device "meta") they are to
-        come: until then a parameter or buffer keeps its own, and what the optimizer keeps is zero.
+        come: until then a parameter or buffer keeps its own, and what the optimizer keeps is zero. Where that is
+        sharded, the state is that of all shards, or of none.
 
         Raises StateError when it is of another stage.
         """
@@ -418,7 +601,8 @@ class StageOptimizer:
                     targets[name].copy_(value)
         self.optimizer.state.clear()
         for name, value in states.items():
-            self.optimizer.state[parameters[name]] = value
+            for parameter, kept in self._cut(parameters[name], value):
+                self.optimizer.state[parameter] = kept
         for group, options in zip(self.optimizer.param_groups, groups, strict=True):
             _put_options(group, options)
         if self.scheduler is not None:
@@ -430,6 +614,31 @@ class StageOptimizer:
         self._scale()
         self._snapshot.forget()
         self._kept = None
+
+    def _cut(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> list[tuple[nn.Parameter, Mapping[str, Any]]]:
+        """The state of a parameter, or of each of its segments."""
+        shards = self.shards
+        if shards is None or id(parameter) not in shards.of_parameter:
+            return [(parameter, state)]
+        numbers = shards.of_parameter[id(parameter)]
+        if len(numbers) == 1:
+            return [(parameter, state)]
+
+        def of(segment: Segment, value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return copy.deepcopy(value)
+            whole = value.shape == parameter.shape
+            return value.reshape(-1)[segment.start : segment.end].clone() if whole else value.clone()
+
+        return [
+            (shards.parts[k], {key: of(shards.segments[k], value) for key, value in state.items()}) for k in numbers
+        ]
+
+
+def averages_of(state: StageState) -> dict[str, Tensor]:
+    """The moving averages of parameters that have one, by name, in a stage's state."""
+    front, end = "optimizer.", f".{AVERAGE}"
+    return {n[len(front) : -len(end)]: t for n, t in state.tensors.items() if n.startswith(front) and n.endswith(end)}
 
 
 def _finite(value: Any) -> float | None:
@@ -455,9 +664,14 @@ def takes_names(factory: Callable[..., Any]) -> bool:
 
 
 def stage_optimizer(
-    workload: Workload, module: nn.Module, gradients: GradientSum, optimization: Optimization
+    workload: Workload,
+    module: nn.Module,
+    gradients: GradientSum,
+    optimization: Optimization,
+    pipelines: int | None = None,
 ) -> StageOptimizer:
-    """As the workload wants it; a workload may have a `scheduler(optimizer)` beside its `optimizer`.
+    """As the workload wants it; a workload may have a `scheduler(optimizer)` beside its `optimizer`. pipelines: of a
+    job whose workers share the optimizer's state, where they are to.
 
     Raises InputError.
     """
@@ -470,6 +684,7 @@ def stage_optimizer(
         scheduler(optimizer) if scheduler is not None else None,
         clips=optimization.clip_norm is not None,
         scales_loss=optimization.autocast == "fp16",
+        pipelines=pipelines if optimization.sharding == "zero1" else None,
     )
     made.stream = getattr(workload, "stream", None)
     return made
@@ -519,8 +734,8 @@ def joined(states: Sequence[StageState]) -> StageState:
 
 @dataclass(frozen=True)
 class _Bucket:
-    """Parameters that are stepped together. place: in those that are trained. groups: those of each of the optimizer's
-    groups; None: the optimizer steps all that it has."""
+    """Parameters that are stepped together. place: among all that are stepped here. groups: those of each of the
+    optimizer's groups; None: the optimizer steps all that it has."""
 
     place: slice
     parameters: list[nn.Parameter]
@@ -543,6 +758,10 @@ class _Bucket:
             optimizer.param_groups = whole
             for group, all_of_it in zip(whole, parameters, strict=True):
                 group["params"] = all_of_it
+
+
+_ALIGNED = 16
+"""Bytes: any tensor may begin at a multiple of it."""
 
 
 @dataclass
@@ -569,6 +788,9 @@ class _Snapshot:
         self.before = PostValidation(), Slot(), CLEAN
         self._before: dict[nn.Parameter, _Saved] = {}
         """Of the step before: as long as tensors are the same, so are their places."""
+        self._held: frozenset[int] | None = None
+        self._spare: list[Tensor] = []
+        """Memory, in bytes, of the sums of segments that others step."""
 
     @property
     def valid(self) -> bool:
@@ -590,6 +812,11 @@ class _Snapshot:
         self.before = stage.post_validation, stage.slot, stage.validation
         self._before, self._saved, self._adopted = self._saved or self._before, {}, {}
         self._valid, self._in_sums = True, False
+        shards = stage.shards
+        if shards is not None and self._held != shards.held:
+            self._held, self._before = frozenset(shards.held), {}
+            others = (part for number, part in enumerate(shards.parts) if number not in shards.held)
+            self._spare = [stage.gradients.memory_of(part) for part in others]
 
     def save(self, parameters: Sequence[nn.Parameter]) -> None:
         """Right before these are stepped; their gradients have been read."""
@@ -624,8 +851,17 @@ class _Snapshot:
                 out.append(memory[at : at + size].view(tensor.dtype).view(tensor.shape))
                 at += size
             else:
-                out.append(torch.empty_like(tensor))
+                spare = self._from_spare(size) if tensor.numel() > 1 and tensor.device == memory.device else None
+                out.append(torch.empty_like(tensor) if spare is None else spare.view(tensor.dtype).view(tensor.shape))
         return out
+
+    def _from_spare(self, size: int) -> Tensor | None:
+        for place, memory in enumerate(self._spare):
+            if memory.numel() >= size:
+                after = -(-size // _ALIGNED) * _ALIGNED
+                self._spare[place] = memory[after:]
+                return memory[:size]
+        return None
 
     def adopt(self, parts: Sequence[_Snapshot]) -> None:
         """Takes over those of other optimizers, of what this one has of their layers. All are of one step, or none is
@@ -677,6 +913,11 @@ class _Snapshot:
         stage.settled = True
         stage.committed -= 1
         self._valid = False
+
+    def forget_one(self, parameter: nn.Parameter) -> None:
+        """It is not undone here."""
+        for kept in (self._saved, self._before, self._adopted):
+            kept.pop(parameter, None)
 
     def forget(self) -> None:
         """Nothing can be undone, and nothing of what was is kept."""

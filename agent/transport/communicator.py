@@ -65,6 +65,8 @@ class Groups:
         self.address = address
         """Of this host, as its peers reach it."""
         stage = [w for w in living if w.stage == me.stage]
+        self.peers = tuple(stage)
+        """The living workers of this one's stage, by their rank in `peer_group`."""
 
         plane = f"generation{generation}/" + (f"rank{self.ranks.rank}/" if self.ranks.size > 1 else "")
         on_cpu = device.type == "cpu"
@@ -114,6 +116,16 @@ class Groups:
         """Starts a receive of the control plane into `buffer`."""
         return self._control.receive(self._rank[source], buffer, tag)
 
+    @property
+    def peer_group(self) -> Group | None:
+        """That of the stage, for data; None where this worker is alone in it."""
+        return self._lines.peers
+
+    @property
+    def ordered(self) -> bool:
+        """Do messages find their receives by their order alone?"""
+        return self._ordered
+
     def reduce(self, tensor: Tensor) -> None:
         """Sums `tensor` (integer) over the living peers of the stage, in place."""
         if self._lines.peers is not None:
@@ -155,7 +167,7 @@ class Communicator:
         self, timeouts: Timeouts | None = None, *, address: str = LOOPBACK, transport: Transport = "tagged"
     ) -> None:
         """address: of this host, as its peers reach it."""
-        self._timeouts, self._address, self._transport = timeouts or Timeouts(), address, transport
+        self._timeouts, self.address, self._transport = timeouts or Timeouts(), address, transport
         self._stores = StoreClient()
         self._lock = threading.Lock()
         self._live: Groups | None = None
@@ -211,7 +223,7 @@ class Communicator:
                         me,
                         living,
                         self._timeouts,
-                        self._address,
+                        self.address,
                         self._transport,
                         device,
                         neighbours,

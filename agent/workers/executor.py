@@ -31,6 +31,7 @@ from openrecycle.agent.transport.script import Script
 from openrecycle.agent.transport.transfers import TransferLayout, Transfers
 from openrecycle.agent.workers.kept_micro_batches import Redo
 from openrecycle.agent.workers.relayout import Exchange
+from openrecycle.agent.workers.sharding import ShardedStage
 from openrecycle.agent.workers.tied import TiedSums
 from openrecycle.agent.workers.validation_exchange import Steps
 from openrecycle.planner.jobs.job import Job, Worker
@@ -92,6 +93,8 @@ class Executor:
         self.exchange: Exchange | None = None
         """Of the sums of layers that move to another stage."""
         self.tied: TiedSums | None = None
+        self.sharded: ShardedStage | None = None
+        """Where the optimizer's state is sharded over the stage's workers."""
         self._run = {"F": self._forward, "I": self._input_backward, "W": self._weight_backward, "B": self._backward}
         self._iteration = 0
         self.left_out: frozenset[MicroBatch] = frozenset()
@@ -161,6 +164,7 @@ class Executor:
         if self._void:
             self._stage.abandon()
             self.timeline.drop()
+            self.gather_parameters()
         self.timeline.finish(script.ops)
         # What went out an iteration ago has been received by now: its receiver has answered since.
         self._progress.at(WAITING)
@@ -284,10 +288,18 @@ class Executor:
         """
         self._progress.at(VALIDATION)
         self._steps.drain()
+        self.gather_parameters()
         self._progress.at(WAITING)
         if self._groups is not None:
             self._transfers.let_go()
         self._progress.at(AT_REST)
+
+    def gather_parameters(self) -> None:
+        """Between two iterations, once the last step is settled: those that other workers step, where it was put right.
+        Raises TransferError."""
+        if self.sharded is not None:
+            self._progress.at(WAITING)
+            self.sharded.gather()
 
     def abandon(self) -> None:
         """Drops the iteration in flight and every transfer; of what is summed, as keep_finished says."""
@@ -411,10 +423,15 @@ class Executor:
         self._reducing = True
         self._progress.at(WAITING)
         arrived = time.monotonic()
-        self._transfers.reduce(self._stage.gradients.buffer)
+        if self.sharded is None:
+            self._transfers.reduce(self._stage.gradients.buffer)
+        else:
+            self.sharded.reduce()
         # From here on this worker has what its step needs, and takes it whatever breaks: see agent.workers.recovery.
         if self.tied is not None:
             self.tied.sum(self._iteration, self._steps.optimizer)
+        if self.sharded is not None:
+            self.sharded.measure()
         broken = None
         try:
             if self.exchange is not None:
@@ -438,6 +455,10 @@ class Executor:
         self._faults.before(self._iteration, "V")
         if broken is not None:
             raise broken
+        if self.sharded is not None:
+            self._progress.at(WAITING)
+            self.sharded.stepped(incomplete)
+            self.sharded.gather()
         self._finish("O", reduced - self._reduction)
 
     def _pass_on(self, kind: str, key: MicroBatch) -> None:

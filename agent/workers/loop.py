@@ -12,6 +12,8 @@ only adds workers interrupts nothing: all leave at the same boundary, with nothi
 from __future__ import annotations
 
 import functools
+import hashlib
+import socket
 import time
 import traceback
 from collections.abc import Callable
@@ -39,8 +41,9 @@ from openrecycle.agent.monitoring.heartbeat import Status
 from openrecycle.agent.monitoring.liveness import AT_REST
 from openrecycle.agent.monitoring.thread_stacks import describe_exception
 from openrecycle.agent.stages.assembly import assemble, reassemble
-from openrecycle.agent.stages.optimizer import stage_optimizer
+from openrecycle.agent.stages.optimizer import averages_of, stage_optimizer
 from openrecycle.agent.stages.post_validation import ValidationResult
+from openrecycle.agent.stages.shards import ShardLostError, assign, from_words, to_words
 from openrecycle.agent.transport.communicator import Communicator, Groups
 from openrecycle.agent.transport.group import TransferError, first_line
 from openrecycle.agent.transport.ranks import SiblingError
@@ -50,11 +53,12 @@ from openrecycle.agent.workers.kept_micro_batches import Redo, decode, encode
 from openrecycle.agent.workers.kept_micro_batches import redo as plan_redo
 from openrecycle.agent.workers.recovery import Agreement, Environment, NoAgreementError, agree, check_alike, in_turn
 from openrecycle.agent.workers.relayout import Exchange, IncomingLayers, common_strategy, moves, regrouped
+from openrecycle.agent.workers.sharding import ShardedStage
 from openrecycle.agent.workers.spec import WorkerSpec
 from openrecycle.agent.workers.state_transfer import StateReceiver, StateServer, send_no_offer
 from openrecycle.agent.workers.tied import TiedSums
 from openrecycle.agent.workers.validation_exchange import Steps
-from openrecycle.planner.jobs.job import Worker
+from openrecycle.planner.jobs.job import Member, Worker
 from openrecycle.planner.plans.plan import Plan
 
 T = TypeVar("T")
@@ -123,7 +127,9 @@ class WorkerLoop:
         if split.warning and me.pipeline == 0:  # its peers find the same
             channel.say("warning", text=f"stage {me.stage}: {split.text}")
         self._split = stage.split
-        self._optimizer = stage_optimizer(self._workload, stage.module, stage.gradients, options.optimization)
+        self._optimizer = stage_optimizer(
+            *(self._workload, stage.module, stage.gradients, options.optimization, options.job.pipelines)
+        )
         self._coming: dict[Span, IncomingLayers] = {}
         progress = self._status.progress
         progress.forget()
@@ -148,13 +154,13 @@ class WorkerLoop:
             options.faults.keep_finished,
             self._device,
             progress,
-            lambda: not self._state.complete or any(coming.missing for coming in self._coming.values()),
+            self._lacks_state,
         )
         self._checkpointer: Checkpointer | None = None
         if origin is not None:
             self._checkpointer = Checkpointer(
                 *(options.checkpoints, origin, me.stage, len(self._cuts.span(me.stage)), self._iterations),
-                *(self._say_checkpoint, self._superseded, self._whole_state, self._communicator.ranks.rank == 0),
+                *(self._say_checkpoint, self._superseded, self._whole_state),
             )
         self._status.take_op_milliseconds = self._executor.times.take
         self._status.timeline = self._executor.timeline
@@ -190,9 +196,26 @@ class WorkerLoop:
         """Of a checkpoint. Raises StateError."""
         self._optimizer.load_state(part_of_rank(self._optimizer.module, state) if self._several else state)
 
-    def _whole_state(self, state: StageState) -> StageState:
-        """Without ranks; they all call it. Raises TransferError."""
-        return self._among_ranks(lambda: gathered(self._optimizer.module, state)) if self._several else state
+    def _lacks_state(self) -> bool:
+        """Does this worker still take state that it is to step from its peers?"""
+        sharded = self._executor.sharded
+        if sharded is not None and sharded.filling.missing:
+            return True
+        return not self._state.complete or any(coming.missing for coming in self._coming.values())
+
+    def _whole_state(self, state: StageState, writes: bool) -> StageState | None:
+        """Without ranks or shards, on the process that writes. All workers of the stage call it, with all their ranks.
+        Raises TransferError."""
+        whole: StageState | None = state
+        sharded = self._executor.sharded
+        if sharded is not None:
+            # None of them joins: a newcomer's parameters come before anybody trains on.
+            whole = sharded.whole_state(min(sharded.peers))
+        if not writes or whole is None:
+            return None
+        if self._several:
+            whole = self._among_ranks(functools.partial(gathered, self._optimizer.module, whole))
+        return whole if self._communicator.ranks.rank == 0 else None
 
     def _among_ranks(self, exchange: Callable[[], T]) -> T:
         try:
@@ -262,6 +285,7 @@ class WorkerLoop:
         target = orders.partition or self._cuts.partition
         agreement = self._agree(groups, living, target)
         joining = self._hand_over(groups, agreement, orders.interim)
+        self._share_optimizer(groups, agreement)
         moving = self._begin_moves(groups, agreement, living, target)
         self._tie(groups, living)
         self._set_pace(living)
@@ -307,12 +331,13 @@ class WorkerLoop:
                 self._channel.say("resumed", generation=self._generation, iteration=iteration)
                 self._log_step("resumed", iteration)
         self._steps.settle()
+        self._executor.gather_parameters()
         self._evaluate(self._optimizer.committed, scripts[1 if joining or moving else 0], groups, last=True)
         self._checkpoint(whole)
         # Others may still be at work, and a death among them may need this worker once more.
         self._status.phase = "draining"
-        if self._options.weights is not None and self._me == min(w for w in whole if w.stage == self._me.stage):
-            self._save_weights(str(self._options.weights))
+        if self._options.weights is not None:
+            self._save_weights(str(self._options.weights), min(w for w in whole if w.stage == self._me.stage))
         # One that has not got all of its state yet has no parameters to compare.
         sha256 = "" if self._me in joining else self._optimizer.parameters_sha256()
         self._channel.say("done", generation=orders.generation, sha256=sha256)
@@ -320,8 +345,12 @@ class WorkerLoop:
         if self._superseded():
             raise Interrupted
 
-    def _save_weights(self, folder: str) -> None:
-        averages = self._optimizer.averages()
+    def _save_weights(self, folder: str, writer: Worker) -> None:
+        sharded, averages = self._executor.sharded, self._optimizer.averages()
+        if sharded is not None and (state := sharded.whole_state(writer)) is not None:
+            averages = averages_of(state)
+        if self._me != writer:
+            return
         for layer, module in self._optimizer.module.layers:
             state = module.state_dict()
             own = {n.partition(".")[2]: a for n, a in averages.items() if layer_of(n) == layer}
@@ -373,10 +402,13 @@ class WorkerLoop:
         committed = self._optimizer.committed if self._state.begun else _JOINING
         alike = self._makeup.numbers()
         there = int(self._cuts.partition == target)
+        shares = self._shares(begun=committed != _JOINING)
         rows = groups.gather_rows(
-            (committed, self._state.missing, self._evaluated, *alike, there, *self._steps.numbers())
+            (committed, self._state.missing, self._evaluated, *alike, there, *shares, *self._steps.numbers())
         )
         front = 3 + len(alike)
+        numbers_at = front + 1 + len(shares)
+        self._shared = {member: row[front + 1 : numbers_at] for member, row in rows.items()}
         gone_over = any(row[front] for row in rows.values() if row[0] != _JOINING)
         self._evaluated_by_all = min((row[2] for row in rows.values() if row[0] != _JOINING), default=0)
         if gone_over and not there and committed == _JOINING:
@@ -391,11 +423,14 @@ class WorkerLoop:
         agreement = members.of_rank(groups.ranks.rank)
         if self._me in agreement.anew:
             self._state.forget()
+            if (shards := self._optimizer.shards) is not None:
+                self._optimizer.release(sorted(shards.held))
+                shards.stale = True
         elif self._me in agreement.roll_back:
             self._optimizer.roll_back()
         self._come_along(agreement.iteration)
         holders = {
-            w: (row[0], *row[front + 1 :]) for w, row in rows.items() if row[0] != _JOINING and w not in members.anew
+            w: (row[0], *row[numbers_at:]) for w, row in rows.items() if row[0] != _JOINING and w not in members.anew
         }
         self._corrected = self._steps.begin(groups, living, agreement.iteration, holders)
         self._state.agreed(agreement.iteration, corrected=self._corrected)
@@ -419,6 +454,40 @@ class WorkerLoop:
             else:
                 coming.lost = False  # the step that it has missed is one that nobody has taken
         self._steps.beside = [coming.optimizer for coming in self._coming.values()]
+
+    def _shares(self, *, begun: bool) -> tuple[int, ...]:
+        """What peers must know of each other where the optimizer's state is sharded: the host, and which shards this
+        worker holds. Equally many numbers on all workers; none where it is not sharded."""
+        shards = self._optimizer.shards
+        if shards is None:
+            return ()
+        host = hashlib.sha256(f"{socket.gethostname()} {self._communicator.address}".encode()).digest()
+        held = shards.shards_held if begun else ()
+        return int.from_bytes(host[:7]), *to_words(held, self._options.job.pipelines)
+
+    def _share_optimizer(self, groups: Groups, agreement: Agreement[Worker]) -> None:
+        """Where the optimizer's state is sharded: decides with the peers who keeps what, begins to take what this
+        worker lacks, and has everybody's parameters made those of one step. Raises TransferError or NoAgreementError.
+        """
+        shards = self._optimizer.shards
+        if shards is None:
+            return
+        rows = {w: self._shared[Member(w, groups.ranks.rank)] for w in groups.peers}
+        held = {w: frozenset[int]() if w in agreement.anew else from_words(row[1:]) for w, row in rows.items()}
+        try:
+            ownership = assign(groups.peers, held, {w: row[0] for w, row in rows.items()}, shards.sizes)
+        except ShardLostError as error:
+            raise NoAgreementError(
+                f"stage {self._me.stage}: {error}: both workers that kept them are gone, and only a checkpoint has them"
+            ) from None
+        tied = {name for group in tied_of(self._workload, self._cuts.layers) for name in group}
+        sharded = ShardedStage(self._me, groups, self._optimizer, ownership, self._say_hand_over, tied)
+        self._executor.sharded = sharded
+        sharded.exchange_offers(lambda: self._serve_state(groups))
+        stale = torch.tensor([int(shards.stale)])
+        groups.reduce(stale)
+        shards.stale = bool(stale)
+        sharded.gather()
 
     def _begin_moves(
         self, groups: Groups, agreement: Agreement[Worker], living: list[Worker], target: Partition
@@ -521,6 +590,8 @@ class WorkerLoop:
             self._steps.complete_since = agreement.iteration - 2
             return frozenset()
         for newcomer, holders in sorted(agreement.state_from.items()):
+            if self._optimizer.shards is not None:
+                holders = holders[:1]  # for what is small: see _share_optimizer
             if self._me in holders:
                 self._give(groups, newcomer, first=self._me == holders[0])
             elif newcomer == self._me:
@@ -541,19 +612,24 @@ class WorkerLoop:
     def _give(self, groups: Groups, to: Worker, span: Span | None = None, *, first: bool, **about: str) -> None:
         """Offers this worker's state to another one, and as the first of its holders describes it. Raises
         TransferError."""
-        hand_over = self._options.faults.hand_over
         try:
-            if self._server is None:
-                self._server = StateServer(self._optimizer, groups.address, hand_over.bytes_per_second)
+            server = self._serve_state(groups)
         except TransferError:
             if first:
                 raise
             send_no_offer(groups, to)
             return
         if first:
-            self._server.send_description(groups, to, hand_over.at_once, span, **about)
+            server.send_description(groups, to, self._options.faults.hand_over.at_once, span, **about)
         else:
-            self._server.send_offer(groups, to)
+            server.send_offer(groups, to)
+
+    def _serve_state(self, groups: Groups) -> StateServer:
+        """What gives this worker's state to others, in this generation. Raises TransferError."""
+        if self._server is None:
+            rate = self._options.faults.hand_over.bytes_per_second
+            self._server = StateServer(self._optimizer, groups.address, rate)
+        return self._server
 
     def _end_hand_overs(self) -> None:
         """Of the generation that is being left. What has arrived stays."""
@@ -561,6 +637,9 @@ class WorkerLoop:
         for coming in self._coming.values():
             coming.state.stop()
         self._executor.exchange = self._executor.tied = None
+        if self._executor.sharded is not None:
+            self._executor.sharded.end()
+            self._executor.sharded = None
         if self._server is not None:
             self._server.close()
             self._server = None

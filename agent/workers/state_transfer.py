@@ -27,7 +27,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -36,8 +36,8 @@ import torch
 from torch import Tensor
 
 from openrecycle.agent.models.layers import Span
-from openrecycle.agent.models.state import DTYPES, StageState, StateError, memory, pack, sha256, unpack
-from openrecycle.agent.stages.optimizer import StageOptimizer, of_layers
+from openrecycle.agent.models.state import DTYPES, StageState, StateError, decode, memory, pack, sha256, unpack
+from openrecycle.agent.stages.optimizer import Shards, StageOptimizer, of_layers
 from openrecycle.agent.transport.communicator import Groups
 from openrecycle.agent.transport.group import TransferError
 from openrecycle.planner.jobs.job import Worker
@@ -127,6 +127,11 @@ def pieces_of(name: str, elements: int) -> list[Piece]:
     return [Piece(name, a, min(a + PIECE_ELEMENTS, elements)) for a in range(0, elements, PIECE_ELEMENTS)]
 
 
+def segment_pieces(shards: Shards) -> list[Piece]:
+    """Where the optimizer's state is sharded, each segment's is a piece."""
+    return [Piece(name, s.start, s.end) for name, s in zip(shards.names, shards.segments, strict=True)]
+
+
 # -- the side that has it -------------------------------------------------------------------------
 
 
@@ -144,9 +149,11 @@ class StateServer:
         self._free_at = time.monotonic()
         with optimizer.lock:
             self._since = optimizer.corrections
-            self._columns = columns(optimizer.state())
+            self._columns = columns(optimizer.state()) if optimizer.shards is None else []
         self._pieces = [p for c in self._columns for p in pieces_of(c.name, c.elements)]
-        numbering = json.dumps([PIECE_ELEMENTS, [[c.name, c.elements] for c in self._columns]])
+        if optimizer.shards is not None:
+            self._pieces = segment_pieces(optimizer.shards)
+        numbering = json.dumps([[p.column, p.end - p.start] for p in self._pieces])
         self._numbering = hashlib.sha256(numbering.encode()).hexdigest()
         self._secret = secrets.token_bytes(_SECRET_BYTES)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -178,7 +185,11 @@ class StateServer:
             size = sum(t.numel() * t.element_size() for t in state.tensors.values())
             if size <= at_once:
                 large = []
-            apart = {name for column in large for name in column.tensors}
+            shards = self._optimizer.shards
+            if shards is not None:
+                large = []  # parameters come as after every step, and what the optimizer keeps comes in segments
+            apart = set[str]() if shards is None else {f"model.{name}" for name in shards.parameter_names}
+            apart |= {name for column in large for name in column.tensors}
             specs = {
                 n: [str(state.tensors[n].dtype).removeprefix("torch."), list(state.tensors[n].shape)] for n in apart
             }
@@ -254,20 +265,33 @@ class StateServer:
 
     def _copy(self, number: int, piece: Piece) -> tuple[bytes, bytes]:
         """The piece as it is now: what it holds and of which version, and its bytes."""
+        document: Any = None
         with self._optimizer.lock:
-            version, live = self._tensors()
-            names = _of_column(live, piece.column)
-            parts = [live[n].view(-1)[piece.start : piece.end].detach().cpu().clone() for n in names]
+            if self._optimizer.shards is None:
+                version, live = self._tensors()
+                names = _of_column(live, piece.column)
+                parts = [live[n].view(-1)[piece.start : piece.end].detach().cpu().clone() for n in names]
+            else:
+                version, state = self._version, self._optimizer.segment_state(number)
+                names, document = list(state.tensors), state.document
+                parts = [t.detach().cpu().clone(memory_format=torch.contiguous_format) for t in state.tensors.values()]
         header = {
             "piece": number,
             "version": version,
-            "tensors": [[n, str(p.dtype).removeprefix("torch.")] for n, p in zip(names, parts, strict=True)],
+            "tensors": [
+                [n, str(p.dtype).removeprefix("torch."), list(p.shape)] for n, p in zip(names, parts, strict=True)
+            ],
+            "document": document,
             "sha256": sha256(parts),
         }
         return json.dumps(header).encode(), b"".join(bytes(memory(p)) for p in parts)
 
+    @property
+    def _version(self) -> Version:
+        return (self._optimizer.committed, self._optimizer.corrections - self._since)
+
     def _tensors(self) -> tuple[Version, Mapping[str, Tensor]]:
-        version = (self._optimizer.committed, self._optimizer.corrections - self._since)
+        version = self._version
         if self._live is None or self._live[0] != version:
             self._live = version, dict(self._optimizer.state().tensors)
         return self._live
@@ -290,14 +314,25 @@ def _send_offer(groups: Groups, to: Worker, offer: Mapping[str, Any]) -> None:
     groups.send(to, torch.frombuffer(bytearray(text), dtype=torch.uint8), _TAG).wait()
 
 
+def receive_offer(groups: Groups, source: Worker) -> Holder | None:
+    """What `StateServer.send_offer` of the source sends; None where it offers nothing. Raises TransferError."""
+    offer = groups.receive(source, torch.empty(_OFFER_BYTES, dtype=torch.uint8), _TAG).wait()
+    try:
+        return _holder(source, read_json(bytes(memory(offer))))
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
 # -- the side that needs it -----------------------------------------------------------------------
 
 
 @dataclass
 class _Source:
-    """A holder that is asked. asked: which pieces and since when, in the order of the answers. came: how many have."""
+    """A holder that is asked. asked: which pieces and since when, in the order of the answers. came: how many have.
+    gives: the numbers of those that it has; None: all."""
 
     holder: Holder
+    gives: frozenset[int] | None = None
     connection: socket.socket | None = None
     asked: dict[int, float] = field(default_factory=dict)
     came: int = 0
@@ -368,8 +403,7 @@ class StateReceiver:
             raise StateTransferError(f"the state from {source} claims a header of {header_size} bytes")
         text = groups.receive(source, torch.empty(header_size, dtype=torch.uint8), _TAG).wait()
         body = groups.receive(source, torch.empty(body_size, dtype=torch.uint8), _TAG).wait()
-        asked = [(w, groups.receive(w, torch.empty(_OFFER_BYTES, dtype=torch.uint8), _TAG)) for w in others]
-        offers = [(w, bytes(memory(pending.wait()))) for w, pending in asked]
+        offers = [(worker, receive_offer(groups, worker)) for worker in others]
         try:
             state = unpack(bytes(memory(text)), body)
             description: Mapping[str, Any] = state.document["hand_over"]
@@ -385,10 +419,10 @@ class StateReceiver:
         self._unusable = 0
         holders = [first]
         for worker, offer in offers:
-            try:
-                holders.append(_holder(worker, read_json(offer)))
-            except (KeyError, TypeError, ValueError):
+            if offer is None:
                 self._say(f"nothing of its state from {worker}, which offers none")
+            else:
+                holders.append(offer)
         # One whose optimizer lays its tensors out in another way would give another piece under the same number.
         return description, tuple(h for h in holders if h.numbering == first.numbering)
 
@@ -399,9 +433,9 @@ class StateReceiver:
             for name, (dtype, shape) in description["tensors"].items()
         }
         pieces = [p for name, elements, _ in description["columns"] for p in pieces_of(str(name), int(elements))]
-        if sum(prod(t.shape) for n, t in empty.items() if n.startswith("model.")) != sum(
-            p.end - p.start for p in pieces
-        ):
+        sharded = self._optimizer.shards is not None
+        come = sum(p.end - p.start for p in pieces)
+        if not sharded and sum(prod(t.shape) for n, t in empty.items() if n.startswith("model.")) != come:
             raise StateError("the pieces are not those of the tensors")
         with self._optimizer.lock:
             self._optimizer.load_state(StageState(state.document["state"], {**state.tensors, **empty}))
@@ -427,7 +461,11 @@ class StateReceiver:
             session, self._said = self._session, time.monotonic()
             self._sources = [_Source(holder) for holder in holders] if self._pieces else []
             self._numbers = [firsts[piece.column] + piece.start // PIECE_ELEMENTS for piece in self._pieces]
-        whole = f"{', '.join(str(h.worker) for h in holders)} ({int(description['bytes']) / 2**20:,.0f} MiB)"
+        self._ask(session, int(description["bytes"]))
+
+    def _ask(self, session: int, size: int) -> None:
+        """Starts a thread for each source. size: of all, in bytes."""
+        whole = f"{', '.join(str(s.holder.worker) for s in self._sources)} ({size / 2**20:,.0f} MiB)"
         for source in self._sources:
             name = f"state-from-{source.holder.worker}"
             threading.Thread(target=self._run, args=(session, source, whole), name=name, daemon=True).start()
@@ -523,11 +561,17 @@ class StateReceiver:
                 slow = [n for n, at in asked.items() if now - at >= ASK_ANOTHER_SECONDS]
                 self._wanted.extend(n for n in range(len(self._pieces)) if n not in self._arrived and n not in asked)
                 self._wanted.extend(slow)
+            passed = []
             while self._wanted and len(source.asked) < ASKED_AHEAD:
                 number = self._wanted.popleft()
-                if number not in self._arrived and number not in source.asked:
-                    source.asked[number] = now
-                    chosen.append(number)
+                if number in self._arrived or number in source.asked:
+                    continue
+                if source.gives is not None and self._numbers[number] not in source.gives:
+                    passed.append(number)
+                    continue
+                source.asked[number] = now
+                chosen.append(number)
+            self._wanted.extendleft(reversed(passed))
         return chosen
 
     def _take(self, connection: socket.socket, session: int, number: int) -> bool:
@@ -538,16 +582,14 @@ class StateReceiver:
             raise StateError(f"piece {number} claims {payload_size} bytes")
         header = read_json(_exactly(connection, header_size))
         payload = _exactly(connection, payload_size)
-        piece = self._pieces[number]
         if header["piece"] != self._numbers[number]:
             raise StateError(f"got piece {header['piece']}, expected {self._numbers[number]}")
         parts, at = [], 0
-        for _, dtype in header["tensors"]:
-            count = piece.end - piece.start
+        for _, dtype, shape in header["tensors"]:
             kind = DTYPES[dtype]
-            end = at + count * kind.itemsize
+            end = at + prod(shape) * kind.itemsize
             # A copy starts at an aligned address, which a part of the payload need not.
-            parts.append(torch.frombuffer(bytearray(payload[at:end]), dtype=kind))
+            parts.append(torch.frombuffer(bytearray(payload[at:end]), dtype=kind).view(shape))
             at = end
         if at != payload_size or sha256(parts) != header["sha256"]:
             raise StateError(f"piece {number}: the checksum does not match")
@@ -555,19 +597,26 @@ class StateReceiver:
             self._drop_corrected()
             if number in self._arrived:
                 return True  # from another, meanwhile
-            version, live = self._tensors()
+            version = (self._optimizer.committed, self._optimizer.corrections - self._since)
             if tuple(header["version"]) != version or self._session != session:
                 return False
-            names = _of_column(live, piece.column)
-            if [n for n, _ in header["tensors"]] != names:
-                raise StateError(f"{piece.column}: got {[n for n, _ in header['tensors']]}, expected {names}")
-            with torch.no_grad():
-                for name, part in zip(names, parts, strict=True):
-                    live[name].view(-1)[piece.start : piece.end].copy_(part)
+            names = [n for n, _, _ in header["tensors"]]
+            self._put(number, header["document"], dict(zip(names, parts, strict=True)))
             self._arrived[number] = version
             if len(self._arrived) == len(self._pieces):
                 self._changed.notify_all()
             return True
+
+    def _put(self, number: int, document: Any, parts: Mapping[str, Tensor]) -> None:
+        """Takes up a piece, with the lock held. Raises StateError."""
+        piece = self._pieces[number]
+        _, live = self._tensors()
+        names = _of_column(live, piece.column)
+        if list(parts) != names or any(part.numel() != piece.end - piece.start for part in parts.values()):
+            raise StateError(f"{piece.column}: got {list(parts)}, expected {names}")
+        with torch.no_grad():
+            for name, part in parts.items():
+                live[name].view(-1)[piece.start : piece.end].copy_(part)
 
     def _tensors(self) -> tuple[Version, Mapping[str, Tensor]]:
         version = (self._optimizer.committed, self._optimizer.corrections - self._since)
@@ -580,7 +629,53 @@ class StateReceiver:
         if self._optimizer.corrections != self._corrected:
             self._corrected = self._optimizer.corrections
             at = (self._optimizer.committed, self._optimizer.corrections - self._since)
-            self._arrived = {n: v for n, v in self._arrived.items() if v[0] < at[0] or v == at}
+            self._drop({n for n, v in self._arrived.items() if v[0] >= at[0] and v != at})
+
+    def _drop(self, numbers: set[int]) -> None:
+        """Pieces that are no longer in place."""
+        self._arrived = {n: v for n, v in self._arrived.items() if n not in numbers}
+
+
+class SegmentReceiver(StateReceiver):
+    """What a worker still needs of a stage's optimizer state that is sharded: the segments that it is to own.
+
+    One object for each generation; other methods of StateReceiver than these have no use for it.
+    """
+
+    def __init__(self, optimizer: StageOptimizer, say: Callable[[str], None], wanted: Sequence[int]) -> None:
+        """wanted: numbers of segments."""
+        super().__init__(optimizer, say)
+        assert optimizer.shards is not None
+        pieces = segment_pieces(optimizer.shards)
+        self._pieces, self._numbers, self.begun = [pieces[n] for n in wanted], list(wanted), True
+        self._since = self._corrected = optimizer.corrections
+
+    def begin_filling(self, sources: Sequence[tuple[Holder, Collection[int]]]) -> None:
+        """Asks each holder for those of the segments that are wanted which it has."""
+        with self._optimizer.lock:
+            session = self._session
+            self._said = time.monotonic()
+            self._sources = [_Source(holder, frozenset(gives)) for holder, gives in sources]
+        self._ask(session, sum(p.end - p.start for p in self._pieces) * 8)
+
+    def end(self) -> None:
+        """Nothing comes any more. What has come after the last step is given up: that step may be undone, and it could
+        not be undone in it."""
+        self.stop()
+        with self._optimizer.lock:
+            self._drop_corrected()
+            self._drop({n for n, v in self._arrived.items() if v[0] >= self._optimizer.committed})
+
+    def _put(self, number: int, document: Any, parts: Mapping[str, Tensor]) -> None:
+        device = self._optimizer.gradients.device
+        kept = decode(document["kept"], parts, device)
+        if not isinstance(kept, dict):
+            raise StateError(f"{self._pieces[number].column}: the optimizer's state is no dictionary")
+        self._optimizer.hold(self._numbers[number], kept)
+
+    def _drop(self, numbers: set[int]) -> None:
+        super()._drop(numbers)
+        self._optimizer.release([self._numbers[n] for n in numbers])
 
 
 def _holder(worker: Worker, offer: Mapping[str, Any]) -> Holder:

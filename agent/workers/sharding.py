@@ -1,0 +1,295 @@
+"""A stage whose optimizer's state is sharded over its workers (ZeRO-1): what these exchange.
+
+A step: the sums of gradients come together at who steps them (`reduce`), each worker steps the segments of which it
+holds the state, and the parameters go from one holder of each to all others (`gather`). So a worker may be at a step
+with parameters that are not: where a death comes in between, or a step is put right or undone, they are gathered again
+before anybody reads them. That is all that recovery has to know: who has reduced an iteration has what its own
+segments' step needs, and takes it (agent.workers.recovery).
+
+Each generation begins with who holds what; agent.stages.shards says who is to own it. What an owner lacks comes from
+those who hold it, beside the training, piece by piece as a newcomer's state does elsewhere
+(agent.workers.state_transfer), and is stepped here from then on. When the owners have everything, the others give it
+up. A newcomer needs no more than the parameters to take part: it is one like the others at once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from openrecycle.agent.models.state import StageState, StateError, decode, encode, memory, pack, unpack
+from openrecycle.agent.stages.optimizer import Shards, StageOptimizer
+from openrecycle.agent.stages.shards import Ownership
+from openrecycle.agent.transport.communicator import Groups
+from openrecycle.agent.transport.group import Group, PendingTransfer, TransferError
+from openrecycle.agent.workers.state_transfer import Holder, SegmentReceiver, StateServer, receive_offer
+from openrecycle.planner.jobs.job import Worker
+
+MESSAGE_BYTES = 4 << 20
+"""Of sums or parameters, at most."""
+AHEAD = 8
+"""Receives of such messages that are posted at a time: all the memory beside the sums that this needs."""
+_PARTIAL, _TOTAL, _PARAMETERS, _STATE = range(2**26, 2**26 + 4)
+
+
+class ShardedStage:
+    """One worker's share, in one generation.
+
+    ownership: the same on all peers. tied: names of parameters that layers share, whose sums all peers need. All
+    methods raise TransferError.
+    """
+
+    def __init__(
+        self,
+        me: Worker,
+        groups: Groups,
+        optimizer: StageOptimizer,
+        ownership: Ownership[Worker],
+        say: Callable[[str], None],
+        tied: Collection[str] = (),
+    ) -> None:
+        assert optimizer.shards is not None
+        self._me, self._groups, self._optimizer, self._ownership = me, groups, optimizer, ownership
+        self._shards: Shards = optimizer.shards
+        self._group, self.peers = groups.peer_group, groups.peers
+        shards = self._shards
+        self._summed_at = [
+            self.peers if name.partition("@")[0] in tied else ownership.summed_at(segment.shard)
+            for name, segment in zip(shards.names, shards.segments, strict=True)
+        ]
+        primaries = [ownership.primary[segment.shard] for segment in shards.segments]
+        self._primaries = primaries
+        shards.primary = frozenset(n for n, worker in enumerate(primaries) if worker == me)
+        mine = frozenset(k for k, holders in enumerate(ownership.holders) if me in holders)
+        optimizer.release([n for n in sorted(shards.held) if shards.segments[n].shard not in mine])
+        self.filling = SegmentReceiver(optimizer, say, shards.segments_in(ownership.lacking(me)))
+        self._trimmed = not ownership.surplus(me)
+        if ownership.complete:
+            self._trim()
+
+    # -- what is lacking -----------------------------------------------------------------------
+
+    def exchange_offers(self, server: Callable[[], StateServer]) -> None:
+        """Those that lack something begin to ask those that hold it. server: makes this worker's."""
+        shards, ownership, sources = self._shards, self._ownership, list[tuple[Holder, Collection[int]]]()
+        for peer in self.peers:
+            gives: dict[Worker, set[int]] = {}
+            for shard in sorted(ownership.lacking(peer)):
+                for holder in ownership.holders[shard][:2]:
+                    gives.setdefault(holder, set()).add(shard)
+            if self._me in gives:
+                server().send_offer(self._groups, peer)
+            elif peer == self._me:
+                for holder in sorted(gives):
+                    offer = receive_offer(self._groups, holder)
+                    if offer is not None:
+                        sources.append((offer, shards.segments_in(gives[holder])))
+        if sources:
+            self.filling.begin_filling(sources)
+
+    def stepped(self, incomplete: int) -> None:
+        """After a step before which so many workers of the stage lacked something."""
+        if not incomplete:
+            self._trim()
+
+    def _trim(self) -> None:
+        if not self._trimmed:
+            self._trimmed = True
+            self._optimizer.release(self._shards.segments_in(self._ownership.surplus(self._me)))
+
+    def end(self) -> None:
+        """The generation is being left."""
+        self.filling.end()
+
+    # -- around a step -------------------------------------------------------------------------
+
+    def reduce(self) -> None:
+        """Sums the gradients over the peers, in place: of each segment for those that step it."""
+        group, sums = self._group, self._optimizer.gradients
+        if group is None:
+            return
+        if self._groups.ordered:
+            group.sum(sums.buffer)
+            return
+        flat, segments = sums.of_parameters, self._shards.segments
+        ends = [0, *accumulate(segment.elements for segment in segments)]
+        keys = list(zip(self._primaries, self._summed_at, strict=True))
+        runs = _runs(keys, [s.elements * flat.element_size() for s in segments])
+        parts = [(flat[ends[a] : ends[b]], *keys[a]) for a, b in runs]
+        mine = [(part, to) for part, primary, to in parts if primary == self._me]
+        sent = [self._send(primary, part, _PARTIAL) for part, primary, _ in parts if primary != self._me]
+        others = [peer for peer in self.peers if peer != self._me]
+        arriving = self._arriving([(part, peer) for part, _ in mine for peer in others], _PARTIAL)
+        for part, to in mine:
+            for _, partial in zip(others, arriving, strict=False):
+                part.add_(partial)
+            sent += [self._send(worker, part, _TOTAL) for worker in to if worker != self._me]
+        totals = [(part, primary) for part, primary, to in parts if primary != self._me and self._me in to]
+        for (part, _), total in zip(totals, self._arriving(totals, _TOTAL), strict=True):
+            part.copy_(total)
+        _finish(sent)
+        group.sum(sums.beside_parameters)
+
+    def measure(self) -> None:
+        """Of the sums that all peers step, what the validation needs: the same on all, as if each had them all."""
+        optimizer = self._optimizer
+        if not optimizer.tells_measures:
+            return
+        measures = optimizer.measures().to(optimizer.gradients.device)
+        if self._group is not None:
+            self._group.sum(measures)
+        optimizer.take_measures(measures.cpu())
+
+    def gather(self) -> None:
+        """The parameters that others step, if this worker's may be of another step. All peers call it together."""
+        shards = self._shards
+        if shards.stale and self._group is not None:
+            if self._groups.ordered:
+                self._gather_by_sums(self._group)
+            else:
+                self._gather_by_messages()
+        shards.stale = False
+
+    def _gather_by_messages(self) -> None:
+        shards, segments = self._shards, self._shards.segments
+        keys = [(segment.parameter, primary) for segment, primary in zip(segments, self._primaries, strict=True)]
+        sent, wanted = list[PendingTransfer](), list[tuple[Tensor, Worker]]()
+        for a, b in _runs(keys, [part.numel() * part.element_size() for part in shards.parts]):
+            primary, first = self._primaries[a], shards.parts[a].detach()
+            if b - a > 1:  # neighbours in one parameter
+                first = first.as_strided((segments[b - 1].end - segments[a].start,), (1,))
+            if primary == self._me:
+                flat = first.reshape(-1)
+                sent += [self._send(peer, flat, _PARAMETERS) for peer in self.peers if peer != self._me]
+            else:
+                wanted.append((first, primary))
+        for (part, _), values in zip(wanted, self._arriving(wanted, _PARAMETERS), strict=True):
+            part.copy_(values.view(part.shape))
+        _finish(sent)
+
+    def _gather_by_sums(self, group: Group) -> None:
+        """Where messages can't be told apart. Zeros are added to each parameter's bits."""
+        parts = [part.detach() for part in self._shards.parts]
+        sizes = [-(-part.numel() * part.element_size() // 8) * 8 for part in parts]
+        for a, b in _runs([None] * len(parts), sizes):
+            ends = [0, *accumulate(sizes[a:b])]
+            scratch = torch.zeros(ends[-1], dtype=torch.uint8, device=parts[a].device)
+            places = [
+                scratch[at : at + part.numel() * part.element_size()].view(part.dtype).view(part.shape)
+                for at, part in zip(ends, parts[a:b], strict=False)
+            ]
+            for part, place, primary in zip(parts[a:b], places, self._primaries[a:b], strict=True):
+                if primary == self._me:
+                    place.copy_(part)
+            group.sum(scratch.view(torch.int64))
+            for part, place in zip(parts[a:b], places, strict=True):
+                part.copy_(place)
+
+    # -- for a checkpoint ----------------------------------------------------------------------
+
+    def whole_state(self, to: Worker) -> StageState | None:
+        """The stage's state without shards, as a checkpoint has it: on `to`, from all peers, which call it together."""
+        shards, optimizer = self._shards, self._optimizer
+        runs = _runs(self._primaries, [part.numel() * part.element_size() for part in shards.parts])
+        if self._me != to:
+            for a, b in runs:
+                if self._primaries[a] == self._me:
+                    self._send_states(to, range(a, b))
+            return None
+        state = optimizer.state()
+        parameters, named = dict(optimizer.module.named_parameters()), dict[str, dict[str, Any]]()
+        for a, b in runs:
+            there = self._primaries[a]
+            for number in range(a, b) if there == self._me else ():
+                self._put(named, parameters, number, optimizer.segment_state(number))
+            if there != self._me:
+                self._receive_states(there, range(a, b), named, parameters)
+        tensors, states = dict(state.tensors), {}
+        for name, kept in named.items():
+            states[name] = encode(kept, f"optimizer.{name}", tensors)
+        # In the order in which an optimizer that has all of it would keep them.
+        order = [name for group in state.document["groups"] for name in group["parameters"] if name in states]
+        return StageState({**state.document, "state": {name: states[name] for name in order}}, tensors)
+
+    def _send_states(self, to: Worker, numbers: range) -> None:
+        states = [self._optimizer.segment_state(number) for number in numbers]
+        tensors = {name: tensor for state in states for name, tensor in state.tensors.items()}
+        header, body = pack(StageState({"segments": [state.document for state in states]}, tensors))
+        sizes = torch.tensor([len(header), body.numel()], dtype=torch.int64)
+        text = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        _finish([self._groups.send(to, tensor, _STATE) for tensor in (sizes, text, body)])
+
+    def _receive_states(
+        self, source: Worker, numbers: range, named: dict[str, dict[str, Any]], parameters: Mapping[str, Tensor]
+    ) -> None:
+        sizes = self._groups.receive(source, torch.zeros(2, dtype=torch.int64), _STATE).wait().tolist()
+        text, body = (
+            self._groups.receive(source, torch.empty(size, dtype=torch.uint8), _STATE).wait() for size in sizes
+        )
+        try:
+            state = unpack(bytes(memory(text)), body)
+            for number, document in zip(numbers, state.document["segments"], strict=True):
+                self._put(named, parameters, number, StageState(document, state.tensors))
+        except (StateError, KeyError, TypeError, ValueError) as error:
+            raise TransferError(f"the optimizer's state from {source} can't be used: {error}", source) from None
+
+    def _put(
+        self, named: dict[str, dict[str, Any]], parameters: Mapping[str, Tensor], number: int, state: StageState
+    ) -> None:
+        """Into what is kept of whole parameters."""
+        shards, segment = self._shards, self._shards.segments[number]
+        name = shards.names[number].partition("@")[0]
+        kept = decode(state.document["kept"], state.tensors)
+        if not kept:
+            return
+        whole, parameter, part = named.setdefault(name, {}), parameters[name], shards.parts[number]
+        for key, value in kept.items():
+            if not isinstance(value, Tensor) or value.shape != part.shape or part is parameter:
+                whole.setdefault(key, value)
+                continue
+            if key not in whole:
+                whole[key] = torch.zeros(parameter.shape, dtype=value.dtype)
+            whole[key].view(-1)[segment.start : segment.end].copy_(value)
+
+    # -- messages ------------------------------------------------------------------------------
+
+    def _send(self, to: Worker, tensor: Tensor, tag: int) -> PendingTransfer:
+        assert self._group is not None
+        return self._group.send(self.peers.index(to), tensor, tag)
+
+    def _arriving(self, wanted: Sequence[tuple[Tensor, Worker]], tag: int) -> Iterator[Tensor]:
+        """What comes for each of these, as a flat tensor of its type and size, in order: (like, from whom). What is
+        left under way writes into memory of its own."""
+        group, posted = self._group, deque[PendingTransfer]()
+        assert group is not None
+        for like, source in wanted:
+            into = torch.empty(like.numel(), dtype=like.dtype, device=like.device)
+            posted.append(group.receive(self.peers.index(source), into, tag))
+            if len(posted) == AHEAD:
+                yield posted.popleft().wait()
+        while posted:
+            yield posted.popleft().wait()
+
+
+def _finish(sent: Sequence[PendingTransfer]) -> None:
+    for pending in sent:
+        pending.wait()
+
+
+def _runs(keys: Sequence[Any], sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """Where runs of one key begin and end, each of MESSAGE_BYTES at most, or of one entry. sizes: in bytes."""
+    out: list[tuple[int, int]] = []
+    size = 0
+    for i, key in enumerate(keys):
+        if out and keys[out[-1][0]] == key and size + sizes[i] <= MESSAGE_BYTES:
+            out[-1] = (out[-1][0], i + 1)
+            size += sizes[i]
+        else:
+            out.append((i, i + 1))
+            size = sizes[i]
+    return out
