@@ -37,6 +37,7 @@ from openrecycle.agent.coordination.events import (
     PlanReady,
     PlanRefused,
     Stalled,
+    StateLost,
     Tick,
     TransferBroken,
     Transition,
@@ -409,6 +410,25 @@ def _raised(state: State, event: OpRaised, now: float, failure_timeouts: Failure
     return reconsider(state, event.detail, notes, now, anew=True)
 
 
+def _state_lost(state: State, event: StateLost, now: float, failure_timeouts: FailureTimeouts) -> Transition:
+    """Its stage's workers live, and need a state, as those that join do."""
+    member = holder(state, event.worker, event.incarnation)
+    if member is None:
+        return refuse(state, "unknown_worker", no_such_worker(state, event.worker))
+    if fenced := _fence(state, member, event.incarnation):
+        return fenced
+    if state.over or state.current is None or state.pending or event.generation != state.generation:
+        return Transition(state, reason="that generation is over or about to end")
+    members = {
+        name: replace(m, state=WorkerState.REJOINING, generation=0, acknowledged="")
+        if m.stage == member.stage and m.state in (RUNNING, SUSPECT)
+        else m
+        for name, m in state.members.items()
+    }
+    notes: list[Decision] = [Note("error", "failure", event.detail, member.name)]
+    return reconsider(replace(state, members=members), event.detail, notes, now, anew=True)
+
+
 def _is_done(state: State, member: Member) -> bool:
     """Has the worker nothing left to do, so that its silence is no failure?"""
     return member.draining or state.committed >= state.iterations
@@ -420,6 +440,7 @@ _HANDLERS: dict[type, Callable[[State, Any, float, FailureTimeouts], Transition]
     Exited: _exited,
     TransferBroken: _transfer_broken,
     OpRaised: _raised,
+    StateLost: _state_lost,
     Tick: _tick,
     Stalled: _stalled,
     PlanReady: generations.plan_ready,

@@ -72,6 +72,17 @@ class OpRaised:
 
 
 @dataclass(frozen=True)
+class StateLost:
+    """In `generation`, `worker` and its peers have found that the state of their stage is not there any more: parts of it
+    were on workers alone that are gone. detail: the same in a sentence."""
+
+    worker: str
+    incarnation: str
+    generation: int
+    detail: str
+
+
+@dataclass(frozen=True)
 class Tick:
     """Time went by."""
 
@@ -219,6 +230,7 @@ Event = (
     | Exited
     | TransferBroken
     | OpRaised
+    | StateLost
     | Tick
     | Stalled
     | PlanReady

@@ -89,6 +89,9 @@ class Coordination(Protocol):
     def raised(self, worker: Worker, incarnation: str, generation: int, text: str) -> None:
         """An op of a micro-batch raised in a worker, in `generation`: all must form anew."""
 
+    def state_lost(self, worker: Worker, incarnation: str, generation: int, text: str) -> None:
+        """The state of a worker's stage is not there any more, though workers of it live."""
+
     def opened(self, generation: int, incarnations: Iterable[str]) -> None:
         """Members of `generation` have been told of it. incarnations: those with all of their stage's state."""
 

@@ -29,6 +29,7 @@ from openrecycle.agent.coordination.events import (
     PlanReady,
     PlanRefused,
     Refuse,
+    StateLost,
     Tick,
     TransferBroken,
     UsePlan,
@@ -134,6 +135,9 @@ class LocalCoordination(Coordination):
 
     def raised(self, worker: Worker, incarnation: str, generation: int, text: str) -> None:
         self._take(OpRaised(str(worker), incarnation, generation, text))
+
+    def state_lost(self, worker: Worker, incarnation: str, generation: int, text: str) -> None:
+        self._take(StateLost(str(worker), incarnation, generation, text))
 
     def committed(self, iterations: Iterable[Iteration]) -> None:
         iterations = list(iterations)

@@ -387,6 +387,9 @@ class Launcher:
                     self._send_deployments(after=None)  # the boundary is out of reach: all leave now
             case "raised":
                 self._raised(entry, message)
+            case "state_lost":
+                self._listener({"warning": f"{cell}: {message['text']}"})
+                self._coordination.state_lost(cell, entry.incarnation, message["generation"], message["text"])
             case "validation":
                 if message["iteration"] not in self._validations:
                     self._validations.add(message["iteration"])

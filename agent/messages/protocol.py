@@ -365,7 +365,8 @@ class FailureReport(Message):
     """POST /jobs/{job_id}/failures. Something broke.
 
     cause `exit`: the launcher saw the process of `worker` end. `exception`: an op of a micro-batch raised in it, and
-    all must form anew, with what the launcher makes of it. `transfer`: `reporter` could not exchange data (then
+    all must form anew, with what the launcher makes of it. `state-lost`: the state of its stage is not there any more,
+    though workers of it live. `transfer`: `reporter` could not exchange data (then
     `worker` is the reporter's best guess, or itself). incarnation: of `worker` for an exit or exception, of
     `reporter` for a transfer. detail: for an exit, what the process did (`was killed by SIGKILL`).
     age_milliseconds: how long ago it was seen. generation: the reporter's own when the transfer broke or the op raised,
@@ -374,7 +375,7 @@ class FailureReport(Message):
 
     worker: WorkerName
     incarnation: Identifier
-    cause: Literal["exit", "transfer", "exception"]
+    cause: Literal["exit", "transfer", "exception", "state-lost"]
     reporter: Name
     detail: Text = ""
     age_milliseconds: Milliseconds = 0

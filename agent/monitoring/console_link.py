@@ -16,7 +16,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from openrecycle.agent.coordination.launcher import Deploy, Event, Halt, Measure, ProcessFenced
 from openrecycle.agent.messages.client import Backoff, ConsoleClient, ConsoleRefused, ConsoleUnavailable
@@ -273,8 +273,28 @@ class ConsoleCoordination:
         self._workers.broken(str(worker), incarnation, generation, detail, peer)
 
     def raised(self, worker: Worker, incarnation: str, generation: int, text: str) -> None:
-        fields = {"incarnation": incarnation, "reporter": "launcher", "detail": text[:2000], "generation": generation}
-        self._report("/failures", FailureReport(worker=str(worker), cause="exception", **fields))  # type: ignore[arg-type]
+        self._failed(worker, "exception", incarnation, generation, text)
+
+    def state_lost(self, worker: Worker, incarnation: str, generation: int, text: str) -> None:
+        self._failed(worker, "state-lost", incarnation, generation, text)
+
+    def _failed(
+        self,
+        worker: Worker,
+        cause: Literal["exception", "state-lost"],
+        incarnation: str,
+        generation: int,
+        text: str,
+    ) -> None:
+        report = FailureReport(
+            worker=str(worker),
+            incarnation=incarnation,
+            cause=cause,
+            reporter="launcher",
+            detail=text[:2000],
+            generation=generation,
+        )
+        self._report("/failures", report)
 
     def opened(self, generation: int, incarnations: Iterable[str]) -> None:
         self._phases.expect(generation, incarnations)

@@ -74,7 +74,7 @@ class ShardLostError(RuntimeError):
     """Nobody alive holds some shard; `shards` are their numbers."""
 
     def __init__(self, shards: Sequence[int]) -> None:
-        super().__init__(f"nobody alive holds {len(shards)} of the optimizer's shards")
+        super().__init__(f"all workers that kept {len(shards)} shards of the optimizer's state are gone")
         self.shards = tuple(shards)
 
 

@@ -467,7 +467,8 @@ class WorkerLoop:
 
     def _share_optimizer(self, groups: Groups, agreement: Agreement[Worker]) -> None:
         """Where the optimizer's state is sharded: decides with the peers who keeps what, begins to take what this
-        worker lacks, and has everybody's parameters made those of one step. Raises TransferError or NoAgreementError.
+        worker lacks, and has everybody's parameters made those of one step. Raises TransferError; Interrupted, when it
+        could not be decided since nobody has some shards any more: the next generation goes back to a checkpoint.
         """
         shards = self._optimizer.shards
         if shards is None:
@@ -477,9 +478,10 @@ class WorkerLoop:
         try:
             ownership = assign(groups.peers, held, {w: row[0] for w, row in rows.items()}, shards.sizes)
         except ShardLostError as error:
-            raise NoAgreementError(
-                f"stage {self._me.stage}: {error}: both workers that kept them are gone, and only a checkpoint has them"
-            ) from None
+            text = f"stage {self._me.stage}: {error}"
+            self._channel.say("state_lost", generation=self._generation, text=text)
+            self._channel.wait_for_generation(self._generation)
+            raise Interrupted from None
         tied = {name for group in tied_of(self._workload, self._cuts.layers) for name in group}
         sharded = ShardedStage(self._me, groups, self._optimizer, ownership, self._say_hand_over, tied)
         self._executor.sharded = sharded

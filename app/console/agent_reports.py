@@ -108,10 +108,9 @@ class Reports(ABC):
             return job.apply(
                 happening.Exited(message.worker, message.incarnation, message.reporter, plain(message.detail) + seen)
             )
-        if message.cause == "exception":
-            return job.apply(
-                happening.OpRaised(message.worker, message.incarnation, message.generation, plain(message.detail))
-            )
+        if message.cause in ("exception", "state-lost"):
+            what = happening.OpRaised if message.cause == "exception" else happening.StateLost
+            return job.apply(what(message.worker, message.incarnation, message.generation, plain(message.detail)))
         return job.apply(
             happening.TransferBroken(
                 message.reporter, message.incarnation, message.worker, message.generation, plain(message.detail)

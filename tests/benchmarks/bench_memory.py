@@ -1,4 +1,5 @@
-"""What memory a worker takes beside activations, in bytes a parameter: AdamW, fp32, one process per row.
+"""What memory a worker takes beside activations, in bytes a parameter: AdamW, fp32, one process per row; with the
+optimizer's state sharded, the peers of a stage, of whom the one that takes the most is shown.
 
 Each process trains a chain of linear layers on a batch of two rows for some iterations of four micro-batches, as a
 worker's stage does (and torch's plain training, with gradients added up in `.grad`); its resident memory at the most,
@@ -11,7 +12,6 @@ import ctypes
 import multiprocessing
 import threading
 import time
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -23,19 +23,30 @@ from openrecycle.agent.stages.backward.split import Deferred
 from openrecycle.agent.stages.gradients import gradient_sum
 from openrecycle.agent.stages.optimizer import StageOptimizer
 from openrecycle.agent.stages.post_validation import CLEAN
+from openrecycle.agent.stages.shards import assign
 from openrecycle.agent.stages.stage import Stage
+from openrecycle.agent.transport.communicator import Communicator
+from openrecycle.agent.workers.sharding import ShardedStage
 from openrecycle.agent.workers.worker import keep_freed_memory
+from openrecycle.planner.jobs.job import Worker
 from tests.benchmarks.machine import describe
 
+ALONE = Worker(0, 0)
 WIDTH, LAYERS, SMALL = 1024, 40, 4
 ITERATIONS, MICRO_BATCHES = 4, 4
-ROWS: dict[str, tuple[Mode | None, bool]] = {
-    "torch, plain": (None, False),
-    "fast": ("fast", False),
-    "fast, gradients clipped": ("fast", True),
-    "deterministic": ("deterministic", False),
-    "deterministic, gradients clipped": ("deterministic", True),
+ROWS: dict[str, tuple[Mode | None, bool, int]] = {
+    "torch, plain": (None, False, 1),
+    "fast": ("fast", False, 1),
+    "fast, gradients clipped": ("fast", True, 1),
+    "deterministic": ("deterministic", False, 1),
+    "deterministic, gradients clipped": ("deterministic", True, 1),
+    "deterministic, sharded over 2": ("deterministic", False, 2),
+    "deterministic, sharded over 3": ("deterministic", False, 3),
+    "deterministic, clipped, sharded over 3": ("deterministic", True, 3),
+    "fast, sharded over 3": ("fast", False, 3),
+    "deterministic, sharded over 8": ("deterministic", False, 8),
 }
+"""The mode, whether gradients are clipped, and over how many peers the optimizer's state is sharded."""
 
 
 def resident() -> int:
@@ -43,7 +54,9 @@ def resident() -> int:
     return 1024 * int(lines["VmRSS"].split()[0])
 
 
-def train(mode: Mode | None, clips: bool, layers: int, answer: Connection) -> None:
+def train(
+    mode: Mode | None, clips: bool, layers: int, answer: Connection, place: int, peers: int, store: tuple[str, int]
+) -> None:
     """Answers with (parameters, bytes)."""
     torch.set_num_threads(1)
     keep_freed_memory()
@@ -57,7 +70,10 @@ def train(mode: Mode | None, clips: bool, layers: int, answer: Connection) -> No
 
     watching = threading.Thread(target=watch)
     watching.start()
-    parameters = _plainly(layers) if mode is None else _as_a_worker(mode, clips, layers)
+    if mode is None:
+        parameters = _plainly(layers)
+    else:
+        parameters = _as_a_worker(mode, clips, layers, Worker(place, 0), peers, store)
     done.set()
     watching.join()
     answer.send((parameters, most[0] - before))
@@ -85,32 +101,55 @@ def _plainly(layers: int) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def _as_a_worker(mode: Mode, clips: bool, layers: int) -> int:
+def _as_a_worker(
+    mode: Mode, clips: bool, layers: int, me: Worker = ALONE, peers: int = 1, store: tuple[str, int] | None = None
+) -> int:
     model = _model(layers)
     sums = gradient_sum(mode, model.parameters(), terms=MICRO_BATCHES)
     stage = Stage(model, sums, split=Deferred(model))
-    optimizer = StageOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3), sums, clips=clips)
+    made, sharded = torch.optim.AdamW(model.parameters(), lr=1e-3), None
+    optimizer = StageOptimizer(model, made, sums, clips=clips, pipelines=peers if peers > 1 else None)
+    if (shards := optimizer.shards) is not None and store is not None:
+        living = [Worker(p, 0) for p in range(peers)]
+        groups = Communicator().form(1, me, living, store)
+        held = dict.fromkeys(living, shards.shards_held)
+        sharded = ShardedStage(
+            me, groups, optimizer, assign(living, held, dict.fromkeys(living, 0), shards.sizes), print
+        )
     for _ in range(ITERATIONS):
         for m in range(MICRO_BATCHES):
             stage.forward((0, m), torch.randn(2, WIDTH), seed=m, loss=lambda y: y.square().mean())
             stage.input_backward((0, m), None)
             stage.weight_backward((0, m))
+        if sharded is not None:
+            sharded.reduce()
+            sharded.measure()
         optimizer.step(None)
         optimizer.settle(CLEAN)
+        if sharded is not None:
+            sharded.gather()
     return sum(p.numel() for p in model.parameters())
 
 
 def main() -> None:
     print(describe())
     context = multiprocessing.get_context("spawn")
-    for name, (mode, clips) in ROWS.items():
+    for name, (mode, clips, peers) in ROWS.items():
         found = []
         for layers in (SMALL, LAYERS):
-            ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=partial(train, mode, clips, layers, theirs))
-            process.start()
-            found.append(ours.recv())
-            process.join()
+            store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            pipes = [context.Pipe(duplex=False) for _ in range(peers)]
+            processes = [
+                context.Process(
+                    target=train, args=(mode, clips, layers, theirs, place, peers, ("127.0.0.1", store.port))
+                )
+                for place, (_, theirs) in enumerate(pipes)
+            ]
+            for process in processes:
+                process.start()
+            found.append(max(ours.recv() for ours, _ in pipes))
+            for process in processes:
+                process.join()
         (few, small), (many, large) = found
         print(f"{name}: {(large - small) / (many - few):.1f} bytes a parameter ({many / 1e6:.0f} M parameters)")
     print(describe())

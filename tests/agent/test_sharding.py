@@ -1,0 +1,110 @@
+"""An optimizer whose state is sharded over a stage's workers: the bits of one that is not, through every kill."""
+
+from __future__ import annotations
+
+import filecmp
+import shutil
+from pathlib import Path
+
+import pytest
+from torch import nn, optim
+
+from openrecycle.agent.stages.gradients import GradientSum
+from openrecycle.agent.stages.optimizer import StageOptimizer
+from openrecycle.planner.jobs.errors import InputError
+from tests.agent.runs import Run, forked
+from tests.conftest import at_length
+
+ITERATIONS = 8
+GRID = ("--pipelines", "3", "--stages", "2", "--micro-batches", "3", "--iterations", str(ITERATIONS))
+TINY = ("--workload-options", '{"width": 64, "heads": 2, "sequence": 16, "batch": 2}')
+LATE = ("--clip-norm", "0.5")
+"""The first steps are clipped, after the fact."""
+ZERO1 = ("--optimizer-sharding", "zero1")
+SLOWLY = ("--hand-over-rate", "300KB")
+"""What an owner lacks comes over several iterations."""
+
+
+def sharded(record: Path, *arguments: str) -> Run:
+    return forked(record, *GRID, *TINY, *LATE, *ZERO1, *arguments)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Without shards."""
+    run = forked(tmp_path_factory.mktemp("whole") / "run.jsonl", *GRID, *TINY, *LATE)
+    assert run.status == 0, run.errors
+    return run
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "faults",
+    [
+        "",
+        "--kill W1_1@2:O",
+        at_length("--kill W0_0@3:R"),
+        at_length("--kill W2_0@0:F0"),
+        at_length("--kill W2_1@2:V --transport ordered"),
+        at_length("--kill W1_0@4:I1 --mode deterministic --synchronous"),
+        # One that returns lacks its share for some iterations, in which another dies.
+        "--kill W1_0@1:F1 --rejoin W1_0@2 --kill W0_1@4:O",
+        at_length("--kill W1_0@1:F1 --kill W2_0@5:V --rejoin W1_0@5 --rejoin W2_0@6"),
+    ],
+)
+def test_the_same_bits_as_without_shards(faults: str, reference: Run, tmp_path: Path) -> None:
+    run = sharded(tmp_path / "run.jsonl", *faults.split(), *SLOWLY)
+    assert run.status == 0, run.errors
+    assert run.losses == reference.losses and run.final == reference.final
+    assert [f["worker"] for f in run.failures] == [w[:4] for w in faults.split() if ":" in w]
+
+
+@pytest.mark.processes
+def test_two_ranks_each(tmp_path: Path) -> None:
+    """Each rank's part of the stage is sharded over the workers' ranks of the same number."""
+    ranks = ("--workload", "agent.examples.tensor_parallel:Gpt", "--ranks-per-worker", "2")
+    whole = forked(tmp_path / "whole.jsonl", *GRID, *TINY, *LATE, *ranks)
+    run = sharded(tmp_path / "run.jsonl", *ranks, "--kill", "W1_1.1@2:F1")
+    assert run.status == 0, run.errors
+    assert run.losses == whole.losses and run.final == whole.final
+
+
+@pytest.mark.processes
+def test_checkpoints_know_no_shards(reference: Run, tmp_path: Path) -> None:
+    """The files are those of a job without; and who goes on from them, with shards or without, has the same bits."""
+    folders = [tmp_path / "whole", tmp_path / "sharded"]
+    for folder, options in zip(folders, ((), (*ZERO1, "--kill", "W0_1@1:F1")), strict=True):
+        run = forked(
+            *(tmp_path / f"{folder.name}.jsonl", *GRID, *TINY, *LATE, *options),
+            *("--checkpoint", str(folder), "--checkpoint-every", "4"),
+        )
+        assert run.status == 0 and run.final == reference.final, run.errors
+    files = [p.relative_to(folders[0]) for p in folders[0].rglob("*.safetensors")]
+    assert files and all(filecmp.cmp(folders[0] / f, folders[1] / f, shallow=False) for f in files)
+    shutil.rmtree(folders[1] / f"iteration-{ITERATIONS:010d}")
+    again = sharded(tmp_path / "again.jsonl", "--checkpoint", str(folders[1]), "--resume", "newest")
+    assert again.status == 0 and again.final == reference.final, again.errors
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("checkpoints", [True, at_length(False)])
+def test_shards_that_went_with_both_their_owners(checkpoints: bool, reference: Run, tmp_path: Path) -> None:
+    """All go back to the newest checkpoint, and nobody who lives is restarted; without one the job ends."""
+    kills = ("--kill", "W0_0@5:F0", "--kill", "W1_0@5:F0")
+    folder = ("--checkpoint", str(tmp_path / "checkpoints"), "--checkpoint-every", "2") if checkpoints else ()
+    run = sharded(tmp_path / "run.jsonl", *kills, *folder)
+    assert {f["worker"] for f in run.failures} <= {"W0_0", "W1_0"}
+    if checkpoints:
+        assert run.status == 0, run.errors
+        assert run.losses == reference.losses and run.final == reference.final
+        assert run.iterations[-1]["living"] == 4
+    else:
+        assert run.status == 1 and len(run.iterations) == 5
+
+
+@pytest.mark.parametrize("kind", [optim.LBFGS, optim.Adafactor])
+def test_an_optimizer_that_can_not_be_cut_is_refused(kind: type[optim.Optimizer]) -> None:
+    module = nn.Linear(4, 4)
+    with pytest.raises(InputError) as refused:
+        StageOptimizer(module, kind(module.parameters()), GradientSum(module.parameters(), terms=1), pipelines=2)
+    assert refused.value.field == "optimizer"
