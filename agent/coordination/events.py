@@ -73,8 +73,8 @@ class OpRaised:
 
 @dataclass(frozen=True)
 class StateLost:
-    """In `generation`, `worker` and its peers have found that the state of their stage is not there any more: parts of it
-    were on workers alone that are gone. detail: the same in a sentence."""
+    """In `generation`, `worker` and its peers have found that the state of their stage is not there any more: only
+    workers that are gone had some of it. detail: the same in a sentence."""
 
     worker: str
     incarnation: str

@@ -310,22 +310,44 @@ def _equal(one: StageOptimizer, other: StageOptimizer) -> bool:
 # -- memory -----------------------------------------------------------------------------------
 
 
+def beside_activations(
+    shapes: NamedParameters, kept_each: float, apart: bool, optimization: Optimization, peers: int
+) -> int:
+    """Bytes that a worker of a stage with these parameters holds beside activations: parameters, what the optimizer
+    keeps of them, and the sums of their gradients; what a step changes once more, to go back to, as far as it does not
+    fit where the sums are; and the gradients of what is stepped at a time, or where they are clipped of all of it.
+
+    kept_each: bytes that the optimizer keeps per element. apart: are parameters stepped one after the other? peers:
+    workers of the stage, over which the optimizer's state may be sharded.
+    """
+    trained = [p for _, p in shapes if p.requires_grad]
+    elements, size = sum(p.numel() for p in trained), sum(map(_bytes, trained))
+    frozen = sum(_bytes(p) for _, p in shapes if not p.requires_grad)
+    sums = elements * (8 if optimization.mode == "deterministic" else 4)
+    share = min(1.0, 2 / peers) if optimization.sharding == "zero1" else 1.0
+    kept = round(share * kept_each * elements)
+    stepped = round(share * size) + kept
+    at_a_time = max(BUCKET_BYTES, *map(_bytes, trained)) if trained and share == 1.0 else BUCKET_BYTES
+    gradients = round(share * size)
+    if apart and optimization.clip_norm is None:
+        gradients = min(gradients, at_a_time)
+    return frozen + size + kept + sums + max(0, stepped - sums) + gradients
+
+
 def _check_memory(by_stage: list[NamedParameters], kept: _Kept, options: TrainingOptions, share: float) -> None:
-    """Of what a worker holds beside activations: parameters, what the optimizer keeps of them, and the sums of their
-    gradients; parameters and what is kept once more, to go back to, as far as it does not fit where the sums are; and
-    the gradients of what is stepped at a time, or where they are clipped of everything."""
-    sums = 8 if options.optimization.mode == "deterministic" else 4
-    needs = []
-    for mine in by_stage:
-        trained = [p for _, p in mine if p.requires_grad]
-        elements, size = sum(p.numel() for p in trained), sum(map(_bytes, trained))
-        frozen = sum(_bytes(p) for _, p in mine if not p.requires_grad)
-        stepped = size + round(kept.each * elements)
-        largest = max(BUCKET_BYTES, *map(_bytes, trained)) if trained else 0
-        gradients = min(size, largest) if kept.apart and options.optimization.clip_norm is None else size
-        needs.append(frozen + stepped + sums * elements + max(0, stepped - sums * elements) + gradients)
-    together, has = round(share * options.job.pipelines * sum(needs)), _machine_bytes()
-    log.info("a worker takes up to %s beside activations, all that are here %s", _size(max(needs)), _size(together))
+    """share: of the job's workers, those that are on this machine. Raises InputError."""
+    pipelines = options.job.pipelines
+
+    def needs(peers: int) -> list[int]:
+        return [beside_activations(mine, kept.each, kept.apart, options.optimization, peers) for mine in by_stage]
+
+    together, has = round(share * pipelines * sum(needs(pipelines))), _machine_bytes()
+    fewer = ""
+    if options.optimization.sharding == "zero1" and pipelines > 2:
+        fewer = f" ({_size(max(needs(pipelines - 1)))} when one worker of its stage is lost, {_size(max(needs(2)))} "
+        fewer += "when two are left)"
+    text = "a worker takes up to %s%s beside activations, all that are here %s"
+    log.info(text, _size(max(needs(pipelines))), fewer, _size(together))
     if has is not None and together > has:
         workers = round(share * options.job.pipelines * options.job.stages)
         raise InputError(

@@ -70,10 +70,8 @@ def train(
 
     watching = threading.Thread(target=watch)
     watching.start()
-    if mode is None:
-        parameters = _plainly(layers)
-    else:
-        parameters = _as_a_worker(mode, clips, layers, Worker(place, 0), peers, store)
+    me = Worker(place, 0)
+    parameters = _plainly(layers) if mode is None else _as_a_worker(mode, clips, layers, me, peers, store)
     done.set()
     watching.join()
     answer.send((parameters, most[0] - before))
