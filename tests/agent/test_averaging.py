@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from openrecycle import Callback, Checkpoints, ExponentialMovingAverage, Faults, InputError, Planning
+from openrecycle import Callback, Checkpoints, ExponentialMovingAverage, Faults, InputError, Optimization, Planning
 from openrecycle.agent.jobs.trainer import TrainingResult, WrittenCheckpoint
 from tests.agent import masked_jobs
 from tests.conftest import at_length
@@ -58,6 +58,7 @@ def test_it_is_the_average_over_the_steps() -> None:
     [
         {"faults": Faults(kill=["W1_1@2:F1"], rejoin=["W1_1@3"]), "planning": Planning(relayout="always")},
         at_length({"faults": Faults(kill=["W0_0@3:O"])}),
+        {"faults": Faults(kill=["W1_1@2:O"]), "optimization": Optimization(sharding="zero1")},
     ],
 )
 def test_it_survives_what_the_parameters_survive(changes: dict[str, Any]) -> None:

@@ -70,6 +70,19 @@ def test_two_ranks_each(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize(
+    "options", ["--transport tagged", at_length("--transport ordered"), at_length("--autocast fp16")]
+)
+def test_parameters_that_layers_share(options: str, tmp_path: Path) -> None:
+    """Their sums are needed by all peers, to be added to those of the other stage."""
+    tied = ("--workload-options", TINY[1].replace("{", '{"tied": true, '))
+    whole = forked(tmp_path / "whole.jsonl", *GRID, *tied, *LATE, *options.split())
+    run = forked(tmp_path / "run.jsonl", *GRID, *tied, *LATE, *ZERO1, *options.split(), "--kill", "W1_1@2:O")
+    assert run.status == 0, run.errors
+    assert run.losses == whole.losses and run.final == whole.final
+
+
+@pytest.mark.processes
 def test_checkpoints_know_no_shards(reference: Run, tmp_path: Path) -> None:
     """The files are those of a job without; and who goes on from them, with shards or without, has the same bits."""
     folders = [tmp_path / "whole", tmp_path / "sharded"]
