@@ -813,7 +813,7 @@ class _Snapshot:
         self._before, self._saved, self._adopted = self._saved or self._before, {}, {}
         self._valid, self._in_sums = True, False
         shards = stage.shards
-        if shards is not None and self._held != shards.held:
+        if shards is not None and self._held != frozenset(shards.held):
             self._held, self._before = frozenset(shards.held), {}
             others = (part for number, part in enumerate(shards.parts) if number not in shards.held)
             self._spare = [stage.gradients.memory_of(part) for part in others]

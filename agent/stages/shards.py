@@ -20,7 +20,8 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Generic, Protocol, TypeVar
+
+from openrecycle.planner.jobs.job import Worker
 
 SHARDS_PER_PIPELINE = 8
 """With N peers no one keeps more than 1 / (4 N) above its share, and a generation's agreement tells 8 bits for each."""
@@ -61,15 +62,6 @@ def segments_of(sizes: Sequence[int], whole: Collection[int], align: int, pipeli
     return tuple(Segment(*piece, number[shard]) for piece, shard in zip(cut, raw, strict=True))
 
 
-class Peer(Protocol):
-    def __lt__(self, other: object, /) -> bool: ...
-
-    def __hash__(self) -> int: ...
-
-
-P = TypeVar("P", bound=Peer)
-
-
 class ShardLostError(RuntimeError):
     """Nobody alive holds some shard; `shards` are their numbers."""
 
@@ -79,29 +71,29 @@ class ShardLostError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Ownership(Generic[P]):
+class Ownership:
     """Of each shard, by number. primary: whose parameters the others take after a step. owners: who keeps it, one or
     two. holders: who has it now, and steps it until all owners have it."""
 
-    primary: tuple[P, ...]
-    owners: tuple[tuple[P, ...], ...]
-    holders: tuple[tuple[P, ...], ...]
+    primary: tuple[Worker, ...]
+    owners: tuple[tuple[Worker, ...], ...]
+    holders: tuple[tuple[Worker, ...], ...]
 
-    def lacking(self, peer: P) -> frozenset[int]:
+    def lacking(self, peer: Worker) -> frozenset[int]:
         """What `peer` owns, and has to get from its holders."""
         return frozenset(
             k for k, (owners, held) in enumerate(zip(self.owners, self.holders, strict=True))
             if peer in owners and peer not in held
         )  # fmt: skip
 
-    def surplus(self, peer: P) -> frozenset[int]:
+    def surplus(self, peer: Worker) -> frozenset[int]:
         """What `peer` holds and others own: to be given up once all of them have it."""
         return frozenset(
             k for k, (owners, held) in enumerate(zip(self.owners, self.holders, strict=True))
             if peer in held and peer not in owners
         )  # fmt: skip
 
-    def summed_at(self, shard: int) -> tuple[P, ...]:
+    def summed_at(self, shard: int) -> tuple[Worker, ...]:
         """Who needs the sum of its gradients, or may before the generation is over."""
         return tuple(sorted({*self.owners[shard], *self.holders[shard]}))
 
@@ -112,8 +104,8 @@ class Ownership(Generic[P]):
 
 
 def assign(
-    peers: Sequence[P], held: Mapping[P, Collection[int]], hosts: Mapping[P, int], sizes: Sequence[int]
-) -> Ownership[P]:
+    peers: Sequence[Worker], held: Mapping[Worker, Collection[int]], hosts: Mapping[Worker, int], sizes: Sequence[int]
+) -> Ownership:
     """Who owns what, of the living `peers` of a stage.
 
     held: the shards that each has whole, at the iteration agreed on. hosts: where each is, as any number: the two
@@ -143,9 +135,9 @@ def assign(
     return Ownership(tuple(primary), owners, holders)
 
 
-def _weigh(owners: Sequence[Sequence[P]], hosts: Mapping[P, int], sizes: Sequence[int]) -> tuple[int, int]:
+def _weigh(owners: Sequence[Sequence[Worker]], hosts: Mapping[Worker, int], sizes: Sequence[int]) -> tuple[int, int]:
     """The elements of whoever owns the most, and how many shards are on more than one host."""
-    loads = Counter[P]()
+    loads = Counter[Worker]()
     for found, size in zip(owners, sizes, strict=True):
         for peer in found:
             loads[peer] += size
@@ -153,10 +145,14 @@ def _weigh(owners: Sequence[Sequence[P]], hosts: Mapping[P, int], sizes: Sequenc
 
 
 def _choose(
-    order: Sequence[P], holders: Sequence[Sequence[P]], hosts: Mapping[P, int], sizes: Sequence[int], slack: int
-) -> tuple[tuple[P, ...], ...]:
+    order: Sequence[Worker],
+    holders: Sequence[Sequence[Worker]],
+    hosts: Mapping[Worker, int],
+    sizes: Sequence[int],
+    slack: int,
+) -> tuple[tuple[Worker, ...], ...]:
     loads = dict.fromkeys(order, 0)
-    chosen: dict[int, tuple[P, ...]] = {}
+    chosen: dict[int, tuple[Worker, ...]] = {}
     # What few hold comes first: whoever holds much else can still be spared elsewhere.
     for k in sorted(range(len(sizes)), key=lambda k: (len(holders[k]), k)):
         first = min(holders[k], key=lambda p: (loads[p], p))

@@ -347,8 +347,8 @@ class WorkerLoop:
 
     def _save_weights(self, folder: str, writer: Worker) -> None:
         sharded, averages = self._executor.sharded, self._optimizer.averages()
-        if sharded is not None and (state := sharded.whole_state(writer)) is not None:
-            averages = averages_of(state)
+        if sharded is not None and (whole := sharded.whole_state(writer)) is not None:
+            averages = averages_of(whole)
         if self._me != writer:
             return
         for layer, module in self._optimizer.module.layers:

@@ -49,7 +49,7 @@ class ShardedStage:
         me: Worker,
         groups: Groups,
         optimizer: StageOptimizer,
-        ownership: Ownership[Worker],
+        ownership: Ownership,
         say: Callable[[str], None],
         tied: Collection[str] = (),
     ) -> None:

@@ -24,7 +24,7 @@ PEERS = [Worker(p, 1) for p in range(9)]
 sizes_of_shards = st.lists(st.integers(1, 1000), min_size=1, max_size=80)
 
 
-def sure(ownership: Ownership[Worker], peers: list[Worker], sizes: list[int]) -> None:
+def sure(ownership: Ownership, peers: list[Worker], sizes: list[int]) -> None:
     """What must be true of every assignment."""
     wanted = min(2, len(peers))
     for k, owners in enumerate(ownership.owners):

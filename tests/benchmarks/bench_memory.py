@@ -14,8 +14,10 @@ import threading
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed
 from torch import nn
 
 from openrecycle.agent.config.options import Mode
@@ -30,6 +32,8 @@ from openrecycle.agent.workers.sharding import ShardedStage
 from openrecycle.agent.workers.worker import keep_freed_memory
 from openrecycle.planner.jobs.job import Worker
 from tests.benchmarks.machine import describe
+
+dist: Any = torch.distributed
 
 ALONE = Worker(0, 0)
 WIDTH, LAYERS, SMALL = 1024, 40, 4
@@ -135,7 +139,7 @@ def main() -> None:
     for name, (mode, clips, peers) in ROWS.items():
         found = []
         for layers in (SMALL, LAYERS):
-            store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             pipes = [context.Pipe(duplex=False) for _ in range(peers)]
             processes = [
                 context.Process(
