@@ -2,6 +2,12 @@
 
 The control plane (agreement, validations, state) is one gloo group over all living workers, whatever the
 device. The data plane (see agent.transport) has what its kind of transport needs.
+
+While a generation trains, its workers connect once more, on standby (`Standby`): after a death the survivors meet at
+the store and go on over these connections, where they would have had to make them. One set serves every failure, since
+a connection does not care who else has died; groups made ahead for each failure would be as many as there are workers,
+and would not serve two deaths. They are made anew for the generation after, since what wakes who waits in a gloo group
+closes its connections.
 """
 
 from __future__ import annotations
@@ -19,13 +25,21 @@ from torch import Tensor
 from openrecycle.agent.config.devices import Transport
 from openrecycle.agent.config.timeouts import Timeouts
 from openrecycle.agent.models.stage_io import CPU
-from openrecycle.agent.transport.group import GlooGroup, Group, PendingTransfer, TransferError, first_line, halt_all
+from openrecycle.agent.transport.group import (
+    GlooGroup,
+    Group,
+    LateGroup,
+    PendingTransfer,
+    TransferError,
+    first_line,
+    halt_all,
+)
 from openrecycle.agent.transport.host import HostGroup
 from openrecycle.agent.transport.nccl import NcclGroup
 from openrecycle.agent.transport.ordered import OrderedTransfers, connect
 from openrecycle.agent.transport.ranks import Ranks
 from openrecycle.agent.transport.script import MicroBatch
-from openrecycle.agent.transport.store import StoreClient
+from openrecycle.agent.transport.store import StoreClient, connected
 from openrecycle.agent.transport.transfers import Lines, TransferLayout, Transfers
 from openrecycle.planner.jobs.job import Member, Worker
 
@@ -35,7 +49,105 @@ Made = queue.SimpleQueue["Groups | BaseException | None"]
 """Brings groups that are connected, or why they are not; None: nobody is to wait for them any more."""
 
 _GO = b"go"
+_ON_STANDBY = b"standby"
 _SUPERSEDED = b"superseded"
+_HAS_STANDBY = 2**32
+"""What one adds who is ready, above the 1, and has connections that will do: where all have, all take them."""
+
+
+class Standby:
+    """Connections between all workers of a generation, which it does not use itself: for the next one. `drop` may be
+    called from any thread."""
+
+    def __init__(
+        self,
+        store: tuple[str, int],
+        generation: int,
+        me: Worker,
+        members: Sequence[Worker],
+        timeouts: Timeouts,
+        address: str,
+        ranks: Ranks,
+        *,
+        with_stage: bool,
+        first: Callable[[], None],
+    ) -> None:
+        """Begins to connect, in a thread of its own; where a peer does not come, nothing follows but that there are no
+        such connections. with_stage: for the sums of the stage, too. first: called in that thread."""
+        self.generation, self._me, self.members = generation, me, tuple(members)
+        self._lock = threading.Lock()
+        self._dropped = False
+        self._groups: list[GlooGroup] | None = None
+        """Connected: of all members, and where asked for, of those of the stage."""
+
+        def connect() -> None:
+            begun: list[GlooGroup] = []
+            plane = _plane(generation, ranks) + "standby/"
+            parts = [("world", self.members)]
+            stage = _peers(me, members)
+            if with_stage and len(stage) > 1:
+                parts.append((f"stage{me.stage}", stage))
+            try:
+                first()
+                # A connection to the store serves one caller at a time, and gloo may wait in it for long.
+                own = connected(store, timeouts.form)
+                for name, workers in parts:
+                    begun.append(GlooGroup(own, plane + name, workers.index(me), workers, timeouts, address))
+                    if self._dropped:
+                        break
+                    begun[-1].arm()
+            except (
+                RuntimeError,
+                OSError,
+            ):  # somebody is gone, or stands still: the next generation will connect by itself
+                self._dropped = True
+            with self._lock:
+                if not self._dropped:
+                    self._groups = begun
+                    return
+            _close(begun)
+
+        threading.Thread(target=connect, name=f"connect-standby-{generation}", daemon=True).start()
+
+    @property
+    def connected(self) -> bool:
+        return self._groups is not None
+
+    def serves(self, me: Worker, living: Sequence[Worker]) -> bool:
+        """Are there connections of `me`, at the same place, with all of them?"""
+        return self.connected and me == self._me and set(living) <= set(self.members)
+
+    def take(self) -> tuple[GlooGroup, GlooGroup | None]:
+        """Of a connected one, the group of all members and that of the stage; they are the caller's from here on."""
+        with self._lock:
+            groups, self._groups = self._groups, None
+        assert groups is not None
+        world, *stage = groups
+        return world, stage[0] if stage else None
+
+    def drop(self) -> None:
+        with self._lock:
+            self._dropped = True
+            groups, self._groups = self._groups, None
+        if groups is not None:
+            threading.Thread(target=_close, args=(groups,), name="close-standby", daemon=True).start()
+
+
+def _close(groups: list[GlooGroup]) -> None:
+    """Of a list that nobody else keeps."""
+    for group in groups:
+        group.cancel()  # see Groups.halt
+    groups.clear()
+
+
+def _peers(me: Worker, workers: Sequence[Worker]) -> tuple[Worker, ...]:
+    """The workers of the stage, itself among them."""
+    return tuple(w for w in workers if w.stage == me.stage)
+
+
+def _plane(generation: int, ranks: Ranks) -> str:
+    """Before the names of the groups that ranks of one number form."""
+    return f"generation{generation}/" + (f"rank{ranks.rank}/" if ranks.size > 1 else "")
 
 
 class Groups:
@@ -54,29 +166,35 @@ class Groups:
         neighbours: Collection[Worker] = (),
         begun: list[Group] | None = None,
         ranks: Ranks | None = None,
+        standby: Standby | None = None,
     ) -> None:
         """Blocks until all of `living` are there. device: where data and sums are. neighbours: with whom this worker
         exchanges data (Script.neighbours). begun: gets each group before anything is waited for in it. ranks: of this
-        worker; each rank is in groups with those of the same number in other workers. Raises TransferError."""
+        worker; each rank is in groups with those of the same number in other workers. standby: connections that all of
+        `living` have; they are taken, and nobody is waited for on their account. Raises TransferError."""
         self.generation = generation
-        self._rank = {w: i for i, w in enumerate(living)}
-        self._me, self._ordered = me, transport == "ordered"
+        self._me, self._ordered, self._living = me, transport == "ordered", tuple(living)
         self.ranks = ranks or Ranks()
         self.address = address
         """Of this host, as its peers reach it."""
-        stage = [w for w in living if w.stage == me.stage]
-        self.peers = tuple(stage)
+        self.peers = stage = _peers(me, living)
         """The living workers of this one's stage, by their rank in `peer_group`."""
-
-        plane = f"generation{generation}/" + (f"rank{self.ranks.rank}/" if self.ranks.size > 1 else "")
+        members = self._living if standby is None else standby.members
+        self._rank = {w: i for i, w in enumerate(members)}
+        """In the control plane."""
+        plane = _plane(generation, self.ranks)
         on_cpu = device.type == "cpu"
         begun = [] if begun is None else begun
 
-        def gloo(name: str, members: Sequence[Worker]) -> Group:
+        def gloo(name: str, members: Sequence[Worker], store: Any = store) -> GlooGroup:
             return GlooGroup(store, plane + name, members.index(me), members, timeouts, address)
 
         def nccl(name: str, members: Sequence[Worker]) -> Group:
             return NcclGroup(store, plane + name, members.index(me), members, timeouts, device)
+
+        def late(name: str, members: Sequence[Worker]) -> Group:
+            # A connection to the store serves one caller at a time.
+            return LateGroup(lambda: gloo(name, members, store.clone()), members.index(me), timeouts)
 
         def over_gloo(group: Group) -> Group:
             return group if on_cpu else HostGroup(group)
@@ -89,13 +207,30 @@ class Groups:
         try:
             if self.ranks.size > 1:
                 self.ranks.connect(dist.PrefixStore(f"generation{generation}/{me}/ranks", store), timeouts)
-            self._control = gloo("world", living)
-            peers = data(f"stage{me.stage}", stage) if len(stage) > 1 else None
+            whole: Group | None = None
+            if standby is None:
+                self._control = gloo("world", living)
+            else:
+                self._control, whole = standby.take()
+                begun += [self._control] if whole is None else [self._control, whole]
+            name, peers = f"stage{me.stage}", None
+            if len(stage) > 1:
+                if whole is not None and stage == _peers(me, members):
+                    peers, whole = over_gloo(whole), None
+                elif standby is not None and not self._ordered:
+                    peers = over_gloo(late(name, stage))  # nobody needs it before the end of the iteration
+                    begun.append(peers)
+                else:
+                    peers = data(name, stage)
+            self._unused = whole
+            """Of a stage that has lost a worker."""
             if self._ordered:
+                rank = {w: i for i, w in enumerate(living)}
                 forward, backward = data("forward", living), data("backward", living)
             else:
-                forward = backward = over_gloo(self._control)
-            self._lines = Lines(me, forward, backward, peers, self._rank)
+                rank, forward = self._rank, over_gloo(self._control)
+                backward = forward
+            self._lines = Lines(me, forward, backward, peers, rank)
             if self._ordered:
                 connect(self._lines, neighbours, device)
         except RuntimeError as error:
@@ -133,11 +268,19 @@ class Groups:
 
     def gather_rows(self, values: Sequence[int]) -> dict[Member, tuple[int, ...]]:
         """Everybody's `values`, on everybody: of each rank of each worker. All must bring equally many."""
-        rows = torch.zeros((len(self._rank), len(values)), dtype=torch.int64)
-        rows[self._rank[self._me]] = torch.tensor(values, dtype=torch.int64)
-        self._control.sum(rows)
+        rows = self._control.gather(torch.tensor(values, dtype=torch.int64), [self._rank[w] for w in self._living])
         planes = self.ranks.gather(rows).tolist()
-        return {Member(w, rank): tuple(plane[i]) for rank, plane in enumerate(planes) for w, i in self._rank.items()}
+        return {
+            Member(w, k): tuple(row)
+            for k, plane in enumerate(planes)
+            for w, row in zip(self._living, plane, strict=True)
+        }
+
+    def arm(self) -> None:
+        """Prepares `cancel`, which is quicker then. From any thread."""
+        for group in self._all:
+            if isinstance(group, GlooGroup):
+                group.arm()
 
     def cancel(self) -> None:
         """Makes every wait on these groups fail within milliseconds. From any thread."""
@@ -157,7 +300,8 @@ class Groups:
     @property
     def _all(self) -> list[Group]:
         lines = self._lines
-        return [g for g in dict.fromkeys((self._control, lines.peers, lines.forward, lines.backward)) if g is not None]
+        groups = (self._control, lines.peers, lines.forward, lines.backward, self._unused)
+        return [g for g in dict.fromkeys(groups) if g is not None]
 
 
 class Communicator:
@@ -174,6 +318,9 @@ class Communicator:
         self._forming: int | None = None
         self._connecting: Made | None = None
         self._newest = 0
+        self._formed: tuple[tuple[str, int], int, Worker, Sequence[Worker]] | None = None
+        """The store, and what else is known of the generation that was formed last."""
+        self._standby: Standby | None = None
         self.ranks = Ranks()
         """Of this worker."""
 
@@ -191,9 +338,14 @@ class Communicator:
         """Waits until all of `living` are ready at the store (host, port), then connects; with `neighbours` for data.
 
         at_boundary: others finish an iteration first, so they are waited for as long as for a peer's data. The
-        groups in use live on until then: a peer may still be fetching what this worker sent last. Raises
-        TransferError when it fails or a newer generation is announced meanwhile.
+        groups in use live on until then: a peer may still be fetching what this worker sent last. Where all have
+        connections on standby that will do, nobody connects. Raises TransferError when it fails or a newer generation
+        is announced meanwhile.
         """
+        standby, self._standby, self._formed = self._standby, None, None
+        if standby is not None and not standby.serves(me, living):
+            standby.drop()
+            standby = None
         with self._lock:
             if self._newest > generation:
                 raise TransferError(f"generation {generation} is superseded by {self._newest}")
@@ -204,12 +356,17 @@ class Communicator:
             if self._newest > generation:
                 raise TransferError(f"generation {generation} is superseded by {self._newest}")
             go = f"generation{generation}/go"
-            if meeting.add(f"generation{generation}/ready", 1) == len(living) * self.ranks.size:
-                meeting.set(go, _GO)
+            with_standby, there = divmod(
+                meeting.add(f"generation{generation}/ready", 1 if standby is None else 1 + _HAS_STANDBY), _HAS_STANDBY
+            )
+            if there == len(living) * self.ranks.size:
+                meeting.set(go, _ON_STANDBY if with_standby == there else _GO)
             timeout = self._timeouts.transfer if at_boundary else self._timeouts.form
             meeting.wait([go], timedelta(seconds=timeout))
-            if meeting.get(go) != _GO:
+            word = meeting.get(go)
+            if word not in (_GO, _ON_STANDBY):
                 raise TransferError(f"generation {generation} is superseded")
+            taken = standby if word == _ON_STANDBY else None
             self.abandon()
             begun: list[Group] = []
 
@@ -229,22 +386,47 @@ class Communicator:
                         neighbours,
                         begun,
                         self.ranks,
+                        taken,
                     )
                 )
 
-            groups = self._connect(generation, make, begun)
+            connects = taken is None or self._transport == "ordered" or self.ranks.size > 1
+            groups = self._connect(generation, make, begun) if connects else make()
         except (RuntimeError, OSError) as error:
             if isinstance(error, TransferError):
                 raise
             raise TransferError(f"generation {generation} did not come together: {first_line(error)}") from None
         finally:
+            if standby is not None:
+                standby.drop()  # what was taken is its no more
             with self._lock:
                 self._forming = None
         with self._lock:
+            self._live = groups
             if self._newest > generation:
                 raise TransferError(f"generation {generation} is superseded by {self._newest}")
-            self._live = groups
+        self._formed = store, generation, me, living
         return groups
+
+    def stand_by(self) -> None:
+        """Has connections made, beside the training, for the generation after the one formed last: for it alone, and
+        whoever of this one dies. Returns at once; does nothing where they are there already, or under way. All workers
+        of a generation call it."""
+        groups = self._live
+        if self._formed is None or groups is None:
+            return
+        (store, generation, me, living), self._formed = self._formed, None
+        if len(living) > 2:  # a survivor alone has nobody to connect to
+            self._standby = Standby(
+                *(store, generation, me, living, self._timeouts, self._address, self.ranks),
+                with_stage=self._transport == "tagged",
+                first=groups.arm,
+            )
+
+    @property
+    def stands_by(self) -> bool:
+        """Are these connections there?"""
+        return self._standby is not None and self._standby.connected
 
     def _connect(self, generation: int, make: Callable[[], Groups], begun: list[Group]) -> Groups:
         """What `make` makes, in a thread of its own: gloo waits for one absent peer after the other, each for as long

@@ -134,7 +134,8 @@ class Ranks:
             return
         # All ranks of a worker are on one node.
         seconds = timedelta(seconds=timeouts.group)
-        gloo = compat.gloo_group(store, self.rank, self.size, timeout=seconds, address="127.0.0.1")
+        device = compat.gloo_device("127.0.0.1")
+        gloo = compat.gloo_group(store, self.rank, self.size, timeout=seconds, device=device)
         group = compat.process_group(gloo, store, self.rank, self.size)
         with self._lock:
             self._gloo = gloo

@@ -88,10 +88,8 @@ class StoreClient:
     def connect(self, address: tuple[str, int], timeout: float) -> Any:
         """The store for the thread that forms groups. Raises RuntimeError (torch's own kinds) or OSError."""
         if address != self._address:
-            # First with a plain socket: torch's client prints pages about a store that is gone.
-            socket.create_connection(address, timeout).close()
-            waiting = _client(address, timeout)
-            cancelling = _client(address, timeout)
+            waiting = connected(address, timeout)
+            cancelling = connected(address, timeout)
             with self._lock:
                 self._address, self._waiting, self._cancelling = address, waiting, cancelling
         return self._waiting
@@ -109,6 +107,10 @@ class StoreClient:
                     self._cancelling.set(key, value)
 
 
-def _client(address: tuple[str, int], timeout: float) -> Any:
+def connected(address: tuple[str, int], timeout: float) -> Any:
+    """A connection to a store. timeout: seconds, also of each wait in it. Raises RuntimeError (torch's own kinds) or
+    OSError."""
+    # First with a plain socket: torch's client prints pages about a store that is gone.
+    socket.create_connection(address, timeout).close()
     host, port = address
     return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout))

@@ -330,6 +330,7 @@ class WorkerLoop:
             if iteration == formed:
                 self._channel.say("resumed", generation=self._generation, iteration=iteration)
                 self._log_step("resumed", iteration)
+            self._communicator.stand_by()
         self._steps.settle()
         self._executor.gather_parameters()
         self._evaluate(self._optimizer.committed, scripts[1 if joining or moving else 0], groups, last=True)

@@ -56,7 +56,9 @@ class Backend:
     def __init__(self, store: Any, rank: int, size: int, *, timeout: timedelta) -> None:
         self.used.touch()
         assert timeout > timedelta(days=1), "an operation fails so long after its call, not after its wait"
-        self._gloo = compat.gloo_group(store, rank, size, timeout=timedelta(seconds=60), address=LOOPBACK)
+        self._gloo = compat.gloo_group(
+            store, rank, size, timeout=timedelta(seconds=60), device=compat.gloo_device(LOOPBACK)
+        )
         self._rank, self._aborted = rank, False
         self._streams: dict[int, queue.SimpleQueue[tuple[Callable[[], None], _Work]]] = {}
 

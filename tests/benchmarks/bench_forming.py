@@ -1,8 +1,10 @@
-"""How long the workers of a job need to form the groups of their next generation, and for the first sum in them.
+"""How long the workers of a job need, from the death of one of them, to have groups again and to agree in them.
 
-As many real processes as there are workers, forked from one that has loaded torch, over a real store; no training. A
-generation begins when all are at rest. Printed: medians, over the generations, of the last worker's time, and the
-processor time of all of them, which other programs on the machine hardly touch.
+As many real processes as there are workers, forked from one that has loaded torch, over a real store; no training. In
+each generation one worker is killed with SIGKILL, until each has a peer less; all others hear of the next generation at
+once, and cancel the one before, as a launcher has them do. First with connections on standby, which are there by then,
+and then without, as after two deaths in quick succession. Printed: medians, over the generations, of the last worker's
+time since the kill, and the processor time of all of them, which other programs on the machine hardly touch.
 
     python -m tests.benchmarks.bench_forming --grids 3x4 8x8
     python -m tests.benchmarks.bench_forming --grids 16x16 --generations 5     # 256 processes, some 8 GiB
@@ -25,64 +27,83 @@ from openrecycle.agent.transport.store import RendezvousStore
 from openrecycle.planner.jobs.job import Worker
 from tests.benchmarks.machine import describe
 
-FORMED, SUMMED, SENT = range(3)
+FORMED, AGREED, SENT, REDUCED = range(4)
+WIDTH = 24
+"""Numbers of an agreement's row, without gradients that are clipped."""
 
 
-def _worker(pipe: Connection, me: Worker, living: list[Worker], store: tuple[str, int]) -> None:
+def _worker(pipe: Connection, me: Worker, store: tuple[str, int]) -> None:
     torch.set_num_threads(1)
     communicator = Communicator()
     while True:
         try:
-            generation = pipe.recv()
+            generation, living, standby = pipe.recv()
         except EOFError:
             os._exit(0)
-        busy, began = time.process_time(), time.monotonic()
+        busy = time.process_time()
+        communicator.cancel(generation)
+        communicator.abandon()
         groups = communicator.form(generation, me, living, store)
-        times = [time.monotonic() - began]
-        groups.gather_rows((generation,))
-        times.append(time.monotonic() - began)
-        groups.reduce(torch.ones(1, dtype=torch.int64))
-        stages = 1 + max(w.stage for w in living)
-        there = [Worker(me.pipeline, me.stage + by) for by in (-1, 1) if 0 <= me.stage + by < stages]
+        times = [time.monotonic()]
+        groups.gather_rows((generation,) * WIDTH)
+        times.append(time.monotonic())
+        there = [w for w in living if w.pipeline == me.pipeline and abs(w.stage - me.stage) == 1]
         exchanged = [groups.receive(w, torch.zeros(1), 1) for w in there] + [
             groups.send(w, torch.zeros(1), 1) for w in there
         ]
         for pending in exchanged:
             pending.wait()
-        times.append(time.monotonic() - began)
+        times.append(time.monotonic())
+        groups.reduce(torch.ones(1, dtype=torch.int64))
+        times.append(time.monotonic())
         pipe.send((times, time.process_time() - busy))
+        began = time.monotonic()
+        if standby:
+            communicator.stand_by()
+            while not communicator.stands_by:
+                time.sleep(0.005)
+        pipe.send(time.monotonic() - began)
 
 
-def run(pipelines: int, stages: int, generations: int) -> None:
+def run(pipelines: int, stages: int, generations: int, *, standby: bool) -> None:
     living = [Worker(p, s) for p in range(pipelines) for s in range(stages)]
+    # Of the last pipelines, so that nobody is alone; each of another stage.
+    dying = [Worker(pipelines - 1 - k // stages, k % stages) for k in range(generations)]
     context: Any = multiprocessing.get_context("fork")
     store = RendezvousStore(multiprocessing.get_context("spawn"))
-    pipes = []
+    processes, pipes = {}, {}
     try:
         for worker in living:
             ours, theirs = context.Pipe()
-            context.Process(target=_worker, args=(theirs, worker, living, store.address), daemon=True).start()
+            processes[worker] = context.Process(target=_worker, args=(theirs, worker, store.address), daemon=True)
+            processes[worker].start()
             theirs.close()
-            pipes.append(ours)
-        rows, busy = [], []
+            pipes[worker] = ours
+        rows, busy, ahead = [], [], []
         for generation in range(1, generations + 2):
-            for pipe in pipes:
-                pipe.send(generation)
-            answers = [pipe.recv() for pipe in pipes]
-            rows.append([max(times[i] for times, _ in answers) for i in (FORMED, SUMMED, SENT)])
-            busy.append(sum(used for _, used in answers))
+            began = time.monotonic()
+            if generation > 1:
+                dead = dying[generation - 2]
+                processes[dead].kill()
+                living = [w for w in living if w != dead]
+            for worker in living:
+                pipes[worker].send((generation, living, standby))
+            answers = [pipes[worker].recv() for worker in living]
+            rows.append([1000 * (max(times[i] for times, _ in answers) - began) for i in range(4)])
+            busy.append(1000 * sum(used for _, used in answers))
+            ahead.append(1000 * max(pipes[worker].recv() for worker in living))
             time.sleep(0.3)  # the groups before are buried
-        # The first one connects to the store, too.
-        formed, summed, sent = (1000 * statistics.median(row[i] for row in rows[1:]) for i in (FORMED, SUMMED, SENT))
-        quickest_formed, quickest_sent = (1000 * min(row[i] for row in rows[1:]) for i in (FORMED, SENT))
+        formed, agreed, sent, reduced = (statistics.median(row[i] for row in rows[1:]) for i in range(4))
         print(
-            f"{len(living)} workers ({pipelines} x {stages}): formed {formed:.0f} ms, "
-            f"first sum over all {summed:.0f} ms, neighbours reached {sent:.0f} ms; "
-            f"quickest formed {quickest_formed:.0f}, reached {quickest_sent:.0f}; "
-            f"processor time of all {1000 * statistics.median(busy[1:]):.0f} ms"
+            f"{pipelines * stages} workers ({pipelines} x {stages}), {'on standby' if standby else 'connecting'}: "
+            f"formed {formed:.0f} ms after the kill, agreed {agreed:.0f}, neighbours reached {sent:.0f}, "
+            f"stages reduced {reduced:.0f}; quickest {min(row[SENT] for row in rows[1:]):.0f} and "
+            f"{min(row[REDUCED] for row in rows[1:]):.0f}; "
+            f"processor time of all {statistics.median(busy[1:]):.0f} ms"
+            + (f"; on standby {statistics.median(ahead):.0f} ms after" if standby else "")
         )
     finally:
-        for pipe in pipes:
+        for pipe in pipes.values():
             pipe.close()
         store.kill()
 
@@ -90,14 +111,15 @@ def run(pipelines: int, stages: int, generations: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--grids", nargs="+", default=["3x4", "8x8"])
-    parser.add_argument("--generations", type=int, default=10)
+    parser.add_argument("--generations", type=int, default=4)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     print(describe())
     for grid in arguments.grids:
         pipelines, stages = map(int, grid.split("x"))
-        run(pipelines, stages, arguments.generations)
-    print(describe())
+        for standby in (True, False):
+            run(pipelines, stages, arguments.generations, standby=standby)
+        print(describe())
 
 
 if __name__ == "__main__":

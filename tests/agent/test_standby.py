@@ -1,0 +1,221 @@
+"""Connections that are made while a generation trains, for the one after it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar
+
+import pytest
+import torch
+
+from openrecycle.agent.config.timeouts import Timeouts
+from openrecycle.agent.transport import communicator
+from openrecycle.agent.transport.communicator import Communicator, Groups
+from openrecycle.agent.transport.group import GlooGroup, TransferError
+from openrecycle.agent.transport.store import RendezvousStore
+from openrecycle.planner.jobs.job import Member, Worker
+from tests.agent.launches import warm
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(100)]
+
+PATIENT = Timeouts(form=60.0, transfer=700.0, group=800.0)
+GRID = [Worker(pipeline, stage) for pipeline in range(3) for stage in range(2)]
+T = TypeVar("T")
+
+
+@pytest.fixture
+def store() -> Iterator[RendezvousStore]:
+    warm()
+    store = RendezvousStore(multiprocessing.get_context("forkserver"))
+    yield store
+    store.kill()
+
+
+@pytest.fixture
+def formed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the groups for which somebody has connected."""
+    names: list[str] = []
+
+    class Named(GlooGroup):
+        def __init__(self, store: Any, name: str, *args: Any) -> None:
+            super().__init__(store, name, *args)
+            names.append(name)
+
+    monkeypatch.setattr(communicator, "GlooGroup", Named)
+    return names
+
+
+class Job:
+    """Workers in threads of this process."""
+
+    def __init__(self, store: RendezvousStore, workers: Sequence[Worker] = GRID, transport: Any = "tagged") -> None:
+        self.address = store.address
+        self.transport = transport
+        self.mine = {w: Communicator(PATIENT, transport=transport) for w in workers}
+
+    def all(self, living: Sequence[Worker], do: Callable[[Worker], T]) -> dict[Worker, T]:
+        with ThreadPoolExecutor(len(living)) as pool:
+            return dict(zip(living, pool.map(do, living), strict=True))
+
+    def form(self, generation: int, living: Sequence[Worker]) -> dict[Worker, Groups]:
+        for worker in living:
+            self.mine[worker].cancel(generation)
+            self.mine[worker].abandon()
+
+        def form(me: Worker) -> Groups:
+            others = [w for w in living if abs(w.stage - me.stage) == 1] if self.transport == "ordered" else []
+            return self.mine[me].form(generation, me, living, self.address, neighbours=others)
+
+        return self.all(living, form)
+
+    def stand_by(self, workers: Sequence[Worker]) -> None:
+        for worker in workers:
+            self.mine[worker].stand_by()
+        until(lambda: all(self.mine[w].stands_by for w in workers))
+
+    def exchange(self, groups: dict[Worker, Groups]) -> None:
+        """Rows, a message to each neighbour, and a sum per stage."""
+        living = list(groups)
+
+        def work(me: Worker) -> None:
+            mine = groups[me]
+            rows = mine.gather_rows((me.pipeline, me.stage))
+            assert rows == {Member(w, 0): (w.pipeline, w.stage) for w in living}
+            others = [w for w in living if w.stage != me.stage]
+            coming = [mine.receive(w, torch.zeros(1), 7) for w in others]
+            for pending in [mine.send(w, torch.full((1,), float(me.pipeline)), 7) for w in others]:
+                pending.wait()
+            assert [int(pending.wait()) for pending in coming] == [w.pipeline for w in others]
+            number = torch.full((1,), 10**me.pipeline)
+            mine.reduce(number)
+            assert int(number) == sum(10**w.pipeline for w in living if w.stage == me.stage)
+
+        self.all(living, work)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("dead", [(Worker(1, 0),), (Worker(0, 0), Worker(2, 1)), (Worker(0, 1), Worker(1, 1))])
+def test_survivors_go_on_over_connections_that_they_have(
+    dead: tuple[Worker, ...], store: RendezvousStore, formed: list[str]
+) -> None:
+    """Whoever died, and however many at once. Only a stage that has lost a worker connects, for its sums."""
+    job = Job(store)
+    job.exchange(job.form(1, GRID))
+    job.stand_by(GRID)
+    formed.clear()
+    living = [w for w in GRID if w not in dead]
+    job.exchange(job.form(2, living))
+    stages = [[w for w in living if w.stage == stage] for stage in {w.stage for w in dead}]
+    assert len(formed) == sum(len(peers) for peers in stages if len(peers) > 1)
+    # And again, with what the survivors have made since.
+    job.stand_by(living)
+    formed.clear()
+    job.exchange(job.form(3, living))
+    assert formed == []
+
+
+def test_with_transfers_by_order_the_agreement_needs_no_new_connections(
+    store: RendezvousStore, formed: list[str]
+) -> None:
+    job = Job(store, transport="ordered")
+    job.exchange(job.form(1, GRID))
+    job.stand_by(GRID)
+    formed.clear()
+    job.exchange(job.form(2, GRID[1:]))
+    assert formed and not any(name.endswith("/world") for name in formed)
+
+
+def test_where_one_has_none_all_connect(store: RendezvousStore) -> None:
+    """Somebody comes back, somebody takes another's place, somebody's connections were not there in time."""
+    job = Job(store)
+    job.form(1, GRID[:-1])
+    job.stand_by(GRID[:-1])
+    job.exchange(job.form(2, GRID))
+
+    job.stand_by(GRID)
+    job.mine[Worker(0, 0)], job.mine[Worker(2, 1)] = job.mine[Worker(2, 1)], Communicator(PATIENT)
+    living = [w for w in GRID if w != Worker(2, 1)]
+    job.exchange(job.form(3, living))
+
+    for worker in living[1:]:
+        job.mine[worker].stand_by()
+    job.exchange(job.form(4, living))
+    job.stand_by(living)
+    job.exchange(job.form(5, living[:-1]))
+
+
+def _dies_on_standby(pipe: Connection, me: Worker, living: list[Worker], store: tuple[str, int]) -> None:
+    mine = Communicator(PATIENT)
+    mine.form(1, me, living, store)
+    pipe.recv()
+    mine.stand_by()
+    while not mine.stands_by:
+        time.sleep(0.001)
+    pipe.send(None)
+    while True:
+        time.sleep(60.0)
+
+
+@pytest.mark.parametrize("connected", [False, True])
+def test_a_worker_that_dies_costs_no_survivor_its_connections(connected: bool, store: RendezvousStore) -> None:
+    """Killed while they connect, or afterwards: what the survivors train with goes on, and they form the next one."""
+    dead, living = GRID[-1], GRID[:-1]
+    job = Job(store, living)
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_dies_on_standby, args=(theirs, dead, GRID, store.address), daemon=True)
+    process.start()
+    try:
+        groups = job.all(living, lambda me: job.mine[me].form(1, me, GRID, store.address))
+        if connected:
+            ours.send(None)
+            job.stand_by(living)
+            ours.recv()
+        else:
+            for worker in living:
+                job.mine[worker].stand_by()
+        process.kill()
+        process.join()
+        one, other = living[0], living[1]
+        pending = groups[other].receive(one, torch.zeros(1), 5)
+        groups[one].send(other, torch.ones(1), 5).wait()
+        assert int(pending.wait()) == 1
+        job.exchange(job.form(2, living))
+    finally:
+        process.kill()
+        process.join()
+
+
+@pytest.mark.parametrize("armed", [False, True])
+def test_whoever_waits_for_any_rank_is_woken(armed: bool, store: RendezvousStore) -> None:
+    job = Job(store)
+    groups = job.form(1, GRID)
+    if armed:
+        for mine in groups.values():
+            mine.arm()
+    first = groups[GRID[0]]
+    pending = [first.receive(w, torch.zeros(1), 5) for w in GRID[1:]]
+    woken = []
+
+    def wait(index: int) -> None:
+        try:
+            pending[index].wait()
+        except TransferError:
+            woken.append(index)
+
+    threads = [threading.Thread(target=wait, args=(i,)) for i in range(len(pending))]
+    for thread in threads:
+        thread.start()
+    job.mine[GRID[0]].cancel(2)
+    for thread in threads:
+        thread.join()
+    assert sorted(woken) == list(range(len(pending)))
