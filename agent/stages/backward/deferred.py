@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from openrecycle.agent.models import compat
+from openrecycle.agent.models.fully_sharded import computed
 
 
 class GradientSink(Protocol):
@@ -225,7 +226,7 @@ class DeferredLayers:
             apply = _deferred_forward(layer)
             if apply is not None:
                 layer.forward = self._forward_of(layer, apply)  # type: ignore[assignment]
-                self.parameters += [p for p in layer.parameters(recurse=False) if p.requires_grad]
+                self.parameters += [computed(p) for p in layer.parameters(recurse=False) if p.requires_grad]
                 self._layers.append(layer)
 
     def undo(self) -> None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from openrecycle.agent.models import compat
+from openrecycle.agent.models.fully_sharded import computed
 from openrecycle.agent.stages.backward.buffers import Move
 from openrecycle.agent.stages.backward.deferred import DeferredGradients, DeferredLayers, GradientSink
 
@@ -171,7 +172,7 @@ STRATEGIES: dict[StrategyName, Callable[[nn.Module], Strategy]] = {
 
 
 def _trainable(module: nn.Module) -> list[nn.Parameter]:
-    return [p for p in module.parameters() if p.requires_grad]
+    return [computed(p) for p in module.parameters() if p.requires_grad]
 
 
 def _backward(state: MicroBatchState, parameters: Sequence[nn.Parameter]) -> list[tuple[Tensor, Tensor]]:
