@@ -147,9 +147,8 @@ class Stage:
         """Brings everything of a micro-batch into the sum, at one stroke, unless it is in it."""
         if self.counted(key):
             return
-        # torch's split runs parts of the graph again without its beginning, where what it needs is put together.
-        together = self.split.name == "torch"
         with self._over_ranks.summed(self.gradients) as sums:
+            together = self.split.reads_parameters(state)
             with self._over_ranks.op(together=together), self._buffers.kept():
                 self.split.weight_backward(state, sums)
             for buffer, change in state.moves:

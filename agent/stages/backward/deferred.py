@@ -59,12 +59,22 @@ class DeferredGradients:
 
     def __init__(self) -> None:
         self._deferred: list[tuple[Sequence[nn.Parameter], Gradients]] = []
+        self._reads: list[Tensor] = []
 
     def __len__(self) -> int:
         return len(self._deferred)
 
-    def defer(self, parameters: Sequence[nn.Parameter], gradients: Gradients) -> None:
+    def defer(
+        self, parameters: Sequence[nn.Parameter], gradients: Gradients, reads: Sequence[Tensor] = ()
+    ) -> None:
+        """reads: what is needed for it beside gradients, and may be, or be a view of, a parameter."""
         self._deferred.append((parameters, gradients))
+        self._reads += reads
+
+    @property
+    def reads_parameters(self) -> bool:
+        """Is anything needed whose memory is not there: of a parameter that is put together for each op?"""
+        return any(not tensor.untyped_storage().nbytes() for tensor in self._reads)
 
     def flush(self, sink: GradientSink, known: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
         """Computes every pending gradient, hands each parameter's to `sink` once, and forgets it.
@@ -92,6 +102,7 @@ class DeferredGradients:
         for parameter, gradient in known:
             put(parameter, gradient)
         self._deferred.reverse()
+        self._reads.clear()
         while self._deferred:
             parameters, gradients = self._deferred.pop()
             for pending, term in zip(parameters, gradients(), strict=True):
@@ -125,7 +136,7 @@ class _Linear(torch.autograd.Function):
                 out.append(flat.sum(0).to(bias.dtype))
             return out
 
-        ctx.deferred.defer(_where((of_weight, of_bias), (weight, bias)), gradients)
+        ctx.deferred.defer(_where((of_weight, of_bias), (weight, bias)), gradients, [x])
         return (dy @ weight.to(dy.dtype) if of_x else None), None, None, None
 
 
@@ -153,7 +164,7 @@ class _Transposed(torch.autograd.Function):
                 out.append(flat.sum(0).to(bias.dtype))
             return out
 
-        ctx.deferred.defer(_where((of_weight, of_bias), (weight, bias)), gradients)
+        ctx.deferred.defer(_where((of_weight, of_bias), (weight, bias)), gradients, [x])
         return ((flat @ weight.to(dy.dtype).t()).view(x.shape) if of_x else None), None, None, None
 
 
@@ -198,7 +209,7 @@ class _Convolution(torch.autograd.Function):
             )  # fmt: skip
             return [g for g, wanted in zip(out, mask, strict=True) if wanted]
 
-        ctx.deferred.defer(parameters, lambda: _in_types_of(parameters, part(False, of_weight, of_bias)))
+        ctx.deferred.defer(parameters, lambda: _in_types_of(parameters, part(False, of_weight, of_bias)), [x, weight])
         return (part(True, False, False)[0] if of_x else None), None, None, None, None
 
 

@@ -69,6 +69,9 @@ class Strategy(Protocol):
     def weight_backward(self, state: MicroBatchState, sink: GradientSink) -> None:
         """W: every parameter's gradient to `sink`, at most once each."""
 
+    def reads_parameters(self, state: MicroBatchState) -> bool:
+        """Does W need values of parameters, beside those that a backward of a whole module puts together?"""
+
     def close(self) -> None:
         """Leaves the module as it was before."""
 
@@ -96,6 +99,9 @@ class Fused:
             sink.add(parameter, gradient)
         state.known = []
 
+    def reads_parameters(self, state: MicroBatchState) -> bool:
+        return False
+
     def close(self) -> None:
         """Nothing was changed."""
 
@@ -120,6 +126,9 @@ class Deferred:
 
     def weight_backward(self, state: MicroBatchState, sink: GradientSink) -> None:
         state.deferred.flush(sink, state.known)
+
+    def reads_parameters(self, state: MicroBatchState) -> bool:
+        return state.deferred.reads_parameters
 
     def close(self) -> None:
         self.layers.undo()
@@ -159,6 +168,10 @@ class TorchSplit:
         state.groups = []
         for parameter, gradient in gradients:
             sink.add(parameter, gradient)
+
+    def reads_parameters(self, state: MicroBatchState) -> bool:
+        # Parts of the graph run again, without its beginning, where what they need is put together.
+        return not state.late
 
     def close(self) -> None:
         """Nothing was changed."""
