@@ -21,4 +21,5 @@ class Gpt(gpt.Gpt):
         for part in list(layer.modules()):
             if isinstance(part, gpt.Block):
                 fully_shard(part, mesh=mesh)
-        return fully_shard(layer, mesh=mesh)
+        fully_shard(layer, mesh=mesh)
+        return layer

@@ -92,12 +92,12 @@ def imagined_ranks(size: int) -> Iterator[Any]:
     """A DeviceMesh, as the first of so many ranks of which there are no others: collectives do nothing. Raises
     InputError in a process that has a default group."""
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.testing._internal.distributed import fake_pg  # noqa: F401 -- it registers itself
+    from torch.testing._internal.distributed import fake_pg  # a backend, which registers itself
 
     if dist.is_initialized():
         expected = "a process that has no default group of torch.distributed"
         raise InputError("platform.ranks_per_worker", size, expected)
-    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=size)
+    dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=size)
     try:
         yield DeviceMesh("cpu", list(range(size)), mesh_dim_names=("ranks",))
     finally:

@@ -146,7 +146,7 @@ class Unit:
             self.release()
         if torch.is_grad_enabled():
             for tensor in _with_gradient(output):
-                tensor.register_hook(self._enter_backward)
+                tensor.register_hook(self._enter_backward)  # type: ignore[no-untyped-call]
         return output
 
     def _enter_backward(self, gradient: Tensor) -> None:
@@ -168,10 +168,9 @@ class Layer:
 class OverRanks:
     """Of a stage whose micro-batches are divided over the ranks of its worker; of another one it does nothing."""
 
-    def __init__(self, layers: Iterable[nn.Module]) -> None:
-        found = [layer.over_ranks for layer in layers if hasattr(layer, "over_ranks")]
-        self._layers: list[Any] = found
-        self._units: list[Unit] = [unit for layer in found for unit in layer.units]
+    def __init__(self, layers: Iterable[Any]) -> None:
+        self._layers: list[Layer] = [layer.over_ranks for layer in layers if hasattr(layer, "over_ranks")]
+        self._units = [unit for layer in self._layers for unit in layer.units]
 
     @contextlib.contextmanager
     def op(self, *, together: bool = False) -> Iterator[None]:
@@ -236,14 +235,14 @@ class _Reduction:
             flags = [torch.tensor([float(g is not None)], dtype=dtype) for _, g in some]
             flat = torch.cat([*(g.reshape(-1).to(dtype) for g in zeros), *flags])
             compat.all_reduce(flat, self._group)
-            parts = flat.split([*(p.numel() for p, _ in some), *(1 for _ in some)])
+            parts = torch.split(flat, [*(p.numel() for p, _ in some), *(1 for _ in some)])
             for (parameter, _), part, given in zip(some, parts, parts[len(some) :], strict=False):
                 if given:
                     self._reduced.append((parameter, part.view(parameter.shape)))
         if self._changes:
             flat = torch.cat([change.reshape(-1).to(torch.float64) for _, change in self._changes])
             compat.all_reduce(flat, self._group)
-            means = flat.div_(self._ranks).split([change.numel() for _, change in self._changes])
+            means = torch.split(flat.div_(self._ranks), [change.numel() for _, change in self._changes])
             for (buffer, change), mean in zip(self._changes, means, strict=True):
                 sums.add_change(buffer, mean.view(change.shape))
         for parameter, term in self._reduced:

@@ -79,7 +79,9 @@ def is_divided(workload: Workload, layers: int, ranks: int, seed: int) -> bool:
                 made: nn.Module = workload.parallelize(built, mesh)  # type: ignore[attr-defined]
             except Exception as error:
                 text = f"{type(error).__name__}: {error}".splitlines()[0]
-                raise InputError(FIELD, text[:200], f"a function that splits layer {layer} over {ranks} ranks") from error
+                raise InputError(
+                    FIELD, text[:200], f"a function that splits layer {layer} over {ranks} ranks"
+                ) from error
             ways.setdefault(_way(made if made is not None else built, layer), layer)
     if "data" in ways and "tensor" in ways:
         got = f"layer {ways['data']} by fully_shard, layer {ways['tensor']} by parallelize_module"
@@ -102,7 +104,7 @@ def _without_memory(module: nn.Module) -> nn.Module:
 def _way(module: nn.Module, layer: int) -> Way:
     """Raises InputError."""
     units = compat.fully_sharded_units(module)
-    split = [(name, p) for name, p in module.named_parameters() if hasattr(p, "placements")]
+    split: list[tuple[str, Any]] = [(name, p) for name, p in module.named_parameters() if hasattr(p, "placements")]
     if not units:
         return "tensor" if split else "whole"
     within = {id(p) for unit in units for p in unit.parameters()}

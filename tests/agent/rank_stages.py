@@ -141,7 +141,9 @@ class Task:
 Result = dict[str, Tensor]
 
 
-def train(workload: Any, split: StrategyName, whole: Callable[[nn.Parameter, Tensor], Tensor], *, turned: bool) -> Result:
+def train(
+    workload: Any, split: StrategyName, whole: Callable[[nn.Parameter, Tensor], Tensor], *, turned: bool
+) -> Result:
     """What two interleaved micro-batches add up to: gradients and changes of buffers by name, the loss, and what each
     gives back as the gradient of its inputs. whole: of a parameter's part and its gradient, all of that."""
     module = build_layers(workload, range(2), 2, 0)

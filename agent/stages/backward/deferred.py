@@ -64,9 +64,7 @@ class DeferredGradients:
     def __len__(self) -> int:
         return len(self._deferred)
 
-    def defer(
-        self, parameters: Sequence[nn.Parameter], gradients: Gradients, reads: Sequence[Tensor] = ()
-    ) -> None:
+    def defer(self, parameters: Sequence[nn.Parameter], gradients: Gradients, reads: Sequence[Tensor] = ()) -> None:
         """reads: what is needed for it beside gradients, and may be, or be a view of, a parameter."""
         self._deferred.append((parameters, gradients))
         self._reads += reads
