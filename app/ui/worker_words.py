@@ -77,6 +77,8 @@ def _ranks(detail: WorkerDetail) -> str:
         return ""
     spare = sum(rank.state is RankState.SPARE for rank in detail.ranks)
     words = f"{len(detail.ranks)}, which share each layer; the process is rank 0"
+    if any(rank.state is not RankState.RUNNING for rank in detail.ranks):
+        words = str(len(detail.ranks))
     if spare:
         words = f"{len(detail.ranks)}, of which {spare} {'is' if spare == 1 else 'are'} spare"
     if detail.made_of:

@@ -146,12 +146,10 @@ def _spare(worker_states: WorkerStates) -> str:
     if not on:
         return ""
     ranks = max(len(process.ranks) for process in worker_states.known.values())
-    where = [f"{count} on {host}" for host, count in sorted(on.items())]
-    total = on.total()
-    return (
-        f"{total} of their ranks {'is' if total == 1 else 'are'} spare ({names(where)}): {ranks} on one node make a "
-        "worker"
-    )
+    total, (first, *others) = on.total(), sorted(on)
+    where = names([f"{on[host]} on {host}" for host in sorted(on)]) if others else f"on {first}"
+    left = "1 of its ranks is" if total == 1 else f"{total} of their ranks are"
+    return f"{left} spare ({where}): {ranks} on one node make a worker"
 
 
 def _frozen(state: State) -> str:
