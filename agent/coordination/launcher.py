@@ -5,7 +5,7 @@ Both take reports without blocking and hand out what was decided as events.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -71,15 +71,23 @@ Event = Deploy | Halt | Command | LauncherWarning | Measure | ProcessFenced
 class Coordination(Protocol):
     """Takes the launcher's reports; `poll` returns what is to be done. None of them blocks."""
 
-    def ready(self, worker: Worker, incarnation: str, host: str, pid: int) -> None:
-        """A worker process is up and waits for a generation."""
+    def ready(
+        self,
+        worker: Worker,
+        incarnation: str,
+        host: str,
+        pids: Sequence[int],
+        made_of: Sequence[tuple[str, int]] = (),
+    ) -> None:
+        """A worker process is up and waits for a generation. pids: of its ranks. made_of: the spare ranks, as
+        (incarnation, rank), in whose place they are."""
 
     def said(self, worker: Worker, incarnation: str, message: Mapping[str, Any], clock: Offset) -> None:
         """What a worker says for people to see: `alive`, `log`, `measured`, and that it has `resumed`. clock: from
         its to this process's."""
 
-    def exited(self, worker: Worker, incarnation: str, detail: str) -> None:
-        """A worker process has ended."""
+    def exited(self, worker: Worker, incarnation: str, detail: str, spare: Sequence[int] = ()) -> None:
+        """A worker process has ended. spare: of its ranks those that had to, since another one had."""
 
     def broken(
         self, worker: Worker, incarnation: str, generation: int, now: float, peer: str = "", detail: str = ""

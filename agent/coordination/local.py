@@ -7,7 +7,7 @@ for a choice, and plans come from a catalog at once.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -101,7 +101,14 @@ class LocalCoordination(Coordination):
 
     # -- Coordination -------------------------------------------------------------------------
 
-    def ready(self, worker: Worker, incarnation: str, host: str = "", pid: int = 0) -> None:
+    def ready(
+        self,
+        worker: Worker,
+        incarnation: str,
+        host: str = "",
+        pids: Sequence[int] = (),
+        made_of: Sequence[tuple[str, int]] = (),
+    ) -> None:
         self._places[incarnation] = str(worker)
         if refusal := self._take(WorkerRegistered(str(worker), incarnation, reports=False)):
             self._orders.append(LauncherWarning(refusal.detail, worker))
@@ -121,7 +128,7 @@ class LocalCoordination(Coordination):
         self._acknowledge(worker, incarnation, generation, "resumed")
         self._look_for_layout()
 
-    def exited(self, worker: Worker, incarnation: str, detail: str) -> None:
+    def exited(self, worker: Worker, incarnation: str, detail: str, spare: Sequence[int] = ()) -> None:
         self._take(Exited(str(worker), incarnation, "launcher", detail))
         self._places.pop(incarnation, None)
         if self._state.current is None:

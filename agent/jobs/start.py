@@ -91,8 +91,11 @@ def make_launcher(
         say(shared)
     from openrecycle.agent.jobs.preflight import check_workload
     from openrecycle.agent.launcher import launch
+    from openrecycle.agent.models.divided import DividedBatches
     from openrecycle.agent.models.layers import kind_of, layer_count, partition_of
+    from openrecycle.agent.models.parallelized import is_divided
     from openrecycle.agent.models.stage_io import layer_io_of
+    from openrecycle.agent.models.workload import probe_inputs, probe_targets
     from openrecycle.agent.monitoring.console_link import ConsoleCoordination, create_job
     from openrecycle.agent.nodes.pool import open_pool
     from openrecycle.agent.workers.spec import RunSpec
@@ -110,10 +113,16 @@ def make_launcher(
     partition = partition_of(
         options.job.partition or parse_partition(options.planning.partition or ""), layers, options.job.stages
     )
+    divided, seen = False, workload
+    if options.platform.ranks_per_worker > 1:
+        divided = is_divided(workload, layers, options.platform.ranks_per_worker, options.seed)
+        if divided:
+            seen = DividedBatches(workload, 0, options.platform.ranks_per_worker)
+            probe_inputs(seen, options.seed), probe_targets(seen, options.seed)
     layer_io, autocast, on_cpu = None, options.optimization.autocast, options.platform.device == "cpu"
     # What autocast makes of a stage's output depends on the device, which this process leaves to the workers.
     if on_cpu or autocast is None:
-        layer_io = layer_io_of(workload, sum(partition), options.seed, autocast)
+        layer_io = layer_io_of(seen, sum(partition), options.seed, autocast)
     if options.console.url is not None and options.pace and "O" not in options.pace and on_cpu:
         options = _with_step(options, source, say)
     # Before the checkpoints are looked at: they are another's while the job is led from elsewhere.
@@ -166,7 +175,7 @@ def make_launcher(
         )
         say(f"job {created.job_id} at {url}")
     options = replace(options, console=replace(options.console, token=None))
-    run = RunSpec(options, source, partition, layer_io, origin, heartbeat_seconds, bool(shared))
+    run = RunSpec(options, source, partition, layer_io, origin, heartbeat_seconds, bool(shared), divided)
     return launch.Launcher(run, coordination, listener, catalog, pool)
 
 

@@ -22,7 +22,7 @@ from openrecycle.agent.config.timeouts import TIMES_LONGEST
 from openrecycle.agent.coordination.launcher import Coordination, Deploy, Halt, LauncherWarning, Measure, ProcessFenced
 from openrecycle.agent.launcher import bad_samples
 from openrecycle.agent.launcher.pausing import PauseRequest
-from openrecycle.agent.launcher.processes import ProcessPool, WorkerProcess, preload
+from openrecycle.agent.launcher.processes import ProcessPool, Spares, WorkerProcess, preload
 from openrecycle.agent.launcher.record import DataWait, DivergedError, EvaluationResult, RecordedProgress, RunRecord
 from openrecycle.agent.messages import channel
 from openrecycle.agent.messages.protocol import Command, Deployment, Iteration, Relayout, ValidationReport
@@ -331,7 +331,7 @@ class Launcher:
         cell, at = entry.worker, message["at"]
         match message["kind"]:
             case "ready":
-                self._coordination.ready(cell, entry.incarnation, message["host"], message["pid"])
+                self._coordination.ready(cell, entry.incarnation, message["host"], message["pids"], entry.made_of)
             case "log" | "measured" | "resumed":
                 self._coordination.said(cell, entry.incarnation, message, entry.clock)
             case "dying":
@@ -487,7 +487,7 @@ class Launcher:
         if entry.fenced:
             return
         self._record.died(entry.worker, detected)
-        self._coordination.exited(entry.worker, entry.incarnation, entry.ending)
+        self._coordination.exited(entry.worker, entry.incarnation, entry.ending, entry.spare_ranks)
         if self._pool.running:
             self._use_spares(entry)
         else:
@@ -504,10 +504,10 @@ class Launcher:
         living = Counter(w.stage for w in self._pool.running)
         free = sorted((w for w in cells if w not in self._pool.running), key=lambda w: (living[w.stage], w))
         place = next((p for w in free if (p := self._pool.vacancy(w, cells)) is not None), None)
-        if place is None or (node := self._pool.take_spares(ranks)) is None:
+        if place is None or (spares := self._pool.take_spares(ranks)) is None:
             return
         self._listener({"warning": f"ranks that lost another one of their worker make one again, {place}"})
-        self._start(place, joins=True, node=node)
+        self._start(place, joins=True, spares=spares)
 
     def _certain(self, recorded: RecordedProgress) -> None:
         for iteration in recorded.iterations:
@@ -769,11 +769,11 @@ class Launcher:
             text = f"none of the workers has been heard for {nobody:.0f} s: they are suspended, or cut off; waiting"
             self._listener({"warning": text})
 
-    def _start(self, cell: Worker, *, joins: bool, node: int | None = None) -> None:
+    def _start(self, cell: Worker, *, joins: bool, spares: Spares | None = None) -> None:
         def spec(incarnation: str) -> WorkerSpec:
             return WorkerSpec(cell, incarnation, self._spec, joins)
 
-        self._pool.start(cell, spec, time.monotonic(), node).whole = not joins
+        self._pool.start(cell, spec, time.monotonic(), spares).whole = not joins
 
     def _end_workers(self) -> None:
         for entry in list(self._pool.running.values()):

@@ -17,11 +17,11 @@ import signal
 import tempfile
 import threading
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from openrecycle.agent.messages import channel
 from openrecycle.agent.messages.clock import Offset
@@ -57,6 +57,24 @@ class ProcessHandle(Protocol):
 JOIN_SECONDS = 2.0
 """For a rank to end whose sibling has ended."""
 
+RankOf = tuple[str, int]
+"""A rank of a worker: (incarnation, number)."""
+
+
+class SpareRank(NamedTuple):
+    """Where a rank ran that had to end since another one of its worker had; nothing runs there. slot: of its node; -1:
+    of another node, which knows it."""
+
+    rank: RankOf
+    slot: int
+
+
+class Spares(NamedTuple):
+    """Promised to whoever has them. node: where all of them are."""
+
+    node: int
+    ranks: tuple[RankOf, ...]
+
 
 @dataclass
 class WorkerProcess:
@@ -67,7 +85,8 @@ class WorkerProcess:
     its place before, came_from. slot: the lowest number that no other process of this node had at its
     start, so also its GPU's where it has one; slots: of all its ranks. whole: it has all of its stage's state.
     siblings: the processes of its ranks above 0, which live and die with it (agent.workers.rank_relay); meeting: a
-    folder where they find each other at their start. lived_at: when its system last showed that it is at work. stopped:
+    folder where they find each other at their start. made_of: the spare ranks in whose place its own are.
+    lived_at: when its system last showed that it is at work. stopped:
     by a signal. looked_at: when that was asked last.
     op_limit: seconds that any of its ops may take. current: what it said last that it is at. excused_until:
     then it is time that it was through with that, whose peers were late, too. heard: number of its newest message that
@@ -91,6 +110,7 @@ class WorkerProcess:
     slots: tuple[int, ...] = ()
     siblings: tuple[ProcessHandle, ...] = ()
     meeting: str = ""
+    made_of: tuple[RankOf, ...] = ()
     whole: bool = True
     spoke: bool = False
     lived_at: float = float("-inf")
@@ -148,20 +168,18 @@ class WorkerProcess:
         return f"ended with exit code {code}{whose}" + (f" ({self.error})" if self.error else "")
 
     @property
-    def spare_ranks(self) -> int:
-        """Of a worker that has ended: how many of its ranks had to end because another one had. Where they ran, others
+    def spare_ranks(self) -> tuple[int, ...]:
+        """Of a worker that has ended: which of its ranks had to end because another one had. Where they ran, others
         can."""
-        return 0 if self.fenced else len(self._spare_slots)
-
-    @property
-    def _spare_slots(self) -> tuple[int, ...]:
-        processes = zip(self.slots, (self.process, *self.siblings), strict=False)
-        return tuple(slot for slot, process in processes if process.exitcode == channel.ORPHANED)
+        if self.fenced or not self.siblings:
+            return ()
+        processes = enumerate((self.process, *self.siblings))
+        return tuple(rank for rank, process in processes if process.exitcode == channel.ORPHANED)
 
     @property
     def hurt_slots(self) -> frozenset[int]:
         """Of the ranks that did not end for another's sake."""
-        return frozenset(self.slots) - frozenset(self._spare_slots)
+        return frozenset(slot for rank, slot in enumerate(self.slots) if rank not in self.spare_ranks)
 
     def join(self) -> None:
         """Returns when it has ended, with all its ranks: each ends when another one of them has."""
@@ -211,22 +229,22 @@ class ProcessPool:
         self.context = multiprocessing.get_context("forkserver")
         self._target = target
         self.running: dict[Worker, WorkerProcess] = {}
-        self._spares: dict[int, int] = {}
-        """By node, ranks that run nothing since another one of their worker has ended."""
+        self._spares: dict[int, list[SpareRank]] = {}
+        """By node, those that came first first."""
         self._hurt: set[int] = set()
         """Slots of those that have ended by themselves."""
         self._aside: list[WorkerProcess] = []
 
     def start(
-        self, worker: Worker, make_spec: Callable[[str], Any], now: float, node: int | None = None
+        self, worker: Worker, make_spec: Callable[[str], Any], now: float, spares: Spares | None = None
     ) -> WorkerProcess:
         """Starts a process for `worker`, or one for each of its ranks; make_spec maps its new incarnation to what it is
-        told, to which its slot is added. node: see `take_spares`; None: where its place is."""
+        told, to which its slot is added. spares: in their place; None: where its place is."""
         incarnation = uuid.uuid4().hex[:16]
         ours, theirs = self.context.Pipe(duplex=True)
         # Those put aside still hold what they held, until they have ended.
         taken = {slot for entry in self.entries if not entry.elsewhere for slot in entry.slots}
-        if node is not None:
+        if spares is not None:
             taken |= self._hurt
         spec = make_spec(incarnation)
         ranks = getattr(spec, "ranks", 1)
@@ -251,23 +269,31 @@ class ProcessPool:
         entry = WorkerProcess(
             *(worker, incarnation, process, ours, now), slot=slots[0], slots=slots, siblings=siblings, meeting=meeting
         )
+        entry.made_of = spares.ranks if spares is not None else self._fill(self.node_of(entry), slots)
         threading.Thread(target=_write_outbox, args=(entry,), name=f"to-{worker}", daemon=True).start()
         self.running[worker] = entry
         return entry
 
     def spare(self, entry: WorkerProcess) -> None:
         """Of a worker that has ended: remembers what is left of it."""
-        node = self.node_of(entry)
-        self._spares[node] = self._spares.get(node, 0) + entry.spare_ranks
+        left = self._spares.setdefault(self.node_of(entry), [])
+        for rank in entry.spare_ranks:
+            left.append(SpareRank((entry.incarnation, rank), -1 if entry.elsewhere else entry.slots[rank]))
         if not entry.elsewhere and entry.siblings:
             self._hurt |= entry.hurt_slots
 
-    def take_spares(self, ranks: int) -> int | None:
-        """A node on which that many ranks run nothing; they are promised to the caller then. None: there is none."""
-        node = next((node for node, spare in sorted(self._spares.items()) if spare >= ranks), None)
-        if node is not None:
-            self._spares[node] -= ranks
-        return node
+    def take_spares(self, ranks: int) -> Spares | None:
+        """So many of one node. None: no node has as many."""
+        node = next((node for node, spare in sorted(self._spares.items()) if len(spare) >= ranks), None)
+        return None if node is None else Spares(node, self._take(node, self._spares[node][:ranks]))
+
+    def _fill(self, node: int, slots: Collection[int]) -> tuple[RankOf, ...]:
+        """Of the spare ranks of a node those in these slots, which are spare no more."""
+        return self._take(node, [spare for spare in self._spares.get(node, ()) if spare.slot in slots])
+
+    def _take(self, node: int, spares: Sequence[SpareRank]) -> tuple[RankOf, ...]:
+        self._spares[node] = [spare for spare in self._spares.get(node, ()) if spare not in spares]
+        return tuple(spare.rank for spare in spares)
 
     def node_of(self, entry: WorkerProcess) -> int:
         return 0

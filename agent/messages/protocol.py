@@ -43,6 +43,8 @@ LOG_LINES, LOG_LINE = 100, 500
 LATEST = 1e11
 # Of one post of heartbeats or acknowledgements.
 BATCH = 8_192
+# Of one worker, at most.
+RANKS = 64
 # Characters of an interim plan that is sent to the console.
 INTERIM_DOCUMENT = 6_000_000
 
@@ -69,6 +71,7 @@ Memory = Annotated[str, StringConstraints(pattern=r"^(1f1b|uniform|none|bytes|[1
 WorkerName = Annotated[str, StringConstraints(pattern=r"^W[0-9]{1,6}_[0-9]{1,6}$")]
 Text = Annotated[str, StringConstraints(max_length=2000)]
 Count = Annotated[int, Field(ge=0, le=2**53), INTEGER]
+RankNumber = Annotated[int, Field(ge=0, lt=RANKS), INTEGER]
 Seconds = Annotated[float, Field(strict=True, ge=0, le=1e9, allow_inf_nan=False)]
 PosixSeconds = Annotated[float, Field(strict=True, ge=0, le=LATEST, allow_inf_nan=False)]
 Milliseconds = Annotated[float, Field(strict=True, ge=0, le=1e9, allow_inf_nan=False)]
@@ -142,7 +145,7 @@ class JobSpec(Message):
     seed: Count = 0
     transfer_timeout: Annotated[Seconds | None, Field(exclude_if=lambda value: value is None)] = None
     group_timeout: Annotated[Seconds | None, Field(exclude_if=lambda value: value is None)] = None
-    ranks_per_worker: Annotated[int, Field(ge=1, le=64, exclude_if=lambda value: value == 1), INTEGER] = 1
+    ranks_per_worker: Annotated[int, Field(ge=1, le=RANKS, exclude_if=lambda value: value == 1), INTEGER] = 1
 
     def job(self) -> Job:
         """What is planned for. Durations are milliseconds, whole microseconds.
@@ -183,12 +186,21 @@ class JobStatus(BaseModel):
 
 
 class Registration(Message):
-    """POST /jobs/{job_id}/workers -> Registered. The first thing a worker process says."""
+    """POST /jobs/{job_id}/workers -> Registered. The first thing a worker process says. ranks: the process ids of all
+    its ranks, in order, where it has several; pid is that of rank 0. made_of: of other workers the ranks, as
+    (incarnation, rank), that were spare and in whose place its own are."""
 
     worker: WorkerName
     incarnation: Identifier
     host: Annotated[str, StringConstraints(max_length=255)]
     pid: Count
+    ranks: Annotated[
+        tuple[Count, ...], Field(max_length=RANKS, fail_fast=True, exclude_if=lambda value: not value)
+    ] = ()
+    made_of: Annotated[
+        tuple[tuple[Identifier, RankNumber], ...],
+        Field(max_length=RANKS, fail_fast=True, exclude_if=lambda value: not value),
+    ] = ()
 
 
 class Registered(Message):
@@ -370,7 +382,8 @@ class FailureReport(Message):
     `worker` is the reporter's best guess, or itself). incarnation: of `worker` for an exit or exception, of
     `reporter` for a transfer. detail: for an exit, what the process did (`was killed by SIGKILL`).
     age_milliseconds: how long ago it was seen. generation: the reporter's own when the transfer broke or the op raised,
-    so that a late report can't disturb the next one (0: not said).
+    so that a late report can't disturb the next one (0: not said). spare: of an exit, which ranks of the worker had to
+    end since another one of them had; nothing runs in their place.
     """
 
     worker: WorkerName
@@ -380,6 +393,9 @@ class FailureReport(Message):
     detail: Text = ""
     age_milliseconds: Milliseconds = 0
     generation: Count = 0
+    spare: Annotated[
+        tuple[RankNumber, ...], Field(max_length=RANKS, fail_fast=True, exclude_if=lambda value: not value)
+    ] = ()
 
 
 class Iteration(Message):

@@ -8,6 +8,7 @@ of torch's are named in agent.launcher.processes, which has no torch itself: the
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -75,6 +76,72 @@ def process_group(backend: Any, store: Any, rank: int, size: int) -> Any:
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
     return group
+
+
+def all_gather(into: Tensor, mine: Tensor, group: Any) -> None:
+    """Everybody's `mine`, one after the other. Raises RuntimeError."""
+    dist.all_gather_single(into, mine, group)
+
+
+def reduce_scatter(into: Tensor, parts: Tensor, group: Any) -> None:
+    """The sum of what everybody has for this rank; parts: of all ranks, one after the other. Raises RuntimeError."""
+    dist.reduce_scatter_single(into, parts, group=group)
+
+
+def all_reduce(tensor: Tensor, group: Any) -> None:
+    """In place. Raises RuntimeError."""
+    dist.all_reduce(tensor, group=group)
+
+
+@contextmanager
+def imagined_ranks(size: int) -> Iterator[Any]:
+    """A DeviceMesh, as the first of so many ranks of which there are no others: collectives do nothing. Raises
+    InputError in a process that has a default group."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.testing._internal.distributed import fake_pg  # a backend, which registers itself
+
+    if dist.is_initialized():
+        expected = "a process that has no default group of torch.distributed"
+        raise InputError("platform.ranks_per_worker", size, expected)
+    dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=size)
+    try:
+        yield DeviceMesh("cpu", list(range(size)), mesh_dim_names=("ranks",))
+    finally:
+        dist.destroy_process_group()
+
+
+def fully_sharded_units(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """What fully_shard was called with, in `module`; one that holds others comes before them."""
+    loaded = sys.modules.get("torch.distributed.fsdp")  # takes a second to load; whoever has called it has done that
+    kind = getattr(loaded, "FSDPModule", ())
+    return [part for part in module.modules() if isinstance(part, kind)]
+
+
+def other_policies(unit: Any) -> str:
+    """Which arguments of fully_shard's change how it computes, by name."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    state = unit._get_fsdp_state()
+    parameters = [p for group in state._fsdp_param_groups for p in group.fsdp_params]
+    found = ["mp_policy"] if state._mp_policy != MixedPrecisionPolicy() else []
+    return ", ".join([*found, *(["offload_policy"] if any(p.offload_to_cpu for p in parameters) else [])])
+
+
+def take_off_hooks(unit: Any) -> None:
+    """Leaves of fully_shard's work the parameters alone."""
+    from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+
+    state = unit._get_fsdp_state()
+    for module in state._modules:
+        module.__dict__.pop(STATE_KEY, None)
+        module.__dict__.pop(REGISTRY_KEY, None)
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+    for group in state._fsdp_param_groups:
+        for parameter in group.fsdp_params:
+            parameter._post_load_hook_handle.remove()
+    kind = type(unit)
+    unit.__class__ = kind.__mro__[kind._orig_cls_mro_index]
 
 
 def nccl_group(store: Any, rank: int, size: int, *, timeout: timedelta) -> Any:

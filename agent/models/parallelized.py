@@ -1,30 +1,45 @@
 """A workload whose layers are split over the ranks of a worker, as its own `parallelize` says.
 
-`parallelize` uses torch's means (parallelize_module and its plans), which make DTensors of a layer's parameters. Sums,
-steps, snapshots, hand-over and checkpoints work on plain tensors: so a rank's part of each parameter is the module's
-parameter, under the same name, and becomes a DTensor whenever the module reads it, as in torchtitan's simple FSDP.
-Autograd gives the part its gradient, reduced over the ranks where the parameter is replicated and its gradient is not.
+`parallelize` uses torch's means, which make DTensors of a layer's parameters: parallelize_module and its plans (tensor
+parallel: each rank runs every sample), or fully_shard (data parallel: each runs a part of the samples). Sums, steps,
+snapshots, hand-over and checkpoints work on plain tensors: so a rank's part of each parameter is the module's
+parameter, under the same name. Where it is tensor parallel, it becomes a DTensor whenever the module reads it, as in
+torchtitan's simple FSDP, and autograd gives the part its gradient, reduced over the ranks where the parameter is
+replicated and its gradient is not. Where it is fully sharded: see agent.models.fully_sharded.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from openrecycle.agent.config.randomness import seed_for
+from openrecycle.agent.models import compat
+from openrecycle.agent.models.divided import DividedBatches, Gather
+from openrecycle.agent.models.fully_sharded import Layer, Shard, Unit
 from openrecycle.agent.models.layers import build_layer, kind_of
 from openrecycle.agent.models.state import StageState
 from openrecycle.agent.models.workload import Workload
+from openrecycle.planner.jobs.errors import InputError
+
+Way = Literal["whole", "tensor", "data"]
+"""How a layer is split over ranks: not, by parallelize_module, by fully_shard."""
+FIELD = "parallelize"
 
 
 class Parallelized:
     """`workload`, each of whose layers comes as this rank's part of it. What it says else is unchanged. mesh: a
-    DeviceMesh of the worker's ranks."""
+    DeviceMesh of the worker's ranks. gather: among them. divided: are micro-batches divided over the ranks, too (see
+    `is_divided`)?"""
 
-    def __init__(self, workload: Workload, rank: int, mesh: Any) -> None:
-        self._workload, self._rank, self._mesh = workload, rank, mesh
+    def __init__(self, workload: Workload, rank: int, mesh: Any, gather: Gather, *, divided: bool) -> None:
+        self._workload, self._rank, self._mesh, self._divided = workload, rank, mesh, divided
+        if divided:
+            self._workload = DividedBatches(workload, rank, mesh.size(), gather)
         # One of the two, as the workload has it: what it comes in shows by that.
         name = "build_stage" if kind_of(workload) == "stage" else "build_layer"
         setattr(self, name, self._build)
@@ -33,9 +48,115 @@ class Parallelized:
         return getattr(self._workload, name)
 
     def _build(self, layer: int, layers: int, seed: int) -> nn.Module:
-        built = build_layer(self._workload, layer, layers, seed)
+        # A copy: a workload that is given its modules gives the same one each time.
+        built = copy.deepcopy(build_layer(self._workload, layer, layers, seed))
         module: nn.Module = self._workload.parallelize(built, self._mesh)  # type: ignore[attr-defined]
-        return _local(module if module is not None else built, self._rank)
+        module = module if module is not None else built
+        if not self._divided:
+            return _local(module, self._rank)
+        module = _divided(module, self._rank, self._mesh)
+        # Each rank has samples of its own, and so random numbers of its own.
+        module.register_forward_pre_hook(self._seed)
+        return module
+
+    def _seed(self, module: nn.Module, args: Any) -> None:
+        torch.default_generator.manual_seed(seed_for("rank", torch.default_generator.initial_seed(), self._rank))
+
+
+def is_divided(workload: Workload, layers: int, ranks: int, seed: int) -> bool:
+    """Are micro-batches divided over the ranks of a worker: has `parallelize` fully sharded any layer? It is tried on
+    modules without memory, in an imagined group. Raises InputError for what can't be run."""
+    ways: dict[Way, int] = {}
+    with compat.imagined_ranks(ranks) as mesh:
+        for layer in range(layers):
+            try:
+                with torch.device("meta"):
+                    built = build_layer(workload, layer, layers, seed)
+            except Exception:  # a builder that reads a file, or looks at numbers, needs them
+                built = build_layer(workload, layer, layers, seed)
+            built = _without_memory(built)
+            try:
+                made: nn.Module = workload.parallelize(built, mesh)  # type: ignore[attr-defined]
+            except Exception as error:
+                text = f"{type(error).__name__}: {error}".splitlines()[0]
+                raise InputError(
+                    FIELD, text[:200], f"a function that splits layer {layer} over {ranks} ranks"
+                ) from error
+            ways.setdefault(_way(made if made is not None else built, layer), layer)
+    if "data" in ways and "tensor" in ways:
+        got = f"layer {ways['data']} by fully_shard, layer {ways['tensor']} by parallelize_module"
+        raise InputError(FIELD, got, "one of the two for all layers")
+    return "data" in ways
+
+
+def _without_memory(module: nn.Module) -> nn.Module:
+    """A copy on the device meta."""
+    tensors = [*module.parameters(), *module.buffers()]
+    memo: dict[int, Any] = {
+        id(t): nn.Parameter(torch.empty_like(t, device="meta"), t.requires_grad)
+        if isinstance(t, nn.Parameter)
+        else torch.empty_like(t, device="meta")
+        for t in tensors
+    }
+    return copy.deepcopy(module, memo)
+
+
+def _way(module: nn.Module, layer: int) -> Way:
+    """Raises InputError."""
+    units = compat.fully_sharded_units(module)
+    split: list[tuple[str, Any]] = [(name, p) for name, p in module.named_parameters() if hasattr(p, "placements")]
+    if not units:
+        return "tensor" if split else "whole"
+    within = {id(p) for unit in units for p in unit.parameters()}
+    for name, parameter in split:
+        if id(parameter) not in within:
+            got = f"{layer}.{name} by parallelize_module, others of the layer by fully_shard"
+            raise InputError(FIELD, got, "one of the two")
+        if parameter.device_mesh.ndim != 1 or not all(p.is_shard(0) for p in parameter.placements):
+            got = f"{layer}.{name} as {', '.join(map(str, parameter.placements))}"
+            raise InputError(FIELD, got, "fully_shard(layer, mesh=mesh), which splits rows, over the mesh given")
+    for unit in units:
+        if other := compat.other_policies(unit):
+            got = f"fully_shard(..., {other}) in layer {layer}"
+            raise InputError(FIELD, got, "none: `autocast` is what sets the types that are computed in")
+    return "data"
+
+
+def _divided(module: nn.Module, rank: int, mesh: Any) -> nn.Module:
+    """The same module, whose parameters are this rank's rows, and are put together when it runs."""
+    units, seen = [], set[int]()
+    for part in reversed(compat.fully_sharded_units(module)):  # those inside of others come first
+        compat.take_off_hooks(part)
+        owners: dict[int, tuple[Any, list[tuple[nn.Module, str]]]] = {}
+        for owner in part.modules():
+            for name, parameter in owner._parameters.items():
+                if hasattr(parameter, "placements") and id(parameter) not in seen:
+                    owners.setdefault(id(parameter), (parameter, []))[1].append((owner, name))
+        shards = []
+        for parameter, places in owners.values():
+            local = _part_of(parameter, rank)
+            shards.append(Shard(local, parameter.shape, places))
+            for owner, name in places:
+                owner._parameters[name] = local
+        if shards:
+            units.append(Unit(part, shards, mesh.get_group()))
+    held = {id(shard.local) for unit in units for shard in unit.shards}
+    replicated = [p for p in module.parameters() if id(p) not in held]
+    for parameter in replicated:
+        _mark(parameter, duplicate=rank > 0)
+    module.over_ranks = Layer(units[::-1], replicated, mesh.get_group())  # type: ignore[assignment]
+    return module
+
+
+def _part_of(parameter: Any, rank: int) -> nn.Parameter:
+    """This rank's part of a DTensor."""
+    # A copy: a part that is a view would keep all of it.
+    local = parameter.to_local().detach().clone(memory_format=torch.contiguous_format)
+    own = nn.Parameter(local, parameter.requires_grad)
+    sharded = any(placement.is_shard() for placement in parameter.placements)
+    _mark(own, duplicate=not sharded and rank > 0)
+    own.placed = _SplitOf(parameter)  # type: ignore[attr-defined]
+    return own
 
 
 def _local(module: nn.Module, rank: int) -> nn.Module:
@@ -52,12 +173,7 @@ def _local(module: nn.Module, rank: int) -> nn.Module:
                 _mark(parameter, duplicate=rank > 0)
                 continue
             if id(parameter) not in parts:
-                # A copy: a part that is a view would keep all of it.
-                local = parameter.to_local().detach().clone(memory_format=torch.contiguous_format)
-                parts[id(parameter)] = own = nn.Parameter(local, parameter.requires_grad)
-                sharded = any(placement.is_shard() for placement in parameter.placements)
-                _mark(own, duplicate=not sharded and rank > 0)
-                own.placed = _SplitOf(parameter)  # type: ignore[attr-defined]
+                parts[id(parameter)] = _part_of(parameter, rank)
             part._parameters[name] = own = parts[id(parameter)]
             split[name] = own.placed  # type: ignore[attr-defined]
         if split:

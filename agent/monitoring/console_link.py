@@ -15,7 +15,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from openrecycle.agent.coordination.launcher import Deploy, Event, Halt, Measure, ProcessFenced
@@ -244,8 +244,19 @@ class ConsoleCoordination:
 
     # -- Coordination -------------------------------------------------------------------------
 
-    def ready(self, worker: Worker, incarnation: str, host: str, pid: int) -> None:
-        self._workers.add(Registration(worker=str(worker), incarnation=incarnation, host=host, pid=pid))
+    def ready(
+        self,
+        worker: Worker,
+        incarnation: str,
+        host: str,
+        pids: Sequence[int],
+        made_of: Sequence[tuple[str, int]] = (),
+    ) -> None:
+        ranks = tuple(pids) if len(pids) > 1 else ()
+        registration = Registration(
+            worker=str(worker), incarnation=incarnation, host=host, pid=pids[0], ranks=ranks, made_of=tuple(made_of)
+        )
+        self._workers.add(registration)
 
     def said(self, worker: Worker, incarnation: str, message: Mapping[str, Any], clock: Offset) -> None:
         match message["kind"]:
@@ -260,10 +271,15 @@ class ConsoleCoordination:
             case "resumed":
                 self._acknowledge("resumed", worker, incarnation, message["generation"], message["iteration"])
 
-    def exited(self, worker: Worker, incarnation: str, detail: str) -> None:
+    def exited(self, worker: Worker, incarnation: str, detail: str, spare: Sequence[int] = ()) -> None:
         self._workers.remove(incarnation)
         report = FailureReport(
-            worker=str(worker), incarnation=incarnation, cause="exit", reporter="launcher", detail=detail[:2000]
+            worker=str(worker),
+            incarnation=incarnation,
+            cause="exit",
+            reporter="launcher",
+            detail=detail[:2000],
+            spare=tuple(spare),
         )
         self._report("/failures", report)
 

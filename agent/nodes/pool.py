@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any, ClassVar
 
-from openrecycle.agent.launcher.processes import ProcessPool, WorkerProcess, preload
+from openrecycle.agent.launcher.processes import ProcessPool, Spares, WorkerProcess, preload
 from openrecycle.agent.messages.clock import Offset
 from openrecycle.agent.models.workload import WorkloadSource
 from openrecycle.agent.nodes.frames import HANDSHAKE_SECONDS, Frames, NotTrusted, greet
@@ -87,7 +87,7 @@ class RemoteProcess:
     def __init__(self, kill: Callable[[], None]) -> None:
         self.pid: int | None = None
         self.exitcode: int | None = None
-        self.spare = 0
+        self.spare: tuple[int, ...] = ()
         self.sentinel, self._write = os.pipe()
         self._over = threading.Event()
         self._kill = kill
@@ -101,7 +101,7 @@ class RemoteProcess:
     def kill(self) -> None:
         self._kill()
 
-    def ended(self, exitcode: int | None, spare: int = 0) -> None:
+    def ended(self, exitcode: int | None, spare: tuple[int, ...] = ()) -> None:
         """exitcode: None when nobody can know it. spare: see agent.launcher.processes.WorkerProcess.spare_ranks."""
         if not self._over.is_set():
             self.exitcode, self.spare = exitcode, spare
@@ -126,8 +126,8 @@ class RemoteWorker(WorkerProcess):
         return Offset(self.node.clock_offset // 1000, round(self.node.round_trip * 5e5) + 1)
 
     @property
-    def spare_ranks(self) -> int:
-        return self.process.spare if isinstance(self.process, RemoteProcess) and not self.fenced else 0
+    def spare_ranks(self) -> tuple[int, ...]:
+        return self.process.spare if isinstance(self.process, RemoteProcess) and not self.fenced else ()
 
     @property
     def ending(self) -> str:
@@ -244,8 +244,7 @@ class NodeLink:
                     with self._lock:
                         del self._workers[message["incarnation"]]
                     pipe.close()
-                    spare = message.get("spare")
-                    process.ended(_exit_code(message["code"]), spare if type(spare) is int and 0 < spare < 64 else 0)
+                    process.ended(_exit_code(message["code"]), _ranks(message.get("spare")))
         self._break()
 
     def _write(self) -> None:
@@ -271,6 +270,12 @@ class NodeLink:
 def _exit_code(code: Any) -> int | None:
     """As a node says it; None for what is none."""
     return code if isinstance(code, int) and not isinstance(code, bool) and abs(code) < 1 << 31 else None
+
+
+def _ranks(spare: Any) -> tuple[int, ...]:
+    """Those that a node says are spare; none for what are none."""
+    known = isinstance(spare, list) and all(type(rank) is int and 0 <= rank < 64 for rank in spare)
+    return tuple(sorted(set(spare))) if known else ()
 
 
 class NodeHub:
@@ -582,21 +587,25 @@ class SpreadPool(ProcessPool):
         self._job: dict[str, Any] = {}
 
     def start(
-        self, worker: Worker, make_spec: Callable[[str], Any], now: float, node: int | None = None
+        self, worker: Worker, make_spec: Callable[[str], Any], now: float, spares: Spares | None = None
     ) -> WorkerProcess:
         links = dict(self._hub.links)
         where = {w: self._where[entry.incarnation] for w, entry in self.running.items()}
         own = self._hub.standing.rank
-        spares = node if node in {own, *links} else None
-        node = stand_in(worker, self._homes[worker], {own, *links}, where) if spares is None else spares
+        node = stand_in(worker, self._homes[worker], {own, *links}, where) if spares is None else spares.node
         if node == own:
             entry = super().start(worker, lambda i: replace(make_spec(i), address=self._hub.host), now, spares)
             self._hold_back(entry)
         else:
-            entry = self._start_there(links[node], worker, make_spec, now)
+            entry = self._start_there(links[node], worker, make_spec, now, spares)
             self.running[worker] = entry
         self._where[entry.incarnation] = node
         return entry
+
+    def take_spares(self, ranks: int) -> Spares | None:
+        there = {self._hub.standing.rank, *self._hub.links}
+        self._spares = {node: spares for node, spares in self._spares.items() if node in there}
+        return super().take_spares(ranks)
 
     def node_of(self, entry: WorkerProcess) -> int:
         node = entry.node if isinstance(entry, RemoteWorker) else None
@@ -701,11 +710,20 @@ class SpreadPool(ProcessPool):
     def _hold_back(self, entry: WorkerProcess) -> None:
         entry.send = lambda message: self.decide(lambda: entry.outbox.put(message))
 
-    def _start_there(self, link: NodeLink, worker: Worker, make_spec: Callable[[str], Any], now: float) -> RemoteWorker:
+    def _start_there(
+        self, link: NodeLink, worker: Worker, make_spec: Callable[[str], Any], now: float, spares: Spares | None
+    ) -> RemoteWorker:
         incarnation = uuid.uuid4().hex[:16]
         ours, theirs = self.context.Pipe(duplex=False)
-        process = link.start(replace(make_spec(incarnation), address=link.address), theirs)
-        return self._remote(link, worker, incarnation, process, ours, now)
+        spec = make_spec(incarnation)
+        process = link.start(replace(spec, address=link.address), theirs)
+        entry = self._remote(link, worker, incarnation, process, ours, now)
+        there = self._spares.get(link.rank, [])
+        if spares is not None:
+            entry.made_of = spares.ranks
+        elif spec.joins and 1 < spec.ranks <= len(there):  # as the node does it (agent.nodes.server)
+            entry.made_of = self._take(link.rank, there[: spec.ranks])
+        return entry
 
     def _remote(
         self, link: NodeLink, worker: Worker, incarnation: str, process: RemoteProcess, pipe: Connection, now: float

@@ -299,7 +299,7 @@ class NodeServer:
         if self._pool is not None:
             self._pool.forget(entry)
             self._pool.spare(entry)
-        about = {"code": entry.first_end[1], "spare": entry.spare_ranks}
+        about = {"code": entry.first_end[1], "spare": list(entry.spare_ranks)}
         item = {"kind": "exited", "incarnation": incarnation, **about}
         self._said.setdefault(incarnation, deque()).append(item)
         self._tell(item)

@@ -36,6 +36,7 @@ _FORMS: dict[str, TypeAdapter[Any]] = {
     "layer_io": TypeAdapter(StageIO | None),
     "origin": TypeAdapter(Origin | None),
     "shared_gpus": TypeAdapter(bool),
+    "divided": TypeAdapter(bool),
 }
 _LEAD_KEY = "openrecycle/lead-port"
 _STORE_SECONDS = 600.0

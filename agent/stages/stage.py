@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from openrecycle.agent.config.options import Autocast
+from openrecycle.agent.models.fully_sharded import OverRanks
 from openrecycle.agent.models.layers import LayerStack
 from openrecycle.agent.models.stage_io import Gradients, Tensors, precision, tensors_of
 from openrecycle.agent.stages.backward.buffers import MovingBuffers
@@ -44,6 +45,7 @@ class Stage:
         self.split = split or Deferred(module)
         self._buffers = MovingBuffers(module, gradients.moving)
         self._autocast = autocast
+        self._over_ranks = OverRanks(layer for _, layer in self.module.layers)
         self._states: dict[MicroBatch, MicroBatchState] = {}
         self.counted_elsewhere: frozenset[MicroBatch] = frozenset()
         """Micro-batches that are in the sum of a peer, and are run once more for the neighbours' sake."""
@@ -67,7 +69,12 @@ class Stage:
         """
         inputs = tuple(_leaf(t) for t in (x if isinstance(x, tuple) else (x,)))
         state = MicroBatchState(inputs, late=not any(t.requires_grad for t in inputs), several=isinstance(x, tuple))
-        with self._buffers.kept(state.moves), self.split.recording(state), precision(self._autocast, inputs[0].device):
+        with (
+            self._over_ranks.op(),
+            self._buffers.kept(state.moves),
+            self.split.recording(state),
+            precision(self._autocast, inputs[0].device),
+        ):
             y = self.module(*inputs, seed=seed)
             if loss is not None:
                 y = loss(y)
@@ -95,7 +102,8 @@ class Stage:
     def evaluate(self, x: Tensors, *, seed: int, measure: Callable[[Any], Any] = lambda y: y) -> Any:
         """What `measure` makes of the output; nothing is kept of it."""
         inputs = x if isinstance(x, tuple) else (x,)
-        with torch.no_grad(), self._buffers.kept(), precision(self._autocast, inputs[0].device):
+        where = inputs[0].device
+        with torch.no_grad(), self._over_ranks.op(), self._buffers.kept(), precision(self._autocast, where):
             return measure(self.module(*inputs, seed=seed))
 
     def weigh(self, key: MicroBatch, weight: Tensor) -> None:
@@ -114,7 +122,7 @@ class Stage:
         dys = dy if isinstance(dy, tuple) else (dy,)
         pairs = [(y, g) for y, g in zip(state.outputs, dys, strict=True) if y.requires_grad]
         state.outputs, state.dys = tuple(y for y, _ in pairs), tuple(g for _, g in pairs)
-        with self._buffers.kept():
+        with self._over_ranks.op(), self._buffers.kept():
             self.split.input_backward(state)
         state.inputs = ()
         if self.split.whole and not state.late:
@@ -139,10 +147,12 @@ class Stage:
         """Brings everything of a micro-batch into the sum, at one stroke, unless it is in it."""
         if self.counted(key):
             return
-        with self._buffers.kept():
-            self.split.weight_backward(state, self.gradients)
-        for buffer, change in state.moves:
-            self.gradients.add_change(buffer, change)
+        with self._over_ranks.summed(self.gradients) as sums:
+            together = self.split.reads_parameters(state)
+            with self._over_ranks.op(together=together), self._buffers.kept():
+                self.split.weight_backward(state, sums)
+            for buffer, change in state.moves:
+                sums.add_change(buffer, change)
         if state.loss is not None:
             self.gradients.add_loss(state.loss)
         if state.weight is not None:

@@ -36,6 +36,8 @@ _COLLECTIVES = (
     "reduce_scatter",
     "_reduce_scatter_base",
     "reduce_scatter_tensor_coalesced",
+    "reduce_scatter_single",
+    "all_gather_single",
     "alltoall",
     "alltoall_base",
     "broadcast",

@@ -52,6 +52,7 @@ _MERGED: Mapping[str, Callable[[Sequence[Any]], Any]] = {
     "sha256": _all_hashes,
     "stall_ms": max,
     "at": max,
+    "pids": lambda parts: [pid for part in parts for pid in part],
     "skipped": lambda parts: sorted({number for part in parts for number in part}),
 }
 """What becomes of a field that ranks may fill differently; of others, rank 0's is taken."""

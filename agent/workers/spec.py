@@ -19,7 +19,8 @@ class RunSpec:
 
     partition: layers per stage; (): even. layer_io: what passes between layers; None: each worker finds out.
     origin: of the job's checkpoints, where it writes any. heartbeat_seconds: how often a console is told of each;
-    None: there is none. shared_gpus: do workers share GPUs?
+    None: there is none. shared_gpus: do workers share GPUs? divided: are micro-batches divided over the ranks of a
+    worker (agent.models.parallelized.is_divided)?
     """
 
     options: TrainingOptions
@@ -29,6 +30,7 @@ class RunSpec:
     origin: Origin | None = None
     heartbeat_seconds: float | None = None
     shared_gpus: bool = False
+    divided: bool = False
 
 
 @dataclass(frozen=True)

@@ -74,9 +74,9 @@ def main(spec: WorkerSpec, pipe: Connection, siblings: Sequence[Connection] = ()
         workload = spec.run.workload.load()
         if spec.ranks > 1:
             communicator.ranks = ranks = Ranks.begin(spec.rank, spec.ranks, spec.meeting, timeouts)
-            workload = Parallelized(workload, spec.rank, ranks.mesh)
+            workload = Parallelized(workload, spec.rank, ranks.mesh, ranks.gather, divided=spec.run.divided)
         loop = WorkerLoop(spec, workload, communicator, channel, status, log, device)
-        channel.say("ready", incarnation=spec.incarnation, host=socket.gethostname(), pid=os.getpid())
+        channel.say("ready", incarnation=spec.incarnation, host=socket.gethostname(), pids=[os.getpid()])
         loop.run()
     except (NonFiniteError, NoAgreementError, StageIOError, WeightsError, StateError) as error:
         # Not this worker's fault, and every peer comes to the same conclusion: the job ends.

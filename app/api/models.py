@@ -63,7 +63,8 @@ class WorkerInfo(BaseModel):
     other pipelines per iteration. slow: how many times its peers' op times it takes, where that is too long; else 0.
 
     host, pid, since (POSIX seconds), slot (the place it was started in): of that process, or of the last one where it
-    has ended there; "" and 0 where it holds another place by now, which is moved_to.
+    has ended there; "" and 0 where it holds another place by now, which is moved_to. spare: of that one's ranks, how
+    many run nothing since another one has ended.
     """
 
     name: str
@@ -85,6 +86,7 @@ class WorkerInfo(BaseModel):
     since: float = 0.0
     slot: str = ""
     moved_to: str = ""
+    spare: int = 0
 
 
 class EventInfo(BaseModel):

@@ -35,6 +35,7 @@ from openrecycle.app.jobs.report_batch import IncomingReport
 from openrecycle.app.jobs.stored_plans import stored_plan
 from openrecycle.app.observing.service import Observing
 from openrecycle.app.runtime.errors import ConsoleError, plain, storing
+from openrecycle.app.workers.states import Arrival
 from openrecycle.db.store import Store
 from openrecycle.planner.check import check
 from openrecycle.planner.jobs.errors import PlannerError
@@ -71,7 +72,7 @@ class Reports(ABC):
 
     def registration(self, job_id: str, message: Registration) -> tuple[LiveJob, IncomingReport]:
         """For whoever takes many together."""
-        process = plain(message.host), message.pid
+        process = Arrival(plain(message.host), message.pid, message.ranks, message.made_of)
         return self.job(job_id), IncomingReport(
             happening.WorkerRegistered(message.worker, message.incarnation), process
         )
@@ -105,9 +106,9 @@ class Reports(ABC):
         if message.cause == "exit":
             late = message.age_milliseconds / 1000
             seen = f" (seen {late:.1f} s before the report came)" if late >= 1 else ""
-            return job.apply(
-                happening.Exited(message.worker, message.incarnation, message.reporter, plain(message.detail) + seen)
-            )
+            detail = plain(message.detail) + seen
+            event = happening.Exited(message.worker, message.incarnation, message.reporter, detail)
+            return job.apply(event, beside=[IncomingReport(event, spare=message.spare)] if message.spare else ())
         if message.cause in ("exception", "state-lost"):
             what = happening.OpRaised if message.cause == "exception" else happening.StateLost
             return job.apply(what(message.worker, message.incarnation, message.generation, plain(message.detail)))

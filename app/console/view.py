@@ -14,7 +14,7 @@ from typing import NamedTuple
 from openrecycle.agent.messages.protocol import Doing, JobSpec, JobState, OpKind
 from openrecycle.app.observing.goodput import Figures
 from openrecycle.app.observing.rates import IterationView
-from openrecycle.app.workers.states import Condition, ProcessState, RoleState
+from openrecycle.app.workers.states import Condition, ProcessState, Rank, RoleState
 from openrecycle.planner.plans.plan import Plan
 
 
@@ -23,7 +23,8 @@ class WorkerView(NamedTuple):
     pipelines per iteration. slow: how many times its peers' op times it takes, where that is too long; else 0.
 
     host, pid, since (POSIX seconds), slot (the place it was started in): of the process that holds the role, or of
-    the last one where that has ended in it; "" and 0 where it holds another role by now, which is moved_to.
+    the last one where that has ended in it; "" and 0 where it holds another role by now, which is moved_to. spare: of
+    that one's ranks, how many run nothing since another one has ended.
 
     A tuple: of 8,192 workers as many are made at each refresh, in a fifth of the time that a frozen dataclass takes."""
 
@@ -47,6 +48,7 @@ class WorkerView(NamedTuple):
     since: float = 0.0
     slot: str = ""
     moved_to: str = ""
+    spare: int = 0
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,8 @@ class JobView:
     figures: ETTR, goodput and the fault-free rate so far. waits_since: when the wait for a person began that lasts
     (POSIX seconds), None: nobody is waited for.
     advice: the best option with the workers that are out, None while nothing is known of it. held: layers per stage as
-    the workers have them, () where stages can't be cut; coming: as they will, while layers move.
+    the workers have them, () where stages can't be cut; coming: as they will, while layers move. spares: ranks that
+    run nothing since another one of their worker has ended.
     """
 
     job_id: str
@@ -116,6 +119,7 @@ class JobView:
     plan_words: str = ""
     held: tuple[int, ...] = ()
     coming: tuple[int, ...] = ()
+    spares: tuple[Rank, ...] = ()
 
 
 @dataclass(frozen=True)

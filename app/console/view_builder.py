@@ -13,7 +13,7 @@ from openrecycle.app.jobs.stored_plans import PlanCache
 from openrecycle.app.jobs.waiting import Waited, segments
 from openrecycle.app.observing.goodput import Figures
 from openrecycle.app.observing.rates import IterationView, iteration_view
-from openrecycle.app.workers.states import OUT, WorkerStates
+from openrecycle.app.workers.states import OUT, RankState, WorkerStates
 from openrecycle.db.observations import Observations
 from openrecycle.db.store import Store
 
@@ -80,6 +80,7 @@ def job_view(
         plan_words=run.words if run else "",
         held=state.held,
         coming=state.current.partition if state.current and state.moving else (),
+        spares=worker_states.spares,
     )
 
 
@@ -129,6 +130,7 @@ def worker_view(job: LiveJob, member: Member, worker_states: WorkerStates) -> Wo
         slot=process.slot if process else "",
         moved_to=role.moved_to,
         doing=beat.doing if beat else None,
+        spare=sum(r.state is RankState.SPARE for r in worker_states.ranks(process)) if process and process.spare else 0,
     )
 
 

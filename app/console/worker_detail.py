@@ -10,7 +10,7 @@ from openrecycle.app.console.service import Console
 from openrecycle.app.console.view import EventView, JobView, WorkerView
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.runtime.errors import ConsoleError, storing
-from openrecycle.app.workers.states import HOLDING
+from openrecycle.app.workers.states import HOLDING, Rank
 from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.layers.migration import SECONDS
 from openrecycle.planner.plans.plan import Plan
@@ -45,7 +45,8 @@ class OpTime:
 class WorkerDetail:
     """op_times: in the order F, I, W, B, O. events: newest first. log: oldest first. activations: of micro-batches,
     that it holds at most at once by the plan in force, None when it has no part in it. held, coming: as in JobView.
-    ranks: processes that it consists of."""
+    ranks: the processes that it consists of, or did last, where there are several; made_of: the workers whose spare
+    ranks these were."""
 
     worker: WorkerView
     stays: tuple[StateInterval, ...]
@@ -55,7 +56,8 @@ class WorkerDetail:
     activations: int | None
     held: tuple[int, ...] = ()
     coming: tuple[int, ...] = ()
-    ranks: int = 1
+    ranks: tuple[Rank, ...] = ()
+    made_of: tuple[str, ...] = ()
 
 
 def worker_detail(console: Console, view: JobView, name: str, now: float) -> WorkerDetail:
@@ -64,17 +66,20 @@ def worker_detail(console: Console, view: JobView, name: str, now: float) -> Wor
     if worker is None:
         raise ConsoleError(404, "unknown_worker", f"worker: got {name!r}, expected one of the job's grid")
     job = console.job(view.job_id)
+    states, known = job.worker_states(), job.processes
+    role = states.roles[name]
+    process = role.process if role.process and role.process.role == name else None
     with storing():
-        states = console.observing.observations.states(job.job_id, name)
+        rows = console.observing.observations.states(job.job_id, name)
         events = console.observing.observations.events_of(job.job_id, name, limit=EVENTS)
         seen = console.observing.observations.seen_events(job.job_id, [e["seq"] for e in events])
     # Of a worker that has not registered yet there is no state.
-    ends = ([row["at"] for row in states[1:]] + [now])[: len(states)]
+    ends = ([row["at"] for row in rows[1:]] + [now])[: len(rows)]
     return WorkerDetail(
         worker,
         tuple(
             StateInterval(BEFORE.get(row["state"]) or row["state"], row["at"], max(end, row["at"]))
-            for row, end in zip(states, ends, strict=True)
+            for row, end in zip(rows, ends, strict=True)
         ),
         _op_times(job, view, worker),
         tuple(EventView(**{k: e[k] for k in _EVENT}, seen_by=seen.get(e["seq"], ("",))[0]) for e in events),
@@ -82,7 +87,8 @@ def worker_detail(console: Console, view: JobView, name: str, now: float) -> Wor
         view.plan.metrics.peak_activations.get(name) if view.plan else None,
         view.held,
         view.coming,
-        job.spec.ranks_per_worker,
+        states.ranks(process) if process else (),
+        tuple(dict.fromkeys(known[whose].slot for whose, _ in process.made_of if whose in known)) if process else (),
     )
 
 

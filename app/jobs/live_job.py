@@ -52,7 +52,7 @@ from openrecycle.app.jobs.records import (
     state_rows,
     waits_row,
 )
-from openrecycle.app.jobs.report_batch import IncomingReport, processes_of, run_together
+from openrecycle.app.jobs.report_batch import IncomingReport, processes_of, run_together, spares_of
 from openrecycle.app.jobs.stored_plans import stored_plan
 from openrecycle.app.jobs.waiting import Wait, after_change, pauses, read_waits
 from openrecycle.app.runtime.errors import ConsoleError, refused, unavailable, unknown_job
@@ -382,7 +382,7 @@ class LiveJob(JobPlans):
         """Stores that `old` has become `new`, and then has it so here."""
         now = time.time()
         workers = [member_row(member) for name, member in new.members.items() if differs(member, old.members[name])]
-        changed = follow(self.processes, old, new, processes_of(reports), now)
+        changed = follow(self.processes, old, new, processes_of(reports), now, spares_of(reports))
         known = {**self.processes, **changed} if changed else self.processes
         rows = {row["name"]: row for row in workers}
         for row in process_rows(known, changed):

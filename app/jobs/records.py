@@ -265,7 +265,10 @@ def read_processes(rows: Iterable[Record]) -> dict[str, ProcessState]:
     """By incarnation, those that came first first."""
     found = []
     for row in rows:
-        for incarnation, host, pid, held, ended, detail in json.loads(row["processes"]):
+        # Those that an older version has stored say nothing of ranks.
+        for incarnation, host, pid, held, ended, detail, *of_ranks in json.loads(row["processes"]):
             roles = tuple((str(role), float(since)) for role, since in held)
-            found.append(ProcessState(incarnation, host, pid, roles, ended, detail))
+            ranks, spare, made_of = of_ranks or ((), (), ())
+            known = ProcessState(incarnation, host, pid, roles, ended, detail, tuple(ranks), tuple(spare))
+            found.append(replace(known, made_of=tuple((str(whose), int(rank)) for whose, rank in made_of)))
     return {process.incarnation: process for process in sorted(found, key=lambda p: p.since)}

@@ -7,17 +7,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from openrecycle.agent.coordination.coordinator import step
-from openrecycle.agent.coordination.events import GenerationAcknowledged, Note, Refuse, WorkerRegistered
+from openrecycle.agent.coordination.events import Exited, GenerationAcknowledged, Note, Refuse, WorkerRegistered
 from openrecycle.agent.coordination.membership import FailureTimeouts, State
+from openrecycle.app.workers.states import Arrival
 
 
 @dataclass(frozen=True)
 class IncomingReport:
-    """An event, and what is stored beside it if it is accepted. process: (host, pid) of a worker that
-    registers. acknowledgement: a row."""
+    """An event, and what is stored beside it if it is accepted. process: of a worker that registers. spare: of one that
+    has exited, the ranks that are spare. acknowledgement: a row."""
 
-    event: WorkerRegistered | GenerationAcknowledged
-    process: tuple[str, int] | None = None
+    event: WorkerRegistered | GenerationAcknowledged | Exited
+    process: Arrival | None = None
+    spare: tuple[int, ...] = ()
     acknowledgement: Mapping[str, Any] | None = None
 
 
@@ -41,6 +43,11 @@ def run_together(
     return state, notes, answers
 
 
-def processes_of(reports: Iterable[IncomingReport]) -> dict[str, tuple[str, int]]:
-    """(host, pid) of those that registered, by incarnation."""
+def processes_of(reports: Iterable[IncomingReport]) -> dict[str, Arrival]:
+    """Those that registered, by incarnation."""
     return {report.event.incarnation: report.process for report in reports if report.process}
+
+
+def spares_of(reports: Iterable[IncomingReport]) -> dict[str, tuple[int, ...]]:
+    """Of those that exited, by incarnation, the ranks that are spare."""
+    return {report.event.incarnation: report.spare for report in reports if report.spare}

@@ -337,7 +337,8 @@ def tile_words(worker: WorkerView) -> str:
         return ROLLING[worker.acknowledged]
     if worker.state is RoleState.SUSPECT and worker.heartbeat_age is not None:
         return f"suspect, {text.seconds(worker.heartbeat_age)}"
-    return words_of(worker.state, worker.moved_to)
+    spare = f", {worker.spare} spare" if worker.spare else ""
+    return words_of(worker.state, worker.moved_to) + spare
 
 
 def schedule_words(plan: Plan, schedule: Schedule) -> str:

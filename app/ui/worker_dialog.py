@@ -88,6 +88,8 @@ def _detail(console: Console, job_id: str, name: str) -> None:
     present, over_time, history, log = url_state.tabs(["Now", "Over time", "History", "Log"], key=TABS)
     with present:
         st.html(worker_words.facts_html(detail))
+        if detail.ranks:
+            st.html(worker_words.ranks_html(detail))
         if detail.op_times:
             st.html(worker_words.op_times_html(detail))
     with over_time:

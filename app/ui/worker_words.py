@@ -15,7 +15,8 @@ from openrecycle.app.console.worker_detail import StateInterval, WorkerDetail
 from openrecycle.app.console.worker_history import Series
 from openrecycle.app.ui import text
 from openrecycle.app.ui.charts.worker_grid import LOOKS
-from openrecycle.app.workers.states import OUT, RoleState
+from openrecycle.app.workers.states import OUT, RankState, RoleState
+from openrecycle.planner.jobs.words import names
 from openrecycle.planner.plans.drawing import OP_WORDS
 
 # The table below the bar shows so many stays, the newest.
@@ -40,7 +41,7 @@ def facts_html(detail: WorkerDetail) -> str:
         else "",
         "Last heartbeat": text.age(worker.heartbeat_age),
         "Process": _process(worker),
-        "Ranks": f"{detail.ranks}, which share each layer; the process is rank 0" if detail.ranks > 1 else "",
+        "Ranks": _ranks(detail),
         "Memory in use": text.size(worker.resident_bytes) if worker.resident_bytes else "",
         "Activations, by plan": f"at most {text.count(detail.activations, 'micro-batch', 'micro-batches')} at once"
         if detail.activations is not None
@@ -69,6 +70,49 @@ def _process(worker: WorkerView) -> str:
     if worker.slot != worker.name:
         words += f", started as {worker.slot}"
     return f"{words}; it has ended" if worker.state in (RoleState.FAILED, RoleState.DRAINED) else words
+
+
+def _ranks(detail: WorkerDetail) -> str:
+    if not detail.ranks:
+        return ""
+    spare = sum(rank.state is RankState.SPARE for rank in detail.ranks)
+    words = f"{len(detail.ranks)}, which share each layer; the process is rank 0"
+    if any(rank.state is not RankState.RUNNING for rank in detail.ranks):
+        words = str(len(detail.ranks))
+    if spare:
+        words = f"{len(detail.ranks)}, of which {spare} {'is' if spare == 1 else 'are'} spare"
+    if detail.made_of:
+        words += f"; made of what was left of {names(detail.made_of, last=' and ')}"
+    return words
+
+
+_OF_RANKS = {
+    RankState.RUNNING: ("running", "runs"),
+    RankState.DEAD: ("failed", "has ended"),
+    RankState.SPARE: ("empty", "spare: ended with its worker, and nothing runs in its place"),
+    RankState.USED: ("moved", "was spare; in its place runs a rank of {}"),
+}
+
+
+def ranks_html(detail: WorkerDetail) -> str:
+    """Each rank's process. Under it what becomes of spare ones."""
+    rows = ""
+    for rank in detail.ranks:
+        look, words = _OF_RANKS[rank.state]
+        mark = f'<i class="or-shape or-look-{look}"></i> '
+        cells = (f"{rank.pid}", escape(rank.host), mark + escape(words.format(rank.used_by)))
+        rows += f"<tr><th scope='row'>{rank.number}</th>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
+    heads = "".join(f"<th scope='col'>{head}</th>" for head in ("Rank", "process", "host", "state"))
+    note = ""
+    if any(rank.state is RankState.SPARE for rank in detail.ranks):
+        note = (
+            f'<div class="or-quiet">{len(detail.ranks)} spare ranks on one node make a worker again, by themselves, in '
+            "the stage that has the fewest. Those of different nodes don't.</div>"
+        )
+    return (
+        f'<table class="or-table or-ranks"><caption>Ranks</caption><thead><tr>{heads}</tr></thead>'
+        f"<tbody>{rows}</tbody></table>{note}"
+    )
 
 
 def op_times_html(detail: WorkerDetail) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from openrecycle.agent.coordination.coordinator import nobody_heard
 from openrecycle.agent.coordination.membership import FailureTimeouts, Member, State, peer_of, returned
 from openrecycle.agent.messages.protocol import JobState, WorkerState
@@ -134,8 +136,20 @@ def _who_is_out(worker_states: WorkerStates) -> str:
     moved = [f"{p.slot}'s process holds {p.role} now" for p in worker_states.moved if p.role in state.current.lives_in]
     if len(moved) > MOST_MOVES:
         moved = [*moved[:MOST_MOVES], f"and {len(moved) - MOST_MOVES:,} more have moved"]
-    sentences = [text or f"{names(state.current.failed)} are empty", ", ".join(moved)]
+    sentences = [text or f"{names(state.current.failed)} are empty", ", ".join(moved), _spare(worker_states)]
     return ". ".join(part for part in sentences if part) + "."
+
+
+def _spare(worker_states: WorkerStates) -> str:
+    """Which ranks run nothing, and what for."""
+    on = Counter(rank.host for rank in worker_states.spares)
+    if not on:
+        return ""
+    ranks = max(len(process.ranks) for process in worker_states.known.values())
+    total, (first, *others) = on.total(), sorted(on)
+    where = names([f"{on[host]} on {host}" for host in sorted(on)]) if others else f"on {first}"
+    left = "1 of its ranks is" if total == 1 else f"{total} of their ranks are"
+    return f"{left} spare ({where}): {ranks} on one node make a worker"
 
 
 def _frozen(state: State) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from openrecycle.agent.coordination.membership import Member, State
@@ -69,10 +70,23 @@ class Condition(StrEnum):
     STOPPED = "stopped"
 
 
+class Arrival(NamedTuple):
+    """What a process says of itself when it registers; see ProcessState."""
+
+    host: str = ""
+    pid: int = 0
+    ranks: tuple[int, ...] = ()
+    made_of: tuple[tuple[str, int], ...] = ()
+
+
 @dataclass(frozen=True)
 class ProcessState:
     """held: the roles that it was given, oldest first, and since when (POSIX seconds; 0: not known). ended: how it
-    left the job; "": it has not, or with the job. detail: why."""
+    left the job; "": it has not, or with the job. detail: why.
+
+    Of a worker of several ranks, ranks: the process ids of all of them, pid being that of rank 0. spare: of one that
+    has ended, the ranks that had to, since another one of them had. made_of: the ranks, as (incarnation, number), that
+    were spare and in whose place its own are."""
 
     incarnation: str
     host: str
@@ -80,6 +94,9 @@ class ProcessState:
     held: tuple[tuple[str, float], ...]
     ended: Literal["", "failed", "drained"] = ""
     detail: str = ""
+    ranks: tuple[int, ...] = ()
+    spare: tuple[int, ...] = ()
+    made_of: tuple[tuple[str, int], ...] = ()
 
     @property
     def slot(self) -> str:
@@ -130,16 +147,21 @@ def follow(
     known: Mapping[str, ProcessState],
     old: State,
     new: State,
-    came: Mapping[str, tuple[str, int]],
+    came: Mapping[str, Arrival],
     at: float,
+    spare: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> dict[str, ProcessState]:
-    """The processes, by incarnation, that are other than in `known` once `old` has become `new`. came: (host, process
-    id) of those that have registered in between. at: POSIX seconds."""
+    """The processes, by incarnation, that are other than in `known` once `old` has become `new`. came: those that have
+    registered in between. at: POSIX seconds. spare: of those whose end was reported in between, the ranks that are
+    spare."""
     changed: dict[str, ProcessState] = {}
 
     def known_as(incarnation: str, role: str) -> ProcessState:
         found = changed.get(incarnation) or known.get(incarnation)
-        return found or ProcessState(incarnation, *came.get(incarnation, ("", 0)), ((role, at),))
+        if found is not None:
+            return found
+        host, pid, ranks, made_of = came.get(incarnation, Arrival())
+        return ProcessState(incarnation, host, pid, ((role, at),), ranks=ranks, made_of=made_of)
 
     for name, member in new.members.items():
         before = old.members[name]
@@ -161,7 +183,31 @@ def follow(
             if not process.ended:
                 ended: Literal["failed", "drained"] = "drained" if member.leaving else "failed"
                 changed[incarnation] = replace(process, ended=ended, detail=member.detail)
+    for incarnation, left in spare.items():
+        ended_now = changed.get(incarnation) or known.get(incarnation)
+        if ended_now is not None and left:
+            changed[incarnation] = replace(ended_now, spare=left)
     return changed
+
+
+class RankState(StrEnum):
+    """Of one rank of a worker. RUNNING: its process is there. DEAD: it has ended. SPARE: it had to end since another
+    one of its worker had, and nothing runs in its place. USED: a rank of another worker does by now."""
+
+    RUNNING = "running"
+    DEAD = "dead"
+    SPARE = "spare"
+    USED = "used"
+
+
+class Rank(NamedTuple):
+    """One of a worker's processes. used_by: the worker whose rank is in its place now."""
+
+    number: int
+    pid: int
+    host: str
+    state: RankState
+    used_by: str = ""
 
 
 @dataclass(frozen=True)
@@ -198,6 +244,29 @@ class WorkerStates:
     def processes(self) -> dict[str, RoleState]:
         """By incarnation, those that came first first."""
         return {incarnation: self._of(process) for incarnation, process in self.known.items()}
+
+    def ranks(self, process: ProcessState) -> tuple[Rank, ...]:
+        """Of a worker of several, in order."""
+        out = []
+        for number, pid in enumerate(process.ranks):
+            state, used_by = RankState.RUNNING, ""
+            if process.ended or self.state.over:
+                state = RankState.SPARE if number in process.spare and not self.state.over else RankState.DEAD
+            if state is RankState.SPARE and (user := self._spares_used.get((process.incarnation, number))):
+                state, used_by = RankState.USED, user.role
+            out.append(Rank(number, pid, process.host, state, used_by))
+        return tuple(out)
+
+    @cached_property
+    def spares(self) -> tuple[Rank, ...]:
+        """The ranks that run nothing since another one of their worker has ended."""
+        ended = (process for process in self.known.values() if process.spare)
+        return tuple(rank for process in ended for rank in self.ranks(process) if rank.state is RankState.SPARE)
+
+    @cached_property
+    def _spares_used(self) -> dict[tuple[str, int], ProcessState]:
+        """By (incarnation, number), the process in whose place a rank of which is."""
+        return {rank: process for process in self.known.values() for rank in process.made_of}
 
     @cached_property
     def missing(self) -> tuple[ProcessState, ...]:

@@ -20,7 +20,7 @@ from openrecycle.agent.coordination.events import (
 )
 from openrecycle.agent.coordination.membership import FailureTimeouts, Generation, Member, State
 from openrecycle.app.workers.sentence import sentence
-from openrecycle.app.workers.states import ProcessState, WorkerStates, follow
+from openrecycle.app.workers.states import Arrival, ProcessState, WorkerStates, follow
 
 LADDER = FailureTimeouts(heartbeat=1, suspect=5, dead=20, transfer_grace=2)
 
@@ -57,7 +57,9 @@ class Run:
     def send(self, event: Event) -> Transition:
         self.log.append((event, self.now))
         step = coordinator.step(self.state, event, self.now, LADDER)
-        came = {event.incarnation: ("node1", len(self.processes) + 1)} if isinstance(event, WorkerRegistered) else {}
+        came = {}
+        if isinstance(event, WorkerRegistered):
+            came[event.incarnation] = Arrival("node1", len(self.processes) + 1)
         self.processes |= follow(self.processes, self.state, step.state, came, self.now)
         self.state = step.state
         for decision in step.decisions:

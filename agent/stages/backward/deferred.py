@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from openrecycle.agent.models import compat
+from openrecycle.agent.models.fully_sharded import computed
 
 
 class GradientSink(Protocol):
@@ -58,12 +59,20 @@ class DeferredGradients:
 
     def __init__(self) -> None:
         self._deferred: list[tuple[Sequence[nn.Parameter], Gradients]] = []
+        self._reads: list[Tensor] = []
 
     def __len__(self) -> int:
         return len(self._deferred)
 
-    def defer(self, parameters: Sequence[nn.Parameter], gradients: Gradients) -> None:
+    def defer(self, parameters: Sequence[nn.Parameter], gradients: Gradients, reads: Sequence[Tensor] = ()) -> None:
+        """reads: what is needed for it beside gradients, and may be, or be a view of, a parameter."""
         self._deferred.append((parameters, gradients))
+        self._reads += reads
+
+    @property
+    def reads_parameters(self) -> bool:
+        """Is anything needed whose memory is not there: of a parameter that is put together for each op?"""
+        return any(not tensor.untyped_storage().nbytes() for tensor in self._reads)
 
     def flush(self, sink: GradientSink, known: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
         """Computes every pending gradient, hands each parameter's to `sink` once, and forgets it.
@@ -91,6 +100,7 @@ class DeferredGradients:
         for parameter, gradient in known:
             put(parameter, gradient)
         self._deferred.reverse()
+        self._reads.clear()
         while self._deferred:
             parameters, gradients = self._deferred.pop()
             for pending, term in zip(parameters, gradients(), strict=True):
@@ -124,7 +134,7 @@ class _Linear(torch.autograd.Function):
                 out.append(flat.sum(0).to(bias.dtype))
             return out
 
-        ctx.deferred.defer(_where((of_weight, of_bias), (weight, bias)), gradients)
+        ctx.deferred.defer(_where((of_weight, of_bias), (weight, bias)), gradients, [x])
         return (dy @ weight.to(dy.dtype) if of_x else None), None, None, None
 
 
@@ -152,7 +162,7 @@ class _Transposed(torch.autograd.Function):
                 out.append(flat.sum(0).to(bias.dtype))
             return out
 
-        ctx.deferred.defer(_where((of_weight, of_bias), (weight, bias)), gradients)
+        ctx.deferred.defer(_where((of_weight, of_bias), (weight, bias)), gradients, [x])
         return ((flat @ weight.to(dy.dtype).t()).view(x.shape) if of_x else None), None, None, None
 
 
@@ -197,7 +207,7 @@ class _Convolution(torch.autograd.Function):
             )  # fmt: skip
             return [g for g, wanted in zip(out, mask, strict=True) if wanted]
 
-        ctx.deferred.defer(parameters, lambda: _in_types_of(parameters, part(False, of_weight, of_bias)))
+        ctx.deferred.defer(parameters, lambda: _in_types_of(parameters, part(False, of_weight, of_bias)), [x, weight])
         return (part(True, False, False)[0] if of_x else None), None, None, None, None
 
 
@@ -225,7 +235,7 @@ class DeferredLayers:
             apply = _deferred_forward(layer)
             if apply is not None:
                 layer.forward = self._forward_of(layer, apply)  # type: ignore[assignment]
-                self.parameters += [p for p in layer.parameters(recurse=False) if p.requires_grad]
+                self.parameters += [computed(p) for p in layer.parameters(recurse=False) if p.requires_grad]
                 self._layers.append(layer)
 
     def undo(self) -> None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from openrecycle.agent.models import compat
+from openrecycle.agent.models.fully_sharded import computed
 from openrecycle.agent.stages.backward.buffers import Move
 from openrecycle.agent.stages.backward.deferred import DeferredGradients, DeferredLayers, GradientSink
 
@@ -68,6 +69,9 @@ class Strategy(Protocol):
     def weight_backward(self, state: MicroBatchState, sink: GradientSink) -> None:
         """W: every parameter's gradient to `sink`, at most once each."""
 
+    def reads_parameters(self, state: MicroBatchState) -> bool:
+        """Does W need values of parameters, beside those that a backward of a whole module puts together?"""
+
     def close(self) -> None:
         """Leaves the module as it was before."""
 
@@ -95,6 +99,9 @@ class Fused:
             sink.add(parameter, gradient)
         state.known = []
 
+    def reads_parameters(self, state: MicroBatchState) -> bool:
+        return False
+
     def close(self) -> None:
         """Nothing was changed."""
 
@@ -119,6 +126,9 @@ class Deferred:
 
     def weight_backward(self, state: MicroBatchState, sink: GradientSink) -> None:
         state.deferred.flush(sink, state.known)
+
+    def reads_parameters(self, state: MicroBatchState) -> bool:
+        return state.deferred.reads_parameters
 
     def close(self) -> None:
         self.layers.undo()
@@ -159,6 +169,10 @@ class TorchSplit:
         for parameter, gradient in gradients:
             sink.add(parameter, gradient)
 
+    def reads_parameters(self, state: MicroBatchState) -> bool:
+        # Parts of the graph run again, without its beginning, where what they need is put together.
+        return not state.late
+
     def close(self) -> None:
         """Nothing was changed."""
 
@@ -171,7 +185,7 @@ STRATEGIES: dict[StrategyName, Callable[[nn.Module], Strategy]] = {
 
 
 def _trainable(module: nn.Module) -> list[nn.Parameter]:
-    return [p for p in module.parameters() if p.requires_grad]
+    return [computed(p) for p in module.parameters() if p.requires_grad]
 
 
 def _backward(state: MicroBatchState, parameters: Sequence[nn.Parameter]) -> list[tuple[Tensor, Tensor]]:

@@ -38,6 +38,8 @@ LOOKS: dict[RoleState, tuple[str, str, str]] = {
 QUIET = (RoleState.RUNNING, RoleState.REROUTED)
 # Seconds: a heartbeat no older than this is as it should be, and its age is of no interest.
 PUNCTUAL = 2
+# Of a worker's ranks.
+SPARE = "spare ranks"
 # The chart's selection, which holds the worker that was clicked.
 PICKED = "picked"
 
@@ -49,7 +51,9 @@ def worker_grid(view: JobView, colours: Palette) -> LiveChart:
     fills = [getattr(colours, LOOKS[state][2]) if state in QUIET else colours.track for state in LOOKS]
     strokes = [getattr(colours, LOOKS[state][2]) for state in LOOKS]
     axis = {"grid": False, "domain": False, "ticks": False, "labelOverlap": True, "labelAngle": 0, "labelPadding": 4}
-    fields = ("worker", "look", "heartbeat", "iterations behind", "generation", "re-routed micro-batches")
+    fields = ["worker", "look", "heartbeat", "iterations behind", "generation", "re-routed micro-batches"]
+    if spec.ranks_per_worker > 1:
+        fields.append(SPARE)
     tooltip = [{"field": field, "title": "state" if field == "look" else field} for field in fields]
     return LiveChart(
         {
@@ -93,6 +97,8 @@ def worker_sentence(worker: WorkerView) -> str:
     if worker.state is RoleState.SLOW:
         extra = f" ({worker.slow:.1f} times their op times)"
     process = f"process {worker.pid} on {worker.host}<br>" if worker.pid and worker.state not in OUT else ""
+    if worker.spare:
+        process = f"{text.count(worker.spare, 'spare rank')} on {worker.host}<br>"
     return (
         f"<b>{worker.name}</b> · {words}{extra}<br>{process}"
         f"iteration {worker.iteration} · generation {worker.generation}<br>"
@@ -113,6 +119,7 @@ def _rows(view: JobView) -> Columns:
         "iterations behind": np.array([_behind(w, newest) for w in workers], dtype=np.float32),
         "generation": np.array([w.generation for w in workers], dtype=np.int32),
         "re-routed micro-batches": np.array([w.takes_rerouted for w in workers], dtype=np.int16),
+        **({SPARE: np.array([w.spare for w in workers], dtype=np.int16)} if view.spec.ranks_per_worker > 1 else {}),
     }
 
 

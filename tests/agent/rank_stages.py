@@ -1,0 +1,198 @@
+"""Stages whose layers are fully sharded, in processes of their own: what ranks make together of two micro-batches, and
+what one process makes of the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from openrecycle.agent.config.timeouts import Timeouts
+from openrecycle.agent.models.layers import build_layers
+from openrecycle.agent.models.parallelized import Parallelized
+from openrecycle.agent.stages.backward.buffers import moved_by
+from openrecycle.agent.stages.backward.split import STRATEGIES, StrategyName
+from openrecycle.agent.stages.gradients import GradientSum, MicroBatch
+from openrecycle.agent.stages.stage import Stage
+from openrecycle.agent.transport.ranks import Ranks
+
+SAMPLES, WIDTH = 6, 5
+KEYS: list[MicroBatch] = [(0, 0), (1, 3)]
+
+
+class Residual(nn.Module):
+    """Rows that no number of ranks divides, a normalization, and what is computed of parameters alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 7), nn.Linear(7, WIDTH)
+        self.table = nn.Parameter(torch.randn(WIDTH))
+        self.scale = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.down(functional.gelu(self.up(self.norm(x)))) * self.scale(self.table)
+        return y
+
+
+class Recomputed(Residual):
+    """With activation checkpointing inside of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(super().forward, x, use_reentrant=False)
+        return y
+
+
+class Partly(Residual):
+    """Has a layer that nothing goes through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(WIDTH, WIDTH)
+
+
+class Counting(Residual):
+    """Counts in a buffer the sum of what it has seen."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += x.detach().mean()
+        return super().forward(x)
+
+
+class Shared(Residual):
+    """The same parameter in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(WIDTH, WIDTH)
+        self.other.weight = self.scale.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.other(super().forward(x))
+        return y
+
+
+class Words(nn.Module):
+    """A first layer: integers come in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.out = nn.Embedding(11, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.out(self.embedding(x))
+        return y
+
+
+KINDS: list[type[nn.Module]] = [Residual, Recomputed, Partly, Counting, Shared, Words]
+
+
+class Task:
+    """A Workload of two layers. kind: of the first; whole: is the second left whole on each rank?"""
+
+    samples_per_micro_batch = SAMPLES
+
+    def __init__(self, kind: type[nn.Module], *, whole: bool = False) -> None:
+        self._kind, self._whole = kind, whole
+
+    def layer_count(self, stages: int) -> int:
+        return 2
+
+    def build_layer(self, layer: int, layers: int, seed: int) -> nn.Module:
+        torch.manual_seed(layer)
+        return nn.Sequential(Residual() if layer else self._kind(), Residual())
+
+    def parallelize(self, layer: Any, mesh: Any) -> nn.Module:
+        from torch.distributed.fsdp import fully_shard
+
+        if self._whole and isinstance(layer[0], Residual) and type(layer[0]) is Residual:
+            return layer  # type: ignore[no-any-return]
+        fully_shard(layer[0], mesh=mesh)
+        return fully_shard(layer, mesh=mesh)  # type: ignore[no-any-return]
+
+    def inputs(self, seed: int, iteration: int, pipeline: int, micro_batch: int) -> Tensor:
+        generator = torch.Generator().manual_seed(10 * pipeline + micro_batch)
+        if self._kind is Words:
+            return torch.randint(11, (SAMPLES, 4), generator=generator)
+        return torch.randn(SAMPLES, 4, WIDTH, generator=generator)
+
+    def targets(self, seed: int, iteration: int, pipeline: int, micro_batch: int) -> Tensor:
+        generator = torch.Generator().manual_seed(100 * pipeline + micro_batch)
+        return torch.randn(SAMPLES, 4, WIDTH, generator=generator)
+
+    def loss(self, output: Tensor, targets: Tensor) -> Tensor:
+        return functional.mse_loss(output, targets)
+
+    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1)
+
+
+Result = dict[str, Tensor]
+
+
+def train(
+    workload: Any, split: StrategyName, whole: Callable[[nn.Parameter, Tensor], Tensor], *, turned: bool
+) -> Result:
+    """What two interleaved micro-batches add up to: gradients and changes of buffers by name, the loss, and what each
+    gives back as the gradient of its inputs. whole: of a parameter's part and its gradient, all of that."""
+    module = build_layers(workload, range(2), 2, 0)
+
+    def place(key: MicroBatch) -> tuple[int, int, int, int]:
+        return 0, 0, *key
+
+    first = workload.inputs(*place(KEYS[0]))
+    moving = moved_by(module, lambda: Stage(module, GradientSum((), terms=9)).forward(KEYS[0], first, seed=1))
+    sums = GradientSum(module.parameters(), terms=9, buffers=moving)
+    stage = Stage(module, sums, split=STRATEGIES[split](module))
+    keys, out = KEYS[::-1] if turned else KEYS, Result()
+    for key in keys:
+        targets = workload.targets(*place(key))
+        stage.forward(key, workload.inputs(*place(key)), seed=1, loss=partial(_loss, workload, targets))
+    for key in keys:
+        dx = stage.input_backward(key, None)
+        if isinstance(dx, Tensor):
+            out[f"of the input {key}"] = dx
+    held = sum(p.untyped_storage().nbytes() for p in stage.split._parameters) if split == "torch" else 0  # type: ignore[attr-defined]
+    for key in keys[::-1]:
+        stage.weight_backward(key)
+    out["loss"] = torch.tensor(sums.loss)
+    out["bits"] = sums.buffer.clone()
+    out["held"] = torch.tensor(held)
+    sums.write_gradients()
+    sums.write_buffers()
+    for name, parameter in module.named_parameters():
+        if parameter.grad is not None:
+            out[name] = whole(parameter, parameter.grad)
+    return out | dict(module.named_buffers())
+
+
+def _loss(workload: Any, targets: Tensor, output: Tensor) -> Tensor:
+    loss: Tensor = workload.loss(output, targets)
+    return loss
+
+
+def as_rank(rank: int, ranks: int, meeting: str, pipe: Connection) -> None:
+    """Answers (kind, whole, split, turned) with a Result, until it is told nothing more."""
+    torch.set_num_threads(1)
+    among = Ranks.begin(rank, ranks, meeting, Timeouts())
+
+    def whole(parameter: Any, gradient: Tensor) -> Tensor:
+        if not hasattr(parameter, "placed"):
+            return gradient
+        return parameter.placed.of_part(gradient).full_tensor()  # type: ignore[no-any-return]
+
+    while (asked := pipe.recv()) is not None:
+        kind, some_whole, split, turned = asked
+        task = Parallelized(Task(kind, whole=some_whole), rank, among.mesh, among.gather, divided=True)
+        pipe.send({k: v.detach().numpy() for k, v in train(task, split, whole, turned=turned).items()})
