@@ -26,8 +26,7 @@ from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Worker
 from openrecycle.planner.plans.baseline import reference_period
 from openrecycle.planner.plans.bounds import period_bound
 from openrecycle.planner.plans.plan import PROVERS, MetricsDoc, Plan
-from openrecycle.planner.plans.plan_arrays import ColumnarSchedule
-from openrecycle.planner.plans.schedule import Op, Schedule
+from openrecycle.planner.plans.schedule import Op, OpsByWorker, Schedule
 
 Ints = NDArray[np.int64]
 KINDS = "FIWBO"
@@ -111,25 +110,22 @@ class _Checker:
         self.job: Job = schedule.problem.job
         self.workers = list(schedule.ops)
         self.ops = schedule.ops
-        self.beyond: list[Op] = []
-        if isinstance(schedule, ColumnarSchedule):
-            self.bounds, columns = schedule.table()
-            self.on = None
-        else:
-            rows = [schedule.ops[worker] for worker in self.workers]
-            self.bounds = np.array([0, *accumulate(map(len, rows))], np.int64)
-            self.beyond = [op for row in rows for op in row if max(map(abs, op[1:4] + op[4] + op[5:])) > _MOST]
-            flat = [(KINDS.find(op.kind), *op[1:4], *op[5:]) for row in rows for op in row if not self.beyond]
-            columns = list(np.array(flat, np.int64).reshape(-1, 6).T)
-            self.on = None if self.beyond else np.array([op.worker for row in rows for op in row]).reshape(-1, 2)
-        self.kind, self.pipeline, self.number, self.stage, self.start, self.duration = columns
-        self.end = self.start + self.duration
+        arrays = schedule.arrays
+        self.bounds = arrays.bounds
+        self.kind, self.pipeline, self.number, self.stage, self.start, self.duration = arrays.columns
         self.row = np.repeat(np.arange(len(self.workers)), np.diff(self.bounds))
+        self.beyond = np.zeros(len(self.row), bool)
+        for numbers in arrays.columns:
+            self.beyond |= (numbers > _MOST) | (numbers < -_MOST)
+        self.end = self.start + self.duration
+        self.on = None
+        if not isinstance(schedule.ops, OpsByWorker):  # which may say of an op that another worker runs it
+            self.on = np.array([op.worker for row in schedule.ops.values() for op in row], np.int64).reshape(-1, 2)
 
     def violations(self) -> Iterator[Violation]:
-        for op in self.beyond:
-            yield Violation(f"an op of {op.worker} has numbers that no job has", (op,))
-        if self.beyond:
+        if self.beyond.any():
+            for op in self._where(self.beyond):
+                yield Violation(f"an op of {op.worker} has numbers that no job has", (op,))
             return
         broken = [*self._stages(), *self._workers(), *self._each_op(), *self._doubled()]
         yield from broken
@@ -469,25 +465,36 @@ def _reduction_ticks(problem: Problem, stage: int) -> int:
 
 
 def _document(plan: Plan, schedule: Schedule) -> Iterator[Violation]:
-    """Names in their one spelling; times that are whole ticks. In columns there is nothing else."""
-    if plan.in_arrays:
-        return
+    """Names in their one spelling; times that are whole ticks."""
     for name in (*plan.workers, *plan.failed):
         if str(Worker.parse(name)) != name:
             yield Violation(f"worker {name!r} should be spelt {Worker.parse(name)}")
     if len(set(plan.failed)) != len(plan.failed):
         yield Violation("failed names a worker twice")
-    units = schedule.problem.job.units
-    for name, columns in plan.op_columns():
-        ops = schedule.ops.get(Worker.parse(name), ())
-        said = zip(columns.kinds, columns.micro_batches, columns.starts, columns.durations, ops, strict=False)
-        for kind, micro_batch, start, duration, op in said:
-            if start != units(op.start) or duration != units(op.duration):
+    job, names = schedule.problem.job, list(plan.workers)
+    for row in np.unique(plan.workers.arrays.row[_doubtful(plan, job.ticks_per_unit)]).tolist():
+        said, ops = plan.workers.row(names[row]), schedule.ops[Worker.parse(names[row])]
+        numbers = zip(said.kinds, said.micro_batches, said.starts, said.durations, ops, strict=False)
+        for kind, micro_batch, start, duration, op in numbers:
+            if start != job.units(op.start) or duration != job.units(op.duration):
                 yield Violation(
                     f"{op}: start {start} and duration {duration} are finer than the job's durations", (op,)
                 )
             if (micro_batch is None) != (kind == "O"):
                 yield Violation(f"{op}: micro_batch is null for O and a number for all others", (op,))
+
+
+def _doubtful(plan: Plan, scale: int) -> NDArray[np.bool_]:
+    """[ops]: all whose numbers may not be in order; those in the plan's arrays mostly are (see PlannedOps)."""
+    arrays = plan.workers.arrays
+    doubtful = np.zeros(len(arrays.kind), bool)
+    for column in (arrays.start, arrays.duration):
+        if column.dtype != object:
+            ticks = column * float(scale)
+            doubtful |= (np.abs(ticks) >= 1 << 53) | (np.rint(ticks) / scale != column)
+    if any(column.dtype == object for column in (arrays.micro_batch, arrays.start, arrays.duration)):
+        doubtful[:] = True
+    return doubtful
 
 
 def _fingerprint(plan: Plan) -> Iterator[Violation]:

@@ -10,10 +10,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from openrecycle.planner.check import check as find_violations
 from openrecycle.planner.check import claim
@@ -33,18 +34,12 @@ from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.failures import parse_failed
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Over, Problem, Technique, Worker
 from openrecycle.planner.jobs.profile import AUTO
+from openrecycle.planner.layers.partition import Layout, lay_out
 from openrecycle.planner.plans.plan import Plan
+from openrecycle.planner.plans.schedule import Schedule
 from openrecycle.planner.portfolio import make_plan
 from openrecycle.planner.reference import reference_plan
 from openrecycle.planner.solvers.base import SolverProgress
-
-if TYPE_CHECKING:
-    from openrecycle.planner.layers.partition import Layout
-
-
-from rich.text import Text
-
-from openrecycle.planner.plans.schedule import Schedule
 
 SHOWN_VIOLATIONS = 20
 
@@ -193,8 +188,6 @@ def _refuse_beside_reference(options: dict[str, object]) -> None:
 
 def _laid_out(job: Job, dead: frozenset[Worker], technique: Technique, memory: MemoryLimit, *, migrate: bool) -> Layout:
     at_home = best_at_home(job, technique, memory)
-    from openrecycle.planner.layers.partition import lay_out
-
     over: Over = "layouts" if migrate else "partitions"
     return lay_out(at_home, dead, technique=technique, memory=memory, over=over)
 

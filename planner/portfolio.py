@@ -9,6 +9,7 @@ from dataclasses import replace
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Protocol
 
+from openrecycle.planner.check import checked
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.failures import failures_per_stage, with_one_more
 from openrecycle.planner.jobs.job import Job, Problem, Worker
@@ -183,22 +184,8 @@ def plan_of(solution: Solution, *, seconds: float) -> Plan:
 
 
 def checked_plan_of(solution: Solution, *, seconds: float) -> Plan:
-    """As `plan_of`, for the `form` of `make_plan`: checked, and in arrays where the plan is large and they can hold it.
-
-    Needs numpy, as an agent's planning does not. Raises PlannerError for one that breaks a rule.
-    """
-    from openrecycle.planner.check import checked
-    from openrecycle.planner.plans.plan_arrays import SMALL_OPS, Columns, NotColumnar
-
-    job = solution.schedule.problem.job
-    if 3 * job.pipelines * job.stages * job.micro_batches <= SMALL_OPS:
-        return checked(plan_of(solution, seconds=seconds))
-    try:
-        columns = Columns.of(solution.schedule)
-    except NotColumnar:
-        return checked(plan_of(solution, seconds=seconds))
-    metrics = metrics_of(replace(solution, schedule=columns.summary()))
-    return checked(columns.plan(metrics, solver_of(solution, seconds=seconds)))
+    """As `plan_of`, for the `form` of `make_plan`: checked. Raises PlannerError for one that breaks a rule."""
+    return checked(plan_of(solution, seconds=seconds))
 
 
 def metrics_of(solution: Solution) -> MetricsDoc:

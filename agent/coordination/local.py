@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
@@ -42,23 +43,16 @@ from openrecycle.agent.coordination.membership import AckState, FailureTimeouts,
 from openrecycle.agent.messages.protocol import Iteration, Recovery, Relayout, ValidationReport
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.jobs.errors import PlannerError
-from openrecycle.planner.jobs.job import Job, MayMove, Worker
+from openrecycle.planner.jobs.job import MayMove, Worker
 from openrecycle.planner.layers.migration import normalize
+from openrecycle.planner.layers.partition import Layout, lay_out
 from openrecycle.planner.plans.plan import Plan
 
 if TYPE_CHECKING:
     from openrecycle.agent.messages.clock import Offset
-    from openrecycle.planner.layers.partition import Layout
 
 
 _STATE = TypeAdapter(State)
-
-
-def _lay_out(job: Job, failed: frozenset[Worker], **about: Any) -> Layout:
-    """planner.layers.partition.lay_out, which needs numpy; training alone does not."""
-    from openrecycle.planner.layers.partition import lay_out
-
-    return lay_out(job, failed, **about)
 
 
 class LocalCoordination(Coordination):
@@ -203,8 +197,8 @@ class LocalCoordination(Coordination):
             return
         self._looked_at = state.generation
         technique, memory = self._catalog.technique, self._catalog.memory
-        about = {"technique": technique, "memory": memory, "present": state.held}
-        found = self._layouts.submit(_lay_out, job, frozenset(map(Worker.parse, lost)), **about)
+        find = partial(lay_out, job, frozenset(map(Worker.parse, lost)))
+        found = self._layouts.submit(find, technique=technique, memory=memory, present=state.held)
         self._layout = state.generation, found
 
     def _take_layout(self) -> None:
@@ -222,12 +216,6 @@ class LocalCoordination(Coordination):
             plan, _ = self._catalog.at(partition).plan_for(lost)
             now, _ = self._catalog.at(held).plan_for(lost)
         except PlannerError:
-            return
-        except ImportError:
-            self._relayout = "never"
-            self._orders.append(
-                LauncherWarning("layers stay where they are: moving them needs numpy (pip install numpy)")
-            )
             return
         better, reason = worth_moving(now.metrics.period, plan.metrics.period, self._iteration_seconds)
         if not better and self._relayout != "always":

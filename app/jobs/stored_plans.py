@@ -1,5 +1,5 @@
-"""Stored plans, read in the quickest way there is: large ones are put into columns (planner.plans.packed), in processes
-of their own, one after the other, and the most recently used ones stay parsed."""
+"""Stored plans, read in the quickest way there is: large ones are packed (planner.plans.packed), in processes of their
+own, one after the other, and the most recently used ones stay parsed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TIMEOUT = 600.0
 
 
 def stored_plan(store: Store, fingerprint: str) -> Plan | None:
-    """In columns where it has any. Raises PlanError for a document that can't be read, SQLAlchemyError."""
+    """Out of its columns where it has any. Raises PlanError for a document that can't be read, SQLAlchemyError."""
     data = PlanColumns(store.database).get(fingerprint)
     if data is not None:
         try:
@@ -74,7 +74,7 @@ class PlanCache:
         plan = stored_plan(self._store, fingerprint)
         if plan is None:
             return None
-        if not plan.in_arrays:
+        if not any(plan.workers.stored):
             self._packing.want(fingerprint, plan.op_count)
         found = (plan, plan.rerouted())
         with self._lock:
@@ -84,13 +84,8 @@ class PlanCache:
                 ops -= self._plans.popitem(last=False)[1][0].op_count
         return found
 
-    def stored(self, plan: Plan) -> None:
-        """A plan has been stored, and will be asked for: it need not be read as a document first."""
-        if not plan.in_arrays:
-            self.will_be_asked_for(plan.fingerprint, plan.op_count)
-
     def will_be_asked_for(self, fingerprint: str, ops: int) -> None:
-        """As `stored`, of a plan that nobody has here."""
+        """A document that nobody has read here has been stored, and need not be read as one."""
         self._packing.want(fingerprint, ops)
 
     def close(self) -> None:

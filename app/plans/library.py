@@ -25,9 +25,7 @@ class Library:
 
     def save(self, plan: Plan, name: str) -> str:
         """Keeps `plan` and returns its fingerprint. A plan that is kept already takes the new name."""
-        fingerprint = self._save(plan.fingerprint, lambda: storable(plan), name, summary_of(plan))
-        self._plans.stored(plan)
-        return fingerprint
+        return self._save(plan.fingerprint, lambda: storable(plan), name, summary_of(plan))
 
     def save_read(self, plan: ReadPlan) -> str:
         """As `save`, of one that a process of its own has read and checked."""

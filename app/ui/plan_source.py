@@ -24,12 +24,10 @@ from openrecycle.app.console.service import Console
 from openrecycle.app.console.view import JobHead
 from openrecycle.app.plans.references import MeasuredReference, OfJob, Reference, job_of, parse_reference
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.app.runtime.patches import settle
 from openrecycle.app.ui import components, text, url_state
 from openrecycle.app.ui.schedule_facts import measured_words
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.plans.plan import Plan
-from openrecycle.planner.plans.plan_arrays import ColumnarSchedule
 from openrecycle.planner.plans.schedule import Schedule
 
 PICKER = "plan-picker"
@@ -46,10 +44,7 @@ def schedule_of(plan: Plan) -> Schedule:
 
 def _schedule(fingerprint: str, _plan: Plan) -> Schedule:
     """Keyed by the fingerprint; the plan itself is not hashed."""
-    schedule = _plan.schedule()
-    if not isinstance(schedule, ColumnarSchedule):
-        settle(sum(schedule.op_counts.values()))
-    return schedule
+    return _plan.schedule()
 
 
 def pick_plan(console: Console, job_id: str | None, notes: DeltaGenerator, *, width: int = 420) -> Source | None:

@@ -16,6 +16,7 @@ from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.failures import canonical_pattern, patterns
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Over, Problem, Technique, Worker
 from openrecycle.planner.jobs.words import percent
+from openrecycle.planner.layers.partition import lay_out
 from openrecycle.planner.plans.plan import INTEGER, JobDoc, Plan, PlanError, first_problem, job_doc, read_model
 from openrecycle.planner.portfolio import make_plan
 
@@ -139,8 +140,6 @@ class Catalog:
             return plan, f"from the catalog: planned ahead for {what} ({plan.solver.name}, {_gap(plan)})"
         layout = None
         if self.over != "schedules":
-            from openrecycle.planner.layers.partition import lay_out  # needs numpy, which not every agent has
-
             layout = lay_out(self.job, problem.failed, technique=self.technique, memory=self.memory, over=self.over)
             problem = layout.problem
         plan = make_plan(problem, solver="list", look_ahead=False, layout=layout)

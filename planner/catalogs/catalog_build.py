@@ -22,7 +22,7 @@ from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.failures import canonical_pattern, patterns
 from openrecycle.planner.jobs.job import Job, Worker
 from openrecycle.planner.layers.distribution import Counts, best_distributions, models
-from openrecycle.planner.plans.packed import CatalogQuestion, Effort, Header, decode_columns, decode_header
+from openrecycle.planner.plans.packed import CatalogQuestion, Effort, Header, decode_header, decode_plan
 from openrecycle.planner.plans.plan import PlanError, job_doc
 from openrecycle.planner.solvers.base import Cancelled
 
@@ -249,10 +249,8 @@ def _inherit(question: CatalogQuestion, folder: WritablePlanStore, wanted: Seque
         assert blob is not None
         header = decode_header(blob, source=name)
         if reusable is not None and reusable[0].metrics.period < header.metrics.period:
-            more = decode_columns(reusable[1], question)
-            made = more and ReusablePlan(more[0], count + 1, reusable[0].solver.name).for_fewer(
-                question.problem(header.workers)
-            )
+            more = decode_plan(reusable[1], question, hashed=False).schedule()
+            made = ReusablePlan(more, count + 1, reusable[0].solver.name).for_fewer(question.problem(header.workers))
             if made:
                 bound = round(header.metrics.lower_bound * question.job.ticks_per_unit)
                 blob = made.stored(bound, header.effort, question.over)[1]
@@ -281,15 +279,14 @@ def _inherit_patterns(question: CatalogQuestion, folder: WritablePlanStore, name
                 if kept is None or kept.metrics.period <= headers[name].metrics.period:
                     continue
                 blob = folder.get(name)
-                more = decode_columns(blob, question) if blob is not None else None
-                made = more and ReusablePlan(more[0], count, headers[name].solver.name).for_fewer(
-                    question.problem(failed)
-                )
+                assert blob is not None
+                more = decode_plan(blob, question, hashed=False).schedule()
+                made = ReusablePlan(more, count, headers[name].solver.name).for_fewer(question.problem(failed))
                 if not made:
                     continue
                 if list(places) != sorted(places):
                     same = [range(job.pipelines)] * job.stages
-                    made = replace(made, columns=made.columns.renamed(places, same))
+                    made = replace(made, schedule=made.schedule.renamed(places, same))
                 bound = round(kept.metrics.lower_bound * job.ticks_per_unit)
                 if made.period < round(kept.metrics.period * job.ticks_per_unit):
                     stored, blob = made.stored(bound, kept.effort, question.over)

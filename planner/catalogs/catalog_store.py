@@ -20,16 +20,15 @@ from typing import Annotated, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from openrecycle.planner.catalogs.catalog import Catalog, rename_pipelines
+from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.failures import canonical_pattern, failures_per_stage
 from openrecycle.planner.jobs.files import read_whole
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Over, Technique, Worker
 from openrecycle.planner.layers.distribution import Counts
 from openrecycle.planner.layers.migration import Migration, migrations_to
-from openrecycle.planner.plans.packed import CatalogQuestion, Header, decode_columns, decode_header, decode_plan
+from openrecycle.planner.plans.packed import CatalogQuestion, Header, decode_header, decode_plan
 from openrecycle.planner.plans.plan import INTEGER, JobDoc, Plan, PlanError, first_problem, job_doc, read_model
-from openrecycle.planner.plans.plan_arrays import SMALL_OPS, Columns
 
 INFO = "catalog.json"
 SUFFIX = ".plan"
@@ -159,8 +158,7 @@ class StoredCatalog:
         blob = self.blobs.get(name)
         if blob is None:
             raise PlanError(f"the catalog has no plan {name}")
-        found = decode_columns(blob, self.question, source=name)
-        return decode_plan(blob, self.question, source=name) if found is None else _plan(*found)
+        return decode_plan(blob, self.question, source=name)
 
     def fitting(self, failed: Iterable[Worker]) -> tuple[str, str] | None:
         """The name of the plan that `find` would take without migrations, and why it fits; none is read for it."""
@@ -193,7 +191,7 @@ class StoredCatalog:
             return None
         if fitting := self._with_same_counts(dead):
             return Found(self._with_counts(fitting[0], dead), (), _FOR_AS_MANY)
-        counts, same = failures_per_stage(dead, job), self._in_columns(len(dead))
+        counts, same = failures_per_stage(dead, job), self._for_as_many(len(dead))
         if not migrate or not same:
             return None
         name = min(same, key=lambda n: (_moves(counts, self.header(n).counts), self.header(n).metrics.period, n))
@@ -214,50 +212,40 @@ class StoredCatalog:
         inverse = _inverse(permutation)
         if not self._is_of(name, dead, inverse):
             return None
-        found = decode_columns(blob, self.question, source=name)
-        if found is None:
-            return rename_pipelines(decode_plan(blob, self.question, source=name), inverse)
-        columns, header = found
-        if list(inverse) != sorted(inverse):
-            columns = columns.renamed(inverse, [range(len(inverse))] * self.question.job.stages)
-        return _plan(columns, header)
+        plan = decode_plan(blob, self.question, source=name, hashed=False)
+        if inverse == sorted(inverse):
+            return plan.hashed()
+        return plan.renamed(inverse)
 
     def _is_of(self, name: str, dead: frozenset[Worker], inverse: Sequence[int]) -> bool:
         """Is it a plan for the pattern of `dead`?"""
         return frozenset(Worker(inverse[w.pipeline], w.stage) for w in self.header(name).workers) == dead
 
-    def _in_columns(self, failures: int) -> list[str]:
-        """The plans for so many failures whose workers can be renamed."""
+    def _for_as_many(self, failures: int) -> list[str]:
+        """The plans for so many failures."""
         prefix = _prefix(failures)
-        return [n for n in self.blobs.names() if n.startswith(prefix) and self.header(n).form == "columns"]
+        return [name for name in self.blobs.names() if name.startswith(prefix)]
 
     def _with_same_counts(self, dead: frozenset[Worker]) -> list[str]:
         """Those of them with as many failures on each stage as `dead`, the shortest first."""
         counts = failures_per_stage(dead, self.question.job)
-        fitting = [n for n in self._in_columns(len(dead)) if self.header(n).counts == counts]
+        fitting = [n for n in self._for_as_many(len(dead)) if self.header(n).counts == counts]
         return sorted(fitting, key=lambda n: (self.header(n).metrics.period, n))
 
     def _with_counts(self, name: str, dead: frozenset[Worker]) -> Plan:
         """The plan with its workers renamed on each stage, so that exactly `dead` are left out."""
         job = self.question.job
         blob = self.blobs.get(name)
-        found = decode_columns(blob, self.question, source=name) if blob is not None else None
-        if found is None:
-            raise PlanError(f"the catalog has no plan {name} in columns")
-        columns, header = found
+        if blob is None:
+            raise PlanError(f"the catalog has no plan {name}")
+        plan = decode_plan(blob, self.question, source=name, hashed=False)
+        replaced = frozenset(map(Worker.parse, plan.failed))
         # Pipelines with most failures take the place of such, so that few workers swap parts.
-        to_pattern = canonical_pattern(columns.problem.failed, job)[1]
+        to_pattern = canonical_pattern(replaced, job)[1]
         from_pattern = _inverse(canonical_pattern(dead, job)[1])
         names = [from_pattern[p] for p in to_pattern]
-        planned = {Worker(names[w.pipeline], w.stage) for w in columns.problem.failed}
-        swaps = [_swap(job, stage, planned, dead) for stage in range(job.stages)]
-        return _plan(columns.renamed(names, swaps), header)
-
-
-def _plan(columns: Columns, header: Header) -> Plan:
-    """Small ones as documents, which whoever takes them apart reads sooner."""
-    plan = columns.plan(header.metrics, header.solver)
-    return plan.model_copy() if plan.op_count <= SMALL_OPS else plan
+        planned = {Worker(names[w.pipeline], w.stage) for w in replaced}
+        return plan.renamed(names, [_swap(job, stage, planned, dead) for stage in range(job.stages)])
 
 
 def create_folder(root: Path, question: CatalogQuestion) -> tuple[StoredCatalog, FolderBlobs]:

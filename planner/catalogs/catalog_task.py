@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from openrecycle.planner.catalogs.catalog_store import plan_name
 from openrecycle.planner.check import check
@@ -13,10 +12,10 @@ from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.job import MemoryLimit, Over, Problem, Technique, Worker
 from openrecycle.planner.layers.partition import Layout, bound_over, lay_out
 from openrecycle.planner.plans.bounds import Bound, period_bound
-from openrecycle.planner.plans.packed import CatalogQuestion, Effort, encode_columns, encode_plan
-from openrecycle.planner.plans.plan import PROVERS, JobDoc
-from openrecycle.planner.plans.plan_arrays import ColumnarSchedule, Columns, NotColumnar
-from openrecycle.planner.portfolio import best_solution, metrics_of, of_layout, plan_of, solver_of
+from openrecycle.planner.plans.packed import CatalogQuestion, Effort, encode_plan
+from openrecycle.planner.plans.plan import PROVERS, JobDoc, Plan
+from openrecycle.planner.plans.schedule import Schedule
+from openrecycle.planner.portfolio import best_solution, metrics_of, of_layout, solver_of
 from openrecycle.planner.solvers.base import Solution
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
 
@@ -101,7 +100,7 @@ def work(task: Task) -> Blobs:
                 continue
         assert taken is not None
         reusable = taken
-        out.append(taken.stored(bound_over(taken.columns.problem, task.over), effort, task.over))
+        out.append(taken.stored(bound_over(taken.schedule.problem, task.over), effort, task.over))
     return out
 
 
@@ -115,46 +114,45 @@ def _laid_out(problem: Problem, over: Over) -> Layout:
 class ReusablePlan:
     """A plan that may serve for fewer failures too. made_for: how many it was made for; solver: by whom."""
 
-    columns: Columns
+    schedule: Schedule
     made_for: int
     solver: str
 
-    @cached_property
+    @property
     def period(self) -> int:
-        return self.columns.period()
+        return self.schedule.period
 
     def for_fewer(self, problem: Problem) -> ReusablePlan | None:
         """The same ops, when the failures of `problem` are among its own: whoever lives after all stays idle."""
-        if not problem.failed < self.columns.problem.failed:
+        own = self.schedule.problem
+        if not problem.failed < own.failed:
             return None
         if problem.job.layers:  # its partition goes with it
-            problem = replace(problem, job=problem.job.with_partition(self.columns.problem.job.partition))
-        return replace(self, columns=replace(self.columns, problem=problem))
+            problem = replace(problem, job=problem.job.with_partition(own.job.partition))
+        return replace(self, schedule=self.schedule.for_fewer(problem))
 
     def stored(self, bound: int, effort: Effort, over: Over) -> tuple[str, bytes]:
-        fewer = len(self.columns.problem.failed)
+        problem = self.schedule.problem
         if self.solver not in PROVERS:  # a bound that another solver has proven is not this one's to claim
-            bound = min(bound, period_bound(self.columns.problem))
-        message = f"the plan for {self.made_for} failures, which serves for {fewer} as well"
-        solution = Solution(self.columns.summary(), bound, self.solver, 0.0, message, over)
-        return plan_name(self.columns.problem.failed), _encoded(self.columns, solution, effort)
+            bound = min(bound, period_bound(problem))
+        message = f"the plan for {self.made_for} failures, which serves for {len(problem.failed)} as well"
+        solution = Solution(self.schedule, bound, self.solver, 0.0, message, over)
+        return plan_name(problem.failed), _encoded(solution, effort)
 
 
-def _stored(solution: Solution, seconds: float, effort: Effort) -> tuple[str, bytes, ReusablePlan | None]:
-    """Name and stored form of a solution, without a document in between where columns can hold it."""
-    failed = solution.schedule.problem.failed
-    try:
-        columns = Columns.of(solution.schedule)
-    except NotColumnar:
-        return plan_name(failed), encode_plan(plan_of(solution, seconds=seconds), effort), None
-    if wrong := check(ColumnarSchedule(columns)):
+def _stored(solution: Solution, seconds: float, effort: Effort) -> tuple[str, bytes, ReusablePlan]:
+    """Name and stored form of a solution."""
+    schedule, failed = solution.schedule, solution.schedule.problem.failed
+    if wrong := check(schedule):
         raise PlannerError(f"the plan of {solution.solver} is not valid, and is not stored: {wrong[0]}")
-    solution = replace(solution, schedule=columns.summary(), seconds=seconds)
-    return plan_name(failed), _encoded(columns, solution, effort), ReusablePlan(columns, len(failed), solution.solver)
+    blob = _encoded(replace(solution, seconds=seconds), effort)
+    return plan_name(failed), blob, ReusablePlan(schedule, len(failed), solution.solver)
 
 
-def _encoded(columns: Columns, solution: Solution, effort: Effort) -> bytes:
-    return encode_columns(columns, metrics_of(solution), solver_of(solution, seconds=solution.seconds), effort)
+def _encoded(solution: Solution, effort: Effort) -> bytes:
+    metrics, solver = metrics_of(solution), solver_of(solution, seconds=solution.seconds)
+    # Nobody asks for its fingerprint, which takes as long as all else, before it is found in the catalog.
+    return encode_plan(Plan.of(solution.schedule, metrics=metrics, solver=solver, fingerprint=""), effort)
 
 
 def _promising(problems: Sequence[Problem], taken: ReusablePlan | None) -> list[Problem]:

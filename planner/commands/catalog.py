@@ -13,6 +13,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from openrecycle.planner.catalogs.catalog_build import build_catalog
+from openrecycle.planner.catalogs.catalog_engines import make_engine
 from openrecycle.planner.commands.shared import (
     LAYERS_HELP,
     PARTITION_HELP,
@@ -20,12 +22,14 @@ from openrecycle.planner.commands.shared import (
     interruptible,
     job_of_options,
 )
-from openrecycle.planner.jobs.errors import InputError, PlannerError
+from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.failures import parse_failed
 from openrecycle.planner.jobs.job import MemoryLimit, Over, Technique
 from openrecycle.planner.jobs.profile import AUTO
 from openrecycle.planner.layers.distribution import check_copy_cost
 from openrecycle.planner.layers.migration import SECONDS, MigrationPlan, normalize
+from openrecycle.planner.plans.packed import CatalogQuestion, Effort
+from openrecycle.planner.portfolio import SOLVERS
 
 MEMORY_HELP = "Activations per worker: 1f1b, uniform, none, a number; or the profile's bytes."
 DEFAULT_BANDWIDTH = 12.5e9  # bytes per second: a 100 Gb/s link
@@ -130,15 +134,6 @@ def catalog_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Plan ahead, one plan per failure count or pattern. Ctrl-C keeps what is done; the same command goes on."""
-    # The cli registers this module; the rest needs numpy, which an agent's machine may lack.
-    from openrecycle.planner.portfolio import SOLVERS
-
-    try:
-        from openrecycle.planner.catalogs.catalog_build import build_catalog
-        from openrecycle.planner.catalogs.catalog_engines import make_engine
-        from openrecycle.planner.plans.packed import CatalogQuestion, Effort
-    except ImportError as error:
-        raise PlannerError(f"catalogs on disk need numpy, which is not installed here ({error})") from None
     if solver not in SOLVERS:
         raise InputError("--solver", solver, "one of " + ", ".join(SOLVERS))
     if not 0 < time_limit < float("inf"):

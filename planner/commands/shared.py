@@ -11,9 +11,10 @@ from types import FrameType
 
 from rich.console import Console
 
-from openrecycle.planner.jobs.errors import InputError, PlannerError
+from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, parse_durations
 from openrecycle.planner.jobs.profile import AUTO, parse_partition
+from openrecycle.planner.layers.partition import lay_out
 from openrecycle.planner.plans.plan import JobDoc
 from openrecycle.planner.profiles import job_on, load
 
@@ -51,10 +52,6 @@ def job_of_options(
 
 def best_at_home(job: Job, technique: Technique, memory: MemoryLimit) -> Job:
     """With the partition that is best without failures: what they move layers from, and are compared with."""
-    try:  # numpy, which an agent's machine may lack
-        from openrecycle.planner.layers.partition import lay_out
-    except ImportError as error:
-        raise PlannerError(f"--partition auto needs numpy, which is not installed here ({error})") from None
     home = lay_out(job, technique=technique, memory=memory).partition
     return replace(job, partition=home, home=home, profiles=(), transfers=(), backward_transfers=())
 

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from openrecycle.planner.jobs.job import Job, Worker
 from openrecycle.planner.jobs.words import names, planned, plural
+from openrecycle.planner.plans import schedule as schedules
 from openrecycle.planner.plans.baseline import reference_period
-from openrecycle.planner.plans.plan_arrays import worker_arrays
 from openrecycle.planner.plans.schedule import Op, Schedule
 
 # In the order of legends, and of the stacked shares of a stage.
@@ -364,6 +364,7 @@ class Held:
 
 # A raster's codes beside 0, idle.
 CODES = {kind: i + 1 for i, kind in enumerate(KINDS)}
+_CODES = np.array([*(CODES[kind] for kind in schedules.KINDS), 0], np.uint8)
 CODE_FAILED, CODE_OUT = 6, 7
 COLUMNS, MAX_ROWS = 1_600, 600
 
@@ -378,8 +379,8 @@ def raster(drawing: Drawing, columns: int = COLUMNS) -> NDArray[np.uint8]:
         if worker not in schedule.ops:
             image[row] = CODE_FAILED if drawing.out.get(str(worker)) == FAILED else CODE_OUT
             continue
-        starts, ends, kinds = worker_arrays(schedule, worker)
-        codes = np.array([CODES[kind] for kind in kinds], dtype=np.uint8)
+        part, arrays = schedule.part(worker), schedule.arrays
+        starts, ends, codes = arrays.start[part], arrays.end[part], _CODES[arrays.kind[part]]
         at = np.searchsorted(starts, centres, side="right") - 1
         busy = (at >= 0) & (centres < ends[np.maximum(at, 0)])
         image[row, busy] = codes[at[busy]]
@@ -393,25 +394,23 @@ def raster_fills(colours: Colours) -> list[str]:
 
 def kinds_that_last(drawing: Drawing) -> set[str]:
     """The op kinds that have a duration anywhere in the rows."""
-    rows = (worker_arrays(drawing.schedule, worker) for worker in drawing.living)
-    return {kind for starts, ends, kinds in rows for kind in np.array(kinds)[ends > starts].tolist()}
+    ops = drawing.schedule.arrays_of(drawing.living)
+    return {schedules.KINDS[kind] for kind in np.unique(ops.kind[ops.duration > 0]).tolist()}
 
 
 def shares(drawing: Drawing, stage: int, end: float, columns: int) -> dict[str, NDArray[np.float64]]:
     """Of each op kind that a stage has, which share of its living workers is in it, on average over each of `columns`
     equal parts of 0 to `end`."""
     living = [w for w in drawing.living if w.stage == stage]
-    rows = [worker_arrays(drawing.schedule, worker) for worker in living]
-    if not rows:
+    if not living:
         return {}
-    starts, ends = (np.concatenate([row[i] for row in rows]) for i in (0, 1))
-    kinds = np.array([kind for *_, kinds in rows for kind in kinds])
+    ops = drawing.schedule.arrays_of(living)
     edges = np.linspace(0.0, end, columns + 1, dtype=np.float64)
     found = {}
     for kind in KINDS:
-        own = kinds == kind
-        if (ends[own] > starts[own]).any():
-            ran = _passed(starts[own], edges) - _passed(ends[own], edges)
+        own = ops.kind == schedules.KINDS.index(kind)
+        if (ops.duration[own] > 0).any():
+            ran = _passed(ops.start[own], edges) - _passed(ops.end[own], edges)
             share = np.diff(ran) * columns / end / len(living)
             found[kind] = np.where(share > 1e-9, share, 0.0)  # less is rounding
     return found

@@ -36,13 +36,15 @@ from openrecycle.planner.plans.plan import (
     first_problem,
     read_model,
 )
-from openrecycle.planner.plans.plan_arrays import SMALL_OPS, Columns, F, I, Ints, NotColumnar, columns_of, problem_of
+from openrecycle.planner.plans.schedule import B, F, I, Ints, O, OpArrays, OpsByWorker, Schedule, W, op_times
 
 MAGIC = b"ORP1"
 DIGEST = hashlib.sha256().digest_size
 # Read back before more memory is taken: a header lists the failed workers and little else.
 MAX_HEADER = 64 << 20
 MAX_JSON = 4 << 30
+# Documents of fewer ops are read in ten milliseconds.
+SMALL_OPS = 3_000
 # As small as by the usual 6, in half the time.
 _LEVEL = 5
 
@@ -122,41 +124,27 @@ class CatalogQuestion:
         return Problem(self.job, failed, self.technique, self.memory)
 
 
-def encode_columns(
-    columns: Columns,
-    metrics: MetricsDoc,
-    solver: SolverDoc,
-    effort: Effort,
-    *,
-    asked: RequestedPlan | None = None,
-    fingerprint: str | None = None,
-) -> bytes:
-    """asked, fingerprint: of a plan that stands by itself, not in a catalog."""
-    job = columns.problem.job
-    count = job.micro_batches
-    waits = _waits(columns).reshape(4, job.stages, job.pipelines, count)
+def encode_plan(plan: Plan, effort: Effort, *, alone: bool = False) -> bytes:
+    """Any plan; alone: not for a catalog. Raises PlannerError when its problem is none."""
+    schedule = plan.schedule()
+    problem, job = schedule.problem, schedule.problem.job
+    asked = RequestedPlan(job=plan.job, technique=plan.technique, memory=plan.memory) if alone else None
+    # (1.0 equals 1, and is another document.)
+    plain = all(column.dtype != object for column in plan.workers.arrays.columns)
+    items = _items(schedule) if plain else None
+    if items is None or plan != _plan(schedule, plan.metrics, plan.solver, plan.fingerprint):
+        plan = plan if plan.fingerprint else plan.hashed()  # only its JSON can hold it
+        header = _header(problem, plan.metrics, plan.solver, effort, "json")
+        header = header.model_copy(update={"asked": asked, "fingerprint": plan.fingerprint})
+        return _sealed(header, plan.to_json().encode())
+    waits = _waits(problem, items).reshape(4, job.stages, job.pipelines, job.micro_batches)
     found: dict[bytes, int] = {}
     rows = [found.setdefault(waits[:, :, p].tobytes(), len(found)) for p in range(job.pipelines)]
     distinct = waits[:, :, [rows.index(k) for k in range(len(found))]]
-    types, data = _pack([*distinct, columns.split, columns.durations, columns.step])
-    header = _header(columns.problem, metrics, solver, effort, "columns", tuple(rows), types)
-    return _sealed(header.model_copy(update={"asked": asked, "fingerprint": fingerprint}), data)
-
-
-def encode_plan(plan: Plan, effort: Effort, *, alone: bool = False) -> bytes:
-    """Any plan; alone: not for a catalog. Raises PlannerError when its problem is none."""
-    problem = plan.problem()
-    asked = RequestedPlan(job=plan.job, technique=plan.technique, memory=plan.memory) if alone else None
+    types, data = _pack([*distinct, items.split, items.durations, items.step])
+    header = _header(problem, plan.metrics, plan.solver, effort, "columns", tuple(rows), types)
     fingerprint = plan.fingerprint if alone else None
-    try:
-        columns = columns_of(plan)
-        if plan.in_arrays or columns.plan(plan.metrics, plan.solver, fingerprint=fingerprint) == plan:
-            return encode_columns(columns, plan.metrics, plan.solver, effort, asked=asked, fingerprint=fingerprint)
-    except (NotColumnar, KeyError, IndexError, ValueError):
-        pass  # a document that only its JSON can hold
-    header = _header(problem, plan.metrics, plan.solver, effort, "json")
-    header = header.model_copy(update={"asked": asked, "fingerprint": plan.fingerprint})
-    return _sealed(header, plan.to_json().encode())
+    return _sealed(header.model_copy(update={"asked": asked, "fingerprint": fingerprint}), data)
 
 
 def pack(plan: Plan) -> bytes:
@@ -165,17 +153,19 @@ def pack(plan: Plan) -> bytes:
 
 
 def unpack(data: bytes, *, source: str = "plan") -> Plan:
-    """The plan that was packed by itself: in arrays where they hold it. Raises PlanError when the data is damaged."""
+    """The plan that was packed by itself. Raises PlanError when the data is damaged."""
     header, payload = _opened(data, source)
     if header.asked is None or header.fingerprint is None:
         raise PlanError(f"{source} is a plan of a catalog, and does not say what it is for")
     if header.form == "json":
         return Plan.from_json(_inflate(payload, MAX_JSON), source=source)
     try:
-        columns = _columns(header, payload, header.asked.question(), source)
+        schedule = _schedule(header, payload, header.asked.question(), source)
     except PlannerError as error:
         raise PlanError(f"{source} is not a stored plan: {error}") from None
-    return columns.plan(header.metrics, header.solver, fingerprint=header.fingerprint, stored=(data, b""))
+    plan = _plan(schedule, header.metrics, header.solver, header.fingerprint)
+    plan.workers.stored = data, b""
+    return plan
 
 
 def decode_header(blob: bytes, *, source: str = "plan") -> Header:
@@ -183,13 +173,24 @@ def decode_header(blob: bytes, *, source: str = "plan") -> Header:
     return _opened(blob, source)[0]
 
 
-def decode_columns(blob: bytes, question: CatalogQuestion, *, source: str = "plan") -> tuple[Columns, Header] | None:
-    """None when the plan is kept as JSON. Raises PlanError when the blob is damaged."""
+def decode_plan(blob: bytes, question: CatalogQuestion, *, source: str = "plan", hashed: bool = True) -> Plan:
+    """hashed: False for a plan whose fingerprint nobody asks for, which takes as long as all else. Raises PlanError
+    when the blob is damaged."""
     header, data = _opened(blob, source)
-    return None if header.form == "json" else (_columns(header, data, question, source), header)
+    if header.form == "json":
+        return Plan.from_json(_inflate(data, MAX_JSON), source=source)
+    plan = _plan(_schedule(header, data, question, source), header.metrics, header.solver, "")
+    return plan.hashed() if hashed else plan
 
 
-def _columns(header: Header, data: bytes, question: CatalogQuestion, source: str) -> Columns:
+def _plan(schedule: Schedule, metrics: MetricsDoc, solver: SolverDoc, fingerprint: str) -> Plan:
+    """With the activations counted, of which a header says less."""
+    counts = {str(worker): count for worker, count in schedule.peak_activations.items()}
+    metrics = metrics.model_copy(update={"peak_activations": counts})
+    return Plan.of(schedule, metrics=metrics, solver=solver, fingerprint=fingerprint)
+
+
+def _schedule(header: Header, data: bytes, question: CatalogQuestion, source: str) -> Schedule:
     job = question.job
     stages, pipelines, count = job.stages, job.pipelines, job.micro_batches
     rows = max(header.rows, default=-1) + 1
@@ -197,24 +198,15 @@ def _columns(header: Header, data: bytes, question: CatalogQuestion, source: str
     try:
         if header.partition:
             job = job.with_partition(header.partition)
-        problem = problem_of(job, header.failed, question.technique, question.memory)
+        problem = Problem(job, header.workers, question.technique, question.memory)
         if len(header.rows) != pipelines or len(header.failed) != stages:
             raise ValueError("another grid")
         *waits, split, durations, step = _unpack(data, header.types, shapes)
     except (ValueError, PlannerError, zlib.error) as error:
         raise PlanError(f"{source} is not a plan of this catalog: {error}") from None
     full = np.stack(waits)[:, :, list(header.rows)].reshape(4, stages, pipelines * count)
-    return _from_waits(problem, full, split, durations, step)
-
-
-def decode_plan(blob: bytes, question: CatalogQuestion, *, source: str = "plan") -> Plan:
-    """Raises PlanError when the blob is damaged."""
-    found = decode_columns(blob, question, source=source)
-    if found is not None:
-        columns, header = found
-        return columns.plan(header.metrics, header.solver).model_copy()
-    header, data = _opened(blob, source)
-    return Plan.from_json(_inflate(data, MAX_JSON), source=source)
+    items = _from_waits(problem, full, split, durations, step)
+    return Schedule(problem, OpsByWorker(problem.living_workers(), lambda: OpArrays.of_items(problem, *items)))
 
 
 # -- from solvers, over pipes ----------------------------------------------------------------
@@ -234,72 +226,125 @@ def to_bytes(plan: Plan) -> bytes:
 
 
 def from_bytes(data: bytes, *, source: str = "plan") -> Plan:
-    """Raises PlanError. Of a plan in arrays the document is not looked at, and handed on by `packed`; of a small one
-    the plan is made, with its ops."""
+    """Raises PlanError. The document is not looked at, and handed on by `packed`."""
     if len(data) < 4:
         raise PlanError(f"{source} is not a plan: it has {len(data)} bytes")
     end = 4 + int(struct.unpack("<I", data[:4])[0])
     plan = unpack(data[4:end], source=source)
-    if not plan.in_arrays:
-        return plan
-    if plan.op_count <= SMALL_OPS:
-        return plan.model_copy()
-    plan.in_arrays.stored = data[4:end], data[end:]
+    plan.workers.stored = data[4:end], data[end:]
     return plan
 
 
 def packed(plan: Plan) -> Packed:
     """All that is to be stored of it."""
-    columns, document = plan.in_arrays.stored if plan.in_arrays else (b"", b"")
+    columns, document = plan.workers.stored
     return Packed(columns or pack(plan), document or zlib.compress(plan.to_json().encode(), _LEVEL))
 
 
 def storable(plan: Plan) -> str | Packed:
-    """What db.store takes of a plan."""
-    return packed(plan) if plan.in_arrays else plan.to_json()
+    """What db.store takes of a plan: of a small one the document, which is read as quickly."""
+    return packed(plan) if plan.op_count > SMALL_OPS else plan.to_json()
 
 
 # -- columns ---------------------------------------------------------------------------------
 
 
-def _waits(columns: Columns) -> Ints:
+class Items(NamedTuple):
+    """A schedule by micro-batch and stage; see OpArrays.of_items."""
+
+    route: Ints
+    starts: Ints
+    split: Ints
+    durations: Ints
+    step: Ints
+
+    def each(self, kind: int) -> Ints:
+        """[S, n]: how long each item's F, I or W takes where it runs."""
+        return np.take_along_axis(self.durations[kind], self.route, 1)
+
+    def backward(self) -> Ints:
+        """[S, n]: how long I, or B where it is not split, takes."""
+        whole = np.take_along_axis(self.split, self.route, 1) == 0
+        return self.each(I) + np.where(whole, self.each(W), 0)
+
+
+def _items(schedule: Schedule) -> Items | None:
+    """None: it is more than that, say with two durations of F on one worker, or less, without some op."""
+    problem, arrays = schedule.problem, schedule.arrays
+    job, living = problem.job, problem.living_workers()
+    n = job.pipelines * job.micro_batches
+    at, own = arrays.stage, np.array([worker.pipeline for worker in schedule.ops], np.int64)[arrays.row]
+    item = arrays.pipeline * job.micro_batches + arrays.micro_batch
+    compute, step = arrays.kind != O, arrays.kind == O
+    within = all(column.dtype != object for column in arrays.columns) and list(schedule.ops) == living
+    if not within or len(item) == 0 or min(at.min(), item[compute].min(initial=0), arrays.kind.min()) < 0:
+        return None
+    if at.max() >= job.stages or own.max() >= job.pipelines or item[compute].max(initial=0) >= n:
+        return None
+    route, starts = np.full((job.stages, n), -1, np.int64), np.full((3, job.stages, n), -1, np.int64)
+    split, durations, steps = (
+        np.zeros((job.stages, job.pipelines), np.int64),
+        op_times(problem),
+        np.zeros(job.stages, np.int64),
+    )
+    split[at[arrays.kind == W], own[arrays.kind == W]] = 1
+    steps[at[step]] = arrays.start[step]
+    durations[3, at[step], own[step]] = arrays.duration[step]
+    weight = durations[W].copy()
+    for kind, where in ((F, F), (I, I), (W, W), (B, I)):
+        which = arrays.kind == kind
+        s, p = at[which], own[which]
+        durations[where, s, p] = arrays.duration[which] - (weight[s, p] if kind == B else 0)
+        starts[where, s, item[which]] = arrays.start[which]
+        if kind == F:
+            route[s, item[which]] = p
+        if kind == B:
+            starts[W, s, item[which]] = arrays.start[which] + durations[I, s, p]
+    if route.min() < 0:
+        return None
+    found = Items(route, starts, split, durations, steps)
+    again = OpArrays.of_items(problem, *found)
+    same = np.array_equal(again.bounds, arrays.bounds) and all(map(np.array_equal, again.columns, arrays.columns))
+    return found if same else None
+
+
+def _waits(problem: Problem, items: Items) -> Ints:
     """[4, S, n]: the worker's pipeline less the item's own, and how long F, I and W wait.
 
     F for the F above and its transfer, I for the I (or B) below and its transfer, on the last
     stage for F, and W for I.
     """
-    job = columns.problem.job
+    job = problem.job
     home = np.repeat(np.arange(job.pipelines), job.micro_batches)
-    forward, backward, weight = (columns.starts[k] for k in range(3))
+    forward, backward, weight = items.starts
     wire, wire_back = (np.array(t, np.int64)[:, None] for t in (job.transfer_ticks, job.backward_transfer_ticks))
-    out = np.empty((4, *columns.route.shape), np.int64)
-    out[0] = columns.route - home
+    out = np.empty((4, *items.route.shape), np.int64)
+    out[0] = items.route - home
     out[1] = forward
-    out[1][1:] -= forward[:-1] + columns.duration(F)[:-1] + wire
+    out[1][1:] -= forward[:-1] + items.each(F)[:-1] + wire
     out[2] = backward
-    out[2][:-1] -= backward[1:] + columns.backward()[1:] + wire_back
-    out[2][-1] -= forward[-1] + columns.duration(F)[-1]
-    out[3] = weight - backward - columns.duration(I)
+    out[2][:-1] -= backward[1:] + items.backward()[1:] + wire_back
+    out[2][-1] -= forward[-1] + items.each(F)[-1]
+    out[3] = weight - backward - items.each(I)
     return out
 
 
-def _from_waits(problem: Problem, waits: Ints, split: Ints, durations: Ints, step: Ints) -> Columns:
+def _from_waits(problem: Problem, waits: Ints, split: Ints, durations: Ints, step: Ints) -> Items:
     job = problem.job
     home = np.repeat(np.arange(job.pipelines), job.micro_batches)
     route = waits[0] + home
     if route.size and (route.min() < 0 or route.max() >= job.pipelines):
         raise PlanError("the stored plan names a worker that the grid does not have")
-    starts = waits[1:].copy()
-    columns = Columns(problem, route, starts, split, durations, step)
-    forward, backward, weight = starts
-    length, back = columns.duration(F), columns.backward()
+    items = Items(route, waits[1:].copy(), split, durations, step)
+    forward, backward, weight = items.starts
+    length, back = items.each(F), items.backward()
     for s in range(1, job.stages):
         forward[s] += forward[s - 1] + length[s - 1] + job.transfer_ticks[s - 1]
     backward[-1] += forward[-1] + length[-1]
     for s in reversed(range(job.stages - 1)):
         backward[s] += backward[s + 1] + back[s + 1] + job.backward_transfer_ticks[s]
-    weight += backward + columns.duration(I)
-    return columns
+    weight += backward + items.each(I)
+    return items
 
 
 _TYPES: tuple[Literal["i1", "i2", "i4", "i8"], ...] = ("i1", "i2", "i4", "i8")

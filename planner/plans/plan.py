@@ -9,13 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice, starmap
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar, overload
+from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
+import numpy as np
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -28,7 +29,6 @@ from pydantic import (
     ValidationError,
     ValidatorFunctionWrapHandler,
     WithJsonSchema,
-    WrapSerializer,
     WrapValidator,
     model_validator,
 )
@@ -38,7 +38,18 @@ from openrecycle.planner.jobs.errors import InputError, PlannerError
 from openrecycle.planner.jobs.files import PLAN_BYTES, read_whole
 from openrecycle.planner.jobs.job import Job, LayerProfile, MemoryLimit, Over, Problem, StageProfile, Technique, Worker
 from openrecycle.planner.jobs.words import printable
-from openrecycle.planner.plans.schedule import Op, Schedule
+from openrecycle.planner.plans.schedule import (
+    KINDS,
+    F,
+    Numbers,
+    O,
+    OpArrays,
+    OpsByWorker,
+    Schedule,
+    bounds_of,
+    renamed,
+    whole,
+)
 
 SCHEMA_VERSION: Literal[1] = 1
 Model = TypeVar("Model", bound=BaseModel)
@@ -188,8 +199,8 @@ class OpDoc(_Model):
     duration: Time
 
 
-class OpColumns(NamedTuple):
-    """Ops of one worker, as OpDoc has them. Lists: a document's numbers may be of any size, and 1 is not 1.0 in it."""
+class OpRow(NamedTuple):
+    """The ops of one worker as its document has them, number by number: 1 is not 1.0 in it."""
 
     kinds: list[str]
     pipelines: list[int]
@@ -197,11 +208,6 @@ class OpColumns(NamedTuple):
     stages: list[int]
     starts: list[int | float]
     durations: list[int | float]
-
-    @classmethod
-    def of(cls, ops: Iterable[OpDoc]) -> OpColumns:
-        rows = list(map(_VALUES, ops))
-        return cls(*map(list, zip(*rows, strict=True))) if rows else cls([], [], [], [], [], [])
 
     def canonical(self) -> str:
         """As the fingerprint is computed from them."""
@@ -220,74 +226,156 @@ class OpColumns(NamedTuple):
         ]) + "]"  # fmt: skip
 
 
-_VALUES = attrgetter("kind", "pipeline", "micro_batch", "stage", "start", "duration")
+class PlannedOps(Mapping[str, tuple[OpDoc, ...]]):
+    """The ops of a plan in arrays, by worker: an OpDoc is made of what is looked at, and not kept.
 
+    arrays: see OpArrays; but times are the document's numbers. Those are whole (int64), or some of them have fractions
+    (float64, in which a whole one is written as such), or they are Python's own, where a document has 1.0 or more
+    digits than these hold. A micro-batch of -1 is null, and O's; another document's are Python's own.
+    stored: the plan's packed form and its deflated document, to be handed on as they came; empty where it came without.
+    schedule: what the plan was made of, if it was.
+    """
 
-class Ops(Sequence[OpDoc]):
-    """The ops of one worker. They are kept in columns: an OpDoc is made of what is looked at, and not kept."""
+    __slots__ = ("arrays", "names", "schedule", "stored")
 
-    __slots__ = ("columns",)
-
-    def __init__(self, columns: OpColumns) -> None:
-        self.columns = columns
+    def __init__(self, names: Iterable[str], arrays: OpArrays) -> None:
+        self.names = {name: row for row, name in enumerate(names)}
+        self.arrays = arrays
+        self.stored = (b"", b"")
+        self.schedule: Schedule | None = None
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
         # A wrong document may have a million wrong entries: the first is said.
-        documents = handler.generate_schema(Annotated[tuple[OpDoc, ...], Field(fail_fast=True)])
-        as_documents = core_schema.plain_serializer_function_ser_schema(tuple, return_schema=documents)
+        documents = handler.generate_schema(dict[WorkerName, _OpDocs])
+        as_documents = core_schema.plain_serializer_function_ser_schema(dict, return_schema=documents)
         return core_schema.no_info_after_validator_function(cls.of, documents, serialization=as_documents)
 
     @classmethod
-    def of(cls, ops: Sequence[OpDoc]) -> Ops:
-        return ops if isinstance(ops, Ops) else cls(OpColumns.of(ops))
+    def of(cls, workers: Mapping[str, Sequence[OpDoc]]) -> PlannedOps:
+        if isinstance(workers, PlannedOps):
+            return workers
+        rows = [[*map(_VALUES, ops)] for ops in workers.values()]
+        return cls.of_rows(dict(zip(workers, rows, strict=True)))
+
+    @classmethod
+    def of_rows(cls, rows: Mapping[str, Sequence[tuple[Any, ...]]]) -> PlannedOps:
+        """rows: each op's fields, in their order."""
+        ops = [op for row in rows.values() for op in row]
+        columns: list[list[Any]] = [*map(list, zip(*ops, strict=True))] if ops else [[]] * 6
+        kinds, pipelines, micro_batches, stages, starts, durations = columns
+        numbers = (
+            whole([*map(KINDS.index, kinds)]),
+            whole(pipelines),
+            _micro_batches(micro_batches, kinds),
+            whole(stages),
+        )
+        bounds = bounds_of(map(len, rows.values()))
+        return cls(rows, OpArrays(bounds, *numbers, _times(starts), _times(durations)))
+
+    @classmethod
+    def of_schedule(cls, schedule: Schedule) -> PlannedOps:
+        job, arrays = schedule.problem.job, schedule.arrays
+        workers = sorted(schedule.ops)
+        if workers != list(schedule.ops):
+            arrays = arrays.rows([row for _, row in sorted(zip(schedule.ops, range(len(workers)), strict=True))])
+        numbers = np.where(arrays.kind == O, -1, arrays.micro_batch)
+        if (numbers[arrays.kind != O] < 0).any():  # no valid schedule has that
+            numbers = np.where(arrays.kind == O, np.array(None), arrays.micro_batch)
+        start, duration = _units(job, arrays.start), _units(job, arrays.duration)
+        made = cls(map(str, workers), replace(arrays, micro_batch=numbers, start=start, duration=duration))
+        made.schedule = schedule
+        return made
+
+    def row(self, name: str) -> OpRow:
+        return self._row(self.arrays.part(self.names[name]))
+
+    def rows(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, OpRow]]:
+        """Of each worker; names: in this order. (Slices of lists: those of arrays take longer for rows as small.)"""
+        whole = self._row(slice(None))
+        for name in self.names if names is None else names:
+            part = self.arrays.part(self.names[name])
+            yield name, OpRow(*(column[part] for column in whole))  # type: ignore[arg-type]
+
+    def _row(self, part: slice) -> OpRow:
+        arrays = self.arrays
+        kinds, pipelines, micro_batches, stages = (column[part].tolist() for column in arrays.columns[:4])
+        if arrays.micro_batch.dtype != object:
+            micro_batches = [None if m < 0 else m for m in micro_batches]
+        times = (_numbers(column[part]) for column in (arrays.start, arrays.duration))
+        return OpRow([KINDS[k] for k in kinds], pipelines, micro_batches, stages, *times)
+
+    def __getitem__(self, name: str) -> tuple[OpDoc, ...]:
+        return tuple(starmap(_op_doc, zip(*self.row(name), strict=True)))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
 
     def __len__(self) -> int:
-        return len(self.columns.kinds)
-
-    @overload
-    def __getitem__(self, at: int) -> OpDoc: ...
-
-    @overload
-    def __getitem__(self, at: slice) -> tuple[OpDoc, ...]: ...
-
-    def __getitem__(self, at: int | slice) -> OpDoc | tuple[OpDoc, ...]:
-        columns: tuple[list[Any], ...] = self.columns
-        if isinstance(at, slice):
-            return tuple(Ops(OpColumns(*(column[at] for column in columns))))
-        return _op_doc(*(column[at] for column in columns))
-
-    def __iter__(self) -> Iterator[OpDoc]:
-        return starmap(_op_doc, zip(*self.columns, strict=True))
+        return len(self.names)
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, Ops):
-            return self.columns == other.columns
-        return tuple(self) == other
+        if not isinstance(other, PlannedOps) or list(self.names) != list(other.names):
+            return isinstance(other, Mapping) and dict(self) == dict(other)
+        return np.array_equal(self.arrays.bounds, other.arrays.bounds) and all(
+            map(np.array_equal, self.arrays.columns, other.arrays.columns)
+        )
 
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        return repr(tuple(self))
+        return repr(dict(self))
 
 
-class InArrays(Mapping[str, Ops]):
-    """All workers of a plan in the arrays of planner.plans.plan_arrays, which need numpy, and hold no plan that is
-    wrong in its shape. As a mapping, they are those of the document."""
+_OpDocs = Annotated[tuple[OpDoc, ...], Field(fail_fast=True)]
+_VALUES = attrgetter("kind", "pipeline", "micro_batch", "stage", "start", "duration")
+_EXACT = 1 << 53  # whole numbers from here on are not all floats
 
-    op_count: int
-    stored: tuple[bytes, bytes]
-    """The plan's packed form and its deflated document, to be handed on as they came; empty where it came without."""
 
-    @abstractmethod
-    def schedule(self) -> Schedule: ...
+def _micro_batches(values: list[int | None], kinds: list[str]) -> Numbers:
+    if all((m is None) == (kind == "O") and m != -1 for m, kind in zip(values, kinds, strict=True)):
+        numbers = whole([-1 if m is None else m for m in values])
+        if numbers.dtype != object:
+            return numbers
+    return np.array(values, object)
 
-    @abstractmethod
-    def renamed(self, names: Sequence[int]) -> InArrays:
-        """Raises InputError where workers are not alike."""
 
-    @abstractmethod
-    def rerouted(self) -> dict[str, int]: ...
+def _times(values: list[int | float]) -> Numbers:
+    """Of a document."""
+    kinds = set(map(type, values))
+    if kinds <= {int}:
+        return whole(values)
+    floats = np.array(values, float)
+    if (np.abs(floats) < _EXACT).all():
+        fraction = np.array([type(v) is float for v in values])
+        if (fraction == (floats != np.floor(floats))).all():
+            return floats
+    return np.array(values, object)
+
+
+def _numbers(times: Numbers) -> list[int | float]:
+    """As the document has them."""
+    numbers: list[Any] = times.tolist()
+    return [int(v) if v.is_integer() else v for v in numbers] if times.dtype == float else numbers
+
+
+def _units(job: Job, ticks: Numbers) -> Numbers:
+    """Job.units of each."""
+    scale = job.ticks_per_unit
+    if ticks.dtype == object or np.abs(ticks).max(initial=0) >= _EXACT:
+        return _times([job.units(t) for t in ticks.tolist()])
+    return ticks if scale == 1 else ticks / scale
+
+
+def _ticks(job: Job, times: Numbers) -> Numbers:
+    """The ticks that are nearest."""
+    scale = job.ticks_per_unit
+    if times.dtype != object and float(np.abs(times).max(initial=0)) * scale < 1 << 62:
+        return times * scale if times.dtype != float else np.rint(times * scale).astype(np.int64)
+    return whole([round(v * scale) for v in times.tolist()])
 
 
 class MetricsDoc(_Model):
@@ -335,7 +423,7 @@ class Plan(_Model):
     partition: Annotated[tuple[_Size, ...], _WHERE_GIVEN, Field(fail_fast=True)] = ()
     technique: Technique
     memory: str
-    workers: Annotated[dict[WorkerName, Ops], WrapSerializer(lambda workers, write: write(dict(workers)))]
+    workers: PlannedOps
     metrics: MetricsDoc
     solver: SolverDoc
     fingerprint: str
@@ -343,7 +431,8 @@ class Plan(_Model):
     # -- from and to the planner's objects ---------------------------------------------------
 
     @classmethod
-    def of(cls, schedule: Schedule, *, metrics: MetricsDoc, solver: SolverDoc) -> Plan:
+    def of(cls, schedule: Schedule, *, metrics: MetricsDoc, solver: SolverDoc, fingerprint: str | None = None) -> Plan:
+        """fingerprint: where it is known already; "": nobody asks for it yet."""
         problem = schedule.problem
         body: dict[str, Any] = {
             "job": job_doc(problem.job),
@@ -351,10 +440,11 @@ class Plan(_Model):
             "partition": problem.job.partition,
             "technique": problem.technique,
             "memory": problem.memory.text,
-            "workers": {str(w): Ops(_columns(problem.job, ops)) for w, ops in sorted(schedule.ops.items())},
+            "workers": PlannedOps.of_schedule(schedule),
             "schema_version": SCHEMA_VERSION,
         }
-        return cls.model_construct(metrics=metrics, solver=solver, fingerprint="", **body).hashed()
+        plan = cls.model_construct(metrics=metrics, solver=solver, fingerprint=fingerprint or "", **body)
+        return plan.hashed() if fingerprint is None else plan
 
     def compute_fingerprint(self) -> str:
         """SHA-256 over the canonical JSON of the problem and the ops (not of who solved it)."""
@@ -370,16 +460,10 @@ class Plan(_Model):
         head = json.dumps(body, sort_keys=True, separators=(",", ":"))
         digest = hashlib.sha256(f'{head[:-1]},"workers":{{'.encode())
         # `workers` is the last key of all; worker by worker, for the reason that `_PIECEMEAL` gives.
-        written = sorted((name, ops.canonical()) for name, ops in self.op_columns())
-        for i, (name, ops) in enumerate(written):
-            digest.update(f'{"," if i else ""}"{name}":{ops}'.encode())
+        for i, (name, ops) in enumerate(self.workers.rows(sorted(self.workers))):
+            digest.update(f'{"," if i else ""}"{name}":{ops.canonical()}'.encode())
         digest.update(b"}}")
         return digest.hexdigest()[:32]
-
-    def op_columns(self) -> Iterator[tuple[str, OpColumns]]:
-        """The ops of each worker, in columns."""
-        for name, ops in self.workers.items():
-            yield name, Ops.of(ops).columns
 
     def problem(self) -> Problem:
         """Raises PlannerError when the document describes no job."""
@@ -390,50 +474,42 @@ class Plan(_Model):
         return Problem(job, failed, self.technique, MemoryLimit.parse(self.memory, field="memory"))
 
     @property
-    def in_arrays(self) -> InArrays | None:
-        """Its workers, where they are in arrays."""
-        return self.workers if isinstance(self.workers, InArrays) else None
-
-    @property
     def op_count(self) -> int:
-        return self.in_arrays.op_count if self.in_arrays else sum(map(len, self.workers.values()))
+        return len(self.workers.arrays.kind)
 
     def rerouted(self) -> dict[str, int]:
         """worker -> forwards of other pipelines' micro-batches, per iteration."""
-        if self.in_arrays:
-            return self.in_arrays.rerouted()
-        moved = {}
-        for name, ops in self.op_columns():
-            own = int(name[1:].partition("_")[0])
-            moved[name] = sum(k == "F" and p != own for k, p in zip(ops.kinds, ops.pipelines, strict=True))
-        return moved
+        arrays, names = self.workers.arrays, list(self.workers)
+        own = np.array([int(name[1:].partition("_")[0]) for name in names], np.int64)
+        moved = arrays.row[(arrays.kind == F) & (arrays.pipeline != own[arrays.row])]
+        return dict(zip(names, np.bincount(moved, minlength=len(names)).tolist(), strict=True))
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """Without arrays: they would not know of what is changed."""
-        workers: dict[str, Any] = {"workers": dict(self.workers)} if self.in_arrays else {}
-        return super().model_copy(update={**workers, **(update or {})}, deep=deep)
+        """Whose ops know nothing of what they were made of, or came in."""
+        workers = PlannedOps.of((update or {}).get("workers", self.workers))
+        update = {**(update or {}), "workers": PlannedOps(workers, workers.arrays)}
+        return super().model_copy(update=update, deep=deep)
 
     def schedule(self) -> Schedule:
         """The schedule in ticks. It is not checked: planner.check does that."""
-        if self.in_arrays:
-            return self.in_arrays.schedule()
-        problem = self.problem()
-        scale = problem.job.ticks_per_unit
-        ops = {}
-        for name, columns in self.op_columns():
-            worker = Worker.parse(name, field="workers")
-            ops[worker] = tuple(
-                Op(kind, p, -1 if m is None else m, s, worker, round(start * scale), round(duration * scale))
-                for kind, p, m, s, start, duration in zip(*columns, strict=True)
-            )
-        return Schedule(problem, ops)
+        if self.workers.schedule is not None:
+            return self.workers.schedule
+        problem, arrays = self.problem(), self.workers.arrays
+        rows = {Worker.parse(name, field="workers"): row for row, name in enumerate(self.workers)}
+        if len(rows) < len(self.workers):  # one of them is there in two spellings
+            arrays = arrays.rows(list(rows.values()))
+        if arrays.micro_batch.dtype == object:
+            arrays = replace(arrays, micro_batch=whole([-1 if m is None else m for m in arrays.micro_batch.tolist()]))
+        times = {name: _ticks(problem.job, getattr(arrays, name)) for name in ("start", "duration")}
+        made = replace(arrays, **times)
+        return Schedule(problem, OpsByWorker(rows, lambda: made))
 
     # -- JSON --------------------------------------------------------------------------------
 
     def to_json(self) -> str:
         head = Plan.model_construct(**{**self.__dict__, "workers": {}}).model_dump_json()
         before, empty, after = head.partition(_NO_WORKERS)
-        workers = ",".join(f'"{name}":{ops.document()}' for name, ops in self.op_columns())
+        workers = ",".join(f'"{name}":{ops.document()}' for name, ops in self.workers.rows())
         return f"{before}{empty[:-1]}{workers}}}{after}"
 
     @classmethod
@@ -458,7 +534,7 @@ class Plan(_Model):
             begin = text.index(_NO_WORKERS[:-1]) + len(_NO_WORKERS) - 1
             workers, at, count = {}, begin, 0
             while found := _WORKER.match(text, at):
-                ops = workers[found[1]] = _OPS.validate_json(found[2])  # (an Ops: what pydantic makes goes at once)
+                ops = workers[found[1]] = [*map(_VALUES, _OPS.validate_json(found[2]))]  # (what pydantic makes goes)
                 at, count = found.end(), count + 1
                 if "\\" in found[2] or any(found[2].count(key) != len(ops) for key in _OP_KEYS):
                     return None  # some key is there twice, or spelt in another way
@@ -470,33 +546,27 @@ class Plan(_Model):
             return None
         if plan.workers:  # `workers` is there twice
             return None
-        return plan.model_copy(update={"workers": workers})
+        return plan.model_copy(update={"workers": PlannedOps.of_rows(workers)})
 
-    def renamed(self, names: Sequence[int]) -> Plan:
-        """With each pipeline p called names[p]: workers change places, and micro-batches their homes. All else of the
-        ops is shared; the fingerprint is computed anew."""
+    def renamed(self, names: Sequence[int], workers: Sequence[Sequence[int]] = ()) -> Plan:
+        """With each pipeline p called names[p]: workers change places, and micro-batches their homes. Then the part of
+        pipeline p on stage s goes to workers[s][p]. The fingerprint is computed anew."""
 
         def worker(name: str) -> str:
-            old = Worker.parse(name)
-            return str(Worker(names[old.pipeline], old.stage))
+            return str(renamed(Worker.parse(name), names, workers))
 
         def in_order(names: Iterable[str]) -> tuple[str, ...]:
             return tuple(sorted(names, key=Worker.parse))
 
-        workers: Mapping[str, Ops]
-        if self.in_arrays:
-            workers = self.in_arrays.renamed(names)
-        else:
-            moved = {
-                worker(name): Ops(columns._replace(pipelines=[names[p] for p in columns.pipelines]))
-                for name, columns in self.op_columns()
-            }
-            workers = {name: moved[name] for name in in_order(moved)}
+        rows = {worker(name): row for row, name in enumerate(self.workers)}
+        moved = in_order(rows)
+        own = [Worker.parse(name).pipeline for name in moved]
+        arrays = self.workers.arrays.renamed(names, [rows[name] for name in moved], own)
         peaks = {worker(name): n for name, n in self.metrics.peak_activations.items()}
         counted = {name: peaks[name] for name in in_order(peaks)}
         changes: dict[str, Any] = {
             "failed": in_order(map(worker, self.failed)),
-            "workers": workers,
+            "workers": PlannedOps(moved, arrays),
             "metrics": self.metrics.model_copy(update={"peak_activations": counted}),
         }
         return Plan.model_construct(**{**self.__dict__, **changes}).hashed()
@@ -516,7 +586,7 @@ class Plan(_Model):
         return cls.from_json(data, source=str(path))
 
 
-_OPS = TypeAdapter(Ops)
+_OPS: TypeAdapter[tuple[OpDoc, ...]] = TypeAdapter(_OpDocs)
 # Longer documents are read worker by worker, and all are written so: pydantic and json let no other
 # thread run meanwhile, which for 2,048 workers at once takes seconds.
 _PIECEMEAL = 1_000_000
@@ -627,18 +697,6 @@ def first_problem(error: ValidationError) -> str:
     shown = value if len(value) <= 80 else value[:77] + "..."
     more = len(error.errors()) - 1
     return f"{where}: {first['msg']} (got {shown})" + (f", and {more} more" if more else "")
-
-
-def _columns(job: Job, ops: Sequence[Op]) -> OpColumns:
-    """As a document has them."""
-    return OpColumns(
-        [op.kind for op in ops],
-        [op.pipeline for op in ops],
-        [None if op.kind == "O" else op.micro_batch for op in ops],
-        [op.stage for op in ops],
-        [job.units(op.start) for op in ops],
-        [job.units(op.duration) for op in ops],
-    )
 
 
 _FIELDS = set(OpDoc.model_fields)  # shared by all: OpDoc is frozen, and a copy of one copies it

@@ -1,17 +1,28 @@
-"""Op and Schedule, and every number that is read off a schedule: one definition each, used by all.
+"""Op, OpArrays and Schedule, and every number that is read off a schedule: one definition each, used by all.
 
 Times are whole ticks (see planner.jobs.job). A Schedule is data; whether it is *valid* is for
-planner.check to say, which shares no code with this module's users.
+planner.check to say, which shares no code with this module's users. A plan of 2,048 workers has 400,000 ops: they are
+kept in arrays, and become objects only where somebody looks at them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Problem, Technique, Worker
+
+Ints = NDArray[np.int64]
+Numbers = NDArray[Any]  # of int64; or Python's own integers, where one of them has more bits
+KINDS = "FIWBO"
+F, I, W, B, O = range(5)  # noqa: E741 -- the field's names
+_MOST = 1 << 62
 
 
 class Op(NamedTuple):
@@ -45,36 +56,228 @@ class Op(NamedTuple):
         return f"{name}@{self.worker}"
 
 
-class OpsOnDemand(Mapping[Worker, tuple[Op, ...]]):
-    """The ops of each living worker, made when they are first asked for: a worker needs only its own.
+@dataclass(frozen=True, eq=False)
+class OpArrays:
+    """The ops of all workers, one worker's after the other's, each worker's in their order.
 
-    row: one worker's ops by start time, O last.
+    bounds [workers + 1]: where each worker's begin, and where the last one's end. The others [ops]: kind, an index into
+    KINDS, -1 for none of them; micro_batch, -1 where an op has none, as O; all else as in Op. int64; where that does
+    not hold a number, the column has Python's own.
     """
 
-    def __init__(self, problem: Problem, row: Callable[[Worker], Iterable[Op]]) -> None:
-        self._problem, self._row = problem, row
+    bounds: Ints
+    kind: Ints
+    pipeline: Numbers
+    micro_batch: Numbers
+    stage: Numbers
+    start: Numbers
+    duration: Numbers
+
+    @classmethod
+    def of(cls, rows: Iterable[Sequence[Op]]) -> OpArrays:
+        rows = list(rows)
+        ops = [op for row in rows for op in row]
+        columns = zip(*((KINDS.find(op.kind), *op[1:4], *op[5:]) for op in ops), strict=True) if ops else [()] * 6
+        return cls(bounds_of(map(len, rows)), *(whole(list(column)) for column in columns))
+
+    @property
+    def columns(self) -> tuple[Numbers, ...]:
+        return self.kind, self.pipeline, self.micro_batch, self.stage, self.start, self.duration
+
+    @cached_property
+    def row(self) -> Ints:
+        """[ops]: which worker's it is."""
+        return np.repeat(np.arange(len(self.bounds) - 1), np.diff(self.bounds))
+
+    @cached_property
+    def end(self) -> Numbers:
+        return self.start + self.duration
+
+    def part(self, row: int) -> slice:
+        """The ops of one worker."""
+        return slice(int(self.bounds[row]), int(self.bounds[row + 1]))
+
+    def rows(self, rows: Sequence[int]) -> OpArrays:
+        """Those of these workers, in this order."""
+        at = np.asarray(rows, np.int64)
+        begin, counts = self.bounds[at], np.diff(self.bounds)[at]
+        bounds = bounds_of(counts)
+        order = np.arange(bounds[-1]) + np.repeat(begin - bounds[:-1], counts)
+        return OpArrays(bounds, *(column[order] for column in self.columns))
+
+    def renamed(self, names: Sequence[int], rows: Sequence[int], parts: Sequence[int] = ()) -> OpArrays:
+        """With each pipeline p called names[p], and the workers in the order of `rows`.
+
+        parts: by worker, its pipeline, where it takes another's part; its O is entered under its own. Where ops without
+        duration begin together, their order is again that of `Schedule.build`.
+        """
+        moved = self.rows(rows)
+        if moved.pipeline.dtype == object:
+            pipeline = whole([names[p] for p in moved.pipeline])
+        else:
+            pipeline = np.asarray(names, np.int64)[moved.pipeline]
+        if parts:
+            pipeline = np.where(moved.kind == O, np.asarray(parts, np.int64)[moved.row], pipeline)
+        moved = replace(moved, pipeline=pipeline)
+        if any(column.dtype.kind == "O" for column in moved.columns):
+            return moved
+        row, start, end, last = moved.row, moved.start, moved.end, moved.kind == O
+        same = row[1:] == row[:-1]
+        later = (start[1:] > start[:-1]) | ((start[1:] == start[:-1]) & (end[1:] >= end[:-1]))
+        tied = same & (start[1:] == end[1:]) & (start[1:] == start[:-1]) & (end[1:] == end[:-1])
+        if not tied.any() or (same & ~later).any():
+            return moved
+        order = np.lexsort((moved.kind, moved.micro_batch, moved.pipeline, end, start, last, row))
+        return OpArrays(moved.bounds, *(column[order] for column in moved.columns))
+
+    @classmethod
+    def assembled(
+        cls,
+        problem: Problem,
+        ops: Sequence[Numbers],
+        *,
+        step: Numbers | None = None,
+        lengths: Numbers | None = None,
+    ) -> OpArrays:
+        """Compute ops, sorted by worker, start and end, with each worker's O behind them. Ties keep their order.
+
+        ops: of each its worker, by place among the living ones, kind, pipeline, micro-batch, start and duration.
+        step [stages]: when each stage's O begins; None: where it belongs, see `Schedule.build`. lengths: of each living
+        worker's O; None: as the problem says.
+        """
+        living = problem.living_workers()
+        stage, pipeline = (np.array([w[k] for w in living], np.int64) for k in (1, 0))
+        if lengths is None:
+            lengths = whole([problem.worker_ticks(worker).optimizer for worker in living])
+        who, start, duration = ops[0], ops[4], ops[5]
+        if step is None:
+            step = np.zeros(problem.job.stages, start.dtype)
+            np.maximum.at(step, stage[who], start + duration)
+            if not problem.technique.staggers:
+                step[:] = step.max(initial=0)
+        order = _by_time(who, start, duration)
+        bounds = np.append(0, np.cumsum(np.bincount(who, minlength=len(living)) + 1))
+        compute = np.ones(bounds[-1], bool)
+        compute[bounds[1:] - 1] = False
+        last = (np.full_like(stage, O), pipeline, np.full_like(stage, -1), stage, step[stage], lengths)
+        columns = []
+        for column, own in zip((*ops[1:4], stage[who], start, duration), last, strict=True):
+            # (Not concatenated and sorted: at this size, memory that is new costs more than all that is done in it.)
+            filled = np.empty(bounds[-1], np.result_type(column, own))
+            filled[compute], filled[~compute] = column[order], own
+            columns.append(filled)
+        return cls(bounds, *columns)
+
+    @classmethod
+    def of_items(
+        cls, problem: Problem, route: Ints, starts: Ints, split: Ints, durations: Ints, step: Ints
+    ) -> OpArrays:
+        """Items are numbered as in planner.solvers.dispatch, per stage: pipeline * micro_batches + micro-batch.
+
+        S stages, P pipelines, n = P * micro-batches. route [S, n]: pipeline of the worker that runs the item. starts
+        [3, S, n]: of F, of I (or B) and of W. split [S, P]: 1 where the worker splits B. durations [4, S, P]: of F, I,
+        W and O on each worker. step [S]: start of the stage's O.
+        """
+        job = problem.job
+        stage, item = np.indices(route.shape)
+        places = np.full((job.stages, job.pipelines), -1, np.int64)
+        living = problem.living_workers()
+        stages, pipelines = (np.array([w[k] for w in living], np.int64) for k in (1, 0))
+        places[stages, pipelines] = np.arange(len(living))
+        apart = np.take_along_axis(split, route, 1) == 1
+        lengths = np.stack([np.take_along_axis(durations[k], route, 1) for k in (F, I, W)], 2)
+        lengths[..., I] += np.where(apart, 0, lengths[..., W])
+        kinds = np.broadcast_to(np.array([F, I, W]), lengths.shape).copy()
+        kinds[..., I][~apart] = B
+        who = places[stage, route]
+        there = np.repeat((who >= 0)[..., None], 3, 2)  # what a failed worker is said to run is not in the plan
+        there[..., W] &= apart
+        home, number = np.divmod(item, job.micro_batches)
+
+        def each(values: Ints) -> Ints:
+            of_each: Ints = np.broadcast_to(values[..., None], there.shape)[there]
+            return of_each
+
+        times = np.moveaxis(starts, 0, 2)
+        ops = each(who), kinds[there], each(home), each(number), times[there], lengths[there]
+        return cls.assembled(problem, ops, step=step, lengths=durations[3, stages, pipelines])
+
+
+def renamed(worker: Worker, names: Sequence[int], workers: Sequence[Sequence[int]] = ()) -> Worker:
+    """Where it stands once each pipeline p is called names[p], and then takes the part in workers[stage][pipeline]."""
+    pipeline = names[worker.pipeline]
+    return Worker(workers[worker.stage][pipeline] if workers else pipeline, worker.stage)
+
+
+def bounds_of(counts: Iterable[int]) -> Ints:
+    """Where so many ops of each worker begin, and where the last one's end."""
+    return np.cumsum([0, *counts], dtype=np.int64)
+
+
+def whole(values: Sequence[Any]) -> Numbers:
+    """In an array of int64, or of the numbers themselves where that does not hold one."""
+    try:
+        return np.array(values, np.int64)
+    except OverflowError:
+        return np.array(list(values), object)
+
+
+def op_times(problem: Problem) -> Numbers:
+    """[4, S, P]: how long F, I, W and O take on each worker."""
+    pipelines = problem.job.pipelines
+    own = np.repeat(np.stack([whole(ticks) for ticks in problem.ticks], 1)[:, :, None], pipelines, 2)
+    for worker, _ in problem.job.speeds:
+        own[:, worker.stage, worker.pipeline] = problem.worker_ticks(worker)
+    return own
+
+
+def _by_time(who: Ints, start: Numbers, duration: Numbers) -> Ints:
+    """The order by worker, start and end; what ties stays as it is."""
+    if start.dtype == object or duration.dtype == object:
+        end = start + duration
+        return np.array(sorted(range(len(who)), key=lambda k: (who[k], start[k], end[k])), np.int64)
+    span, longest = int(start.max(initial=0)) + 1, int(duration.max(initial=0)) + 1
+    if (
+        start.min(initial=0) >= 0
+        and duration.min(initial=0) >= 0
+        and span * longest * (int(who.max(initial=0)) + 1) < _MOST
+    ):
+        return np.argsort((who * span + start) * longest + duration, kind="stable")  # in a third of the time
+    return np.lexsort((start + duration, start, who))
+
+
+class OpsByWorker(Mapping[Worker, tuple[Op, ...]]):
+    """The ops of arrays, for whoever looks at them: made worker by worker, when they are first asked for.
+
+    make: the arrays of these workers, in this order; called when the first op is asked for.
+    """
+
+    def __init__(self, workers: Iterable[Worker], make: Callable[[], OpArrays]) -> None:
+        self.places = {worker: row for row, worker in enumerate(workers)}
+        self._make = make
         self._made: dict[Worker, tuple[Op, ...]] = {}
+
+    @cached_property
+    def arrays(self) -> OpArrays:
+        return self._make()
 
     def __getitem__(self, worker: Worker) -> tuple[Op, ...]:
         made = self._made.get(worker)
         if made is None:
-            if worker not in self._living:
-                raise KeyError(worker)
-            made = self._made[worker] = tuple(self._row(worker))
+            part = self.arrays.part(self.places[worker])
+            rows = zip(*(column[part].tolist() for column in self.arrays.columns), strict=True)
+            made = tuple(Op(KINDS[kind], p, m, s, worker, start, length) for kind, p, m, s, start, length in rows)
+            self._made[worker] = made
         return made
 
     def __contains__(self, worker: object) -> bool:
-        return worker in self._living
+        return worker in self.places
 
     def __iter__(self) -> Iterator[Worker]:
-        return iter(self._living)
+        return iter(self.places)
 
     def __len__(self) -> int:
-        return len(self._living)
-
-    @cached_property
-    def _living(self) -> dict[Worker, None]:
-        return dict.fromkeys(self._problem.living_workers())
+        return len(self.places)
 
 
 @dataclass(frozen=True)
@@ -88,29 +291,66 @@ class Schedule:
 
     @classmethod
     def build(cls, problem: Problem, compute_ops: Iterable[Op]) -> Schedule:
-        """Sorts compute ops by worker and start, and adds each worker's O where it belongs.
+        """Sorts compute ops by worker, start and end, and adds each worker's O where it belongs.
 
-        Staggered: a stage's O starts when its last peer has finished its last op. Otherwise all
-        O start at the makespan (the global barrier).
+        Ops without duration that begin together stand by their micro-batch, on all workers alike. Staggered: a
+        stage's O starts when its last peer has finished its last op. Otherwise all O start at the makespan (the global
+        barrier).
         """
-        by_worker: dict[Worker, list[Op]] = {w: [] for w in problem.living_workers()}
-        for op in compute_ops:
-            by_worker[op.worker].append(op)
-        ends = [0] * problem.job.stages
-        for worker, ops in by_worker.items():
-            ops.sort(key=lambda o: (o.start, o.end))
-            if ops:
-                ends[worker.stage] = max(ends[worker.stage], ops[-1].end)
-        barrier = max(ends)
-        for worker, ops in by_worker.items():
-            start = ends[worker.stage] if problem.technique.staggers else barrier
-            length = problem.worker_ticks(worker).optimizer
-            ops.append(Op("O", worker.pipeline, -1, worker.stage, worker, start, length))
-        return cls(problem, {w: tuple(ops) for w, ops in by_worker.items()})
+        living = problem.living_workers()
+        places = {worker: row for row, worker in enumerate(living)}
+        ops = sorted(compute_ops, key=lambda op: (op.pipeline, op.micro_batch, KINDS.find(op.kind)))
+        rows = (
+            (places[op.worker], KINDS.find(op.kind), op.pipeline, op.micro_batch, op.start, op.duration) for op in ops
+        )
+        who, *columns = (whole(list(column)) for column in zip(*rows, strict=True)) if ops else [whole([])] * 6
+        arrays = OpArrays.assembled(problem, (who, *columns))
+        return cls(problem, OpsByWorker(living, lambda: arrays))
 
     def for_fewer(self, problem: Problem) -> Schedule:
         """The same ops for `problem`, whose failures are among this one's: whoever lives after all stays idle."""
-        return replace(Schedule.build(problem, self.compute_ops()), made_for=self.made_for or self)
+        arrays, living = self.arrays, problem.living_workers()
+        places = {worker: row for row, worker in enumerate(living)}
+        compute = arrays.kind != O
+        who = np.array([places[worker] for worker in self.ops], np.int64)[arrays.row[compute]]
+        kind, pipeline, micro_batch, _, start, duration = (column[compute] for column in arrays.columns)
+        made = OpArrays.assembled(problem, (who, kind, pipeline, micro_batch, start, duration))
+        return Schedule(problem, OpsByWorker(living, lambda: made), made_for=self.made_for or self)
+
+    def renamed(self, names: Sequence[int], workers: Sequence[Sequence[int]]) -> Schedule:
+        """Pipeline p becomes names[p], and the worker of (new) pipeline p on stage s becomes workers[s][p].
+
+        The first changes nothing but names. The second lets peers of one stage swap their parts,
+        so that any failures with as many per stage fit; a micro-batch's home stays what it was.
+        Raises InputError for a job whose workers are not alike.
+        """
+        problem = self.problem
+        if problem.job.speeds:
+            speeds = f"{len(problem.job.speeds)} workers"
+            raise InputError("speeds", speeds, "workers alike where a plan is to be renamed")
+
+        rows = {renamed(worker, names, workers): row for row, worker in enumerate(self.ops)}
+        living = sorted(rows)
+        made = self.arrays.renamed(names, [rows[w] for w in living], [w.pipeline for w in living])
+        problem = replace(problem, failed=frozenset(renamed(w, names, workers) for w in problem.failed))
+        return Schedule(problem, OpsByWorker(living, lambda: made))
+
+    @cached_property
+    def arrays(self) -> OpArrays:
+        """The ops of all workers, in the order of `ops`."""
+        return self.ops.arrays if isinstance(self.ops, OpsByWorker) else OpArrays.of(self.ops.values())
+
+    def arrays_of(self, workers: Iterable[Worker]) -> OpArrays:
+        """Those of these workers."""
+        return self.arrays.rows([self._places[worker] for worker in workers])
+
+    def part(self, worker: Worker) -> slice:
+        """Where the worker's ops stand in `arrays`."""
+        return self.arrays.part(self._places[worker])
+
+    @cached_property
+    def _places(self) -> dict[Worker, int]:
+        return self.ops.places if isinstance(self.ops, OpsByWorker) else {w: row for row, w in enumerate(self.ops)}
 
     def compute_ops(self) -> Iterable[Op]:
         """Every op but the O's, worker by worker."""
@@ -119,9 +359,8 @@ class Schedule:
     @cached_property
     def makespan(self) -> int:
         """Ticks from the first compute op's start to the last one's end; O does not count."""
-        starts = [ops[0].start for ops in self.ops.values() if ops[0].kind != "O"]
-        ends = [op.end for op in self.compute_ops()]
-        return max(ends) - min(starts)
+        compute = self.arrays.kind != O
+        return int(self.arrays.end[compute].max()) - int(self.arrays.start[compute].min())
 
     @cached_property
     def period(self) -> int:
@@ -134,11 +373,10 @@ class Schedule:
             return self.makespan + self.problem.longest_optimizer
         first: dict[int, int] = {}
         last: dict[int, int] = {}
-        for worker, ops in self.ops.items():
-            s = worker.stage
-            last[s] = max(last.get(s, 0), ops[-1].end)
-            if ops[0].kind != "O":
-                first[s] = min(first.get(s, ops[0].start), ops[0].start)
+        for worker, start in self._starts.items():
+            first[worker.stage] = min(first.get(worker.stage, start), start)
+        for worker, end in self.ends.items():
+            last[worker.stage] = max(last.get(worker.stage, 0), end)
         return max(last[s] - first[s] for s in first)
 
     def busy(self, worker: Worker) -> int:
@@ -147,7 +385,8 @@ class Schedule:
 
     @cached_property
     def _busy(self) -> dict[Worker, int]:
-        return {worker: sum(op.duration for op in ops) for worker, ops in self.ops.items()}
+        until = np.append(0, np.cumsum(self.arrays.duration))[self.arrays.bounds]
+        return self._of_each(until[1:] - until[:-1])
 
     @cached_property
     def end(self) -> int:
@@ -157,22 +396,49 @@ class Schedule:
     @cached_property
     def ends(self) -> dict[Worker, int]:
         """Of each living worker the tick at which its last op ends."""
-        return {w: ops[-1].end for w, ops in self.ops.items() if ops}
+        return self._at(self.arrays.bounds[1:] - 1, self.arrays.end)
+
+    @cached_property
+    def _starts(self) -> dict[Worker, int]:
+        """Of each worker that has compute ops the tick at which its first begins."""
+        first = self.arrays.bounds[:-1]
+        kinds = self._at(first, self.arrays.kind)
+        return {w: start for w, start in self._at(first, self.arrays.start).items() if kinds[w] != O}
+
+    def _at(self, places: Ints, column: Numbers) -> dict[Worker, int]:
+        """One number of each worker that has ops. places: by worker, in which of its ops it stands."""
+        there = np.flatnonzero(np.diff(self.arrays.bounds))
+        workers = list(self.ops)
+        numbers = column[places[there]].tolist()
+        return {workers[row]: number for row, number in zip(there.tolist(), numbers, strict=True)}
+
+    def _of_each(self, numbers: Numbers) -> dict[Worker, int]:
+        """numbers: one of each worker."""
+        return dict(zip(self.ops, numbers.tolist(), strict=True))
 
     @cached_property
     def op_counts(self) -> dict[Worker, int]:
         """Of each living worker, O included."""
-        return {w: len(ops) for w, ops in self.ops.items()}
+        return self._of_each(np.diff(self.arrays.bounds))
+
+    @cached_property
+    def _away(self) -> NDArray[np.bool_]:
+        """[ops]: does another pipeline's worker run it?"""
+        own = np.array([worker.pipeline for worker in self.ops], np.int64)
+        away: NDArray[np.bool_] = self.arrays.pipeline != own[self.arrays.row]
+        return away
 
     @cached_property
     def rerouted_forwards(self) -> dict[Worker, int]:
         """Of each living worker, how many micro-batches of other pipelines it runs."""
-        return {w: sum(op.kind == "F" and op.rerouted for op in ops) for w, ops in self.ops.items()}
+        moved = self.arrays.row[self._away & (self.arrays.kind == F)]
+        return self._of_each(np.bincount(moved, minlength=len(self.ops)))
 
     @cached_property
     def helpers(self) -> frozenset[Worker]:
         """The workers that run micro-batches of other pipelines."""
-        return frozenset(w for w, ops in self.ops.items() if any(op.rerouted for op in ops))
+        workers = list(self.ops)
+        return frozenset(workers[row] for row in np.unique(self.arrays.row[self._away]).tolist())
 
     def worker_bubble_fraction(self, worker: Worker) -> float:
         """1 - busy / period."""
@@ -181,24 +447,15 @@ class Schedule:
     @cached_property
     def bubble_fraction(self) -> float:
         """1 - total busy / (living workers x period)."""
-        return 1 - sum(map(self.busy, self.ops)) / (len(self.ops) * self.period)
+        return 1 - sum(self._busy.values()) / (len(self.ops) * self.period)
 
     def held_activations(self, worker: Worker) -> list[tuple[int, int]]:
         """Steps (tick, activations held from then on) of one worker.
 
         One micro-batch counts 1 from F's start to the end of its W (or B).
         """
-        change: dict[int, int] = {}
-        for op in self.ops[worker]:
-            if op.kind == "F":
-                change[op.start] = change.get(op.start, 0) + 1
-            elif op.kind in ("W", "B"):
-                change[op.end] = change.get(op.end, 0) - 1
-        held, steps = 0, []
-        for tick in sorted(change):
-            held += change[tick]
-            steps.append((tick, held))
-        return steps
+        _, ticks, held = self._held(self.part(worker), in_bytes=False)
+        return list(zip(ticks.tolist(), held.tolist(), strict=True))
 
     @cached_property
     def counts_bytes(self) -> bool:
@@ -211,28 +468,54 @@ class Schedule:
         Weights and optimizer state all along; of each micro-batch what I needs from F's start to
         the end of I (or B), and what W needs from there to the end of W.
         """
-        profile = self.problem.job.profiles[worker.stage]
-        change: dict[int, int] = {0: profile.fixed_bytes}
-        for op in self.ops[worker]:
-            if op.kind == "F":
-                change[op.start] = change.get(op.start, 0) + profile.activation_bytes
-            elif op.kind in ("I", "B"):
-                kept = profile.weight_backward_bytes if op.kind == "I" else 0
-                change[op.end] = change.get(op.end, 0) - profile.activation_bytes + kept
-            elif op.kind == "W":
-                change[op.end] = change.get(op.end, 0) - profile.weight_backward_bytes
-        held, steps = 0, []
-        for tick in sorted(change):
-            held += change[tick]
-            steps.append((tick, held))
-        return steps
+        fixed = self.problem.job.profiles[worker.stage].fixed_bytes
+        _, ticks, held = self._held(self.part(worker), in_bytes=True)
+        steps = [(tick, fixed + more) for tick, more in zip(ticks.tolist(), held.tolist(), strict=True)]
+        return steps if steps and steps[0][0] == 0 else [(0, fixed), *steps]
 
     @cached_property
     def peak_bytes(self) -> dict[Worker, int]:
         """Most bytes each living worker holds at once; 0 where the profile does not say."""
-        return {w: max(n for _, n in self.held_bytes(w)) for w in self.ops}
+        profiles = self.problem.job.profiles
+        return {w: profiles[w.stage].fixed_bytes + most for w, most in self._peaks(in_bytes=True).items()}
 
     @cached_property
     def peak_activations(self) -> dict[Worker, int]:
         """Most activations each living worker holds at once."""
-        return {w: max((n for _, n in self.held_activations(w)), default=0) for w in self.ops}
+        return self._peaks(in_bytes=False)
+
+    def _peaks(self, *, in_bytes: bool) -> dict[Worker, int]:
+        rows, _, held = self._held(slice(None), in_bytes=in_bytes)
+        most = np.zeros(len(self.ops), held.dtype)
+        np.maximum.at(most, rows, held)
+        return self._of_each(most)
+
+    def _held(self, part: slice, *, in_bytes: bool) -> tuple[Ints, Numbers, Numbers]:
+        """(worker, by its row; tick; what its micro-batches hold from then on) worker by worker, at each tick at
+        which something changes. part: of the arrays, whole workers. What happens at one tick counts together."""
+        arrays = self.arrays
+        kind, row, stage, start, end = (
+            column[part] for column in (arrays.kind, arrays.row, arrays.stage, arrays.start, arrays.end)
+        )
+        first, later = np.ones_like(kind), np.ones_like(kind)  # until I (or B) ends; from there until W does
+        if in_bytes:
+            profiles = self.problem.job.profiles
+            most = max(p.activation_bytes + p.weight_backward_bytes for p in profiles)
+            exact: Any = np.int64 if most * len(kind) < _MOST else object
+            first, later = (
+                np.array([getattr(p, name) for p in profiles], exact)[stage]
+                for name in ("activation_bytes", "weight_backward_bytes")
+            )
+        change = np.where(kind == F, first, 0)
+        for which, by in ((I, later - first), (W, -later), (B, -first)):
+            change = np.where(kind == which, by, change)
+        when = np.where(kind == F, start, end)
+        changes = np.flatnonzero(change)
+        row, when, change = row[changes], when[changes], change[changes]
+        order = _by_time(row, when, np.zeros_like(when))
+        row, when, held = row[order], when[order], np.cumsum(change[order])
+        last = np.append((row[1:] != row[:-1]) | (when[1:] != when[:-1]), True)[: len(row)]
+        # All is given back in the end, but by what is no valid schedule.
+        ends = np.flatnonzero(np.append(row[1:] != row[:-1], True)[: len(row)])
+        left = np.append(0, held[ends])[np.searchsorted(ends, np.arange(len(row)))]
+        return row[last], when[last], (held - left)[last]

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from openrecycle.planner.solvers import order_times, windows
 from openrecycle.planner.solvers.compiled import compiled_windows
 from openrecycle.planner.solvers.table import Result, Table
 
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, np.dtype[np.int64]]
+Array = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True)
@@ -34,13 +33,10 @@ class DispatchRule:
 class OpOrders:
     """The orders of one problem whose B's are all split. Not for two threads at once.
 
-    compiled: use machine code. Both ways need numpy.
+    compiled: use machine code.
     """
 
     def __init__(self, table: Table, *, compiled: bool = True) -> None:
-        import numpy as np
-
-        self._np = np
         self.table = table
         job = table.problem.job
         self.n, self.items, self.stages = table.n, table.items, job.stages
@@ -68,7 +64,6 @@ class OpOrders:
 
     def of(self, result: Result) -> Array:
         """The order of a schedule; of ops that start together, one without duration first."""
-        np = self._np
         forward, backward, weight = (np.asarray(starts, dtype=np.int64) for starts in result.starts)
         lengths = [ticks[self.route] for ticks in self._lengths[0][:3]]
         whole = np.array(self.table.split(result.split))[self.route] == 0
@@ -122,7 +117,6 @@ class OpOrders:
 
         keys: of the downs and the ups, smaller first.
         """
-        np = self._np
         job = self.table.problem.job
         made: Array
         due = self._heads + manner.target - self._optimizer
@@ -188,9 +182,9 @@ class OpOrders:
             weights,
         )
         weight = self._zeros(self.items)
-        weight[self._np.lexsort((self._up, self.route))] = weights
+        weight[np.lexsort((self._up, self.route))] = weights
         return self.table.result((self._down.copy(), self._up.copy(), weight))
 
     def _zeros(self, count: int) -> Array:
-        zeros: Array = self._np.zeros(count, dtype=self._np.int64)
+        zeros: Array = np.zeros(count, dtype=np.int64)
         return zeros

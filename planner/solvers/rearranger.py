@@ -17,7 +17,8 @@ import time
 from dataclasses import replace
 from importlib.util import find_spec
 from itertools import cycle
-from typing import TYPE_CHECKING
+
+import numpy as np
 
 from openrecycle.planner.jobs.job import Problem
 from openrecycle.planner.plans.baseline import references
@@ -25,13 +26,10 @@ from openrecycle.planner.plans.bounds import period_bound
 from openrecycle.planner.plans.schedule import Schedule
 from openrecycle.planner.solvers.base import Cancelled, ProgressCallback, Solution, SolverProgress
 from openrecycle.planner.solvers.list_scheduler import ListScheduler, reference_result
-from openrecycle.planner.solvers.orders import DispatchRule, OpOrders
+from openrecycle.planner.solvers.orders import Array, DispatchRule, OpOrders
 from openrecycle.planner.solvers.rules import rules
 from openrecycle.planner.solvers.table import ALWAYS, UNLIMITED, ArraySchedule, Table
 from openrecycle.planner.solvers.tuning import COMPILED_SECONDS, searched
-
-if TYPE_CHECKING:
-    from openrecycle.planner.solvers.orders import Array
 
 POOL = 4  # orders that are improved side by side
 # Rules of the list scheduler to start from; fewer where each takes long.
@@ -138,9 +136,6 @@ class _Search:
     def __init__(
         self, problem: Problem, warm_start: Schedule, bound: int, noise: random.Random, *, compiled: bool
     ) -> None:
-        import numpy as np
-
-        self._np = np
         self.problem, self.bound, self.noise = searched(problem), bound, noise
         self.table = Table(self.problem, compiled=compiled)
         self._whole = problem
@@ -170,8 +165,8 @@ class _Search:
         # All pipelines as the one that was searched on.
         table = Table(self._whole, compiled=self.table.compiled)
         copies = self._whole.job.pipelines
-        rows = [self._np.asarray(starts).reshape(self.problem.job.stages, -1) for starts in result.starts]
-        forward, backward, weight = (self._np.tile(row, (1, copies)).ravel() for row in rows)
+        rows = [np.asarray(starts).reshape(self.problem.job.stages, -1) for starts in result.starts]
+        forward, backward, weight = (np.tile(row, (1, copies)).ravel() for row in rows)
         return table.schedule(table.result((forward, backward, weight)))
 
     def start(self, over: Cancelled) -> None:
@@ -230,7 +225,7 @@ class _Search:
 
     def _keys(self, order: Array, *, backwards: bool) -> tuple[Array, Array]:
         """Priorities of downs and ups: by micro-batch or by their present places, often with noise."""
-        np, items = self._np, self.table.items
+        items = self.table.items
         if self.noise.random() < BY_INDEX:
             down = up = self._index.max() - self._index if backwards else self._index
         else:

@@ -5,17 +5,15 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from openrecycle.planner.jobs.job import Problem, Worker
 from openrecycle.planner.plans.routing import assign
-from openrecycle.planner.plans.schedule import Op, OpsOnDemand, Schedule
+from openrecycle.planner.plans.schedule import OpArrays, OpsByWorker, Schedule, op_times, whole
 from openrecycle.planner.solvers.compiled import INT64, compiled_functions, worth_compiling
 from openrecycle.planner.solvers.dispatch import STATE, dispatch, retime
-
-if TYPE_CHECKING:
-    from openrecycle.planner.plans.plan_arrays import Columns
 
 UNLIMITED = 1 << 40
 ALWAYS = 1_000_000  # a wait that goes on however little it spares
@@ -159,18 +157,6 @@ class Table:
             stages = [int(which == "all")] * problem.job.stages
         return [flag for flag in stages for _ in range(pipelines)]
 
-    def items_by_worker(self) -> list[Any]:
-        """The items of each worker."""
-        if self.compiled:
-            import numpy as np
-
-            by_worker = np.argsort(self.route, kind="stable")
-            return [by_worker[start : start + load] for start, load in zip(self.base, self.load, strict=True)]
-        rows: list[list[int]] = [[] for _ in range(self.workers)]
-        for item, w in enumerate(self.route):
-            rows[w].append(item)
-        return rows
-
     def result(self, starts: tuple[Any, Any, Any], split: str = "all") -> Result:
         """first, last and period of such starts, by the definitions of planner.plans.schedule."""
         job, n = self.problem.job, self.n
@@ -236,15 +222,11 @@ class Table:
 
     def _vector(self, values: Sequence[int]) -> Any:
         if self.compiled:
-            import numpy as np
-
             return np.array(values, dtype=np.int64)
         return list(values)
 
     def _zeros(self, count: int) -> Any:
         if self.compiled:
-            import numpy as np
-
             return np.zeros(count, dtype=np.int64)
         return [0] * count
 
@@ -253,7 +235,7 @@ class Table:
 
 
 class ArraySchedule(Schedule):
-    """A Schedule whose ops are made on demand, and whose period is known without making them.
+    """A Schedule whose period is known without making its ops.
 
     table, result: what they are made from.
     """
@@ -262,46 +244,17 @@ class ArraySchedule(Schedule):
     result: Result
 
     def __init__(self, table: Table, result: Result) -> None:
-        super().__init__(table.problem, OpsOnDemand(table.problem, self._row))
+        super().__init__(table.problem, OpsByWorker(table.problem.living_workers(), self._ops))
         object.__setattr__(self, "table", table)
         object.__setattr__(self, "result", result)
         # The values that the base class would compute from all ops; tested equal.
         self.__dict__["period"] = result.period
         self.__dict__["makespan"] = max(result.last) - min(result.first)
 
-    @cached_property
-    def _items(self) -> list[Sequence[int]]:
-        return self.table.items_by_worker()
-
-    @cached_property
-    def _split(self) -> list[int]:
-        return self.table.split(self.result.split)
-
-    def _row(self, worker: Worker) -> list[Op]:
-        job, n, s = self.problem.job, self.table.n, worker.stage
-        index = s * job.pipelines + worker.pipeline
-        ticks = self.table.ticks[index]
-        items = [int(item) for item in self._items[index]]
-        forward, backward, weight = ([int(start[item]) for item in items] for start in self.result.starts)
-        split = self._split[index]
-        ops = []
-        for item, f, b, w in zip(items, forward, backward, weight, strict=True):
-            pipeline, micro_batch = divmod(item - s * n, job.micro_batches)
-            ops.append(Op("F", pipeline, micro_batch, s, worker, f, ticks.forward))
-            if split:
-                ops.append(Op("I", pipeline, micro_batch, s, worker, b, ticks.input_backward))
-                ops.append(Op("W", pipeline, micro_batch, s, worker, w, ticks.weight_backward))
-            else:
-                ops.append(Op("B", pipeline, micro_batch, s, worker, b, ticks.backward))
-        ops.sort(key=lambda op: (op.start, op.start + op.duration))
-        start = self.result.last[s] if self.problem.technique.staggers else max(self.result.last)
-        ops.append(Op("O", worker.pipeline, -1, s, worker, start, ticks.optimizer))
-        return ops
-
-    def columns(self) -> Columns:
-        """The same in arrays, without making an op."""
-        from openrecycle.planner.plans.plan_arrays import Columns  # needs numpy, which a plain installation lacks
-
-        result = self.result
-        ends = result.last if self.problem.technique.staggers else [max(result.last)] * self.problem.job.stages
-        return Columns.of_times(self.problem, self.table.route, result.starts, self.table.split(result.split), ends)
+    def _ops(self) -> OpArrays:
+        table, result, job = self.table, self.result, self.problem.job
+        route = whole(table.route).reshape(job.stages, table.n) % job.pipelines
+        starts = np.stack([whole(times).reshape(job.stages, table.n) for times in result.starts])
+        split = whole(table.split(result.split)).reshape(job.stages, job.pipelines)
+        step = whole(result.last if self.problem.technique.staggers else [max(result.last)] * job.stages)
+        return OpArrays.of_items(self.problem, route, starts, split, op_times(self.problem), step)

@@ -1,6 +1,6 @@
-"""What `pip install` of this project brings: one package, which trains beside torch with cryptography, pydantic,
-requests, rich, safetensors and typer alone. What needs more says so in a sentence, and with it does all, far from the
-clone."""
+"""What `pip install` of this project brings: one package, which trains beside torch with cryptography, numpy,
+pydantic, requests, rich, safetensors and typer alone. What needs more says so in a sentence, and with it does all, far
+from the clone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import requests
 
 pytestmark = pytest.mark.processes
 
-PLAIN = ("cryptography", "pydantic", "requests", "rich", "safetensors", "typer")
+PLAIN = ("cryptography", "numpy", "pydantic", "requests", "rich", "safetensors", "typer")
 ROOT = Path(__file__).resolve().parents[2]
 TRAINS = """
 import sys
@@ -37,7 +37,7 @@ if __name__ == "__main__":
     ).fit(iterations=3)
     Reporter(console="http://127.0.0.1:9", run="r", job=Job.uniform(1, 1, 1), worker="W0_0", iterations=1).close()
     print(len(result.losses), *(recovery.worker for recovery in result.recoveries), sorted(result.state_dict(0)))
-    print(sorted({"numpy", "numba", "ortools", "typer", "rich", "streamlit"} & set(sys.modules)))
+    print(sorted({"numba", "ortools", "typer", "rich", "streamlit"} & set(sys.modules)))
 """
 
 
@@ -137,15 +137,18 @@ def test_the_command_line_trains_through_a_death(bare: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("command", "sentence"),
-    [
-        ("plan", "error: this needs numpy: pip install 'openrecycle[planner]'\n"),
-        ("serve", "error: this needs sqlalchemy: pip install 'openrecycle[console]'\n"),
-    ],
-)
-def test_what_needs_an_extra_says_which(bare: Path, command: str, sentence: str) -> None:
-    done = run(bare, "-m", "openrecycle", command)
+def test_the_command_line_plans_and_checks(bare: Path, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    grid = ("--pipelines", "2", "--stages", "2", "--micro-batches", "4", "--fail", "W0_1")
+    made = run(bare, "-m", "openrecycle", "plan", *grid, "--out", str(plan))
+    assert (made.returncode, made.stderr) == (0, "")
+    assert "is valid" in run(bare, "-m", "openrecycle", "check", str(plan)).stdout
+
+
+@pytest.mark.processes
+def test_what_needs_an_extra_says_which(bare: Path) -> None:
+    done = run(bare, "-m", "openrecycle", "serve")
+    sentence = "error: this needs sqlalchemy: pip install 'openrecycle[console]'\n"
     assert (done.returncode, done.stderr) == (2, sentence)
 
 

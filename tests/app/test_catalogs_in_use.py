@@ -135,7 +135,6 @@ def test_a_large_plan_is_fitted_beside_the_console(
     assert ("made now (list)" if damaged else located.origin) in opened
     expected = here.console.catalogs.find(live.question, [Worker(1, 2)])
     assert expected is not None and view.plan is not None
-    assert view.plan.in_arrays
     assert damaged or view.plan.fingerprint == expected[0].fingerprint, "made for W1_2 itself, it has other ties"
     assert check(view.plan) == []
     document = here.console.plan_document(job.job_id, view.plan.fingerprint)

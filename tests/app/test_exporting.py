@@ -29,8 +29,8 @@ from openrecycle.planner.cli import app as planner_cli
 from openrecycle.planner.export.yaml_document import parse_yaml
 from openrecycle.planner.jobs.job import Job, Problem, StageProfile, Worker
 from openrecycle.planner.plans.packed import pack, unpack
-from openrecycle.planner.plans.plan import JobDoc, Plan, job_doc
-from openrecycle.planner.plans.plan_arrays import Columns
+from openrecycle.planner.plans.plan import JobDoc, Plan, PlannedOps, job_doc
+from openrecycle.planner.plans.schedule import OpsByWorker
 from openrecycle.planner.portfolio import make_plan
 from tests.golden import golden
 
@@ -113,19 +113,20 @@ def test_a_large_plan_is_exported_by_a_child_process(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("failed", [(), ("W1_0",)], ids=["fault-free", "failed"])
-def test_what_is_offered_of_a_plan_in_arrays_is_known_without_making_its_ops(
+def test_what_is_offered_of_a_plan_is_known_without_making_its_ops(
     failed: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = make_plan(Problem(Job.uniform(2, 2, 3), frozenset(map(Worker.parse, failed))), solver="list")
-    offered, in_arrays = list(offers(plan, "x")), unpack(pack(plan))
+    offered, packed = list(offers(plan, "x")), unpack(pack(plan))
 
-    def made(columns: Columns) -> None:
-        raise AssertionError("the ops of all workers are put in order, 400,000 of 2,048 workers")
+    def made(ops: object, worker: object) -> None:
+        raise AssertionError("an op is made, 400,000 of 2,048 workers")
 
-    monkeypatch.setattr(Columns, "rows", made)
+    monkeypatch.setattr(OpsByWorker, "__getitem__", made)
+    monkeypatch.setattr(PlannedOps, "__getitem__", made)
     with pytest.raises(AssertionError):
-        len(in_arrays.workers["W0_0"])
-    assert list(offers(in_arrays, "x")) == offered
+        len(packed.workers["W0_0"])
+    assert list(offers(packed, "x")) == offered
 
 
 def test_too_large_is_said_before_anything_is_made(monkeypatch: pytest.MonkeyPatch) -> None:

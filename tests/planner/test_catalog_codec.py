@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -15,16 +16,13 @@ from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, W
 from openrecycle.planner.plans.packed import (
     CatalogQuestion,
     Effort,
-    decode_columns,
     decode_header,
     decode_plan,
-    encode_columns,
     encode_plan,
 )
 from openrecycle.planner.plans.plan import Plan, PlanError
-from openrecycle.planner.plans.plan_arrays import Columns
 from openrecycle.planner.plans.schedule import Schedule
-from openrecycle.planner.portfolio import best_solution, make_plan, metrics_of, plan_of, solver_of
+from openrecycle.planner.portfolio import best_solution, make_plan, plan_of
 from tests.conftest import examples
 from tests.golden import golden
 from tests.planner.problems import problems
@@ -56,31 +54,13 @@ def test_every_plan_comes_back_exactly(problem: Problem) -> None:
     assert again.compute_fingerprint() == plan.fingerprint
 
 
-@examples(80)
+@examples(40)
 @given(problems())
-def test_arrays_are_read_like_ops(problem: Problem) -> None:
+def test_a_schedule_of_single_ops_is_stored_as_that_of_arrays(problem: Problem) -> None:
     solution = best_solution(problem, solver="list", look_ahead=False)
-    columns = Columns.of(solution.schedule)
-    plan = plan_of(solution, seconds=1.5)
-    blob = encode_columns(columns, metrics_of(solution), solver_of(solution, seconds=1.5), EFFORT)
-    assert decode_plan(blob, question(problem)).to_json() == plan.to_json()
-    by_op = Columns.of(Schedule(problem, dict(solution.schedule.ops)))
-    assert (by_op.route == columns.route).all()
-    assert (by_op.starts == columns.starts).all()
-    assert (by_op.step == columns.step).all()
-
-
-@examples(80)
-@given(problems())
-def test_metrics_of_columns_are_those_of_the_schedule(problem: Problem) -> None:
-    schedule = Schedule(problem, dict(best_solution(problem, solver="list", look_ahead=False).schedule.ops))
-    columns = Columns.of(schedule)
-    summary = columns.summary()
-    assert columns.period() == schedule.period
-    assert columns.makespan() == schedule.makespan
-    assert summary.peak_activations == schedule.peak_activations
-    assert summary.bubble_fraction == schedule.bubble_fraction
-    assert columns.busy() == sum(map(schedule.busy, schedule.ops))
+    by_op = replace(solution, schedule=Schedule(problem, dict(solution.schedule.ops)))
+    stored = [encode_plan(plan_of(s, seconds=1.5), EFFORT) for s in (solution, by_op)]
+    assert stored[0] == stored[1]
 
 
 def reference_plan() -> Plan:
@@ -117,15 +97,16 @@ def test_alike_pipelines_share_a_row() -> None:
 @given(problems(speeds=False), st.randoms(use_true_random=False))
 def test_a_renamed_plan_is_valid_and_keeps_its_numbers(problem: Problem, noise: random.Random) -> None:
     plan = make_plan(problem, solver="list", look_ahead=False)
-    columns = Columns.of(plan.schedule())
     pipelines = problem.job.pipelines
 
     def shuffled() -> list[int]:
         return noise.sample(range(pipelines), pipelines)
 
-    renamed = columns.renamed(shuffled(), [shuffled() for _ in range(problem.job.stages)])
-    made = renamed.plan(plan.metrics, plan.solver)
+    names, parts = shuffled(), [shuffled() for _ in range(problem.job.stages)]
+    made = plan.renamed(names, parts)
     assert check(made) == []
+    assert decode_header(encode_plan(made, EFFORT)).form == "columns"
+    assert plan.schedule().renamed(names, parts).ops == made.schedule().ops
     assert made.schedule().period == plan.schedule().period
     assert sorted(made.metrics.peak_activations.values()) == sorted(plan.metrics.peak_activations.values())
 
@@ -151,7 +132,7 @@ def test_a_blob_with_a_right_checksum_and_wrong_contents_is_refused() -> None:
     blob = encode_plan(plan, EFFORT)
     other = CatalogQuestion(Job.uniform(4, 3, 6), Technique.STAGGERED, MemoryLimit("uniform"))
     with pytest.raises(PlanError, match=golden("not-a-plan-of-this")):
-        decode_columns(blob, other)
+        decode_plan(blob, other)
     for body in (b"ORP1", b"ORP1\xff\xff\xff\xff", b"ORP1\x04\0\0\0abcd", blob[:-40]):
         with pytest.raises(PlanError):
             decode_plan(sealed(body), question(plan.problem()))

@@ -1,22 +1,23 @@
-"""A plan in arrays is checked as its document is."""
+"""A plan is checked alike, whether it was made here or came as a document or packed."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from openrecycle.planner import portfolio
 from openrecycle.planner.check import check
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
-from openrecycle.planner.plans import plan_arrays
+from openrecycle.planner.plans.packed import pack, unpack
 from openrecycle.planner.plans.plan import Plan
-from openrecycle.planner.plans.plan_arrays import Columns, columns_of
-from openrecycle.planner.portfolio import best_solution, checked_plan_of, make_plan, metrics_of, solver_of
+from openrecycle.planner.plans.schedule import OpsByWorker, Schedule
+from openrecycle.planner.portfolio import checked_plan_of, make_plan, plan_of
+from openrecycle.planner.solvers.base import Solution
 from tests.conftest import examples
 from tests.golden import golden
 
@@ -48,32 +49,39 @@ PROBLEMS = [
 
 @cache
 def solved(problem: Problem) -> Plan:
-    solution = best_solution(problem, solver="list", look_ahead=False)
-    columns = Columns.of(solution.schedule)
-    metrics = metrics_of(replace(solution, schedule=columns.summary()))
-    return columns.plan(metrics, solver_of(solution, seconds=0.0))
+    return make_plan(problem, solver="list", look_ahead=False)
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: f"{p.technique}-{p.memory.text}")
 def test_what_solvers_make_is_valid(problem: Problem) -> None:
-    assert check(solved(problem)) == []
-    assert check(solved(problem).model_copy()) == []
+    plan = solved(problem)
+    assert check(plan) == check(plan.schedule()) == []
+    assert check(Plan.from_json(plan.to_json())) == check(unpack(pack(plan))) == []
 
 
 @examples(300)
 @given(st.sampled_from(PROBLEMS), st.data())
-def test_the_same_is_found_in_arrays_and_in_the_document(problem: Problem, data: st.DataObject) -> None:
+def test_the_same_is_found_however_the_ops_came(problem: Problem, data: st.DataObject) -> None:
     """One number of a valid plan is another one."""
     plan = solved(problem)
-    name = data.draw(st.sampled_from(["route", "starts", "split", "durations", "step"]))
-    changed = getattr(columns_of(plan), name).copy()
+    name = data.draw(st.sampled_from(["kind", "pipeline", "micro_batch", "stage", "start", "duration"]))
+    arrays = plan.schedule().arrays
+    changed = getattr(arrays, name).copy()
     at = data.draw(st.integers(0, changed.size - 1))
     by = data.draw(st.sampled_from([-40, -3, -1, 1, 3, 40]))
-    limit = {"route": problem.job.pipelines, "split": 2}.get(name)
-    changed.flat[at] = (changed.flat[at] + by) % limit if limit else changed.flat[at] + by
-    columns = replace(columns_of(plan), **{name: changed})
-    other = columns.plan(plan.metrics, plan.solver)
-    assert list(map(str, check(other))) == list(map(str, check(other.model_copy()))), (name, at, by)
+    if name in ("start", "duration"):
+        changed[at] = max(0, changed[at] + by)
+    else:
+        changed[at] = (changed[at] + by) % {"kind": 5}.get(name, 6)
+    workers = list(plan.schedule().ops)
+    schedule = Schedule(problem, OpsByWorker(workers, lambda: replace(arrays, **{name: changed})))
+    found = list(map(str, check(schedule)))
+    assert list(map(str, check(Schedule(problem, dict(schedule.ops))))) == found, (name, at, by)
+    other = Plan.of(schedule, metrics=plan.metrics, solver=plan.solver)
+    said = list(map(str, check(other)))
+    assert list(map(str, check(Plan.from_json(other.to_json())))) == said, (name, at, by)
+    assert list(map(str, check(unpack(pack(other))))) == said, (name, at, by)
+    assert not found or said[-len(found) :] == found
 
 
 @pytest.mark.parametrize(
@@ -88,22 +96,19 @@ def test_the_same_is_found_in_arrays_and_in_the_document(problem: Problem, data:
 )
 def test_numbers_that_are_not_those_of_the_ops(field: str, value: object, said: str) -> None:
     plan = solved(PROBLEMS[0])
-    metrics = plan.metrics.model_copy(update={field: value})
-    other = columns_of(plan).plan(metrics, plan.solver)
-    other.__dict__["metrics"] = metrics  # of_columns counts the activations itself
+    other = Plan.of(plan.schedule(), metrics=plan.metrics.model_copy(update={field: value}), solver=plan.solver)
     assert any(str(found).startswith(said) for found in check(other))
+    assert unpack(pack(other)) == other
 
 
 def test_a_plan_that_breaks_a_rule_is_never_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    of = Columns.of
+    def late(solution: Solution, *, seconds: float) -> Plan:
+        arrays = solution.schedule.arrays
+        start = arrays.start.copy()
+        start[0] += 1
+        ops = OpsByWorker(solution.schedule.ops, lambda: replace(arrays, start=start))
+        return plan_of(replace(solution, schedule=Schedule(solution.schedule.problem, ops)), seconds=seconds)
 
-    def late(schedule: object) -> Columns:
-        columns = of(schedule)  # type: ignore[arg-type]
-        starts = columns.starts.copy()
-        starts[0, 0, np.argmin(starts[0, 0])] += 1
-        return replace(columns, starts=starts)
-
-    monkeypatch.setattr(plan_arrays.Columns, "of", late)
-    monkeypatch.setattr(plan_arrays, "SMALL_OPS", 10)
+    monkeypatch.setattr(portfolio, "plan_of", late)
     with pytest.raises(PlannerError, match=golden("the-plan-of-list-is")):
         make_plan(PROBLEMS[0], solver="list", form=checked_plan_of)

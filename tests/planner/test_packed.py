@@ -28,20 +28,18 @@ def problem(technique: Technique = Technique.STAGGERED, failed: frozenset[Worker
 )
 def test_a_large_plan_is_the_same_as_its_document(technique: Technique, failed: frozenset[Worker]) -> None:
     solution = best_solution(problem(technique, failed), solver="list", look_ahead=False)
-    document, columnar = plan_of(solution, seconds=0.25), checked_plan_of(solution, seconds=0.25)
-    assert columnar.in_arrays
-    assert columnar.fingerprint == document.fingerprint == columnar.compute_fingerprint()
-    assert columnar.to_json() == document.to_json()
-    assert columnar == document
-    assert check(columnar) == []
+    made = checked_plan_of(solution, seconds=0.25)
+    document = Plan.from_json(made.to_json())
+    assert document.fingerprint == made.fingerprint == document.compute_fingerprint()
+    assert document == made == plan_of(solution, seconds=0.25)
+    assert from_bytes(to_bytes(document)).to_json() == made.to_json()
+    assert check(document) == []
 
 
 def test_what_has_come_over_a_pipe_is_stored_as_it_is() -> None:
     made = make_plan(problem(), solver="list", look_ahead=False, form=checked_plan_of)
     data = to_bytes(made)
     there = from_bytes(data)
-    assert made.in_arrays
-    assert there.in_arrays
     stored = packed(there)
     assert data.endswith(stored.columns + stored.document)
     assert to_bytes(there) == data
@@ -50,11 +48,10 @@ def test_what_has_come_over_a_pipe_is_stored_as_it_is() -> None:
     assert storable(there) == stored
 
 
-def test_a_small_plan_stays_a_document() -> None:
+def test_a_small_plan_is_stored_as_its_document() -> None:
     small = Problem(Job.uniform(2, 2, 3), frozenset(), Technique.STAGGERED, MemoryLimit("uniform"))
     made = make_plan(small, solver="list", look_ahead=False, form=checked_plan_of)
     assert made.op_count < SMALL_OPS
-    assert not made.in_arrays
     assert from_bytes(to_bytes(made)) == made
     assert storable(made) == made.to_json()
 
@@ -65,17 +62,16 @@ def test_what_is_no_plan_is_refused(data: bytes) -> None:
         from_bytes(data, source="the planning process")
 
 
-def test_pipelines_are_renamed_in_columns_as_in_documents() -> None:
+def test_pipelines_are_renamed_alike_in_what_was_made_and_in_what_was_read() -> None:
     made = make_plan(problem(), solver="list", look_ahead=False, form=checked_plan_of)
     names = [(p + 3) % 8 for p in range(8)]
     renamed, expected = rename_pipelines(made, names), Plan.from_json(made.to_json()).renamed(names)
-    assert renamed.in_arrays
     assert renamed.fingerprint == expected.fingerprint
     assert renamed == expected
     assert rename_pipelines(made, range(8)) is made
 
 
-def test_a_catalog_of_plans_in_columns_is_written_with_their_ops() -> None:
+def test_a_catalog_of_large_plans_is_written_with_their_ops() -> None:
     made = make_plan(problem(), solver="list", look_ahead=False, form=checked_plan_of)
     catalog = Catalog(LARGE, Technique.STAGGERED, MemoryLimit("uniform"))
     catalog.add(made)
