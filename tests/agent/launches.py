@@ -11,9 +11,11 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import os
+import socket
 import subprocess
 import sys
-from multiprocessing import forkserver
+from collections.abc import Mapping
+from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +40,19 @@ def warm() -> None:
 class Launched:
     """One such process; what it and its workers write to standard error is in the file `errors`.
 
+    alone: as one that is started from a shell, in a process group of its own, which its workers belong to, as the
+    server does that forks them; the file has what they print, too. environment: what is changed there.
     As subprocess.Popen: pid, poll, wait, terminate."""
 
-    def __init__(self, *arguments: str, errors: Path) -> None:
+    def __init__(
+        self, *arguments: str, errors: Path, alone: bool = False, environment: Mapping[str, str] | None = None
+    ) -> None:
         warm()
-        self._errors = errors
+        self.arguments, self._errors = arguments, errors
         where = forkserver._forkserver._forkserver_address  # type: ignore[attr-defined]
         # No daemon where it runs, which may have no children; here one, so that nothing waits for it at the end.
         self._process = multiprocessing.get_context("forkserver").Process(
-            target=_run, args=(arguments, str(errors), where), daemon=True
+            target=_run, args=(arguments, str(errors), None if alone else where, environment or {}), daemon=True
         )
         self._process.start()
         assert self._process.pid
@@ -55,11 +61,11 @@ class Launched:
     def poll(self) -> int | None:
         return self._process.exitcode
 
-    def wait(self, timeout: float) -> int:
+    def wait(self, timeout: float | None = None) -> int:
         """Its exit status. Raises subprocess.TimeoutExpired."""
         self._process.join(timeout)
         if self._process.exitcode is None:
-            raise subprocess.TimeoutExpired("agent", timeout)
+            raise subprocess.TimeoutExpired("agent", timeout or 0.0)
         return self._process.exitcode
 
     def terminate(self) -> None:
@@ -76,27 +82,54 @@ class Launched:
             sys.stderr.write(self._errors.read_text() if self._errors.exists() else "")
 
 
-def _run(arguments: tuple[str, ...], errors: str, where: str) -> None:
+def _run(arguments: tuple[str, ...], errors: str, where: str | None, environment: Mapping[str, str]) -> None:
+    """where: the server that is to fork the workers; None: one of its own."""
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-    # A server of its own would import everything again.
+    if where is None:
+        os.setsid()
+        _print_to(errors, 1, 2)
+        where = _fork_server()
+    else:
+        _print_to(os.devnull, 1)
+        _print_to(errors, 2)
+        worker.main = functools.partial(_work, errors)  # type: ignore[assignment]
+    # One that is spawned would import everything again.
     forkserver._forkserver._forkserver_address = where  # type: ignore[attr-defined]
     forkserver._forkserver.ensure_running = forkserver.ensure_running = lambda: None  # type: ignore[attr-defined,method-assign]
-    _print_to(errors)
-    worker.main = functools.partial(_work, errors)  # type: ignore[assignment]
+    os.environ.update(environment)
     sys.argv = [_PROGRAM, *arguments]
     from openrecycle.agent.cli import main
 
     main()
 
 
+def _fork_server() -> str:
+    """A server as multiprocessing spawns it, which has this process's imports and ends with it; its address."""
+    address = connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen()
+        theirs, ours = os.pipe()
+        if not os.fork():
+            try:
+                os.close(ours)
+                forkserver.main(listener.detach(), theirs, [])  # type: ignore[attr-defined]
+            finally:
+                os._exit(0)
+    os.close(theirs)
+    forkserver._forkserver._forkserver_alive_fd = ours  # type: ignore[attr-defined]
+    return str(address)
+
+
 def _work(errors: str, *arguments: Any) -> None:
     """In a worker's process, where `worker.main` is still what it was."""
-    _print_to(errors)
+    _print_to(os.devnull, 1)
+    _print_to(errors, 2)
     worker.main(*arguments)
 
 
-def _print_to(errors: str) -> None:
-    for descriptor, path in ((1, os.devnull), (2, errors)):
-        opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+def _print_to(path: str, *descriptors: int) -> None:
+    opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for descriptor in descriptors:
         os.dup2(opened, descriptor)
-        os.close(opened)
+    os.close(opened)

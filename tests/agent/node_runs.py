@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from tests.agent.launches import Launched
 from tests.agent.runs import GRID, ITERATIONS, TINY
 
 
@@ -33,19 +34,24 @@ def start(log: Path, *command: str, **env: str) -> subprocess.Popen[bytes]:
         )
 
 
-def kill_group(process: subprocess.Popen[bytes]) -> None:
+def launch_node(log: Path, *arguments: str, **env: str) -> Launched:
+    """As `start` of `agent launch`, in a process that need not import torch first."""
+    return Launched("launch", *arguments, errors=log, alone=True, environment=env)
+
+
+def kill_group(process: subprocess.Popen[bytes] | Launched) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 @contextmanager
-def two_nodes(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[bytes], subprocess.Popen[bytes]]]:
+def two_nodes(folder: Path, *options: str) -> Iterator[tuple[Launched, Launched]]:
     """(lead, node). The lead's record is folder/run.jsonl."""
     place = ("--nodes", "2", "--lead", f"127.0.0.1:{free_port()}")
-    job = ("-m", "agent", "launch", *GRID, *TINY, "--iterations", str(ITERATIONS), *place, *options)
-    lead = start(folder / "lead.log", *job, "--node-rank", "0", "--record", str(folder / "run.jsonl"))
-    node = start(folder / "node.log", *job, "--node-rank", "1")
+    job = (*GRID, *TINY, "--iterations", str(ITERATIONS), *place, *options)
+    lead = launch_node(folder / "lead.log", *job, "--node-rank", "0", "--record", str(folder / "run.jsonl"))
+    node = launch_node(folder / "node.log", *job, "--node-rank", "1")
     try:
         yield lead, node
     finally:

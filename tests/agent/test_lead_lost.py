@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.agent.consoles import console, until
-from tests.agent.node_runs import free_port, kill_group, members, start
+from tests.agent.launches import Launched
+from tests.agent.node_runs import free_port, kill_group, launch_node, members
 from tests.agent.node_runs import lines as lead_lines
 from tests.agent.runs import TINY, Run, forked
 
@@ -38,7 +38,7 @@ def leading(folder: Path, ranks: Iterable[int], iterations: int = 1) -> int | No
     return next((rank for rank in ranks if len(record_of(folder, rank).iterations) >= iterations), None)
 
 
-def ended(folder: Path, launchers: Sequence[subprocess.Popen[bytes]], ranks: Sequence[int]) -> Run:
+def ended(folder: Path, launchers: Sequence[Launched], ranks: Sequence[int]) -> Run:
     """The record of the job, once these nodes have ended well."""
     for rank in ranks:
         assert launchers[rank].wait(90) == 0, log_of(folder, rank)
@@ -48,14 +48,14 @@ def ended(folder: Path, launchers: Sequence[subprocess.Popen[bytes]], ranks: Seq
 
 
 @contextmanager
-def nodes(folder: Path, count: int, *options: str) -> Iterator[list[subprocess.Popen[bytes]]]:
+def nodes(folder: Path, count: int, *options: str) -> Iterator[list[Launched]]:
     """Launchers of one job; each writes its record to folder/run<rank>.jsonl, if it leads."""
     place = ("--nodes", str(count), "--lead", f"127.0.0.1:{free_port()}")
-    job = ("-m", "agent", "launch", *GRID, *TINY, *place)
+    job = (*GRID, *TINY, *place)
 
-    def begin(rank: int) -> subprocess.Popen[bytes]:
+    def begin(rank: int) -> Launched:
         own = ("--node-rank", str(rank), "--record", str(folder / f"run{rank}.jsonl"))
-        return start(folder / f"node{rank}.log", *job, *own, *options)
+        return launch_node(folder / f"node{rank}.log", *job, *own, *options)
 
     launchers = [begin(rank) for rank in range(count)]
     try:
@@ -141,13 +141,13 @@ def test_the_lead_is_lost_while_a_worker_takes_its_state(reference: Run, tmp_pat
 
 def test_the_node_that_led_comes_back_as_one_of_the_others(reference: Run, tmp_path: Path) -> None:
     """With the same command; one of its workers starts there again."""
-    last = 110  # a launcher starts meanwhile
+    last = 40  # a launcher starts meanwhile
     again = ("--kill", "W0_1@1:F1", "--rejoin", f"W0_1@{last - 8}", "--iterations", str(last))
     with nodes(tmp_path, 2, *PACED, *again) as launchers:
         until(lambda: len(record_of(tmp_path, 0).iterations) >= 3, "three iterations")
         kill_group(launchers[0])
-        command = [str(argument) for argument in launchers[0].args]  # type: ignore[union-attr]
-        launchers[0] = start(tmp_path / "again.log", *command[1:])
+        _, *arguments = launchers[0].arguments
+        launchers[0] = launch_node(tmp_path / "again.log", *arguments)
         assert launchers[1].wait(120) == 0, log_of(tmp_path, 1)
         assert launchers[0].wait(30) == 0, (tmp_path / "again.log").read_text()
     run = record_of(tmp_path, 1)

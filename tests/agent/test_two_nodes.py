@@ -17,7 +17,7 @@ import pytest
 from openrecycle.agent.nodes.frames import Frames, greet
 from openrecycle.agent.nodes.wire import MACHINE
 from tests.agent.consoles import until
-from tests.agent.node_runs import free_port, kill_group, lines, members, start, two_nodes
+from tests.agent.node_runs import free_port, kill_group, launch_node, lines, members, start, two_nodes
 from tests.agent.runs import GRID, ITERATIONS, TINY, Run, fault_free
 from tests.conftest import at_length
 from tests.golden import golden
@@ -87,9 +87,9 @@ def test_under_torchrun(reference: Run, tmp_path: Path) -> None:
 
 @pytest.mark.chaos
 def test_a_node_with_another_token_is_turned_away(tmp_path: Path) -> None:
-    place = ("-m", "agent", "launch", *GRID, *TINY, "--nodes", "2", "--lead", f"127.0.0.1:{free_port()}")
-    lead = start(tmp_path / "lead.log", *place, "--node-rank", "0", OPENRECYCLE_TOKEN="one of 16 characters")
-    node = start(tmp_path / "node.log", *place, "--node-rank", "1", OPENRECYCLE_TOKEN="two of 16 characters")
+    place = (*GRID, *TINY, "--nodes", "2", "--lead", f"127.0.0.1:{free_port()}")
+    lead = launch_node(tmp_path / "lead.log", *place, "--node-rank", "0", OPENRECYCLE_TOKEN="one of 16 characters")
+    node = launch_node(tmp_path / "node.log", *place, "--node-rank", "1", OPENRECYCLE_TOKEN="two of 16 characters")
     try:
         assert node.wait(60) == 1
         assert golden("the-lead-has-another-token") in (tmp_path / "node.log").read_text()
@@ -126,7 +126,7 @@ def test_what_a_node_says_does_not_end_the_lead(odd: dict[str, Any], tmp_path: P
     token, port, log = "a secret of 20 signs", free_port(), tmp_path / "lead.log"
     grid = ("--pipelines", "2", "--stages", "1", "--micro-batches", "2", "--iterations", "1000000")
     place = ("--nodes", "2", "--node-rank", "0", "--lead", f"127.0.0.1:{port}", "--form-timeout", "5")
-    lead = start(log, "-m", "agent", "launch", *grid, *TINY, *place, OPENRECYCLE_TOKEN=token)
+    lead = launch_node(log, *grid, *TINY, *place, OPENRECYCLE_TOKEN=token)
 
     def met() -> Frames | None:
         with contextlib.suppress(OSError):

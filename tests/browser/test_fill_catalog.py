@@ -23,9 +23,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsoleServer]:
 
 
 @pytest.fixture
-def page(browser: Browser, server: ConsoleServer) -> Iterator[Page]:
+def page(tab: Page, server: ConsoleServer) -> Iterator[Page]:
     """The console's first page."""
-    with watched(browser, server.root, viewport={"width": 1440, "height": 1100}) as page:
+    with watched(tab, server.root, height=1100) as page:
         page.goto(server.root)
         yield page
 

@@ -25,7 +25,10 @@ from tests.golden import golden
 ROOT = Path(__file__).resolve().parents[2]
 VICTIM = "W1_2"
 PEERS = ("W0_2", "W2_2")
-HOME = [11, 11, 11, 11]
+# Of a fourth of the layers, each four times as long: a second of the demo takes 0.4 CPU seconds instead of 1.
+JOB = ("--layers", "16", "--pace", "F=11ms,I=11ms,W=11ms")
+HOME = [4, 4, 4, 4]
+LAYERS_OF_2 = "8–11"
 # Loaded machines are slow, and twelve processes import torch first.
 START_SECONDS = 240.0
 CHART = ".js-plotly-plot .main-svg, .stVegaLiteChart .marks"
@@ -49,7 +52,7 @@ class Demo:
         self.root = f"http://127.0.0.1:{port}"
         self.output = folder / "demo.log"
         environment = {k: v for k, v in os.environ.items() if k not in ("DATABASE_URL", "OPENRECYCLE_TOKEN")}
-        command = [sys.executable, "-m", "app", "demo", "--port", str(port)]
+        command = [sys.executable, "-m", "app", "demo", "--port", str(port), *JOB]
         with self.output.open("wb") as log:
             self.process = subprocess.Popen(
                 [*command, "--database-url", f"sqlite:///{folder / 'demo.db'}"],
@@ -105,8 +108,8 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Demo]:
 
 
 @pytest.fixture
-def page(browser: Browser, demo: Demo) -> Iterator[Page]:
-    with watched(browser, demo.root) as page:
+def page(tab: Page, demo: Demo) -> Iterator[Page]:
+    with watched(tab, demo.root) as page:
         yield page
 
 
@@ -125,6 +128,7 @@ def wait_for_iterations(page: Page, more_than: int) -> None:
             card.querySelector('.or-label').textContent.startsWith('Iterations done') &&
             parseInt(card.querySelector('.or-value').textContent.replaceAll(',', '')) > least)""",
         arg=more_than,
+        polling=100,
     )
 
 
@@ -179,7 +183,7 @@ def test_kill_and_heal(demo: Demo, page: Page) -> None:
     shifts.assert_few("as a worker was lost")
 
     # Layers move to other stages, beside the training, and the plan is a shorter one than that which re-routes alone.
-    expect(page.locator(".or-colhead").nth(2)).not_to_contain_text("22–32")
+    expect(page.locator(".or-colhead").nth(2)).not_to_contain_text(LAYERS_OF_2)
     demo.wait(lambda: not demo.get("")["moving_to"], "the layers have moved")
     generations = {g["partition"] != HOME: g for g in demo.get("/generations")["generations"] if g["failed"]}
     rerouted, moved = (demo.get(f"/plans/{generations[at]['plan_fingerprint']}") for at in (False, True))
@@ -211,7 +215,7 @@ def test_kill_and_heal(demo: Demo, page: Page) -> None:
     restart.click()
     expect(cell(page, "running", VICTIM)).to_be_visible()
     expect(page.locator(".or-sentence")).to_contain_text("all 12 workers")
-    expect(page.locator(".or-colhead").nth(2)).to_contain_text("22–32")
+    expect(page.locator(".or-colhead").nth(2)).to_contain_text(LAYERS_OF_2)
     demo.wait(lambda: demo.get("")["partition"] == HOME and not demo.get("")["moving_to"], "layers are back")
     wait_for_iterations(page, iterations_done(page) + 1)
     shifts.assert_few("as it came back")
@@ -272,10 +276,10 @@ def at_rest(job: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize(("scheme", "width", "height"), [at_length("light", 1440, 900), *SCREENS[1:]])
-def test_nothing_is_cut_or_pushed_out(browser: Browser, demo: Demo, scheme: Any, width: int, height: int) -> None:
+def test_nothing_is_cut_or_pushed_out(tab: Page, demo: Demo, scheme: Any, width: int, height: int) -> None:
     """Both pages fit the screen's width in both themes, and say in words what their charts show."""
     demo.wait(lambda: at_rest(demo.get("")), "the deaths of the tests before are history")
-    with watched(browser, demo.root, viewport={"width": width, "height": height}, color_scheme=scheme) as page:
+    with watched(tab, demo.root, width=width, height=height, scheme=scheme) as page:
         shifts = Shifts(page)
         for path in ("/", "/schedule"):
             page.goto(demo.root + path)
@@ -312,24 +316,25 @@ def test_charts_are_updated_in_place(demo: Demo, page: Page) -> None:
 
 
 @pytest.mark.chaos
-def test_a_zoom_holds_where_the_console_is_far_away(demo: Demo, page: Page) -> None:
+def test_a_zoom_holds_where_the_console_is_far_away(demo: Demo, browser: Browser) -> None:
     """A refresh is asked for before the browser hears of the zoom's address, and comes after it."""
-    page.add_init_script(
-        """window.WebSocket = class extends WebSocket {
-            send(data) { setTimeout(() => super.send(data), 1500) }
-        }"""
-    )
-    page.goto(demo.root)
-    page.locator(CHART).nth(1).wait_for()
-    page.evaluate("(chart) => { window.looked_at = document.querySelector(chart) }", CHART)
-    page.locator(CHART).first.hover(position={"x": 60, "y": 60})
-    page.keyboard.down("Alt")
-    page.mouse.wheel(0, -400)
-    page.keyboard.up("Alt")
-    page.wait_for_url("**iterations=**")
-    zoomed = page.url
-    wait_for_iterations(page, iterations_done(page) + 3)
-    assert page.evaluate("window.looked_at.isConnected") and page.url == zoomed
+    with watched(browser, demo.root) as page:
+        page.add_init_script(
+            """window.WebSocket = class extends WebSocket {
+                send(data) { setTimeout(() => super.send(data), 1500) }
+            }"""
+        )
+        page.goto(demo.root)
+        page.locator(CHART).nth(1).wait_for()
+        page.evaluate("(chart) => { window.looked_at = document.querySelector(chart) }", CHART)
+        page.locator(CHART).first.hover(position={"x": 60, "y": 60})
+        page.keyboard.down("Alt")
+        page.mouse.wheel(0, -400)
+        page.keyboard.up("Alt")
+        page.wait_for_url("**iterations=**")
+        zoomed = page.url
+        wait_for_iterations(page, iterations_done(page) + 3)
+        assert page.evaluate("window.looked_at.isConnected") and page.url == zoomed
 
 
 def test_workers_can_be_reached_by_keyboard(demo: Demo, page: Page) -> None:

@@ -25,8 +25,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsoleServer]:
 
 
 @pytest.fixture
-def page(browser: Browser, server: ConsoleServer) -> Iterator[Page]:
-    with watched(browser, server.root, viewport={"width": 1440, "height": 1200}) as page:
+def page(tab: Page, server: ConsoleServer) -> Iterator[Page]:
+    with watched(tab, server.root, height=1200) as page:
         yield page
 
 
@@ -146,10 +146,8 @@ def test_a_click_on_the_map_of_a_large_grid_kills_and_revives(page: Page, server
 
 
 @pytest.mark.parametrize(("scheme", "width", "height"), [at_length("light", 1440, 900), *SCREENS[1:]])
-def test_nothing_is_cut_or_pushed_out(
-    browser: Browser, server: ConsoleServer, scheme: str, width: int, height: int
-) -> None:
-    with watched(browser, server.root, viewport={"width": width, "height": height}, color_scheme=scheme) as page:
+def test_nothing_is_cut_or_pushed_out(tab: Page, server: ConsoleServer, scheme: str, width: int, height: int) -> None:
+    with watched(tab, server.root, width=width, height=height, scheme=scheme) as page:
         page.goto(f"{server.root}/planner?fail=W0_2.W1_2&memory=none")
         button = page.get_by_role("button", name="Plan", exact=True)
         button.wait_for()

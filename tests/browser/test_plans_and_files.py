@@ -57,8 +57,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 
 @pytest.fixture
-def page(browser: Browser, site: Site) -> Iterator[Page]:
-    with watched(browser, site.root, viewport={"width": 1440, "height": 1000}) as page:
+def page(tab: Page, site: Site) -> Iterator[Page]:
+    with watched(tab, site.root, height=1000) as page:
         yield page
 
 
@@ -305,36 +305,39 @@ def test_a_box_of_thousands_of_ops_does_not_fill_the_page_with_elements(site: Si
     expect(plot.locator(".hoverlayer .hovertext").first).to_contain_text("micro-batch")
 
 
-def test_a_large_plan_is_seen_and_takes_a_box_before_the_code_of_charts_is_there(site: Site, page: Page) -> None:
+def test_a_large_plan_is_seen_and_takes_a_box_before_the_code_of_charts_is_there(site: Site, browser: Browser) -> None:
     held: list[Route] = []
-    page.route("**/PlotlyChart.*.js", lambda route: held.append(route))
     scripts: list[str] = []
-    page.on("request", lambda request: scripts.append(request.url.rpartition("/static/js/")[2]))
-    page.goto(f"{site.root}/schedule?job={site.large}", wait_until="commit")
-    picture, pad = page.locator(".or-overview img"), page.locator(".or-pad[data-ready]")
-    picture.wait_for()
-    first = picture.bounding_box()
-    assert picture.get_attribute("alt") == golden("overview-of-64-workers-over")
-    assert picture.evaluate("image => image.decode().then(() => image.naturalWidth)") == 1600
-    pad.wait_for()
-    page.evaluate("document.fonts.ready")
-    before = picture.bounding_box()
-    assert pad.bounding_box() == before and first and before
-    assert (first["x"], first["width"], first["height"]) == (before["x"], before["width"], before["height"])
-    assert abs(first["y"] - before["y"]) < 20, "the rows above have had their places"
-    drag(page, pad, 0.4, 0.5)
-    page.wait_for_url("**box=**")
-    assert held and not page.locator(".js-plotly-plot").count()
-    moves = "box => box.getAnimations({subtree: true}).length"
-    assert page.locator("[data-testid=stSkeleton]").first.evaluate(moves) == 0, "what waits stands still"
-    for route in held:
-        route.continue_()
-    page.locator(".js-plotly-plot .main-svg").first.wait_for()
-    assert picture.bounding_box() == before, "nothing on the page has moved it"
-    page.locator("[data-testid=stDataFrame]").first.wait_for()
-    ahead = page.locator("link[rel=modulepreload], script[type=module]")
-    named = {link.rpartition("/")[2] for link in ahead.evaluate_all("all => all.map(one => one.href || one.src)")}
-    assert {name for name in scripts if name.endswith(".js")} <= named, "nothing that it draws with is asked for late"
+    with watched(browser, site.root, height=1000) as page:
+        page.route("**/PlotlyChart.*.js", lambda route: held.append(route))
+        page.on("request", lambda request: scripts.append(request.url.rpartition("/static/js/")[2]))
+        page.goto(f"{site.root}/schedule?job={site.large}", wait_until="commit")
+        picture, pad = page.locator(".or-overview img"), page.locator(".or-pad[data-ready]")
+        picture.wait_for()
+        first = picture.bounding_box()
+        assert picture.get_attribute("alt") == golden("overview-of-64-workers-over")
+        assert picture.evaluate("image => image.decode().then(() => image.naturalWidth)") == 1600
+        pad.wait_for()
+        page.evaluate("document.fonts.ready")
+        before = picture.bounding_box()
+        assert pad.bounding_box() == before and first and before
+        assert (first["x"], first["width"], first["height"]) == (before["x"], before["width"], before["height"])
+        assert abs(first["y"] - before["y"]) < 20, "the rows above have had their places"
+        drag(page, pad, 0.4, 0.5)
+        page.wait_for_url("**box=**")
+        assert held and not page.locator(".js-plotly-plot").count()
+        moves = "box => box.getAnimations({subtree: true}).length"
+        assert page.locator("[data-testid=stSkeleton]").first.evaluate(moves) == 0, "what waits stands still"
+        for route in held:
+            route.continue_()
+        page.locator(".js-plotly-plot .main-svg").first.wait_for()
+        assert picture.bounding_box() == before, "nothing on the page has moved it"
+        page.locator("[data-testid=stDataFrame]").first.wait_for()
+        ahead = page.locator("link[rel=modulepreload], script[type=module]")
+        named = {link.rpartition("/")[2] for link in ahead.evaluate_all("all => all.map(one => one.href || one.src)")}
+        assert {name for name in scripts if name.endswith(".js")} <= named, (
+            "nothing that it draws with is asked for late"
+        )
 
 
 def says_that_it_scrolls(page: Page, frame: str) -> bool | None:
@@ -349,8 +352,8 @@ def says_that_it_scrolls(page: Page, frame: str) -> bool | None:
 
 
 @pytest.mark.parametrize(("scheme", "width", "height"), [at_length("light", 1440, 900), *SCREENS[1:]])
-def test_nothing_is_cut_or_pushed_out(site: Site, browser: Browser, scheme: Any, width: int, height: int) -> None:
-    with watched(browser, site.root, viewport={"width": width, "height": height}, color_scheme=scheme) as page:
+def test_nothing_is_cut_or_pushed_out(site: Site, tab: Page, scheme: Any, width: int, height: int) -> None:
+    with watched(tab, site.root, width=width, height=height, scheme=scheme) as page:
         shifts = Shifts(page)
         for path in (f"/schedule?job={site.small}", f"/compare?job={site.small}", "/simulate"):
             page.goto(site.root + path)

@@ -57,9 +57,7 @@ def test_the_picture_stands_where_the_chart_will(
     browser: Browser, address: str, path: str, scheme: str, width: int
 ) -> None:
     held: list[Route] = []
-    with watched(
-        browser, address.split("{")[0], viewport={"width": width, "height": 1600}, color_scheme=scheme
-    ) as page:
+    with watched(browser, address.split("{")[0], width=width, height=1600, scheme=scheme) as page:
         page.route("**/PlotlyChart.*.js", lambda route: held.append(route))
         page.goto(address.format(path), wait_until="commit")
         picture = page.locator(".or-first")
