@@ -9,8 +9,7 @@ from pydantic import BaseModel, Field
 
 from openrecycle.agent.messages.protocol import Memory
 from openrecycle.app.api.models import Actor, ProfileName
-from openrecycle.app.api.paging import After, Most, page
-from openrecycle.app.api.parsing import ReadBeside
+from openrecycle.app.api.parsing import After, Most, ReadBeside, page
 from openrecycle.app.catalogs.export import exported
 from openrecycle.app.catalogs.fill import MAX_TOLERANCE, CatalogRequest
 from openrecycle.app.catalogs.report import CatalogReport, CatalogSummary, CountLine

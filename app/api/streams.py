@@ -12,8 +12,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
-from openrecycle.app.api.models import EventInfo
-from openrecycle.app.api.plans import solve_info
+from openrecycle.app.api.models import EventInfo, solve_info
 from openrecycle.app.console.service import Console
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.plans.solving import Solve

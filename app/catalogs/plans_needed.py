@@ -1,7 +1,7 @@
 """What there is to plan for a job: which workers may fail, and how long an iteration without failures takes.
 
 Both cost more than the API's process may take, once a job has thousands of stages or micro-batches: the answer then
-comes from a child process (app.runtime.task_queue).
+comes from a child process (app.runtime.children).
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from itertools import chain, islice
 from math import comb
 from typing import Any
 
-from openrecycle.app.runtime.children import Channel
-from openrecycle.app.runtime.task_queue import answered
+from openrecycle.app.runtime.children import Channel, answered
 from openrecycle.planner.catalogs.catalog_store import CatalogInfo
 from openrecycle.planner.jobs.failures import patterns
 from openrecycle.planner.jobs.job import MemoryLimit, Technique, Worker

@@ -20,9 +20,8 @@ from openrecycle.app.catalogs import plans_needed as plans_needed
 from openrecycle.app.catalogs.fill import CatalogRequest, read_message, serve, share_of_cores
 from openrecycle.app.catalogs.plans_needed import OutlookRequest, PlansNeeded, is_quick, most_failures, needed
 from openrecycle.app.catalogs.report import CatalogReport, CatalogSummary, report, summary
-from openrecycle.app.runtime.children import ChildEnded, Children, PendingAnswer
+from openrecycle.app.runtime.children import ChildEnded, Children, Done, PendingAnswer, TaskQueue
 from openrecycle.app.runtime.errors import ConsoleError, unavailable
-from openrecycle.app.runtime.task_queue import Done, TaskQueue
 from openrecycle.db.store import Store
 from openrecycle.planner.catalogs.catalog import rename_pipelines
 from openrecycle.planner.catalogs.catalog_store import CatalogInfo, StoredCatalog, plan_name

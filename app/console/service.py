@@ -32,7 +32,7 @@ from openrecycle.app.plans.service import PlansService
 from openrecycle.app.runtime.errors import ConsoleError, storing
 from openrecycle.app.runtime.event_loop_watch import EventLoopWatch
 from openrecycle.app.runtime.patches import begin_without_pages
-from openrecycle.app.security.service import Security
+from openrecycle.app.security.access import Security
 from openrecycle.app.settings import RetentionLimits
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store

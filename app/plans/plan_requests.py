@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from openrecycle.app.runtime.children import Channel
-from openrecycle.app.runtime.task_queue import TaskQueue, answered
+from openrecycle.app.runtime.children import Channel, TaskQueue, answered
 from openrecycle.planner.catalogs.catalog_store import CatalogInfo, MappedBlobs, StoredCatalog
 from openrecycle.planner.jobs.job import MemoryLimit, Problem, Technique, Worker
 from openrecycle.planner.plans.packed import from_bytes, to_bytes

@@ -19,8 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from openrecycle.app.runtime.children import Channel, ChildEnded, Children
 from openrecycle.app.runtime.documents import bounded
-from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.app.runtime.sentences import sentence
+from openrecycle.app.runtime.errors import ConsoleError, sentence
 from openrecycle.planner.check import check
 from openrecycle.planner.plans.plan import Plan
 

@@ -1,12 +1,18 @@
-"""What the console refuses. `str(error)` is one sentence: the field, the value, what was expected."""
+"""What the console refuses: `str(error)` is one sentence with the field, the value, and what was expected. No web
+framework: child processes use it, too.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+import reprlib
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from sqlalchemy.exc import DataError, SQLAlchemyError
+
+from openrecycle.planner.jobs.words import printable
 
 # What drivers say of a database that can't be reached any more.
 _GONE = re.compile(
@@ -72,3 +78,32 @@ def storing() -> Iterator[None]:
 def plain(text: str) -> str:
     """Without NUL, which PostgreSQL does not take: a report is not refused for its wording."""
     return text.replace("\0", "\N{REPLACEMENT CHARACTER}")
+
+
+_SHORT = reprlib.Repr()
+# More than is shown of any value, and far less than what somebody may send.
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 4, 100, 100, 100
+_SHORT.maxdict = _SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxset = 20
+
+
+def sentence(errors: Sequence[Mapping[str, Any]]) -> str:
+    """`pipelines: got 0, expected a value greater than or equal to 1; and 2 more`."""
+    first = errors[0]
+    place = [str(part) for part in first["loc"] if part not in ("body", "query", "path", "header")]
+    where = printable(".".join(place)[:200]) or "the body"
+    shown = _SHORT.repr(first.get("input"))
+    shown = shown if len(shown) <= 80 else shown[:77] + "..."
+    kind, message = first["type"], str(first["msg"])
+    if kind == "missing":
+        text = f"{where}: missing, expected a value"
+    elif kind == "extra_forbidden":
+        text = f"{where}: got {shown}, expected no field of that name"
+    elif kind == "json_invalid":
+        text = f"the body is not JSON: {first.get('ctx', {}).get('error', message)}"
+    else:
+        for start, wording in (("Input should be ", ""), ("String should ", "a string to "), ("Value error, ", "")):
+            if message.startswith(start):
+                message = wording + message.removeprefix(start)
+        text = f"{where}: got {shown}, expected {message}"
+    more = len(errors) - 1
+    return text + (f"; and {more} more" if more else "")

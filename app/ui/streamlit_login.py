@@ -15,7 +15,7 @@ from openrecycle.app.security.guard import LOGIN_STREAMLIT
 
 
 class StreamlitLogin:
-    """See app.security.oidc.Login."""
+    """See app.security.sign_in.Login."""
 
     def claims(self, cookies: Mapping[str, str]) -> Mapping[str, Any]:
         from streamlit.web.server.starlette.starlette_server_config import USER_COOKIE_NAME

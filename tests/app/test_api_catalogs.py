@@ -16,7 +16,7 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 from ui_console import ConsoleHere, JobHere, until
 
-from openrecycle.app.api.routes import create_routes
+from openrecycle.app.server import create_routes
 from openrecycle.planner.check import check
 from openrecycle.planner.plans.plan import Plan
 from tests.conftest import examples

@@ -15,8 +15,7 @@ from ui_console import ConsoleHere, JobHere
 from uvicorn.server import ServerState
 
 from openrecycle.agent.messages.protocol import API
-from openrecycle.app.api.connection import connections
-from openrecycle.app.api.connection_limit import ConnectionLimit
+from openrecycle.app.api.connection import ConnectionLimit, connections
 from openrecycle.app.security.access import Access
 from tests.golden import golden
 

@@ -16,11 +16,11 @@ from starlette.testclient import TestClient
 from ui_console import ConsoleHere
 
 from openrecycle.app.api import parsing
-from openrecycle.app.api.routes import create_api, create_routes
 from openrecycle.app.plans.uploading import answer
 from openrecycle.app.runtime import documents
 from openrecycle.app.runtime.documents import MOST_CONTAINERS, MOST_FIELDS, MOST_FIELDS_OF_ONE
 from openrecycle.app.runtime.errors import ConsoleError
+from openrecycle.app.server import create_api, create_routes
 from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.plans.plan import JobDoc, job_doc
 

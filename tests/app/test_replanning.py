@@ -10,12 +10,12 @@ from starlette.testclient import TestClient
 from ui_console import JobHere, until
 from ui_factory import plan
 
-from openrecycle.app.api.routes import create_routes
 from openrecycle.app.console.service import Console
 from openrecycle.app.plans.applying import use_plan
 from openrecycle.app.plans.plan_comparison import compare_plans
 from openrecycle.app.plans.replanning import Replan
 from openrecycle.app.runtime.errors import ConsoleError
+from openrecycle.app.server import create_routes
 from openrecycle.planner.jobs.job import MemoryLimit, Problem, Technique, Worker
 from openrecycle.planner.plans.plan import Plan
 from openrecycle.planner.portfolio import make_plan

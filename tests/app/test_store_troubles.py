@@ -16,9 +16,9 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
 from openrecycle.agent.messages.protocol import Iteration, JobSpec
-from openrecycle.app.api.routes import create_routes
 from openrecycle.app.console.service import Console
 from openrecycle.app.history.tables import exact
+from openrecycle.app.server import create_routes
 from openrecycle.db.session import Database, DatabaseError
 from openrecycle.db.store import Store
 from tests.conftest import new_database, postgres_cluster

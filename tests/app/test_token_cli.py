@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from openrecycle.app.cli import cli
-from openrecycle.app.security.tokens import Tokens
+from openrecycle.app.security.access import Tokens
 from openrecycle.db.audit import AuditStore
 from openrecycle.db.session import Database
 from openrecycle.db.tokens import TokenStore

@@ -21,8 +21,7 @@ import numpy as np
 from sqlalchemy import text
 
 from openrecycle.agent.messages.protocol import Heartbeat, JobSpec
-from openrecycle.app.history.archive import export
-from openrecycle.app.history.importing import import_history
+from openrecycle.app.history.archive import export, import_history
 from openrecycle.app.jobs.recording import Recording
 from openrecycle.app.settings import RetentionLimits
 from openrecycle.db.heartbeats import GROUP, HeartbeatStore, Level, groups

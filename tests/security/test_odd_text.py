@@ -15,8 +15,8 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
 from openrecycle.agent.messages.protocol import JobSpec, Registration
-from openrecycle.app.api.routes import create_routes
 from openrecycle.app.console.service import Console
+from openrecycle.app.server import create_routes
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 from openrecycle.planner.jobs.job import Job, Problem
@@ -66,7 +66,7 @@ def test_a_plan_of_others_writes_nothing_to_the_terminal(place: str, tmp_path: P
 
 
 def test_a_refusal_of_the_api_writes_nothing_to_the_agents_terminal() -> None:
-    from openrecycle.app.runtime.sentences import sentence
+    from openrecycle.app.runtime.errors import sentence
 
     text = sentence([{"loc": ("body", OBEYED), "type": "extra_forbidden", "msg": "", "input": OBEYED}])
     assert obeyed(text) == [] and "\n" not in text
