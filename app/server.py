@@ -42,13 +42,12 @@ from openrecycle.app.console.service import Console
 from openrecycle.app.leadership.host import ConsoleHost, Gate, make_host, set_host
 from openrecycle.app.metrics.requests import Metering, NamedRoutes
 from openrecycle.app.runtime import problems, runner
-from openrecycle.app.runtime.documents import PLAN_MIB
-from openrecycle.app.runtime.errors import ConsoleError, SettingsError
+from openrecycle.app.runtime.errors import PLAN_MIB, ConsoleError, SettingsError
 from openrecycle.app.runtime.event_loop_watch import EventLoopWatch
-from openrecycle.app.runtime.logs import configure_logging
 from openrecycle.app.runtime.patches import PAGES, GarbageCollection, PageBase, StaticFiles, tune_process
 from openrecycle.app.runtime.preload import BUSY_SECONDS, CALM_SECONDS, Preload
 from openrecycle.app.runtime.problems import problem
+from openrecycle.app.runtime.processes import configure_logging
 from openrecycle.app.runtime.runner import in_thread
 from openrecycle.app.security.access import Access, Tokens
 from openrecycle.app.security.guard import AccessGuard, BodyLimit, HostGuard

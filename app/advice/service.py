@@ -23,8 +23,8 @@ from openrecycle.app.advice.recommendation import AdviceRequest, Recommendation,
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.jobs.waiting import NOTHING, Waited, segments
 from openrecycle.app.observing.job_history import changes, repair_times
-from openrecycle.app.runtime.children import TaskQueue
 from openrecycle.app.runtime.errors import ConsoleError
+from openrecycle.app.runtime.task_queue import TaskQueue
 from openrecycle.db.store import Record, Store
 from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.plans.packed import from_bytes, storable

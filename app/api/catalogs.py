@@ -10,10 +10,8 @@ from pydantic import BaseModel, Field
 from openrecycle.agent.messages.protocol import Memory
 from openrecycle.app.api.models import Actor, ProfileName
 from openrecycle.app.api.parsing import After, Most, ReadBeside, page
-from openrecycle.app.catalogs.export import exported
-from openrecycle.app.catalogs.fill import MAX_TOLERANCE, CatalogRequest
-from openrecycle.app.catalogs.report import CatalogReport, CatalogSummary, CountLine
-from openrecycle.app.catalogs.service import Filling, info_of
+from openrecycle.app.catalogs.contents import MAX_TOLERANCE, CatalogReport, CatalogRequest, CatalogSummary, CountLine
+from openrecycle.app.catalogs.service import Filling, exported, info_of
 from openrecycle.app.console.service import Console
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.runner import in_thread

@@ -2,7 +2,7 @@
 are of some size: heartbeats wait there. And lists page by page.
 
 One thread reads bodies, in pieces of some milliseconds, and what a wrong body can cost has a bound
-(app.runtime.documents).
+(app.runtime.errors).
 
 Of a list, `limit` says how many a page has at most, and its `next` is what the next one goes on after. A place in a
 list is what the list is ordered by, not a number of rows: what comes and goes meanwhile neither repeats nor hides the
@@ -25,8 +25,7 @@ from fastapi import Query, Request, Response
 from fastapi.dependencies.models import Dependant
 from fastapi.routing import APIRoute
 
-from openrecycle.app.runtime.documents import bounded, refuse_repeats
-from openrecycle.app.runtime.errors import ConsoleError, sentence
+from openrecycle.app.runtime.errors import ConsoleError, bounded, refuse_repeats, sentence
 from openrecycle.planner.jobs.words import printable
 from openrecycle.planner.plans.plan import read_json
 
@@ -134,7 +133,7 @@ class _Read(Request):
         return self._message
 
 
-Item = TypeVar("T")
+Item = TypeVar("Item")
 Place = tuple[float | str, ...]
 
 After = Annotated[

@@ -13,7 +13,7 @@ from openrecycle.app.console.measured import MeasuredIteration, measured_iterati
 from openrecycle.app.console.service import Console
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.plans.exporting import Export
-from openrecycle.app.plans.page_plans import TIME_LIMIT, PlanQuestion
+from openrecycle.app.plans.making import TIME_LIMIT, PlanQuestion
 from openrecycle.app.plans.references import IN_FORCE, Made, MeasuredReference, OfCatalog, OfJob, Reference, Saved
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.workers.states import RoleState

@@ -13,8 +13,8 @@ from collections.abc import Callable
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from openrecycle.app.runtime.children import Channel, ChildEnded, Children
 from openrecycle.app.runtime.patches import LARGE_OPS, OP_BYTES, building
+from openrecycle.app.runtime.processes import Channel, ChildEnded, Children
 from openrecycle.db.plan_rows import PlanColumns
 from openrecycle.db.store import Store
 from openrecycle.planner.jobs.errors import PlannerError

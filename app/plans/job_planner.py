@@ -10,14 +10,13 @@ from functools import partial
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from openrecycle.app.catalogs.fill import CatalogRequest
-from openrecycle.app.catalogs.plans_needed import MOST, PlansNeeded
+from openrecycle.app.catalogs.contents import MOST, CatalogRequest, PlansNeeded
 from openrecycle.app.catalogs.service import KEPT_OPS, Catalogs, info_of
 from openrecycle.app.jobs.live_job import LiveJob
-from openrecycle.app.plans.plan_requests import LookUpRequest, PlanRequest, plan_maker
-from openrecycle.app.runtime.children import AHEAD, URGENT, Done
+from openrecycle.app.plans.making import LookUpRequest, PlanRequest, plan_maker
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.patches import LARGE_OPS, building
+from openrecycle.app.runtime.task_queue import AHEAD, URGENT, Done
 from openrecycle.planner.catalogs.catalog_build import LISTED
 from openrecycle.planner.catalogs.catalog_store import plan_name
 from openrecycle.planner.jobs.failures import canonical_pattern

@@ -11,7 +11,7 @@ from openrecycle.app.jobs.stored_plans import PlanCache
 from openrecycle.app.plans.drifting import Drifting
 from openrecycle.app.plans.job_planner import JobPlanner
 from openrecycle.app.plans.library import Library
-from openrecycle.app.plans.page_plans import Making
+from openrecycle.app.plans.making import Making
 from openrecycle.app.plans.profiles import NamedProfiles
 from openrecycle.app.plans.replanning import Replanning
 from openrecycle.app.plans.simulations import Simulations

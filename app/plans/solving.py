@@ -16,10 +16,10 @@ from typing import Literal, NamedTuple
 import structlog
 
 from openrecycle.app.plans.solving_child import PLAN, Migrations, Request, serve
-from openrecycle.app.runtime.children import Channel, ChildEnded, Children, PendingAnswer
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.notify import Topic
 from openrecycle.app.runtime.patches import OP_BYTES, building
+from openrecycle.app.runtime.processes import Channel, ChildEnded, Children, PendingAnswer
 from openrecycle.planner.plans.packed import from_bytes
 from openrecycle.planner.plans.plan import Plan
 

@@ -23,8 +23,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from openrecycle.agent.messages.protocol import API
-from openrecycle.app.runtime.documents import MOST_LARGE, PLAN_MIB
-from openrecycle.app.runtime.errors import ConsoleError
+from openrecycle.app.runtime.errors import MOST_LARGE, PLAN_MIB, ConsoleError
 from openrecycle.app.runtime.problems import problem
 from openrecycle.app.security.access import AGENTS, PEOPLE, UNKNOWN, Access, RateLimits
 from openrecycle.app.security.callers import ACTOR, CALLER, LOCAL, MAX_ACTOR, STILL, Caller, Role, agent_route, refusal

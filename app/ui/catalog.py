@@ -7,9 +7,8 @@ from functools import partial
 
 import streamlit as st
 
-from openrecycle.app.catalogs.export import exported, json_refusal
-from openrecycle.app.catalogs.fill import CatalogRequest
-from openrecycle.app.catalogs.report import CatalogReport, CatalogSummary, stale
+from openrecycle.app.catalogs.contents import CatalogReport, CatalogRequest, CatalogSummary, stale
+from openrecycle.app.catalogs.service import exported, json_refusal
 from openrecycle.app.console.service import Console, get_console
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import catalog_chart, components, url_state

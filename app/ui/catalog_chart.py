@@ -7,7 +7,7 @@ from typing import Any
 
 import streamlit as st
 
-from openrecycle.app.catalogs.report import CatalogReport, whole_counts
+from openrecycle.app.catalogs.contents import CatalogReport, whole_counts
 from openrecycle.app.console.service import Console
 from openrecycle.app.ui import catalog_words as words
 from openrecycle.app.ui import components

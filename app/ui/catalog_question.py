@@ -6,8 +6,7 @@ from typing import Any
 
 import streamlit as st
 
-from openrecycle.app.catalogs.fill import CatalogRequest, parse_request
-from openrecycle.app.catalogs.plans_needed import most_failures
+from openrecycle.app.catalogs.contents import CatalogRequest, most_failures, parse_request
 from openrecycle.app.console.service import Console
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import url_state

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from openrecycle.app.catalogs.report import CatalogReport, CatalogSummary, CountLine
+from openrecycle.app.catalogs.contents import CatalogReport, CatalogSummary, CountLine
 from openrecycle.app.catalogs.service import Filling
 from openrecycle.app.ui import text
 from openrecycle.app.ui.facts import Card

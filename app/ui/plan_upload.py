@@ -11,8 +11,7 @@ import streamlit as st
 from openrecycle.app.console.service import Console
 from openrecycle.app.plans.references import Saved
 from openrecycle.app.plans.uploading import Reading, ReadPlan
-from openrecycle.app.runtime.documents import PLAN_MIB
-from openrecycle.app.runtime.errors import ConsoleError
+from openrecycle.app.runtime.errors import PLAN_MIB, ConsoleError
 from openrecycle.app.ui import text, url_state
 from openrecycle.app.ui.access import actor, why_not
 

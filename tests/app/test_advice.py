@@ -16,7 +16,7 @@ from openrecycle.agent.messages.protocol import FailureReport
 from openrecycle.app.advice.recommendation import AdviceRequest, Recommendation, decide, recommendation_document, serve
 from openrecycle.app.advice.service import REPAIR_SECONDS, copy_times, measured_costs, move_times
 from openrecycle.app.observing.job_history import changes, repair_times
-from openrecycle.app.runtime.children import TaskQueue
+from openrecycle.app.runtime.task_queue import TaskQueue
 from openrecycle.planner.check import check
 from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.jobs.words import DROP, MIGRATE, REROUTE

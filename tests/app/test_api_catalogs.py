@@ -162,7 +162,7 @@ def test_what_is_worked_out_elsewhere_is_not_waited_for(client: TestClient, here
 
 
 def test_what_can_not_be_worked_out_is_said(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("openrecycle.app.catalogs.plans_needed.TIMEOUT", 0.0)
+    monkeypatch.setattr("openrecycle.app.catalogs.contents.TIMEOUT", 0.0)
     job = client.post(f"{API}/jobs", json={**LARGE, "micro_batches": 9}).json()["job_id"]
 
     def refused() -> bool:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from openrecycle.app.catalogs.report import CatalogReport, CountLine, PlanLine, whole_counts
+from openrecycle.app.catalogs.contents import CatalogReport, CountLine, PlanLine, whole_counts
 from openrecycle.app.ui import catalog_words
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique
 from openrecycle.planner.plans.packed import CatalogQuestion

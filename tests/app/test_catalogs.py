@@ -14,12 +14,10 @@ from pathlib import Path
 import pytest
 from ui_console import until
 
-from openrecycle.app.catalogs.export import documents, json_refusal, stored_zip
-from openrecycle.app.catalogs.fill import CatalogRequest, parse_request
-from openrecycle.app.catalogs.report import CatalogReport, stale, summary
-from openrecycle.app.catalogs.service import Catalogs, Filling
-from openrecycle.app.runtime.children import Channel, Children
+from openrecycle.app.catalogs.contents import CatalogReport, CatalogRequest, parse_request, stale, summary
+from openrecycle.app.catalogs.service import Catalogs, Filling, documents, json_refusal, stored_zip
 from openrecycle.app.runtime.errors import ConsoleError
+from openrecycle.app.runtime.processes import Channel, Children
 from openrecycle.app.ui import catalog_words, text
 from openrecycle.app.ui.charts.catalog import catalog_curves
 from openrecycle.app.ui.theme import DARK, LIGHT

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from ui_console import ConsoleHere, JobHere, until
 
-from openrecycle.app.catalogs.fill import parse_request
+from openrecycle.app.catalogs.contents import parse_request
 from openrecycle.app.catalogs.service import Filling
 from openrecycle.planner.check import check
 from openrecycle.planner.jobs.job import Worker

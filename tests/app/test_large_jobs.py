@@ -15,7 +15,7 @@ import requests
 from typer.testing import CliRunner
 
 from openrecycle.agent.messages.protocol import JobSpec
-from openrecycle.app.catalogs.plans_needed import is_quick
+from openrecycle.app.catalogs.contents import is_quick
 from openrecycle.app.cli import cli
 from openrecycle.app.console.jobs import MAX_WORKERS
 from openrecycle.app.console.service import Console

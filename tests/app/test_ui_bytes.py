@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from openrecycle.app.catalogs.plans_needed import needed
-from openrecycle.app.catalogs.report import report
+from openrecycle.app.catalogs.contents import needed, report
 from openrecycle.app.ui import catalog_words, facts, text
 from openrecycle.app.ui.charts.schedule import gantt
 from openrecycle.app.ui.tables import workers_table

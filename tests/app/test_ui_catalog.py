@@ -11,7 +11,7 @@ import pytest
 from streamlit.testing.v1 import AppTest
 from ui_console import MAIN, ConsoleHere, JobHere, until
 
-from openrecycle.app.catalogs.fill import parse_request
+from openrecycle.app.catalogs.contents import parse_request
 from openrecycle.app.console.service import Console, set_console
 from openrecycle.planner.catalogs.catalog_store import PLANNER_VERSION, CatalogInfo, plan_name
 from openrecycle.planner.plans.packed import Effort, encode_plan

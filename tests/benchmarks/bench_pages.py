@@ -23,7 +23,7 @@ from pathlib import Path
 
 from playwright.sync_api import Browser, CDPSession, Page, expect, sync_playwright
 
-from openrecycle.app.catalogs.fill import parse_request
+from openrecycle.app.catalogs.contents import parse_request
 from openrecycle.app.console.service import Console
 from openrecycle.db.plan_rows import PlanColumns
 from openrecycle.planner.jobs.job import Job, Problem, Worker

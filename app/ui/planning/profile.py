@@ -12,12 +12,22 @@ import streamlit as st
 
 from openrecycle.app.console.service import Console
 from openrecycle.app.plans.measured_profile import measured_profile
-from openrecycle.app.plans.profile_table import HELP, edited, row_name, table
-from openrecycle.app.plans.profiles import ProfileInfo
-from openrecycle.app.plans.whatif import PROFILE, Checked, WhatIf, read_upload, uploaded
-from openrecycle.app.plans.whatif_profile import ENDS, EVEN, OWN, PRESETS, SAVED, UNEVEN, own_profile
-from openrecycle.app.runtime.documents import PLAN_MIB
-from openrecycle.app.runtime.errors import ConsoleError
+from openrecycle.app.plans.profiles import HELP, ProfileInfo, edited, row_name, table
+from openrecycle.app.plans.whatif import (
+    ENDS,
+    EVEN,
+    OWN,
+    PRESETS,
+    PROFILE,
+    SAVED,
+    UNEVEN,
+    Checked,
+    WhatIf,
+    own_profile,
+    read_upload,
+    uploaded,
+)
+from openrecycle.app.runtime.errors import PLAN_MIB, ConsoleError
 from openrecycle.app.ui import text, url_state
 from openrecycle.app.ui.plan_upload import read_file, show_reading
 from openrecycle.app.ui.planning import keeping

@@ -1,25 +1,22 @@
-"""Child processes of the console: what takes long, or much memory, is done in one.
+"""How processes of the console log, and its child processes: what takes long, or much memory, is done in one.
 
 A child answers one question after the other, each with a stream of messages. It is spawned without what Streamlit
 leaves behind in its parent, leads a process group of its own, so that what it starts ends with it, and ends with its
 parent, however that ends. A question is any tuple that can be pickled; messages are bytes. Nothing that comes out of a
 child is unpickled: it may have read what somebody sent.
-
-TaskQueue has one piece of work done at a time, the most urgent first: plans and advice are made so. A solver in a
-thread of the console would hold up its heartbeats; in a child it can also be ended.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
+import logging
 import math
 import multiprocessing
 import os
 import pickle
-import queue
 import resource
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -28,15 +25,42 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import structlog
 
-from openrecycle.app.runtime.logs import configure_logging
-from openrecycle.app.runtime.patches import OP_BYTES, building
 from openrecycle.planner.jobs.errors import PlannerError
+from openrecycle.planner.jobs.words import printable
 
 log = structlog.get_logger()
+
+LEVEL = "OPENRECYCLE_LOG"
+"""Environment variable: `warning` for less, `debug` for more. Processes started from here inherit it."""
+
+
+def _in_print(_logger: object, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """What comes from outside may hold what terminals obey, or line breaks, after which a line seems to be another."""
+    return {key: printable(value) if isinstance(value, str) else value for key, value in event.items()}
+
+
+def configure_logging() -> None:
+    """One line per event on stderr. Nothing that is logged holds a token or a password."""
+    level = logging.getLevelNamesMapping().get(os.environ.get(LEVEL, "info").upper(), logging.INFO)
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            _in_print,
+            structlog.processors.LogfmtRenderer(key_order=["timestamp", "level", "event"]),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
 
 _SLICE = 0.2
 
@@ -105,6 +129,27 @@ def _limit_memory(more: int) -> None:
     with suppress(OSError, ValueError):  # a system that does not tell, or has a lower limit
         has = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
         resource.setrlimit(resource.RLIMIT_AS, (has + more, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+
+# Before what was made, and before why nothing was: a large document is not wrapped into another one.
+_MADE, _WHY = b"+", b"-"
+
+
+def read_answer(data: bytes) -> tuple[bytes | None, str]:
+    """(what was made, "") or (None, why there is nothing)."""
+    return (data[1:], "") if data[:1] == _MADE else (None, data[1:].decode())
+
+
+def answered(request: bytes, make: Callable[[dict[str, Any]], bytes]) -> bytes:
+    """In the child: what `read_answer` reads. make: from the request's JSON; may raise PlannerError."""
+    asked = json.loads(request)
+    try:
+        return _MADE + make(asked)
+    except PlannerError as error:
+        return _WHY + str(error).encode()
+    except Exception as error:
+        log.exception("the planner failed", failed=asked.get("failed"))
+        return _WHY + f"the planner failed ({type(error).__name__}); the console's log says more".encode()
 
 
 # -- the console -------------------------------------------------------------------------------
@@ -332,124 +377,3 @@ class Children:
         timer = threading.Timer(self._keep, no_longer)
         timer.daemon = True
         timer.start()
-
-
-URGENT, AHEAD = 0, 1
-
-# A plan is tried again once when the child that made it died; then its request is at fault.
-_ATTEMPTS = 2
-
-
-Serve = Callable[[Channel, bytes], None]
-Made = TypeVar("Made")
-Made_co = TypeVar("Made_co", covariant=True)
-
-
-class Request(Protocol[Made_co]):
-    """owner: what `cancel` goes by (the job's id). timeout: seconds that its work may take; None: any. makes: is what
-    comes of it new, and not just looked up?"""
-
-    @property
-    def owner(self) -> str: ...
-    @property
-    def makes(self) -> bool: ...
-    @property
-    def timeout(self) -> float | None: ...
-    def to_json(self) -> bytes: ...
-    def read(self, document: bytes) -> Made_co: ...
-
-
-Done = Callable[[Made | None, str], None]
-"""Called with (what was made, "") or (None, why there is nothing), in the maker's own thread."""
-
-
-class TaskQueue:
-    """Owns the child process. Thread-safe. `done` callbacks run one after the other. serve: what the child does with a
-    request (see `answered`). on_made: called with everything that was made, and not just looked up, before them."""
-
-    def __init__(self, serve: Serve, name: str, *, on_made: Callable[[Any], None] = lambda made: None) -> None:
-        self._name = name
-        self._on_made = on_made
-        self._queue: queue.PriorityQueue[tuple[int, int, Request[Any] | None, Done[Any]]] = queue.PriorityQueue()
-        self._order = itertools.count()
-        self._cancelled: set[str] = set()
-        self._stopping = False
-        self._children = Children(serve, name=name, keep=math.inf)
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-
-    def start(self, *, child: bool = True) -> None:
-        """child: starts the process now, so that the first request need not wait for it."""
-        if child:
-            self._children.prepare()
-        self._thread.start()
-
-    def submit(self, request: Request[Made], done: Done[Made], *, priority: int = AHEAD) -> None:
-        self._queue.put((priority, next(self._order), request, done))
-
-    def cancel(self, owner: str) -> None:
-        """Forgets what `owner` still waits for; its callbacks are not called."""
-        self._cancelled.add(owner)
-
-    def close(self) -> None:
-        """Ends the child, whatever it does, and waits for both."""
-        self._stopping = True
-        self._queue.put((-1, next(self._order), None, lambda made, why: None))
-        self._children.close()
-        if self._thread.is_alive():
-            self._thread.join(5)
-
-    def _run(self) -> None:
-        while True:
-            _, _, request, done = self._queue.get()
-            if request is None or self._stopping:
-                return
-            if request.owner in self._cancelled:
-                continue
-            made, why = self._solve(request)
-            if self._stopping:
-                return
-            if request.owner not in self._cancelled:
-                try:
-                    if made is not None and request.makes:
-                        self._on_made(made)
-                    done(made, why)
-                except Exception:
-                    log.exception("what was made could not be filed", job=request.owner)
-
-    def _solve(self, request: Request[Made]) -> tuple[Made | None, str]:
-        for _ in range(_ATTEMPTS):
-            try:
-                made, why = read_answer(self._children.ask(request.to_json(), timeout=request.timeout))
-            except ChildEnded as ended:
-                if ended.late:
-                    return None, f"it took more than {request.timeout:g} s"
-                if self._stopping:
-                    return None, "the console is stopping"
-                log.warning("the planning process died; starting another", job=request.owner)
-                continue
-            if made is None:
-                return None, why
-            with building(len(made) // OP_BYTES):
-                return request.read(made), ""
-        return None, "the planning process died over it"
-
-
-# Before what was made, and before why nothing was: a large document is not wrapped into another one.
-_MADE, _WHY = b"+", b"-"
-
-
-def read_answer(data: bytes) -> tuple[bytes | None, str]:
-    """(what was made, "") or (None, why there is nothing)."""
-    return (data[1:], "") if data[:1] == _MADE else (None, data[1:].decode())
-
-
-def answered(request: bytes, make: Callable[[dict[str, Any]], bytes]) -> bytes:
-    """In the child: what `read_answer` reads. make: from the request's JSON; may raise PlannerError."""
-    asked = json.loads(request)
-    try:
-        return _MADE + make(asked)
-    except PlannerError as error:
-        return _WHY + str(error).encode()
-    except Exception as error:
-        log.exception("the planner failed", failed=asked.get("failed"))
-        return _WHY + f"the planner failed ({type(error).__name__}); the console's log says more".encode()
