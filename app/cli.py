@@ -24,13 +24,11 @@ from openrecycle.app.runtime.errors import ConsoleError, SettingsError
 from openrecycle.app.security.access import AuditLog, Tokens
 from openrecycle.app.security.sign_in import read_oidc
 from openrecycle.app.settings import RetentionLimits, Settings, default_database_url, read_token, seconds
-from openrecycle.db.audit import AuditStore
-from openrecycle.db.job_index import OVER
-from openrecycle.db.job_rows import JobRows
+from openrecycle.db.access import AuditStore, TokenStore
+from openrecycle.db.job_rows import OVER, JobRows
 from openrecycle.db.leadership import LeaderSession
 from openrecycle.db.session import Database, DatabaseError
 from openrecycle.db.store import Store
-from openrecycle.db.tokens import TokenStore
 from openrecycle.planner.commands.output import destination, is_stdout
 from openrecycle.planner.commands.output import run as run_command
 from openrecycle.planner.jobs.errors import InputError, PlannerError

@@ -40,7 +40,7 @@ from openrecycle.app.api.idempotency import Idempotency
 from openrecycle.app.api.parsing import ReadBeside, known_query
 from openrecycle.app.console.service import Console
 from openrecycle.app.leadership.host import ConsoleHost, Gate, make_host, set_host
-from openrecycle.app.metrics.requests import Metering, NamedRoutes
+from openrecycle.app.metrics import Metering, NamedRoutes
 from openrecycle.app.runtime import problems, runner
 from openrecycle.app.runtime.errors import PLAN_MIB, ConsoleError, SettingsError
 from openrecycle.app.runtime.event_loop_watch import EventLoopWatch

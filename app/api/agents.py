@@ -30,8 +30,7 @@ from openrecycle.agent.messages.protocol import (
 from openrecycle.app.api.models import Actor, ProfileName, ReportOutcome, Wait
 from openrecycle.app.api.parsing import ReadBeside, beside
 from openrecycle.app.console.service import Console
-from openrecycle.app.jobs.live_job import LiveJob
-from openrecycle.app.jobs.report_batch import IncomingReport
+from openrecycle.app.jobs.live_job import IncomingReport, LiveJob
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.runner import in_thread, in_turn
 from openrecycle.app.security.access import caller_of

@@ -42,12 +42,11 @@ from openrecycle.app.api.models import (
     Workers,
 )
 from openrecycle.app.api.parsing import After, Most, ReadBeside, page
-from openrecycle.app.console.measured import MeasuredIteration, measured_iteration
 from openrecycle.app.console.service import Console
-from openrecycle.app.console.view_builder import summary
-from openrecycle.app.console.worker_history import worker_history
+from openrecycle.app.console.view import summary
 from openrecycle.app.jobs.live_job import LiveJob
-from openrecycle.app.observing.rates import RECENT
+from openrecycle.app.jobs.throughput import RECENT
+from openrecycle.app.observing.as_run import MeasuredIteration
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.runner import answer_in_thread, in_thread
 from openrecycle.db.heartbeats import Level
@@ -82,7 +81,7 @@ def router(console: Console) -> APIRouter:
         """Events with seq > after, oldest first: read on with `after` = the last one's seq. With `wait`, as
         soon as there are any; an empty list after `wait` seconds."""
         job = console.job(job_id)
-        await job.topic.wait_for(lambda: job.last_event > after or None, wait)
+        await job.topic.wait_for(lambda: job.feed.last > after or None, wait)
         return Events(events=[EventInfo(**row) for row in await in_thread(console.events, job_id, after, limit)])
 
     @api.get("/{job_id}/iterations")
@@ -214,7 +213,7 @@ def measured_router(console: Console) -> APIRouter:
     @api.post("/jobs/{job_id}/measured", tags=["agents"])
     async def post_measured(job_id: str, message: MeasuredOps) -> ReportOutcome:
         """One worker's part of the iteration that heartbeats asked for."""
-        return ReportOutcome(reason=await in_thread(console.observing.measuring.take, console.job(job_id), message))
+        return ReportOutcome(reason=await in_thread(console.measuring.take, console.job(job_id), message))
 
     @api.get("/jobs/{job_id}/measured", response_model=MeasuredInfo, responses={204: {}})
     async def measured(job_id: str, watch: Watch = False) -> Response:
@@ -226,7 +225,7 @@ def measured_router(console: Console) -> APIRouter:
 
 
 def _newest(console: Console, job_id: str, watch: bool) -> MeasuredIteration | None:
-    return measured_iteration(console, job_id, watch=watch)
+    return console.measuring.iteration(console.job(job_id), watch=watch)
 
 
 def _info(found: MeasuredIteration) -> MeasuredInfo:
@@ -303,15 +302,15 @@ def observed_router(console: Console) -> APIRouter:
     @api.post("/{job_id}/logs", status_code=204, tags=["agents"])
     async def logs(job_id: str, message: LogLines) -> None:
         """Lines that a worker process has written since its last post."""
-        console.observing.logs.take(console.job(job_id), message)
+        console.printed(job_id, message)
 
     @api.post("/{job_id}/validations", status_code=204, tags=["agents"])
     async def validation(job_id: str, message: ValidationReport) -> None:
-        await in_thread(console.observing.feed.take_validation, console.job(job_id), message)
+        await in_thread(console.validated, job_id, message)
 
     @api.post("/{job_id}/events/acknowledge", tags=["operator"])
     async def acknowledge(job_id: str, message: Acknowledged, x_actor: Actor = "API") -> ReportOutcome:
-        new = await in_thread(console.observing.feed.acknowledge, console.job(job_id), message.seqs, x_actor)
+        new = await in_thread(console.operators.acknowledge, job_id, message.seqs, x_actor)
         return ReportOutcome(
             reason=f"{new} event{'' if new == 1 else 's'} acknowledged that nobody had acknowledged before"
         )
@@ -339,14 +338,14 @@ def _history(
 ) -> WorkerHistory:
     if worker not in job.state.members:
         raise ConsoleError(404, "unknown_worker", f"worker: got {worker!r}, expected one of the job's grid")
-    series = asdict(worker_history(console, job.job_id, worker, since, until, step))
+    series = asdict(console.recorder.series(job, worker, since, until, step))
     series.pop("worker")
     return WorkerHistory(
         worker=worker,
         series=SeriesInfo(**series),
-        states=[StateInfo(**row) for row in console.observing.observations.states(job.job_id, worker)],
-        op_milliseconds=job.op_times.smoothed(worker),  # type: ignore[arg-type]
-        log=list(console.observing.logs.lines(job.job_id, worker)),
+        states=[StateInfo(**row) for row in console.observations.states(job.job_id, worker)],
+        op_milliseconds=job.measurements.op_times.smoothed(worker),  # type: ignore[arg-type]
+        log=list(job.measurements.logs.lines(worker)),
     )
 
 

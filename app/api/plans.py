@@ -16,12 +16,10 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 from openrecycle.agent.messages.protocol import Memory
 from openrecycle.app.api.models import Actor, ProfileName, ReportOutcome, SolveInfo, solve_info
 from openrecycle.app.api.parsing import After, Most, ReadBeside, is_json, page
-from openrecycle.app.console.plan_sources import Source, export_of, find
 from openrecycle.app.console.service import Console
-from openrecycle.app.plans.applying import use_plan
 from openrecycle.app.plans.exporting import BUNDLE, BUNDLE_TYPE, offer_named, render
 from openrecycle.app.plans.profiles import NAME, ProfileInfo
-from openrecycle.app.plans.references import OfJob, Reference, Saved
+from openrecycle.app.plans.service import use_plan
 from openrecycle.app.plans.solving import Solve
 from openrecycle.app.plans.solving_child import (
     MigrationsAsked,
@@ -30,6 +28,7 @@ from openrecycle.app.plans.solving_child import (
     PlanSettings,
     Request,
 )
+from openrecycle.app.plans.sources import OfJob, Reference, Saved, Source
 from openrecycle.app.plans.uploading import LARGE, MOST_WAITING, PlanToSave, ReadPlan
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.runner import in_thread
@@ -297,9 +296,9 @@ def exports_router(console: Console) -> APIRouter:
 
 
 def _export(console: Console, reference: Reference, wanted: str, pipeline: int | None) -> Response:
-    source = find(console, reference)
+    source = console.sources.find(reference)
     assert isinstance(source, Source), "plans of jobs and of the library are there or are not"
-    export = export_of(console, source)
+    export = console.sources.export_of(source)
     offer = offer_named(export.plan, export.name, wanted, export.job_id)
     content = render(export, offer, pipeline)
     headers = {"Content-Disposition": f'attachment; filename="{offer.file_name}"'}

@@ -288,7 +288,7 @@ def report(
     )
 
 
-def whole_counts(found: CatalogReport, steps: int = 8) -> CatalogReport:
+def whole_counts(found: CatalogReport) -> CatalogReport:
     """Only numbers of failures that are asked for and whose plans are all there, and of many such numbers an eighth at
     a time.
 
@@ -297,7 +297,7 @@ def whole_counts(found: CatalogReport, steps: int = 8) -> CatalogReport:
     """
     asked = [line for line in found.lines if line.wanted]
     whole = [line.failures for line in asked if line.there >= line.wanted]
-    step = max(1, len(asked) // steps)
+    step = max(1, len(asked) // 8)
     drawn = set(whole if len(whole) == len(asked) else whole[: len(whole) // step * step])
     lines = (line if line.failures in drawn else replace(line, plans=()) for line in found.lines)
     return replace(found, lines=tuple(lines))

@@ -34,10 +34,8 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 
 from openrecycle.agent.messages.protocol import JobSpec
 from openrecycle.app.history.tables import Fingerprint, TableFormat, format_of
-from openrecycle.db.heartbeats import GROUP
-from openrecycle.db.job_index import OVER
-from openrecycle.db.job_rows import IMPORTING, MODELS, JobRows, Record
-from openrecycle.db.samples import BlockError, unpack
+from openrecycle.db.heartbeats import GROUP, BlockError, unpack
+from openrecycle.db.job_rows import IMPORTING, MODELS, OVER, JobRows, Record
 from openrecycle.db.session import Database
 from openrecycle.planner.check import check
 from openrecycle.planner.jobs.errors import PlannerError

@@ -29,8 +29,8 @@ from openrecycle.app.runtime.notify import Topic
 from openrecycle.app.runtime.problems import problem
 from openrecycle.app.security.access import Tokens
 from openrecycle.app.settings import Settings, default_database_url
+from openrecycle.db.access import TokenStore
 from openrecycle.db.session import NOT_LEADING, Database, DatabaseError
-from openrecycle.db.tokens import TokenStore
 
 log = structlog.get_logger()
 

@@ -1,24 +1,28 @@
-"""The profiles that go by name: those that are shipped with the planner, and those that people keep; and a profile as a
-table, to look at and to edit.
+"""Profiles: those that go by name, shipped with the planner or kept by people; a profile as a table, to look at and to
+edit; and the one that a running job measures by the way.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from statistics import median
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from openrecycle.agent.messages.protocol import OpKind
 from openrecycle.app.runtime.errors import ConsoleError, storing
 from openrecycle.db import profiles as rows
 from openrecycle.db.session import Database
 from openrecycle.planner.jobs.errors import InputError, PlannerError
 from openrecycle.planner.jobs.job import Job, Worker
-from openrecycle.planner.plans.plan import JobDoc, LayerDoc, StageDoc, first_problem, read_model
+from openrecycle.planner.jobs.profile import StageProfile
+from openrecycle.planner.layers.migration import SECONDS
+from openrecycle.planner.plans.plan import JobDoc, LayerDoc, StageDoc, first_problem, job_doc, read_model
 from openrecycle.planner.profiles import Profile, load_profile, shipped
 
 # What a profile may be called: it stands in addresses.
@@ -354,3 +358,92 @@ def _number(row: str, column: str, value: Any) -> float:
     if not known or not 0 <= value <= 1e9:
         raise InputError(f"{row}, {column}", value, "a number from 0 to 1e9")
     return float(value)
+
+
+OpTimesOf = Callable[[str], Mapping[OpKind, float]]
+KINDS: tuple[OpKind, ...] = ("F", "I", "W", "B")
+OPS = ("forward", "input_backward", "weight_backward")
+
+
+def measured_profile(nominal: Job, op_times: OpTimesOf) -> JobDoc | None:
+    """The job as it is planned for, with the medians of its peers' F, I and W, in ms, in the place of those it was
+    planned with. op_times: of a worker, milliseconds by op kind.
+
+    A B that is run whole is split as the job's own profile splits it. The rest is the profile's: bytes, transfers
+    and the step, which waits for others, so that its reported time is no measure of it; where the profile is in no
+    unit of time, transfers and steps are 0. None: not every stage has reported its ops yet.
+    """
+    if nominal.layers:
+        return _by_layer(nominal, op_times)
+    planned = job_doc(nominal)
+    scale = 1000 * SECONDS.get(planned.time_unit, 0.0)  # ms per unit
+    stages = []
+    for stage, profile in enumerate(planned.profiles):
+        took = _medians(nominal, op_times, stage)
+        backward = _backward(took, profile)
+        if "F" not in took or backward is None:
+            return None
+        changes = {
+            "forward": took["F"],
+            "input_backward": backward[0],
+            "weight_backward": backward[1],
+            "optimizer": scale * profile.optimizer,
+            "reductions": tuple(scale * r for r in profile.reductions),
+        }
+        stages.append(profile.model_copy(update=changes))
+    changed = {
+        "profiles": tuple(stages),
+        "time_unit": "ms",
+        "transfers": tuple(scale * t for t in planned.transfers),
+        "backward_transfers": tuple(scale * t for t in planned.backward_transfers),
+        "speeds": {},
+    }
+    return planned.model_copy(update=changed)
+
+
+def _by_layer(nominal: Job, op_times: OpTimesOf) -> JobDoc | None:
+    """A stage's measured times fall to its layers as the planned ones do, or evenly where those are zero."""
+    planned = job_doc(nominal)
+    scale = 1000 * SECONDS.get(planned.time_unit, 0.0)
+    layers, at = list[LayerDoc](), 0
+    for stage, count in enumerate(nominal.partition):
+        whole, members = nominal.profiles[stage], planned.layers[at : at + count]
+        at += count
+        took = _medians(nominal, op_times, stage)
+        backward = _backward(took, whole)
+        if "F" not in took or backward is None:
+            return None
+        for layer in members:
+            shares = {
+                name: round(time * getattr(layer, name) / of if (of := getattr(whole, name)) else time / count, 3)
+                for name, time in zip(OPS, (took["F"], *backward), strict=True)
+            }
+            back = layer.backward_transfer
+            rest = {
+                "optimizer": scale * layer.optimizer,
+                "reductions": tuple(scale * r for r in layer.reductions),
+                "transfer": scale * layer.transfer,
+                "backward_transfer": None if back is None else scale * back,
+            }
+            layers.append(layer.model_copy(update=shares | rest))
+    derived = {"profiles": (), "transfers": (), "backward_transfers": ()}
+    made = planned.model_copy(update=derived | {"layers": tuple(layers), "time_unit": "ms", "speeds": {}})
+    return job_doc(made.job())
+
+
+def _medians(nominal: Job, op_times: OpTimesOf, stage: int) -> dict[OpKind, float]:
+    """Milliseconds, to the microsecond, of the kinds that a peer of the stage has reported."""
+    reports = [op_times(f"W{p}_{stage}") for p in range(nominal.pipelines)]
+    known = {kind: [report[kind] for report in reports if kind in report] for kind in KINDS}
+    return {kind: round(median(values), 3) for kind, values in known.items() if values}
+
+
+def _backward(took: Mapping[OpKind, float], planned: StageDoc | StageProfile) -> tuple[float, float] | None:
+    """I and W; None where they are not known."""
+    if "I" in took or "W" in took:
+        return took.get("I", 0.0), took.get("W", 0.0)
+    if "B" not in took:
+        return None
+    whole = planned.input_backward + planned.weight_backward
+    share = planned.input_backward / whole if whole else 0.5
+    return round(share * took["B"], 3), round((1 - share) * took["B"], 3)

@@ -35,10 +35,9 @@ from openrecycle.app.runtime.runner import in_thread
 from openrecycle.app.security.callers import CALLER, LOCAL, Caller, Role, from_header
 from openrecycle.app.security.sign_in import COOKIE, SESSION_SECONDS, Login, role_of, signed_in
 from openrecycle.app.settings import OidcSettings
-from openrecycle.db.audit import AuditStore
+from openrecycle.db.access import AuditStore, TokenStore
 from openrecycle.db.session import Database
 from openrecycle.db.store import Record
-from openrecycle.db.tokens import TokenStore
 
 log = structlog.get_logger()
 

@@ -27,7 +27,17 @@ from openrecycle.app.runtime.errors import MOST_LARGE, PLAN_MIB, ConsoleError
 from openrecycle.app.runtime.problems import problem
 from openrecycle.app.security.access import AGENTS, PEOPLE, UNKNOWN, Access, RateLimits
 from openrecycle.app.security.callers import ACTOR, CALLER, LOCAL, MAX_ACTOR, STILL, Caller, Role, agent_route, refusal
-from openrecycle.app.security.sign_in import CALLBACK, COOKIE, LOGOUT, SESSION_SECONDS, account, local, login_page
+from openrecycle.app.security.sign_in import (
+    CALLBACK,
+    COOKIE,
+    LOGIN_STREAMLIT,
+    LOGOUT,
+    SESSION_SECONDS,
+    SIGN_OUT,
+    account,
+    local,
+    login_page,
+)
 from openrecycle.app.settings import is_loopback
 
 _HARDENING = (
@@ -278,8 +288,7 @@ def replayed(body: bytes, receive: Receive) -> Receive:
 
 
 # What must work for whoever has not signed in; none of it says anything about a job.
-HEALTH, LOGIN, LOGIN_OIDC, LOGIN_STREAMLIT = "/healthz", "/login", "/login/oidc", "/auth/login"
-SIGN_OUT = "/logout"
+HEALTH, LOGIN, LOGIN_OIDC = "/healthz", "/login", "/login/oidc"
 # What proxies add, whatever it says; those that begin with X-Forwarded- too.
 _OF_PROXIES = frozenset(
     (

@@ -81,6 +81,8 @@ code { white-space: nowrap }
 
 
 CALLBACK = "/oauth2callback"
+LOGIN_STREAMLIT = "/auth/login"
+SIGN_OUT = "/logout"
 LOGOUT = "/auth/logout"
 GROUP = "group:"
 MIN_SECRET = 32

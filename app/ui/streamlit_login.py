@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlencode
 
-from openrecycle.app.security.guard import LOGIN_STREAMLIT
+from openrecycle.app.security.sign_in import LOGIN_STREAMLIT
 
 
 class StreamlitLogin:

@@ -12,7 +12,7 @@ from ui_factory import plan
 
 from openrecycle.agent.coordination.events import Exited, PlanReady, UsePlan
 from openrecycle.app.console.service import Console
-from openrecycle.app.plans.applying import misfit, use_plan
+from openrecycle.app.plans.service import misfit, use_plan
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.server import create_routes
 from tests.agent.coordinator_run import Run

@@ -10,8 +10,8 @@ from ui_console import ConsoleHere, JobHere
 
 from openrecycle.agent.coordination.events import Note, Stalled
 from openrecycle.app.console.view import EventView
-from openrecycle.app.jobs import folding
-from openrecycle.app.jobs.folding import Folding
+from openrecycle.app.jobs import feed as folding
+from openrecycle.app.jobs.feed import Folding
 from openrecycle.app.ui.event_feed import feed_html
 from tests.golden import golden
 
@@ -103,7 +103,7 @@ def job(here: ConsoleHere) -> Iterator[JobHere]:
 
 def test_the_feed_of_a_job_has_few_rows(here: ConsoleHere, job: JobHere) -> None:
     console, live = here.console, here.console.job(job.job_id)
-    before = live.last_event
+    before = live.feed.last
     for seconds in (2.0, 3.5, 61.25):
         live.apply(Stalled(seconds))
     (row,) = console.events(job.job_id, before, 100)
@@ -117,11 +117,11 @@ def test_the_feed_of_a_job_has_few_rows(here: ConsoleHere, job: JobHere) -> None
     rows = console.events(job.job_id, before, 100)
     assert [r["count"] for r in rows if "stood still" in r["text"]] == [4]
     # What somebody has taken note of, and happens again, is to be seen again.
-    console.observing.feed.acknowledge(live, [before + 1], "ada")
+    console.operators.acknowledge(live.job_id, [before + 1], "ada")
     live.apply(Stalled(5))
     rows = console.events(job.job_id, before, 100)
     assert [r["count"] for r in rows if "stood still" in r["text"]] == [4, 1]
-    assert [r["seq"] for r in rows] == list(range(before + 1, live.last_event + 1)), "no gaps"
+    assert [r["seq"] for r in rows] == list(range(before + 1, live.feed.last + 1)), "no gaps"
     assert console.events(job.job_id, 0, 1)[0]["count"] == 1
 
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from openrecycle.agent.messages.protocol import Heartbeat
-from openrecycle.app.jobs.op_times import NEWEST, OpTimes
+from openrecycle.app.jobs.measurements import NEWEST, OpTimes
 
 
 def beat(worker: str, incarnation: str, milliseconds: dict[str, float]) -> Heartbeat:

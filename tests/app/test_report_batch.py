@@ -14,9 +14,8 @@ from openrecycle.agent.messages.protocol import Acknowledgement, FailureReport, 
 from openrecycle.app.api import agents
 from openrecycle.app.api.agents import ReportBatcher
 from openrecycle.app.console.service import Console
-from openrecycle.app.jobs.live_job import LiveJob
+from openrecycle.app.jobs.live_job import IncomingReport, LiveJob
 from openrecycle.app.jobs.records import read_processes
-from openrecycle.app.jobs.report_batch import IncomingReport
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.db.session import Database
 from openrecycle.db.store import JobUpdate, Store

@@ -21,9 +21,9 @@ from openrecycle.app.security.access import (
     caller_of,
 )
 from openrecycle.app.security.callers import Caller, Role, from_header
+from openrecycle.db.access import TokenStore
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
-from openrecycle.db.tokens import TokenStore
 from tests.golden import golden
 
 

@@ -13,7 +13,7 @@ from ui_console import ConsoleHere, JobHere, until
 
 from openrecycle.agent.messages.protocol import Heartbeat
 from openrecycle.app.console.service import Console
-from openrecycle.app.plans.measured_profile import measured_profile
+from openrecycle.app.plans.profiles import measured_profile
 from openrecycle.app.plans.whatif import parse
 from openrecycle.app.security.callers import Caller, Role
 from openrecycle.planner.jobs.job import Job

@@ -106,3 +106,8 @@ def said(where: str) -> str:
         return ""
     del st.session_state[MESSAGE]
     return str(words)
+
+
+def field_error(words: str) -> None:
+    """Below the field that it speaks of, as wide as that."""
+    url_state.field_error(words, "stretch")

@@ -1,4 +1,5 @@
-"""Lines of the feed that say the same again and again are one line with a count, and when it was said last.
+"""The event feed of a job. Lines that say the same again and again are one line with a count, and when it was said
+last.
 
 On a machine that is busy for an hour the console stands still every other minute, and workers fall silent and are
 heard again: dozens of lines would hide the one that matters. Only such lines are folded, and only as long as
@@ -8,11 +9,12 @@ nothing else happens in the job: the feed stays in order.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from openrecycle.agent.coordination.events import Note
-from openrecycle.db.store import Record
+from openrecycle.db.store import Record, Store
 
 KINDS = frozenset({"console", "worker"})
 # A line that was not repeated for so long has come to its end: seconds.
@@ -90,3 +92,42 @@ class Folding:
 def _key(kind: str, severity: str, worker: str | None, text: str) -> Key | None:
     """Equal for lines that say the same; None for those that are never folded."""
     return (kind, severity, worker, _NUMBER.sub("#", text)) if kind in KINDS else None
+
+
+class JobFeed:
+    """What the next lines of one job's feed go by: the number of the newest line, and which may still be repeated.
+    For whoever holds the job's lock; `last` may be read by anybody."""
+
+    def __init__(self) -> None:
+        self.last = 0
+        self._folding = Folding()
+
+    def rows(self, notes: Iterable[Note]) -> list[Record]:
+        """Numbered, of now."""
+        now = time.time()
+        return [{"seq": self.last + i, "at": now, **vars(note)} for i, note in enumerate(notes, start=1)]
+
+    def split(self, notes: Iterable[Note], now: float) -> tuple[list[Record], list[Record]]:
+        """Numbered rows of new lines; and rows of those that are repeated."""
+        fresh, repeats = self._folding.split(notes, now)
+        return self.rows(fresh), repeats
+
+    def stored(self, events: Sequence[Record], repeats: Sequence[Record]) -> None:
+        """Such rows are in the database."""
+        self.last += len(events)
+        self._folding = self._folding.after(events, repeats)
+
+    def added(self, events: int) -> None:
+        """So many numbered rows that are not to be repeated are in the database."""
+        if events:
+            self.unfold()
+        self.last += events
+
+    def unfold(self) -> None:
+        """What was said so far has been seen, or something else has happened: said again, it is a new line."""
+        self._folding = Folding()
+
+    def read(self, store: Store, job_id: str) -> None:
+        """As the database has it."""
+        self.last = store.last_event(job_id)
+        self._folding = Folding.read(store.events(job_id, limit=LOOK_BACK, newest=True))

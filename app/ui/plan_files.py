@@ -1,4 +1,6 @@
-"""A plan out of a file: read in a process of its own, kept in the library under the file's name, and shown."""
+"""Plans out and in as files: the export button that pages share, with one download per format, made when it is asked
+for; and a plan out of a file, read in a process of its own, kept in the library under the file's name, and shown.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,31 @@ from functools import partial
 import streamlit as st
 
 from openrecycle.app.console.service import Console
-from openrecycle.app.plans.references import Saved
+from openrecycle.app.plans.exporting import Export, offers, render
+from openrecycle.app.plans.sources import Saved
 from openrecycle.app.plans.uploading import Reading, ReadPlan
 from openrecycle.app.runtime.errors import PLAN_MIB, ConsoleError
 from openrecycle.app.ui import text, url_state
 from openrecycle.app.ui.access import actor, why_not
+
+
+def export_button(export: Export, *, key: str = "export") -> None:
+    """A popover with every format of a plan; one that is refused is shown with its reason."""
+    with st.popover("Export", icon=":material/download:", key=key):
+        for offer in offers(export.plan, export.name, export.job_id):
+            st.download_button(
+                offer.title,
+                partial(render, export, offer),
+                file_name=offer.file_name,
+                mime=offer.media_type,
+                on_click="ignore",
+                type="tertiary",
+                key=f"{key}-{offer.name}",
+                disabled=offer.refusal is not None,
+            )
+            if offer.refusal is not None:
+                st.caption(f"Not for this plan: {offer.refusal.reason}.")
+
 
 TURN, READING = "plan-upload-turn", "plan-upload-reading"
 LOOK_SECONDS = 0.5

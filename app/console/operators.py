@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 
 import structlog
@@ -13,7 +13,8 @@ from openrecycle.agent.coordination.events import Chosen, DrainAsked, ModeSet, N
 from openrecycle.agent.coordination.membership import LEAST_CHOICE_TIMEOUT, MOST_CHOICE_TIMEOUT, Member, Mode, Offer
 from openrecycle.agent.messages.protocol import Command, WorkerState
 from openrecycle.app.jobs.live_job import LiveJob
-from openrecycle.app.runtime.errors import ConsoleError, plain
+from openrecycle.app.runtime.errors import ConsoleError, plain, storing
+from openrecycle.db.observations import Observations
 from openrecycle.db.store import Record, Store
 from openrecycle.planner.jobs.job import Worker
 
@@ -24,7 +25,7 @@ class Operators:
     """Thread-safe. find: a job by its id; raises ConsoleError. actor: who asks, for the feed and the audit log."""
 
     def __init__(self, find: Callable[[str], LiveJob], store: Store) -> None:
-        self._find, self._store = find, store
+        self._find, self._store, self._observations = find, store, Observations(store.database)
 
     def kill(self, job_id: str, worker: str, actor: str, pid: int | None = None) -> None:
         """Asks the launcher to kill a worker's process. Only for demo jobs. pid: of the process that the operator saw
@@ -54,7 +55,7 @@ class Operators:
         job = self._find(job_id)
         lost = {*(job.state.current.failed if job.state.current else ()), worker}
         with job.lock:
-            plans = job.catalog.find(map(Worker.parse, lost)), job.catalog.find(())
+            plans = job.plans.catalog.find(map(Worker.parse, lost)), job.plans.catalog.find(())
         if plans[0] is None or plans[1] is None or plans[0].metrics.period <= 0:
             return None
         return plans[1].metrics.period / plans[0].metrics.period
@@ -89,12 +90,12 @@ class Operators:
     def _command(self, job: LiveJob, kind: str, worker: str | None, actor: str) -> None:
         actor = named(actor)
         with job.writing():
-            events = job.note([Note("warning", "operator", f"{actor} asked to {kind} {worker or 'the job'}", worker)])
+            events = job.feed.rows(
+                [Note("warning", "operator", f"{actor} asked to {kind} {worker or 'the job'}", worker)]
+            )
             seq = self._store.add_command(job.job_id, kind=kind, worker=worker or "", actor=actor, events=events)
             job.stored(len(events))
-            job.commands.append(Command(seq=seq, kind=kind, worker=worker))  # type: ignore[arg-type]
-            if kind in ("pause", "resume"):
-                job.held.append((kind, time.time()))
+            job.commands.add(Command(seq=seq, kind=kind, worker=worker), time.time())  # type: ignore[arg-type]
         log.info("operator command", job=job.job_id, kind=kind, worker=worker, actor=actor)
         job.topic.publish()
 
@@ -142,6 +143,19 @@ class Operators:
         """Takes one of the options. failed: without whom, in what the operator saw. Raises ConsoleError."""
         who = named(actor)
         return self._find(job_id).apply(Chosen(plain(name), who, failed), audit=_audit(who, "choose", plain(name)))
+
+    def acknowledge(self, job_id: str, seqs: Sequence[int], actor: str) -> int:
+        """`actor` has taken note of these events; returns how many nobody had before. Raises ConsoleError."""
+        job = self._find(job_id)
+        with storing():
+            new = self._observations.see_events(job_id, seqs, actor.strip()[:80] or "unknown")
+        if new:
+            with job.lock:
+                job.feed.unfold()
+            job.stored()
+            log.info("events acknowledged", job=job_id, events=new, actor=actor)
+            job.topic.publish()
+        return new
 
     def choice(self, job_id: str) -> Record:
         """Who decides, and what there is to choose from. frozen_by: who has frozen the plan; "": nobody. paused:

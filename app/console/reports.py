@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from weakref import WeakKeyDictionary
 
 from openrecycle.agent.coordination import events as happening
 from openrecycle.agent.coordination.generations import deployment_of
@@ -24,22 +25,26 @@ from openrecycle.agent.messages.protocol import (
     Iteration,
     JobFinished,
     JobState,
+    LogLines,
     Recovery,
     RefusedReport,
     Registered,
     Registration,
     Relayout,
+    ValidationReport,
 )
-from openrecycle.app.jobs.live_job import LiveJob
-from openrecycle.app.jobs.report_batch import IncomingReport
-from openrecycle.app.jobs.stored_plans import stored_plan
-from openrecycle.app.observing.service import Observing
+from openrecycle.app.jobs.job_plans import stored_plan
+from openrecycle.app.jobs.live_job import IncomingReport, LiveJob
+from openrecycle.app.jobs.waiting import Waited
 from openrecycle.app.runtime.errors import ConsoleError, plain, storing
 from openrecycle.db.store import Store
 from openrecycle.planner.check import check
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.words import micro_batch_names, milliseconds
 from openrecycle.planner.plans.plan import Plan
+
+# A report that was sent twice stands among so many of the newest events.
+LOOK_BACK = 200
 
 
 def skipped_note(report: Iteration, micro_batches: int) -> happening.Note:
@@ -49,12 +54,40 @@ def skipped_note(report: Iteration, micro_batches: int) -> happening.Note:
     return happening.Note("warning", "step", text)
 
 
+def validation_note(report: ValidationReport) -> happening.Note:
+    """What came of checking an iteration's gradients, as a line of the feed."""
+    if report.coefficient is None:
+        undone = "; its step had been taken already and was rolled back" if report.redone else ""
+        text = (
+            f"iteration {report.iteration} is skipped: a gradient was NaN, infinite or out of range, so no "
+            f"parameter has changed{undone}"
+        )
+        return happening.Note("warning", "step", text)
+    if report.coefficient < 1:
+        text = (
+            f"iteration {report.iteration}: gradients were too large and clipped to {report.coefficient:.3g} of "
+            "their length; the step taken before that was known was rolled back and taken again"
+        )
+    else:
+        text = (
+            f"iteration {report.iteration}: the step was rolled back and taken again without the clipping that "
+            "had been expected"
+        )
+    return happening.Note("info", "step", text)
+
+
 class Reports(ABC):
     """Thread-safe. Every method raises ConsoleError: for an unknown job or worker, a process that does
-    not count, or a database that does not answer."""
+    not count, or a database that does not answer.
+
+    _measure: which iteration the workers of a job are to record. _waited: for a person, by a job. _deployments: the
+    newest of each job, and of what it was made.
+    """
 
     _store: Store
-    observing: Observing
+    _measure: Callable[[str], int | None]
+    _waited: Callable[[LiveJob], Waited]
+    _deployments: WeakKeyDictionary[LiveJob, tuple[object, Deployment]]
 
     @abstractmethod
     def job(self, job_id: str) -> LiveJob:
@@ -96,7 +129,7 @@ class Reports(ABC):
             if isinstance(answer, ConsoleError)
         ]
         taken = len(reports) - len(refused)
-        measure = self.observing.measuring.wanted(job.job_id)
+        measure = self._measure(job.job_id)
         return BatchReply(generation=job.state.generation, measure=measure, taken=taken, refused=tuple(refused))
 
     def failure(self, job_id: str, message: FailureReport) -> str:
@@ -181,11 +214,11 @@ class Reports(ABC):
         took, at = milliseconds(message.resumed_ms), time.time()
         text = f"generation {message.generation}: training resumed {took} after {message.worker} died"
         with storing():
-            people = sum(self.observing.accounts.waiting.of(job).in_recovery({**message.model_dump(), "at": at}))
+            people = sum(self._waited(job).in_recovery({**message.model_dump(), "at": at}))
         if people:
             text += f", of it {milliseconds(1000 * people)} waiting for a person"
         with job.writing():
-            events = job.note([happening.Note("info", "recovery", text, message.worker)])
+            events = job.feed.rows([happening.Note("info", "recovery", text, message.worker)])
             if self._store.add_recovery(job_id, {**message.model_dump(), "at": at}, events):
                 job.stored(len(events))
         job.topic.publish()
@@ -193,7 +226,7 @@ class Reports(ABC):
     def rearranged(self, job_id: str, message: Relayout) -> None:
         job = self.job(job_id)
         try:
-            partition = job.nominal.check_partition(message.partition)
+            partition = job.plans.nominal.check_partition(message.partition)
         except PlannerError as error:
             raise ConsoleError(409, "misfit", str(error)) from None
         count = message.moved_layers
@@ -209,6 +242,19 @@ class Reports(ABC):
         text = f"{what}, which held training for {took}"
         job.apply(happening.LayersMoved(message.generation, message.iteration, partition, text))
 
+    def validated(self, job_id: str, report: ValidationReport) -> None:
+        """What came of checking an iteration's gradients. A report that is known already changes nothing."""
+        job, note = self.job(job_id), validation_note(report)
+        with storing(), job.lock:
+            newest = self._store.events(job_id, limit=LOOK_BACK, newest=True)
+            if not any(row["kind"] == note.kind and row["text"] == note.text for row in newest):
+                job.record(note)
+
+    def printed(self, job_id: str, message: LogLines) -> None:
+        """What a worker's process has written."""
+        job = self.job(job_id)
+        job.measurements.logs.take(job.sender(message.worker, message.incarnation).name, message)
+
     def finish(self, job_id: str, message: JobFinished) -> None:
         job = self.job(job_id)
         job.apply(happening.Finished(JobState(message.state), plain(message.reason)))
@@ -223,10 +269,11 @@ class Reports(ABC):
             return None
         leaving = tuple(name for name in generation.failed if state.members[name].leaving)
         key = (generation.number, leaving)
-        if job.deployment is None or job.deployment[0] != key:
-            job.deployment = key, deployment_of(generation, leaving)
-        return job.deployment[1]
+        known = self._deployments.get(job)
+        if known is None or known[0] != key:
+            known = self._deployments[job] = key, deployment_of(generation, leaving)
+        return known[1]
 
     def commands(self, job_id: str, after: int) -> list[Command]:
         """The commands with seq > after. Does not block."""
-        return [c for c in self.job(job_id).commands if c.seq > after]
+        return self.job(job_id).commands.after(after)

@@ -1,5 +1,6 @@
 """Which jobs a console has: those that run, in memory, and those that are over, of which a line is enough until
-somebody asks."""
+somebody asks.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +16,10 @@ import structlog
 from openrecycle.agent.coordination.events import Note
 from openrecycle.agent.coordination.membership import FailureTimeouts
 from openrecycle.agent.messages.protocol import JobCreated, JobSpec, JobState
-from openrecycle.app.console.view import JobSummary
 from openrecycle.app.jobs.live_job import LiveJob
+from openrecycle.app.jobs.states import Condition, JobSummary, over_sentence
 from openrecycle.app.runtime.errors import ConsoleError, storing, unknown_job
-from openrecycle.app.workers.sentence import over_sentence
-from openrecycle.app.workers.states import Condition
-from openrecycle.db.job_index import OVER, JobIndex
+from openrecycle.db.job_rows import OVER, JobIndex
 from openrecycle.db.store import Record, Store
 from openrecycle.planner.jobs.errors import PlannerError
 

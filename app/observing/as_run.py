@@ -1,31 +1,49 @@
-"""A measured iteration as a planner Schedule and Plan, so that whatever draws plans draws it too."""
+"""An iteration as it ran: what workers recorded of it on one time axis, and as a planner's Schedule and Plan, so that
+whatever draws plans draws it too. Pure.
+"""
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from statistics import median
 
-from openrecycle.app.console.service import Console
-from openrecycle.app.observing.measuring import IterationAsRun
+from pydantic import BaseModel
+
+from openrecycle.agent.messages.protocol import MeasuredOps
 from openrecycle.planner.jobs.job import Job, Problem, StageProfile, Worker
 from openrecycle.planner.layers.migration import SECONDS
 from openrecycle.planner.plans.plan import MEASURED, MetricsDoc, Plan, SolverDoc
 from openrecycle.planner.plans.schedule import Op, Schedule
 
-_KEEP = 8
-_AROUND = 4
-"""Iterations before and after the measured one that its period is the median of."""
+
+class WorkerOps(BaseModel):
+    """One entry per op, in order; starts_us: microseconds since the iteration's first op of all."""
+
+    kinds: str
+    pipelines: tuple[int, ...]
+    micro_batches: tuple[int, ...]
+    starts_us: tuple[int, ...]
+    durations_us: tuple[int, ...]
+
+
+class IterationAsRun(BaseModel):
+    """One iteration as it ran. at: POSIX seconds. uncertainty_us: by how much times of workers of
+    different hosts may be shifted against each other (0: one host)."""
+
+    iteration: int
+    generation: int
+    plan_fingerprint: str
+    at: float
+    uncertainty_us: int
+    workers: dict[str, WorkerOps]
 
 
 @dataclass(frozen=True)
 class MeasuredIteration:
     """An iteration of a job as it ran. Times are milliseconds; the schedule's unit is ms too.
 
-    plan: the ops as a Plan document, made by `measured`; its period is that of the schedule, by the
+    plan: the ops as a Plan document; its period is that of the schedule, by the
     planner's definition, and its references and bound are those of `planned`, the plan it ran.
     period_ms: median time from commit to commit, of the iterations around it; None before they are in.
     planned_ms: the plan's period; None where its unit is no time (slots).
@@ -51,38 +69,36 @@ class MeasuredIteration:
         return self.period_ms / self.planned_ms - 1
 
 
-def measured_iteration(
-    console: Console, job_id: str, iteration: int | None = None, *, watch: bool = False, keep: bool = False
-) -> MeasuredIteration | None:
-    """The newest one, or that of `iteration`; None when none has been measured yet, or that one is not kept.
+def assemble(parts: Mapping[str, MeasuredOps], plan_fingerprint: str, at: float) -> IterationAsRun:
+    """Puts the workers' parts of one iteration on one time axis.
 
-    watch: somebody looks, so have it measured again soon. keep: for links to it. Raises ConsoleError.
+    Workers with one clock need no alignment; between clocks, each clock's best reading counts.
     """
-    job, measuring = console.job(job_id), console.observing.measuring
-    found = measuring.newest(job, watch=watch, keep=keep and iteration is None)
-    if iteration is not None:
-        found = measuring.kept(job, iteration)
-    if found is None:
-        return None
-    planned = console.plan(found.plan_fingerprint)
-    schedule, plan = _cache.get(job_id, found, planned)
-    around = console.iterations(job_id, after=found.iteration - _AROUND - 1, limit=2 * _AROUND + 1)
-    # The first of a generation holds a recovery.
-    settled = [
-        r["seconds"] for before, r in pairwise(around) if r["generation"] == before["generation"] == found.generation
-    ]
-    unit = SECONDS.get(planned.job.time_unit)
-    return MeasuredIteration(
-        job_id,
-        found.iteration,
-        found.generation,
-        found.at,
-        found.uncertainty_us / 1000,
-        schedule,
-        plan,
-        planned,
-        1000 * median(settled) if settled else None,
-        1000 * unit * planned.metrics.period if unit else None,
+    clocks: dict[str, MeasuredOps] = {}
+    for part in parts.values():
+        best = clocks.setdefault(part.clock, part)
+        if part.uncertainty_us < best.uncertainty_us:
+            clocks[part.clock] = part
+    begins = {name: part.started_us + clocks[part.clock].offset_us for name, part in parts.items()}
+    first = min(begins[name] + min(part.starts_us) for name, part in parts.items())
+    uncertain = sorted((part.uncertainty_us for part in clocks.values()), reverse=True)
+    any_part = next(iter(parts.values()))
+    return IterationAsRun(
+        iteration=any_part.iteration,
+        generation=any_part.generation,
+        plan_fingerprint=plan_fingerprint,
+        at=at,
+        uncertainty_us=sum(uncertain[:2]) if len(uncertain) > 1 else 0,
+        workers={
+            name: WorkerOps(
+                kinds=part.kinds,
+                pipelines=part.pipelines,
+                micro_batches=part.micro_batches,
+                starts_us=tuple(begins[name] - first + start for start in part.starts_us),
+                durations_us=part.durations_us,
+            )
+            for name, part in sorted(parts.items())
+        },
     )
 
 
@@ -206,28 +222,3 @@ def _unit_ms(schedule: Schedule, planned: Plan) -> float:
 def _ms(microseconds: Iterable[int]) -> float:
     values = list(microseconds)
     return round(median(values) / 1000, 3) if values else 0.0
-
-
-class _Cache:
-    """The newest schedules, since many viewers look at one iteration. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._made: OrderedDict[tuple[str, int, int, float], tuple[Schedule, Plan]] = OrderedDict()
-
-    def get(self, job_id: str, found: IterationAsRun, planned: Plan) -> tuple[Schedule, Plan]:
-        key = (job_id, found.generation, found.iteration, found.at)
-        with self._lock:
-            if key in self._made:
-                self._made.move_to_end(key)
-                return self._made[key]
-        schedule = as_schedule(found, planned)
-        made = schedule, as_plan(schedule, planned)
-        with self._lock:
-            self._made[key] = made
-            while len(self._made) > _KEEP:
-                self._made.popitem(last=False)
-        return made
-
-
-_cache = _Cache()

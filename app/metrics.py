@@ -1,4 +1,5 @@
-"""What Prometheus is told of jobs: read off their state and history when it asks.
+"""What Prometheus is told: of requests, solvers and the database, counted as they come; and of jobs, read off their
+state and history when it asks.
 
 Labels are jobs, states and quantiles, never workers, so that a job of thousands makes no more series than a
 small one. Goodput, ETTR and throughput are those of app.observing, as the pages show them.
@@ -6,29 +7,175 @@ small one. Goodput, ETTR and throughput are those of app.observing, as the pages
 
 from __future__ import annotations
 
+import collections
 import threading
 import time
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import structlog
+from fastapi.routing import APIRoute
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    GCCollector,
+    Histogram,
+    PlatformCollector,
+    ProcessCollector,
+    disable_created_metrics,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
+from sqlalchemy import event
+from sqlalchemy.engine import Engine
 from sqlalchemy.exc import SQLAlchemyError
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from openrecycle.agent.messages.protocol import JobState
+from openrecycle.agent.messages.protocol import API, JobState
 from openrecycle.app.jobs.live_job import LiveJob
+from openrecycle.app.jobs.states import RoleState
+from openrecycle.app.jobs.throughput import RECENT, Figures, iteration_view, recent_rate, share_of
 from openrecycle.app.jobs.waiting import NOTHING, Waited
-from openrecycle.app.metrics.exposition import PREFIX, quantiles
-from openrecycle.app.observing.goodput import Figures
-from openrecycle.app.observing.rates import RECENT, iteration_view, recent_rate, share_of
-from openrecycle.app.workers.states import RoleState
 from openrecycle.db.store import Store
 from openrecycle.planner.plans.plan import Plan
 
 log = structlog.get_logger()
+
+PREFIX = "openrecycle"
+# Seconds.
+LATENCIES = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+SOLVES = (0.001, 0.01, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 3600.0)
+GAPS = (0.0, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+
+
+disable_created_metrics()  # type: ignore[no-untyped-call]  # a series for each series, of no use here
+
+
+class Metrics:
+    """Thread-safe."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        PlatformCollector(registry=self.registry)
+        GCCollector(registry=self.registry)
+        self.requests = Counter(
+            f"{PREFIX}_http_requests",
+            "Requests answered, by what the path stands for and the class of the status.",
+            ("method", "route", "status"),
+            registry=self.registry,
+        )
+        self.latency = Histogram(
+            f"{PREFIX}_http_request_duration_seconds",
+            "From a request to the end of its answer. Long-polls and event streams take as long as they wait.",
+            ("method", "route"),
+            buckets=LATENCIES,
+            registry=self.registry,
+        )
+        self.database_errors = Counter(
+            f"{PREFIX}_database_errors", "Errors of the database or its driver.", ("error",), registry=self.registry
+        )
+        self.solve_seconds = Histogram(
+            f"{PREFIX}_plan_solve_duration_seconds",
+            "What solvers took for the plans that were made.",
+            ("solver",),
+            buckets=SOLVES,
+            registry=self.registry,
+        )
+        self.gap = Histogram(
+            f"{PREFIX}_plan_gap_ratio",
+            "Period / proven lower bound - 1 of the plans that were made.",
+            ("solver",),
+            buckets=GAPS,
+            registry=self.registry,
+        )
+
+    def plan_made(self, plan: Plan) -> None:
+        """A solver has made it here."""
+        solver = plan.solver.name.partition(" ")[0].partition("+")[0][:40] or "unknown"
+        self.solve_seconds.labels(solver).observe(plan.solver.seconds)
+        self.gap.labels(solver).observe(plan.metrics.gap)
+
+    def watch(self, engine: Engine) -> Callable[[], None]:
+        """Counts the engine's errors from now on, until what is returned is called."""
+
+        def failed(context: object) -> None:
+            error = getattr(context, "sqlalchemy_exception", None) or getattr(context, "original_exception", None)
+            self.database_errors.labels(type(error).__name__).inc()
+
+        event.listen(engine, "handle_error", failed)
+        return lambda: event.remove(engine, "handle_error", failed)
+
+    def text(self, accept: str) -> tuple[bytes, str]:
+        """The exposition and its media type, in the format that an Accept header asks for. Reads the database."""
+        encoder, media_type = choose_encoder(accept)
+        return encoder(self.registry), media_type
+
+
+def quantiles(values: Iterable[float], wanted: Iterable[float]) -> list[float]:
+    """By nearest rank; of no values, nothing."""
+    ordered = sorted(values)
+    return [ordered[min(len(ordered) - 1, int(q * len(ordered)))] for q in wanted] if ordered else []
+
+
+# The key in the scope under which the name comes back: a list of one.
+_NAMED = "openrecycle.route"
+_PLAIN = frozenset({"/healthz", "/readyz", "/metrics", "/login"})
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+
+
+class Metering:
+    """route: the path with its parameters' names, or `pages`, or `other`: never what somebody made up."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self.app, self.metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        began, status = time.perf_counter(), 500
+
+        async def watched(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        named = scope[_NAMED] = [""]
+        try:
+            await self.app(scope, receive, watched)
+        finally:
+            method = scope["method"] if scope["method"] in _METHODS else "other"
+            route = named[0] or route_of(scope["path"])
+            self.metrics.requests.labels(method, route, f"{status // 100}xx").inc()
+            self.metrics.latency.labels(method, route).observe(time.perf_counter() - began)
+
+
+class NamedRoutes:
+    """Around FastAPI: tells Metering which of its routes a request has taken. What is between them may hand
+    on copies of the scope, but not of what is in it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            route = scope.get("route")
+            if isinstance(route, APIRoute) and _NAMED in scope:
+                scope[_NAMED][0] = API + str(route.path)
+
+
+def route_of(path: str) -> str:
+    """Of a request that FastAPI has not seen, or has no route for."""
+    if path in _PLAIN:
+        return path
+    return "other" if path.startswith("/api") else "pages"
+
 
 # Jobs that are over stay visible for a while: the newest of them.
 OVER_SHOWN = 10
@@ -122,8 +269,8 @@ class JobMetrics(Collector):
         for q, age in zip(AGE_QUANTILES, quantiles(ages, AGE_QUANTILES), strict=False):
             out.heartbeat_age.add_metric([key, f"{q:g}"], age)
         out.generation.add_metric([key], state.generation)
-        out.plans_ahead.add_metric([key], job.planned_ahead)
-        out.plans_wanted.add_metric([key], job.plans_to_make)
+        out.plans_ahead.add_metric([key], job.plans.planned_ahead)
+        out.plans_wanted.add_metric([key], job.plans.plans_to_make)
         self._add_iterations(out, job)
         self._add_recoveries(out, job)
         self._add_plan(out, job)
@@ -217,7 +364,7 @@ class _Families:
         )
 
     def count(self, jobs: Sequence[JobState]) -> None:
-        states = Counter(jobs)
+        states = collections.Counter(jobs)
         for state in JobState:
             self.jobs.add_metric([state.value], states[state])
 
