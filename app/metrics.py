@@ -269,8 +269,8 @@ class JobMetrics(Collector):
         for q, age in zip(AGE_QUANTILES, quantiles(ages, AGE_QUANTILES), strict=False):
             out.heartbeat_age.add_metric([key, f"{q:g}"], age)
         out.generation.add_metric([key], state.generation)
-        out.plans_ahead.add_metric([key], job.plans.planned_ahead)
-        out.plans_wanted.add_metric([key], job.plans.plans_to_make)
+        out.plans_ahead.add_metric([key], job.plans.ahead.made)
+        out.plans_wanted.add_metric([key], job.plans.ahead.wanted)
         self._add_iterations(out, job)
         self._add_recoveries(out, job)
         self._add_plan(out, job)

@@ -240,8 +240,8 @@ def head(job: LiveJob) -> JobHead:
         workers=len(job.state.members),
         plan=run.fingerprint if run else None,
         plan_words=run.words if run else "",
-        planned_ahead=job.plans.planned_ahead,
-        plans_to_make=job.plans.plans_to_make,
+        planned_ahead=job.plans.ahead.made,
+        plans_to_make=job.plans.ahead.wanted,
     )
 
 
@@ -405,8 +405,8 @@ class Queries(ABC):
                 iterations=history.iterations,
                 events=history.events,
                 recoveries=history.recoveries,
-                planned_ahead=job.plans.planned_ahead,
-                plans_to_make=job.plans.plans_to_make,
+                planned_ahead=job.plans.ahead.made,
+                plans_to_make=job.plans.ahead.wanted,
                 advice=self._advice(job),
                 figures=figures,
                 condition=worker_states.condition,

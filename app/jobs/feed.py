@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from openrecycle.agent.coordination.events import Note
-from openrecycle.db.store import Record, Store
+from openrecycle.db.store import Record
 
 KINDS = frozenset({"console", "worker"})
 # A line that was not repeated for so long has come to its end: seconds.
@@ -127,7 +127,6 @@ class JobFeed:
         """What was said so far has been seen, or something else has happened: said again, it is a new line."""
         self._folding = Folding()
 
-    def read(self, store: Store, job_id: str) -> None:
-        """As the database has it."""
-        self.last = store.last_event(job_id)
-        self._folding = Folding.read(store.events(job_id, limit=LOOK_BACK, newest=True))
+    def read(self, last: int, newest: Iterable[Record]) -> None:
+        """As the database has it. newest: the newest LOOK_BACK rows, newest first."""
+        self.last, self._folding = last, Folding.read(newest)

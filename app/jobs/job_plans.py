@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 import structlog
 
@@ -42,13 +43,21 @@ def stored_plan(store: Store, fingerprint: str) -> Plan | None:
         return Plan.from_json(document, source=fingerprint)
 
 
+@dataclass
+class Ahead:
+    """Plans for failures that may come: so many are made of those that are wanted. patterns: canonical ones that were
+    asked for. Written by app.plans.service.JobPlanner alone."""
+
+    made: int = 0
+    wanted: int = 0
+    patterns: set[frozenset[Worker]] = field(default_factory=set)
+
+
 class JobPlans:
     """Of one job; a part of its LiveJob. Thread-safe.
 
     lock: the job's. look_up: a plan made ahead that is kept elsewhere, and where it is from. answer: takes a PlanReady,
     with the plan that it speaks of, or a PlanRefused; raises ConsoleError. stored: called when a plan was stored.
-
-    planned_ahead of plans_to_make: as far as app.plans.service is with plans for failures that may come.
     """
 
     def __init__(
@@ -64,9 +73,7 @@ class JobPlans:
         self.nominal = spec.job()  # with its layers cut as for the generation in force, or the one that is to open
         self.job = self.nominal  # with the speeds that its workers turned out to have
         self.catalog = Catalog(self.job, Technique(spec.technique), MemoryLimit.parse(spec.memory, field="memory"))
-        self.planned_ahead = 0
-        self.plans_to_make = 0
-        self.patterns_asked: set[frozenset[Worker]] = set()  # canonical ones, planned ahead or about to be
+        self.ahead = Ahead()
         self.asked_for: tuple[str, ...] | None = None  # what was to be planned elsewhere last
         self._job_id, self._store, self._lock = job_id, store, lock
         self._look_up, self._answer, self._stored = look_up, answer, stored
@@ -80,8 +87,7 @@ class JobPlans:
             self.nominal = before.with_partition(partition)
             self.job = self.nominal if self.job is before else self.job.with_partition(partition)
             self.catalog = self.catalog.at(partition)
-            self.patterns_asked = set()
-            self.planned_ahead = self.plans_to_make = 0
+            self.ahead = Ahead()
 
     def take_plan(self, plan: Plan) -> None:
         """Keeps a plan for the failures and the layers that it is for. Raises InputError for one of another job."""
@@ -110,7 +116,11 @@ class JobPlans:
                     plan = made
                 self._answer(PlanReady(failed, plan.fingerprint, why or f"made now ({plan.solver.name})"), plan)
         finally:
-            self.asked_for = None
+            self.give_up()
+
+    def give_up(self) -> None:
+        """Nobody makes the plan that was asked for any more: where it is still missing, it is asked for again."""
+        self.asked_for = None
 
     def is_for(self, plan: Plan, failed: tuple[str, ...]) -> bool:
         """Does a plan that comes from memory or was stored go without these workers? Whoever made it has checked it.
@@ -133,8 +143,7 @@ class JobPlans:
             catalog = Catalog(job, self.catalog.technique, self.catalog.memory)
             catalog.add(plan)
             self.job, self.catalog = job, catalog
-            self.patterns_asked = set()
-            self.planned_ahead = self.plans_to_make = 0
+            self.ahead = Ahead()
 
     def file_plan(self, plan: Plan) -> None:
         """Adds a plan that was made ahead, unless the speeds that it is for have changed since."""

@@ -35,7 +35,7 @@ from openrecycle.agent.coordination.events import (
 )
 from openrecycle.agent.coordination.membership import FailureTimeouts, Member, State
 from openrecycle.agent.messages.protocol import Heartbeat, JobSpec
-from openrecycle.app.jobs.feed import JobFeed
+from openrecycle.app.jobs.feed import LOOK_BACK, JobFeed
 from openrecycle.app.jobs.job_plans import JobPlans, LookUp, stored_plan
 from openrecycle.app.jobs.measurements import Measurements
 from openrecycle.app.jobs.records import (
@@ -445,7 +445,7 @@ class LiveJob:
     def _read(self, job_row: Record) -> None:
         store, job_id = self._store, self.job_id
         state = read_state(store, job_row, self.spec, self.plans.nominal.home)
-        self.feed.read(store, job_id)
+        self.feed.read(store.last_event(job_id), store.events(job_id, limit=LOOK_BACK, newest=True))
         self.commands.read(store.commands(job_id))
         self.choices, self.baseline = read_waits(job_row["waits"]), read_baseline(job_row["baseline"])
         self.processes = read_processes(store.workers(job_id))

@@ -143,14 +143,14 @@ class JobPlanner:
         """Nothing more is planned for `job`."""
         self._maker.cancel(job.job_id)
         self._stop_filling(job)
-        job.plans.plans_to_make = job.plans.planned_ahead = 0
+        job.plans.ahead.wanted = job.plans.ahead.made = 0
 
     def make_ahead(self, job: LiveJob) -> None:
         """The fault-free plan first, then one for each failure pattern, one failure after another. Returns at once:
         which patterns a large grid has is worked out elsewhere."""
         self._stop_filling(job)
         asked = job.plans.job
-        job.plans.plans_to_make, job.plans.planned_ahead = (
+        job.plans.ahead.wanted, job.plans.ahead.made = (
             1,
             0,
         )  # the fault-free one, until it is known how many there are
@@ -158,7 +158,7 @@ class JobPlanner:
         def take(needed: PlansNeeded | None, why: str) -> None:
             if job.plans.job is not asked or job.state.over:
                 return  # its workers' speeds have changed since
-            job.plans.plans_to_make = 0
+            job.plans.ahead.wanted = 0
             if needed is None:
                 log.warning("only the fault-free plan is made ahead", job=job.job_id, reason=why)
                 self._submit(job, [frozenset()])
@@ -174,7 +174,7 @@ class JobPlanner:
     def make_next(self, job: LiveJob) -> None:
         """Beyond the tolerance too, whatever worker fails next finds its plan made."""
         generation = job.state.current
-        if not job.plans.plans_to_make and not job.state.over:
+        if not job.plans.ahead.wanted and not job.state.over:
             self.make_ahead(job)  # its layers are cut otherwise since
         if generation is None or len(generation.failed) < self._tolerance or len(generation.living) > NEXT_WORKERS:
             return
@@ -182,7 +182,7 @@ class JobPlanner:
         living = [Worker.parse(name) for name in generation.living]
         peers = Counter(worker.stage for worker in living)
         patterns = {canonical_pattern({*failed, w}, job.plans.job)[0]: None for w in living if peers[w.stage] > 1}
-        missing = [pattern for pattern in patterns if pattern not in job.plans.patterns_asked]
+        missing = [pattern for pattern in patterns if pattern not in job.plans.ahead.patterns]
         if job.plans.ops * len(missing) <= HELD_OPS:
             self._submit(job, missing)
 
@@ -194,7 +194,7 @@ class JobPlanner:
             if job.plans.job is asked:
                 job.plans.plan_made(failed, plan, why)
             else:
-                job.plans.asked_for = None  # its workers' speeds have changed since; it is asked for again
+                job.plans.give_up()  # its workers' speeds have changed since; it is asked for again
 
         def take_fitted(origin: str, plan: Plan | None, why: str) -> None:
             if plan is not None:
@@ -241,7 +241,7 @@ class JobPlanner:
     def take(self, job: LiveJob, names: Iterable[str]) -> None:
         """Plans with these names have come into the catalog of the job's question."""
         if job.job_id in self._filling:
-            job.plans.planned_ahead = len(self._filling[job.job_id][1] & self._catalogs.names(job.plans.question))
+            job.plans.ahead.made = len(self._filling[job.job_id][1] & self._catalogs.names(job.plans.question))
         elif job.plans.ops <= KEPT_OPS:
             stored = self._catalogs.stored_of(job.plans.question)
             for name in names:
@@ -257,13 +257,13 @@ class JobPlanner:
             job=job_doc(job.plans.job), technique=question.technique, memory=question.memory.text, tolerance=tolerance
         )
         entry = self._filling[job.job_id] = info_of(question).fingerprint, names
-        job.plans.plans_to_make = len(names)
+        job.plans.ahead.wanted = len(names)
         try:
-            job.plans.planned_ahead = len(names & self._catalogs.names(question))
-            if job.plans.planned_ahead < job.plans.plans_to_make:
+            job.plans.ahead.made = len(names & self._catalogs.names(question))
+            if job.plans.ahead.made < job.plans.ahead.wanted:
                 self._catalogs.fill(request)
         except ConsoleError as error:
-            job.plans.plans_to_make = job.plans.planned_ahead
+            job.plans.ahead.wanted = job.plans.ahead.made
             log.warning("no plans ahead; they are made when they are needed", job=job.job_id, reason=error.detail)
         if job.state.over:  # since it was asked, in another thread: whoever ended it may have found nothing to stop
             self._filling[job.job_id] = entry
@@ -290,12 +290,12 @@ class JobPlanner:
                         self._catalogs.keep(job.plans.question, plan)
             finally:
                 if job.plans.job is asked:
-                    job.plans.planned_ahead += 1  # whoever sees that finds the plan
+                    job.plans.ahead.made += 1  # whoever sees that finds the plan
 
         missing = [pattern for pattern in patterns if job.plans.catalog.find(pattern) is None]
-        job.plans.patterns_asked.update(patterns)
-        job.plans.plans_to_make += len(patterns)
-        job.plans.planned_ahead += len(patterns) - len(missing)
+        job.plans.ahead.patterns.update(patterns)
+        job.plans.ahead.wanted += len(patterns)
+        job.plans.ahead.made += len(patterns) - len(missing)
         stored = self._stored(job, missing)
         if stored:
             threading.Thread(target=self._file, args=(job, stored, done), name="planning-stored", daemon=True).start()
@@ -316,7 +316,7 @@ class JobPlanner:
         """Large plans stay where they are until they are needed."""
         for pattern in patterns:
             if job.plans.ops > KEPT_OPS:
-                job.plans.planned_ahead += 1
+                job.plans.ahead.made += 1
                 continue
             found = self._catalogs.find(job.plans.question, pattern)
             if found is None:  # damaged
@@ -326,7 +326,7 @@ class JobPlanner:
                 job.plans.file_plan(found[0])
             except SQLAlchemyError as error:
                 log.warning("a plan ahead could not be filed", job=job.job_id, reason=type(error).__name__)
-            job.plans.planned_ahead += 1
+            job.plans.ahead.made += 1
 
 
 def _lasts(job: LiveJob) -> bool:

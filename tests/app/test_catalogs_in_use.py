@@ -31,7 +31,7 @@ def ended(filling: Filling) -> str:
 def test_a_second_job_begins_with_the_first_ones_plans(tmp_path: Path) -> None:
     here = ConsoleHere(tmp_path)
     first = here.console.job(JobHere(here.console, "first").job_id)
-    wait(lambda: first.plans.planned_ahead == first.plans.plans_to_make)
+    wait(lambda: first.plans.ahead.made == first.plans.ahead.wanted)
     wait(lambda: len(here.console.catalogs.names(first.plans.question)) == 5)
     calls = []
     here.console.plans.ahead._maker.submit = lambda *args, **more: calls.append(args)  # type: ignore[method-assign]
@@ -70,8 +70,8 @@ def test_plans_too_large_for_memory_stay_in_the_catalog_until_they_are_needed(
     here = ConsoleHere(tmp_path)
     job = JobHere(here.console, "large")
     live = here.console.job(job.job_id)
-    assert live.plans.plans_to_make == 5, "the full grid, and one failure on each of four stages"
-    wait(lambda: live.plans.planned_ahead == 5)
+    assert live.plans.ahead.wanted == 5, "the full grid, and one failure on each of four stages"
+    wait(lambda: live.plans.ahead.made == 5)
     job.register()
     assert [plan.failed for plan in live.plans.catalog.plans] == [()], "only what it needed"
     job.die("W1_2")
@@ -79,7 +79,7 @@ def test_plans_too_large_for_memory_stay_in_the_catalog_until_they_are_needed(
     opened = next(event.text for event in here.console.view(job.job_id).events if event.kind == "generation")
     assert golden("from-the-catalog-planned-ahead-for") in opened
     again = here.console.job(JobHere(here.console, "the same again").job_id)
-    assert (again.plans.planned_ahead, again.plans.plans_to_make) == (5, 5), "it is there at once"
+    assert (again.plans.ahead.made, again.plans.ahead.wanted) == (5, 5), "it is there at once"
     here.close()
 
 
@@ -94,7 +94,7 @@ def test_a_plan_at_hand_that_is_for_other_failures_is_made_anew(
     here = ConsoleHere(tmp_path)
     job = JobHere(here.console, "small").register()
     live = here.console.job(job.job_id)
-    wait(lambda: live.plans.planned_ahead == 5)
+    wait(lambda: live.plans.ahead.made == 5)
     (made_for,) = next(plan.failed for plan in live.plans.catalog.plans if [name[3] for name in plan.failed] == ["2"])
     other = "W1_2" if made_for != "W1_2" else "W0_2"
     monkeypatch.setattr("openrecycle.planner.catalogs.catalog.rename_pipelines", _of_others)
@@ -122,7 +122,7 @@ def test_a_large_plan_is_fitted_beside_the_console(
     here = ConsoleHere(tmp_path)
     job = JobHere(here.console, "large", micro_batches=90).register()
     live = here.console.job(job.job_id)
-    wait(lambda: live.plans.planned_ahead == 5 and here.console.view(job.job_id).generation == 1)
+    wait(lambda: live.plans.ahead.made == 5 and here.console.view(job.job_id).generation == 1)
     located = here.console.catalogs.located(live.plans.question, ("W1_2",))
     assert located is not None
     if damaged:

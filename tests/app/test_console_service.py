@@ -201,7 +201,9 @@ def test_a_job_that_no_plan_fits_halts_and_says_why(console: Console, monkeypatc
     created, _ = console.create_job(SPEC)
     job = console.job(created.job_id)
     monkeypatch.setattr(job.plans, "plan_now", lambda failed: None)
-    monkeypatch.setattr(job, "_want_plan", lambda job, failed: job.plans.plan_made(failed, None, "no schedule exists: x"))
+    monkeypatch.setattr(
+        job, "_want_plan", lambda job, failed: job.plans.plan_made(failed, None, "no schedule exists: x")
+    )
     register_all(console, created.job_id)
     view = console.view(created.job_id)
     assert view.state is JobState.HALTED
@@ -217,7 +219,7 @@ def test_after_each_failure_beyond_the_tolerance_the_next_is_planned(store: Stor
         register_all(console, created.job_id)
         resume(console, created.job_id, 1, NAMES)
         until(lambda: {len(p["failed"]) for p in console.job_plans(created.job_id)} == {0, 1})
-        until(lambda: job.plans.planned_ahead == job.plans.plans_to_make == 3)
+        until(lambda: job.plans.ahead.made == job.plans.ahead.wanted == 3)
         console.failure(created.job_id, exited("W0_1"))
         until(lambda: {len(p["failed"]) for p in console.job_plans(created.job_id)} == {0, 1, 2})
         assert golden("planned-ahead-for-1-failed") in console.view(created.job_id).events[0].text

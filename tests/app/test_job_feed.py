@@ -10,8 +10,7 @@ from ui_console import ConsoleHere, JobHere
 
 from openrecycle.agent.coordination.events import Note, Stalled
 from openrecycle.app.console.view import EventView
-from openrecycle.app.jobs import feed as folding
-from openrecycle.app.jobs.feed import Folding
+from openrecycle.app.jobs.feed import WITHIN, JobFeed
 from openrecycle.app.ui.event_feed import feed_html
 from tests.golden import golden
 
@@ -34,19 +33,18 @@ class Feed:
     """What the database would have of it."""
 
     def __init__(self) -> None:
-        self.folding = Folding()
+        self.job = JobFeed()
         self.rows: list[dict[str, object]] = []
 
     def say(self, *notes: Note, now: float) -> None:
-        fresh, repeats = self.folding.split(notes, now)
-        new = [
-            {"seq": n, "at": now, "last_at": now, "count": 1, **vars(note)}
-            for n, note in enumerate(fresh, len(self.rows) + 1)
-        ]
+        fresh, repeats = self.job.split(notes, now)
+        assert [row["seq"] for row in fresh] == list(range(len(self.rows) + 1, len(self.rows) + len(fresh) + 1))
+        new = [{**row, "at": now, "last_at": now, "count": 1} for row in fresh]
         for row in repeats:
             self.rows[row["seq"] - 1].update(row)
         self.rows += new
-        self.folding = self.folding.after(new, repeats)
+        self.job.stored(new, repeats)
+        assert self.job.last == len(self.rows)
 
     @property
     def told(self) -> list[tuple[object, ...]]:
@@ -82,7 +80,7 @@ def test_what_happens_between_ends_it() -> None:
 
 def test_a_long_silence_ends_it_too() -> None:
     feed = Feed()
-    for at in (0.0, folding.WITHIN, 2 * folding.WITHIN, 3 * folding.WITHIN + 1):
+    for at in (0.0, WITHIN, 2 * WITHIN, 3 * WITHIN + 1):
         feed.say(stood_still(3), now=at)
     assert [row["count"] for row in feed.rows] == [3, 1]
 
@@ -91,7 +89,8 @@ def test_it_goes_on_after_a_restart() -> None:
     feed = Feed()
     feed.say(silent("W0_1", 5.1), now=0.0)
     feed.say(OPENED, stood_still(3), silent("W0_1", 5.2), now=1.0)
-    feed.folding = Folding.read(reversed(feed.rows))
+    feed.job = JobFeed()
+    feed.job.read(len(feed.rows), reversed(feed.rows))
     feed.say(stood_still(4), silent("W0_1", 6.2), now=2.0)
     assert [row["count"] for row in feed.rows] == [1, 1, 2, 2]
 
