@@ -239,7 +239,7 @@ class History(RuleBasedStateMachine):
     @invariant()
     def the_database_knows_what_the_console_knows(self) -> None:
         if not self.world.in_doubt and not self.database.away:
-            home = self.world.job.nominal.home
+            home = self.world.job.plans.nominal.home
             stored = read_state(self.world.store, self.world.row, self.world.spec, home)
             assert durable(stored) == durable(self.state)
 
