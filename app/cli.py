@@ -1,22 +1,238 @@
-"""The command line: `openrecycle serve`."""
+"""The command line: `openrecycle serve` and `demo`; `token` and `history`, on the console's database."""
 
 from __future__ import annotations
 
+import getpass
 import json
+import secrets
+import shutil
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, NoReturn
+from tempfile import TemporaryDirectory
+from typing import Annotated, NoReturn, TextIO
 
 import typer
+from sqlalchemy.exc import SQLAlchemyError
 
 from openrecycle.agent.coordination.membership import FailureTimeouts
-from openrecycle.app.history.commands import install as install_histories
-from openrecycle.app.runtime.errors import SettingsError
-from openrecycle.app.security.oidc import read_oidc
-from openrecycle.app.security.token_cli import tokens
-from openrecycle.app.settings import RetentionLimits, Settings, read_token, seconds
+from openrecycle.app.history.archive import HistoryError, delete_job, export, import_history
+from openrecycle.app.runtime.errors import ConsoleError, SettingsError
+from openrecycle.app.security.access import AuditLog, Tokens
+from openrecycle.app.security.sign_in import read_oidc
+from openrecycle.app.settings import RetentionLimits, Settings, default_database_url, read_token, seconds
+from openrecycle.db.access import AuditStore, TokenStore
+from openrecycle.db.job_rows import OVER, JobRows
+from openrecycle.db.leadership import LeaderSession
+from openrecycle.db.session import Database, DatabaseError
+from openrecycle.db.store import Store
+from openrecycle.planner.commands.output import destination, is_stdout
 from openrecycle.planner.commands.output import run as run_command
-from openrecycle.planner.jobs.errors import PlannerError
+from openrecycle.planner.jobs.errors import InputError, PlannerError
+
+tokens = typer.Typer(help="Tokens that let others view, operate, or report to a console.", no_args_is_help=True)
+
+
+@tokens.command()
+def create(
+    role: Annotated[str, typer.Option(help="view, operate or agent.")],
+    job: Annotated[str | None, typer.Option(help="Id of the only job that an agent's token is good for.")] = None,
+    name: Annotated[str, typer.Option(help="Whose it is, for the audit log.")] = "",
+    days: Annotated[float | None, typer.Option(help="Days until it expires; without, it never does.")] = None,
+    database_url: DatabaseUrl = "",
+) -> None:
+    """Prints a new token, this once: the console keeps only a hash of it."""
+    with _token_store(database_url) as (made, audit, jobs):
+        if job is not None and job not in jobs:
+            raise ConsoleError(404, "unknown_job", f"--job: got {job!r}, expected the id of a job of this console")
+        token, text = made.create(role, created_by=_token_actor(), name=name, job_id=job, days=days)
+        audit.record(_token_actor(), "create token", token.id, job_id=job, detail=token.name)
+    print(text)
+    ends = "it does not expire" if token.expires_at is None else f"it expires on {_day(token.expires_at)}"
+    print(f"{token.name!r} may {_words(token.role, job)}; {ends}. It is not shown again.", file=sys.stderr)
+
+
+@tokens.command("list")
+def listed(database_url: DatabaseUrl = "") -> None:
+    """Every token, newest first, without its secret."""
+    with _token_store(database_url) as (made, _, _):
+        found = made.list()
+    now = time.time()
+    rows = [("ID", "ROLE", "NAME", "CREATED", "LAST USED", "STATE")]
+    for token in found:
+        state = "revoked" if token.revoked_at else "valid" if token.valid(now) else "expired"
+        if state == "valid" and token.expires_at:
+            state = f"until {_day(token.expires_at)}"
+        used = _day(token.last_used_at) if token.last_used_at else "-"
+        role = f"{token.role} of {token.job_id}" if token.job_id else token.role.value
+        rows.append((token.id, role, token.name, _day(token.created_at), used, state))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+@tokens.command()
+def revoke(
+    token: Annotated[str, typer.Argument(help="Its id: the middle part of it, as list shows.")],
+    database_url: DatabaseUrl = "",
+) -> None:
+    """From now on the token is good for nothing; a console that runs notices within two seconds."""
+    with _token_store(database_url) as (made, audit, _):
+        gone = made.revoke(token)
+        audit.record(_token_actor(), "revoke token", gone.id, job_id=gone.job_id, detail=gone.name)
+    print(f"{gone.name!r} ({gone.id}) is revoked", file=sys.stderr)
+
+
+@contextmanager
+def _token_store(database_url: str) -> Iterator[tuple[Tokens, AuditLog, set[str]]]:
+    """Tokens, audit log, and the ids of jobs. What is refused ends the program: a sentence, status 2."""
+    try:
+        database = Database(database_url or default_database_url())
+        try:
+            database.upgrade()
+            store = Store(database)
+            yield Tokens(TokenStore(database)), AuditLog(AuditStore(database)), {row["id"] for row in store.jobs()}
+        finally:
+            database.close()
+    except (ConsoleError, DatabaseError) as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def _words(role: str, job: str | None) -> str:
+    if role == "agent":
+        return f"report on job {job} alone" if job else "create jobs and report on them"
+    return "look at everything" if role == "view" else "look at everything and operate"
+
+
+def _day(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def _token_actor() -> str:
+    try:
+        return f"{getpass.getuser()} on the command line"
+    except (KeyError, OSError):
+        return "the command line"
+
+
+DatabaseUrl = Annotated[
+    str,
+    typer.Option(envvar="DATABASE_URL", help="The console's database, as for serve.", show_default=False),
+]
+JobId = Annotated[str, typer.Option("--job", help="Id of the job.")]
+
+
+def install_histories(cli: typer.Typer) -> None:
+    cli.command("export")(export_command)
+    cli.command("import")(import_command)
+    cli.command("delete")(delete_command)
+
+
+def export_command(
+    job: JobId,
+    out: Annotated[
+        Path, typer.Option(help="File to write, - for standard output; an old one of that name is replaced.")
+    ],
+    database_url: DatabaseUrl = "",
+) -> None:
+    """Write all that is stored of a job into a file (zip)."""
+    if is_stdout(out):
+        with TemporaryDirectory() as folder:
+            whole = Path(folder) / "job.zip"
+            _export_to(job, whole, database_url, file=sys.stderr)
+            with whole.open("rb") as data:
+                shutil.copyfileobj(data, sys.stdout.buffer)
+            sys.stdout.buffer.flush()
+        return
+    try:
+        target = destination(out)
+    except InputError as error:
+        fail(str(error))
+    _export_to(job, target, database_url, file=sys.stdout)
+
+
+def _export_to(job: str, out: Path, database_url: str, *, file: TextIO) -> None:
+    with _history_store(database_url) as database:
+        manifest = export(database, job, out)
+    if manifest is None:
+        fail(f"--job: got {job!r}, expected the id of a job of this database")
+    rows = sum(table.rows for table in manifest.tables.values())
+    print(f"{out}: job {job}, {rows:,} rows, {len(manifest.plans):,} plans, {out.stat().st_size:,} bytes", file=file)
+
+
+def import_command(
+    file: Annotated[Path, typer.Argument(help="What export has written.", show_default=False)],
+    as_id: Annotated[str | None, typer.Option("--as", help="Id of the job here, instead of its own.")] = None,
+    database_url: DatabaseUrl = "",
+) -> None:
+    """Store the job of a file, all of it or nothing. A console that runs shows it within seconds."""
+    with _history_store(database_url) as database:
+        done = import_history(database, file, new_id=as_id, actor=_history_actor())
+    print(f"job {done.job_id}: {done.rows:,} rows, {done.plans:,} plans")
+
+
+def delete_command(job: JobId, database_url: DatabaseUrl = "") -> None:
+    """Delete a job with everything of it: one that has ended, or any while no console runs on the database."""
+    with _history_store(database_url) as database:
+        row = next((row for row in Store(database).jobs() if row["id"] == job), None)
+        if row is None:
+            fail(f"--job: got {job!r}, expected the id of a job of this database")
+        with nullcontext() if row["state"] in OVER else _no_console(database, job, row["state"]):
+            rows = JobRows(database)
+            audit = {"at": time.time(), "actor": _history_actor(), "action": "delete", "job_id": job, "target": job}
+            rows.hide(job, {**audit, "detail": row["name"]})
+            delete_job(rows, job)
+    print(f"job {job} is deleted")
+
+
+@contextmanager
+def _no_console(database: Database, job: str, state: str) -> Iterator[None]:
+    """Keeps consoles from the database meanwhile: one that runs looks after the job."""
+    refusal = f"--job: {job} is {state}, and a console runs on this database; delete the job there, or stop the console"
+    if database.is_sqlite:
+        try:
+            database.lead()
+        except DatabaseError:
+            fail(refusal)
+        yield
+        return
+    session = LeaderSession(database, secrets.token_hex(8))
+    try:
+        if not session.try_lock():
+            fail(refusal)
+        yield
+    finally:
+        session.close()
+
+
+@contextmanager
+def _history_store(database_url: str) -> Iterator[Database]:
+    """What is refused ends the program: a sentence, status 2."""
+    try:
+        database = Database(database_url or default_database_url())
+        try:
+            database.upgrade()
+            yield database
+        finally:
+            database.close()
+    except (HistoryError, DatabaseError) as error:
+        fail(str(error))
+    except SQLAlchemyError as error:
+        fail(f"the database can't take this now ({type(error).__name__}); nothing of it is left")
+    except OSError as error:
+        fail(f"{error.filename or 'the file'} can't be written: {error.strerror or error}")
+
+
+def _history_actor() -> str:
+    try:
+        return f"{getpass.getuser()} (command line)"[:80]
+    except (KeyError, OSError):
+        return "command line"
+
 
 cli = typer.Typer(
     help="The console: watch and repair training jobs from a browser.",
@@ -25,14 +241,11 @@ cli = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-cli.add_typer(tokens, name="token")
-install_histories(cli)
-
 _DEFAULT = FailureTimeouts()
 
 Host = Annotated[str, typer.Option(help="Address to listen on. Any but loopback needs a token.")]
 Port = Annotated[int, typer.Option(help="Port; 0 takes any free one.")]
-DatabaseUrl = Annotated[
+ConsoleDatabaseUrl = Annotated[
     str,
     typer.Option(
         envvar="DATABASE_URL",
@@ -47,7 +260,7 @@ DatabaseUrl = Annotated[
 def serve(
     host: Host = "127.0.0.1",
     port: Port = 8501,
-    database_url: DatabaseUrl = "",
+    database_url: ConsoleDatabaseUrl = "",
     token_file: Annotated[
         Path | None, typer.Option(help="File (mode 0600) with the token; else OPENRECYCLE_TOKEN.")
     ] = None,
@@ -122,7 +335,7 @@ def serve(
 def demo(
     host: Host = "127.0.0.1",
     port: Port = 8501,
-    database_url: DatabaseUrl = "",
+    database_url: ConsoleDatabaseUrl = "",
     pipelines: Annotated[int, typer.Option(help="Data-parallel pipelines.")] = 3,
     stages: Annotated[int, typer.Option(help="Pipeline stages.")] = 4,
     micro_batches: Annotated[int, typer.Option(help="Micro-batches per pipeline and iteration.")] = 6,
@@ -145,6 +358,10 @@ def demo(
     except SettingsError as error:
         fail(str(error))
     raise SystemExit(status)
+
+
+cli.add_typer(tokens, name="token")
+install_histories(cli)
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ import requests
 
 from openrecycle.agent.messages.protocol import API
 from openrecycle.app.runtime.errors import SettingsError
-from openrecycle.app.runtime.logs import LEVEL
+from openrecycle.app.runtime.processes import LEVEL
 
 _PR_SET_PDEATHSIG = 1
 # A busy machine takes its time to import torch a dozen times.

@@ -1,8 +1,8 @@
 """`openrecycle serve`: Streamlit pages and REST API in one process, on one port.
 
-A Starlette application carries both: the API's routes first, Streamlit's for everything else, the
-guards of app.security around all of it. Where several consoles share a database, it is there while this
-one leads (app.leadership).
+A Starlette application carries both: the routes of the API first (FastAPI below /api/v1, health at the root),
+Streamlit's for everything else, the guards of app.security around all of it. Where several consoles share a database,
+it is there while this one leads (app.leadership).
 """
 
 from __future__ import annotations
@@ -23,38 +23,139 @@ from typing import Any
 
 import structlog
 import uvicorn
+from fastapi import Depends, FastAPI
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import BaseRoute, Mount, Route
-from starlette.types import ASGIApp
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Match, Mount, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from openrecycle.agent.messages.protocol import API
+from openrecycle.agent.messages.protocol import API, ProblemDetails
+from openrecycle.app.api import access, agents, catalogs, document, jobs, operator, plans, streams
 from openrecycle.app.api.connection import connections
-from openrecycle.app.api.routes import create_routes
+from openrecycle.app.api.document import POLICY, page
+from openrecycle.app.api.idempotency import Idempotency
+from openrecycle.app.api.parsing import ReadBeside, known_query
 from openrecycle.app.console.service import Console
-from openrecycle.app.leadership.gate import Gate
-from openrecycle.app.leadership.host import ConsoleHost, make_host, set_host
-from openrecycle.app.metrics.requests import Metering
-from openrecycle.app.runtime.documents import PLAN_MIB
-from openrecycle.app.runtime.errors import SettingsError
+from openrecycle.app.leadership.host import ConsoleHost, Gate, make_host, set_host
+from openrecycle.app.metrics import Metering, NamedRoutes
+from openrecycle.app.runtime import problems, runner
+from openrecycle.app.runtime.errors import PLAN_MIB, ConsoleError, SettingsError
 from openrecycle.app.runtime.event_loop_watch import EventLoopWatch
-from openrecycle.app.runtime.logs import configure_logging
 from openrecycle.app.runtime.patches import PAGES, GarbageCollection, PageBase, StaticFiles, tune_process
 from openrecycle.app.runtime.preload import BUSY_SECONDS, CALM_SECONDS, Preload
 from openrecycle.app.runtime.problems import problem
-from openrecycle.app.security.access import Access
-from openrecycle.app.security.bodies import BodyLimit
-from openrecycle.app.security.guard import AccessGuard
-from openrecycle.app.security.hosts import HostGuard
-from openrecycle.app.security.oidc import Login
-from openrecycle.app.security.tokens import Tokens
+from openrecycle.app.runtime.processes import configure_logging
+from openrecycle.app.runtime.runner import in_thread
+from openrecycle.app.security.access import Access, Tokens
+from openrecycle.app.security.guard import AccessGuard, BodyLimit, HostGuard
+from openrecycle.app.security.sign_in import Login
 from openrecycle.app.settings import Settings
+from openrecycle.db.idempotency import IdempotentRequests
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 
 log = structlog.get_logger()
+
+
+def create_api(console: Console) -> FastAPI:
+    api = FastAPI(
+        title="OpenReCycle",
+        version="1",
+        description="Jobs, their workers, and the plans they run. Errors are problem details (RFC 9457).",
+        # Their pages fetch scripts from elsewhere; the document itself is at /api/v1/openapi.json.
+        docs_url=None,
+        redoc_url=None,
+        dependencies=[Depends(known_query)],
+        responses={
+            "4XX": {"model": ProblemDetails, "description": "It can't be done as asked; `detail` says why."},
+            "5XX": {"model": ProblemDetails, "description": "The console or its database failed; 503: try again."},
+        },
+    )
+    api.state.console = console
+    api.router.route_class = ReadBeside
+    problems.install(api)
+    document.install(api)
+    api.include_router(agents.router(console))
+    api.include_router(streams.router(console))
+    api.include_router(jobs.router(console))
+    api.include_router(jobs.histories_router(console))
+    api.include_router(operator.router(console))
+    api.include_router(plans.router(console))
+    api.include_router(plans.profiles_router(console))
+    api.include_router(jobs.measured_router(console))
+    api.include_router(jobs.observed_router(console))
+    api.include_router(plans.exports_router(console))
+    api.include_router(catalogs.router(console))
+    api.include_router(access.router(console))
+    return api
+
+
+def create_routes(console: Console) -> list[BaseRoute]:
+    api = create_api(console)
+    usual = Mount(API, NamedRoutes(Idempotency(api, IdempotentRequests(console.database))))
+
+    async def healthz(request: Request) -> Response:
+        """The process serves requests, and none of its threads stands still: else it is to be started again."""
+        if why := ", ".join(filter(None, (console.stuck(), runner.stuck()))):
+            return problems.problem(503, "stuck", f"these threads of the console stand still: {why}")
+        return JSONResponse({"status": "ok"})
+
+    async def readyz(request: Request) -> Response:
+        """The database answers too."""
+        try:
+            await in_thread(console.ready)
+        except ConsoleError as error:
+            return problems.problem(error.status, error.code, error.detail)
+        return JSONResponse({"status": "ready"})
+
+    async def docs(request: Request) -> Response:
+        return Response(page(api.openapi(), API), 200, {"Content-Security-Policy": POLICY}, "text/html")
+
+    async def metrics(request: Request) -> Response:
+        """For Prometheus."""
+        text, media_type = await in_thread(console.metrics.text, request.headers.get("accept", ""))
+        return Response(text, headers={"Content-Type": media_type})
+
+    return [
+        _Whole("/healthz", healthz),
+        _Whole("/readyz", readyz),
+        _Whole("/metrics", metrics),
+        _Whole(f"{API}/docs", docs),
+        usual,
+        _Nothing(),
+    ]
+
+
+class _Whole(Route):
+    """A path with all its methods: what it does not take is refused as anywhere else in the API."""
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        match, below = super().matches(scope)
+        return (Match.FULL if match is Match.PARTIAL else match), below
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        methods = self.methods or set()
+        if scope["method"] in methods:
+            await super().handle(scope, receive, send)
+            return
+        refused = HTTPException(405, headers={"Allow": ", ".join(methods)})
+        await problems.http_problem(Request(scope), refused)(scope, receive, send)
+
+
+class _Nothing(BaseRoute):
+    """Every other path below /api, those with line breaks too, which no pattern of Starlette's matches. Without
+    it, Streamlit would answer with its page and 200."""
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        ours = scope["type"] == "http" and (scope["path"] + "/").startswith("/api/")
+        return (Match.FULL if ours else Match.NONE), {}
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await problems.http_problem(Request(scope), HTTPException(404))(scope, receive, send)
+
 
 HERE = Path(__file__).resolve().parent
 UI_SCRIPT = HERE / "ui" / "main.py"

@@ -7,7 +7,6 @@ import os
 import re
 import socket
 import stat
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -169,22 +168,20 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def default_database_url(environment: Mapping[str, str] | None = None) -> str:
+def default_database_url() -> str:
     """A file below the user's state folder (XDG)."""
-    environment = os.environ if environment is None else environment
-    state = environment.get("XDG_STATE_HOME", "")
+    state = os.environ.get("XDG_STATE_HOME", "")
     root = Path(state) if Path(state).is_absolute() else Path.home() / ".local" / "state"
     return f"sqlite:///{root / 'openrecycle' / 'console.db'}"
 
 
-def read_token(token_file: Path | None, environment: Mapping[str, str] | None = None) -> str | None:
+def read_token(token_file: Path | None) -> str | None:
     """The token out of the file, else out of OPENRECYCLE_TOKEN; None: neither is given.
 
     Raises SettingsError for a file that others can read.
     """
-    environment = os.environ if environment is None else environment
     if token_file is None:
-        return environment.get("OPENRECYCLE_TOKEN") or None
+        return os.environ.get("OPENRECYCLE_TOKEN") or None
     try:
         mode = stat.S_IMODE(token_file.stat().st_mode)
         text = read_whole(token_file).decode().strip()

@@ -1,4 +1,9 @@
-"""The history of heartbeats: blocks of samples in the table `heartbeat`, rolled up and expired.
+"""The history of heartbeats: what workers reported over time, as columns, in blocks of the table `heartbeat` that are
+rolled up and expire.
+
+A sample stands for the heartbeats of one worker in one step of time: of each metric it has the smallest, the mean and
+the largest value, and how many heartbeats brought it. Samples of steps of one second, one minute and one hour have the
+same form, so that one function makes the longer out of the shorter, exactly.
 
 A minute is written when it is over: its seconds as one block per group of workers, and its roll-up. When
 an hour is over, its minutes become one block, and the hour's roll-up is written; a day's hours likewise.
@@ -8,16 +13,204 @@ console dies.
 
 from __future__ import annotations
 
+import struct
+import zlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from enum import IntEnum
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from sqlalchemy import and_, delete, func, insert, or_, select
 
 from openrecycle.db.models import HeartbeatRow
-from openrecycle.db.samples import BlockError, Samples, joined, pack, rolled_up, unpack
 from openrecycle.db.session import Database
+
+# Milliseconds of each op kind, bytes of the process, seconds since the worker's heartbeat before.
+METRICS = ("F", "I", "W", "B", "O", "resident_bytes", "silence_seconds")
+PHASES = ("starting", "waiting", "forming", "training", "draining", "paused")
+FORMAT = 1
+# Of one block: a damaged or hostile one can't ask for more memory than this takes, about 27 MB.
+MAX_SAMPLES = 200_000
+
+# Bits of a value's fraction that are kept: 12 are 0.012 % of it at most. The rest is noise, and costs.
+_BITS = 12
+_DROPPED = 23 - _BITS
+_HEAD = struct.Struct("<BI")
+_ZLIB_LEVEL = 6
+
+Floats = NDArray[np.float32]
+Whole = NDArray[np.int64]
+
+
+class BlockError(ValueError):
+    """Bytes that are no block of samples. `str(error)` says what is wrong with them."""
+
+
+@dataclass(frozen=True)
+class Samples:
+    """n samples, ordered by worker and time.
+
+    worker: its place in the grid, pipeline x stages + stage. at: POSIX seconds, the begin of the step.
+    beats: how many heartbeats came in it. iteration, phase (index into PHASES): of the last one. Of
+    each of METRICS (n x 7): low, mean and high, NaN where counts, the heartbeats that brought it, is 0.
+    """
+
+    worker: Whole
+    at: Whole
+    beats: Whole
+    iteration: Whole
+    phase: NDArray[np.uint8]
+    counts: Whole
+    low: Floats
+    mean: Floats
+    high: Floats
+
+    def __len__(self) -> int:
+        return len(self.worker)
+
+    def where(self, chosen: NDArray[Any]) -> Samples:
+        """Those that a mask or a list of indices names."""
+        return Samples(*(getattr(self, f.name)[chosen] for f in fields(self)))
+
+
+def from_beats(rows: NDArray[np.float64]) -> Samples:
+    """One sample per heartbeat, in the order of `rows`: worker, POSIX seconds, iteration, phase, METRICS.
+
+    NaN: a metric that a heartbeat did not bring. The step is that of the heartbeat's whole second.
+    """
+    values = _rounded(rows[:, 4:].astype(np.float32))
+    worker, at, iteration = (np.floor(rows[:, i]).astype(np.int64) for i in range(3))
+    counts = (~np.isnan(values)).astype(np.int64)
+    phase = rows[:, 3].astype(np.uint8)
+    return Samples(worker, at, np.ones_like(worker), iteration, phase, counts, values, values, values)
+
+
+def joined(parts: Sequence[Samples]) -> Samples:
+    """All of them; of one worker and step, in the order given."""
+    if not parts:
+        return from_beats(np.empty((0, 4 + len(METRICS))))
+    together = Samples(*(np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(Samples)))
+    return together.where(np.lexsort((together.at, together.worker)))
+
+
+def rolled_up(samples: Samples, step: int) -> Samples:
+    """One sample per worker and `step` seconds; those of equal time are taken in their order."""
+    samples = replace(samples, at=samples.at // step * step)
+    samples = samples.where(np.lexsort((samples.at, samples.worker)))
+    if not len(samples):
+        return samples
+    new = (np.diff(samples.worker) != 0) | (np.diff(samples.at) != 0)
+    first = np.concatenate(([0], np.flatnonzero(new) + 1))
+    last = np.concatenate((first[1:], [len(samples)])) - 1
+    counts = np.add.reduceat(samples.counts, first)
+    sums = np.add.reduceat(np.where(samples.counts, samples.mean, 0).astype(np.float64) * samples.counts, first)
+    with np.errstate(invalid="ignore"):
+        mean = sums / counts
+    low, high = np.fmin.reduceat(samples.low, first), np.fmax.reduceat(samples.high, first)
+    return Samples(
+        worker=samples.worker[first],
+        at=samples.at[first],
+        beats=np.add.reduceat(samples.beats, first),
+        iteration=samples.iteration[last],
+        phase=samples.phase[last],
+        counts=counts,
+        low=low,
+        # Rounding must not carry a mean past its own extremes.
+        mean=np.clip(_rounded(mean.astype(np.float32)), low, high),
+        high=high,
+    )
+
+
+def pack(samples: Samples) -> bytes:
+    """A block. Neighbours are alike, so each column holds differences, and like bytes stand together.
+
+    low and high are stored as differences of bits from the mean, counts from beats: mostly zeros.
+    """
+    mean = _bits(samples.mean)
+    columns: list[NDArray[Any]] = [
+        _steps(samples.worker),
+        _steps(samples.at),
+        samples.beats,
+        _steps(samples.iteration),
+        samples.phase,
+        (samples.counts - samples.beats[:, None]).T,
+        np.diff(mean, axis=0, prepend=np.uint32(0)).T,
+        (_bits(samples.low) ^ mean).T,
+        (_bits(samples.high) ^ mean).T,
+    ]
+    body = b"".join(map(_shuffled, columns))
+    return _HEAD.pack(FORMAT, len(samples)) + zlib.compress(body, _ZLIB_LEVEL)
+
+
+def unpack(data: bytes) -> Samples:
+    """Raises BlockError; takes no more memory than MAX_SAMPLES need."""
+    if len(data) < _HEAD.size:
+        raise BlockError("a block of samples ends early")
+    version, n = _HEAD.unpack_from(data)
+    if version != FORMAT:
+        raise BlockError(f"a block of samples is of format {version}, expected {FORMAT}")
+    if n > MAX_SAMPLES:
+        raise BlockError(f"a block says that it has {n:,} samples, expected at most {MAX_SAMPLES:,}")
+    m = len(METRICS)
+    size = n * (4 * 8 + 1 + m * (8 + 3 * 4))
+    inflate = zlib.decompressobj()
+    try:
+        body = inflate.decompress(data[_HEAD.size :], size + 1)
+    except zlib.error:
+        raise BlockError("a block of samples is damaged") from None
+    if len(body) != size or not inflate.eof or inflate.unused_data:
+        raise BlockError(f"a block of samples has not the {size:,} bytes that {n:,} samples take")
+    reader = _Reader(body)
+    worker, at, beats = np.cumsum(reader.take(n, "<i8")), np.cumsum(reader.take(n, "<i8")), reader.take(n, "<i8")
+    iteration = np.cumsum(reader.take(n, "<i8"))
+    phase = reader.take(n, "|u1")
+    counts = reader.take(m * n, "<i8").reshape(m, n).T + beats[:, None]
+    steps = reader.take(m * n, "<u4").reshape(m, n).T
+    mean = np.cumsum(steps, axis=0, dtype=np.uint32)
+    low, high = (reader.take(m * n, "<u4").reshape(m, n).T ^ mean for _ in range(2))
+    made = Samples(worker, at, beats, iteration, phase, counts, *(_floats(v) for v in (low, mean, high)))
+    if n and (phase.max() >= len(PHASES) or beats.min() < 1 or counts.min() < 0 or worker.min() < 0):
+        raise BlockError("a block of samples has a phase, a count or a worker that can't be")
+    return made
+
+
+class _Reader:
+    def __init__(self, body: bytes) -> None:
+        self._body, self._place = body, 0
+
+    def take(self, n: int, dtype: str) -> NDArray[Any]:
+        width = np.dtype(dtype).itemsize
+        raw = np.frombuffer(self._body, np.uint8, n * width, self._place).reshape(width, n)
+        self._place += n * width
+        return np.ascontiguousarray(raw.T).view(dtype).reshape(n)
+
+
+def _shuffled(column: NDArray[Any]) -> bytes:
+    """The first byte of every value, then the second of every one, and so on."""
+    flat = np.ascontiguousarray(column).reshape(-1)
+    return np.ascontiguousarray(flat.view(np.uint8).reshape(len(flat), flat.itemsize).T).tobytes()
+
+
+def _steps(column: Whole) -> Whole:
+    return np.diff(column, prepend=np.int64(0))
+
+
+def _bits(values: Floats) -> NDArray[np.uint32]:
+    return np.ascontiguousarray(values).view(np.uint32)
+
+
+def _floats(bits: NDArray[np.uint32]) -> Floats:
+    return np.ascontiguousarray(bits).view(np.float32)
+
+
+def _rounded(values: Floats) -> Floats:
+    """To the nearest value with so few bits of fraction; NaN all of one kind."""
+    half, mask = np.uint32(1 << (_DROPPED - 1)), np.uint32(0xFFFFFFFF << _DROPPED & 0xFFFFFFFF)
+    rounded = ((_bits(values) + half) & mask).view(np.float32)
+    return np.where(np.isnan(values), np.float32("nan"), rounded)
+
 
 # Workers in one block. More are packed a little better, and cost more to read one of.
 GROUP = 32

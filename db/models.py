@@ -49,7 +49,7 @@ class JobRow(Base):
     frozen_by: the operator who has frozen its plan; "": nobody. broken: the transfer that broke in the generation in
     force, as JSON (reporter, worker, detail); "": none. moves: (from, to) of workers that have taken another place
     in a generation which is still to open, as JSON. baseline: what its throughput is measured by
-    (app.jobs.baseline);
+    (app.jobs.throughput);
     waits: when it waited for a person's choice, (begin, end, generation that it led to); both as JSON.
     """
 
@@ -301,7 +301,7 @@ class WorkerStateRow(Base):
 
 
 class HeartbeatRow(Base):
-    """Samples of the workers of one group over some time (db.samples).
+    """Samples of the workers of one group over some time (db.heartbeats).
 
     level: seconds of one sample. begin, end: when the first and the last sample begin (POSIX seconds).
     whole: will not be joined with others of its span any more.

@@ -51,14 +51,14 @@ class Retention:
             return drop_orphans(session)
 
 
-def drop_orphans(session: Session, limit: int = PLANS) -> int:
+def drop_orphans(session: Session) -> int:
     used = (
         PlanRow.fingerprint.not_in(select(JobPlanRow.fingerprint)),
         PlanRow.fingerprint.not_in(select(GenerationRow.plan_fingerprint)),
         PlanRow.fingerprint.not_in(select(SavedPlanRow.fingerprint)),
     )
     # Whoever takes a plan up at this moment holds its row (db.plan_rows): it is left for another time.
-    found = select(PlanRow.fingerprint).where(*used).limit(limit).with_for_update(skip_locked=True)
+    found = select(PlanRow.fingerprint).where(*used).limit(PLANS).with_for_update(skip_locked=True)
     orphans = list(session.scalars(found))
     if not orphans:
         return 0

@@ -418,7 +418,7 @@ class Communicator:
         (store, generation, me, living), self._formed = self._formed, None
         if len(living) > 2:  # a survivor alone has nobody to connect to
             self._standby = Standby(
-                *(store, generation, me, living, self._timeouts, self._address, self.ranks),
+                *(store, generation, me, living, self._timeouts, self.address, self.ranks),
                 with_stage=self._transport == "tagged",
                 first=groups.arm,
             )

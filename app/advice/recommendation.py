@@ -14,8 +14,7 @@ from typing import Any
 
 from openrecycle.agent.coordination.choosing import MOVE_ITERATIONS, worth_moving
 from openrecycle.agent.coordination.membership import Candidate
-from openrecycle.app.runtime.children import Channel
-from openrecycle.app.runtime.task_queue import answered
+from openrecycle.app.runtime.processes import Channel, answered
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.job import MayMove, MemoryLimit, Over, Problem, Technique, Worker
 from openrecycle.planner.jobs.words import DROP, MIGRATE, REROUTE, layers_moved, names, percent

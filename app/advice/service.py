@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean, median
+from weakref import WeakKeyDictionary
 
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
@@ -21,8 +22,8 @@ from openrecycle.agent.coordination.events import Note, Offered
 from openrecycle.agent.coordination.membership import Candidate, Mode, Offer, State
 from openrecycle.app.advice.recommendation import AdviceRequest, Recommendation, serve
 from openrecycle.app.jobs.live_job import LiveJob
+from openrecycle.app.jobs.records import changes, repair_times
 from openrecycle.app.jobs.waiting import NOTHING, Waited, segments
-from openrecycle.app.observing.job_history import changes, repair_times
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.task_queue import TaskQueue
 from openrecycle.db.store import Record, Store
@@ -54,18 +55,37 @@ class MeasuredCosts:
     basis: str
 
 
+@dataclass
+class _Advised:
+    """Of one job. asked: on what it was advised last: who was out, and layers per stage. said: in words, on `failed`
+    being out; "": nothing."""
+
+    asked: tuple[tuple[str, ...], tuple[int, ...]]
+    failed: tuple[str, ...] = ()
+    said: str = ""
+
+
 class Advising:
     """One for all jobs. Its process starts with the first advice that is asked for."""
 
     def __init__(self, store: Store, waited: Callable[[LiveJob], Waited]) -> None:
         self._store, self._waited = store, waited
         self._maker = TaskQueue(serve, "advising")
+        self._of: WeakKeyDictionary[LiveJob, _Advised] = WeakKeyDictionary()
 
     def start(self) -> None:
         self._maker.start(child=False)
 
     def close(self) -> None:
         self._maker.close()
+
+    def advice(self, job: LiveJob) -> str | None:
+        """What is said of the workers that are out now; None when nothing has been, or none is."""
+        found, current = self._of.get(job), job.state.current
+        over = job.state.halted or job.state.over
+        if found is None or current is None or current.failed != found.failed or over:
+            return None
+        return found.said or None
 
     def cancel(self, job: LiveJob) -> None:
         self._maker.cancel(job.job_id)
@@ -75,10 +95,13 @@ class Advising:
         an operator is to choose."""
         failed = _in_question(job.state)
         asked = failed or (), job.state.held
-        if failed is None or asked == job.advice_asked:
+        of = self._of.get(job)
+        if of is None:
+            of = self._of[job] = _Advised(((), job.plans.nominal.home))
+        if failed is None or asked == of.asked:
             return
-        if not failed and job.state.held == job.nominal.home:
-            job.advice_asked, job.advised = asked, None
+        if not failed and job.state.held == job.plans.nominal.home:
+            of.asked, of.failed, of.said = asked, (), ""
             return
         try:
             request = self._request(job, failed)
@@ -89,7 +112,7 @@ class Advising:
             if job.state.choosing:
                 self._offer(job, Offered(failed, None, "no iteration has been timed yet"))
             return
-        job.advice_asked = asked
+        of.asked = asked
 
         def done(recommendation: Recommendation | None, why: str) -> None:
             if recommendation is None:
@@ -97,9 +120,9 @@ class Advising:
                 self._offer(job, Offered(failed, None, why))
             elif (_in_question(job.state), job.state.held) == asked:
                 self._tell(job, failed, recommendation)
-            elif job.advice_asked == asked:
+            elif of.asked == asked:
                 # The job recovers again; if the same workers are out then, it is advised then.
-                job.advice_asked = NOTHING_ASKED
+                of.asked = NOTHING_ASKED
 
         self._maker.submit(request, done)
 
@@ -107,7 +130,7 @@ class Advising:
         candidates = recommendation.candidates
         try:
             # What the job has just done by advice, layers moved, needs no further word.
-            news = failed and (job.state.held == job.nominal.home or recommendation.calls_for_an_operator)
+            news = failed and (job.state.held == job.plans.nominal.home or recommendation.calls_for_an_operator)
             if news and not job.state.choosing and not _told(self._store.events(job.job_id, limit=EVENTS, newest=True)):
                 job.record(
                     Note("warning" if recommendation.calls_for_an_operator else "info", "plan", recommendation.reason)
@@ -116,18 +139,19 @@ class Advising:
         except (ConsoleError, SQLAlchemyError) as error:
             log.warning("the advice could not be stored", job=job.job_id, reason=type(error).__name__)
         if failed:
-            job.advised = failed, recommendation.reason  # who reads it finds its line in the event feed
+            of = self._of[job]
+            of.failed, of.said = failed, recommendation.reason  # who reads it finds its line in the event feed
         offer = Offer(failed, candidates, recommendation.better) if candidates else None
         self._offer(job, Offered(failed, offer, "the job has no option that it could take by itself"))
 
     def _with_plans(self, job: LiveJob, recommendation: Recommendation) -> tuple[Candidate, ...]:
         """The candidates, each with the plan that would be in force: the best that the job has by now."""
-        for data in recommendation.plans if not job.job.speeds else ():
-            job.file_plan(from_bytes(b64decode(data), source="the advising process"))
+        for data in recommendation.plans if not job.plans.job.speeds else ():
+            job.plans.file_plan(from_bytes(b64decode(data), source="the advising process"))
         named = []
         for candidate in recommendation.candidates:
             with job.lock:
-                catalog = job.catalog.at(candidate.partition)
+                catalog = job.plans.catalog.at(candidate.partition)
                 plan = catalog.find(Worker.parse(name) for name in candidate.failed)
             if plan is not None:
                 self._store.put_plan(job.job_id, plan.fingerprint, storable(plan), plan.failed, True)
@@ -140,17 +164,17 @@ class Advising:
             job.apply(event)
         except ConsoleError as error:
             log.warning("the options could not be stored", job=job.job_id, reason=error.detail)
-            job.advice_asked = NOTHING_ASKED  # they are asked for again
+            self._of[job].asked = NOTHING_ASKED  # they are asked for again
 
     def _request(self, job: LiveJob, failed: tuple[str, ...]) -> AdviceRequest | None:
         """None: nobody knows yet how long the job's time unit is."""
         store, spec = self._store, job.spec
-        if job.job.time_unit == "slot" and not job.state.committed:
+        if job.plans.job.time_unit == "slot" and not job.state.committed:
             return None
         generations = store.generations(job.job_id)
         iterations = store.iterations(job.job_id, limit=ITERATIONS, newest=True)
         unit = unit_seconds(job, generations, iterations)
-        if unit is None and job.job.time_unit == "slot":
+        if unit is None and job.plans.job.time_unit == "slot":
             return None
         copies = copy_times(generations, store.last_acknowledgements(job.job_id))
         waited = self._waited(job)
@@ -162,7 +186,7 @@ class Advising:
             work = min(RecoveryCosts().checkpoint_interval / 2, max(0.0, time.time() - generations[0]["opened_at"]))
         return AdviceRequest(
             job.job_id,
-            job_doc(replace(job.job, speeds=())),  # options are compared with workers that are alike
+            job_doc(replace(job.plans.job, speeds=())),  # options are compared with workers that are alike
             failed,
             spec.technique,
             spec.memory,
@@ -176,7 +200,7 @@ class Advising:
             basis=known.basis,
             migrate=spec.migrate,
             relayout=spec.relayout,
-            partition=job.nominal.partition,
+            partition=job.plans.nominal.partition,
             move=known.move,
             automatic=job.state.mode is Mode.AUTOMATIC,
         )
@@ -257,7 +281,7 @@ def unit_seconds(job: LiveJob, generations: Sequence[Record], iterations: Sequen
     with job.lock:
         for generation in generations:
             if generation["generation"] in ran:
-                catalog = job.catalog.at(tuple(generation["partition"]))
+                catalog = job.plans.catalog.at(tuple(generation["partition"]))
                 plan = catalog.find(frozenset(Worker.parse(name) for name in generation["failed"]))
                 if plan is not None and plan.metrics.period > 0:
                     periods[generation["generation"]] = plan.metrics.period

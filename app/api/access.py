@@ -12,8 +12,7 @@ from openrecycle.app.api.models import Actor
 from openrecycle.app.api.parsing import ReadBeside
 from openrecycle.app.console.service import Console
 from openrecycle.app.runtime.runner import in_thread
-from openrecycle.app.security.access import caller_of
-from openrecycle.app.security.tokens import MAX_DAYS, Token
+from openrecycle.app.security.access import MAX_DAYS, Token, caller_of
 
 
 class CallerInfo(BaseModel):

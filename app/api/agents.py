@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, ParamSpec, TypeVar
 
 from fastapi import APIRouter, Header, Query, Request, Response
@@ -29,13 +29,60 @@ from openrecycle.agent.messages.protocol import (
 )
 from openrecycle.app.api.models import Actor, ProfileName, ReportOutcome, Wait
 from openrecycle.app.api.parsing import ReadBeside, beside
-from openrecycle.app.api.report_batcher import ReportBatcher
 from openrecycle.app.console.service import Console
+from openrecycle.app.jobs.live_job import IncomingReport, LiveJob
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.runner import in_thread, in_turn
 from openrecycle.app.security.access import caller_of
 from openrecycle.app.security.callers import Role
 from openrecycle.planner.plans.plan import job_doc
+
+# Of one transaction: whoever else waits for the job, such as the clock that looks for silent workers, comes in between.
+MOST = 1024
+
+
+class ReportBatcher:
+    """Of all jobs, in the API's event loop: what comes while a job stores, it takes together next."""
+
+    def __init__(self) -> None:
+        self._queues: dict[LiveJob, list[tuple[IncomingReport, asyncio.Future[str]]]] = {}
+        self._busy: set[LiveJob] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def put(self, job: LiveJob, report: IncomingReport) -> asyncio.Future[str]:
+        """The reason, once it is stored; or ConsoleError, as LiveJob.apply raises it."""
+        answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._queues.setdefault(job, []).append((report, answer))
+        if job not in self._busy:
+            self._busy.add(job)
+            task = asyncio.create_task(self._drain(job))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        return answer
+
+    async def _drain(self, job: LiveJob) -> None:
+        while waiting := self._queues.pop(job, None):
+            queue, later = waiting[:MOST], waiting[MOST:]
+            if later:
+                self._queues[job] = later
+            results: Sequence[str | Exception]
+            try:
+                results = await in_thread(job.apply_all, [report for report, _ in queue])
+            except Exception as error:
+                results = [error] * len(queue)
+            # Before anybody hears of it: a loop may end with its last answer.
+            if job not in self._queues:
+                self._busy.discard(job)
+            for (_, answer), result in zip(queue, results, strict=True):
+                if answer.done():  # its connection is gone
+                    continue
+                if isinstance(result, Exception):
+                    answer.set_exception(result)
+                else:
+                    answer.set_result(result)
+            if job not in self._busy:
+                return
+
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -9,12 +9,9 @@ from pydantic import BaseModel, Field
 
 from openrecycle.agent.messages.protocol import Memory
 from openrecycle.app.api.models import Actor, ProfileName
-from openrecycle.app.api.paging import After, Most, page
-from openrecycle.app.api.parsing import ReadBeside
-from openrecycle.app.catalogs.export import exported
-from openrecycle.app.catalogs.fill import MAX_TOLERANCE, CatalogRequest
-from openrecycle.app.catalogs.report import CatalogReport, CatalogSummary, CountLine
-from openrecycle.app.catalogs.service import Filling, info_of
+from openrecycle.app.api.parsing import After, Most, ReadBeside, page
+from openrecycle.app.catalogs.contents import MAX_TOLERANCE, CatalogReport, CatalogRequest, CatalogSummary, CountLine
+from openrecycle.app.catalogs.service import Filling, exported, info_of
 from openrecycle.app.console.service import Console
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.runner import in_thread
@@ -198,7 +195,7 @@ def router(console: Console) -> APIRouter:
         """That of the job's question, though nothing may be stored of it yet. 202: as for `/catalogs/{fingerprint}`."""
         job = console.job(job_id)
         wanted = console.tolerance if tolerance is None else tolerance
-        return await in_thread(report, job.question, wanted)
+        return await in_thread(report, job.plans.question, wanted)
 
     return api
 
@@ -212,7 +209,7 @@ def _request(console: Console, asked: CatalogAsked) -> CatalogRequest:
         job = console.plans.profiles.job(asked.profile_name, asked.pipelines, asked.stages, asked.micro_batches)
         values["job"] = job_doc(job).model_dump()
     if asked.job_id is not None:
-        question = console.job(asked.job_id).question
+        question = console.job(asked.job_id).plans.question
         doc = job_doc(question.job).model_dump()
         values |= {"job": doc, "technique": question.technique.value, "memory": question.memory.text}
     request = CatalogRequest.model_validate(values)

@@ -1,14 +1,29 @@
-"""What people and dashboards read of a job, and what an operator may ask for."""
+"""What people and dashboards read of a job: its state, its history, measured iterations, what its workers write; and
+whole jobs, out as a file, in again, and away.
+"""
 
 from __future__ import annotations
 
 import re
+import time
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import orjson
 from fastapi import APIRouter, Header, Query, Request, Response
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.background import BackgroundTask
+from starlette.responses import FileResponse
 
+from openrecycle.agent.messages.protocol import (
+    ClockReading,
+    Identifier,
+    LogLine,
+    LogLines,
+    MeasuredOps,
+    ValidationReport,
+    clock_name,
+)
 from openrecycle.app.api.models import (
     Actor,
     EventInfo,
@@ -26,12 +41,17 @@ from openrecycle.app.api.models import (
     WorkerInfo,
     Workers,
 )
-from openrecycle.app.api.paging import After, Most, page
+from openrecycle.app.api.parsing import After, Most, ReadBeside, page
 from openrecycle.app.console.service import Console
-from openrecycle.app.console.view_builder import summary
-from openrecycle.app.observing.rates import RECENT
+from openrecycle.app.console.view import summary
+from openrecycle.app.jobs.live_job import LiveJob
+from openrecycle.app.jobs.throughput import RECENT
+from openrecycle.app.observing.as_run import MeasuredIteration
+from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.runner import answer_in_thread, in_thread
+from openrecycle.db.heartbeats import Level
 from openrecycle.db.store import Record
+from openrecycle.planner.plans.plan import INTEGER, Plan
 
 _DEFLATE = re.compile(r"\bdeflate\b(?! *; *q *= *0(?:\.0*)?(?:,|$))", re.IGNORECASE)
 Limit = Annotated[int, Query(ge=1, le=5000)]
@@ -61,7 +81,7 @@ def router(console: Console) -> APIRouter:
         """Events with seq > after, oldest first: read on with `after` = the last one's seq. With `wait`, as
         soon as there are any; an empty list after `wait` seconds."""
         job = console.job(job_id)
-        await job.topic.wait_for(lambda: job.last_event > after or None, wait)
+        await job.topic.wait_for(lambda: job.feed.last > after or None, wait)
         return Events(events=[EventInfo(**row) for row in await in_thread(console.events, job_id, after, limit)])
 
     @api.get("/{job_id}/iterations")
@@ -161,3 +181,221 @@ def _detail(console: Console, job_id: str) -> JobDetail:
         ettr=view.figures.ettr if view.figures else None,
         goodput=view.figures.goodput if view.figures else None,
     )
+
+
+Watch = Annotated[bool, Query(description="have the job measured again soon")]
+
+
+class MeasuredInfo(BaseModel):
+    """period_ms: median time from commit to commit of the iterations around it. planned_ms: the plan's
+    period. over_plan: the first / the second - 1. uncertainty_ms: by how much workers of different
+    hosts may be shifted against each other. plan: the ops as they ran, in milliseconds."""
+
+    iteration: int
+    generation: int
+    at: float
+    uncertainty_ms: float
+    planned_fingerprint: str
+    period_ms: float | None
+    planned_ms: float | None
+    over_plan: float | None
+    plan: Plan
+
+
+def measured_router(console: Console) -> APIRouter:
+    api = APIRouter(tags=["measured"], route_class=ReadBeside)
+
+    @api.get("/clock", tags=["agents"])
+    async def clock() -> ClockReading:
+        """This process's monotonic clock, for agents on other hosts to compare theirs with."""
+        return ClockReading(name=clock_name(), microseconds=time.monotonic_ns() // 1000)
+
+    @api.post("/jobs/{job_id}/measured", tags=["agents"])
+    async def post_measured(job_id: str, message: MeasuredOps) -> ReportOutcome:
+        """One worker's part of the iteration that heartbeats asked for."""
+        return ReportOutcome(reason=await in_thread(console.measuring.take, console.job(job_id), message))
+
+    @api.get("/jobs/{job_id}/measured", response_model=MeasuredInfo, responses={204: {}})
+    async def measured(job_id: str, watch: Watch = False) -> Response:
+        """The newest measured iteration; 204 while there is none."""
+        found = await in_thread(_newest, console, job_id, watch)
+        return Response(status_code=204) if found is None else await answer_in_thread(_info, found)
+
+    return api
+
+
+def _newest(console: Console, job_id: str, watch: bool) -> MeasuredIteration | None:
+    return console.measuring.iteration(console.job(job_id), watch=watch)
+
+
+def _info(found: MeasuredIteration) -> MeasuredInfo:
+    return MeasuredInfo(
+        iteration=found.iteration,
+        generation=found.generation,
+        at=found.at,
+        uncertainty_ms=found.uncertainty_ms,
+        planned_fingerprint=found.planned.fingerprint,
+        period_ms=found.period_ms,
+        planned_ms=found.planned_ms,
+        over_plan=found.over_plan,
+        plan=found.plan,
+    )
+
+
+Moment = Annotated[float | None, Query(ge=0, le=1e11, allow_inf_nan=False, description="POSIX seconds")]
+TEN_MINUTES = 600.0
+Seq = Annotated[int, Field(ge=1, le=2**53), INTEGER]
+
+
+class Acknowledged(BaseModel):
+    """seqs: of the events that somebody has taken note of."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    seqs: Annotated[list[Seq], Field(max_length=1000, fail_fast=True)]
+
+
+class StateInfo(BaseModel):
+    """The worker came into `state` at this time (POSIX seconds)."""
+
+    state: str
+    at: float
+
+
+class MetricSamples(BaseModel):
+    """One entry per sample; null where no heartbeat of it brought this metric."""
+
+    low: list[float | None]
+    mean: list[float | None]
+    high: list[float | None]
+
+
+class SeriesInfo(BaseModel):
+    """Samples of `step` seconds each, one entry per sample in every list; a step without a heartbeat has none.
+
+    at: POSIX seconds of their begin. beats: heartbeats in it. iteration, phase: of the last one. metrics: F, I,
+    W, B, O in milliseconds, resident_bytes, silence_seconds; those that were reported.
+    """
+
+    step: int
+    at: list[int]
+    beats: list[int]
+    iteration: list[int]
+    phase: list[str]
+    metrics: dict[str, MetricSamples]
+
+
+class WorkerHistory(BaseModel):
+    """states: oldest first. log: its newest lines, oldest first; kept in memory only. series: what its
+    heartbeats brought."""
+
+    worker: str
+    series: SeriesInfo
+    states: list[StateInfo]
+    op_milliseconds: dict[Literal["F", "I", "W", "B", "O"], float]
+    log: list[LogLine]
+
+
+def observed_router(console: Console) -> APIRouter:
+    api = APIRouter(prefix="/jobs", tags=["jobs"], route_class=ReadBeside)
+
+    @api.post("/{job_id}/logs", status_code=204, tags=["agents"])
+    async def logs(job_id: str, message: LogLines) -> None:
+        """Lines that a worker process has written since its last post."""
+        console.printed(job_id, message)
+
+    @api.post("/{job_id}/validations", status_code=204, tags=["agents"])
+    async def validation(job_id: str, message: ValidationReport) -> None:
+        await in_thread(console.validated, job_id, message)
+
+    @api.post("/{job_id}/events/acknowledge", tags=["operator"])
+    async def acknowledge(job_id: str, message: Acknowledged, x_actor: Actor = "API") -> ReportOutcome:
+        new = await in_thread(console.operators.acknowledge, job_id, message.seqs, x_actor)
+        return ReportOutcome(
+            reason=f"{new} event{'' if new == 1 else 's'} acknowledged that nobody had acknowledged before"
+        )
+
+    @api.get("/{job_id}/workers/{worker}/history")
+    async def history(
+        job_id: str,
+        worker: str,
+        since: Moment = None,
+        until: Moment = None,
+        step: Annotated[Literal["second", "minute", "hour"] | None, Query()] = None,
+    ) -> WorkerHistory:
+        """A worker's states so far, its smoothed op times, the newest lines it has written, and what its
+        heartbeats brought between two times: without them, in the last ten minutes. Without a step it is the
+        shortest that is kept for so long and makes 3,000 samples at most."""
+        end = time.time() + 1 if until is None else until
+        asked = end - TEN_MINUTES if since is None else since, end, Level[step.upper()] if step else None
+        return await in_thread(_history, console, console.job(job_id), worker, *asked)
+
+    return api
+
+
+def _history(
+    console: Console, job: LiveJob, worker: str, since: float, until: float, step: Level | None
+) -> WorkerHistory:
+    if worker not in job.state.members:
+        raise ConsoleError(404, "unknown_worker", f"worker: got {worker!r}, expected one of the job's grid")
+    series = asdict(console.recorder.series(job, worker, since, until, step))
+    series.pop("worker")
+    return WorkerHistory(
+        worker=worker,
+        series=SeriesInfo(**series),
+        states=[StateInfo(**row) for row in console.observations.states(job.job_id, worker)],
+        op_milliseconds=job.measurements.op_times.smoothed(worker),  # type: ignore[arg-type]
+        log=list(job.measurements.logs.lines(worker)),
+    )
+
+
+ZIP: dict[int | str, dict[str, Any]] = {200: {"content": {"application/zip": {}}, "description": "The file."}}
+BODY = {
+    "requestBody": {
+        "required": True,
+        "content": {"application/zip": {"schema": {"type": "string", "format": "binary"}}},
+    }
+}
+
+
+class ImportedJob(BaseModel):
+    """rows: of all tables together. plans: documents, whether they were there before or not."""
+
+    job_id: str
+    rows: int
+    plans: int
+
+
+def histories_router(console: Console) -> APIRouter:
+    api = APIRouter()
+
+    @api.get("/jobs/{job_id}/history.zip", tags=["jobs"], response_class=FileResponse, responses={**ZIP, 409: {}})
+    async def export(job_id: str) -> FileResponse:
+        """All that is stored of the job: JSON lines of each table, its plans, and a manifest with SHA-256 sums."""
+        path = await console.histories.export(job_id)
+        name = f"{job_id}-history.zip"
+        return FileResponse(path, media_type="application/zip", filename=name, background=BackgroundTask(path.unlink))
+
+    @api.post(
+        "/history/import",
+        status_code=201,
+        tags=["operator"],
+        openapi_extra=BODY,
+        responses={409: {}, 413: {}, 422: {}},
+    )
+    async def take_in(
+        request: Request,
+        new_id: Annotated[Identifier | None, Query(alias="as", description="its id here, instead of its own")] = None,
+        x_actor: Actor = "API",
+    ) -> ImportedJob:
+        """Imports the job of such a file, all of it or nothing; never over another one (409)."""
+        done = await console.histories.take_in(request.stream(), new_id, x_actor)
+        return ImportedJob(job_id=done.job_id, rows=done.rows, plans=done.plans)
+
+    @api.delete("/jobs/{job_id}", status_code=202, tags=["operator"], responses={409: {}})
+    async def delete(job_id: str, x_actor: Actor = "API") -> ReportOutcome:
+        """Deletes a job none of whose workers live, with everything of it; plans that others have are kept."""
+        await in_thread(console.histories.delete, job_id, x_actor)
+        return ReportOutcome(reason=f"job {job_id} is deleted")
+
+    return api

@@ -8,8 +8,10 @@ from fastapi import Header, Query
 from pydantic import BaseModel, Field
 
 from openrecycle.agent.messages.protocol import JobSpec, JobState
+from openrecycle.app.jobs.states import Condition, RoleState
 from openrecycle.app.plans.profiles import NAME
-from openrecycle.app.workers.states import Condition, RoleState
+from openrecycle.app.plans.solving import Point, Solve, SolveState
+from openrecycle.app.plans.solving_child import Migrations
 
 # What requests have in common: who asks (where no token says so), for how long an answer may wait, a profile.
 Actor = Annotated[str, Header(max_length=80, alias="X-Actor")]
@@ -189,3 +191,37 @@ class PlansPage(BaseModel):
 
     plans: list[PlanInfo]
     next: str | None = None
+
+
+class SolveInfo(BaseModel):
+    """incumbent, bound: in the job's time unit, null until known. elapsed: seconds of solving. points: from
+    `after` on. plan_fingerprint: once it is done; the document is at .../plan."""
+
+    id: str
+    kind: str
+    state: SolveState
+    stopped: bool
+    elapsed: float
+    incumbent: float | None
+    bound: float | None
+    points: list[Point]
+    plan_fingerprint: str | None
+    migrations: Migrations | None
+    error: str
+
+
+def solve_info(solve: Solve, after: int) -> SolveInfo:
+    last = solve.points[-1] if solve.points else None
+    return SolveInfo(
+        id=solve.id,
+        kind=solve.request.kind,
+        state=solve.state,
+        stopped=solve.stopped,
+        elapsed=round(solve.elapsed, 3),
+        incumbent=last.incumbent if last else None,
+        bound=last.bound if last else None,
+        points=solve.points[after:],
+        plan_fingerprint=solve.plan.fingerprint if solve.plan else None,
+        migrations=solve.migrations,
+        error=solve.error,
+    )

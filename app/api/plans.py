@@ -1,4 +1,6 @@
-"""Plans apart from any job: those that are kept under a name, and those that are being made."""
+"""Plans: those that are kept under a name, those that are being made, plans as files, and the profiles that they are
+made of.
+"""
 
 from __future__ import annotations
 
@@ -7,30 +9,33 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query, Response
+from fastapi import APIRouter, Path, Query, Response
 from fastapi import Request as HttpRequest
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from openrecycle.agent.messages.protocol import Memory
-from openrecycle.app.api.models import Actor, ProfileName, ReportOutcome
-from openrecycle.app.api.paging import After, Most, page
-from openrecycle.app.api.parsing import ReadBeside, is_json
+from openrecycle.app.api.models import Actor, ProfileName, ReportOutcome, SolveInfo, solve_info
+from openrecycle.app.api.parsing import After, Most, ReadBeside, is_json, page
 from openrecycle.app.console.service import Console
-from openrecycle.app.plans.applying import use_plan
-from openrecycle.app.plans.solving import Point, Solve, SolveState
+from openrecycle.app.plans.exporting import BUNDLE, BUNDLE_TYPE, offer_named, render
+from openrecycle.app.plans.profiles import NAME, ProfileInfo
+from openrecycle.app.plans.service import use_plan
+from openrecycle.app.plans.solving import Solve
 from openrecycle.app.plans.solving_child import (
-    Migrations,
     MigrationsAsked,
     MigrationsSettings,
     PlanAsked,
     PlanSettings,
     Request,
 )
+from openrecycle.app.plans.sources import OfJob, Reference, Saved, Source
 from openrecycle.app.plans.uploading import LARGE, MOST_WAITING, PlanToSave, ReadPlan
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.runner import in_thread
+from openrecycle.planner.export import EXPORTERS
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.plans.plan import INTEGER, JobDoc, Plan, job_doc
+from openrecycle.planner.profiles import Profile
 
 
 class SavedPlan(BaseModel):
@@ -67,23 +72,6 @@ class PlanToUse(BaseModel):
 
 class SavedPlanReply(BaseModel):
     fingerprint: str
-
-
-class SolveInfo(BaseModel):
-    """incumbent, bound: in the job's time unit, null until known. elapsed: seconds of solving. points: from
-    `after` on. plan_fingerprint: once it is done; the document is at .../plan."""
-
-    id: str
-    kind: str
-    state: SolveState
-    stopped: bool
-    elapsed: float
-    incumbent: float | None
-    bound: float | None
-    points: list[Point]
-    plan_fingerprint: str | None
-    migrations: Migrations | None
-    error: str
 
 
 class SolveList(BaseModel):
@@ -280,18 +268,108 @@ def _plan_of(console: Console, solve_id: str) -> Plan:
     return solve.plan
 
 
-def solve_info(solve: Solve, after: int) -> SolveInfo:
-    last = solve.points[-1] if solve.points else None
-    return SolveInfo(
-        id=solve.id,
-        kind=solve.request.kind,
-        state=solve.state,
-        stopped=solve.stopped,
-        elapsed=round(solve.elapsed, 3),
-        incumbent=last.incumbent if last else None,
-        bound=last.bound if last else None,
-        points=solve.points[after:],
-        plan_fingerprint=solve.plan.fingerprint if solve.plan else None,
-        migrations=solve.migrations,
-        error=solve.error,
-    )
+Format = Annotated[str, Query(json_schema_extra={"enum": [*EXPORTERS, BUNDLE]})]
+Pipeline = Annotated[int | None, Query(ge=0, le=2**20)]
+_MEDIA_TYPES = sorted({*(entry.media_type for entry in EXPORTERS.values()), BUNDLE_TYPE})
+FILE: dict[int | str, dict[str, Any]] = {
+    200: {"content": {name: {} for name in _MEDIA_TYPES}, "description": "The file, of the format's media type."}
+}
+
+
+def exports_router(console: Console) -> APIRouter:
+    api = APIRouter(tags=["plans"])
+
+    @api.get("/jobs/{job_id}/plans/{fingerprint}/export", response_class=Response, responses=FILE)
+    async def of_job(job_id: str, fingerprint: str, format: Format, pipeline: Pipeline = None) -> Response:
+        """chrome-trace, torch-csv, csv, json, yaml, svg, png, or bundle (a zip). fingerprint: `in-force`, too.
+
+        pipeline: this one alone (torch-csv, svg, png). 413: too large; 422: no file of that format.
+        """
+        return await in_thread(_export, console, OfJob(job_id, fingerprint), format, pipeline)
+
+    @api.get("/plans/{fingerprint}/export", response_class=Response, responses=FILE)
+    async def of_library(fingerprint: str, format: Format, pipeline: Pipeline = None) -> Response:
+        """The same of a saved plan."""
+        return await in_thread(_export, console, Saved(fingerprint), format, pipeline)
+
+    return api
+
+
+def _export(console: Console, reference: Reference, wanted: str, pipeline: int | None) -> Response:
+    source = console.sources.find(reference)
+    assert isinstance(source, Source), "plans of jobs and of the library are there or are not"
+    export = console.sources.export_of(source)
+    offer = offer_named(export.plan, export.name, wanted, export.job_id)
+    content = render(export, offer, pipeline)
+    headers = {"Content-Disposition": f'attachment; filename="{offer.file_name}"'}
+    return Response(content, media_type=offer.media_type, headers=headers)
+
+
+InPath = Annotated[str, Path(pattern=NAME)]
+
+
+def _kind(document: Any) -> str:
+    """Anything that is no measured profile is refused as a job, with what a job lacks."""
+    if isinstance(document, Profile) or (isinstance(document, dict) and "profile_version" in document):
+        return "measured"
+    return "job"
+
+
+# What `openrecycle profile` writes, or the document of a job.
+Document = Annotated[
+    Annotated[Profile, Tag("measured")] | Annotated[JobDoc, Tag("job")],
+    Discriminator(_kind),
+]
+
+
+class ProfileDetail(ProfileInfo):
+    """document: as it was saved. job: what it makes of its own grid."""
+
+    document: Profile | JobDoc
+    job: JobDoc
+
+
+class ProfileList(BaseModel):
+    """next: `after` of the next page; null: there is none."""
+
+    profiles: list[ProfileInfo]
+    next: str | None = None
+
+
+def profiles_router(console: Console) -> APIRouter:
+    api = APIRouter(prefix="/profiles", tags=["profiles"], route_class=ReadBeside)
+    profiles = console.plans.profiles
+
+    @api.get("")
+    async def listed(after: After = None, limit: Most = None) -> ProfileList:
+        """By name."""
+        lines, following = page("profiles", await in_thread(profiles.list), lambda line: (line.name,), after, limit)
+        return ProfileList(profiles=list(lines), next=following)
+
+    @api.get("/{name}")
+    async def profile(name: InPath) -> ProfileDetail:
+        return await in_thread(_detail, console, name)
+
+    @api.put("/{name}", status_code=201, responses={200: {"model": ProfileInfo}, 409: {}})
+    async def put(name: InPath, document: Document, response: Response, x_actor: Actor = "API") -> ProfileInfo:
+        """Keeps a profile, or a job document's op times, under this name: 201; 200 in the place of one that had it.
+
+        Jobs and plans that were made with the one before keep what they have.
+        """
+        new = await in_thread(profiles.put, name, document, x_actor)
+        await in_thread(console.security.audit.record, x_actor, "save profile", name, detail="" if new else "replaced")
+        response.status_code = 201 if new else 200
+        return (await in_thread(profiles.get, name))[0]
+
+    @api.delete("/{name}", status_code=204, responses={409: {}})
+    async def delete(name: InPath, x_actor: Actor = "API") -> None:
+        """Jobs and plans that were made with it keep what they have."""
+        await in_thread(profiles.delete, name)
+        await in_thread(console.security.audit.record, x_actor, "delete profile", name)
+
+    return api
+
+
+def _detail(console: Console, name: str) -> ProfileDetail:
+    line, document = console.plans.profiles.get(name)
+    return ProfileDetail(**line.model_dump(), document=document, job=job_doc(console.plans.profiles.job(name)))

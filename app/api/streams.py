@@ -12,8 +12,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
-from openrecycle.app.api.models import EventInfo
-from openrecycle.app.api.plans import solve_info
+from openrecycle.app.api.models import EventInfo, solve_info
 from openrecycle.app.console.service import Console
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.plans.solving import Solve
@@ -63,7 +62,7 @@ def router(console: Console) -> APIRouter:
         """The event feed from `after` on, each event (as in GET .../events) as soon as it is stored."""
         job = console.job(job_id)
         known = after if last_event_id is None else int(last_event_id)
-        if job.state.over and job.last_event <= known:
+        if job.state.over and job.feed.last <= known:
             return Response(status_code=204)
         return EventStream(request, _events(console, job, known))
 
@@ -98,9 +97,9 @@ async def _events(console: Console, job: LiveJob, known: int) -> AsyncIterator[s
             yield message(known, EventInfo(**row).model_dump_json())
         if len(rows) == AT_ONCE:
             continue
-        if job.state.over and job.last_event <= known:
+        if job.state.over and job.feed.last <= known:
             return
-        if not await job.topic.wait_for(lambda seen=known: job.last_event > seen or None, KEEP_ALIVE):  # type: ignore[misc]
+        if not await job.topic.wait_for(lambda seen=known: job.feed.last > seen or None, KEEP_ALIVE):  # type: ignore[misc]
             yield ": nothing new\n\n"
 
 

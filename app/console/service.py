@@ -1,7 +1,7 @@
 """The console as a service: what the REST API and the pages call. Thread-safe.
 
-What agents and launchers say is in app.console.agent_reports, what people read of jobs in app.console.queries, what
-operators ask for in app.console.operator_actions.
+What agents and launchers say is in app.console.reports, what people read of jobs in app.console.view, what
+operators ask for in app.console.operators.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from weakref import WeakKeyDictionary
 
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
@@ -19,21 +20,25 @@ from openrecycle.agent.coordination.membership import FailureTimeouts
 from openrecycle.agent.messages.protocol import JobSpec
 from openrecycle.app.advice.service import Advising
 from openrecycle.app.catalogs.service import Catalogs
-from openrecycle.app.console.agent_reports import Reports
-from openrecycle.app.console.jobs import MAX_WORKERS, JobRegistry
-from openrecycle.app.console.operator_actions import Operators
-from openrecycle.app.console.queries import Queries
+from openrecycle.app.console.operators import Operators
+from openrecycle.app.console.registry import MAX_WORKERS, JobRegistry
+from openrecycle.app.console.reports import Reports
+from openrecycle.app.console.view import Queries
 from openrecycle.app.history.service import Histories
 from openrecycle.app.jobs.live_job import TICK_SECONDS, LiveJob
-from openrecycle.app.metrics.exposition import Metrics
-from openrecycle.app.metrics.jobs import OVER_SHOWN, JobMetrics
-from openrecycle.app.observing.service import Observing
+from openrecycle.app.metrics import OVER_SHOWN, JobMetrics, Metrics
+from openrecycle.app.observing.goodput import Accounts
+from openrecycle.app.observing.measuring import Measuring
+from openrecycle.app.observing.recorder import Recorder
+from openrecycle.app.observing.rollout import RollOuts
 from openrecycle.app.plans.service import PlansService
+from openrecycle.app.plans.sources import PlanSources
 from openrecycle.app.runtime.errors import ConsoleError, storing
 from openrecycle.app.runtime.event_loop_watch import EventLoopWatch
 from openrecycle.app.runtime.patches import begin_without_pages
-from openrecycle.app.security.service import Security
+from openrecycle.app.security.access import Security
 from openrecycle.app.settings import RetentionLimits
+from openrecycle.db.observations import Observations
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 
@@ -81,13 +86,28 @@ class Console(JobRegistry, Reports, Queries):
             on_made=self.metrics.plan_made,
         )
         cache = self.plans.cache
-        self.observing = Observing(store, heartbeat, cache.get, self.live_jobs, self.job_ids, keep or RetentionLimits())
-        accounts = self.observing.accounts
-        waited = accounts.waiting.of
+        self.observations = Observations(store.database)
+        self.measuring = Measuring(store, self.observations, cache.plan, heartbeat)
+        self.accounts = Accounts(store, self.observations, cache.get)
+        self.roll_outs = RollOuts(store)
+        self.recorder = Recorder(store.database, self.live_jobs, keep or RetentionLimits(), self.job_ids)
+        self.sources = PlanSources(
+            store,
+            find=self.job,
+            plans=cache,
+            library=self.plans.library,
+            making=self.plans.making,
+            catalogs=self.catalogs,
+            measured=self.measuring.iteration,
+        )
+        waited = self.accounts.waiting.of
         self._advising = Advising(store, waited)
-        self._job_metrics = JobMetrics(self.live_jobs, store, cache.get, accounts.of, self.past.states, waited)
+        self._job_metrics = JobMetrics(self.live_jobs, store, cache.get, self.accounts.of, self.past.states, waited)
         self.metrics.registry.register(self._job_metrics)
         self._unwatch = self.metrics.watch(store.database.engine)
+        self._measure, self._waited, self._deployments = self.measuring.wanted, waited, WeakKeyDictionary()
+        self._plans, self._past, self._seen = cache, self.past.lines, WeakKeyDictionary()
+        self._figures, self._advice = self.accounts.of, self._advising.advice
         self.histories = Histories(self, store.database)
         self._stop = threading.Event()
         self._got_on = self._clock()
@@ -105,7 +125,7 @@ class Console(JobRegistry, Reports, Queries):
         self.take_up_all(over=OVER_SHOWN)
         self._got_on = self._clock()
         self._ticker.start()
-        self.observing.start()
+        self.recorder.start()
         self.histories.start()
 
     def stop_waiting(self) -> None:
@@ -129,7 +149,7 @@ class Console(JobRegistry, Reports, Queries):
             with suppress(ConsoleError):
                 job.take_heartbeats()
         self.histories.close()
-        self.observing.close()
+        self.recorder.close()
         self._flush()
         self._unwatch()
 
@@ -193,7 +213,8 @@ class Console(JobRegistry, Reports, Queries):
                         job.ask_for(missing)
                     self.plans.consider(job)
                     self._advising.consider(job)
-                    self.observing.consider(job)
+                    self.measuring.consider(job)
+                    self.accounts.consider(job)
                     if job.state.over:
                         resting.add(job.job_id)
                 except ConsoleError as error:
@@ -217,7 +238,7 @@ class Console(JobRegistry, Reports, Queries):
 
     def _flush(self, most: int = MAX_WORKERS) -> None:
         """most: workers of each job."""
-        beats = {job.job_id: rows for job in self.live_jobs() if (rows := job.unsaved_contacts(most))}
+        beats = {job.job_id: rows for job in self.live_jobs() if (rows := job.measurements.unsaved(most))}
         if beats:
             try:
                 self._store.heartbeats(beats)

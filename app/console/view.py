@@ -1,4 +1,5 @@
-"""What the UI sees of a job: plain data, made by app.console.service, drawn by app.ui.
+"""What people, pages and dashboards see of jobs: plain data, made here, drawn by app.ui. A part of
+app.console.service.Console.
 
 Times: `*_at` are POSIX seconds (wall clock, for display); `*_age` are seconds by the monotonic
 clock of the console.
@@ -6,15 +7,41 @@ clock of the console.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import time
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from statistics import median
 from types import MappingProxyType
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
-from openrecycle.agent.messages.protocol import Doing, JobSpec, JobState, OpKind
-from openrecycle.app.observing.goodput import Figures
-from openrecycle.app.observing.rates import IterationView
-from openrecycle.app.workers.states import Condition, ProcessState, Rank, RoleState
+from openrecycle.agent.coordination.membership import FailureTimeouts, Member
+from openrecycle.agent.messages.protocol import Doing, JobSpec, JobState, LogLine, OpKind
+from openrecycle.app.jobs.live_job import LiveJob
+from openrecycle.app.jobs.records import Row, changes
+from openrecycle.app.jobs.states import (
+    HOLDING,
+    OUT,
+    Condition,
+    JobSummary,
+    ProcessState,
+    Rank,
+    RankState,
+    RoleState,
+    WorkerStates,
+    sentence,
+)
+from openrecycle.app.jobs.throughput import Figures, IterationView, iteration_view, recent_rate, share_of
+from openrecycle.app.jobs.waiting import Waited, segments
+from openrecycle.app.plans.library import PlanCache
+from openrecycle.app.runtime.errors import ConsoleError, plain, storing, unknown_plan
+from openrecycle.db.observations import Observations
+from openrecycle.db.plan_rows import PlanColumns
+from openrecycle.db.store import Record, Store
+from openrecycle.planner.jobs.job import Worker
+from openrecycle.planner.layers.migration import SECONDS
 from openrecycle.planner.plans.plan import Plan
 
 
@@ -138,16 +165,434 @@ class JobHead:
     plans_to_make: int
 
 
-@dataclass(frozen=True)
-class JobSummary:
-    """One line of the list of jobs. living: workers in the generation; workers: size of the grid."""
+# Of jobs of so many workers, what is seen of each is made once a second, however many look.
+SHARED, SHARED_SECONDS = 256, 1.0
+# And some at a time: while another thread is at work, the event loop gets its turn once for each heartbeat, which is
+# not often enough for thousands a second.
+AT_ONCE, PAUSE_SECONDS = 256, 0.001
 
-    job_id: str
-    name: str
-    state: JobState
-    sentence: str
-    created_at: float
-    generation: int
-    living: int
-    workers: int
-    condition: Condition = Condition.RUNNING
+
+@dataclass(frozen=True)
+class _History:
+    version: int
+    iterations: tuple[IterationView, ...]
+    events: tuple[EventView, ...]
+    recoveries: tuple[RecoveryView, ...]
+
+
+@dataclass(frozen=True)
+class _Workers:
+    key: tuple[int, str | None]
+    at: float
+    workers: tuple[WorkerView, ...]
+
+
+@dataclass(frozen=True)
+class _Line:
+    """What was said of a job. over: was it? until: monotonic seconds."""
+
+    over: bool
+    version: int
+    until: float
+    line: JobSummary
+
+
+@dataclass
+class Seen:
+    """What was made of a job for those who looked last, for those who look next."""
+
+    line: _Line | None = None
+    workers: _Workers | None = None
+    histories: dict[object, _History] = field(default_factory=dict)
+
+
+def worker_view(job: LiveJob, member: Member, worker_states: WorkerStates) -> WorkerView:
+    role = worker_states.role(member)
+    process = role.process if role.process and role.process.role == role.name else None
+    contact = job.measurements.contacts.get(member.name)
+    beat = contact.beat if contact and contact.beat.incarnation == member.incarnation else None
+    age = None if member.last_heard is None else max(0.0, time.monotonic() - member.last_heard)
+    return WorkerView(
+        name=member.name,
+        pipeline=int(member.name[1:].partition("_")[0]),
+        stage=member.stage,
+        state=role.state,
+        takes_rerouted=0 if role.state in OUT else worker_states.rerouted.get(member.name, 0),
+        heartbeat_age=age,
+        generation=member.generation,
+        iteration=beat.iteration if beat else 0,
+        phase=beat.phase if beat else "",
+        op_milliseconds=beat.op_milliseconds if beat else {},
+        resident_bytes=beat.resident_bytes if beat else 0,
+        host=process.host if process else "",
+        pid=process.pid if process else 0,
+        acknowledged=member.acknowledged,
+        detail=role.detail,
+        slow=worker_states.slow.get(member.name, 0.0),
+        since=process.since if process else 0.0,
+        slot=process.slot if process else "",
+        moved_to=role.moved_to,
+        doing=beat.doing if beat else None,
+        spare=sum(r.state is RankState.SPARE for r in worker_states.ranks(process)) if process and process.spare else 0,
+    )
+
+
+def head(job: LiveJob) -> JobHead:
+    run = job.plan_run
+    return JobHead(
+        job_id=job.job_id,
+        spec=job.spec,
+        state=job.state.job_state,
+        condition=job.worker_states().condition,
+        workers=len(job.state.members),
+        plan=run.fingerprint if run else None,
+        plan_words=run.words if run else "",
+        planned_ahead=job.plans.ahead.made,
+        plans_to_make=job.plans.ahead.wanted,
+    )
+
+
+def summary(job: LiveJob, sentence: str) -> JobSummary:
+    state = job.state
+    return JobSummary(
+        job_id=job.job_id,
+        name=job.spec.name,
+        state=state.job_state,
+        sentence=sentence,
+        created_at=job.created_at,
+        generation=state.generation,
+        living=len(state.current.living) if state.current else 0,
+        workers=len(state.members),
+        condition=job.worker_states().condition,
+    )
+
+
+EVENTS = 20
+# What older versions stored, and how it is called since.
+BEFORE = {"starting": "empty", "re-joining": "joining"}
+_EVENT = ("seq", "at", "severity", "kind", "worker", "text", "count", "last_at")
+
+
+@dataclass(frozen=True)
+class StateInterval:
+    """The worker was in `state` from `begin` to `end` (POSIX seconds); the last stay ends now."""
+
+    state: str
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True)
+class OpTime:
+    """Of one op kind, milliseconds: smoothed as measured; planned, None where the plan's unit is no
+    time; peers: the median of the other living workers of its stage, None when there is none."""
+
+    kind: str
+    measured: float
+    planned: float | None
+    peers: float | None
+
+
+@dataclass(frozen=True)
+class WorkerDetail:
+    """op_times: in the order F, I, W, B, O. events: newest first. log: oldest first. activations: of micro-batches,
+    that it holds at most at once by the plan in force, None when it has no part in it. held, coming: as in JobView.
+    ranks: the processes that it consists of, or did last, where there are several; made_of: the workers whose spare
+    ranks these were."""
+
+    worker: WorkerView
+    stays: tuple[StateInterval, ...]
+    op_times: tuple[OpTime, ...]
+    events: tuple[EventView, ...]
+    log: tuple[LogLine, ...]
+    activations: int | None
+    held: tuple[int, ...] = ()
+    coming: tuple[int, ...] = ()
+    ranks: tuple[Rank, ...] = ()
+    made_of: tuple[str, ...] = ()
+
+
+def _op_times(job: LiveJob, view: JobView, worker: WorkerView) -> tuple[OpTime, ...]:
+    own = job.measurements.op_times.smoothed(worker.name)
+    others = [
+        job.measurements.op_times.smoothed(w.name)
+        for w in view.workers
+        if w.stage == worker.stage and w.name != worker.name and w.state in HOLDING
+    ]
+    planned = _planned(view.plan, worker.name)
+    made = []
+    for kind in "FIWBO":
+        if kind in own:
+            peers = [times[kind] for times in others if kind in times]
+            made.append(OpTime(kind, own[kind], planned.get(kind), median(peers) if peers else None))
+    return tuple(made)
+
+
+def _planned(plan: Plan | None, name: str) -> dict[str, float]:
+    """Milliseconds by op kind; {} where the plan's unit is no time."""
+    if plan is None or (second := SECONDS.get(plan.job.time_unit)) is None:
+        return {}
+    problem = plan.problem()
+    ticks, unit = problem.worker_ticks(Worker.parse(name)), 1000 * second / problem.job.ticks_per_unit
+    times = {"F": ticks.forward, "I": ticks.input_backward, "W": ticks.weight_backward, "O": ticks.optimizer}
+    times["B"] = times["I"] + times["W"]
+    return {kind: n * unit for kind, n in times.items()}
+
+
+class Queries(ABC):
+    """Thread-safe. Every method raises ConsoleError: for an unknown job, or a database that does not answer.
+
+    _plans: the stored ones. _past: the lines of jobs that are over and not in memory. _figures, _waited, _advice: what
+    app.observing and app.advice say of a job. _seen: see Seen.
+    """
+
+    _store: Store
+    _clock: Callable[[], float]
+    failure_timeouts: FailureTimeouts
+    _plans: PlanCache
+    observations: Observations
+    _past: Callable[[], Mapping[str, JobSummary]]
+    _figures: Callable[[LiveJob], Figures]
+    _waited: Callable[[LiveJob], Waited]
+    _advice: Callable[[LiveJob], str | None]
+    _seen: WeakKeyDictionary[LiveJob, Seen]
+
+    @abstractmethod
+    def job(self, job_id: str) -> LiveJob:
+        """Raises ConsoleError (404)."""
+
+    @abstractmethod
+    def live_jobs(self) -> list[LiveJob]:
+        """Those that are not over, and those others that somebody has asked for."""
+
+    def list_jobs(self) -> list[JobSummary]:
+        """Newest first."""
+        lines = {**self._past(), **{job.job_id: self._summary(job) for job in self.live_jobs()}}
+        return sorted(lines.values(), key=lambda line: (-line.created_at, line.job_id))
+
+    def _summary(self, job: LiveJob) -> JobSummary:
+        # Nothing of what is said here changes any more once a job is over, and there may be thousands. Of a large job
+        # that is not, whoever asks within a second is told the same, unless something is stored.
+        seen = self._seen_of(job)
+        known, over, now, version = seen.line, job.state.over, time.monotonic(), job.version
+        if known is not None and (known.over if over else known.version == version and now < known.until):
+            return known.line
+        made = summary(job, self.sentence(job))
+        shared = SHARED_SECONDS if len(job.state.members) >= SHARED else 0.0
+        seen.line = _Line(bool(over), version, now + shared, made)
+        return made
+
+    def _seen_of(self, job: LiveJob) -> Seen:
+        found = self._seen.get(job)
+        if found is None:
+            found = self._seen[job] = Seen()
+        return found
+
+    def head(self, job_id: str) -> JobHead:
+        return head(self.job(job_id))
+
+    def view(self, job_id: str, iterations: int = 600, events: int = 200, *, workers: bool = True) -> JobView:
+        """workers: with what is seen of each, of which there may be thousands."""
+        job = self.job(job_id)
+        with storing():
+            figures, waited = self._figures(job), self._waited(job)
+            state, run = job.state, job.plan_run
+            fingerprint = run.fingerprint if run else None
+            rerouted = self._plans.rerouted(fingerprint) if fingerprint else {}
+            history = self._history(job, waited, iterations, events)
+            worker_states = job.worker_states(rerouted)
+            share = share_of(recent_rate(history.iterations), figures)
+            return JobView(
+                job_id=job.job_id,
+                spec=job.spec,
+                state=state.job_state,
+                sentence=sentence(worker_states, self._clock(), self.failure_timeouts, share=share),
+                created_at=job.created_at,
+                generation=state.generation,
+                workers=self._workers(job, fingerprint, worker_states) if workers else (),
+                plan=self._plans.get(fingerprint) if fingerprint else None,
+                iterations=history.iterations,
+                events=history.events,
+                recoveries=history.recoveries,
+                planned_ahead=job.plans.ahead.made,
+                plans_to_make=job.plans.ahead.wanted,
+                advice=self._advice(job),
+                figures=figures,
+                condition=worker_states.condition,
+                missing=worker_states.missing,
+                moved=worker_states.moved,
+                waits_since=waited.since,
+                plan_words=run.words if run else "",
+                held=state.held,
+                coming=state.current.partition if state.current and state.moving else (),
+                spares=worker_states.spares,
+            )
+
+    def _workers(self, job: LiveJob, fingerprint: str | None, worker_states: WorkerStates) -> tuple[WorkerView, ...]:
+        """In grid order. Those of a large job are shared by all who look within a second, unless something is
+        stored."""
+        members = worker_states.state.members
+        if len(members) < SHARED:
+            return tuple(worker_view(job, member, worker_states) for member in members.values())
+        key, now = (job.version, fingerprint), time.monotonic()
+        seen = self._seen_of(job)
+        known = seen.workers
+        if known is not None and known.key == key and now - known.at < SHARED_SECONDS:
+            return known.workers
+        made: list[WorkerView] = []
+        for count, member in enumerate(members.values(), start=1):
+            made.append(worker_view(job, member, worker_states))
+            if count % AT_ONCE == 0:
+                time.sleep(PAUSE_SECONDS)
+        workers = tuple(made)
+        seen.workers = _Workers(key, now, workers)
+        return workers
+
+    def _history(self, job: LiveJob, waited: Waited, iterations: int, events: int) -> _History:
+        """Read again only when something was stored since: many viewers share one read."""
+        key = (iterations, events, tuple(waited.by_iteration))
+        version = job.version
+        histories = self._seen_of(job).histories
+        cached = histories.get(key)
+        if cached is not None and cached.version == version:
+            return cached
+        samples = job.spec.pipelines * job.spec.micro_batches * job.spec.samples_per_micro_batch
+        feed = self._store.events(job.job_id, limit=events, newest=True)
+        seen_by = self.observations.seen_events(job.job_id, [row["seq"] for row in feed if row["severity"] != "info"])
+        history = _History(
+            version,
+            tuple(
+                iteration_view(row, samples, waited)
+                for row in self._store.iterations(job.job_id, limit=iterations, newest=True)
+            ),
+            tuple(
+                EventView(
+                    row["seq"],
+                    row["at"],
+                    row["severity"],
+                    row["kind"],
+                    row["worker"],
+                    row["text"],
+                    seen_by.get(row["seq"], ("", 0.0))[0],
+                    row["count"],
+                    row["last_at"],
+                )
+                for row in feed
+            ),
+            tuple(
+                RecoveryView(**{k: v for k, v in row.items() if k != "job_id"}, steps=tuple(segments(row, waited)))
+                for row in self._store.recoveries(job.job_id)
+            ),
+        )
+        if len(histories) > 8:
+            histories.clear()
+        histories[key] = history
+        return history
+
+    def worker_detail(self, view: JobView, name: str, now: float) -> WorkerDetail:
+        """now: POSIX seconds. Raises ConsoleError."""
+        worker = next((w for w in view.workers if w.name == name), None)
+        if worker is None:
+            raise ConsoleError(404, "unknown_worker", f"worker: got {name!r}, expected one of the job's grid")
+        job = self.job(view.job_id)
+        states, known = job.worker_states(), job.processes
+        role = states.roles[name]
+        process = role.process if role.process and role.process.role == name else None
+        with storing():
+            rows = self.observations.states(job.job_id, name)
+            events = self.observations.events_of(job.job_id, name, limit=EVENTS)
+            seen = self.observations.seen_events(job.job_id, [e["seq"] for e in events])
+        # Of a worker that has not registered yet there is no state.
+        ends = ([row["at"] for row in rows[1:]] + [now])[: len(rows)]
+        return WorkerDetail(
+            worker,
+            tuple(
+                StateInterval(BEFORE.get(row["state"]) or row["state"], row["at"], max(end, row["at"]))
+                for row, end in zip(rows, ends, strict=True)
+            ),
+            _op_times(job, view, worker),
+            tuple(EventView(**{k: e[k] for k in _EVENT}, seen_by=seen.get(e["seq"], ("",))[0]) for e in events),
+            job.measurements.logs.lines(name),
+            view.plan.metrics.peak_activations.get(name) if view.plan else None,
+            view.held,
+            view.coming,
+            states.ranks(process) if process else (),
+            tuple(dict.fromkeys(known[whose].slot for whose, _ in process.made_of if whose in known))
+            if process
+            else (),
+        )
+
+    def sentence(self, job: LiveJob) -> str:
+        return sentence(job.worker_states(), self._clock(), self.failure_timeouts)
+
+    def plan(self, fingerprint: str) -> Plan:
+        """Raises ConsoleError (404)."""
+        return self._plans.plan(fingerprint)
+
+    def plan_document(self, job_id: str, fingerprint: str) -> str:
+        """The stored JSON, as it is. Raises ConsoleError (404)."""
+        return zlib.decompress(self.deflated_plan(job_id, fingerprint)).decode()
+
+    def deflated_plan(self, job_id: str, fingerprint: str) -> bytes:
+        """The same as it is stored: a tenth, or less. Raises ConsoleError (404)."""
+        self.job(job_id)
+        with storing():
+            document = PlanColumns(self._store.database).deflated_document(plain(fingerprint), job_id)
+        if document is None:
+            raise unknown_plan(fingerprint)
+        return document
+
+    def job_plans(self, job_id: str) -> list[Record]:
+        """The job's plans, fewest failures first: fingerprint, failed, ahead, created_at."""
+        self.job(job_id)
+        with storing():
+            return self._store.job_plans(job_id)
+
+    def events(self, job_id: str, after: int, limit: int) -> list[Record]:
+        self.job(job_id)
+        with storing():
+            return self._store.events(job_id, after=after, limit=limit)
+
+    def iterations(self, job_id: str, after: int, limit: int) -> list[Record]:
+        self.job(job_id)
+        with storing():
+            return self._store.iterations(job_id, after=after, limit=limit)
+
+    def past_failures(self, job_id: str, seconds: float | None = None) -> tuple[tuple[Row, ...], float]:
+        """((seconds since the first generation, worker, `failed` or `joined`), ...), seconds covered: to now, or the
+        first so many: what a simulation can be run on.
+
+        A generation tells both: who is out that was in before, and who is in that was out.
+        """
+        job = self.job(job_id)
+        with storing():
+            generations = self._store.generations(job_id)
+        if not generations:
+            return (), 0.0
+        begin = generations[0]["opened_at"]
+        rows = changes(generations, begin)
+        iterations = self.iterations(job_id, after=max(-1, job.state.committed - 2), limit=1)
+        last = iterations[-1]["committed_at"] if iterations else time.time()
+        # Whole ten seconds: a page that is opened again soon asks the same question.
+        covered = 10.0 * ((max(last, generations[-1]["opened_at"]) - begin) // 10 + 1)
+        if seconds is not None:
+            covered = min(covered, seconds)
+        return tuple(row for row in rows if row[0] <= covered), covered
+
+    def generations(self, job_id: str, after: int = 0, limit: int | None = None) -> list[Record]:
+        """Generations with a number > after and their acknowledgements, oldest first."""
+        self.job(job_id)
+        with storing():
+            generations = self._store.generations(job_id, after=after, limit=limit)
+            last = generations[-1]["generation"] if generations else 0
+            acks = self._store.acknowledgements(job_id, after=after, last=last) if generations else []
+        by_generation: dict[int, list[Record]] = {}
+        for ack in acks:
+            by_generation.setdefault(ack.pop("generation"), []).append({k: v for k, v in ack.items() if k != "job_id"})
+        return [
+            {
+                **{k: v for k, v in e.items() if k != "job_id"},
+                "acknowledgements": by_generation.get(e["generation"], []),
+            }
+            for e in generations
+        ]

@@ -19,12 +19,10 @@ import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
 from openrecycle.agent.messages.protocol import WorkerState
-from openrecycle.app.history.archive import export
-from openrecycle.app.history.importing import REST, Imported, abandoned, import_history
-from openrecycle.app.history.reading import HistoryError
+from openrecycle.app.history.archive import REST, HistoryError, Imported, abandoned, export, import_history
 from openrecycle.app.jobs.live_job import LiveJob
-from openrecycle.app.runtime.children import Channel, ChildEnded, Children
 from openrecycle.app.runtime.errors import ConsoleError, storing, unknown_job
+from openrecycle.app.runtime.processes import Channel, ChildEnded, Children
 from openrecycle.db.job_rows import DELETING, JobRows
 from openrecycle.db.session import Database, DatabaseError
 

@@ -16,8 +16,8 @@ from sqlalchemy import BigInteger, Boolean, Column, Double, Integer, LargeBinary
 
 from openrecycle.agent.coordination.membership import LEAST_CHOICE_TIMEOUT, MOST_CHOICE_TIMEOUT, Mode
 from openrecycle.agent.messages.protocol import Identifier, JobSpec, Milliseconds, Name, OpKind, WorkerName, WorkerState
-from openrecycle.app.observing.measuring import IterationAsRun
-from openrecycle.app.workers.states import RoleState
+from openrecycle.app.jobs.states import RoleState
+from openrecycle.app.observing.as_run import IterationAsRun
 from openrecycle.db.job_rows import table
 from openrecycle.planner.jobs.job import MAX_LAYERS
 

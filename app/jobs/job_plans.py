@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 import structlog
 
-from openrecycle.agent.coordination.events import Event, PlanReady, PlanRefused
-from openrecycle.agent.coordination.membership import State
+from openrecycle.agent.coordination.events import PlanReady, PlanRefused
 from openrecycle.agent.messages.protocol import JobSpec
-from openrecycle.app.runtime.patches import LARGE_OPS
+from openrecycle.app.runtime.patches import LARGE_OPS, OP_BYTES, building
+from openrecycle.db.plan_rows import PlanColumns
 from openrecycle.db.store import Store
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.check import checked
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
-from openrecycle.planner.plans.packed import CatalogQuestion, storable
-from openrecycle.planner.plans.plan import Plan
+from openrecycle.planner.plans.packed import CatalogQuestion, storable, unpack
+from openrecycle.planner.plans.plan import Plan, PlanError
 
 log = structlog.get_logger()
 
@@ -28,41 +28,66 @@ INLINE_OPS = 1_500
 LookUp = Callable[[CatalogQuestion, frozenset[Worker]], tuple[Plan, str] | None]
 
 
-class JobPlans(ABC):
-    """Thread-safe. look_up: a plan made ahead that is kept elsewhere, and where it is from."""
+def stored_plan(store: Store, fingerprint: str) -> Plan | None:
+    """Out of its columns where it has any. Raises PlanError for a document that can't be read, SQLAlchemyError."""
+    data = PlanColumns(store.database).get(fingerprint)
+    if data is not None:
+        try:
+            return unpack(data, source=f"plan {fingerprint}")
+        except PlanError as error:
+            log.warning("the columns of a plan can't be read; its document is", reason=str(error))
+    document = store.plan(fingerprint)
+    if document is None:
+        return None
+    with building(len(document) // OP_BYTES):
+        return Plan.from_json(document, source=fingerprint)
 
-    state: State
 
-    def __init__(self, job_id: str, spec: JobSpec, store: Store, look_up: LookUp) -> None:
-        self.job_id = job_id
-        self.spec = spec
+@dataclass
+class Ahead:
+    """Plans for failures that may come: so many are made of those that are wanted. patterns: canonical ones that were
+    asked for. Written by app.plans.service.JobPlanner alone."""
+
+    made: int = 0
+    wanted: int = 0
+    patterns: set[frozenset[Worker]] = field(default_factory=set)
+
+
+class JobPlans:
+    """Of one job; a part of its LiveJob. Thread-safe.
+
+    lock: the job's. look_up: a plan made ahead that is kept elsewhere, and where it is from. answer: takes a PlanReady,
+    with the plan that it speaks of, or a PlanRefused; raises ConsoleError. stored: called when a plan was stored.
+    """
+
+    def __init__(
+        self,
+        job_id: str,
+        spec: JobSpec,
+        store: Store,
+        lock: threading.RLock,
+        look_up: LookUp,
+        answer: Callable[[PlanReady | PlanRefused, Plan | None], object],
+        stored: Callable[[], None],
+    ) -> None:
         self.nominal = spec.job()  # with its layers cut as for the generation in force, or the one that is to open
         self.job = self.nominal  # with the speeds that its workers turned out to have
         self.catalog = Catalog(self.job, Technique(spec.technique), MemoryLimit.parse(spec.memory, field="memory"))
-        self.planned_ahead = 0
-        self.plans_to_make = 0
-        self.patterns_asked: set[frozenset[Worker]] = set()  # canonical ones, planned ahead or about to be
+        self.ahead = Ahead()
         self.asked_for: tuple[str, ...] | None = None  # what was to be planned elsewhere last
-        self.version = 0  # rises with everything that is stored: what views are cached by
-        self.lock = threading.RLock()
-        self._store = store
-        self._look_up = look_up
-
-    @abstractmethod
-    def apply(self, event: Event, *, plan: Plan | None = None) -> str:
-        """Takes one event; plan: the one that a PlanReady speaks of. Raises ConsoleError."""
+        self._job_id, self._store, self._lock = job_id, store, lock
+        self._look_up, self._answer, self._stored = look_up, answer, stored
 
     def cut(self, partition: tuple[int, ...]) -> None:
         """From now on plans are for stages of so many layers; (): as they are."""
-        with self.lock:
+        with self._lock:
             if not partition or partition == self.nominal.partition:
                 return
             before = self.nominal
             self.nominal = before.with_partition(partition)
             self.job = self.nominal if self.job is before else self.job.with_partition(partition)
             self.catalog = self.catalog.at(partition)
-            self.patterns_asked = set()
-            self.planned_ahead = self.plans_to_make = 0
+            self.ahead = Ahead()
 
     def take_plan(self, plan: Plan) -> None:
         """Keeps a plan for the failures and the layers that it is for. Raises InputError for one of another job."""
@@ -82,16 +107,20 @@ class JobPlans(ABC):
         """Takes the answer to `want_plan`. why: where the plan is from, or why none exists."""
         try:
             if made is None:
-                self.apply(PlanRefused(failed, why))
+                self._answer(PlanRefused(failed, why), None)
                 return
-            with self.lock:
+            with self._lock:
                 self.take_plan(made)
                 plan = self.catalog.find(_workers(failed))
                 if plan is None or (plan is not made and not self.is_for(plan, failed)):
                     plan = made
-                self.apply(PlanReady(failed, plan.fingerprint, why or f"made now ({plan.solver.name})"), plan=plan)
+                self._answer(PlanReady(failed, plan.fingerprint, why or f"made now ({plan.solver.name})"), plan)
         finally:
-            self.asked_for = None
+            self.give_up()
+
+    def give_up(self) -> None:
+        """Nobody makes the plan that was asked for any more: where it is still missing, it is asked for again."""
+        self.asked_for = None
 
     def is_for(self, plan: Plan, failed: tuple[str, ...]) -> bool:
         """Does a plan that comes from memory or was stored go without these workers? Whoever made it has checked it.
@@ -102,34 +131,28 @@ class JobPlans(ABC):
         if cut and sorted(plan.failed) == sorted(failed):
             return True
         why = f"it goes without {', '.join(plan.failed) or 'nobody'}" if cut else f"its partition is {plan.partition}"
-        log.error("a plan is not used", job=self.job_id, plan=plan.fingerprint, failed=failed, reason=why)
+        log.error("a plan is not used", job=self._job_id, plan=plan.fingerprint, failed=failed, reason=why)
         return False
-
-    def plan_missing(self) -> tuple[str, ...] | None:
-        """What a pending generation waits for, if nobody makes it: its answer could not be stored, say."""
-        pending = self.state.pending
-        return pending.failed if pending and pending.until is None and self.asked_for is None else None
 
     def plan_with(self, job: Job, plan: Plan) -> None:
         """From now on `job` is planned for, which differs from the one before in its workers' speeds.
 
         plan: one for it. What was planned before is of no use any more.
         """
-        with self.lock:
+        with self._lock:
             catalog = Catalog(job, self.catalog.technique, self.catalog.memory)
             catalog.add(plan)
             self.job, self.catalog = job, catalog
-            self.patterns_asked = set()
-            self.planned_ahead = self.plans_to_make = 0
+            self.ahead = Ahead()
 
     def file_plan(self, plan: Plan) -> None:
         """Adds a plan that was made ahead, unless the speeds that it is for have changed since."""
-        with self.lock:
+        with self._lock:
             if plan.job.speeds != {str(worker): speed for worker, speed in self.job.speeds}:
                 return
             self.take_plan(plan)
-        self._store.put_plan(self.job_id, plan.fingerprint, storable(plan), plan.failed, True)
-        self.version += 1
+        self._store.put_plan(self._job_id, plan.fingerprint, storable(plan), plan.failed, True)
+        self._stored()
 
     def plan_now(self, failed: tuple[str, ...]) -> tuple[PlanReady | PlanRefused, Plan | None] | None:
         """The plan, if it is there or can be made in milliseconds; None: it must be made elsewhere, since what is
@@ -150,7 +173,7 @@ class JobPlans(ABC):
             return PlanRefused(failed, str(error)), None
         except Exception as error:
             # The survivors wait for an answer: one that stops the job and says why is better than none.
-            log.exception("the planner failed", job=self.job_id, failed=failed)
+            log.exception("the planner failed", job=self._job_id, failed=failed)
             why = f"the planner failed ({type(error).__name__}); the console's log says more"
             return PlanRefused(failed, why), None
         self.take_plan(plan)

@@ -6,12 +6,12 @@ Readers take `job.state`, which is replaced as a whole, and need no lock.
 
 from __future__ import annotations
 
+import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import islice
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
@@ -21,43 +21,41 @@ from openrecycle.agent.coordination.events import (
     ConsoleRestarted,
     Decision,
     Event,
+    Exited,
+    GenerationAcknowledged,
     HeartbeatsReceived,
-    LastHeartbeat,
     NeedPlan,
     Note,
     OpenGeneration,
+    PlanReady,
+    PlanRefused,
     Refuse,
     Stalled,
     Tick,
+    WorkerRegistered,
 )
 from openrecycle.agent.coordination.membership import FailureTimeouts, Member, State
-from openrecycle.agent.messages.protocol import Command, Deployment, Heartbeat, JobSpec
-from openrecycle.app.jobs.baseline import Baseline, read_baseline
-from openrecycle.app.jobs.folding import LOOK_BACK, Folding
-from openrecycle.app.jobs.job_plans import JobPlans, LookUp
-from openrecycle.app.jobs.op_times import OpTimes
-from openrecycle.app.jobs.recording import Recording
+from openrecycle.agent.messages.protocol import Heartbeat, JobSpec
+from openrecycle.app.jobs.feed import LOOK_BACK, JobFeed
+from openrecycle.app.jobs.job_plans import JobPlans, LookUp, stored_plan
+from openrecycle.app.jobs.measurements import Measurements
 from openrecycle.app.jobs.records import (
-    Contact,
-    contact_row,
     differs,
     generation_row,
     job_columns,
     later_columns,
     member_row,
     process_rows,
-    read_contact,
     read_processes,
     read_state,
     state_rows,
     waits_row,
 )
-from openrecycle.app.jobs.report_batch import IncomingReport, processes_of, run_together, spares_of
-from openrecycle.app.jobs.stored_plans import stored_plan
-from openrecycle.app.jobs.waiting import Wait, after_change, pauses, read_waits
+from openrecycle.app.jobs.states import Arrival, ProcessState, WorkerStates, follow
+from openrecycle.app.jobs.throughput import Baseline, read_baseline
+from openrecycle.app.jobs.waiting import Commands, Wait, after_change, pauses, read_waits
 from openrecycle.app.runtime.errors import ConsoleError, refused, unavailable, unknown_job
 from openrecycle.app.runtime.notify import Topic
-from openrecycle.app.workers.states import ProcessState, WorkerStates, follow
 from openrecycle.db.store import JobUpdate, Record, Store
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.plans.packed import storable
@@ -80,10 +78,56 @@ class PlanRun(NamedTuple):
     words: str
 
 
-class LiveJob(JobPlans):
+@dataclass(frozen=True)
+class IncomingReport:
+    """An event, and what is stored beside it if it is accepted. process: of a worker that registers. spare: of one that
+    has exited, the ranks that are spare. acknowledgement: a row."""
+
+    event: WorkerRegistered | GenerationAcknowledged | Exited
+    process: Arrival | None = None
+    spare: tuple[int, ...] = ()
+    acknowledgement: Mapping[str, Any] | None = None
+
+
+def run_together(
+    state: State, reports: Sequence[IncomingReport], now: float, failure_timeouts: FailureTimeouts
+) -> tuple[State, list[Note], list[str | Refuse]]:
+    """Takes reports up to the first one that asks for a plan or opens a generation, which is not taken.
+
+    Returns the state after them, what they add to the event feed, and for each the reason or refusal.
+    """
+    notes: list[Note] = []
+    answers: list[str | Refuse] = []
+    for report in reports:
+        after = coordinator.step(state, report.event, now, failure_timeouts)
+        said = [decision for decision in after.decisions if isinstance(decision, Note)]
+        if len(said) < len(after.decisions) - (after.refusal is not None):
+            break
+        notes += said
+        answers.append(after.refusal or after.reason)
+        state = after.state
+    return state, notes, answers
+
+
+def processes_of(reports: Iterable[IncomingReport]) -> dict[str, Arrival]:
+    """Those that registered, by incarnation."""
+    return {report.event.incarnation: report.process for report in reports if report.process}
+
+
+def spares_of(reports: Iterable[IncomingReport]) -> dict[str, tuple[int, ...]]:
+    """Of those that exited, by incarnation, the ranks that are spare."""
+    return {report.event.incarnation: report.spare for report in reports if report.spare}
+
+
+class LiveJob:
     """Thread-safe. want_plan: called with the failed workers when a plan has to be made elsewhere;
-    the answer comes back as a PlanReady or PlanRefused event. on_generation: called after a generation has
-    opened. look_up: a plan made ahead that is kept elsewhere, and where it is from."""
+    the answer comes back by `plans.plan_made`. on_generation: called after a generation has
+    opened. look_up: a plan made ahead that is kept elsewhere, and where it is from.
+
+    Its parts, each with a state of its own: `state`, the membership as the coordinator has it, and `processes`, which
+    hold the roles; `plans`; `measurements`, what workers say of themselves; `feed`; `commands` of operators;
+    `choices`, when it waited for one; `baseline`, what its throughput is measured by, which `pin` alone changes.
+    """
 
     def __init__(
         self,
@@ -98,80 +142,64 @@ class LiveJob(JobPlans):
         look_up: LookUp = lambda question, failed: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(job_id, spec, store, look_up)
-        self.created_at = created_at
+        self.job_id, self.spec, self.created_at = job_id, spec, created_at
         self.failure_timeouts = failure_timeouts
-        # On what it was asked for last: who was out, and layers per stage.
-        self.advice_asked: tuple[tuple[str, ...], tuple[int, ...]] = ((), self.nominal.home)
-        self.advised: tuple[tuple[str, ...], str] | None = None  # on these workers being out, in words
+        self.lock = threading.RLock()
+        self.version = 0  # rises with everything that is stored: what views are cached by
         self.topic = Topic()  # anything that is stored
         self.generation_topic = Topic()  # what thousands of workers may wait for: no other change wakes them
+        self.plans = JobPlans(job_id, spec, store, self.lock, look_up, self._answered, self.stored)
         self.state = State.new(
             spec.pipelines,
             spec.stages,
             spec.iterations,
             checkpoints=spec.checkpoints,
-            partition=self.nominal.partition,
+            partition=self.plans.nominal.partition,
         )
-        self.deployment: tuple[object, Deployment] | None = None  # the newest that was asked for, and of what
-        self.contacts: dict[str, Contact] = {}
-        self.op_times = OpTimes()
-        self.recording = Recording(self.state.members, spec.stages)
-        self.slow: dict[str, float] = {}  # workers, and how many times the others' op times they take
         self.processes: dict[str, ProcessState] = {}  # by incarnation, those that came first first
-        self.commands: list[Command] = []
-        self.held: list[tuple[str, float]] = []  # `pause` or `resume`, and when (POSIX seconds)
-        self.choices: tuple[Wait, ...] = ()  # when it waited for one
+        self.measurements = Measurements(self.state.members, spec.stages)
+        self.feed = JobFeed()
+        self.commands = Commands()
+        self.choices: tuple[Wait, ...] = ()
         self.baseline: Baseline | None = None
-        self.view_cache: dict[object, object] = {}  # of app.console.view_builder
+        self._store = store
         self._want_plan = want_plan
         self._on_generation = on_generation
         self._clock = clock
         self._ticked = clock()
-        self._event_seq = 0
-        self._folding = Folding()
         self._published_generation = 0
         self._doubtful = False  # may the database hold another state than this object?
-        self._fresh: deque[tuple[Heartbeat, float]] = deque()
-        self._unsaved: dict[str, None] = {}
 
     def ask_for(self, failed: tuple[str, ...]) -> None:
         """Has the plan made elsewhere."""
-        self.asked_for = failed
+        self.plans.asked_for = failed
         self._want_plan(self, failed)
 
-    @property
-    def advice(self) -> str | None:
-        """What the advisor says of the workers that are out now; None when it has not, or none is."""
-        advised, current = self.advised, self.state.current
-        over = self.state.halted or self.state.over
-        if advised is None or current is None or current.failed != advised[0] or over:
-            return None
-        return advised[1]
+    def plan_missing(self) -> tuple[str, ...] | None:
+        """What a pending generation waits for, if nobody makes it: its answer could not be stored, say."""
+        pending = self.state.pending
+        return pending.failed if pending and pending.until is None and self.plans.asked_for is None else None
+
+    def _answered(self, answer: PlanReady | PlanRefused, plan: Plan | None) -> None:
+        self.apply(answer, plan=plan)
 
     @property
     def paused(self) -> bool:
         """Has an operator asked all workers to stop, and nobody yet to go on?"""
-        return bool(self.held) and self.held[-1][0] == "pause" and not self.state.over
+        return self.commands.paused_at is not None and not self.state.over
 
     @property
     def waits(self) -> tuple[Wait, ...]:
         """When it waited for a person: for a choice, or for the end of a pause."""
-        return *self.choices, *pauses(self.held)
+        return *self.choices, *pauses(self.commands.held)
 
     @property
     def stopped(self) -> frozenset[str]:
         """Who has said, since an operator asked for it, that it waits before an iteration."""
-        if not self.paused:
+        since = self.commands.paused_at
+        if since is None or self.state.over:
             return frozenset()
-        asked, members = self.held[-1][1], self.state.members
-        return frozenset(
-            name
-            for name, known in self.contacts.items()
-            if known.beat.phase == "paused"
-            and known.at >= asked
-            and known.beat.incarnation == members[name].incarnation
-        )
+        return self.measurements.stopped(since, self.state.members)
 
     @property
     def plan_run(self) -> PlanRun | None:
@@ -187,18 +215,19 @@ class LiveJob(JobPlans):
     def worker_states(self, rerouted: Mapping[str, int] | None = None) -> WorkerStates:
         """Which process holds which role, and how each is. rerouted: by the plan that they run."""
         return WorkerStates(
-            self.state, self.processes, self.paused, rerouted or {}, self.slow, self.stopped, self.state.choosing
+            self.state,
+            self.processes,
+            self.paused,
+            rerouted or {},
+            self.measurements.slow,
+            self.stopped,
+            self.state.choosing,
         )
 
     @property
     def quiet(self) -> bool:
         """Is it over, and nothing heard since that would have to be taken?"""
-        return bool(self.state.over) and not self._fresh
-
-    @property
-    def last_event(self) -> int:
-        """Number of the newest line of the event feed; 0: there is none."""
-        return self._event_seq
+        return bool(self.state.over) and not self.measurements.fresh
 
     # -- events -----------------------------------------------------------------------------
 
@@ -228,8 +257,8 @@ class LiveJob(JobPlans):
             decisions, wanted = list(step.decisions), None
             state, reason = step.state, step.reason
             for need in [d for d in step.decisions if isinstance(d, NeedPlan)]:
-                self.cut(need.partition)
-                found = self.plan_now(need.failed)
+                self.plans.cut(need.partition)
+                found = self.plans.plan_now(need.failed)
                 if found is None:
                     wanted = need.failed
                     continue
@@ -277,7 +306,7 @@ class LiveJob(JobPlans):
         Raises ConsoleError for an unknown or fenced worker.
         """
         self.sender(beat.worker, beat.incarnation)
-        self._fresh.append((beat, self._clock()))
+        self.measurements.fresh.append((beat, self._clock()))
         return self.state.generation
 
     def sender(self, worker: str, incarnation: str) -> Member:
@@ -309,64 +338,28 @@ class LiveJob(JobPlans):
 
     def take_heartbeats(self) -> None:
         """Gives the coordinator, and the next write to the database, what came in since the last call."""
-        beats: dict[str, LastHeartbeat] = {}
-        news: list[tuple[Heartbeat, float]] = []
-        fresh, contacts, at = self._fresh, self.contacts, time.time()
-        while fresh:
-            beat, heard = arrived = fresh.popleft()
-            name, incarnation = beat.worker, beat.incarnation
-            known = contacts.get(name)
-            if known is None or known.beat.incarnation != incarnation or beat.seq > known.beat.seq:
-                # An older one that came late still shows that the worker lives, and no more.
-                contacts[name] = Contact(beat, at)
-                news.append(arrived)
-            beats[name] = LastHeartbeat(incarnation, heard, beat.phase == "draining")
-        if beats:
-            self.op_times.report(beat for beat, _ in news)
-            self.recording.take(news)
-            self._unsaved.update(dict.fromkeys(beat.worker for beat, _ in news))
+        if beats := self.measurements.take():
             self.apply(HeartbeatsReceived(beats))
 
-    def unsaved_contacts(self, most: int) -> list[Record]:
-        """Worker columns out of the heartbeats since the last call, of `most` workers at most: those first that have
-        waited longest."""
-        unsaved = self._unsaved
-        names = list(islice(unsaved, most))
-        for name in names:
-            del unsaved[name]
-        return [contact_row(name, self.contacts[name]) for name in names]
-
     # -- storing ----------------------------------------------------------------------------
-
-    def note(self, notes: Iterable[Note]) -> list[Record]:
-        """Event rows, numbered. Call it inside of `writing`, and store them there."""
-        now = time.time()
-        return [{"seq": self._event_seq + i, "at": now, **vars(note)} for i, note in enumerate(notes, start=1)]
 
     def record(self, *notes: Note, audit: Record | None = None) -> None:
         """Stores lines of the event feed that come from no step of the coordinator."""
         with self.writing():
-            fresh, repeats = self._folding.split(notes, time.time())
-            self._save(JobUpdate(events=self.note(fresh), audit=audit, repeats=repeats))
+            events, repeats = self.feed.split(notes, time.time())
+            self._save(JobUpdate(events=events, audit=audit, repeats=repeats))
         self.topic.publish()
 
     def stored(self, events: int = 0) -> None:
         """Says that `events` numbered event rows have been stored."""
-        if events:
-            self.unfold()
-        self._event_seq += events
+        self.feed.added(events)
         self.version += 1
-
-    def unfold(self) -> None:
-        """What was said so far has been seen, or something else has happened: said again, it is a new line."""
-        self._folding = Folding()
 
     def pin(self, baseline: Baseline, note: Note | None = None, audit: Record | None = None) -> None:
         """What its throughput is measured by from now on. Raises ConsoleError."""
         with self.writing():
-            self._save(
-                JobUpdate(job={"baseline": baseline.to_json()}, events=self.note([note] if note else []), audit=audit)
-            )
+            events = self.feed.rows([note] if note else [])
+            self._save(JobUpdate(job={"baseline": baseline.to_json()}, events=events, audit=audit))
             self.baseline = baseline
         self.topic.publish()
 
@@ -390,14 +383,14 @@ class LiveJob(JobPlans):
         choices = after_change(self.choices, new.choosing, new.generation + 1 if new.pending else new.generation, now)
         opened = next((d.generation for d in decisions if isinstance(d, OpenGeneration)), None)
         later = later_columns(old, new)
-        fresh, repeats = self._folding.split((d for d in decisions if isinstance(d, Note)), now)
+        events, repeats = self.feed.split((d for d in decisions if isinstance(d, Note)), now)
         change = JobUpdate(
             job=job_columns(old, new) | (waits_row(choices) if choices != self.choices else {}),
             workers=list(rows.values()),
             plan=(plan.fingerprint, storable(plan), plan.failed, False) if (opened or later) and plan else None,
             generation=generation_row(opened) if opened else None,
             later=later,
-            events=self.note(fresh),
+            events=events,
             # Of a job that is over none counts any more.
             acknowledgements=[dict(r.acknowledgement) for r in reports if r.acknowledgement and not old.over],
             audit=audit,
@@ -411,8 +404,7 @@ class LiveJob(JobPlans):
     def _save(self, change: JobUpdate) -> None:
         if change:
             self._store.apply(self.job_id, change)
-            self._event_seq += len(change.events)
-            self._folding = self._folding.after(change.events, change.repeats)
+            self.feed.stored(change.events, change.repeats)
             self.version += 1
 
     @contextmanager
@@ -436,14 +428,12 @@ class LiveJob(JobPlans):
     def restore(self, job_row: Record) -> None:
         """Takes the job up where the database says it was."""
         self._read(job_row)
-        for row in self._store.workers(self.job_id):
-            if row["incarnation"] and row["heard_at"] is not None:
-                self.contacts[row["name"]] = read_contact(row)
+        self.measurements.read(self._store.workers(self.job_id))
         if not self.state.over:
             for row in self._store.job_plans(self.job_id):
                 try:
                     if (plan := stored_plan(self._store, row["fingerprint"])) is not None:
-                        self.take_plan(plan)
+                        self.plans.take_plan(plan)
                 except PlannerError as error:
                     log.warning("a stored plan is not used", job=self.job_id, reason=str(error))
             self.apply(ConsoleRestarted())
@@ -461,14 +451,11 @@ class LiveJob(JobPlans):
 
     def _read(self, job_row: Record) -> None:
         store, job_id = self._store, self.job_id
-        state = read_state(store, job_row, self.spec, self.nominal.home)
-        self._event_seq = store.last_event(job_id)
-        self._folding = Folding.read(store.events(job_id, limit=LOOK_BACK, newest=True))
-        commands = store.commands(job_id)
-        self.commands = [Command(seq=r["seq"], kind=r["kind"], worker=r["worker"] or None) for r in commands]
-        self.held = [(r["kind"], r["at"]) for r in commands if r["kind"] in ("pause", "resume")]
+        state = read_state(store, job_row, self.spec, self.plans.nominal.home)
+        self.feed.read(store.last_event(job_id), store.events(job_id, limit=LOOK_BACK, newest=True))
+        self.commands.read(store.commands(job_id))
         self.choices, self.baseline = read_waits(job_row["waits"]), read_baseline(job_row["baseline"])
         self.processes = read_processes(store.workers(job_id))
         self.version += 1
-        self.cut(state.current.partition if state.current else ())
+        self.plans.cut(state.current.partition if state.current else ())
         self.state = state

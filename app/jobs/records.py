@@ -6,9 +6,6 @@ import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
-
-import orjson
 
 from openrecycle.agent.coordination.blame import Complaint, Links
 from openrecycle.agent.coordination.membership import (
@@ -21,20 +18,13 @@ from openrecycle.agent.coordination.membership import (
     PendingGeneration,
     State,
 )
-from openrecycle.agent.messages.protocol import Heartbeat, JobSpec, JobState, WorkerState
+from openrecycle.agent.messages.protocol import JobSpec, JobState, WorkerState
+from openrecycle.app.jobs.states import ProcessState, WorkerStates
 from openrecycle.app.jobs.waiting import Wait
-from openrecycle.app.workers.states import ProcessState, WorkerStates
 from openrecycle.db.store import Record, Store
 
 # Of the processes that were started for one place, the newest so many.
 KEPT = 16
-
-
-class Contact(NamedTuple):
-    """The newest heartbeat of a worker, and when it came (wall clock)."""
-
-    beat: Heartbeat
-    at: float
 
 
 def differs(a: Member, b: Member) -> bool:
@@ -166,35 +156,6 @@ def later_columns(old: State, new: State) -> list[tuple[int, Record]]:
     return found
 
 
-def contact_row(name: str, contact: Contact) -> Record:
-    """The worker columns that a heartbeat brings."""
-    beat = contact.beat
-    return {
-        "name": name,
-        "seq": beat.seq,
-        "generation": beat.generation,
-        "iteration": beat.iteration,
-        "phase": beat.phase,
-        "op_milliseconds": orjson.dumps(beat.op_milliseconds).decode(),
-        "resident_bytes": beat.resident_bytes,
-        "heard_at": contact.at,
-    }
-
-
-def read_contact(row: Record) -> Contact:
-    beat = Heartbeat.model_construct(
-        worker=row["name"],
-        incarnation=row["incarnation"],
-        seq=row["seq"],
-        generation=row["generation"],
-        iteration=row["iteration"],
-        phase=row["phase"],
-        op_milliseconds=json.loads(row["op_milliseconds"]),
-        resident_bytes=row["resident_bytes"],
-    )
-    return Contact(beat, row["heard_at"])
-
-
 def read_state(store: Store, job_row: Record, spec: JobSpec, partition: tuple[int, ...] = ()) -> State:
     """What the database says of a job; nobody has been heard in it yet. partition: layers per stage at its start."""
     job_id = job_row["id"]
@@ -272,3 +233,41 @@ def read_processes(rows: Iterable[Record]) -> dict[str, ProcessState]:
             known = ProcessState(incarnation, host, pid, roles, ended, detail, tuple(ranks), tuple(spare))
             found.append(replace(known, made_of=tuple((str(whose), int(rank)) for whose, rank in made_of)))
     return {process.incarnation: process for process in sorted(found, key=lambda p: p.since)}
+
+
+# -- past failures and returns, out of the rows: what a simulation can be run on ------------------------
+
+Row = tuple[float, str, str]
+
+
+def changes(generations: Iterable[Record], begin: float = 0.0) -> list[Row]:
+    """(seconds since `begin`, worker, `failed` or `joined`) of a job's generations, oldest first.
+
+    A worker that changes its stage is neither: the failure goes on at the place that it gave up, under
+    the name that it began with.
+    """
+    rows: list[Row] = []
+    failed: set[str] = set()
+    began_as: dict[str, str] = {}  # place that is out -> where that failure began
+    for generation in generations:
+        at, now = generation["opened_at"] - begin, set(generation["failed"])
+        for source, to in generation["moves"]:
+            if to in failed and to not in now and source in now and source not in failed:
+                failed = failed - {to} | {source}
+                began_as[source] = began_as.pop(to, to)
+        rows += [(at, worker, "failed") for worker in sorted(now - failed)]
+        rows += [(at, began_as.pop(worker, worker), "joined") for worker in sorted(failed - now)]
+        failed = now
+    return rows
+
+
+def repair_times(rows: Iterable[Row]) -> list[float]:
+    """Seconds from each failure to the return, of those that have come back."""
+    times: list[float] = []
+    since: dict[str, float] = {}
+    for at, worker, what in rows:
+        if what == "failed":
+            since[worker] = at
+        elif worker in since:
+            times.append(at - since.pop(worker))
+    return times

@@ -1,5 +1,5 @@
-"""When a job waited for a person: an operator's choice, or the end of a pause. It is no cost of any recovery, and
-no throughput is reckoned with it."""
+"""What operators have asked of a job, and when it waited for a person: for a choice, or for the end of a pause. That is
+no cost of any recovery, and no throughput is reckoned with it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,40 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
+from openrecycle.agent.messages.protocol import Command
 from openrecycle.db.store import Record
+
+
+class Commands:
+    """What operators have asked the launchers and workers of one job for. Written under the job's lock.
+
+    sent: oldest first. held: `pause` or `resume`, and when (POSIX seconds).
+    """
+
+    def __init__(self) -> None:
+        self.sent: list[Command] = []
+        self.held: list[tuple[str, float]] = []
+
+    def add(self, command: Command, at: float) -> None:
+        """One that is stored."""
+        self.sent.append(command)
+        if command.kind in ("pause", "resume"):
+            self.held.append((command.kind, at))
+
+    def read(self, rows: Iterable[Record]) -> None:
+        """As the database has them."""
+        read = Commands()
+        for row in rows:
+            read.add(Command(seq=row["seq"], kind=row["kind"], worker=row["worker"] or None), row["at"])
+        self.sent, self.held = read.sent, read.held
+
+    def after(self, seq: int) -> list[Command]:
+        return [command for command in self.sent if command.seq > seq]
+
+    @property
+    def paused_at(self) -> float | None:
+        """Since when all workers are to stop; None: nobody has asked for that, or somebody to go on since."""
+        return self.held[-1][1] if self.held and self.held[-1][0] == "pause" else None
 
 
 class Wait(NamedTuple):
@@ -40,13 +73,13 @@ def after_change(waits: tuple[Wait, ...], choosing: bool, generation: int, now: 
     return waits
 
 
-def pauses(held: Iterable[tuple[str, float]], over_at: float | None = None) -> tuple[Wait, ...]:
+def pauses(held: Iterable[tuple[str, float]]) -> tuple[Wait, ...]:
     """held: (`pause` or `resume`, POSIX seconds) of what operators asked for."""
     found: list[Wait] = []
     for kind, at in held:
         if kind == "pause" and (not found or found[-1].end is not None):
-            found.append(Wait(at, over_at))
-        elif kind == "resume" and found and found[-1].end == over_at:
+            found.append(Wait(at, None))
+        elif kind == "resume" and found and found[-1].end is None:
             found[-1] = Wait(found[-1].begin, max(at, found[-1].begin))
     return tuple(found)
 

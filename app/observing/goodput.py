@@ -1,12 +1,5 @@
-"""ETTR and goodput of jobs, and the fault-free rate they are measured by: one definition for all who show them.
-
-ETTR is productive time / wall time, goodput the same weighted with throughput / fault-free
-throughput, that is samples that count / (fault-free rate x wall time). Wall time runs from the first
-generation's opening until now, or to the last commit of a job that is over, without the time in which the job waited
-for a person (app.jobs.waiting), which is shown apart. The first iteration of a
-generation takes from the last commit of the generation before, so it has the failure, the redone work and the
-recovery in it: what it took beyond a usual iteration of its generation is not productive.
-The fault-free rate is pinned (app.jobs.baseline).
+"""ETTR and goodput of jobs, and the fault-free rate that they are measured by
+(app.jobs.throughput says what those are): added up from the database, each iteration once.
 """
 
 from __future__ import annotations
@@ -14,95 +7,18 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from openrecycle.agent.coordination.events import Note
-from openrecycle.app.jobs.baseline import Baseline, Window
 from openrecycle.app.jobs.live_job import LiveJob
+from openrecycle.app.jobs.throughput import Account, Baseline, Figures, Window, without_waits
 from openrecycle.app.jobs.waiting import NOTHING, Waited, joined, trained
 from openrecycle.db.observations import Observations
-from openrecycle.db.store import Record, Store
+from openrecycle.db.store import Store
 from openrecycle.planner.plans.plan import Plan
 
 # Beyond as many new iterations the database adds them up.
 BATCH = 2000
-
-
-@dataclass(frozen=True)
-class Figures:
-    """Of one job so far. baseline: its fault-free rate, None while that is not known. Fractions are None before the
-    first commit, goodput also without a fault-free rate. Seconds of wall time, of productive time in it, and, apart
-    from it, of waiting for a person."""
-
-    baseline: Baseline | None
-    ettr: float | None
-    goodput: float | None
-    wall: float
-    productive: float
-    waited: float = 0.0
-
-    @property
-    def fault_free(self) -> float | None:
-        """Samples per second with all workers."""
-        return self.baseline.samples_per_second if self.baseline else None
-
-
-@dataclass
-class GenerationSum:
-    """The iterations of one generation, whose first one took `first` seconds and the others `rest`."""
-
-    first: float
-    rest: float = 0.0
-    others: int = 0
-
-    def productive(self, usual: float | None) -> float:
-        """Seconds. usual: what an iteration takes elsewhere, where this generation has had no other yet."""
-        if self.others:
-            usual = self.rest / self.others
-        return self.rest + (self.first if usual is None else min(self.first, usual))
-
-
-class Account:
-    """What is known of one job's iterations, added up once each."""
-
-    def __init__(self) -> None:
-        self.through = -1
-        self.count = 0
-        self.last_at = 0.0
-        self._closed = 0.0
-        """Productive seconds of generations that are done."""
-        self._generation = 0
-        self._sum: GenerationSum | None = None
-        self._usual: float | None = None
-
-    def add(self, iteration: int, seconds: float, generation: int) -> None:
-        """The next iteration. seconds: without those of waiting for a person."""
-        if self._sum is None or generation != self._generation:
-            self._close()
-            self._generation, self._sum = generation, GenerationSum(seconds)
-        else:
-            self._sum.rest += seconds
-            self._sum.others += 1
-        self.through = iteration
-        self.count += 1
-
-    def add_sum(self, row: Record) -> None:
-        """A whole generation up to some iteration; see db.observations.iteration_sums."""
-        self._close()
-        first, others = row["first_seconds"], row["count"] - 1
-        self._generation, self._sum = row["generation"], GenerationSum(first, max(0.0, row["seconds"] - first), others)
-        self.through = row["first"] + others
-        self.count += row["count"]
-
-    @property
-    def productive(self) -> float:
-        return self._closed + (self._sum.productive(self._usual) if self._sum else 0.0)
-
-    def _close(self) -> None:
-        if self._sum is not None:
-            self._closed += self._sum.productive(self._usual)
-            if self._sum.others:
-                self._usual = self._sum.rest / self._sum.others
 
 
 class Accounts:
@@ -142,7 +58,7 @@ class Accounts:
         if missing > BATCH:
             account = Account()
             for row in self._observations.iteration_sums(job.job_id, job.state.committed - 1):
-                account.add_sum(_without(row, waited))
+                account.add_sum(without_waits(row, waited))
             rows = self._store.iterations(job.job_id, limit=1, newest=True)
         else:
             rows = self._store.iterations(job.job_id, after=account.through, limit=missing)
@@ -219,14 +135,6 @@ class Accounts:
         return plans[0].metrics.period < plans[1].metrics.period
 
 
-def _without(row: Record, waited: Waited) -> Record:
-    """A row of db.observations.iteration_sums without the seconds of waiting for a person."""
-    last = row["first"] + row["count"] - 1
-    out = sum(seconds for n, seconds in waited.by_iteration.items() if row["first"] <= n <= last)
-    first = max(0.0, row["first_seconds"] - waited.by_iteration.get(row["first"], 0.0))
-    return {**row, "seconds": max(first, row["seconds"] - out), "first_seconds": first}
-
-
 def figures(account: Account, job: LiveJob, begin: float, now: float, waited: Waited = NOTHING) -> Figures:
     """begin, now: POSIX seconds."""
     spec, baseline = job.spec, job.baseline
@@ -242,9 +150,9 @@ def figures(account: Account, job: LiveJob, begin: float, now: float, waited: Wa
 
 def planned_rate(job: LiveJob) -> float | None:
     """Samples per second that the fault-free plan predicts; None when its times are not real ones."""
-    if not job.spec.paced or job.job.time_unit != "ms":
+    if not job.spec.paced or job.plans.job.time_unit != "ms":
         return None
-    plan = job.catalog.find(())
+    plan = job.plans.catalog.find(())
     if plan is None or plan.metrics.period <= 0:
         return None
     samples = job.spec.pipelines * job.spec.micro_batches * job.spec.samples_per_micro_batch

@@ -10,17 +10,23 @@ import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
 
 import structlog
-from pydantic import BaseModel
 from sqlalchemy.exc import SQLAlchemyError
 
 from openrecycle.agent.messages.protocol import Heartbeat, MeasuredOps
 from openrecycle.app.jobs.live_job import LiveJob
-from openrecycle.app.runtime.errors import ConsoleError
+from openrecycle.app.observing.as_run import IterationAsRun, MeasuredIteration, as_plan, as_schedule, assemble
+from openrecycle.app.runtime.errors import ConsoleError, storing
 from openrecycle.db.observations import Observations
+from openrecycle.db.store import Store
+from openrecycle.planner.layers.migration import SECONDS
+from openrecycle.planner.plans.plan import Plan
+from openrecycle.planner.plans.schedule import Schedule
 
 log = structlog.get_logger()
 
@@ -37,30 +43,10 @@ WATCH_SECONDS = 15.0
 MOST_KEPT, MOST_KEPT_OPS = 50, 2_000_000
 # Of all jobs, so many older ones stay read.
 READ = 4
+# Iterations whose schedules stay made; and before and after the measured one, those that its period is the median of.
+DRAWN, AROUND = 8, 4
 MOST_MISSED = 5
 """A job of trainers that record nothing is not asked again, until somebody looks or its members change."""
-
-
-class WorkerOps(BaseModel):
-    """One entry per op, in order; starts_us: microseconds since the iteration's first op of all."""
-
-    kinds: str
-    pipelines: tuple[int, ...]
-    micro_batches: tuple[int, ...]
-    starts_us: tuple[int, ...]
-    durations_us: tuple[int, ...]
-
-
-class IterationAsRun(BaseModel):
-    """One iteration as it ran. at: POSIX seconds. uncertainty_us: by how much times of workers of
-    different hosts may be shifted against each other (0: one host)."""
-
-    iteration: int
-    generation: int
-    plan_fingerprint: str
-    at: float
-    uncertainty_us: int
-    workers: dict[str, WorkerOps]
 
 
 @dataclass(frozen=True)
@@ -112,10 +98,21 @@ class Measurement:
 
 
 class Measuring:
-    """For all jobs of a console. Thread-safe."""
+    """For all jobs of a console. Thread-safe. plan: finds one by its fingerprint, raises ConsoleError. heartbeat:
+    seconds."""
 
-    def __init__(self, store: Observations, heartbeat: float, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._store, self._heartbeat, self._clock = store, heartbeat, clock
+    def __init__(
+        self,
+        store: Store,
+        observations: Observations,
+        plan: Callable[[str], Plan],
+        heartbeat: float,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store, self._observations, self._plan = store, observations, plan
+        self._heartbeat, self._clock = heartbeat, clock
+        self._made: OrderedDict[tuple[str, int, int, float], tuple[Schedule, Plan]] = OrderedDict()
         self._of: dict[str, Measurement] = {}
         self._read: OrderedDict[tuple[str, int], IterationAsRun] = OrderedDict()
         self._lock = threading.Lock()
@@ -161,6 +158,57 @@ class Measuring:
                     self._read.popitem(last=False)
         return read
 
+    def iteration(
+        self, job: LiveJob, iteration: int | None = None, *, watch: bool = False, keep: bool = False
+    ) -> MeasuredIteration | None:
+        """The newest one, or that of `iteration`; None when none has been measured yet, or that one is not kept.
+
+        watch: somebody looks, so have it measured again soon. keep: for links to it. Raises ConsoleError.
+        """
+        found = self.newest(job, watch=watch, keep=keep and iteration is None)
+        if iteration is not None:
+            found = self.kept(job, iteration)
+        if found is None:
+            return None
+        planned = self._plan(found.plan_fingerprint)
+        schedule, plan = self._drawn(job.job_id, found, planned)
+        with storing():
+            around = self._store.iterations(job.job_id, after=found.iteration - AROUND - 1, limit=2 * AROUND + 1)
+        # The first of a generation holds a recovery.
+        settled = [
+            r["seconds"]
+            for before, r in pairwise(around)
+            if r["generation"] == before["generation"] == found.generation
+        ]
+        unit = SECONDS.get(planned.job.time_unit)
+        return MeasuredIteration(
+            job.job_id,
+            found.iteration,
+            found.generation,
+            found.at,
+            found.uncertainty_us / 1000,
+            schedule,
+            plan,
+            planned,
+            1000 * median(settled) if settled else None,
+            1000 * unit * planned.metrics.period if unit else None,
+        )
+
+    def _drawn(self, job_id: str, found: IterationAsRun, planned: Plan) -> tuple[Schedule, Plan]:
+        """The newest ones are kept, since many viewers look at one iteration."""
+        key = (job_id, found.generation, found.iteration, found.at)
+        with self._lock:
+            if key in self._made:
+                self._made.move_to_end(key)
+                return self._made[key]
+        schedule = as_schedule(found, planned)
+        made = schedule, as_plan(schedule, planned)
+        with self._lock:
+            self._made[key] = made
+            while len(self._made) > DRAWN:
+                self._made.popitem(last=False)
+        return made
+
     # -- told -------------------------------------------------------------------------------
 
     def take(self, job: LiveJob, message: MeasuredOps) -> str:
@@ -183,7 +231,9 @@ class Measuring:
             self._read.pop((job.job_id, measured.iteration), None)
             keep = tuple(found.kept)
         try:
-            self._store.put_measured(job.job_id, measured.iteration, measured.model_dump_json(), measured.at, keep=keep)
+            self._observations.put_measured(
+                job.job_id, measured.iteration, measured.model_dump_json(), measured.at, keep=keep
+            )
         except SQLAlchemyError as error:
             log.warning("a measured iteration could not be stored", job=job.job_id, reason=type(error).__name__)
         job.topic.publish()
@@ -206,7 +256,7 @@ class Measuring:
                 return
             if state.halted or not self._due(found, job, now):
                 return
-            beats = [contact.beat for contact in list(job.contacts.values())]
+            beats = [contact.beat for contact in list(job.measurements.contacts.values())]
             ahead = 2.5 * self._heartbeat * (1 + found.missed)
             iteration = _foremost(state.committed, beats) + math.ceil(ahead / seconds) + 2
             if iteration >= job.spec.iterations:
@@ -240,7 +290,7 @@ class Measuring:
 
     def _stored_kept(self, job: LiveJob) -> list[int]:
         try:
-            return self._store.measured_iterations(job.job_id)[-_most_kept(job) :]
+            return self._observations.measured_iterations(job.job_id)[-_most_kept(job) :]
         except SQLAlchemyError as error:
             log.warning(
                 "which measured iterations are stored is not known", job=job.job_id, reason=type(error).__name__
@@ -249,44 +299,11 @@ class Measuring:
 
     def _stored(self, job_id: str, iteration: int | None = None) -> IterationAsRun | None:
         try:
-            text = self._store.measured(job_id, iteration)
+            text = self._observations.measured(job_id, iteration)
             return None if text is None else IterationAsRun.model_validate_json(text)
         except (SQLAlchemyError, ValueError) as error:
             log.warning("a stored measured iteration is not used", job=job_id, reason=type(error).__name__)
             return None
-
-
-def assemble(parts: Mapping[str, MeasuredOps], plan_fingerprint: str, at: float) -> IterationAsRun:
-    """Puts the workers' parts of one iteration on one time axis.
-
-    Workers with one clock need no alignment; between clocks, each clock's best reading counts.
-    """
-    clocks: dict[str, MeasuredOps] = {}
-    for part in parts.values():
-        best = clocks.setdefault(part.clock, part)
-        if part.uncertainty_us < best.uncertainty_us:
-            clocks[part.clock] = part
-    begins = {name: part.started_us + clocks[part.clock].offset_us for name, part in parts.items()}
-    first = min(begins[name] + min(part.starts_us) for name, part in parts.items())
-    uncertain = sorted((part.uncertainty_us for part in clocks.values()), reverse=True)
-    any_part = next(iter(parts.values()))
-    return IterationAsRun(
-        iteration=any_part.iteration,
-        generation=any_part.generation,
-        plan_fingerprint=plan_fingerprint,
-        at=at,
-        uncertainty_us=sum(uncertain[:2]) if len(uncertain) > 1 else 0,
-        workers={
-            name: WorkerOps(
-                kinds=part.kinds,
-                pipelines=part.pipelines,
-                micro_batches=part.micro_batches,
-                starts_us=tuple(begins[name] - first + start for start in part.starts_us),
-                durations_us=part.durations_us,
-            )
-            for name, part in sorted(parts.items())
-        },
-    )
 
 
 def check_ops(message: MeasuredOps, job: LiveJob) -> None:

@@ -1,4 +1,5 @@
-"""Writes the history of heartbeats, rolls it up and lets it expire: in a thread of its own, in small steps.
+"""The history of heartbeats: written, rolled up and let expire by a thread of its own, in small steps; and what one
+worker reported over time, read off it: op times, memory, silence.
 
 Nobody waits for it. Its transactions are short, and it rests between them, so that the coordinator's
 steps get the database in between.
@@ -10,15 +11,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import structlog
 from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 
 from openrecycle.app.jobs.live_job import LiveJob
+from openrecycle.app.jobs.measurements import grid_place
+from openrecycle.app.runtime.errors import ConsoleError, storing
 from openrecycle.app.settings import RetentionLimits
-from openrecycle.db.heartbeats import HeartbeatStore, Level
+from openrecycle.db.heartbeats import METRICS, PHASES, HeartbeatStore, Level, Samples, joined, rolled_up
 from openrecycle.db.retention import Retention
-from openrecycle.db.samples import Samples
 from openrecycle.db.session import Database
 
 log = structlog.get_logger()
@@ -35,6 +39,39 @@ GROUPS, SPANS, BLOCKS = 8, 4, 200
 TRIM_SECONDS = 300.0
 _WAITING = 512
 """Parts that the database did not take are tried again; when there are more than these, the oldest are dropped."""
+
+
+# More are not asked for at once: beyond them the next longer step is taken.
+MAX_SAMPLES = 3_000
+
+Values = tuple[float | None, ...]
+
+
+@dataclass(frozen=True)
+class MetricSeries:
+    """One entry per sample; None where no heartbeat of it brought this metric."""
+
+    low: Values
+    mean: Values
+    high: Values
+
+
+@dataclass(frozen=True)
+class Series:
+    """step: seconds that a sample stands for. at: POSIX seconds, when each sample begins, rising; a step without
+    a heartbeat has none. beats: heartbeats in it. iteration, phase: of the last one.
+
+    metrics: by name; F, I, W, B, O in milliseconds, resident_bytes, silence_seconds (from the worker's
+    heartbeat before); without those that nobody has reported.
+    """
+
+    worker: str
+    step: int
+    at: tuple[int, ...]
+    beats: tuple[int, ...]
+    iteration: tuple[int, ...]
+    phase: tuple[str, ...]
+    metrics: dict[str, MetricSeries]
 
 
 class Recorder:
@@ -68,11 +105,46 @@ class Recorder:
         if not self._thread.is_alive():
             self.write(float("inf"))
 
+    def series(self, job: LiveJob, worker: str, since: float, until: float, step: Level | None = None) -> Series:
+        """The samples of a worker that begin in [since, until), POSIX seconds, of the shortest step that is still kept
+        and makes no more than MAX_SAMPLES; or of `step`.
+
+        Raises ConsoleError: 404 for an unknown worker; 422 for a time that is none; 503.
+        """
+        if worker not in job.state.members:
+            raise ConsoleError(404, "unknown_worker", f"worker: got {worker!r}, expected one of the job's grid")
+        if not since < until:
+            raise ConsoleError(422, "invalid", f"until: got {until!r}, expected more than since, {since!r}")
+        level = step or _level(since, until, time.time(), self.keep.seconds, self.keep.minutes)
+        if (until - since) / level > MAX_SAMPLES:
+            got = f"{until - since:,.0f} s of {level} s each"
+            raise ConsoleError(422, "invalid", f"since, until: got {got}, expected at most {MAX_SAMPLES:,} samples")
+        place = grid_place(worker, job.spec.stages)
+        with storing():
+            stored = self.heartbeats.read(job.job_id, level, place, since, until)
+        samples = rolled_up(joined([stored, job.measurements.recording.peek(place, clock_offset())]), level)
+        samples = samples.where((samples.at >= since) & (samples.at < until))
+        metrics = {}
+        for i, name in enumerate(METRICS):
+            if samples.counts[:, i].any():
+                metrics[name] = MetricSeries(
+                    *(_values(getattr(samples, kind)[:, i]) for kind in ("low", "mean", "high"))
+                )
+        return Series(
+            worker=worker,
+            step=int(level),
+            at=tuple(samples.at.tolist()),
+            beats=tuple(samples.beats.tolist()),
+            iteration=tuple(samples.iteration.tolist()),
+            phase=tuple(PHASES[p] for p in samples.phase.tolist()),
+            metrics=metrics,
+        )
+
     def write(self, until: float) -> None:
         """Stores the heartbeats heard before `until` (POSIX seconds)."""
         offset = clock_offset()
         for job in self._jobs():
-            drained = job.recording.drain(until, offset)
+            drained = job.measurements.recording.drain(until, offset)
             self._unsaved.extend((job.job_id, drained[i : i + GROUPS]) for i in range(0, len(drained), GROUPS))
         while self._unsaved:
             job_id, part = self._unsaved[0]
@@ -140,3 +212,15 @@ class Recorder:
 def clock_offset() -> float:
     """What, added to the monotonic clock, gives POSIX seconds."""
     return time.time() - time.monotonic()
+
+
+def _level(since: float, until: float, now: float, seconds: float, minutes: float) -> Level:
+    for level, kept in ((Level.SECOND, seconds), (Level.MINUTE, minutes)):
+        if since >= now - kept and (until - since) / level <= MAX_SAMPLES:
+            return level
+    return Level.HOUR
+
+
+def _values(column: np.ndarray[tuple[int], np.dtype[np.float32]]) -> Values:
+    # Seven digits are what a float32 has; more would only look exact.
+    return tuple(None if np.isnan(v) else float(f"{v:.7g}") for v in column)

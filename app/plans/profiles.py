@@ -1,21 +1,28 @@
-"""The profiles that go by name: those that are shipped with the planner, and those that people keep."""
+"""Profiles: those that go by name, shipped with the planner or kept by people; a profile as a table, to look at and to
+edit; and the one that a running job measures by the way.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from statistics import median
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from openrecycle.agent.messages.protocol import OpKind
 from openrecycle.app.runtime.errors import ConsoleError, storing
 from openrecycle.db import profiles as rows
 from openrecycle.db.session import Database
 from openrecycle.planner.jobs.errors import InputError, PlannerError
 from openrecycle.planner.jobs.job import Job, Worker
-from openrecycle.planner.plans.plan import JobDoc, StageDoc, first_problem, read_model
+from openrecycle.planner.jobs.profile import StageProfile
+from openrecycle.planner.layers.migration import SECONDS
+from openrecycle.planner.plans.plan import JobDoc, LayerDoc, StageDoc, first_problem, job_doc, read_model
 from openrecycle.planner.profiles import Profile, load_profile, shipped
 
 # What a profile may be called: it stands in addresses.
@@ -248,3 +255,195 @@ def _shipped_document(name: str) -> Profile:
 @cache
 def _shipped_line(name: str) -> ProfileInfo:
     return ProfileInfo(name=name, source="shipped", **_summary(_shipped_document(name)))
+
+
+MEGA = 10**6
+FORWARD, INPUT, WEIGHT, OPTIMIZER, SEND, RETURN = "F", "I", "W", "O", "send on", "send back"
+TIMES = {FORWARD: "forward", INPUT: "input_backward", WEIGHT: "weight_backward", OPTIMIZER: "optimizer"}
+BYTES = {
+    "activation": "activation_bytes",
+    "for W": "weight_backward_bytes",
+    "weights": "weight_bytes",
+    "optimizer state": "optimizer_bytes",
+}
+CAPACITY = "capacity"
+HELP = {
+    FORWARD: "Forward of one micro-batch.",
+    INPUT: "Gradient of the input, which the stage before waits for.",
+    WEIGHT: "Gradient of the weights, which nobody waits for.",
+    OPTIMIZER: "Its reduction and optimizer step.",
+    SEND: "Transfer of an activation to the next stage, if the stage ends here; the last one sends none.",
+    RETURN: "Transfer of a gradient from the next stage back, if the stage ends here.",
+    "activation": "MB that one micro-batch holds from F to I.",
+    "for W": "MB that W needs of a micro-batch, from I to W.",
+    "weights": "MB, kept throughout.",
+    "optimizer state": "MB, kept throughout.",
+    CAPACITY: "MB that one worker has.",
+}
+
+
+def table(document: JobDoc, *, memory: bool) -> dict[str, list[Any]]:
+    """One row per layer, or per stage; columns as in HELP. memory: also those of bytes, in MB, and of a worker's
+    memory, which is known by stage."""
+    rows: Sequence[StageDoc] = document.layers or document.profiles
+    made: dict[str, list[Any]] = {row_name(document): list(range(len(rows)))}
+    for column, name in TIMES.items():
+        made[column] = [float(getattr(p, name)) for p in rows]
+    sent, back = _transfers(document)
+    made[SEND] = [*map(float, sent), None]
+    made[RETURN] = [*map(float, back), None]
+    if memory:
+        for column, name in BYTES.items():
+            made[column] = [getattr(p, name) / MEGA for p in rows]
+    if memory and not document.layers:
+        made[CAPACITY] = [c / MEGA for c in _capacities(document)]
+    return made
+
+
+def row_name(document: JobDoc) -> str:
+    return "layer" if document.layers else "stage"
+
+
+def _transfers(document: JobDoc) -> tuple[list[float], list[float]]:
+    """Behind each row but the last: forward, backward."""
+    if not document.layers:
+        return list(document.transfers), list(document.backward_transfers or document.transfers)
+    sent = [layer.transfer for layer in document.layers[:-1]]
+    back = [layer.backward_transfer for layer in document.layers[:-1]]
+    return sent, [s if b is None else b for s, b in zip(sent, back, strict=True)]
+
+
+def edited(document: JobDoc, edits: Mapping[int, Mapping[str, Any]]) -> JobDoc:
+    """`document` with cells changed: row -> column -> value. Raises InputError naming the cell."""
+    rows: Sequence[StageDoc] = document.layers or document.profiles
+    profiles = [p.model_dump() for p in rows]
+    forward, backward = _transfers(document)
+    capacity, what = list(_capacities(document)), row_name(document)
+    for stage, cells in edits.items():
+        for column, value in cells.items():
+            if value is None and column in (SEND, RETURN) and stage == len(rows) - 1:
+                continue
+            number = _number(f"{what} {stage}", column, value)
+            if column in TIMES:
+                profiles[stage][TIMES[column]] = number
+            elif column in BYTES:
+                profiles[stage][BYTES[column]] = round(number * MEGA)
+            elif column == CAPACITY:
+                capacity[stage] = round(number * MEGA)
+            elif stage < len(rows) - 1:
+                (forward if column == SEND else backward)[stage] = number
+            elif number:
+                raise InputError(f"{what} {stage}, {column}", value, f"nothing: the last {what} has no next one")
+    if document.layers:
+        for layer, sent, back in zip(profiles, forward, backward, strict=False):
+            layer |= {"transfer": sent, "backward_transfer": None if back == sent else back}
+        derived = {"profiles": (), "transfers": (), "backward_transfers": ()}
+        return document.model_copy(update=derived | {"layers": tuple(LayerDoc(**layer) for layer in profiles)})
+    changes = {
+        "profiles": tuple(StageDoc(**p) for p in profiles),
+        "transfers": tuple(forward),
+        "backward_transfers": () if backward == forward else tuple(backward),
+        "capacity_bytes": tuple(capacity) if any(capacity) else (),
+    }
+    return document.model_copy(update=changes)
+
+
+def _capacities(document: JobDoc) -> tuple[int, ...]:
+    known = document.capacity_bytes
+    return (known,) * document.stages if isinstance(known, int) else known or (0,) * document.stages
+
+
+def _number(row: str, column: str, value: Any) -> float:
+    known = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not known or not 0 <= value <= 1e9:
+        raise InputError(f"{row}, {column}", value, "a number from 0 to 1e9")
+    return float(value)
+
+
+OpTimesOf = Callable[[str], Mapping[OpKind, float]]
+KINDS: tuple[OpKind, ...] = ("F", "I", "W", "B")
+OPS = ("forward", "input_backward", "weight_backward")
+
+
+def measured_profile(nominal: Job, op_times: OpTimesOf) -> JobDoc | None:
+    """The job as it is planned for, with the medians of its peers' F, I and W, in ms, in the place of those it was
+    planned with. op_times: of a worker, milliseconds by op kind.
+
+    A B that is run whole is split as the job's own profile splits it. The rest is the profile's: bytes, transfers
+    and the step, which waits for others, so that its reported time is no measure of it; where the profile is in no
+    unit of time, transfers and steps are 0. None: not every stage has reported its ops yet.
+    """
+    if nominal.layers:
+        return _by_layer(nominal, op_times)
+    planned = job_doc(nominal)
+    scale = 1000 * SECONDS.get(planned.time_unit, 0.0)  # ms per unit
+    stages = []
+    for stage, profile in enumerate(planned.profiles):
+        took = _medians(nominal, op_times, stage)
+        backward = _backward(took, profile)
+        if "F" not in took or backward is None:
+            return None
+        changes = {
+            "forward": took["F"],
+            "input_backward": backward[0],
+            "weight_backward": backward[1],
+            "optimizer": scale * profile.optimizer,
+            "reductions": tuple(scale * r for r in profile.reductions),
+        }
+        stages.append(profile.model_copy(update=changes))
+    changed = {
+        "profiles": tuple(stages),
+        "time_unit": "ms",
+        "transfers": tuple(scale * t for t in planned.transfers),
+        "backward_transfers": tuple(scale * t for t in planned.backward_transfers),
+        "speeds": {},
+    }
+    return planned.model_copy(update=changed)
+
+
+def _by_layer(nominal: Job, op_times: OpTimesOf) -> JobDoc | None:
+    """A stage's measured times fall to its layers as the planned ones do, or evenly where those are zero."""
+    planned = job_doc(nominal)
+    scale = 1000 * SECONDS.get(planned.time_unit, 0.0)
+    layers, at = list[LayerDoc](), 0
+    for stage, count in enumerate(nominal.partition):
+        whole, members = nominal.profiles[stage], planned.layers[at : at + count]
+        at += count
+        took = _medians(nominal, op_times, stage)
+        backward = _backward(took, whole)
+        if "F" not in took or backward is None:
+            return None
+        for layer in members:
+            shares = {
+                name: round(time * getattr(layer, name) / of if (of := getattr(whole, name)) else time / count, 3)
+                for name, time in zip(OPS, (took["F"], *backward), strict=True)
+            }
+            back = layer.backward_transfer
+            rest = {
+                "optimizer": scale * layer.optimizer,
+                "reductions": tuple(scale * r for r in layer.reductions),
+                "transfer": scale * layer.transfer,
+                "backward_transfer": None if back is None else scale * back,
+            }
+            layers.append(layer.model_copy(update=shares | rest))
+    derived = {"profiles": (), "transfers": (), "backward_transfers": ()}
+    made = planned.model_copy(update=derived | {"layers": tuple(layers), "time_unit": "ms", "speeds": {}})
+    return job_doc(made.job())
+
+
+def _medians(nominal: Job, op_times: OpTimesOf, stage: int) -> dict[OpKind, float]:
+    """Milliseconds, to the microsecond, of the kinds that a peer of the stage has reported."""
+    reports = [op_times(f"W{p}_{stage}") for p in range(nominal.pipelines)]
+    known = {kind: [report[kind] for report in reports if kind in report] for kind in KINDS}
+    return {kind: round(median(values), 3) for kind, values in known.items() if values}
+
+
+def _backward(took: Mapping[OpKind, float], planned: StageDoc | StageProfile) -> tuple[float, float] | None:
+    """I and W; None where they are not known."""
+    if "I" in took or "W" in took:
+        return took.get("I", 0.0), took.get("W", 0.0)
+    if "B" not in took:
+        return None
+    whole = planned.input_backward + planned.weight_backward
+    share = planned.input_backward / whole if whole else 0.5
+    return round(share * took["B"], 3), round((1 - share) * took["B"], 3)

@@ -1,26 +1,770 @@
-"""All plans of a console: those of running jobs, made ahead of failures and replaced by better ones, and those that
-people ask for, keep, compare and simulate."""
+"""Plans of running jobs, and all that the console does with plans.
+
+JobPlanner makes them ahead of failures, and at once when one is missing. Drifting has another one made for workers that
+take longer than they were planned for: heartbeats bring every worker's mean op times, planner.layers.drift says from
+them who is slow, and with what speed; whatever fails later is planned with these speeds, too. Replanning plans a job
+again for the workers that are out now, when an operator asks for it. `use_plan` puts a plan of somebody's own in force.
+Another plan comes into force if it is worth a new generation (`compare_plans`); the event feed says which, and why.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Literal
 
-from openrecycle.app.catalogs.service import Catalogs
+import structlog
+from sqlalchemy.exc import SQLAlchemyError
+
+from openrecycle.agent.coordination.choosing import out
+from openrecycle.agent.coordination.events import Note, UsePlan
+from openrecycle.agent.messages.protocol import OpKind
+from openrecycle.app.catalogs.contents import MOST, CatalogRequest, PlansNeeded
+from openrecycle.app.catalogs.service import KEPT_OPS, Catalogs, info_of
 from openrecycle.app.jobs.live_job import LiveJob
-from openrecycle.app.jobs.stored_plans import PlanCache
-from openrecycle.app.plans.drifting import Drifting
-from openrecycle.app.plans.job_planner import JobPlanner
-from openrecycle.app.plans.library import Library
-from openrecycle.app.plans.page_plans import Making
+from openrecycle.app.plans.library import Library, PlanCache
+from openrecycle.app.plans.making import LookUpRequest, Making, PlanRequest, plan_maker
 from openrecycle.app.plans.profiles import NamedProfiles
-from openrecycle.app.plans.replanning import Replanning
 from openrecycle.app.plans.simulations import Simulations
-from openrecycle.app.plans.solving import Solves
+from openrecycle.app.plans.solving import Point, Solve, Solves
+from openrecycle.app.plans.solving_child import PlanAsked
 from openrecycle.app.plans.uploading import Uploads
-from openrecycle.app.runtime.errors import plain, storing, unknown_plan
+from openrecycle.app.runtime.errors import ConsoleError, plain, storing, unknown_plan
+from openrecycle.app.runtime.patches import LARGE_OPS, building
+from openrecycle.app.runtime.task_queue import AHEAD, URGENT, Done
 from openrecycle.db.store import Store
+from openrecycle.planner.catalogs.catalog_build import LISTED
+from openrecycle.planner.catalogs.catalog_store import plan_name
+from openrecycle.planner.jobs.errors import InputError, PlannerError
+from openrecycle.planner.jobs.failures import canonical_pattern
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Worker
+from openrecycle.planner.jobs.words import names, percent
+from openrecycle.planner.layers.drift import Drift, DriftLimits, DriftState, Ratios, assumed, drifted, forget, observe
+from openrecycle.planner.layers.migration import SECONDS
 from openrecycle.planner.plans.packed import CatalogQuestion
-from openrecycle.planner.plans.plan import Plan
+from openrecycle.planner.plans.plan import Plan, job_doc
+from openrecycle.planner.plans.steady import steady_period
+
+log = structlog.get_logger()
+
+# Above this an order is not played through with other op times.
+MOST_OPS = 20_000
+# Periods that differ by less than this share are the same.
+ROUNDING = 1e-9
+
+
+@dataclass(frozen=True)
+class PlanComparison:
+    """reason: in words, with the numbers."""
+
+    better: bool
+    reason: str
+
+
+def gain(now: Plan, other: Plan, job: Job) -> float:
+    """By how much `now`'s order takes longer than `other`'s with the op times of `job`: 0.05 = 5 %.
+
+    Both are for the same workers. Raises InputError for an order that can't run.
+    """
+    first, second = (job.with_partition(p.partition) if p.partition else job for p in (now, other))
+    return steady_period(now.schedule(), first) / steady_period(other.schedule(), second) - 1
+
+
+def compare_plans(now: Plan, other: Plan, job: Job, iterations: int) -> PlanComparison:
+    """Should `other` take the place of `now`, with so many iterations left?
+
+    It should if what it saves until then is more than the iteration that a new generation costs. Both are for
+    the same workers of `job`.
+    """
+    asked = job_doc(job)
+    unit = job.time_unit
+    if other.fingerprint == now.fingerprint:
+        return PlanComparison(False, f"it is the one that was found again{_proof(now)}")
+    if now.job == asked and other.job == asked:
+        gained = now.metrics.period / other.metrics.period - 1
+        periods = f"{other.metrics.period:.6g} {unit} against {now.metrics.period:.6g} {unit}"
+    elif other.op_count > MOST_OPS:
+        return PlanComparison(True, "it is for the op times that were measured, and the one before is not")
+    else:
+        try:
+            gained = gain(now, other, job)
+        except PlannerError as error:
+            return PlanComparison(False, f"the two can't be compared: {error}")
+        periods = "at the op times that were measured"
+    if gained <= ROUNDING:
+        return PlanComparison(False, f"the new one is no shorter ({periods}){_proof(other)}")
+    saved = gained / (1 + gained)
+    words = f"{percent(saved, 2)} of an iteration ({periods})"
+    if saved * iterations <= 1:
+        left = f"the {iterations} iterations that are left" if iterations != 1 else "the iteration that is left"
+        return PlanComparison(
+            False, f"the new one saves {words}; in {left} that is less than the one that a change costs"
+        )
+    return PlanComparison(True, f"it saves {words}")
+
+
+def _proof(plan: Plan) -> str:
+    metrics = plan.metrics
+    return (
+        "; it is proven optimal" if metrics.gap <= 0 else f"; no plan can be more than {percent(metrics.gap, 2)} better"
+    )
+
+
+# Ops of all plans that a job holds in memory, of about 800 bytes each. Where more are made ahead, they
+# stay in the catalog until they are needed.
+HELD_OPS = 400_000
+# In a grid above this, whatever fails beyond the tolerance is planned when it has failed.
+NEXT_WORKERS = 512
+
+
+class JobPlanner:
+    """Plans of all jobs come out of the catalogs, and else out of one child process.
+
+    tolerance: failures planned for from the start. on_made: called with each plan that the child makes.
+    """
+
+    def __init__(self, tolerance: int, catalogs: Catalogs, on_made: Callable[[Plan], None] = lambda plan: None) -> None:
+        self._tolerance = tolerance
+        self._catalogs = catalogs
+        self._maker = plan_maker(on_made=on_made)
+        self._filling: dict[str, tuple[str, frozenset[str]]] = {}  # job -> its catalog, the names made ahead
+
+    def start(self) -> None:
+        self._maker.start()
+
+    def close(self) -> None:
+        self._maker.close()
+
+    def cancel(self, job: LiveJob) -> None:
+        """Nothing more is planned for `job`."""
+        self._maker.cancel(job.job_id)
+        self._stop_filling(job)
+        job.plans.ahead.wanted = job.plans.ahead.made = 0
+
+    def make_ahead(self, job: LiveJob) -> None:
+        """The fault-free plan first, then one for each failure pattern, one failure after another. Returns at once:
+        which patterns a large grid has is worked out elsewhere."""
+        self._stop_filling(job)
+        asked = job.plans.job
+        job.plans.ahead.wanted, job.plans.ahead.made = (
+            1,
+            0,
+        )  # the fault-free one, until it is known how many there are
+
+        def take(needed: PlansNeeded | None, why: str) -> None:
+            if job.plans.job is not asked or job.state.over:
+                return  # its workers' speeds have changed since
+            job.plans.ahead.wanted = 0
+            if needed is None:
+                log.warning("only the fault-free plan is made ahead", job=job.job_id, reason=why)
+                self._submit(job, [frozenset()])
+                return
+            patterns = needed.patterns[:MOST]  # the list scheduler serves the rest when they happen
+            if job.plans.ops * len(patterns) <= HELD_OPS:
+                self._submit(job, patterns)
+            elif _lasts(job):
+                self._fill(job, needed)
+
+        self._catalogs.needed(job.plans.question, self._tolerance, take)
+
+    def make_next(self, job: LiveJob) -> None:
+        """Beyond the tolerance too, whatever worker fails next finds its plan made."""
+        generation = job.state.current
+        if not job.plans.ahead.wanted and not job.state.over:
+            self.make_ahead(job)  # its layers are cut otherwise since
+        if generation is None or len(generation.failed) < self._tolerance or len(generation.living) > NEXT_WORKERS:
+            return
+        failed = {Worker.parse(name) for name in generation.failed}
+        living = [Worker.parse(name) for name in generation.living]
+        peers = Counter(worker.stage for worker in living)
+        patterns = {canonical_pattern({*failed, w}, job.plans.job)[0]: None for w in living if peers[w.stage] > 1}
+        missing = [pattern for pattern in patterns if pattern not in job.plans.ahead.patterns]
+        if job.plans.ops * len(missing) <= HELD_OPS:
+            self._submit(job, missing)
+
+    def make_now(self, job: LiveJob, failed: tuple[str, ...]) -> None:
+        """A failure came for which no plan is at hand: it is looked up, else made before all others."""
+        asked = job.plans.job
+
+        def done(plan: Plan | None, why: str) -> None:
+            if job.plans.job is asked:
+                job.plans.plan_made(failed, plan, why)
+            else:
+                job.plans.give_up()  # its workers' speeds have changed since; it is asked for again
+
+        def take_fitted(origin: str, plan: Plan | None, why: str) -> None:
+            if plan is not None:
+                done(plan, origin)
+                return
+            log.warning("a stored plan is not used", job=job.job_id, reason=why)
+            self._maker.submit(_request(job, failed), done, priority=URGENT)
+
+        def look_up() -> None:
+            workers = [Worker.parse(name) for name in failed]
+            found: tuple[Plan, str] | None = None
+            with building(job.plans.ops):
+                if job.plans.catalog.has(workers):
+                    found = job.plans.catalog.plan_for(workers)
+                elif job.plans.ops <= LARGE_OPS:
+                    found = self._catalogs.find(job.plans.question, workers)
+                elif located := self._catalogs.located(job.plans.question, failed):
+                    fitted = partial(take_fitted, located.origin)
+                    request = LookUpRequest(job.job_id, located.info, failed, located.name, located.stored)
+                    self._maker.submit(request, fitted, priority=URGENT)
+                    return
+                if found is not None and not job.plans.is_for(found[0], failed):
+                    found = None
+            if found is None:
+                self._maker.submit(_request(job, failed), done, priority=URGENT)
+                return
+            try:
+                job.plans.plan_made(failed, *found)
+            except ConsoleError as error:
+                log.warning("a plan could not be put in force; it is tried again", job=job.job_id, reason=error.detail)
+
+        threading.Thread(target=look_up, name="planning-look-up", daemon=True).start()
+
+    def make_for(self, job: LiveJob, other: Job, failed: tuple[str, ...], done: Done[Plan]) -> None:
+        """A plan for `job` as it would be with other speeds; calls `done` with it."""
+        request = _request(job, failed, other)
+        self._maker.submit(request, done, priority=URGENT)
+
+    def replan(self, job: LiveJob, other: Job, plan: Plan) -> None:
+        """`job` has other speeds from now on, and `plan` is one for them: the others are made ahead anew."""
+        job.plans.plan_with(job.plans.nominal if other == job.plans.nominal else other, plan)
+        self.make_ahead(job)
+
+    def take(self, job: LiveJob, names: Iterable[str]) -> None:
+        """Plans with these names have come into the catalog of the job's question."""
+        if job.job_id in self._filling:
+            job.plans.ahead.made = len(self._filling[job.job_id][1] & self._catalogs.names(job.plans.question))
+        elif job.plans.ops <= KEPT_OPS:
+            stored = self._catalogs.stored_of(job.plans.question)
+            for name in names:
+                job.plans.file_plan(stored.plan(name))
+
+    def _fill(self, job: LiveJob, needed: PlansNeeded) -> None:
+        """Has the catalog filled for as many failures as have few enough patterns, up to the tolerance."""
+        tolerances = range(needed.tolerance, -1, -1)
+        listed = ((t, needed.listed(t, LISTED)) for t in tolerances)
+        tolerance, patterns = next((t, found) for t, found in listed if found is not None)
+        question, names = job.plans.question, frozenset(map(plan_name, patterns))
+        request = CatalogRequest(
+            job=job_doc(job.plans.job), technique=question.technique, memory=question.memory.text, tolerance=tolerance
+        )
+        entry = self._filling[job.job_id] = info_of(question).fingerprint, names
+        job.plans.ahead.wanted = len(names)
+        try:
+            job.plans.ahead.made = len(names & self._catalogs.names(question))
+            if job.plans.ahead.made < job.plans.ahead.wanted:
+                self._catalogs.fill(request)
+        except ConsoleError as error:
+            job.plans.ahead.wanted = job.plans.ahead.made
+            log.warning("no plans ahead; they are made when they are needed", job=job.job_id, reason=error.detail)
+        if job.state.over:  # since it was asked, in another thread: whoever ended it may have found nothing to stop
+            self._filling[job.job_id] = entry
+            self.cancel(job)
+
+    def _stop_filling(self, job: LiveJob) -> None:
+        fingerprint, _ = self._filling.pop(job.job_id, ("", frozenset()))
+        filling = self._catalogs.filling(fingerprint)
+        if filling is not None and filling.running and all(fingerprint != f for f, _ in self._filling.values()):
+            self._catalogs.cancel(fingerprint)
+
+    def _submit(self, job: LiveJob, patterns: Sequence[frozenset[Worker]]) -> None:
+        asked = job.plans.job
+
+        def done(plan: Plan | None, why: str) -> None:
+            if job.plans.job is not asked:
+                return  # its workers' speeds have changed since
+            try:
+                if plan is None:
+                    log.warning("no plan ahead", job=job.job_id, reason=why)
+                else:
+                    job.plans.file_plan(plan)
+                    if _lasts(job):
+                        self._catalogs.keep(job.plans.question, plan)
+            finally:
+                if job.plans.job is asked:
+                    job.plans.ahead.made += 1  # whoever sees that finds the plan
+
+        missing = [pattern for pattern in patterns if job.plans.catalog.find(pattern) is None]
+        job.plans.ahead.patterns.update(patterns)
+        job.plans.ahead.wanted += len(patterns)
+        job.plans.ahead.made += len(patterns) - len(missing)
+        stored = self._stored(job, missing)
+        if stored:
+            threading.Thread(target=self._file, args=(job, stored, done), name="planning-stored", daemon=True).start()
+        for pattern in missing:
+            if pattern not in stored:
+                self._maker.submit(_request(job, map(str, sorted(pattern))), done, priority=AHEAD)
+
+    def _stored(self, job: LiveJob, patterns: Sequence[frozenset[Worker]]) -> list[frozenset[Worker]]:
+        """Those that a catalog has a plan for."""
+        try:
+            names = self._catalogs.names(job.plans.question)
+        except ConsoleError as error:
+            log.warning("the catalogs can't be read; plans are made anew", job=job.job_id, reason=error.detail)
+            return []
+        return [pattern for pattern in patterns if plan_name(pattern) in names]
+
+    def _file(self, job: LiveJob, patterns: Sequence[frozenset[Worker]], done: Done[Plan]) -> None:
+        """Large plans stay where they are until they are needed."""
+        for pattern in patterns:
+            if job.plans.ops > KEPT_OPS:
+                job.plans.ahead.made += 1
+                continue
+            found = self._catalogs.find(job.plans.question, pattern)
+            if found is None:  # damaged
+                self._maker.submit(_request(job, map(str, sorted(pattern))), done, priority=AHEAD)
+                continue
+            try:
+                job.plans.file_plan(found[0])
+            except SQLAlchemyError as error:
+                log.warning("a plan ahead could not be filed", job=job.job_id, reason=type(error).__name__)
+            job.plans.ahead.made += 1
+
+
+def _lasts(job: LiveJob) -> bool:
+    """Are its plans worth keeping with those of other jobs? Speeds that were found pass, and layers move back."""
+    return job.plans.job is job.plans.nominal and job.plans.job.at_home is job.plans.job
+
+
+def _request(job: LiveJob, failed: Iterable[str], other: Job | None = None) -> PlanRequest:
+    """other: the job as it would be with other speeds."""
+    asked = other or job.plans.job
+    return PlanRequest(
+        job.job_id, job_doc(asked), tuple(failed), job.spec.technique, job.spec.memory, partition=asked.partition
+    )
+
+
+LIMITS = DriftLimits(slow=1.3, well=1.15, window=20)
+# A plan that is quicker by less is not worth the iteration that a new generation costs.
+LEAST_GAIN = 0.03
+# Above this an order is not played through with other op times: the new plan is taken.
+MOST_DRIFT_OPS = 60_000
+# A round is closed without those that have been silent for so many heartbeats.
+TIMEOUT = 2.5
+
+
+@dataclass
+class _Watch:
+    """One job. living: of the generation of that number. round: the ratios so far, begun at that time.
+
+    wanted: the job as it turned out to be. asked: what a plan is being made for, and without whom. held: is
+    there one that waits because the plan in force is frozen?
+    """
+
+    ratios: Ratios
+    wanted: Job
+    workers: Mapping[str, Worker]
+    generation: int = 0
+    living: frozenset[Worker] = frozenset()
+    state: DriftState = field(default_factory=DriftState)
+    round: dict[Worker, float] = field(default_factory=dict)
+    began: float = 0.0
+    incarnations: dict[Worker, str] = field(default_factory=dict)
+    asked: tuple[Job, tuple[str, ...]] | None = None
+    held: bool = False
+
+
+class Drifting:
+    """Of all jobs. plan: finds one by its fingerprint, and may raise SQLAlchemyError. heartbeat: seconds."""
+
+    def __init__(
+        self,
+        planning: JobPlanner,
+        plan: Callable[[str], Plan | None],
+        heartbeat: float,
+        *,
+        limits: DriftLimits = LIMITS,
+    ) -> None:
+        self._planning, self._plan = planning, plan
+        self._heartbeat, self._limits = heartbeat, limits
+        self._of: dict[str, _Watch] = {}
+
+    def consider(self, job: LiveJob) -> None:
+        """Takes the op times that came in since the last call. For one thread alone.
+
+        Raises ConsoleError when what it has to say can't be stored.
+        """
+        if job.state.over:
+            self._of.pop(job.job_id, None)
+            return
+        try:
+            watch = self._of.get(job.job_id)
+            if watch is None:
+                watch = self._of[job.job_id] = self._begin(job)
+        except SQLAlchemyError as error:
+            log.warning("speeds wait for the database", job=job.job_id, reason=type(error).__name__)
+            return
+        reports, failed, current = job.measurements.op_times.take(), out(job.state), job.state.current
+        if failed is None or current is None:
+            watch.round.clear()  # in a recovery nobody's times are usual
+            return
+        if watch.ratios.job is not job.plans.nominal:  # with other layers an op of a stage takes another time
+            watch.ratios, watch.round = Ratios(job.plans.nominal), {}
+            watch.wanted = drifted(job.plans.nominal, watch.state)
+        if watch.generation != current.number:
+            watch.generation, watch.living = current.number, frozenset(map(Worker.parse, current.living))
+        for name, (incarnation, milliseconds) in reports.items():
+            self._take(watch, watch.workers[name], incarnation, milliseconds)
+        late = time.monotonic() - watch.began > TIMEOUT * self._heartbeat
+        if watch.round and (len(watch.round) == len(watch.living) or late):
+            drift = observe(job.plans.nominal, watch.state, watch.round, self._limits)
+            watch.state, watch.round = drift.state, {}
+            self._tell(job, drift)
+            factors = {w: track.assumed for w, track in watch.state.workers.items() if track.assumed > 1}
+            job.measurements.slow = {str(w): factor for w, factor in factors.items() if w in watch.living}
+            watch.wanted = drifted(job.plans.nominal, watch.state)
+        self._plan_anew(job, watch, failed)
+
+    def _begin(self, job: LiveJob) -> _Watch:
+        """After a restart of the console: with the speeds that the plan in force was made for."""
+        workers = {name: Worker.parse(name) for name in job.state.members}
+        watch, current = _Watch(Ratios(job.plans.nominal), job.plans.nominal, workers), job.state.current
+        plan = self._plan(current.plan_fingerprint) if current else None
+        if plan is not None:
+            planned = plan.job.job()
+            if planned != job.plans.nominal and replace(planned, speeds=job.plans.nominal.speeds) == job.plans.nominal:
+                watch.state = assumed(job.plans.nominal, planned)
+                watch.wanted = drifted(job.plans.nominal, watch.state)
+        return watch
+
+    def _take(self, watch: _Watch, worker: Worker, incarnation: str, milliseconds: Mapping[OpKind, float]) -> None:
+        if watch.incarnations.setdefault(worker, incarnation) != incarnation:
+            # Another process, perhaps on another machine.
+            watch.incarnations[worker] = incarnation
+            watch.state = forget(watch.state, [worker])
+            watch.round.pop(worker, None)
+        took = watch.ratios.of(worker, milliseconds)
+        if took is not None and worker in watch.living:
+            watch.began = watch.began if watch.round else time.monotonic()
+            watch.round[worker] = took
+
+    def _tell(self, job: LiveJob, drift: Drift) -> None:
+        whose = "the others', measured by the profile" if job.plans.job.time_unit in SECONDS else "its peers'"
+        notes = []
+        for worker, (before, factor) in sorted(drift.changed.items()):
+            text, severity = f"{worker} is as fast as the others again", "info"
+            if factor > 1:
+                word = "slow" if before <= 1 else "slower" if factor > before else "still slow, but less so"
+                text, severity = f"{worker} is {word}: its ops take {factor:.2f} times {whose}", "warning"
+            elif factor < 1:
+                text = f"{worker} is fast: its ops take {factor:.2f} times {whose}"
+            notes.append(Note(severity, "worker", text, str(worker)))  # type: ignore[arg-type]
+        if drift.scale == 1:
+            notes.append(Note("info", "worker", "ops take what the profile says again"))
+        elif drift.scale is not None:
+            text = (
+                f"all workers' ops take {drift.scale:.3g} times what the profile says: the plans are as good as "
+                f"before, and an iteration takes {drift.scale:.3g} times as long as they say"
+            )
+            notes.append(Note("info" if drift.scale < 1 else "warning", "worker", text))
+        if notes:
+            job.record(*notes)
+
+    # -- plans --------------------------------------------------------------------------------
+
+    def _plan_anew(self, job: LiveJob, watch: _Watch, failed: tuple[str, ...]) -> None:
+        """Has a plan made where the speeds are not those that the job is planned with."""
+        wanted = watch.wanted
+        thawed = watch.held and not job.state.frozen_by
+        if wanted == job.plans.job and not thawed:
+            watch.asked = None
+        elif thawed or watch.asked != (wanted, failed):
+            watch.asked, watch.held = (wanted, failed), False
+
+            def done(plan: Plan | None, why: str) -> None:
+                self._made(job, watch, wanted, failed, plan, why)
+
+            self._planning.make_for(job, wanted, failed, done)
+
+    def _made(
+        self, job: LiveJob, watch: _Watch, wanted: Job, failed: tuple[str, ...], plan: Plan | None, why: str
+    ) -> None:
+        """In the planning's own thread."""
+        if plan is None:
+            log.warning("no plan for the speeds measured", job=job.job_id, reason=why)
+            return
+        gained = self._gain(job, wanted, plan)
+        self._planning.replan(job, wanted, plan)
+        if gained is not None and gained < LEAST_GAIN:
+            saved = max(0.0, 1 - 1 / (1 + gained))
+            less = percent(saved, 1)
+            text = f"the plan in force stays: by one for {_speeds(wanted)} an iteration would take {less} less"
+            job.record(Note("info", "plan", text))
+            return
+        less = ""
+        if gained is not None:
+            less = f": an iteration takes {percent(1 - 1 / (1 + gained))} less than by the plan before"
+        reason = f"a plan for {_speeds(wanted)}{less}"
+        if job.state.frozen_by:
+            watch.held = True
+            job.record(Note("info", "plan", f"{reason}; it waits: {job.state.frozen_by} has frozen the plan"))
+            return
+        try:
+            job.apply(UsePlan(plan.fingerprint, failed, "", reason), plan=plan)
+        except ConsoleError as error:
+            # A recovery came first, and is planned with these speeds.
+            log.info("the plan for the speeds measured comes too late", job=job.job_id, reason=error.detail)
+
+    def _gain(self, job: LiveJob, wanted: Job, plan: Plan) -> float | None:
+        """By how much the order in force takes longer than `plan`'s, both at the speeds measured; None: not known."""
+        current = job.state.current
+        if current is None or job.plans.ops > MOST_DRIFT_OPS:
+            return None
+        try:
+            now = self._plan(current.plan_fingerprint)
+            if now is None or now.failed != plan.failed:
+                return None
+            return gain(now, plan, wanted)
+        except (PlannerError, SQLAlchemyError) as error:
+            log.warning("the plan in force can't be compared", job=job.job_id, reason=str(error))
+            return None
+
+
+def _speeds(job: Job) -> str:
+    """`W1_2 at speed 0.5`, and how many more."""
+    if not job.speeds:
+        return "workers that are all alike"
+    shown = ", ".join(f"{worker} at speed {speed:g}" for worker, speed in job.speeds[:3])
+    return shown + (f" and {len(job.speeds) - 3} more" if len(job.speeds) > 3 else "")
+
+
+# planning: not made yet. adopted: in force. kept: the plan before stays. failed: there is no plan.
+Outcome = Literal["planning", "adopted", "kept", "failed"]
+
+
+@dataclass(frozen=True)
+class Replan:
+    """One request. failed: the workers that were out. at: POSIX seconds of the request, then of its end.
+
+    reason: why it ended so. elapsed: seconds of solving so far; best, bound: in the job's time unit.
+    """
+
+    actor: str
+    solver: str
+    seconds: float
+    failed: tuple[str, ...]
+    at: float
+    outcome: Outcome = "planning"
+    reason: str = ""
+    elapsed: float = 0.0
+    best: float | None = None
+    bound: float | None = None
+
+
+@dataclass(frozen=True)
+class _Running:
+    replan: Replan
+    job: Job
+    solve: Solve
+
+
+class Replanning:
+    """One per console; the newest request of each job. A console that restarts forgets what is being made.
+
+    find: a job by its id; plan: a stored one by its fingerprint, both raise ConsoleError. keep: puts a plan
+    with the others of the job's catalog.
+    """
+
+    def __init__(
+        self,
+        find: Callable[[str], LiveJob],
+        plan: Callable[[str], Plan],
+        solves: Solves,
+        keep: Callable[[LiveJob, Plan], None],
+    ) -> None:
+        self._find, self._plan, self._solves, self._keep = find, plan, solves, keep
+        self._running: dict[str, _Running] = {}
+        self._ended: dict[str, Replan] = {}
+
+    def start(self, job_id: str, solver: str, seconds: float, actor: str) -> str:
+        """seconds: of the solver, at most. Raises ConsoleError: nothing is planned then."""
+        job = self._find(job_id)
+        failed = self._ready(job)
+        planned = job.plans.job
+        try:
+            asked = PlanAsked(
+                job=job_doc(planned),
+                failed=failed,
+                technique=job.plans.catalog.technique,
+                memory=job.plans.catalog.memory.text,
+                solver=solver,
+                time_limit=seconds,
+                over="schedules" if job.spec.relayout == "never" else "partitions",
+                partition=planned.partition,
+            )
+            asked.check()
+        except InputError as error:
+            raise ConsoleError(422, "invalid", str(error)) from None
+        except PlannerError as error:
+            raise ConsoleError(409, "no_plan", str(error)) from None
+        except ValueError:
+            raise ConsoleError(422, "invalid", f"seconds: got {seconds!r}, expected above 0, at most 3600") from None
+        with job.lock:
+            if self.status(job_id, planning=True):
+                raise ConsoleError(409, "no_choice", "the job is being planned again already; stop that first")
+            solve = self._solves.start(asked)
+            text = f"{actor} asked for a new plan{_without(failed)} ({solver}, at most {seconds:g} s)"
+            audit = {"at": time.time(), "actor": actor, "action": "replan", "target": solver, "detail": f"{seconds:g}"}
+            job.record(Note("warning", "operator", text), audit=audit)
+            self._running[job_id] = _Running(Replan(actor, solver, seconds, failed, time.time()), planned, solve)
+        return text
+
+    def stop(self, job_id: str) -> str:
+        """Has the search end; its best plan so far counts. Raises ConsoleError."""
+        self._find(job_id)
+        running = self._running.get(job_id)
+        if running is None:
+            raise ConsoleError(409, "no_choice", "the job is not being planned again")
+        self._solves.stop(running.solve.id)
+        return "the best plan so far counts"
+
+    def status(self, job_id: str, *, planning: bool = False) -> Replan | None:
+        """The newest request; None: there was none (planning: or it has ended). Raises ConsoleError."""
+        self._find(job_id)
+        running = self._running.get(job_id)
+        if running is None:
+            return None if planning else self._ended.get(job_id)
+        last = next((p for p in reversed(running.solve.points) if p.incumbent is not None), None)
+        last = last or Point(0.0, None, 0.0, "")
+        bound = last.bound if last.bound > 0 else None
+        return replace(running.replan, elapsed=running.solve.elapsed, best=last.incumbent, bound=bound)
+
+    def consider(self, job: LiveJob) -> None:
+        """Decides on a plan that has been made. For the console's ticks; raises ConsoleError when it can't be
+        stored, and is to be called again then."""
+        running = self._running.get(job.job_id)
+        if running is None or not (running.solve.over or job.state.over):
+            return
+        outcome, reason = self._decide(job, running)
+        replan = running.replan
+        if outcome != "adopted" and not job.state.over:
+            lead = "the plan in force stays" if outcome == "kept" else "no new plan was made"
+            job.record(Note("info" if outcome == "kept" else "warning", "plan", f"{lead}: {reason}"))
+        ended = replace(replan, outcome=outcome, reason=reason, at=time.time(), elapsed=running.solve.elapsed)
+        self._ended[job.job_id] = ended
+        del self._running[job.job_id]
+
+    # -- details ----------------------------------------------------------------------------
+
+    def _ready(self, job: LiveJob) -> tuple[str, ...]:
+        """Without whom the job trains. Raises ConsoleError when it can't take another plan now."""
+        state = job.state
+        if state.over:
+            raise ConsoleError(409, "job_over", f"the job is {state.over}")
+        if state.frozen_by:
+            raise ConsoleError(409, "frozen", f"{state.frozen_by} has frozen the plan; unfreeze it first")
+        failed = out(state)
+        if failed is None:
+            raise ConsoleError(409, "no_choice", "the job does not train yet, or recovers; try again when it trains")
+        return failed
+
+    def _decide(self, job: LiveJob, running: _Running) -> tuple[Outcome, str]:
+        replan, plan, state = running.replan, running.solve.plan, job.state
+        if state.over:
+            return "kept", f"the job is {state.over}"
+        if plan is None:
+            return "failed", running.solve.error or "the search left none"
+        if job.plans.job != running.job:
+            return "kept", "the speeds that the new one is for have changed since"
+        with storing():
+            job.plans.file_plan(plan)
+        self._keep(job, plan)
+        current = state.current
+        if current is None or out(state) != replan.failed:
+            now = _without(current.failed if current else ()) or " with all workers"
+            return "kept", (
+                f"the new one is for a job{_without(replan.failed) or ' with all workers'}; by now it trains{now}, or "
+                "recovers. It is used when it fits again"
+            )
+        found = compare_plans(
+            self._plan(current.plan_fingerprint), plan, job.plans.job, job.spec.iterations - state.committed
+        )
+        if not found.better:
+            return "kept", found.reason
+        reason = f"{replan.actor} planned again ({plan.solver.name}): {found.reason}"
+        try:
+            job.apply(UsePlan(plan.fingerprint, replan.failed, replan.actor, reason, plan.partition), plan=plan)
+        except ConsoleError as error:
+            if error.status >= 500:
+                raise
+            return "kept", error.detail
+        return "adopted", found.reason
+
+
+def _without(failed: tuple[str, ...]) -> str:
+    return f" without {names(failed)}" if failed else ""
+
+
+def misfit(job: LiveJob, plan: Plan) -> str:
+    """Why the job can't run `plan` now; "": it can."""
+    if job.state.over:
+        return f"it has {job.state.over}"
+    own, document = job_doc(job.plans.job), plan.job
+    if (own.pipelines, own.stages, own.micro_batches) != (
+        document.pipelines,
+        document.stages,
+        document.micro_batches,
+    ):
+        grids = [f"{d.pipelines} × {d.stages} × {d.micro_batches}" for d in (document, own)]
+        return f"the plan is for a grid of {grids[0]}, the job's is {grids[1]}"
+    if own != document:
+        return "the plan was made for another profile; take the job over and plan again"
+    current = job.state.current
+    if current is None:
+        return "its workers have not all registered"
+    if sorted(current.failed) != sorted(plan.failed):
+        plans, jobs = (
+            (f"without {names(lost)}" if lost else "with all workers") for lost in (plan.failed, current.failed)
+        )
+        return f"the plan is for a job {plans}, and this one trains {jobs}"
+    if current.plan_fingerprint == plan.fingerprint:
+        return "it is in force already"
+    if plan.partition != current.partition and job.spec.relayout == "never":
+        return (
+            f"its layers per stage are {_counts(plan.partition)}, and those of this job stay {_counts(job.state.held)}"
+        )
+    return _too_much(job, plan)
+
+
+def use_plan(job: LiveJob, plan: Plan, actor: str) -> str:
+    """Opens a generation with the same workers and this plan, which was checked when it was made or saved; returns what
+    the coordinator makes of it.
+
+    Raises ConsoleError (409) naming what does not fit; then nothing has changed.
+    """
+    if why := misfit(job, plan):
+        raise ConsoleError(409, "misfit", f"plan {plan.fingerprint[:8]}: {why}")
+    who = plain(actor).strip()[:80] or "unknown"
+    audit = {
+        "at": time.time(),
+        "actor": who,
+        "action": "use plan",
+        "target": plan.fingerprint,
+        "detail": "",
+    }
+    return job.apply(UsePlan(plan.fingerprint, plan.failed, who, "", plan.partition), plan=plan, audit=audit)
+
+
+def _counts(partition: tuple[int, ...]) -> str:
+    return ", ".join(map(str, partition))
+
+
+def _too_much(job: LiveJob, plan: Plan) -> str:
+    """Would a worker hold more activations than the job's own limit allows?"""
+    limits = MemoryLimit.parse(job.spec.memory, field="memory").limits(plan.problem().job, plan.technique)
+    for name, held in plan.metrics.peak_activations.items():
+        limit = limits[Worker.parse(name).stage]
+        if limit is not None and held > limit:
+            return f"{name} would hold {held} activations, and the job's memory limit {job.spec.memory} allows {limit}"
+    return ""
 
 
 class PlansService:
@@ -79,11 +823,11 @@ class PlansService:
 
     def _keep(self, job: LiveJob, plan: Plan) -> None:
         """Keeps a plan in the catalog of the job's question, unless it is for speeds that were found, which pass."""
-        if job.job is job.nominal:
-            self._catalogs.keep(job.question, plan)
+        if job.plans.job is job.plans.nominal:
+            self._catalogs.keep(job.plans.question, plan)
 
     def _take(self, question: CatalogQuestion, names: list[str]) -> None:
         """Running jobs use better plans of their catalog from the next failure on."""
         for job in self._jobs():
-            if not job.state.over and job.question == question:
+            if not job.state.over and job.plans.question == question:
                 self.ahead.take(job, names)

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import structlog
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from openrecycle.app.runtime.children import Channel, ChildEnded, Children, PendingAnswer
+from openrecycle.app.runtime.processes import Channel, ChildEnded, Children, PendingAnswer
 from openrecycle.planner.jobs.errors import InputError, PlannerError
 from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.plans.models import SHAPES, analytic_job, model_shape

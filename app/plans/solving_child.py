@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 import structlog
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from openrecycle.app.runtime.children import Channel
+from openrecycle.app.runtime.processes import Channel
 from openrecycle.planner.jobs.errors import InputError, PlannerError
 from openrecycle.planner.jobs.job import MAX_LAYERS, Job, MemoryLimit, Over, Problem, Technique, Worker
 from openrecycle.planner.layers.distribution import CopyCost

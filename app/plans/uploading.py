@@ -17,10 +17,8 @@ from typing import Annotated, Any, NamedTuple
 import structlog
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from openrecycle.app.runtime.children import Channel, ChildEnded, Children
-from openrecycle.app.runtime.documents import bounded
-from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.app.runtime.sentences import sentence
+from openrecycle.app.runtime.errors import ConsoleError, bounded, sentence
+from openrecycle.app.runtime.processes import Channel, ChildEnded, Children
 from openrecycle.planner.check import check
 from openrecycle.planner.plans.plan import Plan
 

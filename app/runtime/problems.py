@@ -16,8 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Match
 
 from openrecycle.agent.messages.protocol import ProblemDetails
-from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.app.runtime.sentences import sentence
+from openrecycle.app.runtime.errors import ConsoleError, sentence
 
 log = structlog.get_logger()
 

@@ -7,7 +7,6 @@ made is for the feature that asks: it hands in the function that the child runs.
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import queue
 import threading
@@ -16,9 +15,8 @@ from typing import Any, Protocol, TypeVar
 
 import structlog
 
-from openrecycle.app.runtime.children import Channel, ChildEnded, Children
 from openrecycle.app.runtime.patches import OP_BYTES, building
-from openrecycle.planner.jobs.errors import PlannerError
+from openrecycle.app.runtime.processes import Channel, ChildEnded, Children, read_answer
 
 log = structlog.get_logger()
 
@@ -120,24 +118,3 @@ class TaskQueue:
             with building(len(made) // OP_BYTES):
                 return request.read(made), ""
         return None, "the planning process died over it"
-
-
-# Before what was made, and before why nothing was: a large document is not wrapped into another one.
-_MADE, _WHY = b"+", b"-"
-
-
-def read_answer(data: bytes) -> tuple[bytes | None, str]:
-    """(what was made, "") or (None, why there is nothing)."""
-    return (data[1:], "") if data[:1] == _MADE else (None, data[1:].decode())
-
-
-def answered(request: bytes, make: Callable[[dict[str, Any]], bytes]) -> bytes:
-    """In the child: what `read_answer` reads. make: from the request's JSON; may raise PlannerError."""
-    asked = json.loads(request)
-    try:
-        return _MADE + make(asked)
-    except PlannerError as error:
-        return _WHY + str(error).encode()
-    except Exception as error:
-        log.exception("the planner failed", failed=asked.get("failed"))
-        return _WHY + f"the planner failed ({type(error).__name__}); the console's log says more".encode()

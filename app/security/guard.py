@@ -1,4 +1,8 @@
-"""Lets a request through when it is known who asks, they do not ask too often, and their role is enough.
+"""What every request must pass, as plain ASGI middleware, WebSockets included.
+
+From the outside in: HostGuard, the names that the console answers to (DNS rebinding) and the origin of requests that
+change something (CSRF); AccessGuard, who asks, how often, and whether their role is enough; BodyLimit, how much they
+may send.
 
 `Authorization: Bearer` is for programs, cookies for browsers. Behind the guard, the header
 `X-OpenRecycle-Caller` says who it is, and `X-Actor` under which name they act; neither is taken from
@@ -7,27 +11,284 @@ outside where the console has a token.
 
 from __future__ import annotations
 
-from urllib.parse import parse_qs, quote
+import asyncio
+import re
+from collections.abc import Iterable
+from contextlib import suppress
+from urllib.parse import parse_qs, quote, urlsplit
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from openrecycle.app.runtime.errors import ConsoleError
+from openrecycle.agent.messages.protocol import API
+from openrecycle.app.runtime.errors import MOST_LARGE, PLAN_MIB, ConsoleError
 from openrecycle.app.runtime.problems import problem
-from openrecycle.app.security.access import Access
-from openrecycle.app.security.bodies import BodyLimit
+from openrecycle.app.security.access import AGENTS, PEOPLE, UNKNOWN, Access, RateLimits
 from openrecycle.app.security.callers import ACTOR, CALLER, LOCAL, MAX_ACTOR, STILL, Caller, Role, agent_route, refusal
-from openrecycle.app.security.hosts import CLOSED, foreign_page, hostname, refuse
-from openrecycle.app.security.limits import AGENTS, PEOPLE, UNKNOWN, RateLimits
-from openrecycle.app.security.login import COOKIE, SESSION_SECONDS, local, login_page
-from openrecycle.app.security.oidc import CALLBACK, LOGOUT, account
+from openrecycle.app.security.sign_in import (
+    CALLBACK,
+    COOKIE,
+    LOGIN_STREAMLIT,
+    LOGOUT,
+    SESSION_SECONDS,
+    SIGN_OUT,
+    account,
+    local,
+    login_page,
+)
 from openrecycle.app.settings import is_loopback
 
+_HARDENING = (
+    ("X-Content-Type-Options", "nosniff"),
+    ("X-Frame-Options", "SAMEORIGIN"),
+    ("Referrer-Policy", "same-origin"),
+)
+# RFC 9110, as far as names and addresses go that a console may have.
+_HOST = re.compile(r"([A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\])(:[0-9]{1,5})?", re.ASCII)
+UNSAFE = frozenset({"POST", "PUT", "PATCH", "DELETE"})
+
+
+class HostGuard:
+    """Refuses a Host that is not in `allowed` (host names without port; empty: any), and a request
+    that changes something, or a WebSocket, which a page of another origin sent."""
+
+    def __init__(self, app: ASGIApp, allowed: Iterable[str] = ()) -> None:
+        self.app = app
+        self.allowed = frozenset(allowed)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            await self.app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        host, given = headers.get("host", ""), headers.getlist("host")
+        if len(given) > 1 or (host and not _HOST.fullmatch(host)):
+            detail = f"Host: got {', '.join(given)!r:.200}, expected one name or address, with or without a port"
+            await refuse(scope, receive, send, problem(400, "invalid", detail))
+            return
+        if self.allowed and hostname(host) not in self.allowed:
+            detail = f"Host: got {host!r}, expected one of {', '.join(sorted(self.allowed))}"
+            await refuse(scope, receive, send, problem(421, "wrong_host", detail))
+            return
+        origin = headers.get("origin")
+        changes = scope["type"] == "websocket" or scope["method"] in UNSAFE
+        foreign = False
+        if origin is not None:
+            try:
+                foreign = urlsplit(origin).netloc != host
+            except ValueError:
+                detail = f"Origin: got {origin!r:.200}, expected the address of a page"
+                await refuse(scope, receive, send, problem(400, "invalid", detail))
+                return
+        if changes and (foreign or headers.get("sec-fetch-site") == "cross-site"):
+            detail = f"Origin: got {origin!r}, expected a page of this console"
+            await refuse(scope, receive, send, problem(403, "wrong_origin", detail))
+            return
+        encrypted = scope["scheme"] in ("https", "wss")
+
+        async def hardened(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                out = MutableHeaders(scope=message)
+                for name, value in _HARDENING:
+                    out[name] = value
+                if encrypted:
+                    message["headers"] = [_secure(*header) for header in message["headers"]]
+            await send(message)
+
+        await self.app(scope, receive, hardened)
+
+
+def _secure(name: bytes, value: bytes) -> tuple[bytes, bytes]:
+    """A cookie that was set over TLS never travels without it; Streamlit's own do not ask for that."""
+    if name.lower() == b"set-cookie" and b"; secure" not in value.lower():
+        value += b"; Secure"
+    return name, value
+
+
+def hostname(host: str) -> str:
+    """`[::1]:8501` -> `[::1]`, `localhost:8501` -> `localhost`."""
+    if host.startswith("["):
+        return host.partition("]")[0] + "]"
+    return host.partition(":")[0].lower()
+
+
+def foreign_page(headers: Headers) -> bool:
+    """Was the request caused by a page of another address, as far as the browser tells?"""
+    site = headers.get("sec-fetch-site")
+    if site is not None:
+        return site not in ("same-origin", "none")
+    for name in ("origin", "referer"):
+        if (value := headers.get(name)) is not None:
+            try:
+                return urlsplit(value).netloc != headers.get("host", "")
+            except ValueError:
+                return True
+    return False
+
+
+# Of a WebSocket that is closed because its caller may not (or no longer) have it open.
+CLOSED = 4401
+
+
+async def refuse(scope: Scope, receive: Receive, send: Send, response: Response) -> None:
+    if scope["type"] == "websocket":
+        # Before `accept` this is an HTTP 403.
+        await send({"type": "websocket.close", "code": CLOSED})
+        return
+    await response(scope, receive, send)
+
+
+BODY_LIMIT = 64 * 1024
+LOGIN_LIMIT = 4 * 1024
+_KIB, _MIB = 1024, 1024 * 1024
+# What may stand for thousands of ops, stages or workers; plans are read in a process of their own. By the end of
+# the path below /api/v1.
+_LARGER = {
+    "/plans": PLAN_MIB * _MIB,
+    "/measured": 4 * _MIB,
+    "/heartbeats": 4 * _MIB,
+    "/acknowledgements": 4 * _MIB,
+    "/jobs": 2 * _MIB,
+    "/solves": 2 * _MIB,
+    "/catalogs": 2 * _MIB,
+    "/iterations": 512 * _KIB,
+    "/interim": 8 * _MIB,
+    "/choice": 512 * _KIB,
+    "/logs": 1 * _MIB,
+}
+_NAMED_PROFILE = re.compile(rf"{API}/profiles/[^/]*", re.DOTALL)
+_PROFILE_LIMIT = 2 * _MIB
+
+
+# Of bodies beyond this only a few are held at once (MOST_LARGE).
+LARGE_BODY = 8 * _MIB
+# A body that takes longer holds its memory for nothing.
+BODY_SECONDS = 60.0
+# Of one that is refused: what is still taken, so that who sends it comes to read the answer. A plan that is too large
+# is mostly not much too large.
+DRAINED_BYTES, DRAIN_SECONDS = 2 * PLAN_MIB * _MIB, 15.0
+
+
+class BodyLimit:
+    """Reads the body of an API request before the handler does, up to its limit: 413 beyond, 408 for one that does not
+    come."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+        self._large = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        limit = _limit(scope)
+        if limit is None:
+            await self.app(scope, receive, send)
+        elif limit <= LARGE_BODY or 0 < _said(scope) <= LARGE_BODY or _said(scope) > limit:
+            await self._limited(scope, receive, send, limit)
+        elif self._large >= MOST_LARGE:
+            why = f"{MOST_LARGE} bodies of more than {LARGE_BODY:,} bytes, or of unknown size, are being read already"
+            await _refuse(problem(429, "too_many", f"{why}; try again later"), scope, receive, send)
+        else:
+            self._large += 1
+            try:
+                await self._limited(scope, receive, send, limit)
+            finally:
+                self._large -= 1
+
+    async def _limited(self, scope: Scope, receive: Receive, send: Send, limit: int) -> None:
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                body = await _read(scope, receive, limit)
+        except TimeoutError:
+            response = problem(408, "too_slow", f"the body: not all of it came within {BODY_SECONDS:g} s")
+        except _TooLarge:
+            response = problem(413, "too_large", f"the body: got more than {limit:,} bytes, expected at most that")
+        else:
+            if body is not None:
+                await self.app(scope, replayed(body, receive), send)
+            return
+        await _refuse(response, scope, receive, send)
+
+
+async def _refuse(response: Response, scope: Scope, receive: Receive, send: Send) -> None:
+    """The answer, and then what is left of the body, of which a bounded amount is thrown away: a connection that is
+    closed while data are on their way is reset, and the answer is lost with it."""
+    response.headers["Connection"] = "close"
+    last: Message = {"type": "http.response.body", "body": b""}
+
+    async def hold(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            message = {**message, "more_body": True}
+        await send(message)
+
+    await response(scope, receive, hold)
+    left, more = DRAINED_BYTES, True
+    with suppress(TimeoutError):
+        async with asyncio.timeout(DRAIN_SECONDS):
+            while more and left > 0:
+                message = await receive()
+                left -= len(message.get("body", b""))
+                more = message["type"] == "http.request" and message.get("more_body", False)
+    await send(last)
+
+
+class _TooLarge(Exception):
+    """The body has more bytes than it may have."""
+
+
+async def _read(scope: Scope, receive: Receive, limit: int) -> bytes | None:
+    """None: the client has gone. Raises _TooLarge as soon as that is known."""
+    body, more = bytearray(), True
+    if _said(scope) > limit:
+        raise _TooLarge
+    while more:
+        message = await receive()
+        if message["type"] != "http.request":
+            return None
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
+        if len(body) > limit:
+            raise _TooLarge
+    return bytes(body)
+
+
+def _said(scope: Scope) -> int:
+    """Bytes that the body has by its header; 0: it does not say."""
+    return int(Headers(scope=scope).get("content-length") or 0)
+
+
+def _limit(scope: Scope) -> int | None:
+    """Bytes that the request's body may have; None: not ours to say (Streamlit has its own)."""
+    if scope["type"] != "http" or scope["method"] not in UNSAFE:
+        return None
+    path = scope["path"]
+    if path == "/login":
+        return LOGIN_LIMIT
+    if path == f"{API}/history/import":  # goes to a file as it comes, and is limited there
+        return None
+    if path.startswith(API):
+        if _NAMED_PROFILE.fullmatch(path):
+            return _PROFILE_LIMIT
+        return next((limit for end, limit in _LARGER.items() if path.endswith(end)), BODY_LIMIT)
+    return None
+
+
+def replayed(body: bytes, receive: Receive) -> Receive:
+    """Gives the whole body first, and then what else there is to receive."""
+    given = False
+
+    async def again() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return again
+
+
 # What must work for whoever has not signed in; none of it says anything about a job.
-HEALTH, LOGIN, LOGIN_OIDC, LOGIN_STREAMLIT = "/healthz", "/login", "/login/oidc", "/auth/login"
-SIGN_OUT = "/logout"
+HEALTH, LOGIN, LOGIN_OIDC = "/healthz", "/login", "/login/oidc"
 # What proxies add, whatever it says; those that begin with X-Forwarded- too.
 _OF_PROXIES = frozenset(
     (

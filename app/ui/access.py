@@ -5,21 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from html import escape
+from typing import Protocol
 
 import streamlit as st
 
-from openrecycle.app.console.service import Console
 from openrecycle.app.runtime.errors import ConsoleError
+from openrecycle.app.security.access import Security
 from openrecycle.app.security.callers import CALLER
-from openrecycle.app.security.guard import SIGN_OUT
+from openrecycle.app.security.sign_in import SIGN_OUT
 
 
-def actor(console: Console) -> str:
+class Guarded(Protocol):
+    """A console, as far as it is asked here."""
+
+    security: Security
+
+
+def actor(console: Guarded) -> str:
     """For the audit log. Raises ConsoleError, a sentence, when they may only look on."""
     return console.security.access.operator(st.context.headers.get(CALLER))
 
 
-def why_not(console: Console) -> str:
+def why_not(console: Guarded) -> str:
     """Why they may only look on; "" for an operator."""
     try:
         actor(console)
@@ -29,14 +36,14 @@ def why_not(console: Console) -> str:
 
 
 @contextmanager
-def acting(console: Console, action: str, target: str = "") -> Iterator[None]:
+def acting(console: Guarded, action: str, target: str = "") -> Iterator[None]:
     """Around what is no change of a job: asks whether they may, and puts it into the audit log when it is done."""
     name = actor(console)
     yield
     console.security.audit.record(name, action, target)
 
 
-def who(console: Console) -> None:
+def who(console: Guarded) -> None:
     """Says who has signed in, and what they may not do. Nothing where the console has no token."""
     if not console.security.access.guarded:
         return

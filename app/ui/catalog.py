@@ -7,15 +7,13 @@ from functools import partial
 
 import streamlit as st
 
-from openrecycle.app.catalogs.export import exported, json_refusal
-from openrecycle.app.catalogs.fill import CatalogRequest
-from openrecycle.app.catalogs.report import CatalogReport, CatalogSummary, stale
+from openrecycle.app.catalogs.contents import CatalogReport, CatalogRequest, CatalogSummary, stale
+from openrecycle.app.catalogs.service import exported, json_refusal
 from openrecycle.app.console.service import Console, get_console
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.app.ui import catalog_chart, components, url_state
-from openrecycle.app.ui import catalog_words as words
+from openrecycle.app.ui import catalog_view, components, url_state
 from openrecycle.app.ui.access import acting
-from openrecycle.app.ui.catalog_question import ask, stored
+from openrecycle.app.ui.catalog_view import ask, stored
 from openrecycle.app.ui.tables import rows_html
 from openrecycle.app.ui.theme import Palette
 from openrecycle.planner.catalogs.catalog_store import CatalogInfo
@@ -51,7 +49,7 @@ def page() -> None:
         st.fragment(_wait, run_every=WAIT)(console, request)
         return
     if "catalog" in st.query_params:
-        components.heading(words.question_words(report))
+        components.heading(catalog_view.question_words(report))
     filling = console.catalogs.filling(report.fingerprint)
     st.session_state[SEEN] = filling is None or not filling.running
     every = REFRESH if report.wanted <= MANY else 4 * REFRESH
@@ -86,9 +84,9 @@ def _catalog(console: Console, request: CatalogRequest, colours: Palette) -> Non
             "with the list scheduler they take milliseconds each."
         )
         return
-    components.cards(words.cards(report))
+    components.cards(catalog_view.cards(report))
     components.heading("Period by number of failures", "beneath: how far from optimal, and activations held")
-    catalog_chart.show(console, report, colours)
+    catalog_view.show(console, report, colours)
     if report.by_pattern and report.tolerance > 1:
         st.caption(
             "At each count the longest plan is for failures that share a stage. Where workers change their stage "
@@ -100,7 +98,7 @@ def _catalog(console: Console, request: CatalogRequest, colours: Palette) -> Non
             "migrations, or get the list scheduler's plan at once."
         )
     components.heading("The same in figures")
-    st.html(rows_html(words.counts_table(report), "Figures by failures"))
+    st.html(rows_html(catalog_view.counts_table(report), "Figures by failures"))
     _plans(report)
 
 
@@ -146,11 +144,11 @@ def _fill(console: Console, request: CatalogRequest, report: CatalogReport) -> N
         return
     with st.container(key="fill-progress"):  # in one place, so that its end moves nothing
         if running:
-            st.progress(filling.done / max(1, filling.total), text=words.filling_words(filling))
+            st.progress(filling.done / max(1, filling.total), text=catalog_view.filling_words(filling))
         elif filling.state == "failed":
-            st.error(words.filling_words(filling))
+            st.error(catalog_view.filling_words(filling))
         else:
-            components.quiet(words.filling_words(filling))
+            components.quiet(catalog_view.filling_words(filling))
 
 
 def _plans(report: CatalogReport) -> None:
@@ -178,10 +176,10 @@ def _plans(report: CatalogReport) -> None:
             width=320,
         )
         if st.button("Open on Schedule", key="open-plan"):
-            catalog_chart.open_plan(report, chosen)
+            catalog_view.open_plan(report, chosen)
         url_state.say(COUNT)
         url_state.say(PLAN)
-    table, caption = words.plans_table(line, report.question.job.time_unit), "Plans of one number of failures"
+    table, caption = catalog_view.plans_table(line, report.question.job.time_unit), "Plans of one number of failures"
     if len(line.plans) <= MOST_ROWS:
         st.html(rows_html(table, caption))
     else:
@@ -233,7 +231,7 @@ def _others(console: Console, report: CatalogReport) -> None:
         "this one" if c.fingerprint == report.fingerprint else old.get(c.fingerprint) or _state(c) for c in catalogs
     ]
     components.heading("Stored catalogs", "stale ones are kept until they are deleted")
-    st.html(rows_html(words.stored_table(catalogs, states, time.time()), "Stored catalogs"))
+    st.html(rows_html(catalog_view.stored_table(catalogs, states, time.time()), "Stored catalogs"))
     names = {
         c.fingerprint: f"{c.info.job.pipelines} × {c.info.job.stages} × {c.info.job.micro_batches} · "
         f"{c.info.technique.value} · {c.info.memory} · {state} · {c.fingerprint[:8]}"

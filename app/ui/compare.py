@@ -7,24 +7,33 @@ from functools import partial
 
 import streamlit as st
 
-from openrecycle.app.console.comparing import MOST, WORKED_EXAMPLE, candidates, first_choice, stage_table
-from openrecycle.app.console.plan_sources import NOT_KEPT, PendingPlan, Source, find, pinned
 from openrecycle.app.console.service import Console, get_console
 from openrecycle.app.console.view import JobHead
-from openrecycle.app.plans.references import Reference, job_of, parse_reference
+from openrecycle.app.plans.sources import (
+    MOST,
+    NOT_KEPT,
+    WORKED_EXAMPLE,
+    PendingPlan,
+    Reference,
+    Source,
+    job_of,
+    parse_reference,
+    pinned,
+    stage_table,
+)
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import chart_revision, components, facts, text, url_state
 from openrecycle.app.ui.charts.overview import MAX_BARS
 from openrecycle.app.ui.charts.schedule import MAX_NODES, Strip, comparison, last_time, short_unit, time_factors
-from openrecycle.app.ui.exports import export_source
 from openrecycle.app.ui.facts import Card
-from openrecycle.app.ui.picker import BEGAN_WITH, open_job
+from openrecycle.app.ui.picker import open_job
+from openrecycle.app.ui.plan_files import export_button, open_file
 from openrecycle.app.ui.plan_source import clock, newest, say_measured, schedule_of, wait_for
-from openrecycle.app.ui.plan_upload import open_file
-from openrecycle.app.ui.schedule_filters import choose_rows
+from openrecycle.app.ui.schedule_view import choose_rows
 from openrecycle.app.ui.tables import beside_html, differences
 from openrecycle.app.ui.theme import Palette
 from openrecycle.app.ui.time_range import FOLLOWED_CONFIG, choose_time, follow
+from openrecycle.app.ui.url_state import BEGAN_WITH
 from openrecycle.planner.export.compare import comparable
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.plans.drawing import Drawing
@@ -71,12 +80,12 @@ def _title(head: JobHead) -> bool:
 def _choose(console: Console, job_id: str | None) -> list[Source | PendingPlan]:
     """What is compared, the baseline first. It is in the URL: `?plans=` once each, and `?baseline=`."""
     wanted = _wanted(console, job_id)
-    options = candidates(console, job_id, clock)
+    options = console.sources.candidates(job_id, clock)
     found: dict[str, Source | PendingPlan] = {}
     named: dict[str, str] = {}  # as asked for -> as shown: the plan of now, not "in force"
     for reference in wanted:
         try:
-            each = find(console, reference)
+            each = console.sources.find(reference)
         except ConsoleError as error:
             st.error(f"{error}. It is left out.")
             if error.code == NOT_KEPT:
@@ -132,7 +141,7 @@ def _choose(console: Console, job_id: str | None) -> list[Source | PendingPlan]:
 def _wanted(console: Console, job_id: str | None) -> list[Reference]:
     texts = st.query_params.get_all("plans")
     if not texts:
-        return [] if st.session_state.get(PICKER) == [] else first_choice(console, job_id)
+        return [] if st.session_state.get(PICKER) == [] else console.sources.first_choice(job_id)
     out: list[Reference] = []
     for given in dict.fromkeys(texts):
         try:
@@ -286,7 +295,7 @@ def _tables(console: Console, sources: list[Source], schedules: list[Schedule], 
     with files:
         for i, (label, source) in enumerate(zip(labels, sources, strict=True)):
             with st.container(horizontal=True, vertical_alignment="center"):
-                export_source(console, source, key=f"export-{i}")
+                export_button(console.sources.export_of(source), key=f"export-{i}")
                 st.markdown(f":small[{text.plain_markdown(label)}]")
 
 

@@ -15,13 +15,13 @@ import streamlit as st
 
 from openrecycle.app.console.service import get_console
 from openrecycle.app.console.view import JobHead, JobView, RecoveryView
+from openrecycle.app.jobs.states import Condition, RoleState
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import access, text
 from openrecycle.app.ui.charts.chart_placeholder import chart_placeholder
 from openrecycle.app.ui.charts.worker_grid import LOOKS
 from openrecycle.app.ui.facts import Card, op_time_words
 from openrecycle.app.ui.theme import Palette, palette
-from openrecycle.app.workers.states import Condition, RoleState
 from openrecycle.planner.plans.drawing import Drawing
 from openrecycle.planner.plans.drawing import legend as op_keys
 from openrecycle.planner.plans.plan import Plan

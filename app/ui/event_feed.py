@@ -121,7 +121,7 @@ def feed(console: Console, view: JobView, events: list[EventView], zone: str | N
 
 def _acknowledge(console: Console, job_id: str, seqs: list[int]) -> None:
     try:
-        console.observing.feed.acknowledge(console.job(job_id), seqs, actor(console))
+        console.operators.acknowledge(job_id, seqs, actor(console))
     except ConsoleError as error:
         say_later(str(error))
 

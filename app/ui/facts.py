@@ -7,14 +7,16 @@ from dataclasses import dataclass
 
 from openrecycle.agent.messages.protocol import JobSpec, JobState
 from openrecycle.app.console.view import JobView, WorkerView
-from openrecycle.app.jobs.baseline import Baseline
 from openrecycle.app.jobs.live_job import INTERIM, LAST, SOON
-from openrecycle.app.observing.rates import recent_rate, share_of
+from openrecycle.app.jobs.states import ALIVE, HOLDING, OUT, Condition, RoleState, lost_name, words_of
+from openrecycle.app.jobs.throughput import Baseline, recent_rate, share_of
+from openrecycle.app.observing.as_run import MeasuredIteration
 from openrecycle.app.ui import text
-from openrecycle.app.workers.states import ALIVE, HOLDING, OUT, Condition, RoleState, lost_name, words_of
+from openrecycle.app.ui.charts.schedule import MAX_NODES
 from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.jobs.words import names
 from openrecycle.planner.layers.migration import SECONDS
+from openrecycle.planner.plans.paths import critical_path, waited, workers_of
 from openrecycle.planner.plans.plan import Plan
 from openrecycle.planner.plans.schedule import Schedule
 
@@ -27,6 +29,13 @@ STEP_WORDS = ("waiting", "with the plan", "in groups", "training")
 # What a cell says while its worker takes up a new generation.
 ROLLING = {"adopted": "has the plan", "formed": "in its groups"}
 DRAG_WORDS = "Drag over a part of a chart to see it large; double-click for all."
+
+SOLVER_WORDS = {
+    "auto": "Best of all, within the time",
+    "list": "List scheduler (milliseconds)",
+    "cp-sat": "CP-SAT (optimal)",
+    "milp": "MILP (the cross-check)",
+}
 
 
 # Shares of the fault-free throughput from which on all is well, and from which on it is no disaster.
@@ -364,3 +373,41 @@ def reading_help(plan: Plan) -> str:
             "this one has ended on another. That is why the period can be shorter than the makespan."
         )
     return f"{words} {DRAG_WORDS}"
+
+
+def measured_words(measured: MeasuredIteration) -> str:
+    """Which iteration it is, and how it compares with the plan that it ran."""
+    words = f"**Iteration {measured.iteration}** as it ran in generation {measured.generation}"
+    if measured.period_ms is not None:
+        words += f"; iterations around it took {text.milliseconds(measured.period_ms)} from commit to commit"
+    if measured.over_plan is not None and measured.planned_ms is not None:
+        over = text.percent(measured.over_plan, sign=True)
+        words += f", planned {text.milliseconds(measured.planned_ms)} ({over})"
+    if measured.uncertainty_ms:
+        words += f". Times of different hosts may be off by {text.milliseconds(measured.uncertainty_ms)}"
+    return words + "."
+
+
+def critical_words(schedule: Schedule) -> str:
+    """What sets the period, in a sentence."""
+    path, job = critical_path(schedule), schedule.problem.job
+    unit = job.time_unit
+    still = waited(path)
+    whole = path[-1].op.end - path[0].op.start + path[0].waited
+    workers = [str(w) for w in workers_of(path)]
+    named = ", ".join(workers[:6]) + (f" and {len(workers) - 6} more" if len(workers) > 6 else "")
+    words = (
+        f"Critical path: {text.count(len(path), 'op')} on {named}, {text.planned(job.units(whole), unit)} from "
+        f"end to end; each op starts when the one before it lets it."
+    )
+    if still:
+        return words + f" For {text.planned(job.units(still), unit)} of that it waits (outlined): an order or a limit."
+    return words + " It never waits, so only shorter ops, or another order, would make the period shorter."
+
+
+def many_words(ops: int, instead: str) -> str:
+    """Of a chart of more ops than have an element each: what it lacks. instead: what to do about it."""
+    return (
+        f"All {ops:,} ops are drawn; so many have no numbers and can't be clicked. Point at one to read what it is, or "
+        f"{instead}: up to {MAX_NODES:,} ops have both."
+    )

@@ -7,19 +7,18 @@ from functools import partial
 import streamlit as st
 
 from openrecycle.agent.messages.protocol import JobState
-from openrecycle.app.console.measured import MeasuredIteration
 from openrecycle.app.console.service import Console, get_console
 from openrecycle.app.console.view import JobView, WorkerView
+from openrecycle.app.jobs.states import RoleState
+from openrecycle.app.observing.as_run import MeasuredIteration
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import (
     chart_revision,
-    choice,
     components,
     event_feed,
     facts,
     iteration_range,
-    job_menu,
-    plan_control,
+    operating,
     standby,
     tables,
     text,
@@ -31,7 +30,6 @@ from openrecycle.app.ui.live_now import read_now
 from openrecycle.app.ui.picker import open_job
 from openrecycle.app.ui.theme import Palette
 from openrecycle.app.ui.worker_dialog import open_worker, page_wanted, show_opened
-from openrecycle.app.workers.states import RoleState
 
 # Up to here each worker is a button; larger grids are drawn as a heat-map.
 MAX_TILES = 64
@@ -58,15 +56,15 @@ def page() -> None:
     over = head.state in OVER
     offered = console.operators.choice(head.job_id)
     with controls:
-        choice.mode_switch(console, head.job_id, offered, over=over)
-        plan_control.plan_menu(console, head.job_id, over=over)
-        job_menu.job_menu(console, head)
+        operating.mode_switch(console, head.job_id, offered, over=over)
+        operating.plan_menu(console, head.job_id, over=over)
+        operating.job_menu(console, head)
         moving = url_state.toggle(
             "Refresh", value=True, key="refresh", help="Off: the page stands still, to look closely."
         )
     every = (1.0 if head.workers <= MAX_TILES else 2.0) if moving else None
     show_opened(console, head.job_id)  # first, since somebody has just clicked
-    said = choice.said_by_controls(offered)
+    said = operating.said_by_controls(offered)
     st.fragment(_live, run_every=every)(console, head.job_id, colours, over=over, moving=moving, said=said)
 
 
@@ -94,14 +92,14 @@ def _live(
                 f"{text.clock(now.at, st.context.timezone)}; training goes on, and the page tries again by itself."
             )
     view = now.view
-    if (view.state in OVER) != over or choice.said_by_controls(now.choice) != said:
+    if (view.state in OVER) != over or operating.said_by_controls(now.choice) != said:
         st.rerun()  # the head's controls are those of a job that has come further by now
     event_feed.say_now()
     zone = st.context.timezone
     with st.container(gap="small"):
         components.sentence(view)
-        choice.options(console, view, now.choice)
-        plan_control.replan_line(console, view)
+        operating.options(console, view, now.choice)
+        operating.replan_line(console, view)
         components.cards(facts.live_cards(view), now.at if moving else None)
     left, right = st.columns(2, gap="medium")
     with left, st.container(gap="xsmall"):
@@ -119,7 +117,7 @@ def _live(
         _measured(job_id, now.measured)
         components.heading("Latest recovery", "from the death of a worker to training again")
         components.recovery(max(view.recoveries, key=lambda r: r.at, default=None), zone)
-        if rolled := plan_control.roll_out_html(now.roll_out):
+        if rolled := operating.roll_out_html(now.roll_out):
             components.heading("Roll-out of the plan", "who has taken it up, and when")
             st.html(rolled)
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from openrecycle.app.console.measured import MeasuredIteration, measured_iteration
 from openrecycle.app.console.service import Console
 from openrecycle.app.console.view import JobView
+from openrecycle.app.observing.as_run import MeasuredIteration
 from openrecycle.app.observing.rollout import RollOut
 from openrecycle.app.runtime.errors import ConsoleError
 
@@ -39,7 +39,11 @@ def read_now(console: Console, job_id: str, iterations: int, events: int) -> Now
         view = console.view(job_id, iterations, events)
         choice = console.operators.choice(job_id)
         return Now(
-            view, choice, measured_iteration(console, job_id), console.observing.roll_outs.of(console.job(job_id)), at
+            view,
+            choice,
+            console.measuring.iteration(console.job(job_id)),
+            console.roll_outs.of(console.job(job_id)),
+            at,
         )
 
     return _shared.read((id(console), job_id, events), read)

@@ -8,15 +8,14 @@ import streamlit as st
 from streamlit.delta_generator import DeltaGenerator
 
 from openrecycle.app.console.service import Console
-from openrecycle.app.console.view import JobHead, JobSummary
+from openrecycle.app.console.view import JobHead
+from openrecycle.app.jobs.states import JobSummary
 from openrecycle.app.ui import components, url_state
 from openrecycle.app.ui.facts import OVER
 from openrecycle.app.ui.iteration_range import ITERATIONS
+from openrecycle.app.ui.url_state import BEGAN_WITH, CHOSEN
 
-CHOSEN = "chosen-job"
 PICKER = "job-picker"
-# The plans that Compare began with, which nobody has chosen: those of another job take their place.
-BEGAN_WITH = "compare-began-with"
 
 
 def open_job(
@@ -85,12 +84,6 @@ def _pick(known: dict[str, JobSummary], job_id: str | None) -> str | None:
         on_change=_remember,
         args=(frozenset(known),),
     )
-
-
-def forget() -> None:
-    """For a callback: the page goes on with the newest job."""
-    st.query_params.pop("job", None)
-    st.session_state.pop(CHOSEN, None)
 
 
 def _remember(known: frozenset[str]) -> None:

@@ -1,4 +1,4 @@
-"""The picker of plans that pages share. The choice is in the URL, as a reference (app.plans.references)."""
+"""The picker of plans that pages share. The choice is in the URL, as a reference (app.plans.sources)."""
 
 from __future__ import annotations
 
@@ -9,23 +9,22 @@ from dataclasses import replace
 import streamlit as st
 from streamlit.delta_generator import DeltaGenerator
 
-from openrecycle.app.console.measured import measured_iteration
-from openrecycle.app.console.plan_sources import (
-    NOT_KEPT,
-    PendingPlan,
-    Source,
-    find,
-    measured_name,
-    names,
-    pinned,
-    saved_names,
-)
 from openrecycle.app.console.service import Console
 from openrecycle.app.console.view import JobHead
-from openrecycle.app.plans.references import MeasuredReference, OfJob, Reference, job_of, parse_reference
+from openrecycle.app.plans.sources import (
+    NOT_KEPT,
+    MeasuredReference,
+    OfJob,
+    PendingPlan,
+    Reference,
+    Source,
+    job_of,
+    parse_reference,
+    pinned,
+)
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import components, text, url_state
-from openrecycle.app.ui.schedule_facts import measured_words
+from openrecycle.app.ui.facts import measured_words
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.plans.plan import Plan
 from openrecycle.planner.plans.schedule import Schedule
@@ -47,16 +46,16 @@ def _schedule(fingerprint: str, _plan: Plan) -> Schedule:
     return _plan.schedule()
 
 
-def pick_plan(console: Console, job_id: str | None, notes: DeltaGenerator, *, width: int = 420) -> Source | None:
+def pick_plan(console: Console, job_id: str | None, notes: DeltaGenerator) -> Source | None:
     """One plan out of the job's and the library's; the one that `?plan=` names first. Raises ConsoleError.
 
     notes: where what is wrong with a link is said. None: there is no plan to show yet, or it is being made; the page
     has then said so. The address always names what is shown: the plan of now and not "in force", with `?follow=1`
     where the page goes on to the next one.
     """
-    of_job = {**names(console, job_id, clock), **measured_name(console, job_id)} if job_id else {}
-    options = {**of_job, **saved_names(console)}
-    place = st.container(width=width)
+    of_job = {**console.sources.names(job_id, clock), **console.sources.measured_name(job_id)} if job_id else {}
+    options = {**of_job, **console.sources.saved_names()}
+    place = st.container(width=420)
     wanted, understood = _wanted(console, job_id, notes)
     if wanted is not None:
         options.setdefault(str(wanted.reference), wanted.name)
@@ -85,7 +84,7 @@ def title_of(console: Console, head: JobHead) -> bool:
     said = st.query_params.get("plan", "")
     try:
         reference = parse_reference(said) if ":" in said else None
-        found = find(console, reference) if reference is not None and job_of(reference) != head.job_id else None
+        found = console.sources.find(reference) if reference is not None and job_of(reference) != head.job_id else None
     except (InputError, ConsoleError):
         return False  # the page says why, and shows the job's
     if not isinstance(found, Source):
@@ -114,14 +113,14 @@ def _wanted(console: Console, job_id: str | None, notes: DeltaGenerator) -> tupl
     """What the URL asks for, else the plan in force; a bare fingerprint is one of the job's. False: what the URL
     asks for can't be shown; it stays as it is."""
     said = st.query_params.get("plan")
-    in_force = find(console, OfJob(job_id)) if job_id and console.job(job_id).state.current else None
+    in_force = console.sources.find(OfJob(job_id)) if job_id and console.job(job_id).state.current else None
     found: Source | PendingPlan | None = in_force
     understood = True
     if said is not None:
         reference: Reference | None = None
         try:
             reference = parse_reference(said if ":" in said or job_id is None else str(OfJob(job_id, said)))
-            found = find(console, reference)
+            found = console.sources.find(reference)
         except (InputError, ConsoleError) as error:
             understood = False
             notes.error(f"{error}. Choose one instead.")
@@ -179,7 +178,7 @@ def newest(reference: Reference) -> MeasuredReference:
 
 def ready(console: Console, reference: Reference) -> Source | None:
     """The plan behind it; None while it is made, which the page then says and waits for."""
-    found = find(console, reference)
+    found = console.sources.find(reference)
     if isinstance(found, Source):
         return found
     wait_for(console, [reference])
@@ -194,7 +193,7 @@ def say_measured(console: Console, source: Source, show: Callable[[Reference, Re
         return
     with st.container(horizontal=True, vertical_alignment="center"):
         st.markdown(measured_words(shown))
-        last = measured_iteration(console, shown.job_id)
+        last = console.measuring.iteration(console.job(shown.job_id))
         if last is not None and last.at > shown.at:
             st.button(
                 f"Show iteration {last.iteration}",
@@ -213,7 +212,7 @@ def wait_for(console: Console, references: Sequence[Reference]) -> None:
 def _wait(console: Console, references: Sequence[Reference]) -> None:
     for reference in references:
         try:
-            found = find(console, reference)
+            found = console.sources.find(reference)
         except ConsoleError:
             st.rerun()  # the page says why
         if isinstance(found, PendingPlan):

@@ -12,12 +12,10 @@ from openrecycle.app.plans.whatif import PARAMS, Checked, WhatIf, checked
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import components, text
 from openrecycle.app.ui.access import acting
-from openrecycle.app.ui.planning import controls, migrating, state
+from openrecycle.app.ui.planning import controls, state
 from openrecycle.app.ui.planning.grid import grid
-from openrecycle.app.ui.planning.pieces import example_steps
 from openrecycle.app.ui.planning.profile import profile
-from openrecycle.app.ui.planning.result import result
-from openrecycle.app.ui.planning.search import others, search
+from openrecycle.app.ui.planning.result import example_steps, migrations, others, result, search
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.plans.plan import Plan
 
@@ -65,7 +63,7 @@ def page() -> None:
     elif solve is not None and solve.error:
         st.error(solve.error[:1].upper() + solve.error[1:] + ".")
     if question.failed and found.job is not None and question.technique.reroutes and (plan or found.infeasible):
-        migrating.migrations(console, question, found.job, colours)
+        migrations(console, question, found.job, colours)
 
 
 def _saved(console: Console) -> Plan | None:

@@ -7,20 +7,17 @@ from pathlib import Path
 
 import streamlit as st
 
-from openrecycle.app.console.plan_sources import Source
 from openrecycle.app.console.service import Console, get_console
-from openrecycle.app.plans.references import Made, OfJob
+from openrecycle.app.plans.sources import Made, OfJob, Source
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import chart_revision, components, facts, url_state
 from openrecycle.app.ui.charts.overview import MAX_BARS, Detail
 from openrecycle.app.ui.charts.schedule import MAX_NODES, gantt
-from openrecycle.app.ui.exports import export_source
+from openrecycle.app.ui.facts import critical_words, many_words
 from openrecycle.app.ui.picker import open_job
+from openrecycle.app.ui.plan_files import export_button, open_file
 from openrecycle.app.ui.plan_source import pick_plan, say_measured, schedule_of, show_instead, title_of
-from openrecycle.app.ui.plan_upload import open_file
-from openrecycle.app.ui.schedule_facts import critical_words, many_words
-from openrecycle.app.ui.schedule_filters import ScheduleView, choose_view, choose_workers, clicked
-from openrecycle.app.ui.schedule_large import large_chart
+from openrecycle.app.ui.schedule_view import ScheduleView, choose_view, choose_workers, clicked, large_chart
 from openrecycle.app.ui.tables import Table, of_workers, operations_table, workers_table
 from openrecycle.app.ui.theme import Palette
 from openrecycle.app.ui.time_range import FOLLOWED_CONFIG, follow
@@ -156,7 +153,7 @@ def _tables(
                 icon=":material/compare_arrows:",
                 query_params=_comparison(source),
             )
-            export_source(console, source)
+            export_button(console.sources.export_of(source))
     tabs = ["Workers", "Ops of the detail" if detail else "Ops"]
     by_worker, by_op = url_state.tabs(tabs, key="figures")
     with by_worker:

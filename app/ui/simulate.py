@@ -7,7 +7,7 @@ from typing import Any
 import streamlit as st
 
 from openrecycle.app.console.service import Console, get_console
-from openrecycle.app.observing.job_history import Row
+from openrecycle.app.jobs.records import Row
 from openrecycle.app.plans.simulations import (
     DRAWN,
     HISTORY,
@@ -96,7 +96,7 @@ def _ask(console: Console) -> SimulationRequest | None:
                 )  # fmt: skip
         else:
             job = console.job(source)
-            values["job"] = job_doc(job.job)
+            values["job"] = job_doc(job.plans.job)
             values["samples"] = float(job.spec.pipelines * job.spec.micro_batches * job.spec.samples_per_micro_batch)
     traces = [DRAWN, *([HISTORY] if source != SHAPE else []), *public_traces()]
     names = {DRAWN: "Drawn at random", HISTORY: "This job's own history"}

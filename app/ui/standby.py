@@ -5,7 +5,7 @@ from __future__ import annotations
 import streamlit as st
 
 from openrecycle.app.leadership.host import standing_by
-from openrecycle.app.leadership.watch import LeaderStatus
+from openrecycle.app.leadership.lease import LeaderStatus
 from openrecycle.app.ui.components import use_style
 
 

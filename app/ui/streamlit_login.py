@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlencode
 
-from openrecycle.app.security.guard import LOGIN_STREAMLIT
+from openrecycle.app.security.sign_in import LOGIN_STREAMLIT
 
 
 class StreamlitLogin:
-    """See app.security.oidc.Login."""
+    """See app.security.sign_in.Login."""
 
     def claims(self, cookies: Mapping[str, str]) -> Mapping[str, Any]:
         from streamlit.web.server.starlette.starlette_server_config import USER_COOKIE_NAME

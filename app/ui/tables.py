@@ -9,7 +9,7 @@ from typing import Any
 import streamlit as st
 
 from openrecycle.app.console.view import WorkerView
-from openrecycle.app.observing.rates import IterationView
+from openrecycle.app.jobs.throughput import IterationView
 from openrecycle.app.ui import text
 from openrecycle.app.ui.charts.progress import Mark
 from openrecycle.app.ui.charts.worker_grid import LOOKS, QUIET

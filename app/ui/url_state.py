@@ -30,6 +30,9 @@ SWITCH = "true or false"
 # In the session: the page that is open, and what has been noted of each name since it was opened.
 PAGE, NOTES = "bound-page", "bound-notes"
 JOB = "job"
+# In the session: the job that was chosen on another page; and the plans that Compare began with, which nobody has
+# chosen: those of another job take their place.
+CHOSEN, BEGAN_WITH = "chosen-job", "compare-began-with"
 _SHARED = (JOB, "show", "pipeline", "stage", "time", "figures")
 # What each page, by its address, may have in it; `name*`: with anything behind it. Any may have a job's.
 NAMES: dict[str, tuple[str, ...]] = {
@@ -95,6 +98,12 @@ def moved() -> None:
     """For a callback: the page goes on with another job or plan, for which nobody has sent what the address holds."""
     for name in st.query_params:
         _notes().setdefault(name, _Note())
+
+
+def forget_job() -> None:
+    """For a callback: the page goes on with the newest job."""
+    st.query_params.pop(JOB, None)
+    st.session_state.pop(CHOSEN, None)
 
 
 def read(name: str, accept: Callable[[str], T | None], expected: str, instead: str = DEFAULT) -> T | None:

@@ -19,8 +19,7 @@ from openrecycle.agent.coordination.events import (
     WorkerRegistered,
 )
 from openrecycle.agent.coordination.membership import FailureTimeouts, Generation, Member, State
-from openrecycle.app.workers.sentence import sentence
-from openrecycle.app.workers.states import Arrival, ProcessState, WorkerStates, follow
+from openrecycle.app.jobs.states import Arrival, ProcessState, WorkerStates, follow, sentence
 
 LADDER = FailureTimeouts(heartbeat=1, suspect=5, dead=20, transfer_grace=2)
 

@@ -22,9 +22,9 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 
 from openrecycle.agent.messages.protocol import Acknowledgement, Iteration, JobSpec, Registration
-from openrecycle.app.api.routes import create_routes
 from openrecycle.app.console.service import Console
-from openrecycle.app.security.bodies import BodyLimit
+from openrecycle.app.security.guard import BodyLimit
+from openrecycle.app.server import create_routes
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 from openrecycle.planner.jobs.job import Job

@@ -8,13 +8,11 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from ui_console import JobHere
 
-from openrecycle.app.api.routes import create_routes
 from openrecycle.app.console.service import Console
-from openrecycle.app.metrics.requests import Metering
+from openrecycle.app.metrics import Metering
 from openrecycle.app.security.access import Access
-from openrecycle.app.security.bodies import BodyLimit
-from openrecycle.app.security.guard import AccessGuard
-from openrecycle.app.security.hosts import HostGuard
+from openrecycle.app.security.guard import AccessGuard, BodyLimit, HostGuard
+from openrecycle.app.server import create_routes
 
 
 class Served:

@@ -20,7 +20,7 @@ from openrecycle.agent.messages.protocol import (
 )
 from openrecycle.app.console.service import Console
 from openrecycle.app.history.tables import LEFT_OUT
-from openrecycle.app.observing.measuring import IterationAsRun, WorkerOps
+from openrecycle.app.observing.as_run import IterationAsRun, WorkerOps
 from openrecycle.db.job_rows import MODELS, table
 from openrecycle.db.session import Database
 
@@ -51,8 +51,8 @@ def lived_job(console: Console, *, finished: bool = True) -> str:
                 )
             )
     job.take_heartbeats()
-    console.observing.recorder.write(float("inf"))
-    console.observing.recorder.tidy(time.time() + 7200)
+    console.recorder.write(float("inf"))
+    console.recorder.tidy(time.time() + 7200)
     console._flush()
     losses = [
         Iteration(iteration=i, loss=1 / (i + 3), loss_hex=(1 / (i + 3)).hex(), seconds=0.1, generation=1, living=4)
@@ -65,7 +65,7 @@ def lived_job(console: Console, *, finished: bool = True) -> str:
     _resume(console, job_id, [n for n in NAMES if n != "W1_0"], 2)
     times = {"detected_ms": 1.0, "unblocked_ms": 2.5, "reformed_ms": 3.0, "resumed_ms": 1e-3}
     console.recovered(job_id, Recovery(worker="W1_0", generation=2, **times))
-    console.observing.feed.acknowledge(job, [1, 2], "Zoë 🚀")
+    console.operators.acknowledge(job_id, [1, 2], "Zoë 🚀")
     generation = job.state.current
     assert generation is not None
     ops = WorkerOps(
@@ -79,7 +79,7 @@ def lived_job(console: Console, *, finished: bool = True) -> str:
         uncertainty_us=4,
         workers=dict.fromkeys(generation.living, ops),
     )
-    console.observing.observations.put_measured(job_id, 3, measured.model_dump_json(), measured.at)
+    console.observations.put_measured(job_id, 3, measured.model_dump_json(), measured.at)
     if finished:
         console.finish(job_id, JobFinished(state="finished", reason="all iterations are committed"))
     return job_id

@@ -18,7 +18,7 @@ from openrecycle.agent.coordination.membership import Candidate, Mode, Offer, St
 from openrecycle.agent.messages.protocol import JobSpec, JobState, Message, WorkerState
 from openrecycle.app.jobs import job_plans as planned
 from openrecycle.app.jobs.records import read_state
-from openrecycle.app.jobs.stored_plans import stored_plan
+from openrecycle.app.plans.library import stored_plan
 from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.jobs.words import DROP, MIGRATE, REROUTE
 from openrecycle.planner.plans.plan import job_doc
@@ -239,7 +239,7 @@ class History(RuleBasedStateMachine):
     @invariant()
     def the_database_knows_what_the_console_knows(self) -> None:
         if not self.world.in_doubt and not self.database.away:
-            home = self.world.job.nominal.home
+            home = self.world.job.plans.nominal.home
             stored = read_state(self.world.store, self.world.row, self.world.spec, home)
             assert durable(stored) == durable(self.state)
 
@@ -345,7 +345,7 @@ class History(RuleBasedStateMachine):
         for row in generations:
             assert store.plan(row["plan_fingerprint"])
             assert sorted((*row["living"], *row["failed"])) == sorted(NAMES)
-        commands = [(c.seq, c.kind, c.worker) for c in self.world.job.commands]
+        commands = [(c.seq, c.kind, c.worker) for c in self.world.job.commands.sent]
         assert commands == [(row["seq"], row["kind"], row["worker"] or None) for row in store.commands(job_id)]
 
 

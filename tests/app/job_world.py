@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from openrecycle.agent.launcher.processes import ProcessPool, WorkerProcess
 from openrecycle.agent.messages.protocol import (
@@ -28,12 +29,12 @@ from openrecycle.agent.messages.protocol import (
     Registration,
     Relayout,
 )
-from openrecycle.app.console.agent_reports import Reports
-from openrecycle.app.console.operator_actions import Operators
+from openrecycle.app.console.operators import Operators
+from openrecycle.app.console.reports import Reports
 from openrecycle.app.jobs.live_job import LiveJob
-from openrecycle.app.observing.service import Observing
+from openrecycle.app.observing.goodput import Waiting
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.app.settings import RetentionLimits
+from openrecycle.db.observations import Observations
 from openrecycle.db.store import Record, Store
 from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.jobs.words import layers_moved
@@ -57,7 +58,7 @@ class Process:
 
 @dataclass
 class Report:
-    """route: the method of app.console.agent_reports.Reports that takes it. Exits are the launcher's."""
+    """route: the method of app.console.reports.Reports that takes it. Exits are the launcher's."""
 
     route: str
     message: Message
@@ -87,7 +88,7 @@ class World:
         self.store = Store(self.database)
         self.job_id = secrets.token_hex(6)
         self.job = self._live()
-        self.held = self.job.nominal.home
+        self.held = self.job.plans.nominal.home
         members = [{"name": m.name, "state": m.state.value} for m in self.job.state.members.values()]
         self.store.create_job(
             self.job_id,
@@ -143,10 +144,10 @@ class World:
 
     def plan_arrives(self, failed: tuple[str, ...], refused: bool = False) -> None:
         if refused:
-            self.attempt(lambda: self.job.plan_made(failed, None, "no schedule exists"))
+            self.attempt(lambda: self.job.plans.plan_made(failed, None, "no schedule exists"))
             return
-        plan, _ = self.job.catalog.plan_for(frozenset(map(Worker.parse, failed)))
-        self.attempt(lambda: self.job.plan_made(failed, plan, ""))
+        plan, _ = self.job.plans.catalog.plan_for(frozenset(map(Worker.parse, failed)))
+        self.attempt(lambda: self.job.plans.plan_made(failed, plan, ""))
 
     # -- reports ----------------------------------------------------------------------------
 
@@ -248,7 +249,7 @@ class World:
 
     def obey(self, *processes: Process) -> None:
         """They hear of it where an operator has paused the job, or has had it go on."""
-        held = [command.kind for command in self.job.commands if command.kind in ("pause", "resume")]
+        held = [command.kind for command in self.job.commands.sent if command.kind in ("pause", "resume")]
         for process in processes:
             (self.stopped.add if held and held[-1] == "pause" else self.stopped.discard)(process.incarnation)
 
@@ -322,8 +323,8 @@ class World:
 class _Reports(Reports):
     def __init__(self, world: World) -> None:
         self._store, self._world = world.store, world
-        jobs = lambda: [world.job]  # noqa: E731
-        self.observing = Observing(world.store, 1.0, lambda fingerprint: None, jobs, list, RetentionLimits())
+        self._measure, self._waited = (lambda job_id: None), Waiting(Observations(world.store.database)).of
+        self._deployments = WeakKeyDictionary()
 
     def job(self, job_id: str) -> LiveJob:
         return self._world.job

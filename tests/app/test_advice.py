@@ -15,7 +15,7 @@ from openrecycle.agent.coordination.membership import Candidate
 from openrecycle.agent.messages.protocol import FailureReport
 from openrecycle.app.advice.recommendation import AdviceRequest, Recommendation, decide, recommendation_document, serve
 from openrecycle.app.advice.service import REPAIR_SECONDS, copy_times, measured_costs, move_times
-from openrecycle.app.observing.job_history import changes, repair_times
+from openrecycle.app.jobs.records import changes, repair_times
 from openrecycle.app.runtime.task_queue import TaskQueue
 from openrecycle.planner.check import check
 from openrecycle.planner.jobs.job import Job
@@ -382,11 +382,11 @@ def test_advice_that_comes_during_another_recovery_is_asked_for_again(
     here.console.failure(job.job_id, broken)
     until(lambda: job.console.view(job.job_id).generation == 3, "all connect anew")
     asked[0](Recommendation("re-route", "re-route", True, "too late"), "")
-    assert here.console.job(job.job_id).advice is None
+    assert here.console.view(job.job_id).advice is None
     job.resume(3)
     until(lambda: len(asked) == 2, "advice is asked for again")
     asked[1](Recommendation("re-route", "re-route", True, "in time"), "")
-    assert here.console.job(job.job_id).advice == "in time"
+    assert here.console.view(job.job_id).advice == "in time"
     assert advised(job) == ["in time"]
 
 
@@ -410,9 +410,8 @@ def test_a_job_in_slots_is_advised_once_an_iteration_was_timed(here: ConsoleHere
     """Seconds per slot are what its iterations took: 1 s each here, so 18 samples per second fault-free."""
     job = JobHere(here.console, "slots", durations={}, paced=False).register()
     job.die("W1_2").resume(2)
-    live = here.console.job(job.job_id)
-    assert live.advice is None
+    assert here.console.view(job.job_id).advice is None
     job.commit(0, 4, 2)
-    until(lambda: live.advice is not None, "the advice comes")
+    until(lambda: here.console.view(job.job_id).advice is not None, "the advice comes")
     # Five iterations of 1.1 s with the failure: re-routing trains 18 samples in each.
-    assert "16.36 samples/s" in (live.advice or "")
+    assert "16.36 samples/s" in (here.console.view(job.job_id).advice or "")

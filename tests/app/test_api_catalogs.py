@@ -16,7 +16,7 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 from ui_console import ConsoleHere, JobHere, until
 
-from openrecycle.app.api.routes import create_routes
+from openrecycle.app.server import create_routes
 from openrecycle.planner.check import check
 from openrecycle.planner.plans.plan import Plan
 from tests.conftest import examples
@@ -162,7 +162,7 @@ def test_what_is_worked_out_elsewhere_is_not_waited_for(client: TestClient, here
 
 
 def test_what_can_not_be_worked_out_is_said(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("openrecycle.app.catalogs.plans_needed.TIMEOUT", 0.0)
+    monkeypatch.setattr("openrecycle.app.catalogs.contents.TIMEOUT", 0.0)
     job = client.post(f"{API}/jobs", json={**LARGE, "micro_batches": 9}).json()["job_id"]
 
     def refused() -> bool:

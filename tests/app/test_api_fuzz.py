@@ -14,8 +14,8 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
 from openrecycle.agent.messages.protocol import JobSpec, Registration
-from openrecycle.app.api.routes import create_routes
 from openrecycle.app.console.service import Console
+from openrecycle.app.server import create_routes
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 from tests.conftest import examples

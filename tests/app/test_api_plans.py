@@ -14,11 +14,10 @@ from ui_console import ConsoleHere, until
 from ui_factory import plan
 
 from openrecycle.app.api import plans
-from openrecycle.app.api.routes import create_routes
 from openrecycle.app.plans.uploading import MOST_WAITING, Uploads, answer
-from openrecycle.app.runtime.documents import MOST_LARGE, PLAN_MIB
-from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.app.security.bodies import LARGE_BODY, BodyLimit
+from openrecycle.app.runtime.errors import MOST_LARGE, PLAN_MIB, ConsoleError
+from openrecycle.app.security.guard import LARGE_BODY, BodyLimit
+from openrecycle.app.server import create_routes
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem
 from openrecycle.planner.plans.plan import Plan, job_doc
 from openrecycle.planner.portfolio import make_plan

@@ -10,8 +10,8 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 from ui_console import ConsoleHere
 
-from openrecycle.app.api.routes import create_routes
 from openrecycle.app.plans import profiles
+from openrecycle.app.server import create_routes
 from openrecycle.planner.jobs.job import Job, Worker
 from openrecycle.planner.plans.plan import job_doc
 from openrecycle.planner.profiles import load_profile, shipped

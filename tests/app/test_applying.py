@@ -11,10 +11,10 @@ from ui_console import ConsoleHere, JobHere
 from ui_factory import plan
 
 from openrecycle.agent.coordination.events import Exited, PlanReady, UsePlan
-from openrecycle.app.api.routes import create_routes
 from openrecycle.app.console.service import Console
-from openrecycle.app.plans.applying import misfit, use_plan
+from openrecycle.app.plans.service import misfit, use_plan
 from openrecycle.app.runtime.errors import ConsoleError
+from openrecycle.app.server import create_routes
 from tests.agent.coordinator_run import Run
 from tests.golden import golden
 

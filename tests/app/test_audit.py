@@ -12,10 +12,10 @@ from starlette.testclient import TestClient
 from ui_console import ConsoleHere, JobHere, until
 
 from openrecycle.agent.messages.protocol import API
-from openrecycle.app.api.routes import create_api, create_routes
 from openrecycle.app.security.access import Access
 from openrecycle.app.security.callers import Caller, Role, agent_route, refusal
 from openrecycle.app.security.guard import AccessGuard
+from openrecycle.app.server import create_api, create_routes
 from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.plans.plan import job_doc
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from ui_console import ConsoleHere, JobHere, until
 
-from openrecycle.app.catalogs.fill import parse_request
+from openrecycle.app.catalogs.contents import parse_request
 from openrecycle.app.catalogs.service import Filling
 from openrecycle.planner.check import check
 from openrecycle.planner.jobs.job import Worker
@@ -31,8 +31,8 @@ def ended(filling: Filling) -> str:
 def test_a_second_job_begins_with_the_first_ones_plans(tmp_path: Path) -> None:
     here = ConsoleHere(tmp_path)
     first = here.console.job(JobHere(here.console, "first").job_id)
-    wait(lambda: first.planned_ahead == first.plans_to_make)
-    wait(lambda: len(here.console.catalogs.names(first.question)) == 5)
+    wait(lambda: first.plans.ahead.made == first.plans.ahead.wanted)
+    wait(lambda: len(here.console.catalogs.names(first.plans.question)) == 5)
     calls = []
     here.console.plans.ahead._maker.submit = lambda *args, **more: calls.append(args)  # type: ignore[method-assign]
     second = here.console.job(JobHere(here.console, "second").job_id)
@@ -47,7 +47,7 @@ def test_a_filling_improves_what_a_running_job_uses_at_the_next_failure(
     here = ConsoleHere(tmp_path)
     monkeypatch.setattr(here.console.plans.ahead, "make_ahead", lambda job: None)
     job = JobHere(here.console, "waits for its plans").register()
-    question = here.console.job(job.job_id).question
+    question = here.console.job(job.job_id).plans.question
     request = parse_request(
         job=job_doc(question.job), technique="staggered", memory="uniform", tolerance=1, solver="cp-sat", time_limit=5
     )
@@ -66,20 +66,20 @@ def test_plans_too_large_for_memory_stay_in_the_catalog_until_they_are_needed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("openrecycle.app.jobs.job_plans.INLINE_OPS", 1)
-    monkeypatch.setattr("openrecycle.app.plans.job_planner.HELD_OPS", 1)
+    monkeypatch.setattr("openrecycle.app.plans.service.HELD_OPS", 1)
     here = ConsoleHere(tmp_path)
     job = JobHere(here.console, "large")
     live = here.console.job(job.job_id)
-    assert live.plans_to_make == 5, "the full grid, and one failure on each of four stages"
-    wait(lambda: live.planned_ahead == 5)
+    assert live.plans.ahead.wanted == 5, "the full grid, and one failure on each of four stages"
+    wait(lambda: live.plans.ahead.made == 5)
     job.register()
-    assert [plan.failed for plan in live.catalog.plans] == [()], "only what it needed"
+    assert [plan.failed for plan in live.plans.catalog.plans] == [()], "only what it needed"
     job.die("W1_2")
     wait(lambda: here.console.view(job.job_id).generation == 2)
     opened = next(event.text for event in here.console.view(job.job_id).events if event.kind == "generation")
     assert golden("from-the-catalog-planned-ahead-for") in opened
     again = here.console.job(JobHere(here.console, "the same again").job_id)
-    assert (again.planned_ahead, again.plans_to_make) == (5, 5), "it is there at once"
+    assert (again.plans.ahead.made, again.plans.ahead.wanted) == (5, 5), "it is there at once"
     here.close()
 
 
@@ -94,8 +94,8 @@ def test_a_plan_at_hand_that_is_for_other_failures_is_made_anew(
     here = ConsoleHere(tmp_path)
     job = JobHere(here.console, "small").register()
     live = here.console.job(job.job_id)
-    wait(lambda: live.planned_ahead == 5)
-    (made_for,) = next(plan.failed for plan in live.catalog.plans if [name[3] for name in plan.failed] == ["2"])
+    wait(lambda: live.plans.ahead.made == 5)
+    (made_for,) = next(plan.failed for plan in live.plans.catalog.plans if [name[3] for name in plan.failed] == ["2"])
     other = "W1_2" if made_for != "W1_2" else "W0_2"
     monkeypatch.setattr("openrecycle.planner.catalogs.catalog.rename_pipelines", _of_others)
     job.die(other)
@@ -115,15 +115,15 @@ def test_a_large_plan_is_fitted_beside_the_console(
     for limit in (
         "openrecycle.app.jobs.job_plans.INLINE_OPS",
         "openrecycle.app.jobs.job_plans.LARGE_OPS",
-        "openrecycle.app.plans.job_planner.LARGE_OPS",
-        "openrecycle.app.plans.job_planner.HELD_OPS",
+        "openrecycle.app.plans.service.LARGE_OPS",
+        "openrecycle.app.plans.service.HELD_OPS",
     ):
         monkeypatch.setattr(limit, 1)
     here = ConsoleHere(tmp_path)
     job = JobHere(here.console, "large", micro_batches=90).register()
     live = here.console.job(job.job_id)
-    wait(lambda: live.planned_ahead == 5 and here.console.view(job.job_id).generation == 1)
-    located = here.console.catalogs.located(live.question, ("W1_2",))
+    wait(lambda: live.plans.ahead.made == 5 and here.console.view(job.job_id).generation == 1)
+    located = here.console.catalogs.located(live.plans.question, ("W1_2",))
     assert located is not None
     if damaged:
         broken = replace(located, stored=located.stored[:-1] + b"x")
@@ -133,7 +133,7 @@ def test_a_large_plan_is_fitted_beside_the_console(
     view = here.console.view(job.job_id)
     opened = next(event.text for event in view.events if event.kind == "generation")
     assert ("made now (list)" if damaged else located.origin) in opened
-    expected = here.console.catalogs.find(live.question, [Worker(1, 2)])
+    expected = here.console.catalogs.find(live.plans.question, [Worker(1, 2)])
     assert expected is not None and view.plan is not None
     assert damaged or view.plan.fingerprint == expected[0].fingerprint, "made for W1_2 itself, it has other ties"
     assert check(view.plan) == []
@@ -144,7 +144,7 @@ def test_a_large_plan_is_fitted_beside_the_console(
 
 def test_the_filling_of_a_job_that_ends_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = ConsoleHere(tmp_path)
-    monkeypatch.setattr("openrecycle.app.plans.job_planner.HELD_OPS", 1)
+    monkeypatch.setattr("openrecycle.app.plans.service.HELD_OPS", 1)
     here.console.plans.ahead._tolerance = 3
     jobs = [JobHere(here.console, f"job {i}", pipelines=8, stages=16, micro_batches=64) for i in range(2)]
     wait(lambda: len(here.console.plans.ahead._filling) == 2)

@@ -12,8 +12,8 @@ from types import ModuleType
 
 import pytest
 
-from openrecycle.app.runtime.children import Channel, ChildEnded, Children, PendingAnswer
 from openrecycle.app.runtime.patches import begin_without_pages
+from openrecycle.app.runtime.processes import Channel, ChildEnded, Children, PendingAnswer
 
 pytestmark = pytest.mark.processes
 

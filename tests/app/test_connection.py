@@ -15,8 +15,7 @@ from ui_console import ConsoleHere, JobHere
 from uvicorn.server import ServerState
 
 from openrecycle.agent.messages.protocol import API
-from openrecycle.app.api.connection import connections
-from openrecycle.app.api.connection_limit import ConnectionLimit
+from openrecycle.app.api.connection import ConnectionLimit, connections
 from openrecycle.app.security.access import Access
 from tests.golden import golden
 
@@ -186,4 +185,4 @@ def test_what_looks_like_a_request_inside_of_one_is_none(served: Served) -> None
     run(served, case)
     job = served.console.job(served.job.job_id)
     job.take_heartbeats()
-    assert job.contacts["W0_1"].beat.seq == 50
+    assert job.measurements.contacts["W0_1"].beat.seq == 50

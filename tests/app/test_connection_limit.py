@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from openrecycle.app.api.connection_limit import ConnectionLimit
+from openrecycle.app.api.connection import ConnectionLimit
 
 
 class Visitor:

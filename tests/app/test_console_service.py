@@ -22,8 +22,8 @@ from openrecycle.agent.messages.protocol import (
     Registration,
 )
 from openrecycle.app.console.service import Console, get_console, set_console
+from openrecycle.app.jobs.states import RoleState
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.app.workers.states import RoleState
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 from tests.golden import golden
@@ -200,8 +200,10 @@ def test_reports_that_come_at_once_are_taken_one_after_the_other(console: Consol
 def test_a_job_that_no_plan_fits_halts_and_says_why(console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
     created, _ = console.create_job(SPEC)
     job = console.job(created.job_id)
-    monkeypatch.setattr(job, "plan_now", lambda failed: None)
-    monkeypatch.setattr(job, "_want_plan", lambda job, failed: job.plan_made(failed, None, "no schedule exists: x"))
+    monkeypatch.setattr(job.plans, "plan_now", lambda failed: None)
+    monkeypatch.setattr(
+        job, "_want_plan", lambda job, failed: job.plans.plan_made(failed, None, "no schedule exists: x")
+    )
     register_all(console, created.job_id)
     view = console.view(created.job_id)
     assert view.state is JobState.HALTED
@@ -217,7 +219,7 @@ def test_after_each_failure_beyond_the_tolerance_the_next_is_planned(store: Stor
         register_all(console, created.job_id)
         resume(console, created.job_id, 1, NAMES)
         until(lambda: {len(p["failed"]) for p in console.job_plans(created.job_id)} == {0, 1})
-        until(lambda: job.planned_ahead == job.plans_to_make == 3)
+        until(lambda: job.plans.ahead.made == job.plans.ahead.wanted == 3)
         console.failure(created.job_id, exited("W0_1"))
         until(lambda: {len(p["failed"]) for p in console.job_plans(created.job_id)} == {0, 1, 2})
         assert golden("planned-ahead-for-1-failed") in console.view(created.job_id).events[0].text
@@ -269,13 +271,13 @@ def test_heartbeats_are_stored_some_at_a_time_and_none_is_forgotten(store: Store
         job.take_heartbeats()
 
     hear(1, *NAMES)
-    some = [row["name"] for row in job.unsaved_contacts(3)]
+    some = [row["name"] for row in job.measurements.unsaved(3)]
     assert some == NAMES[:3]
     hear(2, *NAMES)  # those that were stored wait behind the others
-    rest = job.unsaved_contacts(len(NAMES))
+    rest = job.measurements.unsaved(len(NAMES))
     assert [row["name"] for row in rest] == [*NAMES[3:], *some]
     assert {row["seq"] for row in rest} == {2}
-    assert job.unsaved_contacts(1) == []
+    assert job.measurements.unsaved(1) == []
 
 
 def test_the_rate_that_a_paced_job_can_reach_is_predicted(console: Console) -> None:

@@ -11,7 +11,7 @@ import pytest
 from openrecycle.agent.messages.protocol import Acknowledgement, FailureReport, Heartbeat, JobSpec, Registration
 from openrecycle.app.console.service import Console
 from openrecycle.app.jobs.live_job import LiveJob
-from openrecycle.app.plans.drifting import Drifting
+from openrecycle.app.plans.service import Drifting
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 from openrecycle.planner.jobs.job import Worker
@@ -51,7 +51,7 @@ class Workers:
 
     def heard(self) -> set[str]:
         """Whose newest heartbeat has been taken."""
-        return {name for name, contact in self.job.contacts.items() if contact.beat.seq == self.seq}
+        return {name for name, contact in self.job.measurements.contacts.items() if contact.beat.seq == self.seq}
 
     def resume(self, names: list[str] = NAMES) -> None:
         """Takes up the newest generation."""
@@ -77,7 +77,7 @@ class Workers:
                     op_milliseconds=took,  # type: ignore[arg-type]
                 )
                 self.console.heartbeats(self.job_id, [beat])
-            until(lambda: set(names) <= self.heard() and not self.job.op_times._fresh)
+            until(lambda: set(names) <= self.heard() and not self.job.measurements.op_times._fresh)
 
 
 def until(true: Callable[[], object], seconds: float = 30) -> None:
@@ -112,13 +112,13 @@ def test_a_slow_worker_gets_less_to_do_until_it_is_well(store: Store) -> None:
         console.register(created.job_id, Registration(worker=name, incarnation=f"{name}-a", host="h", pid=7))
     workers.resume()
     workers.beat({}, rounds=WINDOW)
-    assert workers.job.state.generation == 1 and workers.job.slow == {}
+    assert workers.job.state.generation == 1 and workers.job.measurements.slow == {}
 
     workers.beat({"W1_1": 2.0}, rounds=WINDOW + 1)
     until(lambda: workers.job.state.generation == 2)
     view = console.view(created.job_id)
     assert [w.slow for w in view.workers] == [0, 0, 0, 2]
-    assert workers.plan.job.speeds == {"W1_1": 0.5} and workers.job.job.speeds == ((SLOW, 0.5),)
+    assert workers.plan.job.speeds == {"W1_1": 0.5} and workers.job.plans.job.speeds == ((SLOW, 0.5),)
     # Its peer takes work off it.
     assert forwards(workers.plan, "W1_1") < 6 < forwards(workers.plan, "W0_1")
     slow, generation = (
@@ -138,12 +138,12 @@ def test_a_slow_worker_gets_less_to_do_until_it_is_well(store: Store) -> None:
     left = NAMES[1:]
     workers.console = console
     workers.resume(left)
-    until(lambda: workers.job.job.speeds == ((SLOW, 0.5),))
+    until(lambda: workers.job.plans.job.speeds == ((SLOW, 0.5),))
     before = workers.job.state.generation
     workers.beat({}, rounds=WINDOW + 1, names=left)
-    until(lambda: workers.job.job.speeds == ())
+    until(lambda: workers.job.plans.job.speeds == ())
     until(lambda: workers.job.state.generation > before or any("the plan in force stays" in t for t in workers.texts()))
-    assert golden("w1-1-is-as-fast") in workers.texts() and workers.job.slow == {}
+    assert golden("w1-1-is-as-fast") in workers.texts() and workers.job.measurements.slow == {}
     console.close()
 
 
@@ -158,7 +158,7 @@ def test_while_the_plan_is_frozen_a_better_one_waits(store: Store) -> None:
     workers.beat({"W1_1": 2.0}, rounds=WINDOW + 1)
     until(lambda: any("it waits: ada has frozen the plan" in text for text in workers.texts()))
     assert workers.job.state.generation == 1
-    assert workers.job.job.speeds == ((SLOW, 0.5),), "what fails now is planned with that speed"
+    assert workers.job.plans.job.speeds == ((SLOW, 0.5),), "what fails now is planned with that speed"
     console.operators.freeze(created.job_id, False, "ada")
     workers.beat({"W1_1": 2.0}, rounds=1)
     until(lambda: workers.job.state.generation == 2)
@@ -176,7 +176,9 @@ def test_all_together_are_slow_and_no_plan_is_to_blame(store: Store) -> None:
     workers.beat(dict.fromkeys(NAMES, 1.5), rounds=WINDOW + 1)
     said = "all workers' ops take 1.5 times what the profile says"
     until(lambda: any(said in text for text in workers.texts()))
-    assert workers.job.state.generation == 1 and workers.job.job.speeds == () and workers.job.slow == {}
+    assert (
+        workers.job.state.generation == 1 and workers.job.plans.job.speeds == () and workers.job.measurements.slow == {}
+    )
     console.close()
 
 

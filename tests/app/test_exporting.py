@@ -18,11 +18,19 @@ from ui_console import ConsoleHere, JobHere
 from ui_factory import plan as made_plan
 
 from openrecycle.agent.cli import app as agent_cli
-from openrecycle.app.api.routes import create_routes
 from openrecycle.app.plans import exporting
-from openrecycle.app.plans.bundle import CatalogPart, launch_line, make_bundle
-from openrecycle.app.plans.exporting import Export, file_stem, offer_named, offers, render
+from openrecycle.app.plans.exporting import (
+    CatalogPart,
+    Export,
+    file_stem,
+    launch_line,
+    make_bundle,
+    offer_named,
+    offers,
+    render,
+)
 from openrecycle.app.runtime.errors import ConsoleError
+from openrecycle.app.server import create_routes
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.check import check
 from openrecycle.planner.cli import app as planner_cli

@@ -6,8 +6,7 @@ import pytest
 from ui_console import ConsoleHere, JobHere
 
 from openrecycle.agent.messages.protocol import LogLine, LogLines, ValidationReport
-from openrecycle.app.observing import service
-from openrecycle.app.observing.service import LogBook
+from openrecycle.app.jobs import measurements
 from openrecycle.app.runtime.errors import ConsoleError
 from tests.golden import golden
 
@@ -29,7 +28,7 @@ def test_a_validation_is_a_line_of_the_feed_once(
     console = here.console
     job_id = JobHere(console, "steps").job_id
     for _ in range(2):
-        console.observing.feed.take_validation(console.job(job_id), report)
+        console.validated(job_id, report)
     lines = [e for e in console.view(job_id).events if e.kind == "step"]
     assert [(e.severity, words in e.text) for e in lines] == [(severity, True)]
 
@@ -39,9 +38,8 @@ def test_what_somebody_has_taken_note_of_says_who(here: ConsoleHere) -> None:
     job = JobHere(console, "noted").register().commit(0, 3, 1).die("W1_2").heal("W1_2", 2)
     notable = [e for e in console.view(job.job_id).events if e.severity != "info"]
     assert notable and not any(e.seen_by for e in notable)
-    live = console.job(job.job_id)
-    assert console.observing.feed.acknowledge(live, [notable[0].seq, 10_000], "Ann") == 1
-    assert console.observing.feed.acknowledge(live, [e.seq for e in notable], "Bob") == len(notable) - 1
+    assert console.operators.acknowledge(job.job_id, [notable[0].seq, 10_000], "Ann") == 1
+    assert console.operators.acknowledge(job.job_id, [e.seq for e in notable], "Bob") == len(notable) - 1
     by = {e.seq: e.seen_by for e in console.view(job.job_id).events}
     assert [by[e.seq] for e in notable] == ["Ann", *["Bob"] * (len(notable) - 1)]
 
@@ -52,16 +50,16 @@ def lines(*texts: str, worker: str = "W0_0", skipped: int = 0) -> LogLines:
 
 
 def test_the_newest_lines_of_each_worker_are_kept(here: ConsoleHere, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "LINES", 21)
-    job = here.console.job(JobHere(here.console, "logs").register().job_id)
-    book = LogBook()
+    monkeypatch.setattr(measurements, "LINES", 21)
+    console, job_id = here.console, JobHere(here.console, "logs").register().job_id
+    book = console.job(job_id).measurements.logs
     for i in range(25):
-        book.take(job, lines(str(i)))
-    assert [line.text for line in book.lines(job.job_id, "W0_0")] == [str(i) for i in range(4, 25)]
-    book.take(job, lines("more", skipped=1234))
-    assert [line.text for line in book.lines(job.job_id, "W0_0")][-2:] == [golden("1-234-lines-left-out"), "more"]
-    assert book.lines(job.job_id, "W0_1") == ()
+        console.printed(job_id, lines(str(i)))
+    assert [line.text for line in book.lines("W0_0")] == [str(i) for i in range(4, 25)]
+    console.printed(job_id, lines("more", skipped=1234))
+    assert [line.text for line in book.lines("W0_0")][-2:] == [golden("1-234-lines-left-out"), "more"]
+    assert book.lines("W0_1") == ()
     with pytest.raises(ConsoleError, match=golden("expected-a-worker-of-the")):
-        book.take(job, lines("x", worker="W8_8"))
+        console.printed(job_id, lines("x", worker="W8_8"))
     with pytest.raises(ConsoleError, match="expected 'W0_0-a', the newest"):
-        book.take(job, LogLines(worker="W0_0", incarnation="other", lines=()))
+        console.printed(job_id, LogLines(worker="W0_0", incarnation="other", lines=()))

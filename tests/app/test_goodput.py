@@ -11,10 +11,10 @@ from ui_console import ConsoleHere, JobHere, until
 
 from openrecycle.app.advice.service import measured_costs
 from openrecycle.app.console.service import Console
-from openrecycle.app.jobs.baseline import Baseline
+from openrecycle.app.jobs.throughput import Account, Baseline
 from openrecycle.app.jobs.waiting import Wait, segments
 from openrecycle.app.observing import goodput
-from openrecycle.app.observing.goodput import Account, Accounts, figures
+from openrecycle.app.observing.goodput import Accounts, figures
 from openrecycle.db.observations import Observations
 from openrecycle.db.store import Record, Store
 from tests.golden import golden
@@ -67,10 +67,10 @@ def test_the_first_iteration_of_a_new_generation_is_judged_by_the_generation_bef
 
 def test_before_anything_is_known(here: ConsoleHere) -> None:
     console = here.console
-    starting = console.observing.accounts.of(console.job(JobHere(console, "starting").job_id))
+    starting = console.accounts.of(console.job(JobHere(console, "starting").job_id))
     assert (starting.ettr, starting.goodput) == (None, None)
     job = console.job(JobHere(console, "no times", paced=False, durations={}).register().job_id)
-    assert console.observing.accounts.of(job).fault_free is None
+    assert console.accounts.of(job).fault_free is None
 
 
 def test_adding_up_in_the_database_gives_the_same(here: ConsoleHere, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,19 +142,19 @@ def test_the_yardstick_is_pinned_and_no_slower_machine_moves_it(here: ConsoleHer
     console = here.console
     driven = JobHere(console, "pinned", iterations=5000, paced=False, durations={}).register()
     job = console.job(driven.job_id)
-    assert console.observing.accounts.of(job).fault_free is None
+    assert console.accounts.of(job).fault_free is None
     commit(console, driven, rows(0, 40, 1.0))
     until(lambda: job.baseline is not None, "it is measured")
     pinned = job.baseline
     assert pinned is not None and pinned.samples_per_second == pytest.approx(18 / 1.01, rel=0.02)
     assert pinned.words == golden("measured-at-iterations-1-to") and len(feed(console, job.job_id)) == 1
-    before = console.observing.accounts.of(job).fault_free
+    before = console.accounts.of(job).fault_free
     commit(console, driven, rows(41, 700, 2.0))
     time.sleep(0.6)  # two ticks of the console in which it could have been moved
-    assert console.observing.accounts.of(job).fault_free == before and len(feed(console, job.job_id)) == 1
+    assert console.accounts.of(job).fault_free == before and len(feed(console, job.job_id)) == 1
     # An operator has it measured anew, and the feed says what it was.
     console.operators.measure_anew(job.job_id, "ada")
-    assert console.observing.accounts.of(job).fault_free == before, "until there is a new one"
+    assert console.accounts.of(job).fault_free == before, "until there is a new one"
     commit(console, driven, rows(701, 740, 2.0))
     until(lambda: job.baseline is not None and job.baseline.renew is None, "it is measured anew")
     assert job.baseline is not None and job.baseline.first > 700
@@ -164,7 +164,7 @@ def test_the_yardstick_is_pinned_and_no_slower_machine_moves_it(here: ConsoleHer
     try:
         read = again.take_up(job.job_id)
         assert read is not None and read.baseline == job.baseline
-        assert again.observing.accounts.of(read).fault_free == job.baseline.samples_per_second
+        assert again.accounts.of(read).fault_free == job.baseline.samples_per_second
     finally:
         again.close()
 
@@ -194,20 +194,20 @@ def test_a_persons_time_is_no_cost_and_no_dip(here: ConsoleHere) -> None:
     for row in made[20:]:
         row["committed_at"] += 60
     made[20]["seconds"] += 60
-    job.held = [("pause", made[19]["committed_at"] - 0.5), ("resume", made[19]["committed_at"] + 60)]
+    job.commands.held = [("pause", made[19]["committed_at"] - 0.5), ("resume", made[19]["committed_at"] + 60)]
     commit(console, driven, made)
     view = console.view(job.job_id)
     slowest = min(i.samples_per_second for i in view.iterations if i.iteration < 29)
     assert slowest > 17, "the pause is no dip"
     assert view.iterations[20].waited == pytest.approx(60, abs=1)
-    made_of = figures(account_of([1.0] * 30), job, now - 200, now, console.observing.accounts.waiting.of(job))
+    made_of = figures(account_of([1.0] * 30), job, now - 200, now, console.accounts.waiting.of(job))
     assert made_of.waited == pytest.approx(60.5, abs=0.1) and made_of.wall == pytest.approx(200 - made_of.waited)
-    assert console.observing.accounts.of(job).waited == made_of.waited
+    assert console.accounts.of(job).waited == made_of.waited
     # A choice of a minute that led to generation 2.
     job.choices = (Wait(now - 90, now - 30, 2),)
     recovery = {"worker": "W1_2", "generation": 2, "death_known": True, "at": now - 28, "resumed_ms": 61_000.0}
     recovery |= {"detected_ms": 20.0, "unblocked_ms": 60_200.0, "reformed_ms": 60_500.0}
-    waited = console.observing.accounts.waiting.of(job)
+    waited = console.accounts.waiting.of(job)
     steps = dict(segments(recovery, waited))
     assert sum(steps.values()) == pytest.approx(61_000), "they add up"
     assert steps[golden("waited-for-a-person")] == pytest.approx(60_000)

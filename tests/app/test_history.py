@@ -17,10 +17,16 @@ from history_job import NAMES, everything, lived_job
 from sqlalchemy import func, select, update
 
 from openrecycle.app.console.service import Console
-from openrecycle.app.history import importing, reading
-from openrecycle.app.history.archive import EXPORTED, Manifest, export, table_file
-from openrecycle.app.history.importing import delete_job, import_history
-from openrecycle.app.history.reading import HistoryError
+from openrecycle.app.history import archive as histories
+from openrecycle.app.history.archive import (
+    EXPORTED,
+    HistoryError,
+    Manifest,
+    delete_job,
+    export,
+    import_history,
+    table_file,
+)
 from openrecycle.app.history.tables import LEFT_OUT, format_of
 from openrecycle.db.job_rows import MODELS, JobRows, table
 from openrecycle.db.models import AuditRow, Base, JobRow, PlanRow
@@ -273,7 +279,7 @@ def test_files_that_are_no_history(origin: tuple[Database, str, Path], target: D
 
 
 def test_a_directory_beyond_all_bounds(target: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "MOST_DIRECTORY", 1000)
+    monkeypatch.setattr(histories, "MOST_DIRECTORY", 1000)
     with zipfile.ZipFile(tmp_path / "many.zip", "w") as archive:
         for i in range(100):
             archive.writestr(f"file{i}", b"")
@@ -306,7 +312,7 @@ def test_an_import_that_breaks_off_leaves_nothing(
     origin: tuple[Database, str, Path], target: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = counts(target)
-    monkeypatch.setattr(importing, "BATCH", 2)
+    monkeypatch.setattr(histories, "BATCH", 2)
     steps = 0
 
     def broken(seconds: float) -> None:
@@ -320,20 +326,20 @@ def test_an_import_that_breaks_off_leaves_nothing(
     assert counts(target) == before
     # A process that died has left its half; whoever starts next finds it.
     rows = JobRows(target)
-    monkeypatch.setattr(importing, "delete_job", lambda *_: None)
+    monkeypatch.setattr(histories, "delete_job", lambda *_: None)
     steps = 0
     with pytest.raises(OSError, match="no space left"):
         import_history(target, origin[2], rest=broken)
     assert Store(target).jobs() == []
     [(job_id, state, note)] = rows.hidden()
-    assert (job_id, state) == (origin[1], "importing") and not importing.abandoned(note), "this process lives"
+    assert (job_id, state) == (origin[1], "importing") and not histories.abandoned(note), "this process lives"
     with pytest.raises(HistoryError, match=golden("is-there-already")):
         import_history(target, origin[2])
     with subprocess.Popen(["true"]) as ended:
         pass
     gone = f"{socket.gethostname()} {ended.pid} 1"
-    assert importing.abandoned(gone) and importing.abandoned("other-host 1 1.0")
-    assert not importing.abandoned(f"other-host 1 {time.time()}") and not importing.abandoned("")
+    assert histories.abandoned(gone) and histories.abandoned("other-host 1 1.0")
+    assert not histories.abandoned(f"other-host 1 {time.time()}") and not histories.abandoned("")
     with target.write() as session:
         session.execute(update(JobRow).values(reason=gone))
     monkeypatch.undo()

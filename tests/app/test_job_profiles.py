@@ -55,7 +55,7 @@ def test_a_profile_outlives_its_console(store: Store) -> None:
     second = Console(store)
     second.start()
     job = second.job(created.job_id)
-    assert job.job == UNEVEN and job.spec == SPEC and job.catalog.memory.limits(job.job) == (2, 3)
+    assert job.plans.job == UNEVEN and job.spec == SPEC and job.plans.catalog.memory.limits(job.plans.job) == (2, 3)
     second.close()
 
 

@@ -17,9 +17,9 @@ from openrecycle.agent.messages.client import ConsoleClient
 from openrecycle.agent.messages.protocol import AGENT_TOKEN, JobSpec
 from openrecycle.agent.monitoring import console_link
 from openrecycle.agent.monitoring.console_link import ConsoleCoordination, create_job
-from openrecycle.app.api.routes import create_routes
 from openrecycle.app.security.access import Access
 from openrecycle.app.security.guard import AccessGuard
+from openrecycle.app.server import create_routes
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes

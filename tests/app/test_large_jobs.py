@@ -15,9 +15,9 @@ import requests
 from typer.testing import CliRunner
 
 from openrecycle.agent.messages.protocol import JobSpec
-from openrecycle.app.catalogs.plans_needed import is_quick
+from openrecycle.app.catalogs.contents import is_quick
 from openrecycle.app.cli import cli
-from openrecycle.app.console.jobs import MAX_WORKERS
+from openrecycle.app.console.registry import MAX_WORKERS
 from openrecycle.app.console.service import Console
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.db.session import Database
@@ -98,7 +98,7 @@ def test_what_large_jobs_may_lose_is_not_worked_out_in_the_apis_process(pipeline
 
 
 def test_workers_of_all_live_jobs_together_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("openrecycle.app.console.jobs.MAX_LIVE_WORKERS", 20)
+    monkeypatch.setattr("openrecycle.app.console.registry.MAX_LIVE_WORKERS", 20)
     database = Database(f"sqlite:///{tmp_path / 'console.db'}")
     database.upgrade()
     console = Console(Store(database), tolerance=0)

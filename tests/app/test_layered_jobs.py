@@ -85,7 +85,8 @@ def test_layers_move_after_a_death_and_back_after_the_return(here: ConsoleHere) 
     assert job.live.state.held == HOME and not job.live.state.moving
     job.commit(21, 30, 5)
     until(
-        lambda: job.live.planned_ahead >= job.live.plans_to_make > 1, "plans are made ahead for the layers as they are"
+        lambda: job.live.plans.ahead.made >= job.live.plans.ahead.wanted > 1,
+        "plans are made ahead for the layers as they are",
     )
     assert job.live.state.generation == 5, "and now they stay"
 

@@ -14,8 +14,8 @@ from starlette.types import ASGIApp
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from openrecycle.app.console.service import Console
-from openrecycle.app.leadership.gate import Gate
-from openrecycle.app.leadership.watch import LeaderStatus
+from openrecycle.app.leadership.host import Gate
+from openrecycle.app.leadership.lease import LeaderStatus
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes

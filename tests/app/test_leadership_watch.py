@@ -13,9 +13,8 @@ from sqlalchemy import text
 from sqlalchemy.exc import OperationalError
 
 from openrecycle.app.console.service import Console
-from openrecycle.app.leadership.decision import LeaseTimes
 from openrecycle.app.leadership.host import ActiveConsole, ConsoleHost
-from openrecycle.app.leadership.watch import Leadership
+from openrecycle.app.leadership.lease import Leadership, LeaseTimes
 from openrecycle.db.leadership import LeaderSession
 from openrecycle.db.session import NOT_LEADING, Database, DatabaseError
 from openrecycle.db.store import Store

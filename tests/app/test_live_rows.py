@@ -10,7 +10,7 @@ import pytest
 import ui_factory as factory
 from ui_console import JobHere
 
-from openrecycle.app.console import view_builder as views
+from openrecycle.app.console import view as views
 from openrecycle.app.console.service import Console
 from openrecycle.app.ui.charts.progress import generation_marks, progress_rows, throughput
 from openrecycle.app.ui.charts.vega import arrow
@@ -55,7 +55,7 @@ def test_all_who_look_at_a_large_job_within_a_second_share_what_they_see(
     assert console.view(job.job_id).workers is not own, "of a small one everybody sees the newest"
     monkeypatch.setattr(views, "SHARED", 12)
     monkeypatch.setattr(views, "SHARED_SECONDS", 1e9)
-    console.job(job.job_id).view_cache.clear()
+    console._seen.clear()
     seen = console.view(job.job_id)
     assert console.view(job.job_id, 5, 5).workers is seen.workers
     job.die("W1_2")

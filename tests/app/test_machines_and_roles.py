@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import pytest
 from hypothesis import Phase, settings
@@ -21,23 +22,19 @@ from openrecycle.agent.coordination.membership import Candidate, Mode, Offer
 from openrecycle.agent.messages.protocol import JobSpec
 from openrecycle.app.api.models import WorkerInfo
 from openrecycle.app.catalogs.service import Catalogs
-from openrecycle.app.console.plan_sources import names
-from openrecycle.app.console.queries import Queries
-from openrecycle.app.console.view import JobView
-from openrecycle.app.console.view_builder import job_view
-from openrecycle.app.console.worker_detail import WorkerDetail, worker_detail
+from openrecycle.app.console.view import JobView, Queries, WorkerDetail
 from openrecycle.app.jobs.live_job import LiveJob
-from openrecycle.app.jobs.stored_plans import PlanCache
+from openrecycle.app.jobs.states import OUT, Condition, RoleState, words_of
+from openrecycle.app.observing.goodput import Accounts
 from openrecycle.app.observing.rollout import RollOuts
-from openrecycle.app.observing.service import Observing
-from openrecycle.app.plans.service import PlansService
-from openrecycle.app.settings import RetentionLimits
+from openrecycle.app.plans.library import Library, PlanCache
+from openrecycle.app.plans.making import Making
+from openrecycle.app.plans.sources import PlanSources
 from openrecycle.app.ui import facts
 from openrecycle.app.ui.charts.worker_grid import LOOKS, worker_grid
 from openrecycle.app.ui.theme import LIGHT
-from openrecycle.app.ui.worker_words import facts_html
-from openrecycle.app.workers.sentence import sentence
-from openrecycle.app.workers.states import OUT, Condition, RoleState, words_of
+from openrecycle.app.ui.worker_dialog import facts_html
+from openrecycle.db.observations import Observations
 from openrecycle.planner.jobs.words import DROP, MIGRATE, REROUTE
 from tests.agent.coordinator_run import LADDER
 from tests.app.flaky_database import FlakyDatabase
@@ -57,7 +54,11 @@ class Console(Queries):
 
     def __init__(self, world: World) -> None:
         self._store, self._world, self.failure_timeouts = world.store, world, LADDER
-        self.observing = Observing(world.store, 1.0, lambda fingerprint: None, self.live_jobs, list, RetentionLimits())
+        self._clock = lambda: world.now
+        self.observations = Observations(world.store.database)
+        accounts = Accounts(world.store, self.observations)
+        self._figures, self._waited, self._advice = accounts.of, accounts.waiting.of, lambda job: None
+        self._seen = WeakKeyDictionary()
 
     def job(self, job_id: str) -> LiveJob:
         return self._world.job
@@ -67,34 +68,33 @@ class Console(Queries):
 
     @property
     def read(self) -> JobView:
-        """As `view`, by the clock of the played job."""
-        job, plans = self._world.job, PlanCache(self._store)
+        self._plans = PlanCache(self._store)
         try:
-            accounts, stores = self.observing.accounts, (self._store, self.observing.observations)
-            waited = accounts.waiting.of(job)
-            say = lambda worker_states, newest: sentence(worker_states, self._world.now, LADDER)  # noqa: E731
-            return job_view(job, stores, plans, say, accounts.of(job), waited, 5, 200)
+            return self.view(self._world.job_id, 5, 200)
         finally:
-            plans.close()
+            self._plans.close()
 
     def dialog(self, view: JobView, name: str) -> WorkerDetail:
-        return worker_detail(self, view, name, time.time())  # type: ignore[arg-type]
+        return self.worker_detail(view, name, time.time())
 
     @property
     def picker(self) -> str:
         """What the plan pickers call the plan that is run."""
-        self.plans = PlansService(
-            *(self._store, Catalogs(self._store)),
-            tolerance=0,
-            heartbeat=1.0,
+        plans, catalogs = PlanCache(self._store), Catalogs(self._store)
+        sources = PlanSources(
+            self._store,
             find=self.job,
-            jobs=self.live_jobs,
-            on_made=lambda plan: None,
+            plans=plans,
+            library=Library(self._store, plans),
+            making=Making(),
+            catalogs=catalogs,
+            measured=lambda *_, **__: None,
         )
         try:
-            return next(iter(names(self, self._world.job_id).values()))  # type: ignore[arg-type]
+            return next(iter(sources.names(self._world.job_id).values()))
         finally:
-            self.plans.close()
+            plans.close()
+            catalogs.close()
 
 
 def view_of(world: World) -> JobView:
@@ -297,7 +297,7 @@ class Lives(RuleBasedStateMachine):
         row = self.world.row
         fresh = self.world._live()
         fresh._read(row)
-        fresh.contacts = dict(job.contacts)  # they are written behind
+        fresh.measurements.contacts = dict(job.measurements.contacts)  # they are written behind
         # A choice that is pending is made anew when the console takes the job up.
         again = fresh.worker_states(), replace(job.worker_states(), waiting=False)
         assert again[0].processes == again[1].processes

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from openrecycle.app.jobs.op_times import OpTimes
-from openrecycle.app.plans.measured_profile import measured_profile
+from openrecycle.app.jobs.measurements import OpTimes
+from openrecycle.app.plans.profiles import measured_profile
 from openrecycle.planner.jobs.job import Job
+from openrecycle.planner.plans.plan import JobDoc
 
 
-def job(nominal: Job, reports: dict[str, dict[str, float]]) -> Any:
+def measured(nominal: Job, reports: dict[str, dict[str, float]]) -> JobDoc | None:
     times = OpTimes()
     times.report(SimpleNamespace(worker=w, incarnation="a", op_milliseconds=ms) for w, ms in reports.items())  # type: ignore[misc]
-    return SimpleNamespace(nominal=nominal, op_times=times)
+    return measured_profile(nominal, times.smoothed)
 
 
 NOMINAL = Job.uniform(3, 1, 2, durations={"F": 40, "I": 30, "W": 10, "O": 2}, time_unit="ms")
@@ -27,7 +27,7 @@ def test_medians_of_peers_and_the_rest_as_planned() -> None:
         "W1_0": {"F": 43.0, "I": 33.0, "W": 13.0},
         "W2_0": {"F": 400.0, "I": 300.0, "W": 100.0},
     }
-    found = measured_profile(job(NOMINAL, reports))
+    found = measured(NOMINAL, reports)
     assert found is not None
     (stage,) = found.profiles
     assert (stage.forward, stage.input_backward, stage.weight_backward, stage.optimizer) == (43, 33, 13, 2)
@@ -35,7 +35,7 @@ def test_medians_of_peers_and_the_rest_as_planned() -> None:
 
 
 def test_a_whole_backward_is_split_as_the_profile_splits_it() -> None:
-    found = measured_profile(job(NOMINAL, {"W0_0": {"F": 40.0, "B": 60.0}}))
+    found = measured(NOMINAL, {"W0_0": {"F": 40.0, "B": 60.0}})
     assert found is not None
     assert (found.profiles[0].input_backward, found.profiles[0].weight_backward) == (45, 15)
 
@@ -43,11 +43,11 @@ def test_a_whole_backward_is_split_as_the_profile_splits_it() -> None:
 @pytest.mark.parametrize(("unit", "scale"), [("s", 1000.0), ("slot", 0.0)])
 def test_units_become_ms_and_what_is_no_time_is_left_out(unit: str, scale: float) -> None:
     nominal = Job.uniform(1, 2, 2, durations={"F": 1, "I": 1, "W": 1, "O": 3, "transfer": 0.5}, time_unit=unit)
-    found = measured_profile(job(nominal, {f"W0_{s}": {"F": 9.0, "I": 8.0, "W": 7.0} for s in range(2)}))
+    found = measured(nominal, {f"W0_{s}": {"F": 9.0, "I": 8.0, "W": 7.0} for s in range(2)})
     assert found is not None
     assert [p.optimizer for p in found.profiles] == [3 * scale] * 2 and found.transfers == (0.5 * scale,)
 
 
 @pytest.mark.parametrize("reports", [{}, {"W0_0": {"F": 9.0}}, {"W0_0": {"I": 8.0, "W": 7.0}}])
 def test_what_is_not_known_yet_is_no_profile(reports: dict[str, dict[str, float]]) -> None:
-    assert measured_profile(job(NOMINAL, reports)) is None
+    assert measured(NOMINAL, reports) is None

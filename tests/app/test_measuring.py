@@ -6,12 +6,13 @@ import pytest
 from ui_console import ConsoleHere, JobHere, until
 
 from openrecycle.agent.messages.protocol import MeasuredOps
-from openrecycle.app.console.measured import as_plan, as_schedule, measured_iteration
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.observing import measuring as measuring_module
+from openrecycle.app.observing.as_run import as_plan, as_schedule
 from openrecycle.app.observing.measuring import MOST_MISSED, UNASKED_SECONDS, Measuring, assemble
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.db.observations import Observations
+from openrecycle.db.store import Store
 from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.plans.plan import Plan
 from openrecycle.planner.plans.schedule import Schedule
@@ -66,7 +67,9 @@ class Asking:
     def __init__(self, here: ConsoleHere, job: JobHere) -> None:
         self.now, self.job, self.console = 1000.0, job, here.console
         self.live: LiveJob = here.console.job(job.job_id)
-        self.measuring = Measuring(Observations(here.database), 1.0, clock=lambda: self.now)
+        self.measuring = Measuring(
+            Store(here.database), Observations(here.database), here.console.plan, 1.0, clock=lambda: self.now
+        )
         self.committed, self.generation = 0, 1
 
     def run(self, seconds: int) -> int | None:
@@ -97,7 +100,7 @@ def test_an_iteration_ahead_is_asked_for_and_kept(here: ConsoleHere, asking: Ask
     assert asking.measuring.wanted(asking.job.job_id) is None
     newest = asking.measuring.newest(asking.live)
     assert newest is not None and (newest.iteration, newest.generation, newest.uncertainty_us) == (wanted, 1, 0)
-    again = Measuring(Observations(here.database), 1.0)
+    again = Measuring(Store(here.database), Observations(here.database), here.console.plan, 1.0)
     assert again.newest(asking.live) == newest, "it is in the database"
 
 
@@ -119,7 +122,9 @@ def test_what_a_link_names_is_kept_and_the_rest_is_not(
 
     kept = [seen[0], seen[2], seen[3]]
     assert there(asking.measuring) == kept
-    assert there(Measuring(Observations(here.database), 1.0)) == kept, "a console that is started anew has them, too"
+    assert there(Measuring(Store(here.database), Observations(here.database), here.console.plan, 1.0)) == kept, (
+        "a console that is started anew has them, too"
+    )
     monkeypatch.setattr(measuring_module, "MOST_KEPT", 2)
     asking.measuring.kept(asking.live, seen[0])
     wanted = asking.run(int(UNASKED_SECONDS) + 3)
@@ -266,18 +271,18 @@ def test_the_real_period_beside_the_planned_one(here: ConsoleHere) -> None:
         if live.state.committed < 3000:
             job.commit(done, done + 1, 1)
             done += 2
-        return console.observing.measuring.wanted(job.job_id)
+        return console.measuring.wanted(job.job_id)
 
     until(lambda: wanted() is not None, "the console's own clock asks for an iteration")
     iteration = wanted()
     assert iteration is not None
     planned = plan_of(here, job)
     for part in parts_of(planned.schedule(), iteration=iteration):
-        console.observing.measuring.take(live, part)
-    found = measured_iteration(console, job.job_id)
+        console.measuring.take(live, part)
+    found = console.measuring.iteration(live)
     assert found is not None and found.iteration == iteration
     assert found.planned_ms == planned.metrics.period == found.plan.metrics.period
     job.commit(done, iteration + 6, 1)
-    found = measured_iteration(console, job.job_id)
+    found = console.measuring.iteration(live)
     assert found is not None and found.period_ms == 1000
     assert found.over_plan == pytest.approx(1000 / planned.metrics.period - 1)

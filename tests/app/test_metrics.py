@@ -18,10 +18,8 @@ from ui_console import until
 
 from openrecycle.agent.messages.protocol import Iteration, JobSpec
 from openrecycle.app.console.service import Console
-from openrecycle.app.metrics.exposition import quantiles
-from openrecycle.app.metrics.jobs import Distribution
-from openrecycle.app.metrics.requests import route_of
-from openrecycle.app.observing.rates import recent_rate
+from openrecycle.app.jobs.throughput import recent_rate
+from openrecycle.app.metrics import Distribution, quantiles, route_of
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 

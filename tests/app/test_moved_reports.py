@@ -40,8 +40,8 @@ def test_every_report_of_a_mover_is_taken(tmp_path: Path) -> None:
         mover = {"worker": "W2_1", "incarnation": "W2_1-a"}
         beat = Heartbeat(**mover, seq=9, generation=3, iteration=1, phase="waiting")  # type: ignore[arg-type]
         assert not console.heartbeats(job.job_id, [beat]).refused
-        console.observing.logs.take(live, LogLines(**mover, lines=(LogLine(at=1.0, text="moves"),)))
-        assert [line.text for line in console.observing.logs.lines(job.job_id, "W0_2")] == ["moves"]
+        console.printed(job.job_id, LogLines(**mover, lines=(LogLine(at=1.0, text="moves"),)))
+        assert [line.text for line in live.measurements.logs.lines("W0_2")] == ["moves"]
         ops = MeasuredOps(
             **mover,
             generation=3,
@@ -56,13 +56,13 @@ def test_every_report_of_a_mover_is_taken(tmp_path: Path) -> None:
             starts_us=(0, 1),
             durations_us=(1, 1),
         )
-        console.observing.measuring.take(live, ops)
+        console.measuring.take(live, ops)
         console.acknowledge(job.job_id, Acknowledgement(**mover, generation=4, state="adopted"))
         assert live.state.members["W0_2"].acknowledged == "adopted"
         broken = FailureReport(**mover, cause="transfer", reporter="W2_1", generation=3)
         assert golden("over-or-about-to-end") in console.failure(job.job_id, broken)
         # One that never was in the job does not.
         with pytest.raises(ConsoleError, match="incarnation"):
-            console.observing.logs.take(live, LogLines(worker="W2_1", incarnation="stranger", lines=()))
+            console.printed(job.job_id, LogLines(worker="W2_1", incarnation="stranger", lines=()))
     finally:
         here.close()

@@ -15,7 +15,7 @@ from joserfc.jwk import RSAKey
 
 from openrecycle.app.runtime.errors import SettingsError
 from openrecycle.app.security.callers import Role
-from openrecycle.app.security.oidc import read_oidc, role_of
+from openrecycle.app.security.sign_in import read_oidc, role_of
 from openrecycle.app.settings import OidcSettings
 from tests.golden import golden
 

@@ -16,11 +16,10 @@ from starlette.testclient import TestClient
 from ui_console import ConsoleHere
 
 from openrecycle.app.api import parsing
-from openrecycle.app.api.routes import create_api, create_routes
 from openrecycle.app.plans.uploading import answer
-from openrecycle.app.runtime import documents
-from openrecycle.app.runtime.documents import MOST_CONTAINERS, MOST_FIELDS, MOST_FIELDS_OF_ONE
-from openrecycle.app.runtime.errors import ConsoleError
+from openrecycle.app.runtime import errors
+from openrecycle.app.runtime.errors import MOST_CONTAINERS, MOST_FIELDS, MOST_FIELDS_OF_ONE, ConsoleError
+from openrecycle.app.server import create_api, create_routes
 from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.plans.plan import JobDoc, job_doc
 
@@ -43,7 +42,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsoleHere]:
 def read_by(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of each document that is read: whether an event loop waited meanwhile."""
     seen: list[bool] = []
-    original = documents.orjson.loads
+    original = errors.orjson.loads
 
     def loads(body: bytes) -> Any:
         try:
@@ -54,7 +53,7 @@ def read_by(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         assert threading.current_thread().name.startswith("bodies")
         return original(body)
 
-    monkeypatch.setattr(documents, "orjson", type("Spy", (), {"loads": loads, "JSONDecodeError": ValueError}))
+    monkeypatch.setattr(errors, "orjson", type("Spy", (), {"loads": loads, "JSONDecodeError": ValueError}))
     return seen
 
 
@@ -176,15 +175,15 @@ def test_of_many_wrong_entries_the_first_is_said(routes: list[APIRoute], path: s
 )
 def test_what_no_message_has_is_refused_before_it_is_looked_at(body: bytes, detail: str) -> None:
     with pytest.raises(ConsoleError) as refused:
-        documents.bounded(body)
+        errors.bounded(body)
     assert refused.value.status == 422 and detail in refused.value.detail
 
 
 def test_what_is_large_and_right_is_taken() -> None:
     for right in ({"heartbeats": [{**BEAT, "op_milliseconds": dict.fromkeys("FIWBO", 1.5)}] * 8_192}, [["x"]] * 9_999):
-        assert documents.bounded(json.dumps(right).encode()) == right
+        assert errors.bounded(json.dumps(right).encode()) == right
     speeds = {"speeds": {f"W{i}_0": 0.5 for i in range(MOST_FIELDS_OF_ONE)}}
-    assert documents.bounded(json.dumps(speeds).encode()) == speeds
+    assert errors.bounded(json.dumps(speeds).encode()) == speeds
 
 
 @pytest.mark.parametrize("value", [-1, "fast"])

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from openrecycle.app.jobs import stored_plans
-from openrecycle.app.jobs.stored_plans import PlanCache
-from openrecycle.db.plan_rows import PlanColumns
-from openrecycle.db.saved_plans import SavedPlans
+from openrecycle.app.plans import library
+from openrecycle.app.plans.library import PlanCache
+from openrecycle.db.plan_rows import PlanColumns, SavedPlans
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 from openrecycle.planner.jobs.job import Job, Problem, Worker
@@ -53,7 +52,7 @@ def test_small_plans_are_stored_as_documents(database: Database, plan: Plan) -> 
 def test_a_large_plan_is_put_into_columns_once_it_was_read(
     database: Database, plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stored_plans, "LARGE_OPS", 10)
+    monkeypatch.setattr(library, "LARGE_OPS", 10)
     cache = PlanCache(Store(database))
     assert cache.get(plan.fingerprint) == plan
     deadline = time.monotonic() + 120

@@ -8,13 +8,12 @@ from streamlit.testing.v1 import AppTest
 from ui_console import MAIN, ConsoleHere, JobHere, until
 
 from openrecycle.agent.messages.protocol import Acknowledgement, Heartbeat, InterimPlan, Iteration, Registration
-from openrecycle.app.console.plan_sources import Source, find, names
 from openrecycle.app.console.service import Console
-from openrecycle.app.plans.references import OfJob
+from openrecycle.app.jobs.states import Condition, RoleState
+from openrecycle.app.plans.sources import OfJob, Source
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import facts, tables
 from openrecycle.app.ui.facts import Card
-from openrecycle.app.workers.states import Condition, RoleState
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.jobs.job import MemoryLimit, Technique, Worker
 from openrecycle.planner.plans.plan import Plan
@@ -30,7 +29,7 @@ def card(console: Console, job: JobHere, label: str) -> Card:
 
 
 def in_force(console: Console, job: JobHere) -> Source:
-    found = find(console, OfJob(job.job_id))
+    found = console.sources.find(OfJob(job.job_id))
     assert isinstance(found, Source)
     return found
 
@@ -73,7 +72,7 @@ def test_while_a_newcomer_takes_its_state_the_plan_that_is_run_is_shown(here: Co
     found = card(console, job, "Interim plan")
     assert found.label == "Interim plan · generation 3" and found.note.startswith(golden("until-w1-2-has-the"))
     assert shown.name == "returns interim: without W1_2 (joining)"
-    assert next(iter(names(console, job.job_id).values())) == "Interim, generation 3: without W1_2 (joining)"
+    assert next(iter(console.sources.names(job.job_id).values())) == "Interim, generation 3: without W1_2 (joining)"
     assert console.head(job.job_id).plan == plan.fingerprint
     # A console that is started anew knows it too.
     again = Console(console._store)
@@ -86,7 +85,7 @@ def test_while_a_newcomer_takes_its_state_the_plan_that_is_run_is_shown(here: Co
     acknowledge(job, BACK, 3, "formed", process="-b")
     assert in_force(console, job).plan.fingerprint == full.plan_fingerprint
     assert card(console, job, golden("plan-in-force")).label == golden("plan-in-force-generation-3")
-    assert console.generations_by_plan(job.job_id)[plan.fingerprint][-1] == 3
+    assert console.sources.generations_by_plan(job.job_id)[plan.fingerprint][-1] == 3
     (told,) = [row for row in console.generations(job.job_id) if row["generation"] == 3]
     assert (told["interim_plan"], told["interim_failed"]) == (plan.fingerprint, [BACK])
 
@@ -97,7 +96,7 @@ def test_an_interim_plan_that_was_too_large_to_be_sent_is_not_taken_for_the_one_
     for name in job.living:
         acknowledge(job, name, 3, "adopted", "formed")
     assert card(console, job, golden("plan-in-force-soon")).note == golden("once-w1-2-has-the")
-    assert next(iter(names(console, job.job_id).values())) == "In force soon, generation 3: fault-free"
+    assert next(iter(console.sources.names(job.job_id).values())) == "In force soon, generation 3: fault-free"
 
 
 def test_what_is_no_plan_of_the_job_is_refused_and_an_old_generations_changes_nothing(here: ConsoleHere) -> None:
@@ -180,6 +179,6 @@ def test_a_job_that_has_ended_has_nothing_in_force_and_is_not_followed(here: Con
     assert [toggle.label for toggle in page().toggle] == [golden("follow-the-job")]
     job.finish()
     assert card(console, job, "Last plan").label == golden("last-plan-in-force-generation")
-    assert next(iter(names(console, job.job_id).values())) == "Last in force, generation 1: fault-free"
+    assert next(iter(console.sources.names(job.job_id).values())) == "Last in force, generation 1: fault-free"
     assert not page().toggle
     assert in_force(console, job).name == golden("ended-last-in-force-fault-free")

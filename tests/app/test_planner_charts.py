@@ -7,10 +7,9 @@ import pytest
 from openrecycle.app.plans.solving import Point, Solve
 from openrecycle.app.plans.solving_child import MigrationAnswer, Migrations, PlanAsked
 from openrecycle.app.plans.whatif import WhatIf
-from openrecycle.app.ui.charts.dead_grid import dead_grid
-from openrecycle.app.ui.charts.migrations import migrations_chart
-from openrecycle.app.ui.charts.search import search_chart, search_words
-from openrecycle.app.ui.planning.pieces import log_lines, search_cards
+from openrecycle.app.ui.charts.planning import migrations_chart, search_chart, search_words
+from openrecycle.app.ui.charts.worker_grid import dead_grid
+from openrecycle.app.ui.planning.result import log_lines, search_cards
 from openrecycle.app.ui.theme import DARK, LIGHT, Palette
 from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.plans.plan import job_doc

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from openrecycle.app.plans.plan_requests import PlanRequest, plan_maker
+from openrecycle.app.plans.making import PlanRequest, plan_maker
 from openrecycle.app.runtime.task_queue import AHEAD, URGENT, TaskQueue
 from openrecycle.planner.check import check
 from openrecycle.planner.jobs.job import Job

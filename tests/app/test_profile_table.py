@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from openrecycle.app.plans.profile_table import HELP, edited, table
+from openrecycle.app.plans.profiles import HELP, edited, table
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.plans.plan import job_doc

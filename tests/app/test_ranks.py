@@ -12,14 +12,13 @@ import pytest
 from openrecycle.agent.messages.protocol import Acknowledgement, FailureReport, JobSpec, Registration
 from openrecycle.app.api.models import WorkerInfo
 from openrecycle.app.console.service import Console
-from openrecycle.app.console.view import JobView
-from openrecycle.app.console.worker_detail import WorkerDetail, worker_detail
+from openrecycle.app.console.view import JobView, WorkerDetail
 from openrecycle.app.jobs.records import process_rows, read_processes
+from openrecycle.app.jobs.states import ProcessState, RankState
 from openrecycle.app.ui import facts
 from openrecycle.app.ui.charts.worker_grid import SPARE, worker_grid, worker_sentence
 from openrecycle.app.ui.theme import LIGHT
-from openrecycle.app.ui.worker_words import facts_html, ranks_html
-from openrecycle.app.workers.states import ProcessState, RankState
+from openrecycle.app.ui.worker_dialog import facts_html, ranks_html
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 
@@ -73,7 +72,7 @@ class Job:
         return self.console.view(self.id)
 
     def dialog(self, name: str) -> WorkerDetail:
-        return worker_detail(self.console, self.view, name, time.time())
+        return self.console.worker_detail(self.view, name, time.time())
 
     def close(self) -> None:
         self.console.close()

@@ -13,10 +13,8 @@ from sqlalchemy import text
 
 from openrecycle.agent.messages.protocol import Heartbeat, JobSpec, Registration
 from openrecycle.app.console.service import Console
-from openrecycle.app.console.worker_detail import worker_detail
-from openrecycle.app.console.worker_history import MAX_SAMPLES, worker_history
 from openrecycle.app.jobs.live_job import LiveJob
-from openrecycle.app.observing.recorder import Recorder, clock_offset
+from openrecycle.app.observing.recorder import MAX_SAMPLES, Recorder, clock_offset
 from openrecycle.app.runtime.errors import ConsoleError, SettingsError
 from openrecycle.app.settings import RetentionLimits, seconds
 from openrecycle.db.heartbeats import Level
@@ -65,27 +63,27 @@ def test_what_is_not_written_yet_is_read_too(console: Console, job: LiveJob) -> 
     beat(job, 1)  # comes late: it shows that the worker lives, and no more
     job.take_heartbeats()
     now = time.time()
-    before = worker_history(console, job.job_id, "W1_0", now - 60, now + 60)
+    before = console.recorder.series(job, "W1_0", now - 60, now + 60)
     assert before.step == 1 and sum(before.beats) == 3
     assert set(before.metrics) == {"F", "resident_bytes", "silence_seconds"}
     assert before.iteration[-1] == 2 and set(before.phase) == {"training"}
-    console.observing.recorder.write(float("inf"))
-    after = worker_history(console, job.job_id, "W1_0", now - 60, now + 60)
+    console.recorder.write(float("inf"))
+    after = console.recorder.series(job, "W1_0", now - 60, now + 60)
     assert after == before
     low, high = after.metrics["F"].low, after.metrics["F"].high
     assert (min(v for v in low if v), max(v for v in high if v)) == (10, 12)
-    assert worker_history(console, job.job_id, "W0_0", now - 60, now + 60).at == ()
-    assert worker_history(console, job.job_id, "W1_0", now - 60, now + 60, Level.HOUR).step == 3600
+    assert console.recorder.series(job, "W0_0", now - 60, now + 60).at == ()
+    assert console.recorder.series(job, "W1_0", now - 60, now + 60, Level.HOUR).step == 3600
 
 
 def test_only_minutes_that_are_over_are_written(console: Console, job: LiveJob) -> None:
     beat(job, 0)
     job.take_heartbeats()
-    console.observing.recorder.write(time.time() - 10)
-    assert console.observing.recorder.heartbeats.bytes_by_level(job.job_id) == {}
-    console.observing.recorder.write(time.time() + 10)
-    assert set(console.observing.recorder.heartbeats.bytes_by_level(job.job_id)) == {Level.SECOND, Level.MINUTE}
-    assert len(job.recording.peek(2, clock_offset())) == 0
+    console.recorder.write(time.time() - 10)
+    assert console.recorder.heartbeats.bytes_by_level(job.job_id) == {}
+    console.recorder.write(time.time() + 10)
+    assert set(console.recorder.heartbeats.bytes_by_level(job.job_id)) == {Level.SECOND, Level.MINUTE}
+    assert len(job.measurements.recording.peek(2, clock_offset())) == 0
 
 
 def test_a_process_that_is_new_has_not_been_silent(console: Console, job: LiveJob) -> None:
@@ -94,7 +92,7 @@ def test_a_process_that_is_new_has_not_been_silent(console: Console, job: LiveJo
     console.register(job.job_id, Registration(worker="W1_0", incarnation="b", host="h", pid=8))
     beat(job, 0, incarnation="b")
     job.take_heartbeats()
-    rows = job.recording.peek(2, clock_offset())
+    rows = job.measurements.recording.peek(2, clock_offset())
     assert len(rows) == 2 and rows.counts[:, 6].tolist() == [0, 0]
 
 
@@ -103,12 +101,12 @@ def test_heartbeats_wait_for_a_database_that_fails(console: Console, job: LiveJo
         connection.execute(text("alter table heartbeat rename to elsewhere"))
     beat(job, 0)
     job.take_heartbeats()
-    console.observing.recorder.write(float("inf"))
+    console.recorder.write(float("inf"))
     with database.engine.begin() as connection:
         connection.execute(text("alter table elsewhere rename to heartbeat"))
-    console.observing.recorder.write(0)
+    console.recorder.write(0)
     now = time.time()
-    assert worker_history(console, job.job_id, "W1_0", now - 60, now + 60).beats == (1,)
+    assert console.recorder.series(job, "W1_0", now - 60, now + 60).beats == (1,)
 
 
 def test_a_console_that_ends_writes_the_rest(database: Database) -> None:
@@ -124,7 +122,7 @@ def test_a_console_that_ends_writes_the_rest(database: Database) -> None:
     again.start()
     try:
         now = time.time()
-        assert worker_history(again, created.job_id, "W1_0", now - 120, now + 60).beats == (1,)
+        assert again.recorder.series(again.job(created.job_id), "W1_0", now - 120, now + 60).beats == (1,)
     finally:
         again.close()
 
@@ -133,7 +131,7 @@ def test_old_samples_expire(console: Console, job: LiveJob, database: Database) 
     """At a fixed time of day: what is rolled up when depends on where in its hour a sample lies."""
     beat(job, 0)
     job.take_heartbeats()
-    taken = job.recording.peek(2, clock_offset())
+    taken = job.measurements.recording.peek(2, clock_offset())
     ten_past = 1_800_000_000 // 86_400 * 86_400 + 600
     keep = RetentionLimits()
     recorder = Recorder(database, list, keep, list)
@@ -154,13 +152,13 @@ def test_old_samples_expire(console: Console, job: LiveJob, database: Database) 
 def test_the_step_follows_what_is_asked_for(console: Console, job: LiveJob) -> None:
     now = time.time()
     for since, step in ((now - 600, 1), (now - 3600, 60), (now - 86_400, 60), (now - 3 * 86_400, 3600)):
-        assert worker_history(console, job.job_id, "W0_0", since, now).step == step
+        assert console.recorder.series(job, "W0_0", since, now).step == step
     with pytest.raises(ConsoleError, match=golden("expected-one-of-the-jobs")):
-        worker_history(console, job.job_id, "W9_9", now - 1, now)
+        console.recorder.series(job, "W9_9", now - 1, now)
     with pytest.raises(ConsoleError, match=golden("expected-more-than-since")):
-        worker_history(console, job.job_id, "W0_0", now, now)
+        console.recorder.series(job, "W0_0", now, now)
     with pytest.raises(ConsoleError, match=f"at most {MAX_SAMPLES:,} samples"):
-        worker_history(console, job.job_id, "W0_0", now - 86_400, now, Level.SECOND)
+        console.recorder.series(job, "W0_0", now - 86_400, now, Level.SECOND)
 
 
 def test_how_long_things_are_kept() -> None:
@@ -176,5 +174,5 @@ def test_how_long_things_are_kept() -> None:
 
 def test_a_worker_that_has_not_come_yet_has_a_detail(console: Console) -> None:
     job_id = console.create_job(SPEC)[0].job_id
-    detail = worker_detail(console, console.view(job_id), "W1_1", time.time())
+    detail = console.worker_detail(console.view(job_id), "W1_1", time.time())
     assert detail.stays == () and detail.op_times == ()

@@ -8,9 +8,18 @@ from hypothesis import strategies as st
 from ui_console import ConsoleHere, JobHere, until
 from ui_factory import plan as made_plan
 
-from openrecycle.app.console.plan_sources import PendingPlan, Source, find, names, saved_names, techniques
-from openrecycle.app.plans.applying import use_plan
-from openrecycle.app.plans.references import Made, MeasuredReference, OfJob, Reference, Saved, parse_reference
+from openrecycle.app.plans.service import use_plan
+from openrecycle.app.plans.sources import (
+    Made,
+    MeasuredReference,
+    OfJob,
+    PendingPlan,
+    Reference,
+    Saved,
+    Source,
+    parse_reference,
+    techniques,
+)
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import MemoryLimit, Problem, Technique, Worker
@@ -65,28 +74,28 @@ def test_bad_references(text: str) -> None:
 
 
 def made(here: ConsoleHere, reference: Reference) -> Source:
-    until(lambda: isinstance(find(here.console, reference), Source), "the plan is made")
-    found = find(here.console, reference)
+    until(lambda: isinstance(here.console.sources.find(reference), Source), "the plan is made")
+    found = here.console.sources.find(reference)
     assert isinstance(found, Source)
     return found
 
 
 def test_plans_of_a_job(here: ConsoleHere) -> None:
     job = JobHere(here.console, "a job").register().die("W1_2").heal("W1_2", 2)
-    listed = names(here.console, job.job_id)
+    listed = here.console.sources.names(job.job_id)
     assert next(iter(listed.values())) == "In force, generation 2: without W1_2"
-    in_force = find(here.console, OfJob(job.job_id))
+    in_force = here.console.sources.find(OfJob(job.job_id))
     assert isinstance(in_force, Source) and in_force.plan.failed == ("W1_2",)
     for text in listed:
-        found = find(here.console, parse_reference(text))
+        found = here.console.sources.find(parse_reference(text))
         assert isinstance(found, Source) and found.job_id == job.job_id
     assert {r.technique for r in techniques(job.job_id, ("W1_2",), "none")} == set(Technique)
 
 
 def test_saved_plans(here: ConsoleHere) -> None:
     fingerprint = here.console.plans.library.save(made_plan(("W0_1",)), "worth keeping")
-    assert saved_names(here.console) == {f"saved:{fingerprint}": "Saved: worth keeping"}
-    found = find(here.console, Saved(fingerprint))
+    assert here.console.sources.saved_names() == {f"saved:{fingerprint}": "Saved: worth keeping"}
+    found = here.console.sources.find(Saved(fingerprint))
     assert isinstance(found, Source) and (found.name, found.plan.failed) == ("worth keeping", ("W0_1",))
 
 
@@ -97,7 +106,7 @@ def test_the_papers_worked_example_is_made_on_the_spot(here: ConsoleHere) -> Non
         "made:decoupled:none:3x4x6:W1_2": 29,
         "made:staggered:none:3x4x6:W1_2": 27,
     }
-    first = find(here.console, parse_reference("made:staggered:none:3x4x6:W1_2"))
+    first = here.console.sources.find(parse_reference("made:staggered:none:3x4x6:W1_2"))
     assert isinstance(first, PendingPlan), "nobody waits for a solver"
     for text, period in questions.items():
         plan = made(here, parse_reference(text)).plan
@@ -118,7 +127,7 @@ def test_the_papers_worked_example_is_made_on_the_spot(here: ConsoleHere) -> Non
 def test_what_nothing_stands_behind(here: ConsoleHere, text: str, status: int, words: str) -> None:
     def refused() -> ConsoleError | None:
         try:
-            find(here.console, parse_reference(text))
+            here.console.sources.find(parse_reference(text))
         except ConsoleError as error:
             return error
         return None
@@ -131,10 +140,10 @@ def test_what_nothing_stands_behind(here: ConsoleHere, text: str, status: int, w
 def test_plans_for_the_same_workers_are_told_apart(here: ConsoleHere) -> None:
     job = JobHere(here.console, "many plans").register().die("W1_2").heal("W1_2", 2)
     live = here.console.job(job.job_id)
-    problem = Problem(live.job, frozenset({Worker(1, 2)}), Technique.ADAPTIVE, MemoryLimit.parse("uniform"))
+    problem = Problem(live.plans.job, frozenset({Worker(1, 2)}), Technique.ADAPTIVE, MemoryLimit.parse("uniform"))
     mine = make_plan(problem, solver="list")
     use_plan(here.console.job(job.job_id), mine, "ada")
-    listed = names(here.console, job.job_id, lambda at: "12:34:56")
+    listed = here.console.sources.names(job.job_id, lambda at: "12:34:56")
     alike = [name for name in listed.values() if name.startswith("without W1_2")]
     assert len(set(listed.values())) == len(listed)
     assert f"without W1_2 · adaptive · {mine.metrics.period:,.6g} ms · generation 3 · made 12:34:56" in alike

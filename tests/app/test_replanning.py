@@ -10,12 +10,10 @@ from starlette.testclient import TestClient
 from ui_console import JobHere, until
 from ui_factory import plan
 
-from openrecycle.app.api.routes import create_routes
 from openrecycle.app.console.service import Console
-from openrecycle.app.plans.applying import use_plan
-from openrecycle.app.plans.plan_comparison import compare_plans
-from openrecycle.app.plans.replanning import Replan
+from openrecycle.app.plans.service import Replan, compare_plans, use_plan
 from openrecycle.app.runtime.errors import ConsoleError
+from openrecycle.app.server import create_routes
 from openrecycle.planner.jobs.job import MemoryLimit, Problem, Technique, Worker
 from openrecycle.planner.plans.plan import Plan
 from openrecycle.planner.portfolio import make_plan
@@ -42,7 +40,9 @@ def with_a_poor_plan(console: Console, name: str) -> tuple[JobHere, Plan]:
     job = JobHere(console, name).register().commit(0, 9, 1).die("W1_2")
     job.resume(2)
     live = console.job(job.job_id)
-    problem = Problem(live.job, frozenset({Worker.parse("W1_2")}), Technique.ADAPTIVE, MemoryLimit.parse("uniform"))
+    problem = Problem(
+        live.plans.job, frozenset({Worker.parse("W1_2")}), Technique.ADAPTIVE, MemoryLimit.parse("uniform")
+    )
     poor = make_plan(problem, solver="list")
     use_plan(console.job(job.job_id), poor, "eve")
     job.resume(3)
@@ -77,7 +77,7 @@ def test_a_gain_below_the_cost_of_a_change_changes_nothing(console: Console) -> 
     assert found.outcome == "kept" and golden("in-the-iteration-that-is") in found.reason
     assert console.view(job.job_id).generation == 3
     # It is kept all the same, for the next time that these workers are out.
-    kept = console.job(job.job_id).catalog.find({Worker.parse("W1_2")})
+    kept = console.job(job.job_id).plans.catalog.find({Worker.parse("W1_2")})
     assert kept is not None and kept.technique is Technique.STAGGERED
 
 

@@ -11,12 +11,11 @@ import pytest
 from sqlalchemy.exc import OperationalError
 
 from openrecycle.agent.messages.protocol import Acknowledgement, FailureReport, JobSpec, Registration
-from openrecycle.app.api import report_batcher as report_batcher
-from openrecycle.app.api.report_batcher import ReportBatcher
+from openrecycle.app.api import agents
+from openrecycle.app.api.agents import ReportBatcher
 from openrecycle.app.console.service import Console
-from openrecycle.app.jobs.live_job import LiveJob
+from openrecycle.app.jobs.live_job import IncomingReport, LiveJob
 from openrecycle.app.jobs.records import read_processes
-from openrecycle.app.jobs.report_batch import IncomingReport
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.db.session import Database
 from openrecycle.db.store import JobUpdate, Store
@@ -102,7 +101,7 @@ def test_the_state_and_the_history_are_those_of_reports_that_come_alone(console:
 def test_what_comes_together_is_stored_in_few_transactions(
     console: Console, monkeypatch: pytest.MonkeyPatch, most: int, expected: list[int]
 ) -> None:
-    monkeypatch.setattr(report_batcher, "MOST", most)
+    monkeypatch.setattr(agents, "MOST", most)
     job_id = console.create_job(SPEC)[0].job_id
     job, store = console.job(job_id), store_of(console)
     job.apply_all(registrations(console, job_id))

@@ -14,13 +14,19 @@ from starlette.routing import Route
 from starlette.types import Message
 from starlette.websockets import WebSocketDisconnect
 
-from openrecycle.app.security import bodies
-from openrecycle.app.security.access import Access
-from openrecycle.app.security.bodies import BodyLimit
+from openrecycle.app.security import guard
+from openrecycle.app.security.access import (
+    AGENTS,
+    UNKNOWN,
+    WRONG_IN_ALL,
+    WRONG_PER_ADDRESS,
+    Access,
+    RateLimits,
+    WrongTokens,
+)
 from openrecycle.app.security.callers import Caller, Role, from_header
-from openrecycle.app.security.hosts import HostGuard
-from openrecycle.app.security.limits import AGENTS, UNKNOWN, WRONG_IN_ALL, WRONG_PER_ADDRESS, RateLimits, WrongTokens
-from openrecycle.app.security.login import COOKIE
+from openrecycle.app.security.guard import BodyLimit, HostGuard
+from openrecycle.app.security.sign_in import COOKIE
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes
@@ -84,7 +90,7 @@ def test_bodies_arrive_whole_and_others_are_left_alone() -> None:
 
 
 def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "BODY_SECONDS", 0.05)
+    monkeypatch.setattr(guard, "BODY_SECONDS", 0.05)
     sent: list[Message] = []
 
     async def half() -> Message:

@@ -15,8 +15,8 @@ from ui_console import until
 from openrecycle.app.plans import solving
 from openrecycle.app.plans.solving import Solve, Solves
 from openrecycle.app.plans.solving_child import MigrationsAsked, PlanAsked, answer
-from openrecycle.app.runtime.children import Channel
 from openrecycle.app.runtime.errors import ConsoleError
+from openrecycle.app.runtime.processes import Channel
 from openrecycle.planner.check import check
 from openrecycle.planner.jobs.errors import InfeasibleError, InputError
 from openrecycle.planner.jobs.job import Job

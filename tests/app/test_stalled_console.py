@@ -22,10 +22,10 @@ from ui_console import JobHere, until
 
 from openrecycle.agent.coordination.events import TransferBroken
 from openrecycle.agent.messages.protocol import JobSpec, WorkerState
-from openrecycle.app.api.routes import create_routes
 from openrecycle.app.console.service import Console
 from openrecycle.app.jobs.live_job import TICK_SECONDS, LiveJob
 from openrecycle.app.runtime.event_loop_watch import EventLoopWatch
+from openrecycle.app.server import create_routes
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 from tests.agent.coordinator_run import LADDER

@@ -16,9 +16,9 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
 from openrecycle.agent.messages.protocol import Iteration, JobSpec
-from openrecycle.app.api.routes import create_routes
 from openrecycle.app.console.service import Console
 from openrecycle.app.history.tables import exact
+from openrecycle.app.server import create_routes
 from openrecycle.db.session import Database, DatabaseError
 from openrecycle.db.store import Store
 from tests.conftest import new_database, postgres_cluster
@@ -150,8 +150,8 @@ def test_a_plan_of_another_job_is_none_of_this_ones(database: Database) -> None:
     try:
         asked = TestClient(Starlette(routes=create_routes(console)), base_url="http://localhost")
         made = [console.create_job(JobSpec.model_validate(SPEC | {"micro_batches": n}))[0].job_id for n in (2, 3)]
-        plan = console.job(made[0]).catalog.plan_for([])[0]
-        console.job(made[0]).file_plan(plan)
+        plan = console.job(made[0]).plans.catalog.plan_for([])[0]
+        console.job(made[0]).plans.file_plan(plan)
         path = f"/api/v1/jobs/{{}}/plans/{plan.fingerprint}"
         assert asked.get(path.format(made[0])).status_code == 200
         assert asked.get(path.format(made[1])).status_code == 404

@@ -50,7 +50,7 @@ def test_an_operators_command_is_not_lost_with_its_answer(world: World) -> None:
     assert refused.value.status == 503
     world.database.heal()
     world.operators.resume(world.job_id, "ada")
-    assert [(command.seq, command.kind) for command in world.job.commands] == [(1, "pause"), (2, "resume")]
+    assert [(command.seq, command.kind) for command in world.job.commands.sent] == [(1, "pause"), (2, "resume")]
 
 
 def test_a_broken_connection_outlives_the_console_that_was_told_of_it(world: World) -> None:

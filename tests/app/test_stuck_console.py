@@ -15,9 +15,9 @@ from console_server import ROOT
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
-from openrecycle.app.api.routes import create_routes
 from openrecycle.app.console.service import Console
 from openrecycle.app.runtime import runner
+from openrecycle.app.server import create_routes
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 from tests.conftest import at_length

@@ -8,10 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 from openrecycle.app.cli import cli
-from openrecycle.app.security.tokens import Tokens
-from openrecycle.db.audit import AuditStore
+from openrecycle.app.security.access import Tokens
+from openrecycle.db.access import AuditStore, TokenStore
 from openrecycle.db.session import Database
-from openrecycle.db.tokens import TokenStore
 from tests.golden import golden
 
 

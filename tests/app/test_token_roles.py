@@ -10,13 +10,20 @@ from guarded_app import JOB, TOKEN, bearer, guarded
 from starlette.websockets import WebSocketDisconnect
 
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.app.security.access import Access, caller_of
+from openrecycle.app.security.access import (
+    AGENTS,
+    PEOPLE,
+    REFRESH,
+    WRONG_PER_ADDRESS,
+    Access,
+    RateLimits,
+    Tokens,
+    caller_of,
+)
 from openrecycle.app.security.callers import Caller, Role, from_header
-from openrecycle.app.security.limits import AGENTS, PEOPLE, WRONG_PER_ADDRESS, RateLimits
-from openrecycle.app.security.tokens import REFRESH, Tokens
+from openrecycle.db.access import TokenStore
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
-from openrecycle.db.tokens import TokenStore
 from tests.golden import golden
 
 

@@ -11,7 +11,7 @@ import pytest
 from streamlit.testing.v1 import AppTest
 from ui_console import MAIN, ConsoleHere, JobHere, until
 
-from openrecycle.app.catalogs.fill import parse_request
+from openrecycle.app.catalogs.contents import parse_request
 from openrecycle.app.console.service import Console, set_console
 from openrecycle.planner.catalogs.catalog_store import PLANNER_VERSION, CatalogInfo, plan_name
 from openrecycle.planner.plans.packed import Effort, encode_plan
@@ -95,7 +95,7 @@ def test_without_a_job_a_question_of_ones_own_is_asked_and_filled(here: ConsoleH
 def test_a_job_shows_its_own_catalog(here: ConsoleHere) -> None:
     job = JobHere(here.console, "plans ahead")
     live = here.console.job(job.job_id)
-    until(lambda: len(here.console.catalogs.names(live.question)) == 5, "it is planned ahead")
+    until(lambda: len(here.console.catalogs.names(live.plans.question)) == 5, "it is planned ahead")
     test = open_page(job=job.job_id)
     assert test.number_input(key=f"cat_tolerance-{job.job_id}").value == here.console.tolerance == 1
     assert "all there" in words(test)

@@ -13,8 +13,8 @@ import ui_factory as factory
 from streamlit.testing.v1 import AppTest
 from ui_console import DEADLINE, MAIN, ConsoleHere, JobHere, until
 
-from openrecycle.app.console.comparing import MOST, WORKED_EXAMPLE, stage_table
 from openrecycle.app.console.service import Console, set_console
+from openrecycle.app.plans.sources import MOST, WORKED_EXAMPLE, stage_table
 from openrecycle.app.ui import text
 from openrecycle.app.ui.charts import schedule as charts
 from openrecycle.app.ui.charts.schedule import RELATIVE, Strip, comparison

@@ -10,12 +10,11 @@ import ui_factory as factory
 
 from openrecycle.agent.messages.protocol import JobState
 from openrecycle.app.console.view import JobView
-from openrecycle.app.jobs.baseline import Baseline
-from openrecycle.app.observing.goodput import Figures
+from openrecycle.app.jobs.states import RoleState
+from openrecycle.app.jobs.throughput import Baseline, Figures
 from openrecycle.app.ui import facts, tables, text
 from openrecycle.app.ui.charts.progress import generation_marks
 from openrecycle.app.ui.event_feed import feed_html
-from openrecycle.app.workers.states import RoleState
 from openrecycle.planner.jobs.job import Job, StageProfile
 from openrecycle.planner.plans.plan import job_doc
 from tests.golden import golden

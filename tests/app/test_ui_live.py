@@ -15,9 +15,9 @@ from ui_console import MAIN, JobHere, until
 from openrecycle.agent.coordination.membership import FailureTimeouts, Mode
 from openrecycle.agent.messages.protocol import LogLine, LogLines, Registration
 from openrecycle.app.console.service import Console, set_console
+from openrecycle.app.jobs.states import Condition
 from openrecycle.app.ui import live_now
 from openrecycle.app.ui.live_now import SharedReads
-from openrecycle.app.workers.states import Condition
 from openrecycle.db.store import Store
 from tests.golden import golden
 
@@ -79,10 +79,8 @@ def test_events_are_filtered_and_acknowledged(console: Console) -> None:
 def test_a_worker_shows_its_history_op_times_and_log(console: Console) -> None:
     job = failed_job(console, "history")
     line = LogLine(at=time.time(), text="<b>hello</b>")
-    console.observing.logs.take(
-        console.job(job.job_id), LogLines(worker="W0_2", incarnation="W0_2-a", lines=(line,), skipped=0)
-    )
-    until(lambda: bool(console.job(job.job_id).op_times.smoothed("W0_2")), "the heartbeats are taken in")
+    console.printed(job.job_id, LogLines(worker="W0_2", incarnation="W0_2-a", lines=(line,), skipped=0))
+    until(lambda: bool(console.job(job.job_id).measurements.op_times.smoothed("W0_2")), "the heartbeats are taken in")
     test = open_live(job.job_id, worker="W0_2")
     page = html(test)
     assert "&lt;b&gt;hello" in page, "the log, as text"
@@ -95,7 +93,7 @@ def test_a_worker_shows_its_history_op_times_and_log(console: Console) -> None:
 
 def test_a_workers_reports_over_time_are_drawn_and_in_a_table(console: Console) -> None:
     job = JobHere(console, "over time").register().commit(0, 9, 1).beat(10, 1)
-    until(lambda: bool(console.job(job.job_id).op_times.smoothed("W0_2")), "the heartbeats are taken in")
+    until(lambda: bool(console.job(job.job_id).measurements.op_times.smoothed("W0_2")), "the heartbeats are taken in")
     test = open_live(job.job_id, worker="W0_2")
     page = html(test)
     assert golden("1-heartbeat-in-this-time") in page
@@ -248,7 +246,7 @@ def looks(test: AppTest) -> dict[str, str]:
 def test_each_state_of_a_worker_has_its_look(console: Console) -> None:
     job = JobHere(console, "all looks").register().commit(0, 9, 1).die("W1_2")
     job.resume(2)
-    console.job(job.job_id).slow = {"W0_0": 1.8}
+    console.job(job.job_id).measurements.slow = {"W0_0": 1.8}
     test = open_live(job.job_id)
     seen = looks(test)
     assert seen["W0_0"] == "slow, 1.8 ×" and seen["W1_2"] == "failed"

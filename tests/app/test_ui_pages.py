@@ -15,7 +15,7 @@ from ui_console import MAIN, ConsoleHere, JobHere, until
 
 from openrecycle.agent.coordination.membership import FailureTimeouts
 from openrecycle.app.console.service import Console, set_console
-from openrecycle.app.plans.references import OfJob, parse_reference
+from openrecycle.app.plans.sources import OfJob, parse_reference
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes

@@ -13,7 +13,7 @@ from ui_console import ConsoleHere, JobHere, until
 
 from openrecycle.agent.messages.protocol import Heartbeat
 from openrecycle.app.console.service import Console
-from openrecycle.app.plans.measured_profile import measured_profile
+from openrecycle.app.plans.profiles import measured_profile
 from openrecycle.app.plans.whatif import parse
 from openrecycle.app.security.callers import Caller, Role
 from openrecycle.planner.jobs.job import Job
@@ -120,7 +120,9 @@ def test_what_a_job_measures_is_a_profile(console: Console) -> None:
             op_milliseconds=beats,
         )
         console.heartbeats(job.job_id, [beat])
-    until(lambda: measured_profile(console.job(job.job_id)) is not None, "the heartbeats are taken in")
+    live = console.job(job.job_id)
+    smoothed = live.measurements.op_times.smoothed
+    until(lambda: measured_profile(live.plans.nominal, smoothed) is not None, "the heartbeats are taken in")
     choose(run(test), option)
     assert golden("medians-of-a-stages-peers") in words(test) and selected(test) == "own"
     made, wrong = parse(params(test))

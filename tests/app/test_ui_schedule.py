@@ -18,9 +18,9 @@ from ui_console import DEADLINE, MAIN, ConsoleHere, JobHere, until
 
 from openrecycle.agent.messages.protocol import MeasuredOps
 from openrecycle.app.console.service import Console, set_console
-from openrecycle.app.ui import schedule_filters, schedule_large, time_range, url_state
+from openrecycle.app.ui import schedule_view, time_range, url_state
 from openrecycle.app.ui.charts import overview
-from openrecycle.app.ui.schedule_facts import critical_words
+from openrecycle.app.ui.facts import critical_words
 from openrecycle.planner.plans.drawing import OP_WORDS
 from tests.golden import golden
 
@@ -83,7 +83,7 @@ def test_a_plan_is_drawn_without_reading_what_its_job_does(
 
     fingerprint = console.head(job.job_id).plan
     monkeypatch.setattr(console, "view", read)
-    monkeypatch.setattr(console.observing.accounts, "of", read)
+    monkeypatch.setattr(console.accounts, "of", read)
     test = open_page(job=job.job_id, plan=f"job:{job.job_id}:{fingerprint}")  # by way of Live, which fails
     assert {"memory", "ghost"} <= kinds(test) and "drawn job" in words(test)
 
@@ -104,16 +104,16 @@ def test_a_click_toggles_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """What Streamlit reports of a click, in each form that it has been seen to take."""
     state: dict[str, Any] = {}
     query: dict[str, str] = {}
-    for module in (schedule_filters, url_state):
+    for module in (schedule_view, url_state):
         monkeypatch.setattr(module, "st", SimpleNamespace(session_state=state, query_params=query))
     for given in ("1.2", ["1.2"], {"0": "1.2"}):
         state["gantt"] = {"selection": {"points": [{"customdata": given}]}}
-        schedule_filters.clicked("gantt")
+        schedule_view.clicked("gantt")
         assert (state["path"], query) == ("1.2", {"path": "1.2"})
-        schedule_filters.clicked("gantt")
+        schedule_view.clicked("gantt")
         assert (state["path"], query) == (None, {})
     state["gantt"] = {"selection": {"points": []}}
-    schedule_filters.clicked("gantt")
+    schedule_view.clicked("gantt")
     assert query == {}
 
 
@@ -210,29 +210,29 @@ def test_a_box_in_the_link_chooses_the_detail(console: Console, job: JobHere, mo
 
 def test_a_box_that_is_drawn_goes_into_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
     query = {"time": "40-50"}
-    state: dict[str, Any] = {schedule_large.PAD: {"box": [10, 30.5, 3, 7]}, "slider": (40.0, 50.0)}
-    for module in (schedule_large, time_range, url_state):
+    state: dict[str, Any] = {schedule_view.PAD: {"box": [10, 30.5, 3, 7]}, "slider": (40.0, 50.0)}
+    for module in (schedule_view, time_range, url_state):
         monkeypatch.setattr(module, "st", SimpleNamespace(session_state=state, query_params=query))
     time = time_range.TimeRange("time", "slider", 60.0, (40.0, 50.0))
-    schedule_large.remember_box(time)
+    schedule_view.remember_box(time)
     assert query == {"box": "10,30.5,3,7"} and state["slider"] == (0.0, 60.0), "all of the box is shown"
     for nothing in ({}, {"box": None}, {"box": [1, 2]}, {"box": ["1", 2, 3, 4]}, {"box": "1,2,3,4"}):
-        state[schedule_large.PAD] = nothing
-        schedule_large.remember_box(time)
+        state[schedule_view.PAD] = nothing
+        schedule_view.remember_box(time)
         assert query == {"box": "10,30.5,3,7"}
 
 
 def measure(console: Console, job: JobHere) -> int:
     """The job's workers record the iteration that the console asks for, exactly as planned; returns which."""
     live = console.job(job.job_id)
-    console.observing.measuring.newest(live, watch=True)
+    console.measuring.newest(live, watch=True)
 
     def asked() -> bool:
         job.commit(live.state.committed, live.state.committed, live.state.generation)
-        return console.observing.measuring.wanted(job.job_id) is not None
+        return console.measuring.wanted(job.job_id) is not None
 
     until(asked, "an iteration is asked for")
-    iteration, plan = console.observing.measuring.wanted(job.job_id), console.view(job.job_id).plan
+    iteration, plan = console.measuring.wanted(job.job_id), console.view(job.job_id).plan
     assert iteration is not None and plan is not None
     for name in job.living:
         ops = plan.workers[name]
@@ -251,7 +251,7 @@ def measure(console: Console, job: JobHere) -> int:
             starts_us=tuple(round(1000 * op.start) for op in ops),
             durations_us=tuple(round(1000 * op.duration) for op in ops),
         )
-        console.observing.measuring.take(live, part)
+        console.measuring.take(live, part)
     return iteration
 
 

@@ -10,7 +10,7 @@ from ui_console import MAIN
 
 from openrecycle.app.console.service import Console
 from openrecycle.app.leadership.host import ConsoleHost, set_host
-from openrecycle.app.leadership.watch import LeaderStatus
+from openrecycle.app.leadership.lease import LeaderStatus
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes

@@ -10,7 +10,7 @@ import ui_factory as factory
 from streamlit.testing.v1 import AppTest
 from ui_console import MAIN, ConsoleHere, JobHere, until
 
-from openrecycle.app.catalogs.fill import parse_request
+from openrecycle.app.catalogs.contents import parse_request
 from openrecycle.app.console.service import Console
 from openrecycle.app.plans.whatif import WhatIf
 from openrecycle.app.ui import url_state

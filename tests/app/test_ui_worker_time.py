@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from openrecycle.app.console.worker_history import MetricSeries, Series
-from openrecycle.app.ui.charts.worker_time import broken, memory, op_times
+from openrecycle.app.observing.recorder import MetricSeries, Series
+from openrecycle.app.ui.charts.progress import broken, memory, op_times
 from openrecycle.app.ui.theme import LIGHT
 
 

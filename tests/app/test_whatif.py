@@ -11,8 +11,18 @@ from hypothesis import strategies as st
 from ui_factory import plan
 
 from openrecycle.app.plans.profiles import SavedProfile, unknown_profile
-from openrecycle.app.plans.whatif import WhatIf, parse, read_upload, to_keep, uploaded
-from openrecycle.app.plans.whatif_profile import PRESETS, follow, own_profile, read_profile, saved_word
+from openrecycle.app.plans.whatif import (
+    PRESETS,
+    WhatIf,
+    follow,
+    own_profile,
+    parse,
+    read_profile,
+    read_upload,
+    saved_word,
+    to_keep,
+    uploaded,
+)
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.planner.jobs.errors import InfeasibleError, InputError, PlannerError
 from openrecycle.planner.jobs.job import Job, StageProfile, Technique, Worker

@@ -6,11 +6,9 @@ from dataclasses import replace
 from functools import cache
 
 from openrecycle.agent.messages.protocol import JobSpec, JobState
-from openrecycle.app.console.view import EventView, JobSummary, JobView, RecoveryView, WorkerView
-from openrecycle.app.jobs.baseline import Baseline
-from openrecycle.app.observing.goodput import Figures
-from openrecycle.app.observing.rates import IterationView
-from openrecycle.app.workers.states import OUT, Condition, ProcessState, RoleState
+from openrecycle.app.console.view import EventView, JobView, RecoveryView, WorkerView
+from openrecycle.app.jobs.states import OUT, Condition, JobSummary, ProcessState, RoleState
+from openrecycle.app.jobs.throughput import Baseline, Figures, IterationView
 from openrecycle.planner.jobs.failures import parse_failed
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique
 from openrecycle.planner.plans.plan import Plan

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from playwright.sync_api import Browser, CDPSession, Page, expect, sync_playwright
 
-from openrecycle.app.catalogs.fill import parse_request
+from openrecycle.app.catalogs.contents import parse_request
 from openrecycle.app.console.service import Console
 from openrecycle.db.plan_rows import PlanColumns
 from openrecycle.planner.jobs.job import Job, Problem, Worker
@@ -102,7 +102,7 @@ def main() -> None:
 
 
 def fill_catalog(console: Console, job_id: str) -> None:
-    question = console.job(job_id).question
+    question = console.job(job_id).plans.question
     filling = console.catalogs.fill(
         parse_request(
             job=job_doc(question.job), technique=question.technique.value, memory=question.memory.text, tolerance=2

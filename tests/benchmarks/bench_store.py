@@ -21,12 +21,21 @@ import numpy as np
 from sqlalchemy import text
 
 from openrecycle.agent.messages.protocol import Heartbeat, JobSpec
-from openrecycle.app.history.archive import export
-from openrecycle.app.history.importing import import_history
-from openrecycle.app.jobs.recording import Recording
+from openrecycle.app.history.archive import export, import_history
+from openrecycle.app.jobs.measurements import Recording
 from openrecycle.app.settings import RetentionLimits
-from openrecycle.db.heartbeats import GROUP, HeartbeatStore, Level, groups
-from openrecycle.db.samples import METRICS, Samples, from_beats, joined, pack, rolled_up
+from openrecycle.db.heartbeats import (
+    GROUP,
+    METRICS,
+    HeartbeatStore,
+    Level,
+    Samples,
+    from_beats,
+    groups,
+    joined,
+    pack,
+    rolled_up,
+)
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 from tests.benchmarks.machine import describe

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Locator, Page, Route, expect
 
-from openrecycle.app.console.comparing import WORKED_EXAMPLE
-from openrecycle.app.runtime.documents import PLAN_MIB
+from openrecycle.app.plans.sources import WORKED_EXAMPLE
+from openrecycle.app.runtime.errors import PLAN_MIB
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.plans.plan import Plan
 from tests.app.console_server import ConsoleServer

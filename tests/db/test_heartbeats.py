@@ -7,9 +7,8 @@ import pytest
 from sqlalchemy import delete, func, select, update
 from sqlalchemy.exc import IntegrityError
 
-from openrecycle.db.heartbeats import GROUP, HeartbeatStore, Level, groups
+from openrecycle.db.heartbeats import GROUP, METRICS, HeartbeatStore, Level, Samples, from_beats, groups
 from openrecycle.db.models import HeartbeatRow, JobRow
-from openrecycle.db.samples import METRICS, Samples, from_beats
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from openrecycle.db.job_index import JobIndex
+from openrecycle.db.job_rows import JobIndex
 from openrecycle.db.session import Database
 from openrecycle.db.store import JobUpdate, Store
 

@@ -11,8 +11,8 @@ from test_store import event, generation, make_job
 from openrecycle.db import retention
 from openrecycle.db.models import AcknowledgementRow, EventSeenRow, PlanRow
 from openrecycle.db.observations import Observations
+from openrecycle.db.plan_rows import SavedPlans
 from openrecycle.db.retention import Retention
-from openrecycle.db.saved_plans import SavedPlans
 from openrecycle.db.session import Database
 from openrecycle.db.store import JobUpdate, Store
 

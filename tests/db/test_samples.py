@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrecycle.db.samples import (
+from openrecycle.db.heartbeats import (
     MAX_SAMPLES,
     METRICS,
     BlockError,

@@ -8,7 +8,7 @@ import pytest
 from sqlalchemy import select
 
 from openrecycle.db.models import PlanRow
-from openrecycle.db.saved_plans import SavedPlans
+from openrecycle.db.plan_rows import SavedPlans
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 

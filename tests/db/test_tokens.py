@@ -3,10 +3,9 @@ from __future__ import annotations
 import pytest
 from sqlalchemy.exc import IntegrityError
 
-from openrecycle.db.audit import AuditStore
+from openrecycle.db.access import AuditStore, TokenStore
 from openrecycle.db.session import Database
 from openrecycle.db.store import Record, Store
-from openrecycle.db.tokens import TokenStore
 
 
 def row(token_id: str, **more: object) -> Record:

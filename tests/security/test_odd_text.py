@@ -15,8 +15,8 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
 from openrecycle.agent.messages.protocol import JobSpec, Registration
-from openrecycle.app.api.routes import create_routes
 from openrecycle.app.console.service import Console
+from openrecycle.app.server import create_routes
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 from openrecycle.planner.jobs.job import Job, Problem
@@ -38,7 +38,7 @@ def obeyed(text: str) -> list[str]:
 
 def test_a_line_of_the_log_stays_one_line() -> None:
     script = (
-        "import json, sys, structlog; from app.runtime.logs import configure_logging; configure_logging();"
+        "import json, sys, structlog; from app.runtime.processes import configure_logging; configure_logging();"
         "structlog.get_logger().warning(json.loads(sys.argv[1]), actor=json.loads(sys.argv[1]), number=3)"
     )
     command = [sys.executable, "-c", script, json.dumps(OBEYED)]
@@ -66,7 +66,7 @@ def test_a_plan_of_others_writes_nothing_to_the_terminal(place: str, tmp_path: P
 
 
 def test_a_refusal_of_the_api_writes_nothing_to_the_agents_terminal() -> None:
-    from openrecycle.app.runtime.sentences import sentence
+    from openrecycle.app.runtime.errors import sentence
 
     text = sentence([{"loc": ("body", OBEYED), "type": "extra_forbidden", "msg": "", "input": OBEYED}])
     assert obeyed(text) == [] and "\n" not in text

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import plotly.graph_objects as go
 
-from openrecycle.app.catalogs.report import CatalogReport, CountLine
+from openrecycle.app.catalogs.contents import CatalogReport, CountLine
 from openrecycle.app.ui import text
 from openrecycle.app.ui.theme import Palette, fixed, style
 

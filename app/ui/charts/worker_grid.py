@@ -1,18 +1,21 @@
-"""The worker grid of large jobs: a heat-map of pipelines and stages, with a mark on each worker
-that is not simply running."""
+"""Grids of workers too large for a button each, as heat-maps of pipelines and stages: on Live with a mark on each
+worker that is not simply running, on the Planner page with a click that kills.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from openrecycle.app.console.view import JobView, WorkerView
+from openrecycle.app.jobs.states import HOLDING, OUT, RoleState
+from openrecycle.app.plans.whatif import WhatIf
 from openrecycle.app.ui import text
 from openrecycle.app.ui.charts.vega import Columns, LiveChart, config
 from openrecycle.app.ui.theme import Palette
-from openrecycle.app.workers.states import HOLDING, OUT, RoleState
 
 _CROSS = "M-1,-.6L-.6,-1L0,-.4L.6,-1L1,-.6L.4,0L1,.6L.6,1L0,.4L-.6,1L-1,.6L-.4,0Z"
 _RING = "M1,0A1,1,0,1,1,-1,0A1,1,0,1,1,1,0M.55,0A.55,.55,0,1,0,-.55,0A.55,.55,0,1,0,.55,0Z"
@@ -145,3 +148,62 @@ def _scale(looks: list[str], values: list[str]) -> dict[str, Any]:
 def _mark_size(pipelines: int, stages: int) -> float:
     """Area in square pixels, so that a mark stands out of its cell without hiding its neighbours."""
     return max(60.0, min(180.0, 12_000 / max(pipelines, 2 * stages)))
+
+
+PICKED_DEAD = "picked"
+# Words of the chart, and the look of the same name on Live.
+_LOOKS = {"alive": RoleState.RUNNING, "takes re-routed work": RoleState.REROUTED, "dead": RoleState.FAILED}
+
+
+def dead_grid(question: WhatIf, takes: Mapping[str, int], colours: Palette) -> LiveChart:
+    """x: pipeline, y: stage. takes: re-routed micro-batches by worker. A click toggles the selection."""
+    pipelines, stages = question.pipelines, question.stages
+    dead = frozenset(question.failed)
+    names = [f"W{p}_{s}" for p in range(pipelines) for s in range(stages)]
+    looks = ["dead" if n in dead else "takes re-routed work" if takes.get(n) else "alive" for n in names]
+    axis: dict[str, Any] = {"grid": False, "domain": False, "ticks": False, "labelAngle": 0}
+    axis |= {"labelOverlap": True, "labelSeparation": 5}
+    fills = [getattr(colours, LOOKS[look][2]) for look in _LOOKS.values()]
+    scale = {"domain": list(_LOOKS), "range": fills}
+    shape = {"domain": ["dead"], "range": [LOOKS[RoleState.FAILED][1]]}
+    return LiveChart(
+        {
+            "height": max(150, min(520, 13 * stages)),
+            "width": "container",
+            "autosize": {"type": "fit-x", "contains": "padding"},
+            "encoding": {
+                "x": {"field": "pipeline", "type": "ordinal", "axis": axis, "scale": {"paddingInner": 0.12}},
+                "y": {"field": "stage", "type": "ordinal", "axis": axis, "scale": {"paddingInner": 0.12}},
+                "tooltip": [{"field": f} for f in ("worker", "look", "re-routed micro-batches")],
+            },
+            "layer": [
+                {
+                    "params": [
+                        {"name": PICKED_DEAD, "select": {"type": "point", "fields": ["worker"], "toggle": "true"}}
+                    ],
+                    "mark": {"type": "rect", "cursor": "pointer"},
+                    "encoding": {
+                        "color": {"field": "look", "type": "nominal", "legend": None, "scale": scale},
+                        "opacity": {"value": 1},
+                    },
+                },
+                {
+                    "transform": [{"filter": "datum.look === 'dead'"}],
+                    "mark": {"type": "point", "filled": True, "opacity": 1, "strokeWidth": 0, "cursor": "pointer"},
+                    "encoding": {
+                        "shape": {"field": "look", "type": "nominal", "legend": None, "scale": shape},
+                        "color": {"value": colours.text},
+                        "size": {"value": max(16.0, min(120.0, 6_000 / max(pipelines, 2 * stages)))},
+                    },
+                },
+            ],
+            "config": config(colours),
+        },
+        {
+            "worker": names,
+            "pipeline": np.repeat(np.arange(pipelines, dtype=np.int32), stages),
+            "stage": np.tile(np.arange(stages, dtype=np.int32), pipelines),
+            "look": looks,
+            "re-routed micro-batches": np.array([takes.get(n, 0) for n in names], dtype=np.int32),
+        },
+    )

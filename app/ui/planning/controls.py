@@ -9,16 +9,16 @@ from typing import Any
 
 import streamlit as st
 
-from openrecycle.app.console.plan_sources import without
 from openrecycle.app.console.service import Console
 from openrecycle.app.plans.introduction import STEPS
 from openrecycle.app.plans.solving_child import MAX_SECONDS
+from openrecycle.app.plans.sources import without
 from openrecycle.app.plans.whatif import GRID, MEMORY, PARTITION, SOLVER, TECHNIQUE, Checked, WhatIf
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import text
 from openrecycle.app.ui.access import acting
-from openrecycle.app.ui.planning.pieces import field_error
-from openrecycle.app.ui.planning.state import PAGE, change, entered, now, said, say, shown
+from openrecycle.app.ui.facts import SOLVER_WORDS
+from openrecycle.app.ui.planning.state import PAGE, change, entered, field_error, now, said, say, shown
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique
 from openrecycle.planner.jobs.profile import AUTO
@@ -53,12 +53,6 @@ MEMORY_HELP = (
     "Activations that a worker may hold at once. As 1F1B holds: stages − s on stage s. Uniform: as many as there "
     "are stages. Bytes: as many as fit beside weights and optimizer state, by the profile."
 )
-SOLVER_WORDS = {
-    "auto": "Best of all, within the time",
-    "list": "List scheduler (milliseconds)",
-    "cp-sat": "CP-SAT (optimal)",
-    "milp": "MILP (the cross-check)",
-}
 TAKE = "planner-take"
 
 
@@ -112,7 +106,7 @@ def _take(console: Console) -> None:
         else:
             live = console.job(name)
             failed = live.state.current.failed if live.state.current else ()
-            change(WhatIf.of(live.job, failed, Technique(live.spec.technique), live.spec.memory))
+            change(WhatIf.of(live.plans.job, failed, Technique(live.spec.technique), live.spec.memory))
     except (ConsoleError, PlannerError) as error:
         say(PAGE, str(error))
 

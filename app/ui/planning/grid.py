@@ -12,9 +12,8 @@ import streamlit as st
 
 from openrecycle.app.plans.whatif import GRID, Checked, WhatIf, at_random
 from openrecycle.app.ui import components, text
-from openrecycle.app.ui.charts.dead_grid import PICKED, dead_grid
-from openrecycle.app.ui.planning.pieces import field_error
-from openrecycle.app.ui.planning.state import change, entered, now, say, shown
+from openrecycle.app.ui.charts.worker_grid import PICKED_DEAD, dead_grid
+from openrecycle.app.ui.planning.state import change, entered, field_error, now, say, shown
 from openrecycle.app.ui.theme import Palette
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.job import Worker
@@ -115,7 +114,7 @@ def _heat_map(question: WhatIf, takes: Mapping[str, int], colours: Palette) -> N
         theme=None,
         key=key,
         on_select=partial(_mapped, key),
-        selection_mode=PICKED,
+        selection_mode=PICKED_DEAD,
         alt="Worker grid: pipelines across, stages down. The list below names the dead ones.",
     )
 
@@ -129,7 +128,7 @@ def _mapped(key: str) -> None:
 def _clicked(key: str, state: Mapping[str, Any]) -> set[str]:
     """Workers that were clicked since the last look. The chart keeps a set, into and out of which each click
     takes one; a chart that was drawn anew has none, and that is no click."""
-    picked = {str(point["worker"]) for point in state["selection"].get(PICKED) or []}
+    picked = {str(point["worker"]) for point in state["selection"].get(PICKED_DEAD) or []}
     seen: set[str] = st.session_state.get(SEEN, {}).get(key, set())
     st.session_state[SEEN] = {key: picked}
     return set() if not picked and len(seen) > 1 else picked ^ seen

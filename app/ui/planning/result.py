@@ -1,38 +1,315 @@
-"""A plan that answers the question: its figures, its chart, and what it is compared with."""
+"""What comes of the question: a search under way, the plan that it found beside others, and whether it would pay to
+move a failure to another stage. Every text that comes from outside is escaped here.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from html import escape
 from pathlib import Path
+from typing import Any
 
 import streamlit as st
 
 from openrecycle.agent.messages.protocol import JobState
 from openrecycle.app.console.service import Console
-from openrecycle.app.plans.applying import misfit, use_plan
+from openrecycle.app.plans.exporting import Export
+from openrecycle.app.plans.service import misfit, use_plan
 from openrecycle.app.plans.solving import Solve
+from openrecycle.app.plans.solving_child import Migrations
 from openrecycle.app.plans.whatif import WhatIf, parse_word
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import chart_revision, components, facts, text, url_state
 from openrecycle.app.ui.access import acting, actor
 from openrecycle.app.ui.charts import overview as large
+from openrecycle.app.ui.charts.planning import migrations_chart, search_chart, search_words
 from openrecycle.app.ui.charts.schedule import MAX_NODES, gantt
-from openrecycle.app.ui.exports import export_button
+from openrecycle.app.ui.facts import Card, gap_words, many_words
+from openrecycle.app.ui.plan_files import export_button
 from openrecycle.app.ui.planning import state
 from openrecycle.app.ui.planning.controls import question_words
-from openrecycle.app.ui.planning.search import drawn
-from openrecycle.app.ui.planning.state import BEFORE, PAGE, SAVED, SHOW, WINDOW, change, now, said, say
-from openrecycle.app.ui.schedule_facts import many_words
+from openrecycle.app.ui.planning.state import (
+    BEFORE,
+    PAGE,
+    SAVED,
+    SHOW,
+    WINDOW,
+    change,
+    entered,
+    field_error,
+    now,
+    said,
+    say,
+    shown,
+)
 from openrecycle.app.ui.tables import beside_html, of_workers, workers_table
-from openrecycle.app.ui.theme import Palette
+from openrecycle.app.ui.theme import CHART_CONFIG, Palette
 from openrecycle.app.ui.time_range import FOLLOWED_CONFIG, choose_time, follow
 from openrecycle.planner.export.compare import against_best, comparable
 from openrecycle.planner.jobs.errors import PlannerError
+from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.plans.drawing import FAILED, Drawing
 from openrecycle.planner.plans.plan import Plan
 from openrecycle.planner.plans.schedule import Schedule
 from openrecycle.planner.reference import reference_plan
+
+
+def example_steps(items: list[tuple[str, str, Solve | None, bool]]) -> None:
+    """The paper's steps side by side. items: name, about, what is made of it, is it the one shown below?"""
+    st.html('<div class="or-steps">' + "".join(_step(*item) for item in items) + "</div>")
+
+
+def _step(name: str, about: str, solve: Solve | None, chosen: bool) -> str:
+    value, note = "–", "not planned yet"
+    good = ""
+    if solve is not None and solve.plan is not None:
+        unit, metrics = solve.plan.job.time_unit, solve.plan.metrics
+        value = text.planned(metrics.period, unit)
+        share = f" · {text.percent(metrics.slowdown_vs_1f1b, sign=True)}" if solve.plan.failed else ""
+        note = f"bound {text.planned(metrics.lower_bound, unit)}, {gap_words(solve.plan)}{share}"
+        good = " or-good" if metrics.gap <= 0 else ""
+    elif solve is not None:
+        note = solve.error or (
+            "waits its turn" if solve.state == "waiting" else f"{text.seconds(solve.elapsed)} so far"
+        )
+        if solve.points and solve.points[-1].incumbent is not None:
+            value = f"{text.planned(solve.points[-1].incumbent, 'slot')} …"
+    return (
+        f'<div class="or-step{" or-chosen" if chosen else ""}"><div class="or-label">{escape(name)}</div>'
+        f'<div class="or-value">{escape(value)}</div><div class="or-note{good}">{escape(note)}</div>'
+        f'<div class="or-note">{escape(about)}</div></div>'
+    )
+
+
+def log(lines: list[str]) -> None:
+    """Oldest first, in a list that scrolls by itself."""
+    items = "".join(f"<li>{escape(line)}</li>" for line in lines)
+    st.html(f'<ol class="or-log" tabindex="0" aria-label="What the solvers reported">{items}</ol>')
+
+
+def log_lines(solve: Solve, unit: str) -> list[str]:
+    """What the search reported, in words: one line for each better plan, bound or other solver."""
+    lines = []
+    for point in solve.points:
+        best = "no plan yet" if point.incumbent is None else f"period {text.planned(point.incumbent, unit)}"
+        gap = ""
+        if point.incumbent is not None and point.bound > 0:
+            gap = f", gap {text.percent(max(0.0, point.incumbent / point.bound - 1))}"
+        lines.append(f"{point.elapsed:8.2f} s  {point.solver}: {best}, bound {text.planned(point.bound, unit)}{gap}")
+    if solve.plan is not None and solve.plan.solver.message:
+        lines.append(f"{solve.elapsed:8.2f} s  {solve.plan.solver.message}")
+    return lines
+
+
+def search_cards(solve: Solve, unit: str) -> list[Card]:
+    """Where a search stands."""
+    last = solve.points[-1] if solve.points else None
+    limit = solve.request.timeout
+    if last is None or last.incumbent is None:
+        best = [Card("Best so far", "–", "no plan yet"), Card("Proven bound", "–"), Card("Gap", "–")]
+    else:
+        gap = max(0.0, last.incumbent / last.bound - 1) if last.bound else 0.0
+        best = [
+            Card("Best so far", text.planned(last.incumbent, unit), f"by {last.solver}"),
+            Card("Proven bound", text.planned(last.bound, unit), "no plan can be shorter"),
+            Card("Gap", text.percent(gap), "closed" if gap == 0 else "between the two"),
+        ]
+    return [*best, Card("Time", text.seconds(solve.elapsed), f"{text.seconds(limit)} at most")]
+
+
+REFRESH = 0.5
+
+
+def search(console: Console, solve: Solve, unit: str, colours: Palette) -> None:
+    """Follows a solve by itself until it is over; then the page is drawn anew, with the result."""
+    st.fragment(_follow, run_every=REFRESH)(console, solve.id, unit, colours)
+
+
+def _follow(console: Console, solve_id: str, unit: str, colours: Palette) -> None:
+    try:
+        solve = console.plans.solves.get(solve_id)
+    except ConsoleError:
+        st.rerun()
+    if solve.over:
+        st.rerun()
+    with st.container(horizontal=True, vertical_alignment="center", horizontal_alignment="distribute"):
+        components.heading("Planning", _search_status(solve))
+        st.button(
+            "Stopping …" if solve.state == "stopping" else "Cancel",
+            key="planner-cancel",
+            icon=":material/stop_circle:",
+            disabled=solve.state == "stopping",
+            on_click=_stop,
+            args=(console, solve_id),
+            help="Ends the search and keeps the best plan so far.",
+        )
+    if solve.state == "waiting":
+        components.quiet("This plan waits its turn: as many others are being made as this machine has room for.")
+        return
+    components.cards(search_cards(solve, unit))
+    drawn(solve, unit, colours, key="planner-search")
+
+
+def drawn(solve: Solve, unit: str, colours: Palette, *, key: str) -> None:
+    """The chart, and the same in words."""
+    if not any(p.incumbent is not None for p in solve.points):
+        components.quiet("The first plan is on its way.")
+        return
+    if not solve.over or len(solve.points) > 1:
+        chart = search_chart(solve, unit, colours)
+        st.vega_lite_chart(None, chart.whole(), theme=None, key=key, alt=search_words(solve, unit))
+    log(log_lines(solve, unit))
+
+
+def others(console: Console, shown: Sequence[str]) -> None:
+    """What else is being made, by whomever, and the way to end it. shown: ids of those the page has elsewhere."""
+    for solve in console.plans.solves.all():
+        if solve.over or solve.id in shown or solve.request.kind != "plan":
+            continue
+        job = solve.request.job
+        with st.container(horizontal=True, vertical_alignment="center", key=f"planner-other-{solve.id}"):
+            components.quiet(
+                f"Also being planned: {job.pipelines} × {job.stages} × {job.micro_batches}, "
+                f"{text.count(len(solve.request.failed), 'worker')} dead, {solve.request.technique.value} "
+                f"({_search_status(solve)})."
+            )
+            st.button("Cancel", key=f"planner-cancel-{solve.id}", on_click=_stop, args=(console, solve.id))
+
+
+def _search_status(solve: Solve) -> str:
+    if solve.state == "waiting":
+        return "waits its turn"
+    return f"{text.seconds(solve.elapsed)} of at most {text.seconds(solve.request.timeout)}"
+
+
+def _stop(console: Console, solve_id: str) -> None:
+    try:
+        with acting(console, "stop solve", solve_id):
+            console.plans.solves.stop(solve_id)
+    except ConsoleError as error:
+        say(PAGE, str(error))
+
+
+COSTS = (
+    ("state_gb", "Weights of a stage (GB)", "Weights and optimizer state that a copy moves. 0: as the profile says."),
+    ("copy_gbs", "Copy (GB/s)", "How fast weights go from one worker to another."),
+    ("heals_in", "Back in (s)", "Seconds until the dead workers are expected back. 0: they are not."),
+)
+
+
+def migrations(console: Console, question: WhatIf, job: Job, colours: Palette) -> None:
+    components.heading("Migrations", "a living worker may take a dead one's place, with a copy of its peers' weights")
+    with st.container(horizontal=True, vertical_alignment="bottom", key="planner-costs"):
+        for name, label, note in COSTS:
+            value = float(getattr(question, name))
+            key = shown(f"planner-{name}", value)
+            least = 0.001 if name == "copy_gbs" else 0.0
+            st.number_input(
+                label,
+                least,
+                1e6,
+                value,
+                key=key,
+                format="%g",
+                help=note,
+                width=170,
+                on_change=_price,
+                args=(console, name),
+            )
+        known = console.plans.solves.find(question.migrations_asked())
+        if known is None or (known.over and known.migrations is None):
+            st.button("Look for migrations", key="planner-look", on_click=look, args=(console,))
+    if not question.state_gb and not any(p.weight_bytes + p.optimizer_bytes for p in job.profiles):
+        st.caption(
+            "The profile says nothing of weights, so copies count as free; give their size to see what they cost."
+        )
+    if known is None:
+        return
+    if not known.over:
+        search(console, known, job.time_unit, colours)
+    elif known.migrations is None:
+        field_error(known.error)
+    else:
+        _found(question, job, known.migrations, colours)
+
+
+def look(console: Console) -> None:
+    """Begins to look, in the background."""
+    try:
+        with acting(console, "look for migrations"):
+            console.plans.solves.start(now().migrations_asked())
+    except (ConsoleError, PlannerError) as error:
+        say(PAGE, str(error))
+
+
+def _price(console: Console, name: str) -> None:
+    changes: dict[str, Any] = {name: float(entered(f"planner-{name}"))}
+    change(replace(now(), **changes))
+    look(console)
+
+
+def _found(question: WhatIf, job: Job, found: Migrations, colours: Palette) -> None:
+    st.markdown(f"{found.reason[:1].upper()}{found.reason[1:]}.")
+    if not found.migrations:
+        return
+    unit = job.time_unit
+    before = "there is none where they are"
+    if found.period_now is not None:
+        saved = text.percent(found.period / found.period_now - 1, sign=True)
+        before = f"{text.planned(found.period_now, unit)} where they are; {saved}"
+    gained = "–" if found.gained is None else f"{found.gained:,.3g}"
+    components.cards(
+        [
+            Card("Period, list scheduler", text.planned(found.period, unit), before),
+            Card("Pause for the copies", text.milliseconds(1000 * found.pause), "nobody trains meanwhile"),
+            Card(
+                "Iterations gained",
+                gained,
+                f"in {text.seconds(question.heals_in)}" if question.heals_in else "set “Back in”",
+            ),
+        ]
+    )
+    left, right = st.columns([3, 2], gap="medium")
+    with left:
+        st.plotly_chart(
+            migrations_chart(job, list(question.failed), found, colours),
+            theme=None,
+            key="planner-migrations",
+            config={**CHART_CONFIG, "displayModeBar": False},
+            alt="; ".join(_sentence(m.worker, m.takes, m.source) for m in found.migrations[:8]),
+        )
+    with right:
+        st.dataframe(
+            {
+                "worker": [m.worker for m in found.migrations],
+                "takes the place of": [m.takes for m in found.migrations],
+                "weights from": [m.source or "the last checkpoint" for m in found.migrations],
+            },
+            hide_index=True,
+            key="planner-migrations-table",
+            alt="Migrations",
+        )
+        dead, left_over = (
+            ", ".join(f"stage {s}: {n}" for s, n in enumerate(c) if n) for c in (found.present, found.counts)
+        )
+        st.caption(f"Dead by stage: {dead}; afterwards {left_over}.")
+        st.button(
+            "Apply the migrations to the question",
+            key="planner-migrate",
+            on_click=_migrate,
+            args=(found.failed,),
+            help="Then the places that are empty afterwards are dead. No job is touched.",
+        )
+
+
+def _migrate(failed: list[str]) -> None:
+    change(now().with_failed(set(failed)))
+
+
+def _sentence(worker: str, takes: str, source: str | None) -> str:
+    return f"{worker} takes the place of {takes}, with the weights of {source or 'the last checkpoint'}"
+
 
 RESULTS = "planner-results"
 SHOWN = "planner-show"
@@ -74,7 +351,7 @@ def result(console: Console, question: WhatIf, plan: Plan, solve: Solve | None, 
         with st.container(horizontal=True, width="content", key="planner-result-actions"):
             _save(console, plan, question)
             apply(console, plan)
-            export_button(plan, "what-if", key="planner-export")
+            export_button(Export(plan, "what-if"), key="planner-export")
     if words := said(SAVED):
         st.success(words)
     components.cards(facts.plan_cards(plan, schedule))

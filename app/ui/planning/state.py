@@ -7,8 +7,7 @@ from typing import Any
 import streamlit as st
 
 from openrecycle.app.plans.introduction import step_of
-from openrecycle.app.plans.whatif import PARAMS, PROFILE, WhatIf, parse
-from openrecycle.app.plans.whatif_profile import Keeper, follow
+from openrecycle.app.plans.whatif import PARAMS, PROFILE, Keeper, WhatIf, follow, parse
 from openrecycle.app.ui import url_state
 from openrecycle.planner.jobs.errors import InputError
 
@@ -107,3 +106,8 @@ def said(where: str) -> str:
         return ""
     del st.session_state[MESSAGE]
     return str(words)
+
+
+def field_error(words: str) -> None:
+    """Below the field that it speaks of, as wide as that."""
+    url_state.field_error(words, "stretch")

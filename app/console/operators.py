@@ -1,0 +1,191 @@
+"""What operators ask of a job: its workers killed, started again, or asked to leave, and how it goes on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+
+import structlog
+
+from openrecycle.agent.coordination.choosing import out
+from openrecycle.agent.coordination.events import Chosen, DrainAsked, ModeSet, Note, PlanFrozen
+from openrecycle.agent.coordination.membership import LEAST_CHOICE_TIMEOUT, MOST_CHOICE_TIMEOUT, Member, Mode, Offer
+from openrecycle.agent.messages.protocol import Command, WorkerState
+from openrecycle.app.jobs.live_job import LiveJob
+from openrecycle.app.runtime.errors import ConsoleError, plain, storing
+from openrecycle.db.observations import Observations
+from openrecycle.db.store import Record, Store
+from openrecycle.planner.jobs.job import Worker
+
+log = structlog.get_logger()
+
+
+class Operators:
+    """Thread-safe. find: a job by its id; raises ConsoleError. actor: who asks, for the feed and the audit log."""
+
+    def __init__(self, find: Callable[[str], LiveJob], store: Store) -> None:
+        self._find, self._store, self._observations = find, store, Observations(store.database)
+
+    def kill(self, job_id: str, worker: str, actor: str, pid: int | None = None) -> None:
+        """Asks the launcher to kill a worker's process. Only for demo jobs. pid: of the process that the operator saw
+        there; another one by now is let live. Raises ConsoleError."""
+        job, member = self._member(job_id, worker)
+        if not job.spec.demo:
+            raise ConsoleError(
+                403, "not_a_demo", "demo: got false; only processes of a demo job may be killed from the console"
+            )
+        if member.incarnation is None or member.state in (WorkerState.FAILED, WorkerState.FINISHED):
+            raise ConsoleError(409, "not_running", f"worker: {worker} is {member.state}, expected one that runs")
+        now = job.processes.get(member.incarnation)
+        if pid and now is not None and now.pid != pid:
+            text = f"worker: {worker} is held by process {now.pid} by now, not by {pid}; look at it anew"
+            raise ConsoleError(409, "not_running", text)
+        self._command(job, "kill", worker, actor)
+
+    def restart(self, job_id: str, worker: str, actor: str) -> None:
+        """Asks the launcher to start a new process for a failed worker. Raises ConsoleError."""
+        job, member = self._member(job_id, worker)
+        if member.state is not WorkerState.FAILED:
+            raise ConsoleError(409, "not_failed", f"worker: {worker} is {member.state}, expected one that has failed")
+        self._command(job, "restart", worker, actor)
+
+    def share_without(self, job_id: str, worker: str) -> float | None:
+        """Of the fault-free plan's throughput, that is left when `worker` is lost too; None: it is not planned yet."""
+        job = self._find(job_id)
+        lost = {*(job.state.current.failed if job.state.current else ()), worker}
+        with job.lock:
+            plans = job.plans.catalog.find(map(Worker.parse, lost)), job.plans.catalog.find(())
+        if plans[0] is None or plans[1] is None or plans[0].metrics.period <= 0:
+            return None
+        return plans[1].metrics.period / plans[0].metrics.period
+
+    def _member(self, job_id: str, worker: str) -> tuple[LiveJob, Member]:
+        job = self._find(job_id)
+        member = job.state.members.get(worker)
+        if member is None:
+            raise ConsoleError(404, "unknown_worker", f"worker: got {worker!r}, expected one of the job's grid")
+        if job.state.over:
+            raise ConsoleError(409, "job_over", f"the job has {job.state.over}; its processes are gone")
+        return job, member
+
+    def pause(self, job_id: str, actor: str) -> str:
+        """Asks all workers to stop before the same iteration. Raises ConsoleError."""
+        return self._hold(job_id, "pause", actor)
+
+    def resume(self, job_id: str, actor: str) -> str:
+        """Lets a paused job go on. Raises ConsoleError."""
+        return self._hold(job_id, "resume", actor)
+
+    def _hold(self, job_id: str, kind: str, actor: str) -> str:
+        job = self._find(job_id)
+        if job.state.over:
+            raise ConsoleError(409, "job_over", f"the job has {job.state.over}; its processes are gone")
+        with job.writing():
+            if job.paused == (kind == "pause"):
+                raise ConsoleError(409, "no_choice", f"the job is {'' if job.paused else 'not '}paused")
+            self._command(job, kind, None, actor)
+        return "all workers stop before the same iteration" if kind == "pause" else "all workers go on"
+
+    def _command(self, job: LiveJob, kind: str, worker: str | None, actor: str) -> None:
+        actor = named(actor)
+        with job.writing():
+            events = job.feed.rows(
+                [Note("warning", "operator", f"{actor} asked to {kind} {worker or 'the job'}", worker)]
+            )
+            seq = self._store.add_command(job.job_id, kind=kind, worker=worker or "", actor=actor, events=events)
+            job.stored(len(events))
+            job.commands.add(Command(seq=seq, kind=kind, worker=worker), time.time())  # type: ignore[arg-type]
+        log.info("operator command", job=job.job_id, kind=kind, worker=worker, actor=actor)
+        job.topic.publish()
+
+    # -- how a job goes on --------------------------------------------------------------------
+
+    def drain(self, job_id: str, worker: str, actor: str) -> str:
+        """Asks a worker to leave when the iteration in hand is done. Raises ConsoleError."""
+        job, _ = self._member(job_id, worker)
+        who = named(actor)
+        return job.apply(DrainAsked(worker, who), audit=_audit(who, "drain", worker))
+
+    def set_mode(self, job_id: str, mode: Mode, choice_timeout: float, actor: str) -> str:
+        """choice_timeout: seconds that the job waits for a choice in manual mode. Raises ConsoleError."""
+        if not LEAST_CHOICE_TIMEOUT <= choice_timeout <= MOST_CHOICE_TIMEOUT:
+            expected = f"{LEAST_CHOICE_TIMEOUT:g} to {MOST_CHOICE_TIMEOUT:g} seconds"
+            raise ConsoleError(422, "invalid", f"choice_timeout: got {choice_timeout!r}, expected {expected}")
+        who = named(actor)
+        return self._find(job_id).apply(
+            ModeSet(mode, choice_timeout, who), audit=_audit(who, "mode", f"{mode} {choice_timeout:g}")
+        )
+
+    def freeze(self, job_id: str, frozen: bool, actor: str) -> str:
+        """Has the plan in force stay, or no longer (agent.coordination.freezing). Raises ConsoleError."""
+        who = named(actor)
+        action = "freeze plan" if frozen else "unfreeze plan"
+        return self._find(job_id).apply(PlanFrozen(frozen, who), audit=_audit(who, action, ""))
+
+    def measure_anew(self, job_id: str, actor: str) -> str:
+        """Has the fault-free rate measured again, from the next whole iterations on; until then it stays. Raises
+        ConsoleError."""
+        job, who = self._find(job_id), named(actor)
+        if job.state.over:
+            raise ConsoleError(409, "job_over", f"the job has {job.state.over}; its processes are gone")
+        known = job.baseline
+        if known is None or known.source == "planned":
+            raise ConsoleError(409, "no_choice", "the fault-free rate is about to be measured for the first time")
+        text = (
+            f"{who} has the fault-free rate measured again; until then it is {known.samples_per_second:,.4g} samples/s"
+        )
+        note = Note("warning", "operator", text)
+        job.pin(replace(known, renew=job.state.committed), note, _audit(who, "measure fault-free", ""))
+        return text
+
+    def choose(self, job_id: str, name: str, failed: tuple[str, ...] | None, actor: str) -> str:
+        """Takes one of the options. failed: without whom, in what the operator saw. Raises ConsoleError."""
+        who = named(actor)
+        return self._find(job_id).apply(Chosen(plain(name), who, failed), audit=_audit(who, "choose", plain(name)))
+
+    def acknowledge(self, job_id: str, seqs: Sequence[int], actor: str) -> int:
+        """`actor` has taken note of these events; returns how many nobody had before. Raises ConsoleError."""
+        job = self._find(job_id)
+        with storing():
+            new = self._observations.see_events(job_id, seqs, actor.strip()[:80] or "unknown")
+        if new:
+            with job.lock:
+                job.feed.unfold()
+            job.stored()
+            log.info("events acknowledged", job=job_id, events=new, actor=actor)
+            job.topic.publish()
+        return new
+
+    def choice(self, job_id: str) -> Record:
+        """Who decides, and what there is to choose from. frozen_by: who has frozen the plan; "": nobody. paused:
+        did an operator stop the job? stopped: and do all workers wait by now? waiting: does it stand still for a
+        choice? seconds_left: then, until the best is taken."""
+        job = self._find(job_id)
+        state = job.state
+        pending = state.pending
+        waiting = pending is not None and pending.until is not None
+        failed = pending.failed if pending is not None and waiting else out(state)
+        left = pending.until - time.monotonic() if pending is not None and pending.until is not None else None
+        offer = state.offer if state.offer and state.offer.failed == failed else Offer((), ())
+        return {
+            "mode": state.mode,
+            "choice_timeout": state.choice_timeout,
+            "frozen_by": state.frozen_by,
+            "paused": job.paused,
+            "stopped": job.paused and not job.worker_states().running_on,
+            "waiting": waiting,
+            "seconds_left": None if left is None else max(0.0, left),
+            "failed": list(failed or ()),
+            "candidates": [asdict(candidate) for candidate in offer.candidates],
+            "better": offer.better,
+        }
+
+
+def named(actor: str) -> str:
+    """As the feed and the audit log call who asks."""
+    return plain(actor).strip()[:80] or "unknown"
+
+
+def _audit(actor: str, action: str, target: str) -> Record:
+    return {"at": time.time(), "actor": actor, "action": action, "target": target[:255], "detail": ""}

@@ -1,0 +1,279 @@
+"""What agents and launchers say and ask, of every job. A part of app.console.service.Console.
+
+Every report goes through the coordinator of its job and into the database before it is answered;
+heartbeats alone are kept in memory and written behind.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from weakref import WeakKeyDictionary
+
+from openrecycle.agent.coordination import events as happening
+from openrecycle.agent.coordination.generations import deployment_of
+from openrecycle.agent.coordination.membership import Interim
+from openrecycle.agent.messages.protocol import (
+    Acknowledgement,
+    BatchReply,
+    Command,
+    Deployment,
+    FailureReport,
+    Heartbeat,
+    InterimPlan,
+    Iteration,
+    JobFinished,
+    JobState,
+    LogLines,
+    Recovery,
+    RefusedReport,
+    Registered,
+    Registration,
+    Relayout,
+    ValidationReport,
+)
+from openrecycle.app.jobs.job_plans import stored_plan
+from openrecycle.app.jobs.live_job import IncomingReport, LiveJob
+from openrecycle.app.jobs.states import Arrival
+from openrecycle.app.jobs.waiting import Waited
+from openrecycle.app.runtime.errors import ConsoleError, plain, storing
+from openrecycle.db.store import Store
+from openrecycle.planner.check import check
+from openrecycle.planner.jobs.errors import PlannerError
+from openrecycle.planner.jobs.words import micro_batch_names, milliseconds
+from openrecycle.planner.plans.plan import Plan
+
+# A report that was sent twice stands among so many of the newest events.
+LOOK_BACK = 200
+
+
+def skipped_note(report: Iteration, micro_batches: int) -> happening.Note:
+    """What an iteration left out, as a line of the feed. micro_batches: of a pipeline."""
+    numbers = micro_batch_names(report.skipped, micro_batches)
+    text = f"iteration {report.iteration}: {numbers} left out; the loss is the mean of the others"
+    return happening.Note("warning", "step", text)
+
+
+def validation_note(report: ValidationReport) -> happening.Note:
+    """What came of checking an iteration's gradients, as a line of the feed."""
+    if report.coefficient is None:
+        undone = "; its step had been taken already and was rolled back" if report.redone else ""
+        text = (
+            f"iteration {report.iteration} is skipped: a gradient was NaN, infinite or out of range, so no "
+            f"parameter has changed{undone}"
+        )
+        return happening.Note("warning", "step", text)
+    if report.coefficient < 1:
+        text = (
+            f"iteration {report.iteration}: gradients were too large and clipped to {report.coefficient:.3g} of "
+            "their length; the step taken before that was known was rolled back and taken again"
+        )
+    else:
+        text = (
+            f"iteration {report.iteration}: the step was rolled back and taken again without the clipping that "
+            "had been expected"
+        )
+    return happening.Note("info", "step", text)
+
+
+class Reports(ABC):
+    """Thread-safe. Every method raises ConsoleError: for an unknown job or worker, a process that does
+    not count, or a database that does not answer.
+
+    _measure: which iteration the workers of a job are to record. _waited: for a person, by a job. _deployments: the
+    newest of each job, and of what it was made.
+    """
+
+    _store: Store
+    _measure: Callable[[str], int | None]
+    _waited: Callable[[LiveJob], Waited]
+    _deployments: WeakKeyDictionary[LiveJob, tuple[object, Deployment]]
+
+    @abstractmethod
+    def job(self, job_id: str) -> LiveJob:
+        """Raises ConsoleError (404)."""
+
+    @abstractmethod
+    def job_ended(self, job: LiveJob) -> None:
+        """Nothing more is to be done for `job`."""
+
+    def register(self, job_id: str, message: Registration) -> Registered:
+        job, report = self.registration(job_id, message)
+        job.apply(report.event, beside=[report])
+        return Registered(worker=message.worker, generation=job.state.generation)
+
+    def registration(self, job_id: str, message: Registration) -> tuple[LiveJob, IncomingReport]:
+        """For whoever takes many together."""
+        process = Arrival(plain(message.host), message.pid, message.ranks, message.made_of)
+        return self.job(job_id), IncomingReport(
+            happening.WorkerRegistered(message.worker, message.incarnation), process
+        )
+
+    def heartbeats(self, job_id: str, beats: Sequence[Heartbeat]) -> BatchReply:
+        """Each is taken or refused by itself. Touches no database and waits for nothing."""
+        job, answers = self.job(job_id), list[int | ConsoleError]()
+        for beat in beats:
+            try:
+                answers.append(job.heard(beat))
+            except ConsoleError as error:
+                answers.append(error)
+        return self.answer_batch(job, beats, answers)
+
+    def answer_batch(
+        self, job: LiveJob, reports: Sequence[Heartbeat | Acknowledgement], answers: Sequence[object]
+    ) -> BatchReply:
+        """answers: for each report what came of it; a ConsoleError: it was refused."""
+        refused = [
+            RefusedReport(index=index, worker=report.worker, code=answer.code, detail=answer.detail)
+            for index, (report, answer) in enumerate(zip(reports, answers, strict=True))
+            if isinstance(answer, ConsoleError)
+        ]
+        taken = len(reports) - len(refused)
+        measure = self._measure(job.job_id)
+        return BatchReply(generation=job.state.generation, measure=measure, taken=taken, refused=tuple(refused))
+
+    def failure(self, job_id: str, message: FailureReport) -> str:
+        """Returns what the coordinator makes of it."""
+        job = self.job(job_id)
+        if message.cause == "exit":
+            late = message.age_milliseconds / 1000
+            seen = f" (seen {late:.1f} s before the report came)" if late >= 1 else ""
+            detail = plain(message.detail) + seen
+            event = happening.Exited(message.worker, message.incarnation, message.reporter, detail)
+            return job.apply(event, beside=[IncomingReport(event, spare=message.spare)] if message.spare else ())
+        if message.cause in ("exception", "state-lost"):
+            what = happening.OpRaised if message.cause == "exception" else happening.StateLost
+            return job.apply(what(message.worker, message.incarnation, message.generation, plain(message.detail)))
+        return job.apply(
+            happening.TransferBroken(
+                message.reporter, message.incarnation, message.worker, message.generation, plain(message.detail)
+            )
+        )
+
+    def acknowledge(self, job_id: str, message: Acknowledgement) -> str:
+        job, (report,) = self.acknowledgements(job_id, [message])
+        return job.apply(report.event, beside=[report])
+
+    def acknowledgements(self, job_id: str, said: Sequence[Acknowledgement]) -> tuple[LiveJob, list[IncomingReport]]:
+        """For whoever takes many together."""
+        job, reports = self.job(job_id), list[IncomingReport]()
+        for one in said:
+            event = happening.GenerationAcknowledged(one.worker, one.incarnation, one.generation, one.state)
+            reports.append(IncomingReport(event, acknowledgement={**one.model_dump(), "at": time.time()}))
+        return job, reports
+
+    def meanwhile(self, job_id: str, message: InterimPlan) -> str:
+        """What a generation runs until newcomers have their state."""
+        job, failed, plan = self.job(job_id), message.failed, None
+        if len(set(failed)) < len(failed) or any(name not in job.state.members for name in failed):
+            raise ConsoleError(422, "invalid", "failed: expected workers of the job's grid, each once")
+        if message.document:
+            try:
+                plan = Plan.from_json(message.document, source="document")
+            except PlannerError as error:
+                raise ConsoleError(422, "invalid", str(error)) from None
+            grid = (plan.job.pipelines, plan.job.stages, plan.job.micro_batches)
+            of_job = (job.spec.pipelines, job.spec.stages, job.spec.micro_batches)
+            same = message.plan_fingerprint == plan.fingerprint == plan.compute_fingerprint()
+            if grid != of_job or not same or sorted(plan.failed) != sorted(failed) or check(plan):
+                raise ConsoleError(422, "invalid", "document: expected a valid plan of the job, as the report names it")
+        with storing():
+            known = plan is not None or stored_plan(self._store, message.plan_fingerprint) is not None
+        interim = Interim(message.plan_fingerprint if known else "", failed)
+        return job.apply(happening.InterimPlanUsed(message.generation, interim), plan=plan)
+
+    def committed(self, job_id: str, iterations: Sequence[Iteration], age: float = 0.0) -> None:
+        """age: seconds since the newest was committed."""
+        job = self.job(job_id)
+        for report in iterations:
+            if report.iteration >= job.spec.iterations:
+                raise ConsoleError(
+                    422,
+                    "invalid",
+                    f"iterations.iteration: got {report.iteration}, expected below {job.spec.iterations}, "
+                    "the number that the job runs",
+                )
+        rows, at = list[dict[str, object]](), time.time() - age
+        for report in reversed(iterations):
+            rows.append({**report.model_dump(), "skipped": report.skipped, "committed_at": max(0.0, at)})
+            at -= report.seconds  # of a batch that has waited each is as old as those after it took
+        with storing():
+            self._store.add_iterations(job_id, rows[::-1])
+            count = self._store.committed_iterations(job_id)
+        job.stored()
+        left_out = [i for i in iterations if i.skipped and i.iteration >= job.state.committed]
+        if left_out:
+            job.record(*(skipped_note(i, job.spec.micro_batches) for i in left_out))
+        job.apply(happening.IterationsCommitted(count))
+
+    def recovered(self, job_id: str, message: Recovery) -> None:
+        job = self.job(job_id)
+        if message.worker not in job.state.members:
+            raise ConsoleError(404, "unknown_worker", f"worker: got {message.worker!r}, expected one of the job's grid")
+        took, at = milliseconds(message.resumed_ms), time.time()
+        text = f"generation {message.generation}: training resumed {took} after {message.worker} died"
+        with storing():
+            people = sum(self._waited(job).in_recovery({**message.model_dump(), "at": at}))
+        if people:
+            text += f", of it {milliseconds(1000 * people)} waiting for a person"
+        with job.writing():
+            events = job.feed.rows([happening.Note("info", "recovery", text, message.worker)])
+            if self._store.add_recovery(job_id, {**message.model_dump(), "at": at}, events):
+                job.stored(len(events))
+        job.topic.publish()
+
+    def rearranged(self, job_id: str, message: Relayout) -> None:
+        job = self.job(job_id)
+        try:
+            partition = job.plans.nominal.check_partition(message.partition)
+        except PlannerError as error:
+            raise ConsoleError(409, "misfit", str(error)) from None
+        count = message.moved_layers
+        if count > sum(partition):
+            raise ConsoleError(409, "misfit", f"moved_layers: got {count}, expected at most {sum(partition)}")
+        with storing():
+            opened = self._store.generations(job_id, after=message.generation - 1, limit=1)
+        if not opened or opened[0]["generation"] != message.generation or tuple(opened[0]["partition"]) != partition:
+            detail = f"partition: got {list(partition)}, which is not that of generation {message.generation}"
+            raise ConsoleError(409, "misfit", detail)
+        took = milliseconds(message.stall_ms)
+        what = "1 layer moved to another stage" if count == 1 else f"{count} layers moved to other stages"
+        text = f"{what}, which held training for {took}"
+        job.apply(happening.LayersMoved(message.generation, message.iteration, partition, text))
+
+    def validated(self, job_id: str, report: ValidationReport) -> None:
+        """What came of checking an iteration's gradients. A report that is known already changes nothing."""
+        job, note = self.job(job_id), validation_note(report)
+        with storing(), job.lock:
+            newest = self._store.events(job_id, limit=LOOK_BACK, newest=True)
+            if not any(row["kind"] == note.kind and row["text"] == note.text for row in newest):
+                job.record(note)
+
+    def printed(self, job_id: str, message: LogLines) -> None:
+        """What a worker's process has written."""
+        job = self.job(job_id)
+        job.measurements.logs.take(job.sender(message.worker, message.incarnation).name, message)
+
+    def finish(self, job_id: str, message: JobFinished) -> None:
+        job = self.job(job_id)
+        job.apply(happening.Finished(JobState(message.state), plain(message.reason)))
+        self.job_ended(job)
+
+    def deployment(self, job_id: str, after: int) -> Deployment | None:
+        """The newest deployment, if its generation is above `after`. Does not block."""
+        job = self.job(job_id)
+        state = job.state
+        generation = state.current
+        if generation is None or generation.number <= after:
+            return None
+        leaving = tuple(name for name in generation.failed if state.members[name].leaving)
+        key = (generation.number, leaving)
+        known = self._deployments.get(job)
+        if known is None or known[0] != key:
+            known = self._deployments[job] = key, deployment_of(generation, leaving)
+        return known[1]
+
+    def commands(self, job_id: str, after: int) -> list[Command]:
+        """The commands with seq > after. Does not block."""
+        return self.job(job_id).commands.after(after)

@@ -1,0 +1,239 @@
+"""What of a job's time counts, and what its throughput is measured by: one definition for all who show it. Pure.
+
+ETTR is productive time / wall time, goodput the same weighted with throughput / fault-free
+throughput, that is samples that count / (fault-free rate x wall time). Wall time runs from the first
+generation's opening until now, or to the last commit of a job that is over, without the time in which the job waited
+for a person (app.jobs.waiting), which is shown apart. The first iteration of a
+generation takes from the last commit of the generation before, so it has the failure, the redone work and the
+recovery in it: what it took beyond a usual iteration of its generation is not productive.
+
+The fault-free rate is pinned and named (Baseline). It is the rate of the first stable window of whole iterations with
+all workers living; until there is one, that of the fault-free plan where its times are real ones. Once measured it
+stays: a machine that becomes slower does not make the job any healthier. It changes when an operator has it measured
+anew, and when a fault-free plan that is quicker than the one it was measured with turns out to be; each change is a
+line of the event feed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median, quantiles
+from typing import Literal
+
+from openrecycle.app.jobs.waiting import NOTHING, Waited, trained
+from openrecycle.db.store import Record
+from openrecycle.planner.jobs.words import percent
+
+# So many iterations make a window; it is stable where their middle four fifths differ by no more than this share of
+# the median. Where none is after so many iterations, the newest window is taken, and said to be unsteady.
+WINDOW, STABLE, PATIENCE = 20, 0.15, 200
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """first, last: the iterations that it was measured at, and plan: the fingerprint of the fault-free plan that they
+    ran by, where the source is `measured`. renew: look for a window from this iteration on; None: it stays."""
+
+    samples_per_second: float
+    source: Literal["measured", "planned"]
+    first: int = 0
+    last: int = 0
+    plan: str = ""
+    renew: int | None = None
+
+    @property
+    def words(self) -> str:
+        """Where the number comes from."""
+        if self.source == "planned":
+            return "predicted by the fault-free plan"
+        return f"measured at iterations {self.first:,} to {self.last:,}"
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def read_baseline(stored: str) -> Baseline | None:
+    """None: there is none, or what is stored is none (of a file from elsewhere)."""
+    try:
+        made = Baseline(**json.loads(stored)) if stored else None
+        return made if made is None or made.samples_per_second > 0 else None
+    except (TypeError, ValueError):
+        return None
+
+
+@dataclass
+class Window:
+    """The newest iterations with all workers living, one after the other, in one generation: (number, seconds)."""
+
+    through: int
+    generation: int = 0
+    seen: int = 0
+    newest: list[tuple[int, float]] = field(default_factory=list)
+
+    def add(self, iteration: int, seconds: float, generation: int, *, whole: bool) -> None:
+        """The next iteration. whole: all workers lived, and nothing but training was in it."""
+        first = generation != self.generation
+        self.through, self.generation = iteration, generation
+        if first or not whole or seconds <= 0:
+            # The first iteration of a generation has what came before it in it.
+            self.newest = []
+            return
+        self.seen += 1
+        self.newest = [*self.newest[1 - WINDOW :], (iteration, seconds)]
+
+    @property
+    def spread(self) -> float | None:
+        """Of its middle four fifths, as a share of the median; None: it is not full."""
+        if len(self.newest) < WINDOW:
+            return None
+        tenths = quantiles([seconds for _, seconds in self.newest], n=10)
+        return (tenths[-1] - tenths[0]) / self.seconds
+
+    @property
+    def seconds(self) -> float:
+        return median(seconds for _, seconds in self.newest)
+
+    @property
+    def found(self) -> bool:
+        spread = self.spread
+        return spread is not None and (spread <= STABLE or self.seen >= PATIENCE)
+
+    def baseline(self, samples: float, plan: str) -> tuple[Baseline, str]:
+        """The rate, and what is to be said of how steady it is. samples: of one iteration."""
+        first, last, spread = self.newest[0][0], self.newest[-1][0], self.spread or 0.0
+        unsteady = f", which vary by {percent(spread)}" if spread > STABLE else ""
+        return Baseline(samples / self.seconds, "measured", first, last, plan), unsteady
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of one job so far. baseline: its fault-free rate, None while that is not known. Fractions are None before the
+    first commit, goodput also without a fault-free rate. Seconds of wall time, of productive time in it, and, apart
+    from it, of waiting for a person."""
+
+    baseline: Baseline | None
+    ettr: float | None
+    goodput: float | None
+    wall: float
+    productive: float
+    waited: float = 0.0
+
+    @property
+    def fault_free(self) -> float | None:
+        """Samples per second with all workers."""
+        return self.baseline.samples_per_second if self.baseline else None
+
+
+@dataclass
+class GenerationSum:
+    """The iterations of one generation, whose first one took `first` seconds and the others `rest`."""
+
+    first: float
+    rest: float = 0.0
+    others: int = 0
+
+    def productive(self, usual: float | None) -> float:
+        """Seconds. usual: what an iteration takes elsewhere, where this generation has had no other yet."""
+        if self.others:
+            usual = self.rest / self.others
+        return self.rest + (self.first if usual is None else min(self.first, usual))
+
+
+class Account:
+    """What is known of one job's iterations, added up once each."""
+
+    def __init__(self) -> None:
+        self.through = -1
+        self.count = 0
+        self.last_at = 0.0
+        self._closed = 0.0
+        """Productive seconds of generations that are done."""
+        self._generation = 0
+        self._sum: GenerationSum | None = None
+        self._usual: float | None = None
+
+    def add(self, iteration: int, seconds: float, generation: int) -> None:
+        """The next iteration. seconds: without those of waiting for a person."""
+        if self._sum is None or generation != self._generation:
+            self._close()
+            self._generation, self._sum = generation, GenerationSum(seconds)
+        else:
+            self._sum.rest += seconds
+            self._sum.others += 1
+        self.through = iteration
+        self.count += 1
+
+    def add_sum(self, row: Record) -> None:
+        """A whole generation up to some iteration; see db.observations.iteration_sums."""
+        self._close()
+        first, others = row["first_seconds"], row["count"] - 1
+        self._generation, self._sum = row["generation"], GenerationSum(first, max(0.0, row["seconds"] - first), others)
+        self.through = row["first"] + others
+        self.count += row["count"]
+
+    @property
+    def productive(self) -> float:
+        return self._closed + (self._sum.productive(self._usual) if self._sum else 0.0)
+
+    def _close(self) -> None:
+        if self._sum is not None:
+            self._closed += self._sum.productive(self._usual)
+            if self._sum.others:
+                self._usual = self._sum.rest / self._sum.others
+
+
+def without_waits(row: Record, waited: Waited) -> Record:
+    """A row of db.observations.iteration_sums without the seconds of waiting for a person."""
+    last = row["first"] + row["count"] - 1
+    out = sum(seconds for n, seconds in waited.by_iteration.items() if row["first"] <= n <= last)
+    first = max(0.0, row["first_seconds"] - waited.by_iteration.get(row["first"], 0.0))
+    return {**row, "seconds": max(first, row["seconds"] - out), "first_seconds": first}
+
+
+RECENT = 5
+
+
+@dataclass(frozen=True)
+class IterationView:
+    """seconds: wall time of the iteration, without waited, for which the job waited for a person in it. skipped:
+    micro-batches, numbered over the pipelines, that are in no sum of it. samples_per_second: global batch / seconds."""
+
+    iteration: int
+    loss: float
+    seconds: float
+    samples_per_second: float
+    generation: int
+    living: int
+    committed_at: float
+    waited: float = 0.0
+    skipped: tuple[int, ...] = ()
+
+
+def iteration_view(row: Record, samples: int, waited: Waited = NOTHING) -> IterationView:
+    """row: of the database. samples: in one iteration."""
+    seconds = trained(row, waited)
+    rate = samples / seconds if seconds > 0 else 0.0
+    columns = ("iteration", "loss", "generation", "living", "committed_at")
+    known = {name: row[name] for name in columns}
+    waited_for, skipped = row["seconds"] - seconds, tuple(row["skipped"])
+    return IterationView(seconds=seconds, samples_per_second=rate, waited=waited_for, skipped=skipped, **known)
+
+
+def recent_rate(iterations: Sequence[IterationView]) -> float | None:
+    """Samples per second over the newest iterations of the newest generation."""
+    if not iterations:
+        return None
+    newest = [i for i in iterations[-RECENT:] if i.generation == iterations[-1].generation]
+    # The first iteration of a generation holds the recovery itself; later ones tell the pace.
+    settled = newest[1:] if len(newest) > 1 else newest
+    seconds = sum(i.seconds for i in settled)
+    return sum(i.samples_per_second * i.seconds for i in settled) / seconds if seconds else None
+
+
+def share_of(rate: float | None, figures: Figures | None) -> float | None:
+    """rate / the fault-free rate; None: one of them is not known."""
+    if rate is None or figures is None or not figures.fault_free:
+        return None
+    return rate / figures.fault_free

@@ -1,1 +1,0 @@
-"""What the console tells Prometheus."""

@@ -1,0 +1,224 @@
+"""An iteration as it ran: what workers recorded of it on one time axis, and as a planner's Schedule and Plan, so that
+whatever draws plans draws it too. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from statistics import median
+
+from pydantic import BaseModel
+
+from openrecycle.agent.messages.protocol import MeasuredOps
+from openrecycle.planner.jobs.job import Job, Problem, StageProfile, Worker
+from openrecycle.planner.layers.migration import SECONDS
+from openrecycle.planner.plans.plan import MEASURED, MetricsDoc, Plan, SolverDoc
+from openrecycle.planner.plans.schedule import Op, Schedule
+
+
+class WorkerOps(BaseModel):
+    """One entry per op, in order; starts_us: microseconds since the iteration's first op of all."""
+
+    kinds: str
+    pipelines: tuple[int, ...]
+    micro_batches: tuple[int, ...]
+    starts_us: tuple[int, ...]
+    durations_us: tuple[int, ...]
+
+
+class IterationAsRun(BaseModel):
+    """One iteration as it ran. at: POSIX seconds. uncertainty_us: by how much times of workers of
+    different hosts may be shifted against each other (0: one host)."""
+
+    iteration: int
+    generation: int
+    plan_fingerprint: str
+    at: float
+    uncertainty_us: int
+    workers: dict[str, WorkerOps]
+
+
+@dataclass(frozen=True)
+class MeasuredIteration:
+    """An iteration of a job as it ran. Times are milliseconds; the schedule's unit is ms too.
+
+    plan: the ops as a Plan document; its period is that of the schedule, by the
+    planner's definition, and its references and bound are those of `planned`, the plan it ran.
+    period_ms: median time from commit to commit, of the iterations around it; None before they are in.
+    planned_ms: the plan's period; None where its unit is no time (slots).
+    at: POSIX seconds. uncertainty_ms: by how much workers of different hosts may be shifted.
+    """
+
+    job_id: str
+    iteration: int
+    generation: int
+    at: float
+    uncertainty_ms: float
+    schedule: Schedule
+    plan: Plan
+    planned: Plan
+    period_ms: float | None
+    planned_ms: float | None
+
+    @property
+    def over_plan(self) -> float | None:
+        """Real period / planned period - 1."""
+        if self.period_ms is None or not self.planned_ms:
+            return None
+        return self.period_ms / self.planned_ms - 1
+
+
+def assemble(parts: Mapping[str, MeasuredOps], plan_fingerprint: str, at: float) -> IterationAsRun:
+    """Puts the workers' parts of one iteration on one time axis.
+
+    Workers with one clock need no alignment; between clocks, each clock's best reading counts.
+    """
+    clocks: dict[str, MeasuredOps] = {}
+    for part in parts.values():
+        best = clocks.setdefault(part.clock, part)
+        if part.uncertainty_us < best.uncertainty_us:
+            clocks[part.clock] = part
+    begins = {name: part.started_us + clocks[part.clock].offset_us for name, part in parts.items()}
+    first = min(begins[name] + min(part.starts_us) for name, part in parts.items())
+    uncertain = sorted((part.uncertainty_us for part in clocks.values()), reverse=True)
+    any_part = next(iter(parts.values()))
+    return IterationAsRun(
+        iteration=any_part.iteration,
+        generation=any_part.generation,
+        plan_fingerprint=plan_fingerprint,
+        at=at,
+        uncertainty_us=sum(uncertain[:2]) if len(uncertain) > 1 else 0,
+        workers={
+            name: WorkerOps(
+                kinds=part.kinds,
+                pipelines=part.pipelines,
+                micro_batches=part.micro_batches,
+                starts_us=tuple(begins[name] - first + start for start in part.starts_us),
+                durations_us=part.durations_us,
+            )
+            for name, part in sorted(parts.items())
+        },
+    )
+
+
+def as_schedule(found: IterationAsRun, planned: Plan) -> Schedule:
+    """The ops with the times they had. The job's op times are the medians of those measured, by stage.
+
+    A worker alone can't tell its reduction from its wait for peers; all of them together can: a stage's
+    steps begin when its last peer has finished its last op, as in the planner's definition.
+    """
+    found = _without_waiting(found)
+    problem = planned.problem()
+    job = _measured_job(found, problem.job)
+    scale = job.ticks_per_unit / 1000  # ticks per microsecond
+    ops = {}
+    for name, own in found.workers.items():
+        worker = Worker.parse(name)
+        columns = zip(own.kinds, own.pipelines, own.micro_batches, own.starts_us, own.durations_us, strict=True)
+        ops[worker] = tuple(
+            Op(
+                k,
+                p,
+                m,
+                worker.stage,
+                worker,
+                round(start * scale),
+                round((start + took) * scale) - round(start * scale),
+            )
+            for k, p, m, start, took in columns
+        )
+    failed = frozenset(job.workers()) - frozenset(ops)
+    return Schedule(Problem(job, failed, problem.technique, problem.memory), ops)
+
+
+def _without_waiting(found: IterationAsRun) -> IterationAsRun:
+    """Steps that begin no earlier than the last of their stage's other ops ends."""
+    ready: dict[int, int] = {}
+    for name, own in found.workers.items():
+        stage = Worker.parse(name).stage
+        ends = [s + d for k, s, d in zip(own.kinds, own.starts_us, own.durations_us, strict=True) if k != "O"]
+        ready[stage] = max([ready.get(stage, 0), *ends])
+    workers = {}
+    for name, own in found.workers.items():
+        end = own.starts_us[-1] + own.durations_us[-1]
+        begin = min(end, max(own.starts_us[-1], ready[Worker.parse(name).stage]))
+        workers[name] = own.model_copy(
+            update={
+                "starts_us": (*own.starts_us[:-1], begin),
+                "durations_us": (*own.durations_us[:-1], end - begin),
+            }
+        )
+    return found.model_copy(update={"workers": workers})
+
+
+def as_plan(schedule: Schedule, planned: Plan) -> Plan:
+    """The schedule as a Plan document, compared with what `planned` was compared with."""
+    job, metrics = schedule.problem.job, planned.metrics
+    unit = _unit_ms(schedule, planned)
+    period = float(job.units(schedule.period))
+    bound = min(metrics.lower_bound * unit, period)
+    reference = metrics.period / (1 + metrics.slowdown_vs_1f1b) * unit
+    best = metrics.period / (1 + metrics.slowdown_vs_best) * unit
+    return Plan.of(
+        schedule,
+        metrics=MetricsDoc(
+            makespan=job.units(schedule.makespan),
+            period=job.units(schedule.period),
+            lower_bound=round(bound, 6),
+            gap=period / bound - 1,
+            bubble_fraction=schedule.bubble_fraction,
+            slowdown_vs_1f1b=period / reference - 1,
+            slowdown_vs_best=period / best - 1,
+            peak_activations={str(w): n for w, n in sorted(schedule.peak_activations.items())},
+        ),
+        solver=SolverDoc(name=MEASURED, status="feasible", seconds=0.0, message="An iteration as it ran."),
+    )
+
+
+def _measured_job(found: IterationAsRun, planned: Job) -> Job:
+    """The grid, with the median of each stage's op times in milliseconds, whole microseconds."""
+    times: list[dict[str, list[int]]] = [{} for _ in range(planned.stages)]
+    for name, own in found.workers.items():
+        stage = times[Worker.parse(name).stage]
+        for kind, took in zip(own.kinds, own.durations_us, strict=True):
+            stage.setdefault(kind, []).append(took)
+    profiles = []
+    for stage, profile in zip(times, planned.profiles, strict=True):
+        both = profile.input_backward + profile.weight_backward
+        share = profile.input_backward / both if both else 0.5
+        fused = _ms(stage.get("B", ()))
+        profiles.append(
+            StageProfile(
+                forward=_ms(stage.get("F", ())),
+                input_backward=_ms(stage["I"]) if "I" in stage else round(fused * share, 3),
+                weight_backward=_ms(stage["W"]) if "W" in stage else round(fused * (1 - share), 3),
+                optimizer=_ms(stage.get("O", ())),
+                activation_bytes=profile.activation_bytes,
+                weight_backward_bytes=profile.weight_backward_bytes,
+                weight_bytes=profile.weight_bytes,
+                optimizer_bytes=profile.optimizer_bytes,
+            )
+        )
+    return Job(
+        planned.pipelines,
+        planned.stages,
+        planned.micro_batches,
+        profiles=tuple(profiles),
+        time_unit="ms",
+        capacity_bytes=planned.capacity_bytes,
+    )
+
+
+def _unit_ms(schedule: Schedule, planned: Plan) -> float:
+    """Milliseconds that a unit of the plan takes: known, or, of slots, as long as their ops took."""
+    if (seconds := SECONDS.get(planned.job.time_unit)) is not None:
+        return 1000 * seconds
+    ran = sum(schedule.problem.job.units(op.duration) for op in schedule.compute_ops())
+    slots = sum(op.duration for ops in planned.workers.values() for op in ops if op.kind != "O")
+    return ran / slots if ran and slots else 1.0
+
+
+def _ms(microseconds: Iterable[int]) -> float:
+    values = list(microseconds)
+    return round(median(values) / 1000, 3) if values else 0.0

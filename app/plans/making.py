@@ -1,0 +1,202 @@
+"""Plans that child processes make or look up: those of jobs, and those that a page asks for on the spot, each once.
+
+The two have a process each: what a page asks for never stands in the way of a job's own plans. Large plans cross the
+pipe in columns (planner.plans.packed).
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from openrecycle.app.runtime.processes import Channel, answered
+from openrecycle.app.runtime.task_queue import TaskQueue
+from openrecycle.planner.catalogs.catalog_store import CatalogInfo, MappedBlobs, StoredCatalog
+from openrecycle.planner.jobs.errors import PlannerError
+from openrecycle.planner.jobs.job import MemoryLimit, Problem, Technique, Worker
+from openrecycle.planner.plans.packed import from_bytes, to_bytes
+from openrecycle.planner.plans.plan import JobDoc, Plan, PlanError
+from openrecycle.planner.portfolio import checked_plan_of, make_plan
+from openrecycle.planner.reference import reference_plan
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """Asks for one plan. time_limit: of the solver, in seconds. partition: layers per stage; (): as the job says."""
+
+    owner: str
+    job: JobDoc
+    failed: tuple[str, ...]
+    technique: str
+    memory: str
+    solver: str = "list"
+    time_limit: float = 60.0
+    partition: tuple[int, ...] = ()
+    timeout: None = None
+    makes: bool = True
+
+    def to_json(self) -> bytes:
+        return json.dumps({**self.__dict__, "job": self.job.model_dump(mode="json")}).encode()
+
+    def read(self, document: bytes) -> Plan:
+        return from_bytes(document, source="the planning process")
+
+
+@dataclass(frozen=True)
+class LookUpRequest:
+    """Asks for one plan of a catalog, fitted to the failures. info: of the catalog, as JSON. stored: the plan as it
+    lies there, under that name."""
+
+    owner: str
+    info: str
+    failed: tuple[str, ...]
+    name: str
+    stored: bytes
+    timeout: None = None
+    makes: bool = False
+
+    def to_json(self) -> bytes:
+        return json.dumps({"look_up": {**self.__dict__, "stored": b64encode(self.stored).decode()}}).encode()
+
+    def read(self, document: bytes) -> Plan:
+        return from_bytes(document, source="the planning process")
+
+
+def plan_maker(name: str = "planning", *, on_made: Callable[[Plan], None] = lambda made: None) -> TaskQueue:
+    """Takes PlanRequest and LookUpRequest."""
+    return TaskQueue(serve, name, on_made=on_made)
+
+
+def serve(channel: Channel, request: bytes) -> None:
+    """In the child."""
+    channel.say(answered(request, _plan))
+
+
+def _plan(asked: dict[str, Any]) -> bytes:
+    if "look_up" in asked:
+        return to_bytes(_looked_up(**asked["look_up"]))
+    plan = make_plan(
+        problem(
+            JobDoc.model_validate(asked["job"]),
+            asked["failed"],
+            asked["technique"],
+            asked["memory"],
+            asked["partition"],
+        ),
+        solver=asked["solver"],
+        time_limit=asked["time_limit"],
+        look_ahead=asked["solver"] != "list",  # asked for while workers wait
+        form=checked_plan_of,
+    )
+    return to_bytes(plan)
+
+
+def _looked_up(info: str, failed: Sequence[str], name: str, stored: str, **_: object) -> Plan:
+    """Raises PlannerError when the stored plan is damaged, or not for such failures."""
+    catalog = StoredCatalog(CatalogInfo.from_json(info), MappedBlobs({name: b64decode(stored)}))
+    found = catalog.find(Worker.parse(worker, field="failed") for worker in failed)
+    if found is None:
+        raise PlanError(f"plan {name} is not for these failures")
+    return found.plan
+
+
+def problem(
+    document: JobDoc, failed: Sequence[str], technique: str, memory: str, partition: Sequence[int] = ()
+) -> Problem:
+    """Raises PlannerError."""
+    workers, job = frozenset(Worker.parse(name, field="failed") for name in failed), document.job()
+    return Problem(
+        job.with_partition(partition) if partition else job, workers, Technique.of(technique), MemoryLimit.parse(memory)
+    )
+
+
+MAX_KEPT = 32
+TIME_LIMIT = 5.0
+# Above this a page gets the list scheduler's plan at once; better ones are for the Planner page.
+SEARCHED_OPS = 20_000
+
+
+@dataclass(frozen=True)
+class PlanQuestion:
+    """What is to be planned. Equal questions have one answer."""
+
+    job: JobDoc
+    failed: tuple[str, ...]
+    technique: str
+    memory: str
+
+    @property
+    def is_reference(self) -> bool:
+        """Is it fault-free 1F1B of a grid small enough to be laid out at once?"""
+        plain = self.technique == Technique.FAULT_FREE and self.memory == "1f1b" and not self.failed
+        return plain and self.ops <= SEARCHED_OPS
+
+    @property
+    def ops(self) -> int:
+        return 3 * self.job.pipelines * self.job.stages * self.job.micro_batches
+
+
+@dataclass
+class Answer:
+    """plan or why, once `done`. asked: monotonic seconds."""
+
+    plan: Plan | None = None
+    why: str = ""
+    done: bool = False
+    asked: float = field(default_factory=time.monotonic)
+
+
+class Making:
+    """Thread-safe. Its child process begins with the first question."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._answers: dict[str, Answer] = {}
+        self._maker = plan_maker("plans on the spot")
+        self._started = False
+
+    def get(self, question: PlanQuestion) -> Answer:
+        """The answer, as far as it is there; it is begun now if nobody has asked before."""
+        key = repr(question)
+        with self._lock:
+            known = self._answers.pop(key, None)
+            if known is None:
+                known = self._begin(question)
+            self._answers[key] = known  # the newest last
+            while len(self._answers) > MAX_KEPT:
+                self._answers.pop(next(iter(self._answers)))
+            return known
+
+    def close(self) -> None:
+        with self._lock:
+            if self._started:
+                self._maker.close()
+
+    def _begin(self, question: PlanQuestion) -> Answer:
+        answer = Answer()
+        if question.is_reference:
+            # A fixed order of ops: nothing is searched for, so nobody need wait for a process to begin.
+            try:
+                answer.plan = reference_plan(question.job.job(), "1f1b")
+            except PlannerError as error:
+                answer.why = str(error)
+            answer.done = True
+            return answer
+
+        def done(plan: Plan | None, why: str) -> None:
+            answer.plan, answer.why, answer.done = plan, why, True
+
+        if not self._started:
+            self._started = True
+            self._maker.start(child=False)
+        solver = "auto" if question.ops <= SEARCHED_OPS else "list"
+        request = PlanRequest(
+            "a page", question.job, question.failed, question.technique, question.memory, solver, TIME_LIMIT
+        )
+        self._maker.submit(request, done)
+        return answer

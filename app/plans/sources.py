@@ -1,0 +1,453 @@
+"""What a link names a plan by, and what stands behind the name: the plan, and what people call it.
+
+job:<job>:<fingerprint>       a plan of a job; `in-force` for the one it runs now
+saved:<fingerprint>           a plan of the library
+measured:<job>[:<iteration>]  an iteration of the job as it ran; the newest one that was measured
+catalog:<catalog>:<plan>      a plan made ahead, by its catalog's fingerprint and its name there
+made:<technique>:<memory>:<grid>[:<failed>]
+                              one made on the spot; grid: a job's id, or 3x4x6 (slots of one tick);
+                              failed: W1_2+W0_0
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+
+from openrecycle.app.catalogs.service import Catalogs
+from openrecycle.app.jobs.live_job import LiveJob
+from openrecycle.app.jobs.states import RoleState
+from openrecycle.app.observing.as_run import MeasuredIteration
+from openrecycle.app.plans.exporting import Export
+from openrecycle.app.plans.library import Library, PlanCache
+from openrecycle.app.plans.making import TIME_LIMIT, Making, PlanQuestion
+from openrecycle.app.runtime.errors import ConsoleError, storing
+from openrecycle.db.store import Record, Store
+from openrecycle.planner.catalogs.catalog import Catalog
+from openrecycle.planner.export.compare import by_stage
+from openrecycle.planner.jobs.errors import InputError, PlannerError
+from openrecycle.planner.jobs.job import MAX_OPS, Job, MemoryLimit, Technique, Worker
+from openrecycle.planner.plans.plan import Plan, job_doc
+from openrecycle.planner.plans.schedule import Schedule
+
+IN_FORCE = "in-force"
+EXPECTED = (
+    "job:<job>:<fingerprint>, saved:<fingerprint>, measured:<job>[:<iteration>], catalog:<catalog>:<plan> or "
+    "made:<technique>:<memory>:<job or 3x4x6>[:<W1_2>]"
+)
+_WORD = re.compile(r"[0-9A-Za-z_-]{1,64}")
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,14}")
+_GRID = re.compile(r"([0-9]{1,4})x([0-9]{1,4})x([0-9]{1,5})")
+
+
+@dataclass(frozen=True)
+class OfJob:
+    """fingerprint: IN_FORCE for the plan that the job runs now, whichever that is."""
+
+    job_id: str
+    fingerprint: str = IN_FORCE
+
+    def __str__(self) -> str:
+        return f"job:{self.job_id}:{self.fingerprint}"
+
+
+@dataclass(frozen=True)
+class Saved:
+    fingerprint: str
+
+    def __str__(self) -> str:
+        return f"saved:{self.fingerprint}"
+
+
+@dataclass(frozen=True)
+class MeasuredReference:
+    """iteration: None for the newest one, whichever that is."""
+
+    job_id: str
+    iteration: int | None = None
+
+    def __str__(self) -> str:
+        return f"measured:{self.job_id}" + ("" if self.iteration is None else f":{self.iteration}")
+
+
+@dataclass(frozen=True)
+class OfCatalog:
+    """fingerprint: the catalog's. name: the plan's in it (planner.catalogs.catalog_store.plan_name)."""
+
+    fingerprint: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"catalog:{self.fingerprint}:{self.name}"
+
+
+@dataclass(frozen=True)
+class Made:
+    """A plan by technique. grid: a job's id, or `3x4x6` (pipelines, stages, micro-batches)."""
+
+    technique: Technique
+    memory: str
+    grid: str
+    failed: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        text = f"made:{self.technique}:{self.memory}:{self.grid}"
+        return text + (":" + "+".join(self.failed) if self.failed else "")
+
+    @property
+    def of_slots(self) -> Job | None:
+        """The job of a grid given by its sizes; None for that of a job. Raises InputError."""
+        found = _GRID.fullmatch(self.grid)
+        if found is None:
+            return None
+        pipelines, stages, micro_batches = map(int, found.groups())
+        if 4 * pipelines * stages * micro_batches > MAX_OPS:
+            raise InputError("grid", self.grid, f"at most {MAX_OPS:,} ops")
+        return Job.uniform(pipelines, stages, micro_batches)
+
+
+Reference = OfJob | Saved | MeasuredReference | OfCatalog | Made
+
+
+def job_of(reference: Reference) -> str | None:
+    """The id of the job whose plan it is, or for whose grid it is made; None: of no job."""
+    match reference:
+        case OfJob(job_id) | MeasuredReference(job_id):
+            return job_id
+        case Made():
+            return None if reference.of_slots else reference.grid
+    return None
+
+
+def parse_reference(text: str, *, field: str = "plan") -> Reference:
+    """Raises InputError unless `text` is a reference; whether anything stands behind it is not looked at."""
+    kind, _, rest = text.strip().partition(":")
+    parts = rest.split(":")
+    if kind == "made" and 3 <= len(parts) <= 4:
+        memory = MemoryLimit.parse(parts[1], field=field).text
+        failed = [Worker.parse(name, field=field) for name in parts[3].split("+")] if len(parts) == 4 else []
+        if _WORD.fullmatch(parts[2]):
+            names = tuple(map(str, sorted(set(failed))))
+            made = Made(Technique.of(parts[0], field=field), memory, parts[2], names)
+            _ = made.of_slots  # refuses absurd sizes
+            return made
+    elif all(map(_WORD.fullmatch, parts)):
+        match kind, parts:
+            case "job", [job_id, fingerprint]:
+                return OfJob(job_id, fingerprint)
+            case "saved", [fingerprint]:
+                return Saved(fingerprint)
+            case "measured", [job_id]:
+                return MeasuredReference(job_id)
+            case "measured", [job_id, iteration] if _NUMBER.fullmatch(iteration):
+                return MeasuredReference(job_id, int(iteration))
+            case "catalog", [fingerprint, name]:
+                return OfCatalog(fingerprint, name)
+    raise InputError(field, text, EXPECTED)
+
+
+TECHNIQUES = {
+    Technique.FAULT_FREE: "Fault-free 1F1B",
+    Technique.ADAPTIVE: "Adaptive pipelining",
+    Technique.DECOUPLED: "Adaptive + decoupled backward",
+    Technique.STAGGERED: "Adaptive + decoupled + staggered",
+}
+
+
+NOT_KEPT = "not_kept"
+
+
+@dataclass(frozen=True)
+class Source:
+    """name: the plan's, for people. job_id: of the job that it belongs to, if it does.
+
+    measured: the iteration that `plan` was read off, where it is one that ran. out: of a plan that its job runs now,
+    why each worker that it goes without is out; {}: nobody knows.
+    """
+
+    reference: Reference
+    name: str
+    plan: Plan
+    job_id: str | None = None
+    measured: MeasuredIteration | None = None
+    out: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PendingPlan:
+    """What is not there yet. words: what it waits for."""
+
+    reference: Reference
+    name: str
+    words: str
+
+
+def techniques(job_id: str, failed: tuple[str, ...], memory: str) -> Iterator[Made]:
+    """What a job could run under, one technique after another, with these workers lost."""
+    for technique in Technique:
+        lost = failed if technique.reroutes else ()
+        yield Made(technique, "1f1b" if technique is Technique.FAULT_FREE else memory, job_id, lost)
+
+
+def made_name(made: Made) -> str:
+    words = TECHNIQUES[made.technique]
+    return f"{words}, {without(made.failed)}, memory {made.memory}" if made.technique.reroutes else words
+
+
+def without(failed: Sequence[str], why: Mapping[str, str] | None = None) -> str:
+    """`fault-free`, or `without W1_2 and W0_0 (moved to W1_0)`. why: of those that are out now, where that is known;
+    of a failure, nothing more is said."""
+    if not failed:
+        return "fault-free"
+    said = {name: words for name, words in (why or {}).items() if words != RoleState.FAILED}
+    shown = [f"{name} ({said[name]})" if name in said else name for name in failed[:4]]
+    if len(failed) > 4:
+        return f"without {', '.join(shown)} and {len(failed) - 4} more"
+    return "without " + " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
+
+
+def pinned(source: Source) -> Reference:
+    """What stays the same: the plan that is in force now, the iteration that is the newest now."""
+    match source.reference:
+        case OfJob(job_id):
+            return OfJob(job_id, source.plan.fingerprint)
+        case MeasuredReference(job_id) if source.measured is not None:
+            return MeasuredReference(job_id, source.measured.iteration)
+    return source.reference
+
+
+MOST = 4
+# The paper's: 27, 36, 29 and 27 slots.
+WORKED_EXAMPLE = (
+    Made(Technique.FAULT_FREE, "1f1b", "3x4x6"),
+    Made(Technique.ADAPTIVE, "1f1b", "3x4x6", ("W1_2",)),
+    Made(Technique.DECOUPLED, "none", "3x4x6", ("W1_2",)),
+    Made(Technique.STAGGERED, "none", "3x4x6", ("W1_2",)),
+)
+
+Table = dict[str, list[object]]
+
+
+def stage_table(labels: Sequence[str], schedules: Sequence[Schedule]) -> Table:
+    """One row per stage and plan; times in each plan's own unit."""
+    table: Table = {
+        name: []
+        for name in (
+            "stage",
+            "plan",
+            "living workers",
+            "busiest works",
+            "bubbles %",
+            "from",
+            "to",
+            "peak activations",
+            "limit",
+            "re-routed micro-batches",
+        )
+    }
+    both = [(figures, label, s) for label, s in zip(labels, schedules, strict=True) for figures in by_stage(s)]
+    for figures, label, schedule in sorted(both, key=lambda found: found[0].stage):
+        units = schedule.problem.job.units
+        row: tuple[object, ...] = (
+            figures.stage,
+            label,
+            figures.living,
+            units(figures.busy),
+            round(100 * figures.bubble_fraction, 1),
+            units(figures.start),
+            units(figures.end),
+            figures.peak,
+            figures.limit,
+            figures.rerouted,
+        )
+        for column, value in zip(table.values(), row, strict=True):
+            column.append(value)
+    return table
+
+
+class PlanSources:
+    """One per console. Its methods raise ConsoleError. find: a job by its id; raises ConsoleError. plans: the stored
+    ones. measured: an iteration of a job as it ran (app.measuring.Measuring.iteration)."""
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        find: Callable[[str], LiveJob],
+        plans: PlanCache,
+        library: Library,
+        making: Making,
+        catalogs: Catalogs,
+        measured: Callable[..., MeasuredIteration | None],
+    ) -> None:
+        self._store, self._find, self._measured_iteration = store, find, measured
+        self._plans, self._library, self._making, self._catalogs = plans, library, making, catalogs
+
+    def find(self, reference: Reference) -> Source | PendingPlan:
+        """Raises ConsoleError when nothing stands behind it, or no such plan can be made."""
+        match reference:
+            case OfJob():
+                return self._of_job(reference)
+            case Made():
+                return self._made(reference)
+            case Saved(fingerprint):
+                return Source(reference, self._saved_name(fingerprint), self._library.saved_plan(fingerprint))
+            case OfCatalog(fingerprint, plan_name):
+                plan = self._catalogs.plan(fingerprint, plan_name)
+                return Source(reference, f"Catalog {fingerprint[:8]}: {without(plan.failed)}", plan)
+            case MeasuredReference():
+                return self._measured(reference)
+
+    def export_of(self, source: Source) -> Export:
+        """What there is to export of it: with the spec and the plans of its job, where it has one."""
+        if source.job_id is None:
+            return Export(source.plan, source.name)
+        job = self._find(source.job_id)
+        return Export(source.plan, source.name, job.spec, partial(self.job_catalog, job), job.job_id)
+
+    def job_catalog(self, job: LiveJob) -> Catalog:
+        """The job's plans. Those of a job that ended before the console started are in the database alone."""
+        if len(job.plans.catalog):
+            return job.plans.catalog
+        catalog = Catalog(job.plans.catalog.job, job.plans.catalog.technique, job.plans.catalog.memory)
+        for record in self._job_plans(job.job_id):
+            with suppress(InputError):  # of another job's profile, before it was measured anew
+                catalog.add(self._plans.plan(record["fingerprint"]))
+        return catalog
+
+    def names(self, job_id: str, clock: Callable[[float], str] | None = None) -> dict[str, str]:
+        """Every plan of a job by its reference: the one in force first, then fewest failures first.
+
+        Where several are for the same workers, it is said what tells them apart. clock: POSIX seconds as the
+        reader's time of day.
+        """
+        job = self._find(job_id)
+        out = {}
+        if (run := job.plan_run) is not None:
+            failed = run.failed
+            words = f"{run.words[0].upper()}{run.words[1:]}, generation {run.generation}"
+            out[str(OfJob(job_id))] = f"{words}: {without(failed, job.worker_states().why_out(failed))}"
+        records = sorted(self._job_plans(job_id), key=lambda r: (len(r["failed"]), r["failed"], r["created_at"]))
+        alike = Counter(tuple(record["failed"]) for record in records)
+        ran = self.generations_by_plan(job_id) if any(n > 1 for n in alike.values()) else {}
+        for record in records:
+            name = without(record["failed"])
+            if alike[tuple(record["failed"])] > 1:
+                name += self._apart(record, ran.get(record["fingerprint"], []), clock)
+            out[str(OfJob(job_id, record["fingerprint"]))] = name
+        return out
+
+    def measured_name(self, job_id: str) -> dict[str, str]:
+        """The job's measured iteration, unless it can't get one any more."""
+        if self._find(job_id).state.over and self._measured_iteration(self._find(job_id)) is None:
+            return {}
+        return {str(MeasuredReference(job_id)): "As it ran: the newest measured iteration"}
+
+    def saved_names(self) -> dict[str, str]:
+        """Every plan of the library by its reference, newest first."""
+        return {str(Saved(row["fingerprint"])): f"Saved: {row['name']}" for row in self._library.saved()}
+
+    def candidates(self, job_id: str | None, clock: Callable[[float], str] | None = None) -> dict[str, str]:
+        """Everything that can be compared, by its reference: the job's, the library's, the paper's. clock: as in
+        `names`."""
+        out: dict[str, str] = {}
+        if job_id is not None:
+            job = self._find(job_id)
+            out |= self.names(job_id, clock)
+            out |= self.measured_name(job_id)
+            lost = job.state.current.failed if job.state.current else ()
+            out |= {str(made): f"Made now: {made_name(made)}" for made in techniques(job_id, lost, job.spec.memory)}
+        out |= self.saved_names()
+        return out | {str(made): f"Paper: {made_name(made)}" for made in WORKED_EXAMPLE}
+
+    def first_choice(self, job_id: str | None) -> list[Reference]:
+        """What a page without a link begins with: fault-free 1F1B and the plan in force; without a job nothing."""
+        if job_id is None or self._find(job_id).state.current is None:
+            return []
+        return [Made(Technique.FAULT_FREE, "1f1b", job_id), OfJob(job_id)]
+
+    def _of_job(self, reference: OfJob) -> Source:
+        job = self._find(reference.job_id)
+        worker_states, run = job.worker_states(), job.plan_run
+        if reference.fingerprint == IN_FORCE:
+            if run is None:
+                raise ConsoleError(404, "no_plan", f"job {job.spec.name!r} has no plan in force yet")
+            plan = self._plans.plan(run.fingerprint)
+        else:
+            plan = self._plans.plan(reference.fingerprint)
+        if run is None or run.fingerprint != plan.fingerprint:
+            return Source(reference, f"{job.spec.name}: {without(plan.failed)}", plan, job.job_id)
+        out = worker_states.why_out(plan.failed)
+        return Source(reference, f"{job.spec.name} {run.words}: {without(plan.failed, out)}", plan, job.job_id, out=out)
+
+    def _measured(self, reference: MeasuredReference) -> Source | PendingPlan:
+        job_id, iteration = reference.job_id, reference.iteration
+        job = self._find(job_id)
+        found = self._measured_iteration(job, iteration, watch=True, keep=True)
+        if found is None and iteration is not None:
+            raise ConsoleError(
+                404, NOT_KEPT, f"plan: iteration {iteration} of job {job.spec.name!r} is not kept as it ran"
+            )
+        if found is not None:
+            name = f"{job.spec.name}, iteration {found.iteration} as it ran"
+            return Source(reference, name, found.plan, job_id, found)
+        if job.state.over:
+            raise ConsoleError(
+                404, "not_measured", f"no iteration of job {job.spec.name!r} was measured before it ended"
+            )
+        name = f"{job.spec.name} as it runs"
+        return PendingPlan(reference, name, "Waiting for all workers of the job to report one iteration op by op.")
+
+    def _saved_name(self, fingerprint: str) -> str:
+        found = (row["name"] for row in self._library.saved() if row["fingerprint"] == fingerprint)
+        return next(found, fingerprint[:12])
+
+    def _made(self, made: Made) -> Source | PendingPlan:
+        try:
+            job = made.of_slots or self._find(made.grid).plans.job
+            answer = self._making.get(PlanQuestion(job_doc(job), made.failed, made.technique, made.memory))
+        except PlannerError as error:
+            raise ConsoleError(422, "invalid", str(error)) from None
+        job_id = None if made.of_slots else made.grid
+        if not answer.done:
+            seconds = time.monotonic() - answer.asked
+            words = f"Planning: {made_name(made)} … {seconds:.0f} s of at most about {TIME_LIMIT:.0f} s."
+            return PendingPlan(made, made_name(made), words)
+        if answer.plan is None:
+            raise ConsoleError(422, "no_plan", answer.why)
+        return Source(made, made_name(made), answer.plan, job_id)
+
+    def _apart(self, record: Record, generations: list[int], clock: Callable[[float], str] | None) -> str:
+        """` · staggered · 880 ms · generations 2 and 5 · made 14:03:27`."""
+        plan = self._plans.plan(record["fingerprint"])
+        words = [plan.technique.value, f"{plan.metrics.period:,.6g} {plan.job.time_unit}"]
+        if plan.job.speeds:
+            words.append("for other speeds")
+        if generations:
+            lead = (
+                "generation " if len(generations) == 1 else "generations … " if len(generations) > 3 else "generations "
+            )
+            words.append(lead + ", ".join(map(str, generations[-3:])))
+        else:
+            words.append("not used")
+        words.append(f"made {clock(record['created_at'])}" if clock else record["fingerprint"][:8])
+        return "".join(f" · {word}" for word in words)
+
+    def _job_plans(self, job_id: str) -> list[Record]:
+        with storing():
+            return self._store.job_plans(job_id)
+
+    def generations_by_plan(self, job_id: str) -> dict[str, list[int]]:
+        """The numbers of the generations that each plan was run in, by its fingerprint."""
+        with storing():
+            rows = self._store.generations(job_id)
+        found: dict[str, list[int]] = {}
+        for row in rows:
+            for fingerprint in filter(None, (row["plan_fingerprint"], row["interim_plan"])):
+                found.setdefault(fingerprint, []).append(row["generation"])
+        return found

@@ -1,0 +1,353 @@
+"""What operators do on Live: who decides when workers are lost, and which options there are; the plan in force, frozen
+or planned again, and how it is taken up; the job as a whole.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from html import escape
+from typing import Any
+
+import streamlit as st
+
+from openrecycle.agent.coordination.membership import LEAST_CHOICE_TIMEOUT, MOST_CHOICE_TIMEOUT, Mode
+from openrecycle.agent.messages.protocol import API
+from openrecycle.app.console.service import Console
+from openrecycle.app.console.view import JobHead, JobView
+from openrecycle.app.jobs.states import OUT
+from openrecycle.app.observing.rollout import RollOut
+from openrecycle.app.plans.service import Replan
+from openrecycle.app.plans.solving_child import MAX_SECONDS
+from openrecycle.app.runtime.errors import ConsoleError
+from openrecycle.app.ui import components, text, url_state
+from openrecycle.app.ui.access import acting, actor
+from openrecycle.app.ui.event_feed import say_later
+from openrecycle.app.ui.facts import SOLVER_WORDS, STEPS, ready_words, roll_out_words
+from openrecycle.app.ui.url_state import forget_job
+from openrecycle.planner.jobs.words import names
+from openrecycle.planner.portfolio import SOLVERS
+
+WORDS = {Mode.AUTOMATIC: "Automatic", Mode.MANUAL: "Manual"}
+MOST_COLUMNS = 4
+
+
+def said_by_controls(choice: dict[str, Any]) -> tuple[object, ...]:
+    """What the controls in the page's head say of the job. Others may change it, and workers take their time.
+    choice: see Operators.choice."""
+    return tuple(choice[key] for key in ("mode", "choice_timeout", "paused", "stopped", "frozen_by"))
+
+
+def mode_switch(console: Console, job_id: str, choice: dict[str, Any], *, over: bool) -> None:
+    """Says who decides; changing it takes effect only when it is applied. Pauses the job, and lets it go on."""
+    mode, paused, stopped = Mode(choice["mode"]), bool(choice["paused"]), bool(choice["stopped"])
+    said = "Paused" if stopped else "Pausing" if paused else WORDS[mode]
+    with st.popover(said, icon=":material/tune:", key="mode", disabled=over):
+        st.markdown("**When workers are lost**")
+        wanted = st.radio(
+            "Who decides",
+            list(Mode),
+            index=list(Mode).index(mode),
+            format_func=WORDS.__getitem__,
+            captions=[
+                "The console takes the best option at once.",
+                "The job waits for you to choose. The best way is taken when you do not in time.",
+            ],
+            key=f"mode-choice-{mode}",
+            label_visibility="collapsed",
+        )
+        choice_timeout = st.number_input(
+            "Seconds to choose in",
+            min_value=LEAST_CHOICE_TIMEOUT,
+            max_value=MOST_CHOICE_TIMEOUT,
+            value=float(choice["choice_timeout"]),
+            step=10.0,
+            disabled=wanted is not Mode.MANUAL,
+            key=f"choice_timeout-{choice['choice_timeout']}",
+        )
+        unchanged = wanted is mode and (wanted is Mode.AUTOMATIC or choice_timeout == choice["choice_timeout"])
+        if st.button("Apply", type="primary", disabled=unchanged, key="mode-apply"):
+            try:
+                console.operators.set_mode(job_id, Mode(wanted), choice_timeout, actor(console))
+            except ConsoleError as error:
+                st.error(str(error))
+                return
+            st.rerun()
+        st.divider()
+        st.markdown(f"**The job is {said.lower()}**" if paused else "**The job**")
+        st.caption(
+            "All workers wait before the same iteration; resumed, they go on as if nothing had happened."
+            if stopped
+            else "All workers stop before the same iteration, which not all have come to yet."
+            if paused
+            else "Paused, all workers stop before the same iteration; nothing is redone, and no bit differs later."
+        )
+        if st.button("Resume" if paused else "Pause", type="primary" if paused else "secondary", key="pause"):
+            try:
+                (console.operators.resume if paused else console.operators.pause)(job_id, actor(console))
+            except ConsoleError as error:
+                st.error(str(error))
+                return
+            st.rerun()
+
+
+def options(console: Console, view: JobView, choice: dict[str, Any]) -> None:
+    """The options side by side: in full while the job waits for one, else folded up while workers are out, with which
+    of them is best. While there is nothing to choose, a line in its place, so that a loss moves nothing on the page."""
+    with st.container(key="ways", gap="xsmall"):
+        if choice["candidates"] and choice["waiting"]:
+            left = choice["seconds_left"]
+            until = f"{_best(choice)} is taken in {text.seconds(left)} unless you choose" if left else ""
+            components.heading("Which option?", until)
+            _cards(console, view.job_id, choice, "Apply")
+        elif choice["candidates"] or view.advice:
+            out = choice["failed"] or [w.name for w in view.workers if w.state in OUT]
+            title = f"Options with {names(out, 4)} empty" if out else "Options now that all workers are back"
+            with url_state.expander(title, icon=":material/alt_route:", key="ways-folded"):
+                if view.advice:
+                    components.quiet(view.advice)
+                _cards(console, view.job_id, choice, "Switch to it")
+        elif words := ready_words(view):
+            components.quiet(words)
+
+
+def _best(choice: dict[str, Any]) -> str:
+    return str(choice["candidates"][0]["name"])
+
+
+def _cards(console: Console, job_id: str, choice: dict[str, Any], verb: str) -> None:
+    ways = choice["candidates"]
+    with st.container(key="ways-on"):
+        for begin in range(0, len(ways), MOST_COLUMNS):
+            row = ways[begin : begin + MOST_COLUMNS]
+            for column, way in zip(st.columns(len(row)), row, strict=True):
+                with column, st.container(border=True, height="stretch"):
+                    _card(console, job_id, choice, way, verb)
+
+
+def _card(console: Console, job_id: str, choice: dict[str, Any], way: dict[str, Any], verb: str) -> None:
+    name, best = way["name"], way["name"] == _best(choice)
+    # `in force` is the one whose plan the job runs while it trains.
+    run = console.job(job_id).plan_run
+    in_force = not choice["waiting"] and run is not None and run.fingerprint == way["plan"]
+    badge = "in force" if in_force else "the best" if best else ""
+    moves = ", ".join(f"{source} → {to}" for source, to in way["moves"])
+    head = "h3" if choice["waiting"] else "h2"  # below a heading, or folded up below none
+    st.html(
+        f'<div class="or-way"><{head}>{escape(name)} <span class="or-aside">{badge}</span></{head}>'
+        f"<p><b>{text.percent(way['share'])}</b> of fault-free · period "
+        f"{text.percent(way['slowdown_vs_1f1b'], sign=True)} vs 1F1B</p>"
+        + (f"<p>Moves {escape(moves)}</p>" if moves else "")
+        + (f"<p>Layers per stage {text.counts(way['partition'])}</p>" if way["partition"] else "")
+        + f"<p class='or-aside'>{escape(way['text'])}.</p></div>"
+    )
+    if way["plan"]:
+        st.markdown(f"[Its plan](schedule?job={job_id}&plan=job:{job_id}:{way['plan']})")
+    st.button(
+        verb,
+        key=f"choose-{name}",
+        type="primary" if best else "secondary",
+        disabled=in_force,
+        width="stretch",
+        on_click=_choose,
+        args=(console, job_id, name, tuple(choice["failed"])),
+    )
+
+
+def _choose(console: Console, job_id: str, name: str, failed: tuple[str, ...]) -> None:
+    try:
+        console.operators.choose(job_id, name, failed, actor(console))
+        say_later(f"The job goes on: {name}")
+    except ConsoleError as error:
+        say_later(str(error))
+
+
+NAME = "delete-name"
+
+
+def job_menu(console: Console, head: JobHead) -> None:
+    """Draws the button; what is behind it acts only after it was confirmed."""
+    name, job_id = head.spec.name, head.job_id
+    with st.popover("Job", icon=":material/folder:", key=f"job-menu-{job_id}"):
+        st.markdown("**History**")
+        link = f"{API}/jobs/{escape(job_id)}/history.zip"
+        st.html(f'<a href="{link}" download>Download all that is stored</a>')
+        st.caption("Iterations, events, op times, measured iterations and plans, as a zip file that can be imported.")
+        st.divider()
+        st.markdown("**Delete this job**")
+        if why := console.histories.kept_for(job_id):
+            st.caption(f"It can be deleted when it has ended; it {text.plain_markdown(why)}.")
+            return
+        st.caption(
+            "All that is stored of it is gone for good; download its history first if you may want it back. "
+            "Plans that other jobs use are kept, and so is the audit log."
+        )
+        key = f"{NAME}-{job_id}"
+        typed = st.text_input("Its name, to confirm", key=key, placeholder=name, max_chars=200)
+        st.button(
+            "Delete this job",
+            key="act-kill-job",
+            type="primary",
+            disabled=typed.strip() != name.strip(),
+            help=None if typed.strip() == name.strip() else "Type the job's name above, then press Enter.",
+            on_click=_delete,
+            args=(console, job_id, name),
+        )
+
+
+def _delete(console: Console, job_id: str, name: str) -> None:
+    try:
+        console.histories.delete(job_id, actor(console))
+    except ConsoleError as error:
+        say_later(str(error))
+    else:
+        forget_job()
+        say_later(f"{name} is deleted")
+
+
+# Seconds for which the outcome of a request stands on the page; the event feed keeps it.
+TOLD_FOR = 300.0
+# Rows of the roll-out's table: who is last is what it is looked at for.
+MOST_ROWS = 24
+HEADS = ("has the plan", "in its groups", "trains")
+
+
+def plan_menu(console: Console, job_id: str, *, over: bool) -> None:
+    """Freezes the plan in force, and has the job planned again."""
+    frozen_by = str(console.operators.choice(job_id)["frozen_by"])
+    with st.popover(
+        "Plan frozen" if frozen_by else "Plan",
+        icon=":material/lock:" if frozen_by else ":material/route:",
+        key="plan-menu",
+        disabled=over,
+    ):
+        st.markdown(f"**Frozen by {text.plain_markdown(frozen_by)}**" if frozen_by else "**Freeze the plan in force**")
+        st.caption(
+            "It stays for as long as the workers that run it do: a better plan, a better option and a worker that has "
+            "come back wait. A failure is handled as ever, and the plan that follows is frozen in turn."
+        )
+        st.button(
+            "Unfreeze" if frozen_by else "Freeze",
+            key="freeze",
+            type="primary" if frozen_by else "secondary",
+            on_click=_try,
+            args=(lambda: console.operators.freeze(job_id, not frozen_by, actor(console)),),
+        )
+        st.divider()
+        st.markdown("**Fault-free throughput**")
+        known = console.job(job_id).baseline
+        if known is None:
+            st.caption("What throughput is measured by is not known yet.")
+        else:
+            st.caption(
+                f"{text.rate(known.samples_per_second)} samples/s, {known.words}. It stays until it is measured anew."
+            )
+            st.button(
+                "Measure again",
+                key="measure-anew",
+                disabled=known.renew is not None,
+                help="It is about to be measured." if known.renew is not None else None,
+                on_click=_try,
+                args=(lambda: console.operators.measure_anew(job_id, actor(console)),),
+            )
+        st.divider()
+        st.markdown("**Plan again**")
+        st.caption(
+            "For the workers that are out now. The new plan is put in force if it saves more than the iteration that "
+            "a change costs."
+        )
+        solver = st.selectbox("Solver", SOLVERS, format_func=lambda s: SOLVER_WORDS.get(s, s), key="replan-solver")
+        seconds = st.number_input("Seconds at most", 1.0, MAX_SECONDS, 20.0, step=10.0, key="replan-seconds")
+        st.button(
+            "Plan again",
+            key="replan",
+            disabled=bool(frozen_by),
+            help="The plan is frozen." if frozen_by else None,
+            on_click=_try,
+            args=(lambda: console.plans.replanning.start(job_id, solver, seconds, actor(console)),),
+        )
+
+
+def replan_line(console: Console, view: JobView) -> None:
+    """How far the search for a new plan is, or what became of it."""
+    replan = console.plans.replanning.status(view.job_id)
+    if replan is None:
+        return
+    if replan.outcome == "planning":
+        with st.container(horizontal=True, vertical_alignment="center", key="replanning"):
+            st.html(f'<div class="or-quiet" role="status">{escape(_searching(replan, view))}</div>', width="content")
+            st.button(
+                "Stop",
+                key="replan-stop",
+                type="tertiary",
+                help="The best plan so far counts.",
+                on_click=_try,
+                args=(lambda: _stop(console, view.job_id),),
+            )
+    elif time.time() - replan.at < TOLD_FOR:
+        st.html(f'<div class="or-quiet" role="status">{escape(_outcome(replan, st.context.timezone))}</div>')
+
+
+def _stop(console: Console, job_id: str) -> str:
+    with acting(console, "stop planning again", job_id):
+        return console.plans.replanning.stop(job_id)
+
+
+def _searching(replan: Replan, view: JobView) -> str:
+    words = (
+        f"Planning again: {text.seconds(min(replan.elapsed, replan.seconds))} of at most {text.seconds(replan.seconds)}"
+    )
+    if replan.elapsed > replan.seconds:
+        words += "; the search is ending, and its best plan counts"
+    unit = view.plan.job.time_unit if view.plan else "slot"
+    if replan.best is not None:
+        words += f"; best so far {text.planned(replan.best, unit)}"
+        words += f", no plan can be below {text.planned(replan.bound, unit)}" if replan.bound else ""
+    return words + "."
+
+
+def _outcome(replan: Replan, zone: str | None) -> str:
+    lead = {
+        "adopted": "A new plan is in force",
+        "kept": "The plan in force stays",
+        "failed": "No new plan was made",
+    }[replan.outcome]
+    return f"Planned again, {text.clock(replan.at, zone)}. {lead}: {replan.reason}."
+
+
+def roll_out_html(found: RollOut | None) -> str:
+    """Who has come how far in taking up the newest generation, the last ones first. "": there is none."""
+    if found is None:
+        return ""
+    total = len(found.workers)
+    if found.done:
+        last = max((w.resumed or 0.0 for w in found.workers), default=0.0)
+        summary = f"all {text.count(total, 'worker')} train by it, the last after {text.milliseconds(last)}"
+    else:
+        summary = f"of {text.count(total, 'worker')} {roll_out_words([found.now_at(step) for step in STEPS])}"
+    ordered = found.slowest_first()
+    rows = "".join(
+        f"<tr><th scope='row'>{escape(w.worker)}</th>"
+        + "".join(f"<td>{'waits' if at is None else '+' + text.milliseconds(at)}</td>" for at in w.steps)
+        + "</tr>"
+        for w in ordered[:MOST_ROWS]
+    )
+    more = len(ordered) - MOST_ROWS
+    rest = f"<tfoot><tr><td colspan='4'>and {more:,} that were quicker</td></tr></tfoot>" if more > 0 else ""
+    heads = "".join(f"<th scope='col'>{head}</th>" for head in ("Worker", *HEADS))
+    return (
+        f'<details class="or-roll-out"{"" if found.done else " open"}><summary>Generation '
+        f"{found.generation}: {summary}</summary>"
+        f'<table class="or-table"><caption>Acknowledged so long after the generation was opened, the '
+        f"slowest first</caption>"
+        f"<thead><tr>{heads}</tr></thead><tbody>{rows}</tbody>{rest}</table></details>"
+    )
+
+
+def _try(act: Callable[[], str]) -> None:
+    """What it answers, or why it is refused, is said by the page's next run."""
+    try:
+        words = act()
+    except ConsoleError as error:
+        words = str(error)
+    say_later(words[:1].upper() + words[1:])

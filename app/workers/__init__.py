@@ -1,1 +1,0 @@
-"""How each worker and the whole job is, as people are told."""

@@ -1,0 +1,78 @@
+"""Rows of who may ask, and of who did what: tokens, and the audit log."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from sqlalchemy import Table, bindparam, insert, or_, select, update
+
+from openrecycle.db.models import AuditRow, TokenRow
+from openrecycle.db.session import Database
+from openrecycle.db.store import Record
+
+
+class AuditStore:
+    """Thread-safe. Lines that belong to a change of a job are stored with that change, by db.store."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def add(self, row: Record) -> None:
+        """row: columns of db.models.AuditRow, without the id."""
+        with self._database.write() as session:
+            session.execute(insert(AuditRow).values(row))
+
+    def read(self, *, after: int = 0, limit: int = 200, job_id: str | None = None) -> list[Record]:
+        """Lines with an id > after, oldest first. job_id: those of one job alone."""
+        query = select(AuditRow.__table__).where(AuditRow.id > after).order_by(AuditRow.id).limit(limit)
+        if job_id is not None:
+            query = query.where(AuditRow.job_id == job_id)
+        with self._database.read() as session:
+            return [dict(row) for row in session.execute(query).mappings()]
+
+
+class TokenStore:
+    """Thread-safe. Rows as in db.models.TokenRow, as dictionaries. Times are POSIX seconds."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def add(self, row: Record) -> None:
+        with self._database.write() as session:
+            session.execute(insert(TokenRow).values(row))
+
+    def get(self, token_id: str) -> Record | None:
+        with self._database.read() as session:
+            row = session.execute(select(TokenRow.__table__).where(TokenRow.id == token_id)).mappings().first()
+            return None if row is None else dict(row)
+
+    def all(self, *, valid_at: float | None = None) -> list[Record]:
+        """Newest first; with valid_at, those alone that are neither revoked nor expired then."""
+        query = select(TokenRow.__table__).order_by(TokenRow.created_at.desc(), TokenRow.id)
+        if valid_at is not None:
+            query = query.where(
+                TokenRow.revoked_at.is_(None), or_(TokenRow.expires_at.is_(None), TokenRow.expires_at > valid_at)
+            )
+        with self._database.read() as session:
+            return [dict(row) for row in session.execute(query).mappings()]
+
+    def revoke(self, token_id: str, at: float) -> bool:
+        """False when there is no such token, or it was revoked before."""
+        statement = update(TokenRow).where(TokenRow.id == token_id, TokenRow.revoked_at.is_(None))
+        with self._database.write() as session:
+            done = session.execute(statement.values(revoked_at=at).returning(TokenRow.id))
+            return done.first() is not None
+
+    def end_job(self, job_id: str, at: float) -> None:
+        """The job's own tokens end then, unless they end before."""
+        ends_later = or_(TokenRow.expires_at.is_(None), TokenRow.expires_at > at)
+        with self._database.write() as session:
+            session.execute(update(TokenRow).where(TokenRow.job_id == job_id, ends_later).values(expires_at=at))
+
+    def used(self, when: Mapping[str, float]) -> None:
+        """Writes when tokens were used last: id -> time."""
+        table = TokenRow.__table__
+        assert isinstance(table, Table)
+        statement = update(table).where(table.c.id == bindparam("_id")).values(last_used_at=bindparam("_at"))
+        with self._database.write() as session:
+            session.connection().execute(statement, [{"_id": name, "_at": at} for name, at in when.items()])

@@ -1,0 +1,39 @@
+"""What operators have asked of a job, and when it waited for them."""
+
+from __future__ import annotations
+
+from openrecycle.agent.messages.protocol import Command
+from openrecycle.app.jobs.waiting import Commands, Wait, after_change, pauses
+
+
+def test_commands_are_kept_in_order_and_the_last_word_on_a_pause_counts() -> None:
+    commands = Commands()
+    assert commands.paused_at is None and commands.after(0) == []
+    commands.add(Command(seq=1, kind="kill", worker="W0_1"), 10.0)
+    commands.add(Command(seq=2, kind="pause", worker=None), 20.0)
+    assert commands.paused_at == 20.0 and [c.kind for c in commands.after(1)] == ["pause"]
+    commands.add(Command(seq=3, kind="resume", worker=None), 30.0)
+    assert commands.paused_at is None and pauses(commands.held) == (Wait(20.0, 30.0),)
+    again = Commands()
+    again.read(
+        [
+            {"seq": 1, "kind": "kill", "worker": "W0_1", "at": 10.0},
+            {"seq": 2, "kind": "pause", "worker": "", "at": 20.0},
+            {"seq": 3, "kind": "resume", "worker": "", "at": 30.0},
+        ]
+    )
+    assert (again.sent, again.held) == (commands.sent, commands.held), "as the database has them"
+
+
+def test_a_pause_that_was_asked_for_twice_is_one_and_lasts_until_somebody_goes_on() -> None:
+    assert pauses([("pause", 1.0), ("pause", 2.0), ("resume", 3.0), ("resume", 4.0), ("pause", 5.0)]) == (
+        Wait(1.0, 3.0),
+        Wait(5.0, None),
+    )
+
+
+def test_a_choice_is_waited_for_from_when_it_is_asked_for_until_it_is_made() -> None:
+    waits = after_change((), True, 2, 10.0)
+    assert waits == (Wait(10.0, None, 2),) and after_change(waits, True, 3, 11.0) == waits
+    assert after_change(waits, False, 3, 12.0) == (Wait(10.0, 12.0, 3),)
+    assert after_change((), False, 3, 12.0) == ()
