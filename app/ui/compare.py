@@ -32,7 +32,7 @@ from openrecycle.app.ui.plan_source import clock, newest, say_measured, schedule
 from openrecycle.app.ui.schedule_view import choose_rows
 from openrecycle.app.ui.tables import beside_html, differences
 from openrecycle.app.ui.theme import Palette
-from openrecycle.app.ui.time_range import FOLLOWED_CONFIG, choose_time, follow
+from openrecycle.app.ui.time_range import choose_time
 from openrecycle.app.ui.url_state import BEGAN_WITH
 from openrecycle.planner.export.compare import comparable
 from openrecycle.planner.jobs.errors import InputError
@@ -224,16 +224,8 @@ def _compare(console: Console, sources: list[Source], colours: Palette) -> None:
         components.quiet("So many ops are shown as pictures; the Schedule page shows each plan's ops.")
     components.legend_of([s.drawing for s in strips], ghost=not pictured)
     figure = comparison(strips, colours, shown=shown, revision=str(turn))
-    with st.container(key="wide-chart", gap=None):
-        components.until_drawn(figure)
-        st.plotly_chart(
-            figure,
-            theme=None,
-            key="compare-chart",
-            config=FOLLOWED_CONFIG,
-            alt="Gantt charts below each other: " + "; ".join(map(facts.schedule_words, *_pairs(sources, schedules))),
-        )
-        follow("compare-chart", time)
+    alt = "Gantt charts below each other: " + "; ".join(map(facts.schedule_words, *_pairs(sources, schedules)))
+    components.schedule_chart(figure, "compare-chart", time, alt)
     ops = sum(strip.ops for strip in strips)
     if MAX_NODES < ops <= MAX_BARS:
         components.quiet(

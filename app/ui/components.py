@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from html import escape
+from typing import Any
 
 import plotly.graph_objects as go
 import streamlit as st
@@ -22,6 +23,7 @@ from openrecycle.app.ui.charts.chart_placeholder import chart_placeholder
 from openrecycle.app.ui.charts.worker_grid import LOOKS
 from openrecycle.app.ui.facts import Card, op_time_words
 from openrecycle.app.ui.theme import Palette, palette
+from openrecycle.app.ui.time_range import FOLLOWED_CONFIG, TimeRange, follow
 from openrecycle.planner.plans.drawing import Drawing
 from openrecycle.planner.plans.drawing import legend as op_keys
 from openrecycle.planner.plans.plan import Plan
@@ -193,6 +195,16 @@ def until_drawn(figure: go.Figure) -> None:
     has drawn that."""
     if picture := chart_placeholder(figure):
         st.html(picture)
+
+
+def schedule_chart(
+    figure: go.Figure, key: str, time: TimeRange, alt: str, *, place: str = "wide-chart", **look: Any
+) -> None:
+    """Drawn as wide as the page; somebody who moves it chooses the time. look: passed on to Streamlit."""
+    with st.container(key=place, gap=None):
+        until_drawn(figure)
+        st.plotly_chart(figure, theme=None, key=key, config=FOLLOWED_CONFIG, alt=alt, **look)
+        follow(key, time)
 
 
 def grid_columns(stages: int, held: Sequence[int] = (), coming: Sequence[int] = ()) -> None:

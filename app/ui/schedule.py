@@ -10,17 +10,16 @@ import streamlit as st
 from openrecycle.app.console.service import Console, get_console
 from openrecycle.app.plans.sources import Made, OfJob, Source
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.app.ui import chart_revision, components, facts, url_state
+from openrecycle.app.ui import components, facts, url_state
 from openrecycle.app.ui.charts.overview import MAX_BARS, Detail
-from openrecycle.app.ui.charts.schedule import MAX_NODES, gantt
+from openrecycle.app.ui.charts.schedule import MAX_NODES
 from openrecycle.app.ui.facts import critical_words, many_words
 from openrecycle.app.ui.picker import open_job
 from openrecycle.app.ui.plan_files import export_button, open_file
 from openrecycle.app.ui.plan_source import pick_plan, say_measured, schedule_of, show_instead, title_of
-from openrecycle.app.ui.schedule_view import ScheduleView, choose_view, choose_workers, clicked, large_chart
+from openrecycle.app.ui.schedule_view import ScheduleView, bars, choose_view, choose_workers, large_chart
 from openrecycle.app.ui.tables import Table, of_workers, operations_table, workers_table
 from openrecycle.app.ui.theme import Palette
-from openrecycle.app.ui.time_range import FOLLOWED_CONFIG, follow
 from openrecycle.planner.jobs.job import Technique, Worker
 from openrecycle.planner.plans.drawing import Drawing
 from openrecycle.planner.plans.schedule import Schedule
@@ -90,33 +89,11 @@ def _chart(
     ops = sum(schedule.op_counts.get(w, 0) for w in workers)
     if ops > MAX_BARS:
         return large_chart(plan.fingerprint, schedule, workers, wish, colours, out)
-    what = f"{plan.fingerprint} {','.join(map(str, workers))} {sorted(wish.draw)} {wish.path} {colours.name}"
-    what += f" {sorted(out.items())}"
-    shown, turn = chart_revision.drawn_with("gantt", what, wish.time.shown)
     drawing = Drawing.of(schedule, workers, out)
-    figure = gantt(
-        drawing,
-        colours,
-        shown=shown,
-        path=wish.path,
-        critical="critical" in wish.draw,
-        held="held" in wish.draw,
-        next_iteration="next" in wish.draw,
-        revision=str(turn),
-    )
-    components.legend_of([drawing], ghost="next" in wish.draw)
-    with st.container(key="wide-chart", gap=None):
-        components.until_drawn(figure)
-        st.plotly_chart(
-            figure,
-            theme=None,
-            key="gantt",
-            config=FOLLOWED_CONFIG,
-            on_select=partial(clicked, "gantt"),
-            selection_mode="points",
-            alt=facts.schedule_words(plan, schedule),
-        )
-        follow("gantt", wish.time)
+    ghost = "next" in wish.draw
+    components.legend_of([drawing], ghost=ghost)
+    what = f"{plan.fingerprint} {','.join(map(str, workers))}"
+    bars("gantt", what, drawing, wish, wish.time.shown, colours, facts.schedule_words(plan, schedule), ghost=ghost)
     if ops > MAX_NODES:
         st.caption(many_words(ops, "show fewer workers"))
     else:

@@ -13,12 +13,13 @@ import streamlit as st
 from streamlit.components.v2.types import ComponentRenderer
 
 from openrecycle.app.ui import chart_revision, components, text, url_state
+from openrecycle.app.ui.chart_revision import Range
 from openrecycle.app.ui.charts import overview as large
 from openrecycle.app.ui.charts.overview import Detail
 from openrecycle.app.ui.charts.schedule import MAX_NODES, gantt
 from openrecycle.app.ui.facts import many_words
 from openrecycle.app.ui.theme import Palette
-from openrecycle.app.ui.time_range import FOLLOWED_CONFIG, TimeRange, choose_time, follow, show_all, within
+from openrecycle.app.ui.time_range import TimeRange, choose_time, show_all, within
 from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.plans.drawing import Drawing, pipeline_workers, stage_workers, touched_workers
 from openrecycle.planner.plans.plan import Plan
@@ -176,33 +177,39 @@ def large_chart(
     part_drawing = Drawing.of(schedule, detail.workers, out, detail.window)
     components.legend_of([part_drawing], ghost=False)
     low, high = map(schedule.problem.job.units, detail.window)
-    what = f"{revision} {detail.window} {sorted(wish.draw)} {wish.path} {colours.name} {sorted(out.items())}"
-    shown, turn = chart_revision.drawn_with("detail", what, within(wish.time, low, high))
-    figure = gantt(
-        part_drawing,
-        colours,
-        shown=shown,
-        path=wish.path,
-        critical="critical" in wish.draw,
-        held="held" in wish.draw,
-        next_iteration=False,
-        revision=str(turn),
-    )
-    with st.container(key="wide-chart", gap=None):
-        components.until_drawn(figure)
-        st.plotly_chart(
-            figure,
-            theme=None,
-            key="detail",
-            config=FOLLOWED_CONFIG,
-            on_select=partial(clicked, "detail"),
-            selection_mode="points",
-            alt="The chosen part, op by op.",
-        )
-        follow("detail", wish.time)
+    what, alt = f"{revision} {detail.window}", "The chosen part, op by op."
+    bars("detail", what, part_drawing, wish, within(wish.time, low, high), colours, alt)
     if detail.ops > MAX_NODES:
         st.caption(many_words(detail.ops, "draw a smaller box"))
     return detail
+
+
+def bars(
+    key: str,
+    what: str,
+    drawing: Drawing,
+    wish: ScheduleView,
+    shown: Range | None,
+    colours: Palette,
+    alt: str,
+    *,
+    ghost: bool = False,
+) -> None:
+    """Op by op, in a chart in which a click shows a micro-batch's path. what: names the schedule and its rows. shown:
+    the part of the time. ghost: with the next iteration."""
+    what += f" {sorted(wish.draw)} {wish.path} {colours.name} {sorted(drawing.out.items())}"
+    part, turn = chart_revision.drawn_with(key, what, shown)
+    figure = gantt(
+        drawing,
+        colours,
+        shown=part,
+        path=wish.path,
+        critical="critical" in wish.draw,
+        held="held" in wish.draw,
+        next_iteration=ghost,
+        revision=str(turn),
+    )
+    components.schedule_chart(figure, key, wish.time, alt, on_select=partial(clicked, key), selection_mode="points")
 
 
 def _picture(

@@ -45,7 +45,7 @@ from openrecycle.app.ui.planning.state import (
 )
 from openrecycle.app.ui.tables import beside_html, of_workers, workers_table
 from openrecycle.app.ui.theme import CHART_CONFIG, Palette
-from openrecycle.app.ui.time_range import FOLLOWED_CONFIG, choose_time, follow
+from openrecycle.app.ui.time_range import choose_time
 from openrecycle.planner.export.compare import against_best, comparable
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.job import Job
@@ -408,10 +408,7 @@ def _chart(compared: dict[str, Shown], colours: Palette) -> None:
     components.legend_of([drawing], ghost=True)
     part, turn = chart_revision.drawn_with(GANTT, f"{plan.fingerprint} {colours.name}", time.shown)
     figure = gantt(drawing, colours, shown=part, revision=str(turn))
-    with st.container(key="wide-chart-planner", gap=None):
-        components.until_drawn(figure)
-        st.plotly_chart(figure, theme=None, key=GANTT, config=FOLLOWED_CONFIG, alt=facts.schedule_words(plan, schedule))
-        follow(GANTT, time)
+    components.schedule_chart(figure, GANTT, time, facts.schedule_words(plan, schedule), place="wide-chart-planner")
     if plan.op_count > MAX_NODES:
         st.caption(many_words(plan.op_count, "save it, and show fewer workers on Schedule"))
     else:
