@@ -44,9 +44,13 @@ class Kill:
         """
         match = _KILL.fullmatch(text.strip())
         if not match:
-            raise InputError(field, text, "WORKER@ITERATION:OP such as W1_2@10:F3, with OP F3, I3, W3, F1.3, R, O or V")
+            of_rank = ", or W1_2.1@10:F3 of its rank 1" if ranks > 1 else ""
+            expected = f"WORKER@ITERATION:OP such as W1_2@10:F3{of_rank}, with OP F3, I3, W3, F1.3, R, O or V"
+            raise InputError(field, text, expected)
         worker = job.check_worker(Worker.parse(match["worker"], field=field), field=field)
         op, iteration, rank = match["op"], int(match["iteration"]), int(match["rank"] or 0)
+        if ranks == 1 and match["rank"] is not None:
+            raise InputError(field, text, f"{worker} without a rank: a worker is one process in this job")
         if rank >= ranks:
             raise InputError(field, text, f"a rank from 0 to {ranks - 1}, as many as a worker has")
         if op in ("R", "O", "V"):

@@ -44,6 +44,8 @@ class Gpt(gpt.Gpt):
 
     def parallelize(self, layer: nn.Module, mesh: Any) -> nn.Module:
         """Heads and the perceptron's columns are split; what enters a block and leaves it is whole on every rank."""
+        if self._heads % mesh.size():
+            raise ValueError(f"heads: got {self._heads}, expected a multiple of the {mesh.size()} ranks")
         columns, rows = ColwiseParallel, RowwiseParallel
         plan = {"q": columns(), "k": columns(), "v": columns(), "out": rows(), "up": columns(), "down": rows()}
         for part in list(layer.modules()):

@@ -37,7 +37,7 @@ class Parallelized:
     `is_divided`)?"""
 
     def __init__(self, workload: Workload, rank: int, mesh: Any, gather: Gather, *, divided: bool) -> None:
-        self._workload, self._rank, self._mesh, self._divided = workload, rank, mesh, divided
+        self._workload, self._rank, self._mesh, self.divided = workload, rank, mesh, divided
         if divided:
             self._workload = DividedBatches(workload, rank, mesh.size(), gather)
         # One of the two, as the workload has it: what it comes in shows by that.
@@ -52,7 +52,7 @@ class Parallelized:
         built = copy.deepcopy(build_layer(self._workload, layer, layers, seed))
         module: nn.Module = self._workload.parallelize(built, self._mesh)  # type: ignore[attr-defined]
         module = module if module is not None else built
-        if not self._divided:
+        if not self.divided:
             return _local(module, self._rank)
         module = _divided(module, self._rank, self._mesh)
         # Each rank has samples of its own, and so random numbers of its own.

@@ -18,7 +18,7 @@ from openrecycle.agent.config.devices import completion, on_device
 from openrecycle.agent.config.faults import FaultInjector
 from openrecycle.agent.config.pacing import PacedDevice
 from openrecycle.agent.config.randomness import seed_for
-from openrecycle.agent.models.stage_io import CPU, Gradients, StageIO, StageOutput, check_output, tensors_of
+from openrecycle.agent.models.stage_io import CPU, Gradients, StageIO, StageIOError, StageOutput, check_output, tensors_of
 from openrecycle.agent.models.workload import EvaluationData, Metric, Workload, weight_of
 from openrecycle.agent.monitoring.liveness import AT_REST, DATA, LEAVING, VALIDATION, WAITING, OpProgress
 from openrecycle.agent.monitoring.timeline import Timeline
@@ -43,6 +43,11 @@ class OpError(Exception):
     def __init__(self, kind: str, iteration: int, key: MicroBatch) -> None:
         super().__init__(kind, iteration, key)
         self.kind, self.iteration, self.key = kind, iteration, key
+
+
+class RankAloneError(StageIOError):
+    """A layer raised on one rank alone, where micro-batches are divided over them: the others wait for what it does
+    not send, and would take what it sends next for that."""
 
 
 class Interrupted(Exception):
@@ -200,7 +205,7 @@ class Executor:
 
                     def said(error: Exception, index: int = index) -> None:
                         self._check_siblings(error)
-                        if isinstance(error, (TransferError, torch.AcceleratorError)):
+                        if isinstance(error, (TransferError, torch.AcceleratorError, RankAloneError)):
                             raise error  # the second: the device's context is gone for good
                         problem(f"evaluation, micro-batch {index}: {type(error).__name__}: {error}"[:1000])
 
@@ -230,6 +235,19 @@ class Executor:
         problem: Callable[[Exception], None],
     ) -> None:
         seed = seed_for("evaluation", self._seed, index)
+
+        def run(**how: Any) -> Any:
+            try:
+                return self._stage.evaluate(x, seed=seed, **how)
+            except Exception as error:
+                self._check_siblings(error)
+                if getattr(self._workload, "divided", False):
+                    text = f"{type(error).__name__}: {error}"[:1000]
+                    raise RankAloneError(
+                        f"evaluation, micro-batch {index}: {text} (layers are fully sharded: no rank can do without it)"
+                    ) from error
+                raise
+
         if key in self._script.before:
             x = self._received("F", key)
         else:
@@ -237,7 +255,7 @@ class Executor:
             x = self._here(data.inputs(self._seed, index))
         if not self._last:
             self._progress.at("F", key)
-            self._send_outputs(key, self._checked(self._stage.evaluate(x, seed=seed)))
+            self._send_outputs(key, self._checked(run()))
             return
         self._progress.at(DATA, key)
         read = data.targets(self._seed, index)
@@ -254,7 +272,7 @@ class Executor:
                     into[place] = math.nan
 
         into[-1] = weight
-        self._stage.evaluate(x, seed=seed, measure=measure)
+        run(measure=measure)
 
     def rearrange(self, stage: Stage, stage_io: StageIO) -> None:
         """Between two iterations, with everything settled: the worker's stage has other layers from here on."""

@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from openrecycle.agent.config.timeouts import Timeouts
+from openrecycle.agent.examples import fully_sharded
 from openrecycle.agent.models.layers import build_layers
 from openrecycle.agent.models.parallelized import Parallelized
 from openrecycle.agent.stages.backward.buffers import moved_by
@@ -136,6 +137,37 @@ class Task:
 
     def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.1)
+
+
+class Evaluated(fully_sharded.Gpt):
+    """Is evaluated on two micro-batches. bad: a sample of the second is no text, which one rank alone sees."""
+
+    def __init__(self, bad: bool = False, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._bad = bad
+
+    @property
+    def evaluation(self) -> Any:
+        return EvaluationOf(self, self._bad)
+
+
+class EvaluationOf:
+    """metrics: one that says how many samples it is given."""
+
+    micro_batches = 2
+
+    def __init__(self, model: fully_sharded.Gpt, bad: bool) -> None:
+        self._model, self._bad = model, bad
+        self.metrics = {"samples": lambda output, targets: float(len(targets)), "loss again": model.loss}
+
+    def inputs(self, seed: int, index: int) -> Tensor:
+        tokens = self._model.inputs(seed, 10_000, 0, index).clone()
+        if self._bad and index:
+            tokens[-1, 0] = 100_000
+        return tokens
+
+    def targets(self, seed: int, index: int) -> Tensor:
+        return self._model.targets(seed, 10_000, 0, index)
 
 
 Result = dict[str, Tensor]

@@ -115,6 +115,13 @@ def test_layers_may_be_left_whole(together: Together) -> None:
 # -- jobs ---------------------------------------------------------------------------------------
 
 
+TINY = {"width": 32, "heads": 2, "sequence": 16, "batch": 2, "dropout": 0.0}
+EVALUATED = (
+    *("--workload", "tests.agent.rank_stages:Evaluated", "--evaluate-every", "1"),
+    *("--workload-options", json.dumps(TINY)),
+)
+
+
 def job(record: Path, *arguments: str, iterations: int = ITERATIONS, batch: int = 2) -> Run:
     """A small model on six workers of two ranks each; the first steps are clipped, after the fact."""
     options = json.dumps({"width": 32, "heads": 2, "sequence": 16, "batch": batch})
@@ -172,6 +179,29 @@ def test_two_hurt_workers_make_a_whole_one(tmp_path: Path) -> None:
     assert hurt.status == 0, hurt.errors
     assert hurt.losses == whole.losses and hurt.final == whole.final
     assert hurt.iterations[-1]["living"] == 5
+
+
+@pytest.mark.processes
+def test_an_evaluation_is_of_the_whole_micro_batch(tmp_path: Path) -> None:
+    """With dropout switched off it is that of workers of one process, up to rounding."""
+    runs = [
+        job(tmp_path / f"{ranks}.jsonl", *EVALUATED, "--ranks-per-worker", ranks, iterations=2) for ranks in ("2", "1")
+    ]
+    assert [run.status for run in runs] == [0, 0], runs[0].errors
+    ours, theirs = ([line["evaluation"]["values"] for line in run.lines if "evaluation" in line] for run in runs)
+    assert len(ours) == len(theirs) > 0
+    first, alone = ({k: float.fromhex(v) for k, v in values[0].items()} for values in (ours, theirs))
+    assert first["samples"] == alone["samples"] / 2  # a mean over ranks, each of which has half of them
+    assert first["loss"] == pytest.approx(first["loss again"], rel=1e-6)
+    assert first["loss"] == pytest.approx(alone["loss"], rel=1e-4)
+
+
+@pytest.mark.processes
+def test_what_raises_on_one_rank_alone_ends_the_job(tmp_path: Path) -> None:
+    """The others would wait for it."""
+    options = json.dumps(TINY | {"bad": True})
+    run = job(tmp_path / "run.jsonl", *EVALUATED, "--workload-options", options, iterations=2)
+    assert run.status == 1 and "IndexError" in run.errors
 
 
 @pytest.mark.processes

@@ -11,8 +11,10 @@ import pytest
 from openrecycle.agent.config.faults import Kill
 from openrecycle.agent.config.options import TrainingOptions
 from openrecycle.agent.config.settings import OptionGroup
+from openrecycle.agent.examples import tensor_parallel
 from openrecycle.agent.examples.gpt import Gpt
 from openrecycle.agent.jobs.preflight import check_workload
+from openrecycle.agent.models.parallelized import is_divided
 from openrecycle.agent.workers.rank_relay import MergedMessages
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, Worker
@@ -106,12 +108,20 @@ def test_a_model_that_can_not_be_split_is_refused() -> None:
     assert refused.value.field == "platform.ranks_per_worker"
 
 
+def test_heads_that_ranks_can_not_share_are_refused() -> None:
+    with pytest.raises(InputError) as refused:
+        is_divided(tensor_parallel.Gpt(width=32, heads=2, sequence=16), 2, 3, 0)
+    assert refused.value.field == "parallelize"
+
+
 def test_a_kill_names_a_rank() -> None:
     kill = Kill.parse("W1_1.1@2:F1", JOB, ranks=2)
     assert (kill.worker, kill.rank, kill.iteration, kill.kind) == (Worker(1, 1), 1, 2, "F")
     assert Kill.parse("W1_1@2:F1", JOB).rank == 0
-    with pytest.raises(InputError):
-        Kill.parse("W1_1.2@2:F1", JOB, ranks=2)
+    for text, ranks in (("W1_1.2@2:F1", 2), ("W1_1.0@2:F1", 1), ("W1_1.@2:F1", 2), ("W1_1.-1@2:F1", 2)):
+        with pytest.raises(InputError) as refused:
+            Kill.parse(text, JOB, ranks=ranks)
+        assert refused.value.field == "--kill"
 
 
 def test_a_worker_says_what_all_its_ranks_have_said() -> None:
@@ -133,6 +143,14 @@ def test_what_one_rank_can_not_finish_the_worker_has_not_done() -> None:
     for rank in range(2):
         again = merged.take(rank, {"kind": "committed", "generation": 2, "iteration": 4, "at": 4})
     assert again is not None
+
+
+def test_a_worker_names_the_processes_of_all_its_ranks() -> None:
+    merged = MergedMessages(3)
+    told = [{"kind": "ready", "host": "a", "pids": [pid], "at": pid} for pid in (7, 9, 8)]
+    assert merged.take(2, told[2]) is None and merged.take(0, told[0]) is None
+    ready = merged.take(1, told[1])
+    assert ready is not None and ready["pids"] == [7, 9, 8]
 
 
 def test_bad_news_of_a_rank_is_the_worker_s_at_once_and_only_once() -> None:
