@@ -81,9 +81,8 @@ def make_launcher(
     Raises InputError, InfeasibleError, ConsoleUnavailable or ConsoleRefused; with `role`, also LedElsewhere.
     """
     options.check()
-    if options.platform.ranks_per_worker > 1 or options.optimization.sharding != "none":
-        # Layers that move are put together beside the training: with several ranks in exchanges that a death may leave
-        # some ranks in, and of an optimizer whose state is sharded nobody has all that moves.
+    if options.platform.ranks_per_worker > 1:
+        # Layers that move are put together beside the training, in exchanges that a death may leave some ranks in.
         options = replace(options, planning=replace(options.planning, relayout="never"))
     # It takes as long to import torch as this process does, so both do it at the same time.
     start_server(preload(source))

@@ -36,7 +36,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from openrecycle.agent.config.options import Optimization
 from openrecycle.agent.models import compat
-from openrecycle.agent.models.layers import LayerStack, Span, parameters_by_layer
+from openrecycle.agent.models.layers import LayerStack, Span, layer_of, parameters_by_layer
 from openrecycle.agent.models.state import StageState, StateError, decode, encode, sha256, whole_number
 from openrecycle.agent.models.workload import Workload
 from openrecycle.agent.stages.gradients import FastSum, GradientSum, MicroBatch
@@ -99,7 +99,8 @@ class Shards:
         sizes = [p.numel() for _, p in trained]
         whole = {place for place, (_, p) in enumerate(trained) if not p.is_contiguous()}
         self.parameter_names = [name for name, p in trained if p.numel()]
-        self.segments: tuple[Segment, ...] = segments_of(sizes, whole, gradients.norm_chunk, pipelines)
+        layers = [layer_of(name) for name, _ in trained]
+        self.segments: tuple[Segment, ...] = segments_of(sizes, layers, whole, gradients.norm_chunk, pipelines)
         self.parts: list[nn.Parameter] = []
         """Of each segment, the parameter's elements: the parameter itself, where it is not cut."""
         self.names: list[str] = []
@@ -480,7 +481,9 @@ class StageOptimizer:
         they are, and what holds for all layers, is that of the first."""
         first = parts[0]
         mine = set(map(id, self.module.parameters()))
-        for part in parts:
+        if self.shards is not None:
+            self._adopt_segments(self.shards, parts)
+        for part in parts if self.shards is None else ():
             for parameter, state in part.optimizer.state.items():
                 if id(parameter) in mine:
                     self.optimizer.state[parameter] = state
@@ -490,9 +493,23 @@ class StageOptimizer:
             self.scheduler.load_state_dict(first.scheduler.state_dict())
         self.committed, self.settled, self.post_validation = first.committed, True, first.post_validation
         self.validation, self.corrections, self.slot = first.validation, first.corrections, first.slot
-        # Somebody may not have taken the last step: then it is undone here as well.
-        self._snapshot.adopt([part._snapshot for part in parts])
+        if self.shards is None:
+            # Somebody may not have taken the last step: then it is undone here as well.
+            self._snapshot.adopt([part._snapshot for part in parts])
         self._scale()
+
+    def _adopt_segments(self, shards: Shards, parts: Sequence[StageOptimizer]) -> None:
+        """Those that are held. The last step is not undone any more: layers of an optimizer that is sharded move while
+        everybody waits, who has agreed on it (agent.workers.sharding)."""
+        held: dict[str, Any] = {}
+        for part in parts:
+            theirs = part.shards
+            assert theirs is not None
+            held |= {theirs.names[k]: part.optimizer.state.get(theirs.parts[k]) for k in theirs.held}
+        shards.held = {number for number, name in enumerate(shards.names) if name in held}
+        for number in shards.held:
+            if (state := held[shards.names[number]]) is not None:
+                self.optimizer.state[shards.parts[number]] = state
 
     # -- the state: for a peer that re-joins, for checkpoints, and for the fingerprint --------
 

@@ -1,9 +1,10 @@
 """Which worker of a stage keeps which part of the optimizer's state, where it is sharded (ZeRO-1). Pure.
 
-A stage's parameters are cut into segments, and these are grouped into shards; both follow from the model and the job
-alone, so they are the same on all peers and whoever is alive. Every shard has two owners, which step its parameters
-alike: a death loses none. Which of the living peers they are is decided anew in each generation, from what everybody
-holds (`assign`): nothing has to be remembered, and nothing can be remembered differently.
+A stage's parameters are cut into segments, and those of a layer are grouped into shards. A segment follows from its
+parameter alone, and a shard from its layer and the job: they are the same on all peers, whoever is alive, and wherever
+the model is cut into stages. Every shard has two owners, which step its parameters alike: a death loses none. Which of
+the living peers they are is decided anew in each generation, from what everybody holds (`assign`): nothing has to be
+remembered, and nothing can be remembered differently.
 
 Segments are as long as norms are summed at a time, or a multiple of that, from the parameter's beginning: so they are
 stepped, and their norms summed, with the same bits as the whole. (Of torch's optimizers that step each element by
@@ -19,12 +20,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from heapq import heappop, heappush
+from itertools import accumulate, groupby
 
 from openrecycle.planner.jobs.job import Worker
 
 SHARDS_PER_PIPELINE = 8
-"""With N peers no one keeps more than 1 / (4 N) above its share, and a generation's agreement tells 8 bits for each."""
+"""Of each layer, at most. With N peers no one keeps more than 1 / (4 N) above its share of a layer."""
 MAX_SEGMENT = 1 << 18
 """Elements. With AdamW in fp32 its state is 2 MiB: 40 ms on a link of 50 MB/s."""
 
@@ -43,23 +45,27 @@ class Segment:
         return self.end - self.start
 
 
-def segments_of(sizes: Sequence[int], whole: Collection[int], align: int, pipelines: int) -> tuple[Segment, ...]:
-    """sizes: elements of each parameter that is trained, in order. whole: places of those that can't be cut. align:
-    segments begin at multiples of this. Shards are numbered from 0, and none is empty."""
-    total, wanted = sum(sizes), SHARDS_PER_PIPELINE * pipelines
-    fair = -(-max(1, total) // wanted)
-    longest = max(align, min(-(-fair // align) * align, MAX_SEGMENT // align * align))
-    cut = [
-        (place, start, size if place in whole else min(start + longest, size))
-        for place, size in enumerate(sizes)
-        for start in ((0,) if place in whole else range(0, size, longest))
-        if size
-    ]
-    ends = list(accumulate(end - start for _, start, end in cut))
-    # By the middle of each, so that shards are as even as segments allow.
-    raw = [(2 * end - (b - a)) * wanted // (2 * total) for end, (_, a, b) in zip(ends, cut, strict=True)]
-    number = {shard: i for i, shard in enumerate(dict.fromkeys(raw))}
-    return tuple(Segment(*piece, number[shard]) for piece, shard in zip(cut, raw, strict=True))
+def segments_of(
+    sizes: Sequence[int], layers: Sequence[int], whole: Collection[int], align: int, pipelines: int
+) -> tuple[Segment, ...]:
+    """sizes: elements of each parameter that is trained, in order. layers: of each the layer; those of one layer are
+    neighbours. whole: places of those that can't be cut. align: segments begin at multiples of this. Shards are
+    numbered from 0, and none is empty."""
+    wanted, out, shards = SHARDS_PER_PIPELINE * pipelines, list[Segment](), 0
+    for _, places in groupby(range(len(sizes)), layers.__getitem__):
+        cut: list[tuple[int, int, int]] = []
+        for place in places:
+            size = sizes[place]
+            longest = max(align, min(-(-size // (wanted * align)) * align, MAX_SEGMENT // align * align))
+            starts = range(0, size, size if place in whole else longest) if size else ()
+            cut += [(place, start, size if place in whole else min(start + longest, size)) for start in starts]
+        ends = list(accumulate(end - start for _, start, end in cut))
+        # By the middle of each, so that shards are as even as segments allow.
+        raw = [(2 * end - (b - a)) * wanted // (2 * ends[-1]) for end, (_, a, b) in zip(ends, cut, strict=True)]
+        number = {shard: shards + i for i, shard in enumerate(dict.fromkeys(raw))}
+        out += [Segment(*piece, number[shard]) for piece, shard in zip(cut, raw, strict=True)]
+        shards += len(number)
+    return tuple(out)
 
 
 class ShardLostError(RuntimeError):
@@ -153,33 +159,51 @@ def _choose(
 ) -> tuple[tuple[Worker, ...], ...]:
     loads = dict.fromkeys(order, 0)
     chosen: dict[int, tuple[Worker, ...]] = {}
+    heap = [(0, p) for p in order]
+
+    def least(first: Worker, *, apart: bool) -> Worker | None:
+        """The one with the least beside `first`; on another host, if it must be."""
+        seen, found = list[tuple[int, Worker]](), None
+        while heap and found is None:
+            load, peer = heappop(heap)
+            if load != loads[peer]:
+                continue  # it has got something since
+            seen.append((load, peer))
+            if peer != first and (hosts[peer] != hosts[first] or not apart):
+                found = peer
+        for entry in seen:
+            heappush(heap, entry)
+        return found
+
     # What few hold comes first: whoever holds much else can still be spared elsewhere.
     for k in sorted(range(len(sizes)), key=lambda k: (len(holders[k]), k)):
         first = min(holders[k], key=lambda p: (loads[p], p))
-        others = [p for p in order if p != first]
-        apart = [p for p in others if hosts[p] != hosts[first]] or others
-        least = min((loads[p] for p in apart), default=0)
-        near = [p for p in apart if p in holders[k] and loads[p] <= least + slack // 8]
-        second = min(near or apart, key=lambda p: (loads[p], p), default=None)
+        apart = True
+        second = least(first, apart=True)
+        if second is None:
+            apart, second = False, least(first, apart=False)
+        if second is not None:
+            near = [
+                p for p in holders[k]
+                if p != first and loads[p] <= loads[second] + slack // 8 and (hosts[p] != hosts[first] or not apart)
+            ]  # fmt: skip
+            second = min(near, key=lambda p: (loads[p], p), default=second)
         chosen[k] = (first,) if second is None else tuple(sorted((first, second)))
         for peer in chosen[k]:
             loads[peer] += sizes[k]
+            heappush(heap, (loads[peer], peer))
     return tuple(chosen[k] for k in range(len(sizes)))
 
 
 # -- what peers tell each other -------------------------------------------------------------------
 
 _BITS = 62
-"""Of one of the whole numbers that an agreement gathers."""
+"""Of one of the whole numbers that they send."""
 
 
-def words(pipelines: int) -> int:
-    """How many whole numbers say which shards a worker holds."""
-    return -(-(SHARDS_PER_PIPELINE * pipelines) // _BITS)
-
-
-def to_words(held: Collection[int], pipelines: int) -> tuple[int, ...]:
-    out = [0] * words(pipelines)
+def to_words(held: Collection[int], shards: int) -> tuple[int, ...]:
+    """Which of so many shards a worker holds; equally many numbers whichever they are."""
+    out = [0] * -(-shards // _BITS)
     for shard in held:
         out[shard // _BITS] |= 1 << shard % _BITS
     return tuple(out)

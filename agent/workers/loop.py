@@ -58,7 +58,7 @@ from openrecycle.agent.workers.spec import WorkerSpec
 from openrecycle.agent.workers.state_transfer import StateReceiver, StateServer, send_no_offer
 from openrecycle.agent.workers.tied import TiedSums
 from openrecycle.agent.workers.validation_exchange import Steps
-from openrecycle.planner.jobs.job import Member, Worker
+from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.plans.plan import Plan
 
 T = TypeVar("T")
@@ -111,6 +111,8 @@ class WorkerLoop:
         self._generation = 0
         self._evaluated = self._evaluated_by_all = 0
         """The newest iteration before which this worker has evaluated, and as far as is known every worker."""
+        self._waited_for_layers = 0.0
+        """So many seconds all have stood still until the layers were there that are to move."""
         self._corrected = False
         """Did this generation's agreement put the last step right?"""
 
@@ -285,7 +287,7 @@ class WorkerLoop:
         target = orders.partition or self._cuts.partition
         agreement = self._agree(groups, living, target)
         joining = self._hand_over(groups, agreement, orders.interim)
-        self._share_optimizer(groups, agreement)
+        self._share_optimizer(groups)
         moving = self._begin_moves(groups, agreement, living, target)
         self._tie(groups, living)
         self._set_pace(living)
@@ -308,7 +310,9 @@ class WorkerLoop:
             if moving and self._steps.counts_on_all(iteration):
                 self._executor.settle()
                 if not self._steps.incomplete:
+                    redo = None  # what is finished is summed in other layers' sums
                     self._rearrange(target, iteration)
+                    self._share_optimizer(groups)
                     self._tie(groups, living)
                     self._set_pace(living)
                     moving = False
@@ -403,13 +407,10 @@ class WorkerLoop:
         committed = self._optimizer.committed if self._state.begun else _JOINING
         alike = self._makeup.numbers()
         there = int(self._cuts.partition == target)
-        shares = self._shares(begun=committed != _JOINING)
         rows = groups.gather_rows(
-            (committed, self._state.missing, self._evaluated, *alike, there, *shares, *self._steps.numbers())
+            (committed, self._state.missing, self._evaluated, *alike, there, *self._steps.numbers())
         )
         front = 3 + len(alike)
-        numbers_at = front + 1 + len(shares)
-        self._shared = {member: row[front + 1 : numbers_at] for member, row in rows.items()}
         gone_over = any(row[front] for row in rows.values() if row[0] != _JOINING)
         self._evaluated_by_all = min((row[2] for row in rows.values() if row[0] != _JOINING), default=0)
         if gone_over and not there and committed == _JOINING:
@@ -431,7 +432,7 @@ class WorkerLoop:
             self._optimizer.roll_back()
         self._come_along(agreement.iteration)
         holders = {
-            w: (row[0], *row[numbers_at:]) for w, row in rows.items() if row[0] != _JOINING and w not in members.anew
+            w: (row[0], *row[front + 1 :]) for w, row in rows.items() if row[0] != _JOINING and w not in members.anew
         }
         self._corrected = self._steps.begin(groups, living, agreement.iteration, holders)
         self._state.agreed(agreement.iteration, corrected=self._corrected)
@@ -456,28 +457,27 @@ class WorkerLoop:
                 coming.lost = False  # the step that it has missed is one that nobody has taken
         self._steps.beside = [coming.optimizer for coming in self._coming.values()]
 
-    def _shares(self, *, begun: bool) -> tuple[int, ...]:
-        """What peers must know of each other where the optimizer's state is sharded: the host, and which shards this
-        worker holds. Equally many numbers on all workers; none where it is not sharded."""
-        shards = self._optimizer.shards
-        if shards is None:
-            return ()
-        host = hashlib.sha256(f"{socket.gethostname()} {self._communicator.address}".encode()).digest()
-        held = shards.shards_held if begun else ()
-        return int.from_bytes(host[:7]), *to_words(held, self._options.job.pipelines)
-
-    def _share_optimizer(self, groups: Groups, agreement: Agreement[Worker]) -> None:
+    def _share_optimizer(self, groups: Groups) -> None:
         """Where the optimizer's state is sharded: decides with the peers who keeps what, begins to take what this
         worker lacks, and has everybody's parameters made those of one step. Raises TransferError; Interrupted, when it
         could not be decided since nobody has some shards any more: the next generation goes back to a checkpoint.
         """
-        shards = self._optimizer.shards
+        shards, peers = self._optimizer.shards, groups.peers
         if shards is None:
             return
-        rows = {w: self._shared[Member(w, groups.ranks.rank)] for w in groups.peers}
-        held = {w: frozenset[int]() if w in agreement.anew else from_words(row[1:]) for w, row in rows.items()}
+        if self._executor.sharded is not None:
+            self._executor.sharded.end()
+            self._executor.sharded = None
+        host = hashlib.sha256(f"{socket.gethostname()} {self._communicator.address}".encode()).digest()
+        mine = (int.from_bytes(host[:7]), int(shards.stale), *to_words(shards.shards_held, len(shards.sizes)))
+        table = torch.zeros((len(peers), len(mine)), dtype=torch.int64)
+        table[peers.index(self._me)] = torch.tensor(mine)
+        table = table.to(self._device)
+        groups.reduce(table)
+        rows = dict(zip(peers, table.tolist(), strict=True))
+        held = {w: from_words(row[2:]) for w, row in rows.items()}
         try:
-            ownership = assign(groups.peers, held, {w: row[0] for w, row in rows.items()}, shards.sizes)
+            ownership = assign(peers, held, {w: row[0] for w, row in rows.items()}, shards.sizes)
         except ShardLostError as error:
             text = f"stage {self._me.stage}: {error}"
             self._channel.say("state_lost", generation=self._generation, text=text)
@@ -487,9 +487,7 @@ class WorkerLoop:
         sharded = ShardedStage(self._me, groups, self._optimizer, ownership, self._say_hand_over, tied)
         self._executor.sharded = sharded
         sharded.exchange_offers(lambda: self._serve_state(groups))
-        stale = torch.tensor([int(shards.stale)])
-        groups.reduce(stale)
-        shards.stale = bool(stale)
+        shards.stale = any(row[1] for row in rows.values())
         sharded.gather()
 
     def _begin_moves(
@@ -502,13 +500,14 @@ class WorkerLoop:
             self._coming = {}
             self._steps.beside, self._executor.exchange = [], None
             return False
+        begun, sharded = time.monotonic(), self._executor.sharded
         planned = moves(self._cuts.partition, target, living, self._generation)
         split = self._split.name
         mine = {move.span for move in planned if move.to == self._me}
         self._coming = {span: coming for span, coming in self._coming.items() if span in mine}
         for move in planned:
             peers = [w for w in living if w.stage == move.source.stage]
-            holders = in_turn(peers, peers.index(move.source))
+            holders = in_turn(peers, peers.index(move.source))[: None if sharded is None else 1]
             if self._me in holders:
                 self._give(
                     groups,
@@ -525,8 +524,13 @@ class WorkerLoop:
                         *(options.optimization, self._device, self._say_hand_over),
                     )
                 coming.begin(*coming.state.receive_description(groups, holders))
-        self._executor.exchange = Exchange(self._me, groups, planned, self._coming, self._optimizer)
-        self._steps.beside = self._executor.exchange.stepped
+        if sharded is not None:
+            coming_to = {span: coming.optimizer for span, coming in self._coming.items()}
+            sharded.move_layers([(move.to, move.source, move.span) for move in planned], coming_to)
+            self._waited_for_layers = time.monotonic() - begun
+        else:
+            self._executor.exchange = Exchange(self._me, groups, planned, self._coming, self._optimizer)
+            self._steps.beside = self._executor.exchange.stepped
         self._steps.complete_since = None
         while True:
             lacking = sum(coming.missing for coming in self._coming.values())
@@ -553,9 +557,8 @@ class WorkerLoop:
             self._server.close()
             self._server = None
         self._split.close()
-        terms = options.job.pipelines * options.job.micro_batches
         span, parts = self._cuts.span(self._me.stage), [layers.optimizer for layers in coming]
-        optimizer = regrouped(self._workload, self._optimizer, parts, span, options.optimization, terms)
+        optimizer = regrouped(self._workload, self._optimizer, parts, span, options.optimization, options.job)
         strategy = common_strategy([self._split.name, *(layers.strategy for layers in coming)])
         stage = reassemble(
             *(self._workload, options.job, self._cuts, self._me.stage, options.seed, options.optimization, optimizer),
@@ -568,7 +571,8 @@ class WorkerLoop:
         self._executor.rearrange(stage, self._cuts.stage_io)
         if self._checkpointer is not None:
             self._checkpointer.layers = len(span)
-        self._say_rearranged(iteration, 1000 * (time.monotonic() - begun))
+        waited, self._waited_for_layers = self._waited_for_layers, 0.0
+        self._say_rearranged(iteration, 1000 * (time.monotonic() - begun + waited))
 
     def _say_rearranged(self, iteration: int, stall_ms: float) -> None:
         stall = round(stall_ms, 3)

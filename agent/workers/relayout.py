@@ -84,7 +84,7 @@ class IncomingLayers:
         self.span, self._optimization, self._terms = span, optimization, job.pipelines * job.micro_batches
         self._device, self._nominal = device, nominal_weight(workload, self._terms)
         module = build_layers(workload, span, layers, seed).to(device)
-        self.optimizer = stage_optimizer(workload, module, self._sum(module, ()), optimization)
+        self.optimizer = stage_optimizer(workload, module, self._sum(module, ()), optimization, job.pipelines)
         self.state = StateReceiver(self.optimizer, say)
         self.strategy: StrategyName | None = None
         self.lost = False
@@ -97,7 +97,9 @@ class IncomingLayers:
     @property
     def missing(self) -> int:
         """Pieces; at least 1 while anything is to come."""
-        return 0 if self.state.complete and not self.lost else max(1, self.state.missing)
+        shards = self.optimizer.shards
+        there = self.state.complete and not self.lost and (shards is None or len(shards.held) == len(shards.parts))
+        return 0 if there else max(1, self.state.missing)
 
     def begin(self, description: Mapping[str, Any], holders: Sequence[Holder]) -> None:
         """A peer has described what it has: from here on its steps are taken here, too."""
@@ -182,7 +184,7 @@ def regrouped(
     coming: Sequence[StageOptimizer],
     span: Span,
     optimization: Optimization,
-    terms: int,
+    job: Job,
 ) -> StageOptimizer:
     """The layers of `span`, out of those that are here, with all that the optimizer keeps of them. Copies nothing."""
     parts = [own, *coming]
@@ -190,7 +192,7 @@ def regrouped(
     module = LayerStack({number: here[number] for number in span}, own.module.copies, own.module.form)
     moving_here = {id(buffer) for part in parts for buffer in part.gradients.moving}
     moving: list[Tensor] = [b for b in module.buffers() if id(b) in moving_here]
-    device = own.gradients.device
+    device, terms = own.gradients.device, job.pipelines * job.micro_batches
     gradients = gradient_sum(
         *(optimization.mode, module.parameters()),
         terms=terms,
@@ -198,7 +200,7 @@ def regrouped(
         device=device,
         nominal=nominal_weight(workload, terms),
     )
-    made = stage_optimizer(workload, module, gradients, optimization)
+    made = stage_optimizer(workload, module, gradients, optimization, job.pipelines)
     made.adopt(parts)
     return made
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from openrecycle.agent.models.layers import Span, layer_of
 from openrecycle.agent.models.state import StageState, StateError, decode, encode, memory, pack, unpack
 from openrecycle.agent.stages.optimizer import Shards, StageOptimizer
 from openrecycle.agent.stages.shards import Ownership
@@ -159,7 +160,7 @@ class ShardedStage:
         shards, segments = self._shards, self._shards.segments
         keys = [(segment.parameter, primary) for segment, primary in zip(segments, self._primaries, strict=True)]
         sent, wanted = list[PendingTransfer](), list[tuple[Tensor, Worker]]()
-        for a, b in _runs(keys, [part.numel() * part.element_size() for part in shards.parts]):
+        for a, b in _runs(keys, _bytes(shards, range(len(shards.parts)))):
             primary, first = self._primaries[a], shards.parts[a].detach()
             if b - a > 1:  # neighbours in one parameter
                 first = first.as_strided((segments[b - 1].end - segments[a].start,), (1,))
@@ -195,7 +196,7 @@ class ShardedStage:
     def whole_state(self, to: Worker) -> StageState | None:
         """The stage's state without shards, as a checkpoint has it: on `to`, from all peers, which call it together."""
         shards, optimizer = self._shards, self._optimizer
-        runs = _runs(self._primaries, [part.numel() * part.element_size() for part in shards.parts])
+        runs = _runs(self._primaries, _bytes(shards, range(len(shards.parts))))
         if self._me != to:
             for a, b in runs:
                 if self._primaries[a] == self._me:
@@ -208,7 +209,7 @@ class ShardedStage:
             for number in range(a, b) if there == self._me else ():
                 self._put(named, parameters, number, optimizer.segment_state(number))
             if there != self._me:
-                self._receive_states(there, range(a, b), named, parameters)
+                self._receive_states(there, range(a, b), lambda n, kept: self._put(named, parameters, n, kept))
         tensors, states = dict(state.tensors), {}
         for name, kept in named.items():
             states[name] = encode(kept, f"optimizer.{name}", tensors)
@@ -219,24 +220,31 @@ class ShardedStage:
     def _send_states(self, to: Worker, numbers: range) -> None:
         states = [self._optimizer.segment_state(number) for number in numbers]
         tensors = {name: tensor for state in states for name, tensor in state.tensors.items()}
-        header, body = pack(StageState({"segments": [state.document for state in states]}, tensors))
+        self._send_packed(to, StageState({"segments": [state.document for state in states]}, tensors))
+
+    def _receive_states(self, source: Worker, numbers: range, put: Callable[[int, StageState], None]) -> None:
+        state = self._receive_packed(source)
+        try:
+            for number, document in zip(numbers, state.document["segments"], strict=True):
+                put(number, StageState(document, state.tensors))
+        except (StateError, KeyError, TypeError, ValueError) as error:
+            raise TransferError(f"the optimizer's state from {source} can't be used: {error}", source) from None
+
+    def _send_packed(self, to: Worker, state: StageState) -> None:
+        header, body = pack(state)
         sizes = torch.tensor([len(header), body.numel()], dtype=torch.int64)
         text = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         _finish([self._groups.send(to, tensor, _STATE) for tensor in (sizes, text, body)])
 
-    def _receive_states(
-        self, source: Worker, numbers: range, named: dict[str, dict[str, Any]], parameters: Mapping[str, Tensor]
-    ) -> None:
+    def _receive_packed(self, source: Worker) -> StageState:
         sizes = self._groups.receive(source, torch.zeros(2, dtype=torch.int64), _STATE).wait().tolist()
         text, body = (
             self._groups.receive(source, torch.empty(size, dtype=torch.uint8), _STATE).wait() for size in sizes
         )
         try:
-            state = unpack(bytes(memory(text)), body)
-            for number, document in zip(numbers, state.document["segments"], strict=True):
-                self._put(named, parameters, number, StageState(document, state.tensors))
-        except (StateError, KeyError, TypeError, ValueError) as error:
-            raise TransferError(f"the optimizer's state from {source} can't be used: {error}", source) from None
+            return unpack(bytes(memory(text)), body)
+        except StateError as error:
+            raise TransferError(f"the state from {source} can't be used: {error}", source) from None
 
     def _put(
         self, named: dict[str, dict[str, Any]], parameters: Mapping[str, Tensor], number: int, state: StageState
@@ -256,6 +264,59 @@ class ShardedStage:
                 whole[key] = torch.zeros(parameter.shape, dtype=value.dtype)
             whole[key].view(-1)[segment.start : segment.end].copy_(value)
 
+    # -- layers that move ----------------------------------------------------------------------
+
+    def move_layers(self, moves: Sequence[tuple[Worker, Worker, Span]], coming: Mapping[Span, StageOptimizer]) -> None:
+        """Before an iteration, while everybody waits: parameters and optimizer state of layers that go to other stages.
+        moves: (to, source, layers), the same on all workers. coming: of those that come to this worker, where it all
+        goes; its layers and what is small are there already.
+
+        It is not done beside the training, as elsewhere: whoever gets a layer needs all of its state, of which each
+        peer of the stage that has it holds a part. One move after the other, so that no more than a message is copied.
+        """
+        shards, optimizer = self._shards, self._optimizer
+        named = dict(optimizer.module.named_parameters())
+        for to, source, span in moves:
+            if to == self._me:
+                self._take_layers(source, coming[span])
+            elif source.stage == self._me.stage and (mine := _numbers(shards, span)):
+                at = mine.start
+                if source == self._me:
+                    primaries = torch.tensor([self._primaries[k].pipeline for k in mine], dtype=torch.int64)
+                    self._send_packed(to, StageState({}, {"primaries": primaries}))
+                    for name in _parameters(shards, span):
+                        self._send_packed(to, StageState({}, {name: named[name].detach()}))
+                for a, b in _runs(self._primaries[at : mine.stop], _bytes(shards, mine)):
+                    if self._primaries[at + a] == self._me:
+                        self._send_states(to, range(at + a, at + b))
+
+    def _take_layers(self, source: Worker, into: StageOptimizer) -> None:
+        shards, named = into.shards, dict(into.module.named_parameters())
+        assert shards is not None
+        into.release(sorted(shards.held))
+        if not shards.parts:
+            return
+        try:
+            told = self._receive_packed(source).tensors["primaries"].tolist()
+            primaries = [Worker(pipeline, source.stage) for pipeline in told]
+            if len(primaries) != len(shards.parts):
+                raise StateError(f"{len(primaries)} segments, expected {len(shards.parts)}")
+            with torch.no_grad():
+                for name in shards.parameter_names:
+                    value = self._receive_packed(source).tensors[name]
+                    if value.shape != named[name].shape:
+                        raise StateError(f"{name}: shape {tuple(value.shape)}, expected {tuple(named[name].shape)}")
+                    named[name].copy_(value)
+        except (StateError, KeyError) as error:
+            raise TransferError(f"the layers from {source} can't be used: {error}", source) from None
+        device = into.gradients.device
+
+        def hold(number: int, state: StageState) -> None:
+            into.hold(number, decode(state.document["kept"], state.tensors, device))
+
+        for a, b in _runs(primaries, _bytes(shards, range(len(shards.parts)))):
+            self._receive_states(primaries[a], range(a, b), hold)
+
     # -- messages ------------------------------------------------------------------------------
 
     def _send(self, to: Worker, tensor: Tensor, tag: int) -> PendingTransfer:
@@ -274,6 +335,20 @@ class ShardedStage:
                 yield posted.popleft().wait()
         while posted:
             yield posted.popleft().wait()
+
+
+def _numbers(shards: Shards, span: Span) -> range:
+    """Of the segments of these layers, which are one after the other."""
+    found = [k for k, name in enumerate(shards.names) if layer_of(name) in span]
+    return range(found[0], found[-1] + 1) if found else range(0)
+
+
+def _parameters(shards: Shards, span: Span) -> list[str]:
+    return [name for name in shards.parameter_names if layer_of(name) in span]
+
+
+def _bytes(shards: Shards, numbers: range) -> list[int]:
+    return [shards.parts[k].numel() * shards.parts[k].element_size() for k in numbers]
 
 
 def _finish(sent: Sequence[PendingTransfer]) -> None:

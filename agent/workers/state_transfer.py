@@ -189,6 +189,7 @@ class StateServer:
             if shards is not None:
                 large = []  # parameters come as after every step, and what the optimizer keeps comes in segments
             apart = set[str]() if shards is None else {f"model.{name}" for name in shards.parameter_names}
+            apart &= state.tensors.keys()
             apart |= {name for column in large for name in column.tensors}
             specs = {
                 n: [str(state.tensors[n].dtype).removeprefix("torch."), list(state.tensors[n].shape)] for n in apart

@@ -15,6 +15,7 @@ from openrecycle.agent.models.workload import NamedWorkload
 from openrecycle.agent.workers.relayout import Move, moves
 from openrecycle.planner.jobs.job import Worker
 from tests.agent.local_jobs import TINY, LocalJob, Message
+from tests.conftest import at_length
 
 LAYERS = 6
 LAYERED = NamedWorkload("openrecycle.agent.examples.gpt:Gpt", TINY | {"layers": LAYERS})
@@ -67,6 +68,27 @@ def _job(iterations: int, partitions: dict[int, tuple[int, ...]], **given: Any) 
 @pytest.fixture(scope="module")
 def calm() -> LocalJob:
     return LocalJob(iterations=8, workload=LAYERED, optimization=CLIP).run()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("undo", [False, at_length(True)])
+def test_layers_of_a_sharded_optimizer_move(undo: bool) -> None:
+    """And back, with a death in between; each worker of a stage has a part of what goes to another."""
+    wanted = Optimization(clip_norm=0.3, synchronous=not undo)
+    sharded = replace(wanted, sharding="zero1")
+    grid = {"pipelines": 3, "stages": 2, "micro_batches": 2}
+    long = 40
+    calm = LocalJob(**grid, iterations=long, workload=LAYERED, optimization=wanted).run()
+
+    def act(job: LocalJob, line: Message) -> None:
+        if "relayout" in line and line["relayout"]["generation"] == 2:
+            job.start("W1_1")
+
+    kills = ("W1_1@1:F1", "W0_0@5:I1")
+    job = _job(long, {2: (4, 2), 4: (3, 3)}, **grid, kills=kills, on_line=act, optimization=sharded, pace=0.01)
+    changes = [line["relayout"]["partition"] for line in job.lines if "relayout" in line]
+    assert changes == [[4, 2], [3, 3]]
+    assert job.losses == calm.losses and job.lines[-1] == calm.lines[-1]
 
 
 @pytest.mark.processes

@@ -109,23 +109,37 @@ def test_one_that_returns_is_given_its_share_and_no_more() -> None:
 @given(
     st.lists(st.integers(0, 5_000_000), max_size=12),
     st.sets(st.integers(0, 11)),
+    st.lists(st.integers(0, 3), min_size=12, max_size=12).map(sorted),
     st.sampled_from([1 << 15, 1 << 20]),
     st.integers(1, 20),
 )
-def test_segments_cover_each_parameter_once(sizes: list[int], whole: set[int], align: int, pipelines: int) -> None:
-    segments = segments_of(sizes, whole, align, pipelines)
+def test_segments_cover_each_parameter_once(
+    sizes: list[int], whole: set[int], layers: list[int], align: int, pipelines: int
+) -> None:
+    segments = segments_of(sizes, layers[: len(sizes)], whole, align, pipelines)
     for place, size in enumerate(sizes):
         own = [s for s in segments if s.parameter == place]
         assert [s.start for s in own] == [0, *(s.end for s in own)][: len(own)] and sum(s.elements for s in own) == size
         assert all(s.start % align == 0 for s in own) and (place not in whole or len(own) <= 1)
     numbers = [s.shard for s in segments]
     assert numbers == sorted(numbers) and set(numbers) == set(range(len(set(numbers))))
-    assert len(set(numbers)) <= SHARDS_PER_PIPELINE * pipelines
+    assert len(set(numbers)) <= SHARDS_PER_PIPELINE * pipelines * len(set(layers))
+    for layer in set(layers[: len(sizes)]):  # as if it were alone in a stage: where the model is cut does not matter
+        places = [p for p in range(len(sizes)) if layers[p] == layer]
+        alone = segments_of(
+            [sizes[p] for p in places],
+            [layer] * len(places),
+            {places.index(p) for p in whole & {*places}},
+            align,
+            pipelines,
+        )
+        among = [s for s in segments if layers[s.parameter] == layer]
+        assert [(s.start, s.end, s.shard) for s in alone] == [(s.start, s.end, s.shard - among[0].shard) for s in among]
 
 
-@given(st.integers(1, 40).flatmap(lambda p: st.tuples(st.just(p), st.sets(st.integers(0, 8 * p - 1)))))
+@given(st.integers(1, 400).flatmap(lambda n: st.tuples(st.just(n), st.sets(st.integers(0, n - 1)))))
 def test_what_peers_tell_each_other(said: tuple[int, set[int]]) -> None:
-    pipelines, held = said
-    row = to_words(held, pipelines)
+    shards, held = said
+    row = to_words(held, shards)
     assert from_words(row) == held and all(0 <= word < 2**62 for word in row)
-    assert len(row) == len(to_words((), pipelines))
+    assert len(row) == len(to_words((), shards))

@@ -24,6 +24,7 @@ OPS = ("F0", "I0", "W0", "F1", "I1", "W1", "R", "O", "V")
 WISHES = {
     "clipped": Optimization(clip_norm=0.3),
     "synchronous": Optimization(clip_norm=0.3, synchronous=True),
+    "sharded": Optimization(clip_norm=0.3, sharding="zero1"),
 }
 
 
