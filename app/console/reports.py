@@ -81,14 +81,13 @@ class Reports(ABC):
     """Thread-safe. Every method raises ConsoleError: for an unknown job or worker, a process that does
     not count, or a database that does not answer.
 
-    _measure: which iteration the workers of a job are to record. _waited: for a person, by a job. _deployments: the
-    newest of each job, and of what it was made.
+    measure: which iteration the workers of a job are to record. waited: for a person, by a job.
     """
 
-    _store: Store
-    _measure: Callable[[str], int | None]
-    _waited: Callable[[LiveJob], Waited]
-    _deployments: WeakKeyDictionary[LiveJob, tuple[object, Deployment]]
+    def __init__(self, store: Store, measure: Callable[[str], int | None], waited: Callable[[LiveJob], Waited]) -> None:
+        self._store, self._measure, self._waited = store, measure, waited
+        # The newest of each job, and of what it was made.
+        self._deployments: WeakKeyDictionary[LiveJob, tuple[object, Deployment]] = WeakKeyDictionary()
 
     @abstractmethod
     def job(self, job_id: str) -> LiveJob:

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from weakref import WeakKeyDictionary
 
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
@@ -38,7 +37,6 @@ from openrecycle.app.runtime.event_loop_watch import EventLoopWatch
 from openrecycle.app.runtime.patches import begin_without_pages
 from openrecycle.app.security.access import Security
 from openrecycle.app.settings import RetentionLimits
-from openrecycle.db.observations import Observations
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 
@@ -71,9 +69,10 @@ class Console(JobRegistry, Reports, Queries):
         loop_watch: EventLoopWatch | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(store, failure_timeouts or FailureTimeouts(), clock)
+        failure_timeouts = failure_timeouts or FailureTimeouts()
+        JobRegistry.__init__(self, store, failure_timeouts, clock)
         self.loop_watch, self.tolerance = loop_watch or EventLoopWatch(clock=clock), tolerance
-        self.metrics, heartbeat = Metrics(), self.failure_timeouts.heartbeat
+        self.metrics, heartbeat = Metrics(), failure_timeouts.heartbeat
         self.security = Security(store.database)
         self.operators = Operators(self.job, store)
         self.catalogs = Catalogs(store)
@@ -86,9 +85,8 @@ class Console(JobRegistry, Reports, Queries):
             on_made=self.metrics.plan_made,
         )
         cache = self.plans.cache
-        self.observations = Observations(store.database)
-        self.measuring = Measuring(store, self.observations, cache.plan, heartbeat)
-        self.accounts = Accounts(store, self.observations, cache.get)
+        self.measuring = Measuring(store, cache.plan, heartbeat)
+        self.accounts = Accounts(store, cache.get)
         self.roll_outs = RollOuts(store)
         self.recorder = Recorder(store.database, self.live_jobs, keep or RetentionLimits(), self.job_ids)
         self.sources = PlanSources(
@@ -105,9 +103,16 @@ class Console(JobRegistry, Reports, Queries):
         self._job_metrics = JobMetrics(self.live_jobs, store, cache.get, self.accounts.of, self.past.states, waited)
         self.metrics.registry.register(self._job_metrics)
         self._unwatch = self.metrics.watch(store.database.engine)
-        self._measure, self._waited, self._deployments = self.measuring.wanted, waited, WeakKeyDictionary()
-        self._plans, self._past, self._seen = cache, self.past.lines, WeakKeyDictionary()
-        self._figures, self._advice = self.accounts.of, self._advising.advice
+        Reports.__init__(self, store, self.measuring.wanted, waited)
+        figures, advice = self.accounts.of, self._advising.advice
+        Queries.__init__(
+            *(self, store, failure_timeouts, clock),
+            plans=cache,
+            past=self.past.lines,
+            figures=figures,
+            waited=waited,
+            advice=advice,
+        )
         self.histories = Histories(self, store.database)
         self._stop = threading.Event()
         self._got_on = self._clock()

@@ -342,20 +342,27 @@ def _planned(plan: Plan | None, name: str) -> dict[str, float]:
 class Queries(ABC):
     """Thread-safe. Every method raises ConsoleError: for an unknown job, or a database that does not answer.
 
-    _plans: the stored ones. _past: the lines of jobs that are over and not in memory. _figures, _waited, _advice: what
-    app.observing and app.advice say of a job. _seen: see Seen.
+    plans: the stored ones. past: the lines of jobs that are over and not in memory. figures, waited, advice: what
+    app.observing and app.advice say of a job.
     """
 
-    _store: Store
-    _clock: Callable[[], float]
-    failure_timeouts: FailureTimeouts
-    _plans: PlanCache
-    observations: Observations
-    _past: Callable[[], Mapping[str, JobSummary]]
-    _figures: Callable[[LiveJob], Figures]
-    _waited: Callable[[LiveJob], Waited]
-    _advice: Callable[[LiveJob], str | None]
-    _seen: WeakKeyDictionary[LiveJob, Seen]
+    def __init__(
+        self,
+        store: Store,
+        failure_timeouts: FailureTimeouts,
+        clock: Callable[[], float],
+        *,
+        plans: PlanCache,
+        past: Callable[[], Mapping[str, JobSummary]],
+        figures: Callable[[LiveJob], Figures],
+        waited: Callable[[LiveJob], Waited],
+        advice: Callable[[LiveJob], str | None],
+    ) -> None:
+        self._store, self.failure_timeouts, self._clock = store, failure_timeouts, clock
+        self.observations = Observations(store.database)
+        self._plans, self._past = plans, past
+        self._figures, self._waited, self._advice = figures, waited, advice
+        self._seen: WeakKeyDictionary[LiveJob, Seen] = WeakKeyDictionary()
 
     @abstractmethod
     def job(self, job_id: str) -> LiveJob:

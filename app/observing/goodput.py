@@ -27,11 +27,10 @@ class Accounts:
     def __init__(
         self,
         store: Store,
-        observations: Observations,
         plan: Callable[[str], Plan | None] = lambda fingerprint: None,
     ) -> None:
-        self._store, self._observations, self._plan = store, observations, plan
-        self.waiting = Waiting(observations)
+        self._store, self._observations, self._plan = store, Observations(store.database), plan
+        self.waiting = Waiting(self._observations)
         self._of: dict[str, tuple[Account, float]] = {}
         self._windows: dict[str, Window] = {}
         self._lock = threading.Lock()

@@ -104,13 +104,12 @@ class Measuring:
     def __init__(
         self,
         store: Store,
-        observations: Observations,
         plan: Callable[[str], Plan],
         heartbeat: float,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._store, self._observations, self._plan = store, observations, plan
+        self._store, self._observations, self._plan = store, Observations(store.database), plan
         self._heartbeat, self._clock = heartbeat, clock
         self._made: OrderedDict[tuple[str, int, int, float], tuple[Schedule, Plan]] = OrderedDict()
         self._of: dict[str, Measurement] = {}

@@ -19,7 +19,7 @@ from openrecycle.app.plans.solving_child import PLAN, Migrations, Request, serve
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.notify import Topic
 from openrecycle.app.runtime.patches import OP_BYTES, building
-from openrecycle.app.runtime.processes import ChildEnded, Children, PendingAnswer
+from openrecycle.app.runtime.processes import Channel, ChildEnded, Children, PendingAnswer
 from openrecycle.planner.plans.packed import from_bytes
 from openrecycle.planner.plans.plan import Plan
 
@@ -92,9 +92,12 @@ class Solves:
     def __init__(
         self,
         *,
+        running: int = MAX_RUNNING,
+        work: Callable[[Channel, bytes], None] = serve,
         on_made: Callable[[Plan], None] = lambda plan: None,
     ) -> None:
-        self._children = Children(serve, name="solve")
+        self._most = running
+        self._children = Children(work, name="solve")
         self._on_made = on_made
         self._lock = threading.RLock()
         self._solves: dict[str, Solve] = {}
@@ -167,7 +170,7 @@ class Solves:
     def _begin_next(self) -> None:
         for solve in self.all():
             busy = sum(s.state in ("running", "stopping") for s in self._solves.values())
-            if self._closed or busy >= MAX_RUNNING:
+            if self._closed or busy >= self._most:
                 return
             if solve.state == "waiting":
                 self._begin(solve)

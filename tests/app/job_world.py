@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from openrecycle.agent.launcher.processes import ProcessPool, WorkerProcess
 from openrecycle.agent.messages.protocol import (
@@ -322,9 +321,8 @@ class World:
 
 class _Reports(Reports):
     def __init__(self, world: World) -> None:
-        self._store, self._world = world.store, world
-        self._measure, self._waited = (lambda job_id: None), Waiting(Observations(world.store.database)).of
-        self._deployments = WeakKeyDictionary()
+        super().__init__(world.store, lambda job_id: None, Waiting(Observations(world.store.database)).of)
+        self._world = world
 
     def job(self, job_id: str) -> LiveJob:
         return self._world.job

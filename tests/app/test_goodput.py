@@ -15,7 +15,6 @@ from openrecycle.app.jobs.throughput import Account, Baseline
 from openrecycle.app.jobs.waiting import Wait, segments
 from openrecycle.app.observing import goodput
 from openrecycle.app.observing.goodput import Accounts, figures
-from openrecycle.db.observations import Observations
 from openrecycle.db.store import Record, Store
 from tests.golden import golden
 
@@ -99,15 +98,15 @@ def test_adding_up_in_the_database_gives_the_same(here: ConsoleHere, monkeypatch
     assert job.state.committed == 501
     # So late that productive time is not cut to wall time.
     monkeypatch.setattr(goodput, "time", SimpleNamespace(time=lambda: 1e10))
-    one_by_one = Accounts(store, Observations(here.database))
+    one_by_one = Accounts(store)
     expected = one_by_one.of(job)
     monkeypatch.setattr(goodput, "BATCH", 10)
-    at_once = Accounts(store, Observations(here.database)).of(job)
+    at_once = Accounts(store).of(job)
     assert at_once.productive == pytest.approx(expected.productive)
     driven.commit(501, 505, generation)
     more = one_by_one.of(job)
     assert more.productive > expected.productive
-    assert Accounts(store, Observations(here.database)).of(job).productive == pytest.approx(more.productive)
+    assert Accounts(store).of(job).productive == pytest.approx(more.productive)
 
 
 def feed(console: Console, job_id: str) -> list[str]:

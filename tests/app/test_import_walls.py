@@ -34,6 +34,7 @@ WITHOUT_TORCH = (
 # The state machine that launchers and consoles share does nothing but decide: no files, sockets, threads or clock.
 PURE = "agent/coordination"
 PURE_MAY = ("planner", "agent.coordination", "agent.messages.protocol")
+DEEPEST = 8  # floors of app
 PURE_STANDARD = {"__future__", "collections", "dataclasses", "enum", "functools", "sys", "typing"}
 
 
@@ -102,15 +103,30 @@ def test_the_folders_of_a_room_import_each_other_in_no_circle(room: str) -> None
         pytest.fail(" <- ".join(circle.args[1]))
 
 
-def test_modules_import_each_other_in_no_circle() -> None:
-    """In the whole house; imports inside of functions too, those for type checkers alone not."""
+def arrows_between(rooms: set[str], *, types: bool) -> dict[str, set[str]]:
+    """Which modules of these rooms each of theirs imports; imports inside of functions too."""
     files = {
         path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__"): path
-        for room in ROOMS
+        for room in rooms
         for path in (ROOT / room).rglob("*.py")
     }
-    arrows = {own: {m for m in imported(path, types=False) if m in files and m != own} for own, path in files.items()}
-    assert sum(map(len, arrows.values())) > len(files)
+    return {own: {m for m in imported(path, types=types) if m in files and m != own} for own, path in files.items()}
+
+
+def test_no_room_of_the_console_lies_deep() -> None:
+    """What a reader has to know before: no chain of imports is longer."""
+    arrows = arrows_between({"app"}, types=True)
+    chains: dict[str, list[str]] = {}
+    for module in TopologicalSorter(arrows).static_order():
+        chains[module] = [module, *max((chains[below] for below in arrows[module]), key=len, default=[])]
+    longest = max(chains.values(), key=len)
+    assert 3 < len(longest) <= DEEPEST, " <- ".join(reversed(longest))
+
+
+def test_modules_import_each_other_in_no_circle() -> None:
+    """In the whole house; imports for type checkers alone are none."""
+    arrows = arrows_between(ROOMS, types=False)
+    assert sum(map(len, arrows.values())) > len(arrows)
     try:
         tuple(TopologicalSorter(arrows).static_order())
     except CycleError as circle:

@@ -135,7 +135,7 @@ def test_a_restart_knows_which_layers_the_workers_have(here: ConsoleHere) -> Non
     again = job.live
     again.restore(row)
     assert (again.state.held, again.state.moving) == (HOME, True), "as the database says"
-    assert again.job.partition == before.current.partition
+    assert again.plans.job.partition == before.current.partition
     job.moved(15)
     again.restore(row)
     assert (again.state.held, again.state.moving) == (before.current.partition, False)

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from weakref import WeakKeyDictionary
 
 import pytest
 from hypothesis import Phase, settings
@@ -34,7 +33,6 @@ from openrecycle.app.ui import facts
 from openrecycle.app.ui.charts.worker_grid import LOOKS, worker_grid
 from openrecycle.app.ui.theme import LIGHT
 from openrecycle.app.ui.worker_dialog import facts_html
-from openrecycle.db.observations import Observations
 from openrecycle.planner.jobs.words import DROP, MIGRATE, REROUTE
 from tests.agent.coordinator_run import LADDER
 from tests.app.flaky_database import FlakyDatabase
@@ -53,12 +51,16 @@ class Console(Queries):
     """What the pages and the API ask, of a played job."""
 
     def __init__(self, world: World) -> None:
-        self._store, self._world, self.failure_timeouts = world.store, world, LADDER
-        self._clock = lambda: world.now
-        self.observations = Observations(world.store.database)
-        accounts = Accounts(world.store, self.observations)
-        self._figures, self._waited, self._advice = accounts.of, accounts.waiting.of, lambda job: None
-        self._seen = WeakKeyDictionary()
+        self._world, self.plans = world, PlanCache(world.store)
+        accounts = Accounts(world.store)
+        super().__init__(
+            *(world.store, LADDER, lambda: world.now),
+            plans=self.plans,
+            past=dict,
+            figures=accounts.of,
+            waited=accounts.waiting.of,
+            advice=lambda job: None,
+        )
 
     def job(self, job_id: str) -> LiveJob:
         return self._world.job
@@ -68,11 +70,10 @@ class Console(Queries):
 
     @property
     def read(self) -> JobView:
-        self._plans = PlanCache(self._store)
         try:
             return self.view(self._world.job_id, 5, 200)
         finally:
-            self._plans.close()
+            self.plans.close()
 
     def dialog(self, view: JobView, name: str) -> WorkerDetail:
         return self.worker_detail(view, name, time.time())
