@@ -18,7 +18,15 @@ from openrecycle.agent.config.devices import completion, on_device
 from openrecycle.agent.config.faults import FaultInjector
 from openrecycle.agent.config.pacing import PacedDevice
 from openrecycle.agent.config.randomness import seed_for
-from openrecycle.agent.models.stage_io import CPU, Gradients, StageIO, StageIOError, StageOutput, check_output, tensors_of
+from openrecycle.agent.models.stage_io import (
+    CPU,
+    Gradients,
+    StageIO,
+    StageIOError,
+    StageOutput,
+    check_output,
+    tensors_of,
+)
 from openrecycle.agent.models.workload import EvaluationData, Metric, Workload, weight_of
 from openrecycle.agent.monitoring.liveness import AT_REST, DATA, LEAVING, VALIDATION, WAITING, OpProgress
 from openrecycle.agent.monitoring.timeline import Timeline
