@@ -62,8 +62,9 @@ class Workload(Protocol):
     number of tokens, and `usual_weight`, what that is about (a constant). `upcoming(places)` is told the
     (iteration, pipeline, micro-batch) of those that will be asked for next, where any are; first of none, to get ready.
     `parallelize(layer, mesh)` returns a layer split over the ranks of a worker, a torch DeviceMesh, by
-    torch.distributed.tensor.parallel.parallelize_module for instance; what enters a layer and leaves it is a plain
-    tensor, of the same form on every rank as without them. Where inputs are of several shapes, `varies` is true, and
+    torch.distributed.tensor.parallel.parallelize_module, and then what enters a layer and leaves it is a plain tensor,
+    of the same form on every rank as without them; or by torch.distributed.fsdp.fully_shard, and then each rank runs a
+    part of the samples (agent.models.divided). Where inputs are of several shapes, `varies` is true, and
     `largest(seed)` gives the (inputs, targets) of a micro-batch that is in no dimension smaller than any.
     """
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +20,23 @@ from openrecycle.agent.models.parallelized import is_divided
 from openrecycle.agent.workers.rank_relay import MergedMessages
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, Worker
+from tests.agent.consoles import console, until
+from tests.agent.launches import Launched
 from tests.agent.runs import Run, forked
 from tests.conftest import at_length
 
 ITERATIONS = 6
 JOB = Job.uniform(3, 2, 3)
+GRID = ("--pipelines", "3", "--stages", "2", "--micro-batches", "3")
+TWO_RANKS = (
+    *("--workload", "agent.examples.tensor_parallel:Gpt", "--ranks-per-worker", "2", "--clip-norm", "0.5"),
+    *("--workload-options", '{"width": 32, "heads": 2, "sequence": 16, "batch": 2}'),
+)
 
 
-def two_ranks(record: Path, *arguments: str, iterations: int = ITERATIONS, grid: str = "3x2") -> Run:
+def two_ranks(record: Path, *arguments: str, iterations: int = ITERATIONS) -> Run:
     """A small tensor-parallel model on workers of two ranks each; the first steps are clipped, after the fact."""
-    pipelines, stages = grid.split("x")
-    return forked(
-        record,
-        *("--pipelines", pipelines, "--stages", stages, "--micro-batches", "3", "--iterations", str(iterations)),
-        *("--workload", "agent.examples.tensor_parallel:Gpt", "--ranks-per-worker", "2", "--clip-norm", "0.5"),
-        *("--workload-options", '{"width": 32, "heads": 2, "sequence": 16, "batch": 2}', *arguments),
-    )
+    return forked(record, *GRID, *TWO_RANKS, "--iterations", str(iterations), *arguments)
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +76,31 @@ def test_two_hurt_workers_make_a_whole_one(tmp_path: Path) -> None:
     assert hurt.losses == whole.losses and hurt.final == whole.final
     assert [line["living"] for line in hurt.iterations][2] == 4
     assert hurt.iterations[-1]["living"] == 5
+
+
+@pytest.mark.processes
+def test_a_console_is_told_which_ranks_are_spare(tmp_path: Path) -> None:
+    """Of two hurt workers, one after the other, until they have become one."""
+    with console(tmp_path) as server:
+        command = (*TWO_RANKS, *GRID, "--iterations", "100000", "--console", server.root, "--kill", "W1_1.1@3:F1")
+        job = Launched("launch", "--record", str(tmp_path / "run.jsonl"), *command, errors=tmp_path / "errors")
+        try:
+            job_id = server.job_id()
+
+            def workers() -> dict[str, Any]:
+                return {w["name"]: w for w in server.read(f"/jobs/{job_id}/workers")["workers"]}
+
+            until(lambda: workers()["W1_1"]["spare"] == 1, "a spare rank", 120)
+            os.kill(workers()["W0_0"]["pid"], signal.SIGKILL)
+            until(lambda: sum(w["state"] == "failed" for w in workers().values()) == 2, "a second hurt worker")
+            until(
+                lambda: [(w["state"] == "failed", w["spare"]) for w in workers().values()].count((False, 0)) == 5,
+                "five whole workers",
+                120,
+            )
+            assert all(w["spare"] == 0 for w in workers().values())
+        finally:
+            job.end()
 
 
 @pytest.mark.processes

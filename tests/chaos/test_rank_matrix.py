@@ -1,6 +1,6 @@
 """A SIGKILL before every op of one iteration, of every rank of every worker: no bit differs, nobody restarts.
 
-`make chaos`. A sample of the same lies in tests/agent/test_ranks.py.
+`make chaos`. Samples of the same lie in tests/agent/test_ranks.py (tensor parallel) and test_fully_sharded.py.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.agent.runs import Run
+from tests.agent.test_fully_sharded import job
 from tests.agent.test_ranks import two_ranks
 
 pytestmark = pytest.mark.processes
@@ -32,4 +33,20 @@ def test_the_death_of_a_rank(kill: str, reference: Run, tmp_path: Path) -> None:
     assert run.losses == reference.losses and run.final == reference.final
     assert [failure["worker"] for failure in run.failures] == [kill[:4]]
     assert {line["generation"] for line in run.iterations} <= {1, 2}
+    assert run.iterations[-1]["living"] == 5
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    run = job(tmp_path_factory.mktemp("sharded") / "reference.jsonl")
+    assert run.status == 0, run.errors
+    return run
+
+
+@pytest.mark.parametrize("kill", [kill for kill in KILLS if kill[:4] in ("W0_1", "W1_0", "W2_1")])
+def test_the_death_of_a_rank_that_has_rows_of_every_parameter(kill: str, sharded: Run, tmp_path: Path) -> None:
+    run = job(tmp_path / "run.jsonl", "--kill", kill)
+    assert run.status == 0, run.errors
+    assert run.losses == sharded.losses and run.final == sharded.final
+    assert [failure["worker"] for failure in run.failures] == [kill[:4]]
     assert run.iterations[-1]["living"] == 5
