@@ -273,36 +273,41 @@ def _items(schedule: Schedule) -> Items | None:
     problem, arrays = schedule.problem, schedule.arrays
     job, living = problem.job, problem.living_workers()
     n = job.pipelines * job.micro_batches
-    at, own = arrays.stage, np.array([worker.pipeline for worker in schedule.ops], np.int64)[arrays.row]
-    item = arrays.pipeline * job.micro_batches + arrays.micro_batch
-    compute, step = arrays.kind != O, arrays.kind == O
-    within = all(column.dtype != object for column in arrays.columns) and list(schedule.ops) == living
-    if not within or len(item) == 0 or min(at.min(), item[compute].min(initial=0), arrays.kind.min()) < 0:
+    if any(column.dtype == object for column in arrays.columns) or list(schedule.ops) != living or not len(arrays.kind):
         return None
-    if at.max() >= job.stages or own.max() >= job.pipelines or item[compute].max(initial=0) >= n:
+    stage, item = arrays.stage, arrays.pipeline * job.micro_batches + arrays.micro_batch
+    if stage.min() < 0 or stage.max() >= job.stages or item.min() < -1 or item.max() >= n:
         return None
-    route, starts = np.full((job.stages, n), -1, np.int64), np.full((3, job.stages, n), -1, np.int64)
-    split, durations, steps = (
-        np.zeros((job.stages, job.pipelines), np.int64),
-        op_times(problem),
-        np.zeros(job.stages, np.int64),
-    )
-    split[at[arrays.kind == W], own[arrays.kind == W]] = 1
-    steps[at[step]] = arrays.start[step]
-    durations[3, at[step], own[step]] = arrays.duration[step]
-    weight = durations[W].copy()
-    for kind, where in ((F, F), (I, I), (W, W), (B, I)):
-        which = arrays.kind == kind
-        s, p = at[which], own[which]
-        durations[where, s, p] = arrays.duration[which] - (weight[s, p] if kind == B else 0)
-        starts[where, s, item[which]] = arrays.start[which]
+    worker = stage * job.pipelines + np.array([worker.pipeline for worker in living], np.int64)[arrays.row]
+    route, starts = np.full(job.stages * n, -1, np.int64), np.full((3, job.stages * n), -1, np.int64)
+    split, durations = np.zeros(job.stages * job.pipelines, np.int64), op_times(problem).reshape(4, -1)
+    steps, weight = np.zeros(job.stages, np.int64), durations[W].copy()
+    for kind in (F, I, W, B, O):
+        at = np.flatnonzero(arrays.kind == kind)
+        by, start, duration = worker[at], arrays.start[at], arrays.duration[at]
+        if kind == O:
+            steps[stage[at]], durations[3, by] = start, duration
+            continue
+        cell = stage[at] * n + item[at]
         if kind == F:
-            route[s, item[which]] = p
-        if kind == B:
-            starts[W, s, item[which]] = arrays.start[which] + durations[I, s, p]
+            route[cell] = by % job.pipelines
+        elif kind == W:
+            split[by] = 1
+        elif kind == B:
+            duration = duration - weight[by]
+            starts[W, cell] = start + duration
+        durations[I if kind == B else kind, by] = duration
+        starts[I if kind == B else kind, cell] = start
     if route.min() < 0:
         return None
-    found = Items(route, starts, split, durations, steps)
+    whole, of_workers = (job.stages, n), (job.stages, job.pipelines)
+    found = Items(
+        route.reshape(whole),
+        starts.reshape(3, *whole),
+        split.reshape(of_workers),
+        durations.reshape(4, *of_workers),
+        steps,
+    )
     again = OpArrays.of_items(problem, *found)
     same = np.array_equal(again.bounds, arrays.bounds) and all(map(np.array_equal, again.columns, arrays.columns))
     return found if same else None

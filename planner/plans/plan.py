@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice, starmap
+from itertools import compress, islice, starmap
 from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
@@ -41,6 +41,7 @@ from openrecycle.planner.jobs.words import printable
 from openrecycle.planner.plans.schedule import (
     KINDS,
     F,
+    Ints,
     Numbers,
     O,
     OpArrays,
@@ -209,21 +210,10 @@ class OpRow(NamedTuple):
     starts: list[int | float]
     durations: list[int | float]
 
-    def canonical(self) -> str:
-        """As the fingerprint is computed from them."""
-        return "[" + ",".join([
-            f'{{"duration":{d!r},"kind":"{kind}","micro_batch":{"null" if m is None else m},'
-            f'"pipeline":{p},"stage":{s},"start":{a!r}}}'
-            for kind, p, m, s, a, d in zip(*self, strict=True)
-        ]) + "]"  # fmt: skip
-
-    def document(self) -> str:
-        """As the Plan document has them."""
-        return "[" + ",".join([
-            f'{{"kind":"{kind}","pipeline":{p},"micro_batch":{"null" if m is None else m},'
-            f'"stage":{s},"start":{a!r},"duration":{d!r}}}'
-            for kind, p, m, s, a, d in zip(*self, strict=True)
-        ]) + "]"  # fmt: skip
+    @classmethod
+    def of(cls, ops: Iterable[OpDoc]) -> OpRow:
+        rows = list(map(_VALUES, ops))
+        return cls._make(map(list, zip(*rows, strict=True))) if rows else cls([], [], [], [], [], [])
 
 
 class PlannedOps(Mapping[str, tuple[OpDoc, ...]]):
@@ -253,24 +243,19 @@ class PlannedOps(Mapping[str, tuple[OpDoc, ...]]):
 
     @classmethod
     def of(cls, workers: Mapping[str, Sequence[OpDoc]]) -> PlannedOps:
-        if isinstance(workers, PlannedOps):
-            return workers
-        rows = [[*map(_VALUES, ops)] for ops in workers.values()]
-        return cls.of_rows(dict(zip(workers, rows, strict=True)))
+        return (
+            workers
+            if isinstance(workers, PlannedOps)
+            else cls.of_rows({name: OpRow.of(ops) for name, ops in workers.items()})
+        )
 
     @classmethod
-    def of_rows(cls, rows: Mapping[str, Sequence[tuple[Any, ...]]]) -> PlannedOps:
-        """rows: each op's fields, in their order."""
-        ops = [op for row in rows.values() for op in row]
-        columns: list[list[Any]] = [*map(list, zip(*ops, strict=True))] if ops else [[]] * 6
+    def of_rows(cls, rows: Mapping[str, OpRow]) -> PlannedOps:
+        columns: list[list[Any]] = [[value for row in rows.values() for value in row[k]] for k in range(6)]
         kinds, pipelines, micro_batches, stages, starts, durations = columns
-        numbers = (
-            whole([*map(KINDS.index, kinds)]),
-            whole(pipelines),
-            _micro_batches(micro_batches, kinds),
-            whole(stages),
-        )
-        bounds = bounds_of(map(len, rows.values()))
+        kind = whole([*map(KINDS.index, kinds)])
+        numbers = kind, whole(pipelines), _micro_batches(micro_batches, kind), whole(stages)
+        bounds = bounds_of(len(row.kinds) for row in rows.values())
         return cls(rows, OpArrays(bounds, *numbers, _times(starts), _times(durations)))
 
     @classmethod
@@ -290,20 +275,44 @@ class PlannedOps(Mapping[str, tuple[OpDoc, ...]]):
     def row(self, name: str) -> OpRow:
         return self._row(self.arrays.part(self.names[name]))
 
-    def rows(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, OpRow]]:
-        """Of each worker; names: in this order. (Slices of lists: those of arrays take longer for rows as small.)"""
-        whole = self._row(slice(None))
-        for name in self.names if names is None else names:
-            part = self.arrays.part(self.names[name])
-            yield name, OpRow(*(column[part] for column in whole))  # type: ignore[arg-type]
+    def canonical(self) -> Iterator[tuple[str, str]]:
+        """The ops of each worker, by name, as the fingerprint is computed from them."""
+        for name, row in self._texts(sorted(self.names)):
+            ops = [
+                f'{{"duration":{d},"kind":"{kind}","micro_batch":{m},"pipeline":{p},"stage":{s},"start":{a}}}'
+                for kind, p, m, s, a, d in zip(*row, strict=True)
+            ]
+            yield name, f"[{','.join(ops)}]"
+
+    def documents(self) -> Iterator[tuple[str, str]]:
+        """The ops of each worker as the Plan document has them."""
+        for name, row in self._texts(self.names):
+            ops = [
+                f'{{"kind":"{kind}","pipeline":{p},"micro_batch":{m},"stage":{s},"start":{a},"duration":{d}}}'
+                for kind, p, m, s, a, d in zip(*row, strict=True)
+            ]
+            yield name, f"[{','.join(ops)}]"
+
+    def _texts(self, names: Iterable[str]) -> Iterator[tuple[str, list[list[str]]]]:
+        """The columns of each worker as they are written."""
+        row, known = self._row(slice(None)), _Texts()
+        ops, columns = [row.kinds], row[1:]
+        for column, array in zip(columns, self.arrays.columns[1:], strict=True):
+            text = _text if array.dtype == object else known.__getitem__
+            ops.append(list(map(text, column)))  # type: ignore[call-overload]
+        bounds = self.arrays.bounds.tolist()
+        for name in names:
+            begin, end = bounds[self.names[name] : self.names[name] + 2]
+            yield name, [column[begin:end] for column in ops]
 
     def _row(self, part: slice) -> OpRow:
-        arrays = self.arrays
-        kinds, pipelines, micro_batches, stages = (column[part].tolist() for column in arrays.columns[:4])
-        if arrays.micro_batch.dtype != object:
-            micro_batches = [None if m < 0 else m for m in micro_batches]
-        times = (_numbers(column[part]) for column in (arrays.start, arrays.duration))
-        return OpRow([KINDS[k] for k in kinds], pipelines, micro_batches, stages, *times)
+        kind, pipeline, micro_batch, stage, start, duration = (column[part] for column in self.arrays.columns)
+        if micro_batch.dtype != object:
+            null = micro_batch < 0
+            micro_batch = micro_batch.astype(object)
+            micro_batch[null] = None
+        plain = (_LETTERS[kind], pipeline, micro_batch, stage)
+        return OpRow._make([*(column.tolist() for column in plain), _numbers(start), _numbers(duration)])
 
     def __getitem__(self, name: str) -> tuple[OpDoc, ...]:
         return tuple(starmap(_op_doc, zip(*self.row(name), strict=True)))
@@ -330,36 +339,58 @@ class PlannedOps(Mapping[str, tuple[OpDoc, ...]]):
         return repr(dict(self))
 
 
+def _text(number: int | float | None) -> str:
+    return "null" if number is None else repr(number)
+
+
+class _Texts(dict[int | float | None, str]):
+    """Those of numbers, which a plan repeats: a float takes as long to write as all else of an op. Among them a whole
+    number must be an int: 1.0 would be found as 1."""
+
+    def __missing__(self, number: int | float | None) -> str:
+        if len(self) >= _MOST_TEXTS:
+            self.clear()
+        text = self[number] = _text(number)
+        return text
+
+
 _OpDocs = Annotated[tuple[OpDoc, ...], Field(fail_fast=True)]
 _VALUES = attrgetter("kind", "pipeline", "micro_batch", "stage", "start", "duration")
+_LETTERS = np.array([*KINDS], object)
+_MOST_TEXTS = 1 << 16
 _EXACT = 1 << 53  # whole numbers from here on are not all floats
 
 
-def _micro_batches(values: list[int | None], kinds: list[str]) -> Numbers:
-    if all((m is None) == (kind == "O") and m != -1 for m, kind in zip(values, kinds, strict=True)):
-        numbers = whole([-1 if m is None else m for m in values])
-        if numbers.dtype != object:
-            return numbers
-    return np.array(values, object)
+def _micro_batches(values: list[int | None], kind: Ints) -> Numbers:
+    numbers = whole([-1 if m is None else m for m in values])
+    if (
+        numbers.dtype == object
+        or ((numbers < 0) != (kind == O)).any()
+        or values.count(None) < np.count_nonzero(kind == O)
+    ):
+        return np.array(values, object)
+    return numbers
 
 
 def _times(values: list[int | float]) -> Numbers:
     """Of a document."""
-    kinds = set(map(type, values))
-    if kinds <= {int}:
+    if set(map(type, values)) <= {int}:
         return whole(values)
     floats = np.array(values, float)
-    if (np.abs(floats) < _EXACT).all():
-        fraction = np.array([type(v) is float for v in values])
-        if (fraction == (floats != np.floor(floats))).all():
-            return floats
+    whole_ones = compress(values, (floats == np.floor(floats)).tolist())
+    if np.abs(floats).max() < _EXACT and set(map(type, whole_ones)) <= {int}:
+        return floats
     return np.array(values, object)
 
 
 def _numbers(times: Numbers) -> list[int | float]:
     """As the document has them."""
-    numbers: list[Any] = times.tolist()
-    return [int(v) if v.is_integer() else v for v in numbers] if times.dtype == float else numbers
+    if times.dtype == float:
+        is_whole = times == np.floor(times)
+        fractions, times = times, times.astype(object)
+        times[is_whole] = fractions[is_whole].astype(np.int64)
+    numbers: list[int | float] = times.tolist()
+    return numbers
 
 
 def _units(job: Job, ticks: Numbers) -> Numbers:
@@ -460,8 +491,8 @@ class Plan(_Model):
         head = json.dumps(body, sort_keys=True, separators=(",", ":"))
         digest = hashlib.sha256(f'{head[:-1]},"workers":{{'.encode())
         # `workers` is the last key of all; worker by worker, for the reason that `_PIECEMEAL` gives.
-        for i, (name, ops) in enumerate(self.workers.rows(sorted(self.workers))):
-            digest.update(f'{"," if i else ""}"{name}":{ops.canonical()}'.encode())
+        for i, (name, ops) in enumerate(self.workers.canonical()):
+            digest.update(f'{"," if i else ""}"{name}":{ops}'.encode())
         digest.update(b"}}")
         return digest.hexdigest()[:32]
 
@@ -509,7 +540,7 @@ class Plan(_Model):
     def to_json(self) -> str:
         head = Plan.model_construct(**{**self.__dict__, "workers": {}}).model_dump_json()
         before, empty, after = head.partition(_NO_WORKERS)
-        workers = ",".join(f'"{name}":{ops.document()}' for name, ops in self.workers.rows())
+        workers = ",".join(f'"{name}":{ops}' for name, ops in self.workers.documents())
         return f"{before}{empty[:-1]}{workers}}}{after}"
 
     @classmethod
@@ -534,9 +565,9 @@ class Plan(_Model):
             begin = text.index(_NO_WORKERS[:-1]) + len(_NO_WORKERS) - 1
             workers, at, count = {}, begin, 0
             while found := _WORKER.match(text, at):
-                ops = workers[found[1]] = [*map(_VALUES, _OPS.validate_json(found[2]))]  # (what pydantic makes goes)
+                ops = workers[found[1]] = OpRow.of(_OPS.validate_json(found[2]))  # (what pydantic makes goes at once)
                 at, count = found.end(), count + 1
-                if "\\" in found[2] or any(found[2].count(key) != len(ops) for key in _OP_KEYS):
+                if "\\" in found[2] or any(found[2].count(key) != len(ops.kinds) for key in _OP_KEYS):
                     return None  # some key is there twice, or spelt in another way
             if len(workers) != count:
                 return None
@@ -552,21 +583,21 @@ class Plan(_Model):
         """With each pipeline p called names[p]: workers change places, and micro-batches their homes. Then the part of
         pipeline p on stage s goes to workers[s][p]. The fingerprint is computed anew."""
 
-        def worker(name: str) -> str:
-            return str(renamed(Worker.parse(name), names, workers))
+        peaks, every = self.metrics.peak_activations, {*self.workers, *self.failed, *self.metrics.peak_activations}
+        places = {name: renamed(Worker.parse(name), names, workers) for name in every}
 
-        def in_order(names: Iterable[str]) -> tuple[str, ...]:
-            return tuple(sorted(names, key=Worker.parse))
+        def in_order(of: Iterable[str]) -> list[str]:
+            return sorted(of, key=places.__getitem__)
 
-        rows = {worker(name): row for row, name in enumerate(self.workers)}
-        moved = in_order(rows)
-        own = [Worker.parse(name).pipeline for name in moved]
-        arrays = self.workers.arrays.renamed(names, [rows[name] for name in moved], own)
-        peaks = {worker(name): n for name, n in self.metrics.peak_activations.items()}
-        counted = {name: peaks[name] for name in in_order(peaks)}
+        moved = in_order(
+            {places[name]: name for name in self.workers}.values()
+        )  # (one that is there in two spellings: once)
+        parts = [places[name].pipeline for name in moved] if workers else []
+        arrays = self.workers.arrays.renamed(names, [self.workers.names[name] for name in moved], parts)
+        counted = {str(places[name]): peaks[name] for name in in_order(peaks)}
         changes: dict[str, Any] = {
-            "failed": in_order(map(worker, self.failed)),
-            "workers": PlannedOps(moved, arrays),
+            "failed": tuple(str(places[name]) for name in in_order(self.failed)),
+            "workers": PlannedOps((str(places[name]) for name in moved), arrays),
             "metrics": self.metrics.model_copy(update={"peak_activations": counted}),
         }
         return Plan.model_construct(**{**self.__dict__, **changes}).hashed()

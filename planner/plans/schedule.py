@@ -134,43 +134,39 @@ class OpArrays:
     def assembled(
         cls,
         problem: Problem,
-        ops: Sequence[Numbers],
+        counts: Ints,
+        order: Ints,
+        columns: Sequence[Numbers],
         *,
         step: Numbers | None = None,
         lengths: Numbers | None = None,
     ) -> OpArrays:
-        """Compute ops, sorted by worker, start and end, with each worker's O behind them. Ties keep their order.
+        """Compute ops of the living workers, so many of each, and each worker's O behind its own.
 
-        ops: of each its worker, by place among the living ones, kind, pipeline, micro-batch, start and duration.
+        columns: kind, pipeline, micro-batch, start and duration, in any order; order: their places, by worker and time.
         step [stages]: when each stage's O begins; None: where it belongs, see `Schedule.build`. lengths: of each living
         worker's O; None: as the problem says.
         """
         living = problem.living_workers()
-        stage, pipeline = (np.array([w[k] for w in living], np.int64) for k in (1, 0))
+        pipeline, stage = np.array(living, np.int64).T
         if lengths is None:
             lengths = whole([problem.worker_ticks(worker).optimizer for worker in living])
-        who, start, duration = ops[0], ops[4], ops[5]
         if step is None:
-            step = np.zeros(problem.job.stages, start.dtype)
-            np.maximum.at(step, stage[who], start + duration)
+            step = np.zeros(problem.job.stages, columns[3].dtype)
+            np.maximum.at(step, np.repeat(stage, counts), (columns[3] + columns[4])[order])
             if not problem.technique.staggers:
                 step[:] = step.max(initial=0)
-        order = _by_time(who, start, duration)
-        bounds = np.append(0, np.cumsum(np.bincount(who, minlength=len(living)) + 1))
-        compute = np.ones(bounds[-1], bool)
-        compute[bounds[1:] - 1] = False
-        last = (np.full_like(stage, O), pipeline, np.full_like(stage, -1), stage, step[stage], lengths)
-        columns = []
-        for column, own in zip((*ops[1:4], stage[who], start, duration), last, strict=True):
-            # (Not concatenated and sorted: at this size, memory that is new costs more than all that is done in it.)
-            filled = np.empty(bounds[-1], np.result_type(column, own))
-            filled[compute], filled[~compute] = column[order], own
-            columns.append(filled)
-        return cls(bounds, *columns)
+        bounds = bounds_of(counts + 1)
+        places = np.empty(bounds[-1], np.int64)  # among the ops, and then the O's
+        places[np.arange(len(order)) + np.repeat(np.arange(len(living)), counts)] = order
+        places[bounds[1:] - 1] = len(columns[0]) + np.arange(len(living))
+        last = (np.full_like(stage, O), pipeline, np.full_like(stage, -1), step[stage], lengths)
+        kind, home, number, start, duration = (np.concatenate(both)[places] for both in zip(columns, last, strict=True))
+        return cls(bounds, kind, home, number, np.repeat(stage, counts + 1), start, duration)
 
     @classmethod
     def of_items(
-        cls, problem: Problem, route: Ints, starts: Ints, split: Ints, durations: Ints, step: Ints
+        cls, problem: Problem, route: Ints, starts: Numbers, split: Ints, durations: Numbers, step: Numbers
     ) -> OpArrays:
         """Items are numbered as in planner.solvers.dispatch, per stage: pipeline * micro_batches + micro-batch.
 
@@ -178,29 +174,26 @@ class OpArrays:
         [3, S, n]: of F, of I (or B) and of W. split [S, P]: 1 where the worker splits B. durations [4, S, P]: of F, I,
         W and O on each worker. step [S]: start of the stage's O.
         """
-        job = problem.job
-        stage, item = np.indices(route.shape)
+        job, living = problem.job, problem.living_workers()
+        pipelines, stages = np.array(living, np.int64).T
         places = np.full((job.stages, job.pipelines), -1, np.int64)
-        living = problem.living_workers()
-        stages, pipelines = (np.array([w[k] for w in living], np.int64) for k in (1, 0))
         places[stages, pipelines] = np.arange(len(living))
-        apart = np.take_along_axis(split, route, 1) == 1
-        lengths = np.stack([np.take_along_axis(durations[k], route, 1) for k in (F, I, W)], 2)
-        lengths[..., I] += np.where(apart, 0, lengths[..., W])
-        kinds = np.broadcast_to(np.array([F, I, W]), lengths.shape).copy()
-        kinds[..., I][~apart] = B
-        who = places[stage, route]
-        there = np.repeat((who >= 0)[..., None], 3, 2)  # what a failed worker is said to run is not in the plan
-        there[..., W] &= apart
-        home, number = np.divmod(item, job.micro_batches)
-
-        def each(values: Ints) -> Ints:
-            of_each: Ints = np.broadcast_to(values[..., None], there.shape)[there]
-            return of_each
-
-        times = np.moveaxis(starts, 0, 2)
-        ops = each(who), kinds[there], each(home), each(number), times[there], lengths[there]
-        return cls.assembled(problem, ops, step=step, lengths=durations[3, stages, pipelines])
+        worker = np.arange(job.stages)[:, None] * job.pipelines + route
+        who, apart = places.ravel()[worker].ravel(), (split.ravel()[worker] == 1).ravel()
+        begins, lengths = starts.reshape(3, -1), durations[:3].reshape(3, -1)[:, worker.ravel()]
+        lengths[I] += np.where(apart, 0, lengths[W])
+        # What a failed worker is said to run is not in the plan. Ops that tie are in the order of their items.
+        there = np.stack([who >= 0, who >= 0, (who >= 0) & apart])
+        ranks = 3 * np.arange(who.size) + np.arange(3)[:, None]
+        table = (np.broadcast_to(who, there.shape), begins, lengths, ranks)
+        whose, start, duration, rank = (column.ravel() if there.all() else column[there] for column in table)
+        item, kind = np.divmod(_by_time(whose, start, duration, rank, ranks.size), 3)
+        home, number = np.divmod(np.arange(route.shape[1]), job.micro_batches)
+        kinds = np.concatenate([np.full(who.size, F), np.where(apart, I, B), np.full(who.size, W)])
+        columns = kinds, np.tile(home, 3 * job.stages), np.tile(number, 3 * job.stages), begins.ravel(), lengths.ravel()
+        counts = np.bincount(whose, minlength=len(living))
+        order = kind * who.size + item
+        return cls.assembled(problem, counts, order, columns, step=step, lengths=durations[3, stages, pipelines])
 
 
 def renamed(worker: Worker, names: Sequence[int], workers: Sequence[Sequence[int]] = ()) -> Worker:
@@ -231,19 +224,23 @@ def op_times(problem: Problem) -> Numbers:
     return own
 
 
-def _by_time(who: Ints, start: Numbers, duration: Numbers) -> Ints:
-    """The order by worker, start and end; what ties stays as it is."""
+def _by_time(who: Ints, start: Numbers, duration: Numbers, ranks: Ints, most: int) -> Ints:
+    """The ranks by worker, start and end; where those are equal, the smaller first. most: what all ranks are below."""
     if start.dtype == object or duration.dtype == object:
-        end = start + duration
-        return np.array(sorted(range(len(who)), key=lambda k: (who[k], start[k], end[k])), np.int64)
+        order = sorted(range(len(who)), key=lambda k: (who[k], start[k], start[k] + duration[k], ranks[k]))
+        return ranks[np.array(order, np.int64)]
     span, longest = int(start.max(initial=0)) + 1, int(duration.max(initial=0)) + 1
-    if (
-        start.min(initial=0) >= 0
-        and duration.min(initial=0) >= 0
-        and span * longest * (int(who.max(initial=0)) + 1) < _MOST
-    ):
-        return np.argsort((who * span + start) * longest + duration, kind="stable")  # in a third of the time
-    return np.lexsort((start + duration, start, who))
+    positive = start.min(initial=0) >= 0 and duration.min(initial=0) >= 0
+    if positive and (int(who.max(initial=0)) + 1) * span * longest * most < _MOST:
+        # Single numbers are sorted in a fraction of the time.
+        keys = who * span
+        for column, by in ((start, longest), (duration, most), (ranks, 1)):
+            keys += column
+            keys *= by
+        keys.sort()
+        keys %= most
+        return keys
+    return ranks[np.lexsort((ranks, start + duration, start, who))]
 
 
 class OpsByWorker(Mapping[Worker, tuple[Op, ...]]):
@@ -299,12 +296,14 @@ class Schedule:
         """
         living = problem.living_workers()
         places = {worker: row for row, worker in enumerate(living)}
-        ops = sorted(compute_ops, key=lambda op: (op.pipeline, op.micro_batch, KINDS.find(op.kind)))
-        rows = (
-            (places[op.worker], KINDS.find(op.kind), op.pipeline, op.micro_batch, op.start, op.duration) for op in ops
+        rows = sorted(
+            (places[op.worker], op.start, op.end, op.pipeline, op.micro_batch, KINDS.find(op.kind))
+            for op in compute_ops
         )
-        who, *columns = (whole(list(column)) for column in zip(*rows, strict=True)) if ops else [whole([])] * 6
-        arrays = OpArrays.assembled(problem, (who, *columns))
+        who, start, end, pipeline, micro_batch, kind = map(whole, zip(*rows, strict=True)) if rows else [whole([])] * 6
+        counts = np.bincount(who, minlength=len(living))
+        columns = (kind, pipeline, micro_batch, start, end - start)
+        arrays = OpArrays.assembled(problem, counts, np.arange(len(who)), columns)
         return cls(problem, OpsByWorker(living, lambda: arrays))
 
     def for_fewer(self, problem: Problem) -> Schedule:
@@ -312,9 +311,12 @@ class Schedule:
         arrays, living = self.arrays, problem.living_workers()
         places = {worker: row for row, worker in enumerate(living)}
         compute = arrays.kind != O
-        who = np.array([places[worker] for worker in self.ops], np.int64)[arrays.row[compute]]
-        kind, pipeline, micro_batch, _, start, duration = (column[compute] for column in arrays.columns)
-        made = OpArrays.assembled(problem, (who, kind, pipeline, micro_batch, start, duration))
+        who = np.array([places[worker] for worker in self.ops], np.int64)[arrays.row]
+        at = np.flatnonzero(compute)
+        order = _by_time(who[at], arrays.start[at], arrays.duration[at], at, len(who))
+        counts = np.bincount(who[at], minlength=len(living))
+        kind, pipeline, micro_batch, _, start, duration = arrays.columns
+        made = OpArrays.assembled(problem, counts, order, (kind, pipeline, micro_batch, start, duration))
         return Schedule(problem, OpsByWorker(living, lambda: made), made_for=self.made_for or self)
 
     def renamed(self, names: Sequence[int], workers: Sequence[Sequence[int]]) -> Schedule:
@@ -494,28 +496,25 @@ class Schedule:
         """(worker, by its row; tick; what its micro-batches hold from then on) worker by worker, at each tick at
         which something changes. part: of the arrays, whole workers. What happens at one tick counts together."""
         arrays = self.arrays
-        kind, row, stage, start, end = (
-            column[part] for column in (arrays.kind, arrays.row, arrays.stage, arrays.start, arrays.end)
-        )
-        first, later = np.ones_like(kind), np.ones_like(kind)  # until I (or B) ends; from there until W does
+        kind, row, start, end = (column[part] for column in (arrays.kind, arrays.row, arrays.start, arrays.end))
+        first, later = np.ones(1, np.int64), np.ones(1, np.int64)  # until I (or B) ends; from there until W does
+        stage: Any = 0
         if in_bytes:
-            profiles = self.problem.job.profiles
+            profiles, stage = self.problem.job.profiles, arrays.stage[part]
             most = max(p.activation_bytes + p.weight_backward_bytes for p in profiles)
             exact: Any = np.int64 if most * len(kind) < _MOST else object
             first, later = (
-                np.array([getattr(p, name) for p in profiles], exact)[stage]
+                np.array([getattr(p, name) for p in profiles], exact)
                 for name in ("activation_bytes", "weight_backward_bytes")
             )
-        change = np.where(kind == F, first, 0)
-        for which, by in ((I, later - first), (W, -later), (B, -first)):
-            change = np.where(kind == which, by, change)
-        when = np.where(kind == F, start, end)
+        change = np.stack([first, later - first, -later, -first, 0 * first])[kind, stage]  # in the order of KINDS
         changes = np.flatnonzero(change)
-        row, when, change = row[changes], when[changes], change[changes]
-        order = _by_time(row, when, np.zeros_like(when))
+        row, change = row[changes], change[changes]
+        when = np.where(kind[changes] == F, start[changes], end[changes])
+        order = _by_time(row, when, np.zeros_like(when), np.arange(len(row)), max(1, len(row)))
         row, when, held = row[order], when[order], np.cumsum(change[order])
         last = np.append((row[1:] != row[:-1]) | (when[1:] != when[:-1]), True)[: len(row)]
         # All is given back in the end, but by what is no valid schedule.
         ends = np.flatnonzero(np.append(row[1:] != row[:-1], True)[: len(row)])
-        left = np.append(0, held[ends])[np.searchsorted(ends, np.arange(len(row)))]
+        left = np.repeat(np.append(0, held[ends])[:-1], np.diff(ends, prepend=-1))
         return row[last], when[last], (held - left)[last]
