@@ -6,7 +6,6 @@ few numbers.
 
 from __future__ import annotations
 
-import logging
 import weakref
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,8 +32,6 @@ from openrecycle.agent.stages.optimizer import (
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job
 
-log = logging.getLogger("openrecycle")
-
 _SIDE = 3
 """Elements along each dimension of the parameters that an optimizer is tried on."""
 _MOST = 256
@@ -43,11 +40,14 @@ _STEPS = 6
 """Before what is tried, and after it: optimizers that do something every fifth step are not rare."""
 
 
-def check_workload(workload: Workload, options: TrainingOptions, share: float = 1.0) -> None:
-    """Raises InputError for a torch that can't be used, for data that the layers can't be given, for what two layers
-    share without saying so, for an optimizer or scheduler that can't be driven, or whose state can't be handed
-    over, and for a model that this machine has no memory for. share: of the job's workers, those that are here."""
+def check_workload(workload: Workload, options: TrainingOptions, share: float = 1.0) -> str:
+    """Returns a sentence on what memory workers take; "" where that is not known.
+
+    Raises InputError for a torch that can't be used, for data that the layers can't be given, for what two layers share
+    without saying so, for an optimizer or scheduler that can't be driven, or whose state can't be handed over, and for
+    a model that this machine has no memory for. share: of the job's workers, those that are here."""
     compat.check_version()
+    memory = ""
     # The caller's own random numbers must not depend on what is tried out here.
     with torch.random.fork_rng(devices=[]):
         _check_data(workload, options.job, options.seed, skips=options.faults.on_bad_sample == "skip")
@@ -58,8 +58,13 @@ def check_workload(workload: Workload, options: TrainingOptions, share: float = 
         kept = _check_optimizer(workload, by_stage, options.optimization)
         if options.platform.ranks_per_worker > 1:
             _check_splits(workload, by_stage[0], options.platform.ranks_per_worker)
+        if options.optimization.sharding == "zero1" and not kept.apart:
+            kind = type(make_optimizer(workload.optimizer, by_stage[0])).__name__
+            expected = f"none with {kind}: workers step parts of parameters, so each element by itself"
+            raise options.optimization.refuse("sharding", expected)
         if options.platform.device == "cpu":
-            _check_memory(by_stage, kept, options, share)
+            memory = _check_memory(by_stage, kept, options, share)
+    return memory
 
 
 # -- data -------------------------------------------------------------------------------------
@@ -324,18 +329,19 @@ def beside_activations(
     elements, size = sum(p.numel() for p in trained), sum(map(_bytes, trained))
     frozen = sum(_bytes(p) for _, p in shapes if not p.requires_grad)
     sums = elements * (8 if optimization.mode == "deterministic" else 4)
-    share = min(1.0, 2 / peers) if optimization.sharding == "zero1" else 1.0
+    sharded = optimization.sharding == "zero1"
+    share = min(1.0, 2 / peers) if sharded else 1.0
     kept = round(share * kept_each * elements)
     stepped = round(share * size) + kept
-    at_a_time = max(BUCKET_BYTES, *map(_bytes, trained)) if trained and share == 1.0 else BUCKET_BYTES
+    at_a_time = BUCKET_BYTES if sharded or not trained else max(BUCKET_BYTES, *map(_bytes, trained))
     gradients = round(share * size)
     if apart and optimization.clip_norm is None:
         gradients = min(gradients, at_a_time)
     return frozen + size + kept + sums + max(0, stepped - sums) + gradients
 
 
-def _check_memory(by_stage: list[NamedParameters], kept: _Kept, options: TrainingOptions, share: float) -> None:
-    """share: of the job's workers, those that are on this machine. Raises InputError."""
+def _check_memory(by_stage: list[NamedParameters], kept: _Kept, options: TrainingOptions, share: float) -> str:
+    """share: of the job's workers, those that are on this machine. Returns what they take. Raises InputError."""
     pipelines = options.job.pipelines
 
     def needs(peers: int) -> list[int]:
@@ -344,10 +350,10 @@ def _check_memory(by_stage: list[NamedParameters], kept: _Kept, options: Trainin
     together, has = round(share * pipelines * sum(needs(pipelines))), _machine_bytes()
     fewer = ""
     if options.optimization.sharding == "zero1" and pipelines > 2:
-        fewer = f" ({_size(max(needs(pipelines - 1)))} when one worker of its stage is lost, {_size(max(needs(2)))} "
-        fewer += "when two are left)"
-    text = "a worker takes up to %s%s beside activations, all that are here %s"
-    log.info(text, _size(max(needs(pipelines))), fewer, _size(together))
+        less = [_size(max(needs(peers))) for peers in (pipelines - 1, 2)]
+        fewer = f" ({less[0]} with one worker of its stage less, {less[1]} with two left)"
+    each = _size(max(needs(pipelines)))
+    text = f"a worker takes up to {each}{fewer} beside activations, all that are here {_size(together)}"
     if has is not None and together > has:
         workers = round(share * options.job.pipelines * options.job.stages)
         raise InputError(
@@ -355,6 +361,7 @@ def _check_memory(by_stage: list[NamedParameters], kept: _Kept, options: Trainin
             f"{workers} workers on this machine, which take {_size(together)} beside activations",
             f"what goes into its {_size(has)}: fewer pipelines, a smaller model, or more machines",
         )
+    return text
 
 
 def _bytes(tensor: Tensor) -> int:

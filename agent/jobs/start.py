@@ -104,7 +104,8 @@ def make_launcher(
     workload = source.load()
     if not checked:
         here = _workers_here(options.job, role) / (options.job.pipelines * options.job.stages)
-        check_workload(workload, options, here)
+        if memory := check_workload(workload, options, here):
+            say(memory)
     layers = layer_count(workload, options.job.stages)
     options = replace(
         options, job=options.planning.layered(options.job, None if kind_of(workload) == "stage" else layers)

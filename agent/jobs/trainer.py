@@ -284,7 +284,8 @@ class ResilientTrainer:
         self._stop_asked = False
         self._workload = SentWorkload.of(workload)
         self._options, self._layers = options, count
-        check_workload(workload, options)
+        if memory := check_workload(workload, options):
+            log.info("%s", memory)
 
     @classmethod
     def from_transformers(

@@ -5,13 +5,19 @@ from __future__ import annotations
 import filecmp
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from torch import nn, optim
 
+from openrecycle.agent.config.options import Optimization, TrainingOptions
+from openrecycle.agent.examples.gpt import Gpt
+from openrecycle.agent.jobs.preflight import beside_activations, check_workload
 from openrecycle.agent.stages.gradients import GradientSum
-from openrecycle.agent.stages.optimizer import StageOptimizer
+from openrecycle.agent.stages.optimizer import BUCKET_BYTES, StageOptimizer
 from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.jobs.job import Job
 from tests.agent.runs import Run, forked
 from tests.conftest import at_length
 
@@ -121,3 +127,29 @@ def test_an_optimizer_that_can_not_be_cut_is_refused(kind: type[optim.Optimizer]
     with pytest.raises(InputError) as refused:
         StageOptimizer(module, kind(module.parameters()), GradientSum(module.parameters(), terms=1), pipelines=2)
     assert refused.value.field == "optimizer"
+
+
+class Whole(Gpt):
+    """Whose optimizer looks at a parameter as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__(width=32, heads=2, sequence=16, batch=2)
+
+    def optimizer(self, parameters: Any) -> optim.Optimizer:
+        return optim.Adafactor(parameters)
+
+
+def test_it_is_refused_before_the_start() -> None:
+    options = TrainingOptions(job=Job.uniform(3, 1, 2), optimization=Optimization(sharding="zero1"))
+    with pytest.raises(InputError) as refused:
+        check_workload(Whole(), options)
+    assert refused.value.field == "optimization.sharding"
+
+
+@pytest.mark.parametrize(("peers", "most"), [(1, 24), (2, 24), (3, 18), (8, 14.1)])
+def test_memory_is_reckoned_by_peers(peers: int, most: float) -> None:
+    with torch.device("meta"):
+        named = list(nn.Linear(8192, 8192, bias=False).named_parameters())
+    wanted = Optimization(sharding="zero1")
+    found = beside_activations(named, 8.0, True, wanted, peers) / 8192**2
+    assert most - 1 <= found <= most + BUCKET_BYTES / 8192**2 + 0.1
