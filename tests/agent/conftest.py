@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.agent.launches import warm
+
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
@@ -15,3 +17,10 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _warm(request: pytest.FixtureRequest) -> None:
+    """Else the first job of a test process starts a server that lacks what the next one's workers import."""
+    if request.node.get_closest_marker("processes"):
+        warm()

@@ -11,10 +11,12 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import os
+import runpy
 import socket
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
@@ -26,34 +28,56 @@ from openrecycle.agent.workers import worker
 _PROGRAM = str(Path(__file__).resolve().parents[2] / "agent" / "__main__.py")
 
 
-def warm() -> None:
-    """The server that forks all of them; its imports go on while the caller does other things."""
-    start_server(
-        [
-            *preload(NamedWorkload("openrecycle.agent.examples.gpt:Gpt", {})),
-            "openrecycle.agent.cli",
-            "tests.agent.nan_model",
-        ]
-    )
+_WARM = {
+    *preload(NamedWorkload("openrecycle.agent.examples.gpt:Gpt", {})),
+    "openrecycle.agent.cli",
+    "openrecycle.agent.jobs.trainer",
+    # What tests train is unpickled in each worker, with the module of the test.
+    "tests.conftest",
+    "tests.golden",
+    "tests.agent.nan_model",
+}
+
+
+def warm(*more: str) -> None:
+    """The server that forks all of them; its imports go on while the caller does other things. more: modules that it
+    imports, too; where the one that runs has not, another takes its place."""
+    if not _WARM.issuperset(more):
+        _WARM.update(more)
+        server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+        if server._forkserver_pid is not None:
+            os.close(server._forkserver_alive_fd)  # it ends
+            server._forkserver_pid = server._forkserver_address = server._forkserver_alive_fd = None
+    start_server(sorted(_WARM))
 
 
 class Launched:
     """One such process; what it and its workers write to standard error is in the file `errors`.
 
-    alone: as one that is started from a shell, in a process group of its own, which its workers belong to, as the
-    server does that forks them; the file has what they print, too. environment: what is changed there.
-    As subprocess.Popen: pid, poll, wait, terminate."""
+    prints: what it prints is there; None: nowhere. alone: as one that is started from a shell, in a process group of
+    its own, which its workers belong to, as the server does that forks them; the file `errors` has what they print,
+    too. environment: what is changed there. module: run instead of the agent's command line.
+    As subprocess.Popen: pid, poll, wait, terminate, kill."""
 
     def __init__(
-        self, *arguments: str, errors: Path, alone: bool = False, environment: Mapping[str, str] | None = None
+        self,
+        *arguments: str,
+        errors: Path,
+        prints: Path | None = None,
+        alone: bool = False,
+        environment: Mapping[str, str] | None = None,
+        module: str | None = None,
     ) -> None:
         warm()
         self.arguments, self._errors = arguments, errors
-        where = forkserver._forkserver._forkserver_address  # type: ignore[attr-defined]
+        if prints is None:
+            prints = errors if alone else Path(os.devnull)
+        for path in (errors, prints):
+            path.touch()
+        where = None if alone else forkserver._forkserver._forkserver_address  # type: ignore[attr-defined]
+        told = _Told(arguments, str(errors), str(prints), where, environment or {}, module)
         # No daemon where it runs, which may have no children; here one, so that nothing waits for it at the end.
-        self._process = multiprocessing.get_context("forkserver").Process(
-            target=_run, args=(arguments, str(errors), None if alone else where, environment or {}), daemon=True
-        )
+        self._process = multiprocessing.get_context("forkserver").Process(target=_run, args=(told,), daemon=True)
         self._process.start()
         assert self._process.pid
         self.pid = self._process.pid
@@ -71,6 +95,9 @@ class Launched:
     def terminate(self) -> None:
         self._process.terminate()
 
+    def kill(self) -> None:
+        self._process.kill()
+
     def end(self) -> None:
         """Tells it to end, unless it has, and waits until it and its workers have."""
         if self.poll() is None:
@@ -82,22 +109,34 @@ class Launched:
             sys.stderr.write(self._errors.read_text() if self._errors.exists() else "")
 
 
-def _run(arguments: tuple[str, ...], errors: str, where: str | None, environment: Mapping[str, str]) -> None:
-    """where: the server that is to fork the workers; None: one of its own."""
+@dataclass(frozen=True)
+class _Told:
+    """See Launched. where: the server that is to fork the workers; None: one of its own."""
+
+    arguments: tuple[str, ...]
+    errors: str
+    prints: str
+    where: str | None
+    environment: Mapping[str, str]
+    module: str | None
+
+
+def _run(told: _Told) -> None:
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-    if where is None:
+    if told.where is None:
         os.setsid()
-        _print_to(errors, 1, 2)
-        where = _fork_server()
-    else:
-        _print_to(os.devnull, 1)
-        _print_to(errors, 2)
-        worker.main = functools.partial(_work, errors)  # type: ignore[assignment]
+    _print_to(told.prints, 1)
+    _print_to(told.errors, 2)
+    if told.where is not None:
+        worker.main = functools.partial(_work, told.errors)  # type: ignore[assignment]
     # One that is spawned would import everything again.
-    forkserver._forkserver._forkserver_address = where  # type: ignore[attr-defined]
+    forkserver._forkserver._forkserver_address = told.where or _fork_server()  # type: ignore[attr-defined]
     forkserver._forkserver.ensure_running = forkserver.ensure_running = lambda: None  # type: ignore[attr-defined,method-assign]
-    os.environ.update(environment)
-    sys.argv = [_PROGRAM, *arguments]
+    os.environ.update(told.environment)
+    sys.argv = [_PROGRAM, *told.arguments]
+    if told.module is not None:
+        runpy.run_module(told.module, run_name="__main__", alter_sys=True)
+        return
     from openrecycle.agent.cli import main
 
     main()
@@ -128,8 +167,7 @@ def _work(errors: str, *arguments: Any) -> None:
     worker.main(*arguments)
 
 
-def _print_to(path: str, *descriptors: int) -> None:
+def _print_to(path: str, descriptor: int) -> None:
     opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    for descriptor in descriptors:
-        os.dup2(opened, descriptor)
+    os.dup2(opened, descriptor)
     os.close(opened)

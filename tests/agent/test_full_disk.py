@@ -20,6 +20,7 @@ from openrecycle.agent.config.options import Checkpoints
 from openrecycle.agent.messages.delivery import Delivery, RecordFile
 from openrecycle.planner.jobs.errors import InputError
 from tests.agent import own_jobs
+from tests.agent.launches import Launched
 from tests.agent.runs import GRID, TINY
 from tests.golden import golden
 
@@ -37,16 +38,17 @@ def launch(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.processes
-def test_a_full_disk_is_said_at_once_and_training_goes_on() -> None:
+def test_a_full_disk_is_said_at_once_and_training_goes_on(tmp_path: Path) -> None:
     """Under the record, and under standard output."""
-    with FULL.open("w") as full:
-        done = launch("--iterations", "4", "--record", str(FULL), stdout=full)
-    assert done.returncode == 3, "trained to its end; the record lacks lines"
-    said = [line for line in done.stderr.splitlines() if "/dev/full" in line]
+    errors = tmp_path / "errors.txt"
+    job = Launched("launch", *GRID, *TINY, "--iterations", "4", "--record", str(FULL), errors=errors, prints=FULL)
+    assert job.wait(120) == 3, "trained to its end; the record lacks lines"
+    told = errors.read_text()
+    said = [line for line in told.splitlines() if "/dev/full" in line]
     assert len(said) == 2 and golden("cant-be-written-no-space-left") in said[0]
     assert golden("is-not-whole-5-lines") in said[1]
-    assert done.stderr.count(golden("nothing-can-be-printed-any")) == 1
-    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+    assert told.count(golden("nothing-can-be-printed-any")) == 1
+    assert "Traceback" not in told and "Exception ignored" not in told
 
 
 @pytest.mark.processes
@@ -114,9 +116,12 @@ def test_a_closed_standard_output_does_not_end_the_job(tmp_path: Path) -> None:
     assert "Traceback" not in errors and "BrokenPipeError" not in errors
 
 
-def full_pipe() -> tuple[int, int, int]:
+def full_pipe(path: Path) -> tuple[int, int, int]:
     """Its reading end, its writing end, and how many bytes are in it: as many as go in."""
-    reads, writes = os.pipe()
+    os.mkfifo(path)
+    reads = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    os.set_blocking(reads, True)
+    writes = os.open(path, os.O_WRONLY)
     os.set_blocking(writes, False)
     filled = 0
     with contextlib.suppress(BlockingIOError):
@@ -138,24 +143,26 @@ def wait_for(word: str, record: Path) -> None:
 def test_nobody_reads_standard_output_and_training_goes_on(tmp_path: Path) -> None:
     """A pager that is left open: the pipe is full from the beginning. The job reaches its end, and once somebody
     reads, everything is there. One that is ended meanwhile does not wait for a reader."""
-    record = tmp_path / "run.jsonl"
-    reads, writes, filled = full_pipe()
+    record, errors, pipe = tmp_path / "run.jsonl", tmp_path / "errors.txt", tmp_path / "pipe"
+    reads, writes, filled = full_pipe(pipe)
     shown = os.fdopen(reads)
-    endless = subprocess.Popen([*JOB, "--iterations", "100000", "--record", str(tmp_path / "2")], stdout=writes)
-    process = subprocess.Popen(
-        [*JOB, "--iterations", "6", "--record", str(record)], stdout=writes, stderr=subprocess.PIPE, text=True
-    )
-    os.close(writes)
+
+    def started(iterations: int, record: Path) -> Launched:
+        given = ("--iterations", str(iterations), "--record", str(record))
+        return Launched("launch", *GRID, *TINY, *given, errors=errors, prints=pipe)
+
+    endless, job = started(100_000, tmp_path / "2"), started(6, record)
     try:
         wait_for('"iteration": 3', tmp_path / "2")
+        os.close(writes)
         endless.terminate()
         assert endless.wait(60) == 128 + signal.SIGTERM
         wait_for('"final"', record)
     finally:
         endless.kill()
         out = shown.read()[filled:]
-        _, errors = process.communicate(timeout=60)
-    assert process.returncode == 0, errors
+        status = job.wait(60)
+    assert status == 0, errors.read_text()
     assert sum(line.startswith("iteration ") for line in out.splitlines()) == 6
 
 

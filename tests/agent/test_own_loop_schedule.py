@@ -7,8 +7,6 @@ import functools
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -24,6 +22,7 @@ from openrecycle.agent.examples.own_loop import ITERATIONS, JOB, MICRO_BATCHES, 
 from openrecycle.agent.own_loops.own_group import GroupLost, Membership
 from openrecycle.agent.stages.gradients import GradientSum
 from tests.agent.consoles import JobConsole, console, until
+from tests.agent.launches import Launched
 from tests.agent.scheduled_loop import digest
 from tests.conftest import at_length
 from tests.golden import golden
@@ -63,21 +62,15 @@ class Loop:
     def __init__(self, server: JobConsole, folder: Path, worker: str, fault: dict[str, Any]) -> None:
         self.stage = int(worker[-1])
         self._out = folder / f"{worker}-{len(list(folder.iterdir()))}.jsonl"
-        with self._out.open("w") as out:
-            self.process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "tests.agent.scheduled_loop", server.root, "run-1", worker),
-                    *(str(folder / "group"), json.dumps(fault)),
-                ],
-                stdout=out,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
+        self._errors = self._out.with_suffix(".txt")
+        given = (server.root, "run-1", worker, str(folder / "group"), json.dumps(fault))
+        self.process = Launched(*given, module="tests.agent.scheduled_loop", prints=self._out, errors=self._errors)
         self.error = ""
 
     def end(self) -> int:
-        self.error += self.process.communicate(timeout=120)[1] or ""
-        return self.process.returncode
+        status = self.process.wait(120)
+        self.error = self._errors.read_text()
+        return status
 
     def said(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self._out.read_text().splitlines()]
@@ -198,18 +191,14 @@ def test_a_worker_that_is_started_again_takes_its_state_from_a_peer(tmp_path: Pa
 
 @pytest.mark.processes
 def test_all_change_plans_before_the_same_iteration_and_wrong_calls_are_named(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.agent.agreeing_loop"]
+    paths = [(tmp_path / f"{rank}.jsonl", tmp_path / f"{rank}.txt") for rank in range(2)]
     pair = [
-        subprocess.Popen(
-            [*command, str(rank), str(tmp_path / "group")], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
+        Launched(str(rank), str(tmp_path / "group"), module="tests.agent.agreeing_loop", prints=out, errors=errors)
+        for rank, (out, errors) in enumerate(paths)
     ]
-    said = []
-    for process in pair:
-        out, error = process.communicate(timeout=120)
-        assert process.returncode == 0, error
-        said.append([json.loads(line) for line in out.splitlines()])
+    for process, (_, errors) in zip(pair, paths, strict=True):
+        assert process.wait(120) == 0, errors.read_text()
+    said = [[json.loads(line) for line in out.read_text().splitlines()] for out, _ in paths]
     first, second = ({line["iteration"]: line for line in lines if "iteration" in line} for lines in said)
     generations = {i: first[i]["generation"] for i in first}
     assert generations == {i: line["generation"] for i, line in second.items()}

@@ -123,7 +123,7 @@ def test_a_move_is_worth_its_cost_by_the_hour() -> None:
 @pytest.mark.processes
 def test_a_job_moves_layers_by_itself_and_moves_them_back() -> None:
     """Re-routed at once; the better partition follows; when the worker is back, so does the one without failures."""
-    long = 60
+    long = 36
     grid = {"pipelines": 3, "stages": 2, "micro_batches": 2}
     workload = NamedWorkload("openrecycle.agent.examples.gpt:Gpt", TINY | {"layers": 8})
     undisturbed = LocalJob(**grid, iterations=long, workload=workload).run()
@@ -138,7 +138,7 @@ def test_a_job_moves_layers_by_itself_and_moves_them_back() -> None:
         workload=workload,
         relayout="always",
         kills=("W1_1@2:F0",),
-        pace=0.01,
+        pace=0.017,
         on_line=act,
     ).run()
     first, last = (line["relayout"] for line in job.lines if "relayout" in line)

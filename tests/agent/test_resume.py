@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from openrecycle.agent.checkpoints.checkpoint import whole_checkpoints
+from tests.agent.consoles import until
+from tests.agent.launches import Launched
 from tests.agent.runs import TINY, Run, forked
 from tests.golden import golden
 
@@ -97,33 +99,22 @@ def test_the_whole_job_is_killed_while_it_writes(unbroken: Run, tmp_path: Path) 
         "--record",
         str(record),
     )
-    job = subprocess.Popen(
-        [sys.executable, "-m", "agent", "launch", *GRID, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    assert job.stdout is not None
-    said = ""
-    for line in job.stdout:
-        said += line
-        if "checkpoint of iteration 3 is written" in line:
-            break
+    log = tmp_path / "log.txt"
+    job = Launched("launch", *GRID, *arguments, errors=log, alone=True)
+    until(lambda: "checkpoint of iteration 3 is written" in log.read_text(), "checkpoints")
     os.killpg(job.pid, signal.SIGKILL)
     job.wait(30)
-    job.stdout.close()
     newest = whole_checkpoints(folder)
-    assert newest and newest[0].iteration >= 3, said
+    assert newest and newest[0].iteration >= 3, log.read_text()
     # Where an unbroken job would have ended, or just after what is there.
-    until = max(ITERATIONS, newest[0].iteration + 1)
+    last = max(ITERATIONS, newest[0].iteration + 1)
     run = _run(
-        tmp_path / "run.jsonl", "--checkpoint", str(folder), "--resume", str(newest[-1].iteration), iterations=until
+        tmp_path / "run.jsonl", "--checkpoint", str(folder), "--resume", str(newest[-1].iteration), iterations=last
     )
     assert run.status == 0, run.errors
     begun = newest[-1].iteration
     assert run.losses[: max(0, ITERATIONS - begun)] == unbroken.losses[begun:]
-    if until == ITERATIONS:
+    if last == ITERATIONS:
         assert run.final == unbroken.final
 
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.processes
 GRID: dict[str, Any] = {"pipelines": 2, "stages": 2, "micro_batches": 2}
 WORKERS = [f"W{p}_{s}" for p in range(2) for s in range(2)]
 BORNE, STILL = 4.0, 6.0
-ITERATIONS = 40
+ITERATIONS = 20
 
 
 class Once:

@@ -84,7 +84,7 @@ class Moving(Rearranging):
 @pytest.mark.processes
 def test_a_death_a_move_a_return_a_death_a_move_and_a_return() -> None:
     """The two copies are on the first and last stage all along, and what lies between moves."""
-    long = 40
+    long = 28
     undisturbed = LocalJob(iterations=long, workload=TIED, optimization=CLIP).run()
     back: list[str] = []
 
@@ -103,7 +103,7 @@ def test_a_death_a_move_a_return_a_death_a_move_and_a_return() -> None:
         optimization=CLIP,
         decides=Moving,
         hand_over=HandOver(at_once=0),
-        pace=0.006,
+        pace=0.009,
         kills=("W1_1@1:I2",),
         on_line=act,
         on_message=hear,

@@ -21,14 +21,14 @@ KILLS = [f"W{p}_{s}.{rank}@2:{op}" for rank in range(2) for p in range(3) for s 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    run = two_ranks(tmp_path_factory.mktemp("ranks") / "reference.jsonl")
+    run = two_ranks(tmp_path_factory.mktemp("ranks") / "reference.jsonl", grid="3x2")
     assert run.status == 0, run.errors
     return run
 
 
 @pytest.mark.parametrize("kill", KILLS)
 def test_the_death_of_a_rank(kill: str, reference: Run, tmp_path: Path) -> None:
-    run = two_ranks(tmp_path / "run.jsonl", "--kill", kill)
+    run = two_ranks(tmp_path / "run.jsonl", "--kill", kill, grid="3x2")
     assert run.status == 0, run.errors
     assert run.losses == reference.losses and run.final == reference.final
     assert [failure["worker"] for failure in run.failures] == [kill[:4]]
