@@ -39,7 +39,7 @@ from openrecycle.agent.transport.nccl import NcclGroup
 from openrecycle.agent.transport.ordered import OrderedTransfers, connect
 from openrecycle.agent.transport.ranks import Ranks
 from openrecycle.agent.transport.script import MicroBatch
-from openrecycle.agent.transport.store import StoreClient, connected
+from openrecycle.agent.transport.store import StoreClient
 from openrecycle.agent.transport.transfers import Lines, TransferLayout, Transfers
 from openrecycle.planner.jobs.job import Member, Worker
 
@@ -61,7 +61,8 @@ class Standby:
 
     def __init__(
         self,
-        store: tuple[str, int],
+        stores: StoreClient,
+        address_of_store: tuple[str, int],
         generation: int,
         me: Worker,
         members: Sequence[Worker],
@@ -90,12 +91,13 @@ class Standby:
             try:
                 first()
                 # A connection to the store serves one caller at a time, and gloo may wait in it for long.
-                own = connected(store, timeouts.form)
+                store = stores.borrow(address_of_store, timeouts.form)
                 for name, workers in parts:
-                    begun.append(GlooGroup(own, plane + name, workers.index(me), workers, timeouts, address))
+                    begun.append(GlooGroup(store, plane + name, workers.index(me), workers, timeouts, address))
                     if self._dropped:
                         break
                     begun[-1].arm()
+                stores.give_back(address_of_store, store)
             except (
                 RuntimeError,
                 OSError,
@@ -407,7 +409,7 @@ class Communicator:
         (store, generation, me, living), self._formed = self._formed, None
         if len(living) > 2:  # a survivor alone has nobody to connect to
             self._standby = Standby(
-                *(store, generation, me, living, self._timeouts, self._address, self.ranks),
+                *(self._stores, store, generation, me, living, self._timeouts, self._address, self.ranks),
                 with_stage=self._transport == "tagged",
                 first=groups.arm,
             )

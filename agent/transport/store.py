@@ -83,13 +83,14 @@ class StoreClient:
         self._address: tuple[str, int] | None = None
         self._waiting: Any = None
         self._cancelling: Any = None
+        self._spare: list[tuple[tuple[str, int], Any]] = []
         self._lock = threading.Lock()
 
     def connect(self, address: tuple[str, int], timeout: float) -> Any:
         """The store for the thread that forms groups. Raises RuntimeError (torch's own kinds) or OSError."""
         if address != self._address:
-            waiting = connected(address, timeout)
-            cancelling = connected(address, timeout)
+            waiting = _client(address, timeout)
+            cancelling = _client(address, timeout)
             with self._lock:
                 self._address, self._waiting, self._cancelling = address, waiting, cancelling
         return self._waiting
@@ -99,6 +100,17 @@ class StoreClient:
         with self._lock:
             self._address = None
 
+    def borrow(self, address: tuple[str, int], timeout: float) -> Any:
+        """A connection of the caller's own, from any thread. Raises RuntimeError or OSError."""
+        with self._lock:
+            spare, self._spare = self._spare, []
+        return next((client for at, client in spare if at == address), None) or _client(address, timeout)
+
+    def give_back(self, address: tuple[str, int], client: Any) -> None:
+        """One that was borrowed, in which nobody waits."""
+        with self._lock:
+            self._spare = [(address, client)]
+
     def set_from_another_thread(self, key: str, value: bytes) -> None:
         """Sets `key`; a store that is gone does not matter: whoever waits on it has noticed."""
         with self._lock:
@@ -107,9 +119,7 @@ class StoreClient:
                     self._cancelling.set(key, value)
 
 
-def connected(address: tuple[str, int], timeout: float) -> Any:
-    """A connection to a store. timeout: seconds, also of each wait in it. Raises RuntimeError (torch's own kinds) or
-    OSError."""
+def _client(address: tuple[str, int], timeout: float) -> Any:
     # First with a plain socket: torch's client prints pages about a store that is gone.
     socket.create_connection(address, timeout).close()
     host, port = address

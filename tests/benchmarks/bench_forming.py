@@ -61,7 +61,7 @@ def _worker(pipe: Connection, me: Worker, store: tuple[str, int]) -> None:
         if standby:
             communicator.stand_by()
             while not communicator.stands_by:
-                time.sleep(0.005)
+                time.sleep(0.02)
         pipe.send(time.monotonic() - began)
 
 
