@@ -121,6 +121,7 @@ class Checkpointer:
         self._iterations = iterations
         self._said, self._interrupted = said, interrupted
         self._copy: _Copy | None = None
+        self._taken: tuple[int, int, int] | None = None
         self._thread: threading.Thread | None = None
 
     def boundary(self, optimizer: StageOptimizer, attempt: int, *, writes: bool, last: bool = False) -> None:
@@ -131,10 +132,15 @@ class Checkpointer:
         one may be overturned, or undone by a death elsewhere.
         """
         committed = optimizer.committed
+        # Once of the same values: whether it is the last may be known to one worker before it is to another.
+        values = (committed, optimizer.corrections, attempt)
+        if values == self._taken:
+            return
         self._write_if_final(committed)
         self._copy = None
         if (last or self.due(committed)) and committed > self._origin.resumed_at:
             state = self._gather(optimizer.state(), writes)
+            self._taken = values
             if state is None:
                 return
             tensors = {name: tensor.to("cpu", copy=True) for name, tensor in state.tensors.items()}

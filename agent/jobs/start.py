@@ -104,8 +104,8 @@ def make_launcher(
     workload = source.load()
     if not checked:
         here = _workers_here(options.job, role) / (options.job.pipelines * options.job.stages)
-        if memory := check_workload(workload, options, here):
-            say(memory)
+        if takes := check_workload(workload, options, here):
+            say(takes)
     layers = layer_count(workload, options.job.stages)
     options = replace(
         options, job=options.planning.layered(options.job, None if kind_of(workload) == "stage" else layers)

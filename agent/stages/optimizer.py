@@ -98,7 +98,7 @@ class Shards:
     def __init__(self, trained: NamedParameters, gradients: GradientSum, pipelines: int) -> None:
         sizes = [p.numel() for _, p in trained]
         whole = {place for place, (_, p) in enumerate(trained) if not p.is_contiguous()}
-        self.parameter_names = [name for name, p in trained if p.numel()]
+        self.parameter_names = [name for name, _ in trained]
         layers = [layer_of(name) for name, _ in trained]
         self.segments: tuple[Segment, ...] = segments_of(sizes, layers, whole, gradients.norm_chunk, pipelines)
         self.parts: list[nn.Parameter] = []
@@ -214,6 +214,10 @@ class StageOptimizer:
                 raise InputError("optimizer", type(optimizer).__name__, expected)
             trained = [(name, p) for name, p in named if p.requires_grad]
             self.shards = Shards(trained, gradients, pipelines)
+            # Some have a state before their first step.
+            began = [part for p in self._trained if p in optimizer.state for part in self._cut(p, optimizer.state[p])]
+            optimizer.state.clear()
+            optimizer.state.update(began)
         self._scale()
 
     @property

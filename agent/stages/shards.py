@@ -57,11 +57,12 @@ def segments_of(
         for place in places:
             size = sizes[place]
             longest = max(align, min(-(-size // (wanted * align)) * align, MAX_SEGMENT // align * align))
-            starts = range(0, size, size if place in whole else longest) if size else ()
+            # One that is empty has a segment, too: where parameters are split over ranks, others may have rows of it.
+            starts = range(0, max(1, size), max(1, size) if place in whole else longest)
             cut += [(place, start, size if place in whole else min(start + longest, size)) for start in starts]
         ends = list(accumulate(end - start for _, start, end in cut))
         # By the middle of each, so that shards are as even as segments allow.
-        raw = [(2 * end - (b - a)) * wanted // (2 * ends[-1]) for end, (_, a, b) in zip(ends, cut, strict=True)]
+        raw = [(2 * end - (b - a)) * wanted // max(1, 2 * ends[-1]) for end, (_, a, b) in zip(ends, cut, strict=True)]
         number = {shard: shards + i for i, shard in enumerate(dict.fromkeys(raw))}
         out += [Segment(*piece, number[shard]) for piece, shard in zip(cut, raw, strict=True)]
         shards += len(number)
@@ -159,16 +160,22 @@ def _choose(
 ) -> tuple[tuple[Worker, ...], ...]:
     loads = dict.fromkeys(order, 0)
     chosen: dict[int, tuple[Worker, ...]] = {}
-    heap = [(0, p) for p in order]
+    place = {p: i for i, p in enumerate(order)}
+    heap = [(0, i, p) for i, p in enumerate(order)]
+
+    def turn(k: int, peer: Worker) -> int:
+        """Among equals, another one comes first with each shard: so who shares one with a peer differs, and when that
+        peer is gone, many have what others are to get."""
+        return ((k + 1) * 2654435761 ^ (place[peer] + 1) * 2246822519) >> 7 & 0xFFFF
 
     def least(first: Worker, *, apart: bool) -> Worker | None:
         """The one with the least beside `first`; on another host, if it must be."""
-        seen, found = list[tuple[int, Worker]](), None
+        seen, found = list[tuple[int, int, Worker]](), None
         while heap and found is None:
-            load, peer = heappop(heap)
+            load, at, peer = heappop(heap)
             if load != loads[peer]:
                 continue  # it has got something since
-            seen.append((load, peer))
+            seen.append((load, at, peer))
             if peer != first and (hosts[peer] != hosts[first] or not apart):
                 found = peer
         for entry in seen:
@@ -177,7 +184,7 @@ def _choose(
 
     # What few hold comes first: whoever holds much else can still be spared elsewhere.
     for k in sorted(range(len(sizes)), key=lambda k: (len(holders[k]), k)):
-        first = min(holders[k], key=lambda p: (loads[p], p))
+        first = min(holders[k], key=lambda p: (loads[p], turn(k, p)))
         apart = True
         second = least(first, apart=True)
         if second is None:
@@ -187,11 +194,11 @@ def _choose(
                 p for p in holders[k]
                 if p != first and loads[p] <= loads[second] + slack // 8 and (hosts[p] != hosts[first] or not apart)
             ]  # fmt: skip
-            second = min(near, key=lambda p: (loads[p], p), default=second)
+            second = min(near, key=lambda p: (loads[p], turn(k, p)), default=second)
         chosen[k] = (first,) if second is None else tuple(sorted((first, second)))
         for peer in chosen[k]:
             loads[peer] += sizes[k]
-            heappush(heap, (loads[peer], peer))
+            heappush(heap, (loads[peer], turn(k, peer), peer))
     return tuple(chosen[k] for k in range(len(sizes)))
 
 

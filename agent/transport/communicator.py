@@ -116,8 +116,9 @@ class Standby:
         return self._groups is not None
 
     def serves(self, me: Worker, living: Sequence[Worker]) -> bool:
-        """Are there connections of `me`, at the same place, with all of them?"""
-        return self.connected and me == self._me and set(living) <= set(self.members)
+        """Are there connections of `me`, at the same place, with all of them? Where nobody is gone, it may be a
+        connection that is broken, and all are to be made anew."""
+        return self.connected and me == self._me and set(living) < set(self.members)
 
     def take(self) -> tuple[GlooGroup, GlooGroup | None]:
         """Of a connected one, the group of all members and that of the stage; they are the caller's from here on."""

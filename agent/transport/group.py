@@ -40,6 +40,8 @@ dist: Any = torch.distributed
 _NOBODY_SENDS = 2**31 - 1
 _EXPIRED = "Timed out waiting"
 """gloo's words."""
+_KEEP_ALIVE_SECONDS = 60
+"""What stands between two hosts may forget a connection over which nothing has passed for some minutes."""
 _ROW, _TABLE = 2**31 - 2, 2**31 - 3
 
 
@@ -207,10 +209,10 @@ class GlooGroup(GivenGlooGroup):
         self._cancelled = False
 
     def arm(self) -> None:
-        """Prepares `cancel`, which does so itself where this was not called. From any thread."""
+        """Prepares `cancel`, which does so itself where this was not called; and connections that nothing passes over
+        are kept alive from here on. From any thread."""
         with self._lock:
-            # A single pair wakes who waits in it before it is closed.
-            if self._accepted is None and self._port is not None and len(self._members) > 2:
+            if self._accepted is None and self._port is not None:
                 self._accepted = [] if self._cancelled else _accepted_at(self._port)
 
     def cancel(self) -> None:
@@ -251,6 +253,8 @@ def _accepted_at(port: int) -> list[socket.socket]:
         if not listens and candidate.getsockname()[1] == port:
             # Not its `dup`, which makes the connection a blocking one, for gloo too.
             found.append(socket.socket(fileno=candidate.detach()))
+            found[-1].setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            found[-1].setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEP_ALIVE_SECONDS)
     return found
 
 

@@ -311,6 +311,7 @@ class WorkerLoop:
                 self._executor.settle()
                 if not self._steps.incomplete:
                     redo = None  # what is finished is summed in other layers' sums
+                    self._end_sharing()
                     self._rearrange(target, iteration)
                     self._share_optimizer(groups)
                     self._tie(groups, living)
@@ -320,7 +321,8 @@ class WorkerLoop:
                 factor = slowness(self._me, iteration, self._slowdowns)
                 self._executor.set_pace({kind: factor * seconds for kind, seconds in self._pace.items()})
             self._compare(whole)
-            self._checkpoint(whole)
+            # Not the last: that the job ends may be known to one of those who write it together, and not yet to others.
+            self._checkpoint(whole, last=False)
             if not self._channel.may_begin(orders.generation, iteration, self._say_paused):
                 self._executor.settle()
                 return
@@ -338,7 +340,7 @@ class WorkerLoop:
         self._steps.settle()
         self._executor.gather_parameters()
         self._evaluate(self._optimizer.committed, scripts[1 if joining or moving else 0], groups, last=True)
-        self._checkpoint(whole)
+        self._checkpoint(whole, last=True)
         # Others may still be at work, and a death among them may need this worker once more.
         self._status.phase = "draining"
         if self._options.weights is not None:
@@ -465,9 +467,7 @@ class WorkerLoop:
         shards, peers = self._optimizer.shards, groups.peers
         if shards is None:
             return
-        if self._executor.sharded is not None:
-            self._executor.sharded.end()
-            self._executor.sharded = None
+        self._end_sharing()
         host = hashlib.sha256(f"{socket.gethostname()} {self._communicator.address}".encode()).digest()
         mine = (int.from_bytes(host[:7]), int(shards.stale), *to_words(shards.shards_held, len(shards.sizes)))
         table = torch.zeros((len(peers), len(mine)), dtype=torch.int64)
@@ -489,6 +489,11 @@ class WorkerLoop:
         sharded.exchange_offers(lambda: self._serve_state(groups))
         shards.stale = any(row[1] for row in rows.values())
         sharded.gather()
+
+    def _end_sharing(self) -> None:
+        if self._executor.sharded is not None:
+            self._executor.sharded.end()
+            self._executor.sharded = None
 
     def _begin_moves(
         self, groups: Groups, agreement: Agreement[Worker], living: list[Worker], target: Partition
@@ -635,7 +640,8 @@ class WorkerLoop:
         """What gives this worker's state to others, in this generation. Raises TransferError."""
         if self._server is None:
             rate = self._options.faults.hand_over.bytes_per_second
-            self._server = StateServer(self._optimizer, groups.address, rate)
+            # A segment's two owners have it alone, and all their peers may lack some.
+            self._server = StateServer(self._optimizer, groups.address, rate, len(groups.peers))
         return self._server
 
     def _end_hand_overs(self) -> None:
@@ -644,9 +650,7 @@ class WorkerLoop:
         for coming in self._coming.values():
             coming.state.stop()
         self._executor.exchange = self._executor.tied = None
-        if self._executor.sharded is not None:
-            self._executor.sharded.end()
-            self._executor.sharded = None
+        self._end_sharing()
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -714,12 +718,11 @@ class WorkerLoop:
         self._log_step("formed", iteration)
         return iteration
 
-    def _checkpoint(self, whole: list[Worker]) -> None:
+    def _checkpoint(self, whole: list[Worker], *, last: bool) -> None:
         """At an iteration's boundary; after the last one, waits until everything is written. whole: those that
         hold all of their stage's state."""
         if self._checkpointer is not None:
             writes = self._me == min(w for w in whole if w.stage == self._me.stage)
-            last = self._optimizer.committed == self._iterations
             self._checkpointer.boundary(self._optimizer, self._generation, writes=writes, last=last)
             if last:
                 self._checkpointer.finish()

@@ -34,6 +34,7 @@ _ONCE_ALL_HAVE: Mapping[str, tuple[str, ...]] = {
 _ONCE: Mapping[str, tuple[str, ...]] = {
     "raised": ("generation", "iteration", "op", "micro_batch"),
     "broken": ("generation", "peer"),
+    "state_lost": ("generation",),
     "dying": (),
     "error": (),
     "fatal": (),

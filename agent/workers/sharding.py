@@ -28,7 +28,7 @@ from openrecycle.agent.stages.optimizer import Shards, StageOptimizer
 from openrecycle.agent.stages.shards import Ownership
 from openrecycle.agent.transport.communicator import Groups
 from openrecycle.agent.transport.group import Group, PendingTransfer, TransferError
-from openrecycle.agent.workers.state_transfer import Holder, SegmentReceiver, StateServer, receive_offer
+from openrecycle.agent.workers.state_transfer import Holder, SegmentReceiver, StateServer, receive_offer, send_no_offer
 from openrecycle.planner.jobs.job import Worker
 
 MESSAGE_BYTES = 4 << 20
@@ -65,6 +65,8 @@ class ShardedStage:
         ]
         primaries = [ownership.primary[segment.shard] for segment in shards.segments]
         self._primaries = primaries
+        self._on_device: set[tuple[str, Any]] = set()
+        """What the optimizer keeps of parameters, by name and key, that is on their device."""
         shards.primary = frozenset(n for n, worker in enumerate(primaries) if worker == me)
         mine = frozenset(k for k, holders in enumerate(ownership.holders) if me in holders)
         optimizer.release([n for n in sorted(shards.held) if shards.segments[n].shard not in mine])
@@ -84,7 +86,12 @@ class ShardedStage:
                 for holder in ownership.holders[shard][:2]:
                     gives.setdefault(holder, set()).add(shard)
             if self._me in gives:
-                server().send_offer(self._groups, peer)
+                try:
+                    giving = server()
+                except TransferError:
+                    send_no_offer(self._groups, peer)  # another owner may, or the next generation
+                else:
+                    giving.send_offer(self._groups, peer)
             elif peer == self._me:
                 for holder in sorted(gives):
                     offer = receive_offer(self._groups, holder)
@@ -121,7 +128,7 @@ class ShardedStage:
         ends = [0, *accumulate(segment.elements for segment in segments)]
         keys = list(zip(self._primaries, self._summed_at, strict=True))
         runs = _runs(keys, [s.elements * flat.element_size() for s in segments])
-        parts = [(flat[ends[a] : ends[b]], *keys[a]) for a, b in runs]
+        parts = [(flat[ends[a] : ends[b]], *keys[a]) for a, b in runs if ends[b] > ends[a]]
         mine = [(part, to) for part, primary, to in parts if primary == self._me]
         sent = [self._send(primary, part, _PARTIAL) for part, primary, _ in parts if primary != self._me]
         others = [peer for peer in self.peers if peer != self._me]
@@ -164,6 +171,8 @@ class ShardedStage:
             primary, first = self._primaries[a], shards.parts[a].detach()
             if b - a > 1:  # neighbours in one parameter
                 first = first.as_strided((segments[b - 1].end - segments[a].start,), (1,))
+            if not first.numel():
+                continue
             if primary == self._me:
                 flat = first.reshape(-1)
                 sent += [self._send(peer, flat, _PARAMETERS) for peer in self.peers if peer != self._me]
@@ -213,6 +222,9 @@ class ShardedStage:
         tensors, states = dict(state.tensors), {}
         for name, kept in named.items():
             states[name] = encode(kept, f"optimizer.{name}", tensors)
+            for key, value in states[name]["dict"]:
+                if (name, key) in self._on_device:
+                    value["on"] = "device"  # where the parameter is; here it is all on the CPU
         # In the order in which an optimizer that has all of it would keep them.
         order = [name for group in state.document["groups"] for name in group["parameters"] if name in states]
         return StageState({**state.document, "state": {name: states[name] for name in order}}, tensors)
@@ -234,13 +246,12 @@ class ShardedStage:
         header, body = pack(state)
         sizes = torch.tensor([len(header), body.numel()], dtype=torch.int64)
         text = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-        _finish([self._groups.send(to, tensor, _STATE) for tensor in (sizes, text, body)])
+        _finish([self._groups.send(to, tensor, _STATE) for tensor in (sizes, text, body) if tensor.numel()])
 
     def _receive_packed(self, source: Worker) -> StageState:
         sizes = self._groups.receive(source, torch.zeros(2, dtype=torch.int64), _STATE).wait().tolist()
-        text, body = (
-            self._groups.receive(source, torch.empty(size, dtype=torch.uint8), _STATE).wait() for size in sizes
-        )
+        parts = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        text, body = (self._groups.receive(source, p, _STATE).wait() if p.numel() else p for p in parts)
         try:
             return unpack(bytes(memory(text)), body)
         except StateError as error:
@@ -252,9 +263,12 @@ class ShardedStage:
         """Into what is kept of whole parameters."""
         shards, segment = self._shards, self._shards.segments[number]
         name = shards.names[number].partition("@")[0]
-        kept = decode(state.document["kept"], state.tensors)
+        document = state.document["kept"]
+        kept = decode(document, state.tensors)
         if not kept:
             return
+        on_device = {k for k, value in document["dict"] if isinstance(value, dict) and value.get("on") == "device"}
+        self._on_device |= {(name, key) for key in on_device}
         whole, parameter, part = named.setdefault(name, {}), parameters[name], shards.parts[number]
         for key, value in kept.items():
             if not isinstance(value, Tensor) or value.shape != part.shape or part is parameter:

@@ -137,13 +137,15 @@ def segment_pieces(shards: Shards) -> list[Piece]:
 
 class StateServer:
     """Gives the pieces of this worker's stage to whoever knows the secret, in threads, until it is closed. rate: bytes
-    a second, to all together.
+    a second, to all together. connections: of how many at a time, where that is more than MAX_CONNECTIONS.
 
     All holders of a stage make theirs at the same moment of a generation, before its first step: of which step a piece
     is counts from there. Raises TransferError.
     """
 
-    def __init__(self, optimizer: StageOptimizer, host: str, rate: float | None) -> None:
+    def __init__(
+        self, optimizer: StageOptimizer, host: str, rate: float | None, connections: int = MAX_CONNECTIONS
+    ) -> None:
         self._optimizer, self._rate = optimizer, rate
         self._paid = threading.Lock()
         self._free_at = time.monotonic()
@@ -162,7 +164,7 @@ class StateServer:
         except OSError as error:
             # No reason to end a healthy worker: the next agreement names another one.
             raise TransferError(f"no state can be given at {host}: {error}") from None
-        self._places = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self._places = threading.BoundedSemaphore(max(MAX_CONNECTIONS, connections))
         self._open: set[socket.socket] = set()
         self._live: tuple[Version, dict[str, Tensor]] | None = None
         self.address = (host, int(self._listening.getsockname()[1]))
@@ -239,7 +241,7 @@ class StateServer:
 
     def _serve(self, connection: socket.socket) -> None:
         try:
-            with contextlib.suppress(OSError, EOFError, KeyError, struct.error):
+            with contextlib.suppress(OSError, EOFError, KeyError, struct.error, StateError):
                 connection.settimeout(HANDSHAKE_SECONDS)
                 if not hmac.compare_digest(_exactly(connection, _SECRET_BYTES), self._secret):
                     return

@@ -7,7 +7,7 @@ and then without, as after two deaths in quick succession. Printed: medians, ove
 time since the kill, and the processor time of all of them, which other programs on the machine hardly touch.
 
     python -m tests.benchmarks.bench_forming --grids 3x4 8x8
-    python -m tests.benchmarks.bench_forming --grids 16x16 --generations 5     # 256 processes, some 8 GiB
+    python -m tests.benchmarks.bench_forming --grids 12x8     # 96 processes; 256 on two cores do not connect in 15 s
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from openrecycle.planner.jobs.job import Worker
 from tests.benchmarks.machine import describe
 
 FORMED, AGREED, SENT, REDUCED = range(4)
+STANDBY_SECONDS = 40.0
 WIDTH = 24
 """Numbers of an agreement's row, without gradients that are clipped."""
 
@@ -61,6 +62,7 @@ def _worker(pipe: Connection, me: Worker, store: tuple[str, int]) -> None:
         if standby:
             communicator.stand_by()
             while not communicator.stands_by:
+                assert time.monotonic() - began < STANDBY_SECONDS, f"{me} has no connections on standby"
                 time.sleep(0.02)
         pipe.send(time.monotonic() - began)
 
