@@ -31,7 +31,7 @@ from openrecycle.agent.transport.group import Group, PendingTransfer, TransferEr
 from openrecycle.agent.workers.state_transfer import Holder, SegmentReceiver, StateServer, receive_offer, send_no_offer
 from openrecycle.planner.jobs.job import Worker
 
-MESSAGE_BYTES = 4 << 20
+MESSAGE_BYTES = 1 << 20
 """Of sums or parameters, at most."""
 AHEAD = 8
 """Receives of such messages that are posted at a time: all the memory beside the sums that this needs."""
