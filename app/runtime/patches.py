@@ -209,22 +209,13 @@ def resident_bytes() -> int:
         return 0
 
 
-def settle(ops: int) -> None:
-    """Call when a plan of so many ops has been read: all that lives now is not looked through any more.
-
-    What is let go of is freed as ever, by its reference count; what is in a cycle, by a round that a later
-    call makes.
-    """
-    if ops > LARGE_OPS:
-        with _lock:
-            _whole_if_due()
-            gc.freeze()
-
-
 @contextmanager
 def building(ops: int) -> Iterator[None]:
-    """Around the reading or making of a plan of so many ops: no round begins meanwhile, and at the end it is
-    settled."""
+    """Around the reading or making of a plan of so many ops: no round of garbage collection begins meanwhile, and what
+    lives at the end is not looked through any more.
+
+    What is let go of is freed as ever, by its reference count; what is in a cycle, by a round that a later call makes.
+    """
     global _building
     if ops <= LARGE_OPS:
         yield

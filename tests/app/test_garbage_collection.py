@@ -14,6 +14,12 @@ from openrecycle.app.runtime import patches
 from openrecycle.app.runtime.patches import Round
 
 
+def settle(ops: int) -> None:
+    """A plan of so many ops has been read."""
+    with patches.building(ops):
+        pass
+
+
 class Thing:
     """Something that a weak reference can point at."""
 
@@ -27,9 +33,9 @@ def thawed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_only_large_plans_are_worth_it() -> None:
-    patches.settle(patches.LARGE_OPS)
+    settle(patches.LARGE_OPS)
     assert gc.get_freeze_count() == 0
-    patches.settle(patches.LARGE_OPS + 1)
+    settle(patches.LARGE_OPS + 1)
     assert gc.get_freeze_count() > 0
 
 
@@ -37,23 +43,23 @@ def test_what_was_kept_out_is_still_freed() -> None:
     plain, cycle = Thing(), Thing()
     cycle.own = cycle  # type: ignore[attr-defined]
     seen = weakref.ref(plain), weakref.ref(cycle)
-    patches.settle(patches.LARGE_OPS + 1)
+    settle(patches.LARGE_OPS + 1)
     del plain, cycle
     assert seen[0]() is None, "by its reference count"
     gc.collect()
     assert seen[1]() is not None, "a cycle is not looked at"
-    patches.settle(patches.LARGE_OPS + 1)
+    settle(patches.LARGE_OPS + 1)
     assert seen[1]() is None, "until the next round"
 
 
 def test_rounds_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:
-    patches.settle(patches.LARGE_OPS + 1)
+    settle(patches.LARGE_OPS + 1)
     monkeypatch.setattr(patches, "WHOLE_SECONDS", 1e9)
     cycle = Thing()
     cycle.own = cycle  # type: ignore[attr-defined]
     seen = weakref.ref(cycle)
     for _ in range(2):
-        patches.settle(patches.LARGE_OPS + 1)
+        settle(patches.LARGE_OPS + 1)
         cycle = Thing()
     assert seen() is not None
 
