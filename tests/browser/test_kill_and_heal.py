@@ -276,10 +276,10 @@ def at_rest(job: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize(("scheme", "width", "height"), [at_length("light", 1440, 900), *SCREENS[1:]])
-def test_nothing_is_cut_or_pushed_out(tab: Page, demo: Demo, scheme: Any, width: int, height: int) -> None:
+def test_nothing_is_cut_or_pushed_out(browser: Browser, demo: Demo, scheme: Any, width: int, height: int) -> None:
     """Both pages fit the screen's width in both themes, and say in words what their charts show."""
     demo.wait(lambda: at_rest(demo.get("")), "the deaths of the tests before are history")
-    with watched(tab, demo.root, width=width, height=height, scheme=scheme) as page:
+    with watched(browser, demo.root, width=width, height=height, scheme=scheme) as page:
         shifts = Shifts(page)
         for path in ("/", "/schedule"):
             page.goto(demo.root + path)

@@ -352,8 +352,8 @@ def says_that_it_scrolls(page: Page, frame: str) -> bool | None:
 
 
 @pytest.mark.parametrize(("scheme", "width", "height"), [at_length("light", 1440, 900), *SCREENS[1:]])
-def test_nothing_is_cut_or_pushed_out(site: Site, tab: Page, scheme: Any, width: int, height: int) -> None:
-    with watched(tab, site.root, width=width, height=height, scheme=scheme) as page:
+def test_nothing_is_cut_or_pushed_out(site: Site, browser: Browser, scheme: Any, width: int, height: int) -> None:
+    with watched(browser, site.root, width=width, height=height, scheme=scheme) as page:
         shifts = Shifts(page)
         for path in (f"/schedule?job={site.small}", f"/compare?job={site.small}", "/simulate"):
             page.goto(site.root + path)

@@ -31,7 +31,8 @@ def watched(
     """An empty page. At the end its console may have had no error, and nothing but `root` been asked.
 
     where: a browser, in which it is a new reader's first page; or a page that is used again: that has the code of
-    the console's pages compiled already (a schedule takes 1.7 CPU seconds there, in a new one 4).
+    the console's pages compiled already (a schedule takes 1.7 CPU seconds there, in a new one 4). How parts are moved
+    as a page comes is seen in a new one.
     """
     complaints: list[str] = []
     page = where.new_page() if isinstance(where, Browser) else where

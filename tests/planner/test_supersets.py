@@ -101,7 +101,7 @@ def test_one_more_is_each_pattern_once() -> None:
 
 def test_no_plan_of_a_catalog_is_longer_than_one_for_a_failure_more(tmp_path: Path) -> None:
     """By pattern; by count tests/planner/test_catalog_build.py has it."""
-    job = Job.uniform(4, 4, 8, durations={"F": 1, "I": 1.1, "W": 0.9, "transfer": 0.2})
+    job = Job.uniform(4, 4, 4, durations={"F": 1, "I": 1.1, "W": 0.9, "transfer": 0.2})
     question = CatalogQuestion(job, Technique.ADAPTIVE, MemoryLimit("1f1b"))
     catalog = build_catalog(question, 3, tmp_path, engine=InlineEngine(), effort=Effort(solver="list"), per="pattern")
     plans = {frozenset(map(Worker.parse, p.failed)): p for p in catalog.catalog.catalog().plans}
