@@ -11,11 +11,21 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, create_model
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, create_model
 from sqlalchemy import BigInteger, Boolean, Column, Double, Integer, LargeBinary, String, Text
 
 from openrecycle.agent.coordination.membership import LEAST_CHOICE_TIMEOUT, MOST_CHOICE_TIMEOUT, Mode
-from openrecycle.agent.messages.protocol import Identifier, JobSpec, Milliseconds, Name, OpKind, WorkerName, WorkerState
+from openrecycle.agent.messages.protocol import (
+    RANKS,
+    Identifier,
+    JobSpec,
+    Milliseconds,
+    Name,
+    OpKind,
+    RankNumber,
+    WorkerName,
+    WorkerState,
+)
 from openrecycle.app.jobs.states import RoleState
 from openrecycle.app.observing.as_run import IterationAsRun
 from openrecycle.db.job_rows import table
@@ -49,14 +59,28 @@ def exact(text: str, loss: float) -> str:
 Fingerprint = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 Workers = list[WorkerName]
 Moment = Annotated[float, Field(ge=0, le=1e11, allow_inf_nan=False)]
-ProcessLine = tuple[
-    Identifier,
-    Annotated[str, StringConstraints(max_length=255), AfterValidator(_no_nul)],
-    Annotated[int, Field(ge=0, le=2**53)],
-    Annotated[list[tuple[WorkerName, Moment]], Field(min_length=1)],
-    Literal["", "failed", "drained"],
-    Annotated[str, StringConstraints(max_length=MOST_TEXT), AfterValidator(_no_nul)],
+
+
+def _with_ranks(line: object) -> object:
+    """Versions before this one said nothing of ranks."""
+    return [*line, [], [], []] if isinstance(line, list | tuple) and len(line) == 6 else line
+
+
+ProcessLine = Annotated[
+    tuple[
+        Identifier,
+        Annotated[str, StringConstraints(max_length=255), AfterValidator(_no_nul)],
+        Annotated[int, Field(ge=0, le=2**53)],
+        Annotated[list[tuple[WorkerName, Moment]], Field(min_length=1)],
+        Literal["", "failed", "drained"],
+        Annotated[str, StringConstraints(max_length=MOST_TEXT), AfterValidator(_no_nul)],
+        Annotated[list[Annotated[int, Field(ge=0, le=2**53)]], Field(max_length=RANKS)],
+        Annotated[list[RankNumber], Field(max_length=RANKS)],
+        Annotated[list[tuple[Identifier, RankNumber]], Field(max_length=RANKS)],
+    ],
+    BeforeValidator(_with_ranks),
 ]
+"""See app.jobs.records.process_rows."""
 Place = Annotated[str, StringConstraints(pattern=r"^(W[0-9]{1,6}_[0-9]{1,6})?$")]
 _STRICTER: dict[str, Any] = {
     "job.id": Identifier,

@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter, ValidationError
 from history_job import NAMES, everything, lived_job
 from sqlalchemy import func, select, update
 
 from openrecycle.app.console.service import Console
 from openrecycle.app.history import archive as histories
 from openrecycle.app.history.archive import (
+from openrecycle.app.history.tables import ProcessLine
     EXPORTED,
     HistoryError,
     Manifest,
@@ -372,3 +374,11 @@ def test_the_manifest_is_one(origin: tuple[Database, str, Path]) -> None:
         events = [json.loads(line) for line in archive.read(table_file("event")).splitlines()]
     assert [e["seq"] for e in events] == list(range(1, len(events) + 1))
     assert any(golden("ann-asked-to-kill-w1") in e["text"] for e in events)
+
+
+def test_processes_of_a_console_that_knew_no_ranks() -> None:
+    line = ["an-incarnation", "node-a", 7, [["W0_0", 1.0]], "", ""]
+    read = TypeAdapter(ProcessLine).validate_python(line)
+    assert list(read[:6])[2] == 7 and list(read[6:]) == [[], [], []]
+    with pytest.raises(ValidationError):
+        TypeAdapter(ProcessLine).validate_python([*line, [1]])
