@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import TypeAdapter, ValidationError
 from history_job import NAMES, everything, lived_job
+from pydantic import TypeAdapter, ValidationError
 from sqlalchemy import func, select, update
 
 from openrecycle.app.console.service import Console
 from openrecycle.app.history import archive as histories
 from openrecycle.app.history.archive import (
-from openrecycle.app.history.tables import ProcessLine
     EXPORTED,
     HistoryError,
     Manifest,
@@ -29,7 +28,7 @@ from openrecycle.app.history.tables import ProcessLine
     import_history,
     table_file,
 )
-from openrecycle.app.history.tables import LEFT_OUT, format_of
+from openrecycle.app.history.tables import LEFT_OUT, ProcessLine, format_of
 from openrecycle.db.job_rows import MODELS, JobRows, table
 from openrecycle.db.models import AuditRow, Base, JobRow, PlanRow
 from openrecycle.db.session import Database
