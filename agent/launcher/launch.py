@@ -109,6 +109,9 @@ class Launcher:
         self._record = RunRecord(options.job.stages, time.monotonic_ns(), committed=begin)
         self._deployed: Deploy | None = None
         self._after: int | None = None
+        self._shared: set[Worker] = set()
+        """In the newest generation, those in whose stage each part of a sharded optimizer has all its owners."""
+        self._postponed: Deploy | None = None
         self._hold = PauseRequest()
         self._rejoins = list(options.rejoins)
         self._interim: Plan | None = None
@@ -280,7 +283,7 @@ class Launcher:
                 self._ended(sentinels[item])  # type: ignore[index]
         for event in self._coordination.poll(time.monotonic()):
             if isinstance(event, Deploy):
-                self._deploy(event)
+                self._postponed = event
             elif isinstance(event, Halt):
                 raise JobFailed(event.reason)
             elif isinstance(event, LauncherWarning):
@@ -297,6 +300,9 @@ class Launcher:
                         entry.post("fenced")
             else:
                 self._obey(event)
+        if self._postponed is not None and not self._shares_first(self._postponed):
+            event, self._postponed = self._postponed, None
+            self._deploy(event)
         self._judge(timeout)
 
     def _read(self, entry: WorkerProcess) -> None:
@@ -387,6 +393,9 @@ class Launcher:
                     self._send_deployments(after=None)  # the boundary is out of reach: all leave now
             case "raised":
                 self._raised(entry, message)
+            case "shared":
+                if self._deployed is not None and message["generation"] == self._deployed.deployment.generation:
+                    self._shared.add(cell)
             case "state_lost":
                 self._listener({"warning": f"{cell}: {message['text']}"})
                 self._coordination.state_lost(cell, entry.incarnation, message["generation"], message["text"])
@@ -536,6 +545,7 @@ class Launcher:
         living = {Worker.parse(name) for name in deployment.living}
         after = self._boundary(event)
         self._deployed = event
+        self._shared = set()
         self._record_relayout()
         now = time.monotonic_ns()
         for source, to in event.moves:
@@ -599,6 +609,15 @@ class Launcher:
     def _rearranges(self, event: Deploy) -> bool:
         """Do layers move to other stages?"""
         return bool(event.partition) and event.partition != self._held
+
+    def _shares_first(self, event: Deploy) -> bool:
+        """Must workers that are to go stay for now? Where the optimizer's state is sharded, some parts of it are on one
+        worker alone after another is gone, until a second one has them."""
+        going = {*map(str, (source for source, _ in event.moves)), *event.deployment.leaving}
+        if self._options.optimization.sharding == "none" or not going or self._boundary(event) is None:
+            return False
+        assert self._deployed is not None
+        return not {Worker.parse(name) for name in self._deployed.deployment.living} <= self._shared
 
     def _boundary(self, event: Deploy) -> int | None:
         """For a generation in which workers come, change their place or leave, and none was lost: the iteration

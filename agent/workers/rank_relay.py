@@ -28,6 +28,7 @@ _ONCE_ALL_HAVE: Mapping[str, tuple[str, ...]] = {
     "rearranged": ("generation", "iteration"),
     "parameters": ("generation", "iteration"),
     "left": ("generation",),
+    "shared": ("generation",),
     "done": ("generation",),
 }
 """Kinds of message that the worker says when all ranks have said it, and by what fields it is the same one."""

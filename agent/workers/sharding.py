@@ -41,7 +41,8 @@ _PARTIAL, _TOTAL, _PARAMETERS, _STATE = range(2**26, 2**26 + 4)
 class ShardedStage:
     """One worker's share, in one generation.
 
-    ownership: the same on all peers. tied: names of parameters that layers share, whose sums all peers need. All
+    ownership: the same on all peers. complete: called once all owners have what they own, so that any of them can go.
+    tied: names of parameters that layers share, whose sums all peers need. All
     methods raise TransferError.
     """
 
@@ -53,6 +54,7 @@ class ShardedStage:
         ownership: Ownership,
         say: Callable[[str], None],
         tied: Collection[str] = (),
+        complete: Callable[[], None] = lambda: None,
     ) -> None:
         assert optimizer.shards is not None
         self._me, self._groups, self._optimizer, self._ownership = me, groups, optimizer, ownership
@@ -71,7 +73,7 @@ class ShardedStage:
         mine = frozenset(k for k, holders in enumerate(ownership.holders) if me in holders)
         optimizer.release([n for n in sorted(shards.held) if shards.segments[n].shard not in mine])
         self.filling = SegmentReceiver(optimizer, say, shards.segments_in(ownership.lacking(me)))
-        self._trimmed = not ownership.surplus(me)
+        self._complete, self._shared = complete, False
         if ownership.complete:
             self._trim()
 
@@ -106,9 +108,10 @@ class ShardedStage:
             self._trim()
 
     def _trim(self) -> None:
-        if not self._trimmed:
-            self._trimmed = True
+        if not self._shared:
+            self._shared = True
             self._optimizer.release(self._shards.segments_in(self._ownership.surplus(self._me)))
+            self._complete()
 
     def end(self) -> None:
         """The generation is being left."""
