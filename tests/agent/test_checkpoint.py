@@ -298,6 +298,7 @@ def test_a_copy_is_written_only_when_its_last_step_is_final(tmp_path: Path) -> N
     # The step before the copy is overturned: the same boundary comes again, with other parameters.
     with torch.no_grad():
         next(stage.module.parameters()).zero_()
+    stage.corrections += 1
     keeper.boundary(stage, 1, writes=True)
     right = stage.parameters_sha256()
     assert whole_checkpoints(tmp_path) == []

@@ -155,7 +155,7 @@ def test_a_step_is_undone_by_an_optimizer_that_has_layers_of_two_stages() -> Non
     _, after, optimizers = _train(GPT, (2, 2, 2), CLIPPED, iterations=3)
     _, before, _ = _train(GPT, (2, 2, 2), CLIPPED, iterations=2)
     span = range(1, 4)
-    made = regrouped(GPT, optimizers[0], [optimizers[1]], span, CLIPPED, terms=2)
+    made = regrouped(GPT, optimizers[0], [optimizers[1]], span, CLIPPED, Job.uniform(1, 3, 2))
     for state, committed in ((after, 3), (before, 2)):
         if committed == 2:
             made.roll_back()
