@@ -33,7 +33,7 @@ def test_nothing_is_redone_and_the_bits_stay(monkeypatch: pytest.MonkeyPatch) ->
     heard: list[float] = []
     let_in = LocalCoordination.ready
 
-    def ready(self: LocalCoordination, worker: Worker, incarnation: str, host: str = "", pid: int = 0) -> None:
+    def ready(self: LocalCoordination, worker: Worker, incarnation: str, *process: Any) -> None:
         if self._state.current:
             waiting.append((worker, incarnation))
         else:
