@@ -67,6 +67,7 @@ class ShardedStage:
         ]
         primaries = [ownership.primary[segment.shard] for segment in shards.segments]
         self._primaries = primaries
+        self._sent: list[PendingTransfer] = []
         self._on_device: set[tuple[str, Any]] = set()
         """What the optimizer keeps of parameters, by name and key, that is on their device."""
         shards.primary = frozenset(n for n, worker in enumerate(primaries) if worker == me)
@@ -143,8 +144,8 @@ class ShardedStage:
         totals = [(part, primary) for part, primary, to in parts if primary != self._me and self._me in to]
         for (part, _), total in zip(totals, self._arriving(totals, _TOTAL), strict=True):
             part.copy_(total)
-        _finish(sent)
         group.sum(sums.beside_parameters)
+        _finish(sent)  # all have received before they came to that sum: nobody is waited for here
 
     def measure(self) -> None:
         """Of the sums that all peers step, what the validation needs: the same on all, as if each had them all."""
@@ -183,7 +184,10 @@ class ShardedStage:
                 wanted.append((first, primary))
         for (part, _), values in zip(wanted, self._arriving(wanted, _PARAMETERS), strict=True):
             part.copy_(values.view(part.shape))
-        _finish(sent)
+        # They have been received when the next ones are sent, or anything that was sent is changed: an iteration later,
+        # whose gradients all have summed.
+        _finish(self._sent)
+        self._sent = sent
 
     def _gather_by_sums(self, group: Group) -> None:
         """Where messages can't be told apart. Zeros are added to each parameter's bits."""
