@@ -103,12 +103,16 @@ def test_after_a_death_layers_move_and_the_bits_stay(calm: LocalJob, at_once: in
 
 
 @pytest.mark.processes
-def test_layers_move_and_move_back_when_the_worker_returns(calm: LocalJob) -> None:
+def test_layers_move_and_move_back_when_the_worker_returns() -> None:
+    long = 30  # paced, so that the worker has time to come back
+    calm = LocalJob(iterations=long, workload=LAYERED, optimization=CLIP).run()
+
     def act(job: LocalJob, line: Message) -> None:
         if "relayout" in line and line["relayout"]["generation"] == 2:
             job.start("W1_1")
 
-    job = _job(8, {2: (3, 1, 2), 4: (2, 2, 2)}, kills=("W1_1@1:F1", "W0_0@5:I1"), on_line=act)
+    kills = ("W1_1@1:F1", "W0_0@5:I1")
+    job = _job(long, {2: (3, 1, 2), 4: (2, 2, 2)}, kills=kills, on_line=act, pace=0.01)
     changes = [line["relayout"]["partition"] for line in job.lines if "relayout" in line]
     assert changes == [[3, 1, 2], [2, 2, 2]]
     assert job.losses == calm.losses and job.lines[-1] == calm.lines[-1]
