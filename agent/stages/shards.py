@@ -100,10 +100,6 @@ class Ownership:
             if peer in held and peer not in owners
         )  # fmt: skip
 
-    def summed_at(self, shard: int) -> tuple[Worker, ...]:
-        """Who needs the sum of its gradients, or may before the generation is over."""
-        return tuple(sorted({*self.owners[shard], *self.holders[shard]}))
-
     @property
     def complete(self) -> bool:
         """Has every owner what it owns?"""

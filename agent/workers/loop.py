@@ -483,9 +483,8 @@ class WorkerLoop:
             self._channel.say("state_lost", generation=self._generation, text=text)
             self._channel.wait_for_generation(self._generation)
             raise Interrupted from None
-        tied = {name for group in tied_of(self._workload, self._cuts.layers) for name in group}
         shared = functools.partial(self._channel.say, "shared", generation=self._generation)
-        sharded = ShardedStage(self._me, groups, self._optimizer, ownership, self._say_hand_over, tied, shared)
+        sharded = ShardedStage(self._me, groups, self._optimizer, ownership, self._say_hand_over, shared)
         self._executor.sharded = sharded
         sharded.exchange_offers(lambda: self._serve_state(groups))
         shards.stale = any(row[1] for row in rows.values())

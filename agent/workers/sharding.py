@@ -14,8 +14,7 @@ up. A newcomer needs no more than the parameters to take part: it is one like th
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -33,17 +32,14 @@ from openrecycle.planner.jobs.job import Worker
 
 MESSAGE_BYTES = 1 << 20
 """Of sums or parameters, at most."""
-AHEAD = 8
-"""Receives of such messages that are posted at a time: all the memory beside the sums that this needs."""
-_PARTIAL, _TOTAL, _PARAMETERS, _STATE = range(2**26, 2**26 + 4)
+_STATE = 2**26
 
 
 class ShardedStage:
     """One worker's share, in one generation.
 
     ownership: the same on all peers. complete: called once all owners have what they own, so that any of them can go.
-    tied: names of parameters that layers share, whose sums all peers need. All
-    methods raise TransferError.
+    All methods raise TransferError.
     """
 
     def __init__(
@@ -53,7 +49,6 @@ class ShardedStage:
         optimizer: StageOptimizer,
         ownership: Ownership,
         say: Callable[[str], None],
-        tied: Collection[str] = (),
         complete: Callable[[], None] = lambda: None,
     ) -> None:
         assert optimizer.shards is not None
@@ -61,13 +56,8 @@ class ShardedStage:
         self._shards: Shards = optimizer.shards
         self._group, self.peers = groups.peer_group, groups.peers
         shards = self._shards
-        self._summed_at = [
-            self.peers if name.partition("@")[0] in tied else ownership.summed_at(segment.shard)
-            for name, segment in zip(shards.names, shards.segments, strict=True)
-        ]
         primaries = [ownership.primary[segment.shard] for segment in shards.segments]
         self._primaries = primaries
-        self._sent: list[PendingTransfer] = []
         self._on_device: set[tuple[str, Any]] = set()
         """What the optimizer keeps of parameters, by name and key, that is on their device."""
         shards.primary = frozenset(n for n, worker in enumerate(primaries) if worker == me)
@@ -121,31 +111,11 @@ class ShardedStage:
     # -- around a step -------------------------------------------------------------------------
 
     def reduce(self) -> None:
-        """Sums the gradients over the peers, in place: of each segment for those that step it."""
-        group, sums = self._group, self._optimizer.gradients
-        if group is None:
-            return
-        if self._groups.ordered:
-            group.sum(sums.buffer)
-            return
-        flat, segments = sums.of_parameters, self._shards.segments
-        ends = [0, *accumulate(segment.elements for segment in segments)]
-        keys = list(zip(self._primaries, self._summed_at, strict=True))
-        runs = _runs(keys, [s.elements * flat.element_size() for s in segments])
-        parts = [(flat[ends[a] : ends[b]], *keys[a]) for a, b in runs if ends[b] > ends[a]]
-        mine = [(part, to) for part, primary, to in parts if primary == self._me]
-        sent = [self._send(primary, part, _PARTIAL) for part, primary, _ in parts if primary != self._me]
-        others = [peer for peer in self.peers if peer != self._me]
-        arriving = self._arriving([(part, peer) for part, _ in mine for peer in others], _PARTIAL)
-        for part, to in mine:
-            for _, partial in zip(others, arriving, strict=False):
-                part.add_(partial)
-            sent += [self._send(worker, part, _TOTAL) for worker in to if worker != self._me]
-        totals = [(part, primary) for part, primary, to in parts if primary != self._me and self._me in to]
-        for (part, _), total in zip(totals, self._arriving(totals, _TOTAL), strict=True):
-            part.copy_(total)
-        group.sum(sums.beside_parameters)
-        _finish(sent)  # all have received before they came to that sum: nobody is waited for here
+        """Sums the gradients over the peers, in place. All get all sums, though they step a part of them: messages to
+        who steps what, many under way at a time between the same two workers, hung in gloo in 2 of 12 jobs with deaths,
+        with one tag for all of a kind. A sum is woken as it is without shards."""
+        if self._group is not None:
+            self._group.sum(self._optimizer.gradients.buffer)
 
     def measure(self) -> None:
         """Of the sums that all peers step, what the validation needs: the same on all, as if each had them all."""
@@ -161,36 +131,11 @@ class ShardedStage:
         """The parameters that others step, if this worker's may be of another step. All peers call it together."""
         shards = self._shards
         if shards.stale and self._group is not None:
-            if self._groups.ordered:
-                self._gather_by_sums(self._group)
-            else:
-                self._gather_by_messages()
+            self._gather_by_sums(self._group)
         shards.stale = False
 
-    def _gather_by_messages(self) -> None:
-        shards, segments = self._shards, self._shards.segments
-        keys = [(segment.parameter, primary) for segment, primary in zip(segments, self._primaries, strict=True)]
-        sent, wanted = list[PendingTransfer](), list[tuple[Tensor, Worker]]()
-        for a, b in _runs(keys, _bytes(shards, range(len(shards.parts)))):
-            primary, first = self._primaries[a], shards.parts[a].detach()
-            if b - a > 1:  # neighbours in one parameter
-                first = first.as_strided((segments[b - 1].end - segments[a].start,), (1,))
-            if not first.numel():
-                continue
-            if primary == self._me:
-                flat = first.reshape(-1)
-                sent += [self._send(peer, flat, _PARAMETERS) for peer in self.peers if peer != self._me]
-            else:
-                wanted.append((first, primary))
-        for (part, _), values in zip(wanted, self._arriving(wanted, _PARAMETERS), strict=True):
-            part.copy_(values.view(part.shape))
-        # They have been received when the next ones are sent, or anything that was sent is changed: an iteration later,
-        # whose gradients all have summed.
-        _finish(self._sent)
-        self._sent = sent
-
     def _gather_by_sums(self, group: Group) -> None:
-        """Where messages can't be told apart. Zeros are added to each parameter's bits."""
+        """Zeros are added to each parameter's bits."""
         parts = [part.detach() for part in self._shards.parts]
         sizes = [-(-part.numel() * part.element_size() // 8) * 8 for part in parts]
         for a, b in _runs([None] * len(parts), sizes):
@@ -337,25 +282,6 @@ class ShardedStage:
 
         for a, b in _runs(primaries, _bytes(shards, range(len(shards.parts)))):
             self._receive_states(primaries[a], range(a, b), hold)
-
-    # -- messages ------------------------------------------------------------------------------
-
-    def _send(self, to: Worker, tensor: Tensor, tag: int) -> PendingTransfer:
-        assert self._group is not None
-        return self._group.send(self.peers.index(to), tensor, tag)
-
-    def _arriving(self, wanted: Sequence[tuple[Tensor, Worker]], tag: int) -> Iterator[Tensor]:
-        """What comes for each of these, as a flat tensor of its type and size, in order: (like, from whom). What is
-        left under way writes into memory of its own."""
-        group, posted = self._group, deque[PendingTransfer]()
-        assert group is not None
-        for like, source in wanted:
-            into = torch.empty(like.numel(), dtype=like.dtype, device=like.device)
-            posted.append(group.receive(self.peers.index(source), into, tag))
-            if len(posted) == AHEAD:
-                yield posted.popleft().wait()
-        while posted:
-            yield posted.popleft().wait()
 
 
 def _numbers(shards: Shards, span: Span) -> range:
