@@ -163,13 +163,8 @@ class GradientSum:
         return _NORM_CHUNK if self._buffer.device.type == "cpu" else _NORM_CHUNK_THERE
 
     @property
-    def of_parameters(self) -> Tensor:
-        """The part of `buffer` that is the parameters' sums, one after the other."""
-        return self.buffer[: self._of_parameters]
-
-    @property
     def beside_parameters(self) -> Tensor:
-        """The rest of `buffer`."""
+        """The part of `buffer` that is no parameter's sum."""
         return self.buffer[self._of_parameters :]
 
     def add(self, tensor: Tensor, term: Tensor) -> None:

@@ -259,11 +259,6 @@ class Groups:
         """That of the stage, for data; None where this worker is alone in it."""
         return self._lines.peers
 
-    @property
-    def ordered(self) -> bool:
-        """Do messages find their receives by their order alone?"""
-        return self._ordered
-
     def reduce(self, tensor: Tensor) -> None:
         """Sums `tensor` (integer) over the living peers of the stage, in place."""
         if self._lines.peers is not None:
