@@ -23,6 +23,7 @@ from collections.abc import Callable, Generator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from multiprocessing.connection import wait as wait_for
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -179,9 +180,24 @@ class _Child:
     asked: list[PendingAnswer] = field(default_factory=list)
     turn: threading.Lock = field(default_factory=threading.Lock)
 
+    def ended(self, timeout: float = 0.0) -> bool:
+        """Waits so many seconds. By its sentinel, not by `join` and `is_alive`: these may say of a process that
+        another thread is just waiting for, or has just started one beside, that it lives."""
+        if not wait_for([self.process.sentinel], timeout):
+            return False
+        self.exitcode()
+        return True
+
+    def exitcode(self) -> int | None:
+        """Of one that has ended; takes it off the system's table. None if that can't be known."""
+        deadline = time.monotonic() + 1
+        while (code := self.process.exitcode) is None and time.monotonic() < deadline:
+            time.sleep(0.001)  # another thread has it, and writes it down
+        return code
+
     def kill(self) -> None:
         """With the processes that it may have started."""
-        if self.process.pid is not None and self.process.is_alive():
+        if self.process.pid is not None and not self.ended():
             with suppress(OSError):
                 if os.getpgid(self.process.pid) == self.process.pid:
                     os.killpg(self.process.pid, signal.SIGKILL)
@@ -226,10 +242,13 @@ class PendingAnswer:
                         whole = True
                         return
             except (EOFError, OSError):
-                child.process.join(5)
-                raise ChildEnded(exitcode=child.process.exitcode) from None
+                raise ChildEnded(exitcode=child.exitcode() if child.ended(5) else None) from None
             finally:
                 self._children._rest(self, whole=whole)
+
+    def ended(self, timeout: float = 0.0) -> bool:
+        """Has its process ended, so many seconds from now at the latest?"""
+        return self._child.ended(timeout)
 
     def waiting(self) -> bool:
         """Is there a message now?"""
@@ -292,7 +311,7 @@ class Children:
     def prepare(self) -> None:
         """Has a process ready, so that the next question need not wait for its imports."""
         with self._lock:
-            if self._closed or any(not c.asked and c.process.is_alive() for c in self._children):
+            if self._closed or any(not c.asked and not c.ended() for c in self._children):
                 return
             self._expire(self._begin())
 
@@ -302,7 +321,7 @@ class Children:
         with self._lock:
             if self._closed:
                 raise ChildEnded
-            alive = [child for child in self._children if child.process.is_alive()]
+            alive = [child for child in self._children if not child.ended()]
             # One that was told to stop is ready in a moment, and begins with what it knows.
             free = (c for c in alive if not c.asked or (self._keep and len(c.asked) == 1 and c.asked[0].stopped))
             child = min(free, key=lambda c: len(c.asked), default=None) or self._begin()
@@ -329,7 +348,7 @@ class Children:
             for child in children:
                 child.kill()
         for child in children:
-            child.process.join(5)
+            child.ended(5)
 
     def _begin(self) -> _Child:
         context = multiprocessing.get_context("spawn")
@@ -355,7 +374,7 @@ class Children:
                 self._expire(child)
                 return
             self._drop(child)
-        child.process.join(5)
+        child.ended(5)
 
     def _drop(self, child: _Child) -> None:
         if child in self._children:

@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
@@ -70,12 +71,26 @@ def count(channel: Channel, to: int) -> None:
 
 
 def ended(asked: PendingAnswer) -> bool:
-    asked.process.join(TIMEOUT)
-    return not asked.process.is_alive()
+    return asked.ended(TIMEOUT)
 
 
 def processes(messages: list[bytes]) -> set[bytes]:
     return {message.split()[1] for message in messages}
+
+
+@pytest.mark.processes
+def test_all_who_wait_for_a_process_see_it_end() -> None:
+    children = Children(count, name="counting")
+    with ThreadPoolExecutor(8) as waiting:
+        for _ in range(5):
+            asked = children.begin(1)
+            seen = [waiting.submit(asked.ended, TIMEOUT) for _ in range(8)]
+            os.kill(asked.process.pid or 0, signal.SIGKILL)
+            assert all(future.result() for future in seen)
+            with pytest.raises(ChildEnded) as told:
+                list(asked.messages())
+            assert told.value.killed
+    children.close()
 
 
 @pytest.mark.processes
@@ -88,7 +103,7 @@ def test_a_process_that_is_kept_answers_one_question_after_the_other_and_another
     assert [len(messages) for messages in heard] == [3, 2000, 2]
     assert processes(heard[0]) == processes(heard[1]) != processes(heard[2])
     assert ended(third), "one is kept, and not two"
-    assert second.process.is_alive()
+    assert not second.ended()
     children.close()
     assert ended(second)
 

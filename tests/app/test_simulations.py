@@ -61,8 +61,7 @@ def test_a_cancelled_simulation_ends_its_process() -> None:
     simulations.cancel(request)
     assert wait(running).error == golden("the-simulation-was-ended-before")
     assert running.asked is not None
-    running.asked.process.join(30)
-    assert not running.asked.process.is_alive()
+    assert running.asked.ended(30)
     simulations.close()
 
 
