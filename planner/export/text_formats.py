@@ -20,7 +20,6 @@ from openrecycle.planner.plans.schedule import Op, Schedule
 # A process per pipeline and a thread per worker; a slice per op; arrows for the transfers of
 # re-routed micro-batches; a counter of held activations per worker; a mark on workers that are out.
 
-
 MICROSECONDS = {"ns": 0.001, "us": 1, "µs": 1, "μs": 1, "ms": 1_000, "s": 1_000_000, "min": 60_000_000}
 # A unit that is no unit of time, such as a slot, is drawn as a millisecond.
 MICROSECONDS_OF_OTHERS = 1_000
@@ -156,7 +155,6 @@ def _name(op: Op) -> str:
 # cell is a bubble. Torch runs each stage on one rank, so a file holds one pipeline, and a plan that
 # re-routes micro-batches has no such file.
 
-
 ONE_RANK = "torch.distributed.pipelining runs each stage of a pipeline on one rank"
 
 
@@ -231,7 +229,6 @@ def _cell(op: Op) -> str:
 
 
 # -- one line per op, for spreadsheets and data frames -----------------------------------------------
-
 
 COLUMNS = (
     "worker",

@@ -385,7 +385,6 @@ def _step_of(profile: StageProfile) -> float:
 # Layers are partitioned over the stages of each template; templates are instantiated so that their
 # depths add up to the living workers; micro-batches are distributed so that the slowest is quickest.
 
-
 # Up to so many workers every multiset of depths is looked at; beyond, the most even one of each size.
 ENUMERATED = 40
 # Micro-batches beside its share by depth that a pipeline is tried with.

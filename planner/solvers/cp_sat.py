@@ -253,7 +253,6 @@ class _Search:
 
 # -- a model runs so that it can be watched and stopped from the calling thread ----------------------
 
-
 _log = logging.getLogger(__name__)
 
 # Seconds between two looks at `cancelled` while the solver has nothing to say.

@@ -25,7 +25,6 @@ from openrecycle.planner.solvers.table import ALWAYS, UNLIMITED, DispatchSetting
 # A rule is a way to settings that suits any problem. The list was chosen by measurement: greedily
 # the rule that lowers the mean gap most, over the grids of tests/benchmarks/bench_planner.py.
 
-
 # Rules tried so long as the ops of all tries together stay below this.
 EFFORT = 800_000
 FEWEST = 4

@@ -17,7 +17,6 @@ from typing import Any
 
 # -- the event loop of the list scheduler: one pass over all ops, in time order ----------------------
 
-
 STATE = 12  # numbers that `dispatch` keeps per worker
 
 Ints = Sequence[int]
@@ -449,7 +448,6 @@ def weight_starts(
 
 # What a dispatcher sees ahead of it, it packs well; towards the end it must live with what is left.
 # Going forwards it packs the warm-up, going backwards the cool-down.
-
 
 WINDOW_STATE = 14  # numbers that `redispatch` keeps per worker
 

@@ -34,7 +34,6 @@ from openrecycle.planner.solvers.tuning import COMPILED_SECONDS, searched
 
 # -- orders of a problem's ops (see `loops`): what they are worth, and a part of one dispatched anew ---
 
-
 Array = np.ndarray[Any, np.dtype[np.int64]]
 
 
@@ -214,7 +213,6 @@ class OpOrders:
 
 
 # -- the search --------------------------------------------------------------------------------------
-
 
 POOL = 4  # orders that are improved side by side
 # Rules of the list scheduler to start from; fewer where each takes long.

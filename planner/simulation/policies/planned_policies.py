@@ -331,7 +331,6 @@ class Oobleck(Repartition):
 
 # -- ours: at every failure and every return the option that trains most until the next change -------
 
-
 WAIT = "wait"
 
 

@@ -31,7 +31,6 @@ from openrecycle.planner.simulation.policy_base import (
 #
 # The form is that of the Oobleck artefact's tables.
 
-
 THROUGHPUT = ("system", "model", "nodes", "samples_per_second")
 COSTS = (
     "system",
@@ -188,7 +187,6 @@ def _known(path: Path, columns: tuple[str, ...], system: str) -> str:
 
 # -- what the policies share: the pace by node count, and when they start ----------------------------
 
-
 # Nodes that make no pipeline any more, in the seeds' simulations: they take 12 stages throughout.
 STAGES = 12
 # From a node's arrival until it can train.
@@ -250,7 +248,6 @@ class MeasuredPolicy:
 #
 # A stage's predecessor takes over when its node is lost (its shadow). The throughput has the
 # redundant computation in it.
-
 
 # What is left of an iteration, and all after it until the next re-balance, take so much longer.
 FAIL_OVER = 1.5

@@ -19,7 +19,6 @@ from openrecycle.planner.simulation.trace import HOUR_MS, MAX_HOURS, Event, Trac
 
 # -- numbers from text, and workers for traces that only count them ----------------------------------
 
-
 MAX_WORKERS = 200_000
 
 
@@ -65,7 +64,6 @@ def events_of_counts(counts: Iterable[tuple[int, int]], *, name: str) -> list[Ev
 # -- ReCycle -----------------------------------------------------------------------------------------
 
 # `hour:GPUs` pairs and a closing `end hour`: how ReCycle's trace is written down.
-
 
 _PAIR = re.compile(r"([0-9]{0,18}\.?[0-9]{1,18}):([0-9]{1,18})")
 
@@ -151,7 +149,6 @@ def read_events(name: str, lines: list[tuple[int, str]]) -> Trace:
 
 # How many instances live at what time: Bamboo's Google Cloud samples and its older AWS series.
 
-
 _DATED = re.compile(r"([0-9]{4}-[0-9][0-9]-[0-9][0-9])\s*,\s*([0-9][0-9]:[0-9][0-9]:[0-9][0-9])\s*,\s*([0-9]+)")
 
 
@@ -213,7 +210,6 @@ def _counted(name: str, counts: list[tuple[int, int]]) -> Trace:
 #
 # Only who comes and goes is read; the strategies that Parcae chose for each minute are left aside.
 
-
 QUIET = ("no-op", "migration")
 
 
@@ -260,7 +256,6 @@ def _segment(line: str, where: str) -> tuple[int, str, list[str], int]:
 
 
 # -- which reader, and the traces that come with the product -----------------------------------------
-
 
 MAX_BYTES = 64_000_000
 
