@@ -26,10 +26,9 @@ from openrecycle.planner.jobs.job import Problem
 from openrecycle.planner.plans.bounds import period_bound
 from openrecycle.planner.plans.schedule import Schedule
 from openrecycle.planner.solvers.base import Cancelled, ProgressCallback, Solution, SolverProgress
-from openrecycle.planner.solvers.cp_sat_model import RoutingModel, ScheduleModel, SliceModel
+from openrecycle.planner.solvers.cp_sat_model import PooledModel, RoutingModel, ScheduleModel, SliceModel
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
 from openrecycle.planner.solvers.lns import ScheduleGraph, Slices
-from openrecycle.planner.solvers.pooled import PooledModel
 from openrecycle.planner.solvers.reduction import Reduction, proven_for_routing, routes_of
 
 # Ops in one model: up to the first, the whole time is given to it; up to the second, a share.
