@@ -192,6 +192,9 @@ class Optimization(OptionGroup):
     non_finite: NonFinite = option("skip", "On a NaN or infinite gradient: skip (the step) or stop.")
     # Otherwise a stage steps as soon as its own gradients are reduced, and is validated later. The bits are the same.
     synchronous: bool = option(False, "No stage steps before the global checks are known.")
+    bucket_cap_mb: float = option(
+        25.0, "MiB of gradient sums that are reduced at a time, beside the last backward of an iteration.", above=0
+    )
     sharding: Sharding = option(
         "none",
         "zero1: each part of the optimizer's state is kept by two of a stage's workers, instead of all of them.",
@@ -203,6 +206,10 @@ class Optimization(OptionGroup):
         if self.autocast == "fp16" and self.non_finite == "stop":
             # The scale of the loss is found by overflows.
             raise self.refuse("non_finite", "skip with fp16, where gradients overflow now and then")
+
+    @property
+    def bucket_bytes(self) -> int:
+        return max(1, int(self.bucket_cap_mb * 2**20))
 
 
 @documented

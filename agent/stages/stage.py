@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,16 @@ from openrecycle.agent.stages.backward.split import Deferred, MicroBatchState, S
 from openrecycle.agent.stages.gradients import GradientSum, MicroBatch
 
 __all__ = ["MicroBatch", "Stage"]
+
+
+class Sums(Protocol):
+    """Where the terms of a micro-batch's parameters and moving buffers go: see GradientSum."""
+
+    def add(self, tensor: Tensor, term: Tensor) -> None: ...
+
+    def add_product(self, tensor: Tensor, left: Tensor, right: Tensor) -> None: ...
+
+    def add_change(self, buffer: Tensor, change: Tensor) -> None: ...
 
 
 class Stage:
@@ -49,6 +59,13 @@ class Stage:
         self._states: dict[MicroBatch, MicroBatchState] = {}
         self.counted_elsewhere: frozenset[MicroBatch] = frozenset()
         """Micro-batches that are in the sum of a peer, and are run once more for the neighbours' sake."""
+        self._to_come = 0
+        self._last: Sums = gradients
+
+    def expect(self, micro_batches: int, last: Sums) -> None:
+        """So many more will be brought into the sum until the step. last: gets the terms of the last one of them, and
+        passes them on."""
+        self._to_come, self._last = micro_batches, last
 
     def counted(self, key: MicroBatch) -> bool:
         """Is the micro-batch in this stage's sums already, on this worker or a peer?"""
@@ -137,17 +154,20 @@ class Stage:
         """W. Adds the gradients that I left owing."""
         self._settle(key, self._states.pop(key))
 
-    def abandon(self, *, keep_settled: bool = False) -> None:
-        """Forgets every micro-batch under way; and, unless `keep_settled`, what is in the sum."""
+    def abandon(self, *, keep_settled: bool = False, let_go: Callable[[], None] | None = None) -> None:
+        """Forgets every micro-batch under way; and, unless `keep_settled`, what is in the sum. let_go: see
+        GradientSum.clear."""
         self._states.clear()
+        self._to_come = 0
         if not keep_settled:
-            self.gradients.clear()
+            self.gradients.clear(let_go)
 
     def _settle(self, key: MicroBatch, state: MicroBatchState) -> None:
         """Brings everything of a micro-batch into the sum, at one stroke, unless it is in it."""
         if self.counted(key):
             return
-        with self._over_ranks.summed(self.gradients) as sums:
+        self._to_come -= 1
+        with self._over_ranks.summed(self._last if self._to_come == 0 else self.gradients) as sums:
             together = self.split.reads_parameters(state)
             with self._over_ranks.op(together=together), self._buffers.kept():
                 self.split.weight_backward(state, sums)
