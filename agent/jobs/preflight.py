@@ -62,7 +62,7 @@ def check_workload(workload: Workload, options: TrainingOptions, share: float = 
             kind = type(make_optimizer(workload.optimizer, by_stage[0])).__name__
             expected = (
                 f"none with this {kind}: each worker steps parts of parameters, which takes one of "
-                f"{', '.join(sorted(ELEMENTWISE))} of torch.optim without step hooks"
+                f"{', '.join(sorted(ELEMENTWISE))} of torch.optim without own step hooks"
             )
             raise options.optimization.refuse("sharding", expected)
         if options.platform.device == "cpu":
