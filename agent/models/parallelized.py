@@ -111,14 +111,14 @@ def _way(module: nn.Module, layer: int) -> Way:
     for name, parameter in split:
         if id(parameter) not in within:
             got = f"{layer}.{name} by parallelize_module, others of the layer by fully_shard"
-            raise InputError(FIELD, got, "one of the two")
+            raise InputError(FIELD, got, "one of the two for all layers")
         if parameter.device_mesh.ndim != 1 or not all(p.is_shard(0) for p in parameter.placements):
             got = f"{layer}.{name} as {', '.join(map(str, parameter.placements))}"
-            raise InputError(FIELD, got, "fully_shard(layer, mesh=mesh), which splits rows, over the mesh given")
+            raise InputError(FIELD, got, "fully_shard(layer, mesh=mesh), with the mesh given, which splits dimension 0")
     for unit in units:
         if other := compat.other_policies(unit):
             got = f"fully_shard(..., {other}) in layer {layer}"
-            raise InputError(FIELD, got, "none: `autocast` is what sets the types that are computed in")
+            raise InputError(FIELD, got, "fully_shard without it; `optimization.autocast` sets the types to compute in")
     return "data"
 
 
