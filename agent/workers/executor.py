@@ -258,7 +258,7 @@ class Executor:
                 if getattr(self._workload, "divided", False):
                     text = f"{type(error).__name__}: {error}"[:1000]
                     raise RankAloneError(
-                        f"evaluation, micro-batch {index}: {text} (layers are fully sharded: no rank can do without it)"
+                        f"evaluation, micro-batch {index}: {text} (layers are fully sharded, so all ranks must run it)"
                     ) from error
                 raise
 
