@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
