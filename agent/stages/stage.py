@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from openrecycle.agent.config.options import Autocast
-from openrecycle.agent.models.fully_sharded import OverRanks
+from openrecycle.agent.models.fully_sharded import OverRanks, Sums
 from openrecycle.agent.models.layers import LayerStack
 from openrecycle.agent.models.stage_io import Gradients, Tensors, precision, tensors_of
 from openrecycle.agent.stages.backward.buffers import MovingBuffers
@@ -18,16 +18,6 @@ from openrecycle.agent.stages.backward.split import Deferred, MicroBatchState, S
 from openrecycle.agent.stages.gradients import GradientSum, MicroBatch
 
 __all__ = ["MicroBatch", "Stage"]
-
-
-class Sums(Protocol):
-    """Where the terms of a micro-batch's parameters and moving buffers go: see GradientSum."""
-
-    def add(self, tensor: Tensor, term: Tensor) -> None: ...
-
-    def add_product(self, tensor: Tensor, left: Tensor, right: Tensor) -> None: ...
-
-    def add_change(self, buffer: Tensor, change: Tensor) -> None: ...
 
 
 class Stage:

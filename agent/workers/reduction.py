@@ -18,7 +18,7 @@ from openrecycle.agent.transport.group import PendingTransfer, TransferError
 
 
 class Reduction:
-    """Of one iteration. Takes the terms of the last micro-batch (agent.stages.stage.Sums), and passes them on.
+    """Of one iteration. Takes the terms of the last micro-batch (agent.models.fully_sharded.Sums), and passes them on.
 
     begin: starts the sum of a tensor over the peers, in place; None from it: there is nobody else. What it raises, a
     TransferError, is raised by `finish`: the op in hand ends as if nothing were wrong.

@@ -17,24 +17,14 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from openrecycle.agent.models import compat
-from openrecycle.agent.models.fully_sharded import computed
-
-
-class GradientSink(Protocol):
-    """Where gradients go, one call per parameter and micro-batch (see agent.stages.gradients)."""
-
-    def add(self, tensor: Tensor, term: Tensor) -> None:
-        """term: the gradient of `tensor`, a parameter."""
-
-    def add_product(self, tensor: Tensor, left: Tensor, right: Tensor) -> None:
-        """The gradient is left @ right, which need not be computed apart from the sum."""
+from openrecycle.agent.models.fully_sharded import Sums, computed
 
 
 class Product(NamedTuple):
@@ -74,7 +64,7 @@ class DeferredGradients:
         """Is anything needed whose memory is not there: of a parameter that is put together for each op?"""
         return any(not tensor.untyped_storage().nbytes() for tensor in self._reads)
 
-    def flush(self, sink: GradientSink, known: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
+    def flush(self, sink: Sums, known: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
         """Computes every pending gradient, hands each parameter's to `sink` once, and forgets it.
 
         known: gradients that I has already produced. A parameter used more than once gets the sum of its

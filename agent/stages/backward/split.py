@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from openrecycle.agent.models import compat
-from openrecycle.agent.models.fully_sharded import computed
+from openrecycle.agent.models.fully_sharded import Sums, computed
 from openrecycle.agent.stages.backward.buffers import Move
-from openrecycle.agent.stages.backward.deferred import DeferredGradients, DeferredLayers, GradientSink
+from openrecycle.agent.stages.backward.deferred import DeferredGradients, DeferredLayers
 
 StrategyName = Literal["deferred", "torch", "fused"]
 
@@ -66,7 +66,7 @@ class Strategy(Protocol):
     def input_backward(self, state: MicroBatchState) -> None:
         """I: the gradients of the inputs, and whatever comes with them."""
 
-    def weight_backward(self, state: MicroBatchState, sink: GradientSink) -> None:
+    def weight_backward(self, state: MicroBatchState, sink: Sums) -> None:
         """W: every parameter's gradient to `sink`, at most once each."""
 
     def reads_parameters(self, state: MicroBatchState) -> bool:
@@ -92,7 +92,7 @@ class Fused:
         if not state.late:
             state.known = _backward(state, self._parameters)
 
-    def weight_backward(self, state: MicroBatchState, sink: GradientSink) -> None:
+    def weight_backward(self, state: MicroBatchState, sink: Sums) -> None:
         if state.late:
             state.known = _backward(state, self._parameters)
         for parameter, gradient in state.known:
@@ -124,7 +124,7 @@ class Deferred:
         with self.layers.on(state.deferred):
             state.known = _backward(state, self.parameters)
 
-    def weight_backward(self, state: MicroBatchState, sink: GradientSink) -> None:
+    def weight_backward(self, state: MicroBatchState, sink: Sums) -> None:
         state.deferred.flush(sink, state.known)
 
     def reads_parameters(self, state: MicroBatchState) -> bool:
@@ -158,7 +158,7 @@ class TorchSplit:
         _, state.groups = self._of_inputs(outputs, dys, inputs, self._parameters)
         state.release()
 
-    def weight_backward(self, state: MicroBatchState, sink: GradientSink) -> None:
+    def weight_backward(self, state: MicroBatchState, sink: Sums) -> None:
         if state.late:
             gradients = _backward(state, self._parameters)
         else:
