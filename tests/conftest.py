@@ -34,6 +34,10 @@ settings.register_profile("tests", _SAME, max_examples=30)
 settings.load_profile("tests")
 
 
+# For a process whose files may not grow: Python would leave modules behind that are cut short, and no process could
+# import them any more.
+NO_BYTECODE = {"PYTHONDONTWRITEBYTECODE": "1"}
+
 # What `make test FAST=1` leaves out.
 _SLOW = ("processes", "browser", "postgresql", "chaos")
 

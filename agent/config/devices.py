@@ -61,7 +61,7 @@ class Platform(OptionGroup):
     )
     ranks_per_worker: int = option(
         1,
-        "Processes that hold one stage together, over which the workload's `parallelize` splits each layer.",
+        "Processes (ranks) of each worker; the workload's `parallelize` splits every layer over them.",
         flag="--ranks-per-worker",
         least=1,
         most=64,

@@ -192,9 +192,12 @@ class Optimization(OptionGroup):
     non_finite: NonFinite = option("skip", "On a NaN or infinite gradient: skip (the step) or stop.")
     # Otherwise a stage steps as soon as its own gradients are reduced, and is validated later. The bits are the same.
     synchronous: bool = option(False, "No stage steps before the global checks are known.")
+    bucket_cap_mb: float = option(
+        25.0, "MiB of gradient sums that are reduced at a time, beside the last backward of an iteration.", above=0
+    )
     sharding: Sharding = option(
         "none",
-        "zero1: each part of the optimizer's state is kept by two of a stage's workers, instead of all of them.",
+        "none, or zero1 (ZeRO-1): each part of the optimizer's state is kept by two workers of its stage, not by all.",
         flag="--optimizer-sharding",
     )
 
@@ -203,6 +206,10 @@ class Optimization(OptionGroup):
         if self.autocast == "fp16" and self.non_finite == "stop":
             # The scale of the loss is found by overflows.
             raise self.refuse("non_finite", "skip with fp16, where gradients overflow now and then")
+
+    @property
+    def bucket_bytes(self) -> int:
+        return max(1, int(self.bucket_cap_mb * 2**20))
 
 
 @documented
@@ -269,7 +276,7 @@ class Faults(OptionGroup):
 
     PATH: ClassVar[str] = "faults"
 
-    kill: Sequence[str] = option((), "W1_2@10:F3: SIGKILL before that op; W1_2.1@10:F3: of its rank 1. Repeatable.")
+    kill: Sequence[str] = option((), "W1_2@10:F3: SIGKILL it before that op; W1_2.1@10:F3: its rank 1. Repeatable.")
     rejoin: Sequence[str] = option((), "W1_2@15: start it anew after that iteration.")
     slow: Sequence[str] = option((), "W1_2@10:2: from that iteration its paced ops take twice as long.")
     on_bad_sample: OnBadSample = option(
@@ -318,7 +325,7 @@ class TrainingOptions(OptionGroup):
     seed: int = option(
         0, "Of parameters, data and dropout.", least=0, most=2**53 - 1, expected="a whole number from 0 to 2^53"
     )
-    weights: str | Path | None = option(None, "Folder for the trained weights, one file per stage.")
+    weights: str | Path | None = option(None, "Folder for the trained weights, one file per layer.")
     record: str | Path | None = option(None, "JSON-lines file: losses, failures, final hash.")
     planning: Planning = option(Planning, "Which plans may be made.")
     optimization: Optimization = option(Optimization, "How steps are taken.")
@@ -372,7 +379,7 @@ class TrainingOptions(OptionGroup):
         self._check_faults(technique, memory)
         if self.platform.ranks_per_worker > 1 and self.platform.device != "cpu":
             raise self.platform.refuse(
-                "ranks_per_worker", "1 with `platform.device` cuda: more run on CPUs alone so far"
+                "ranks_per_worker", "1 with `platform.device` cuda: several ranks run only on CPUs so far"
             )
         if self.planning.by_profile:
             profile_pace(self.job, Worker(0, 0), self.job.workers())

@@ -60,7 +60,10 @@ def check_workload(workload: Workload, options: TrainingOptions, share: float = 
             _check_splits(workload, by_stage[0], options.platform.ranks_per_worker)
         if options.optimization.sharding == "zero1" and not kept.apart:
             kind = type(make_optimizer(workload.optimizer, by_stage[0])).__name__
-            expected = f"none with {kind}: workers step parts of parameters, so each element by itself"
+            expected = (
+                f"none with this {kind}: each worker steps parts of parameters, which takes one of "
+                f"{', '.join(sorted(ELEMENTWISE))} of torch.optim without own step hooks"
+            )
             raise options.optimization.refuse("sharding", expected)
         if options.platform.device == "cpu":
             memory = _check_memory(by_stage, kept, options, share)
@@ -194,11 +197,14 @@ def _check_splits(workload: Workload, shapes: NamedParameters, ranks: int) -> No
     """Can its layers be split over ranks, and its optimizer step their parts? Raises InputError."""
     field = "platform.ranks_per_worker"
     if not hasattr(workload, "parallelize"):
-        name = type(workload).__name__
-        raise InputError(field, ranks, f"1, or a workload with `parallelize(layer, mesh)`, which {name} has not")
+        expected = "1, or `parallelize(layer, mesh)`: a method of the workload, or an argument of ResilientTrainer"
+        raise InputError(field, ranks, expected)
     kind = type(make_optimizer(workload.optimizer, shapes))
     if not kind.__module__.startswith("torch.optim") or kind.__name__ not in ELEMENTWISE:
-        expected = f"1 with {kind.__name__}: each rank steps its part of a parameter, so each element by itself"
+        expected = (
+            f"1 with {kind.__name__}: each rank steps its part of a parameter, which takes one of "
+            f"{', '.join(sorted(ELEMENTWISE))} of torch.optim"
+        )
         raise InputError(field, ranks, expected)
 
 
@@ -350,8 +356,9 @@ def _check_memory(by_stage: list[NamedParameters], kept: _Kept, options: Trainin
     together, has = round(share * pipelines * sum(needs(pipelines))), _machine_bytes()
     fewer = ""
     if options.optimization.sharding == "zero1" and pipelines > 2:
-        less = [_size(max(needs(peers))) for peers in (pipelines - 1, 2)]
-        fewer = f" ({less[0]} with one worker of its stage less, {less[1]} with two left)"
+        left = f"{_size(max(needs(2)))} with two workers of its stage left"
+        less = f"{_size(max(needs(pipelines - 1)))} with one worker of its stage less, " if pipelines > 3 else ""
+        fewer = f" ({less}{left})"
     each = _size(max(needs(pipelines)))
     text = f"a worker takes up to {each}{fewer} beside activations, all that are here {_size(together)}"
     if has is not None and together > has:

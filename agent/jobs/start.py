@@ -82,6 +82,8 @@ def make_launcher(
     """
     options.check()
     if options.platform.ranks_per_worker > 1:
+        if options.planning.relayout == "always":
+            raise options.planning.refuse("relayout", "auto or never with several ranks a worker: layers stay then")
         # Layers that move are put together beside the training, in exchanges that a death may leave some ranks in.
         options = replace(options, planning=replace(options.planning, relayout="never"))
     # It takes as long to import torch as this process does, so both do it at the same time.

@@ -582,7 +582,7 @@ class Launcher:
         place = next((p for w in free if (p := self._pool.vacancy(w, cells)) is not None), None)
         if place is None or (spares := self._pool.take_spares(ranks)) is None:
             return
-        self._listener({"warning": f"ranks that lost another one of their worker make one again, {place}"})
+        self._listener({"warning": f"{ranks} spare ranks become a worker again, {place}"})
         self._start(place, joins=True, spares=spares)
 
     def _certain(self, recorded: RecordedProgress) -> None:

@@ -101,7 +101,7 @@ def imagined_ranks(size: int) -> Iterator[Any]:
     from torch.testing._internal.distributed import fake_pg  # a backend, which registers itself
 
     if dist.is_initialized():
-        expected = "a process that has no default group of torch.distributed"
+        expected = "1, or a process without a default group of torch.distributed (destroy_process_group ends it)"
         raise InputError("platform.ranks_per_worker", size, expected)
     dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=size)
     try:

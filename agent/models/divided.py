@@ -69,7 +69,7 @@ class DividedBatches:
         """Of the inputs or targets of a micro-batch. Raises InputError."""
         if isinstance(data, Tensor):
             if not data.dim():
-                raise InputError("data", "a tensor of no dimensions", "samples in dimension 0, which ranks share")
+                raise InputError("data", "a tensor of no dimensions", "samples in dimension 0, to divide over ranks")
             each = _part_of(data.shape[0], self._ranks)
             return data[self._rank * each : (self._rank + 1) * each]
         if isinstance(data, Mapping):
@@ -147,7 +147,7 @@ def _part_of(samples: int, ranks: int) -> int:
     if samples % ranks:
         raise InputError(
             "data",
-            f"{samples} in dimension 0",
+            f"size {samples} in dimension 0",
             f"a multiple of the {ranks} ranks of a worker: layers are fully sharded, so each rank runs an equal part "
             "of the samples",
         )

@@ -27,13 +27,16 @@ from openrecycle.agent.models import compat
 
 
 class Sums(Protocol):
-    """Of one stage over an iteration (agent.stages.gradients)."""
+    """Where gradients go, once per parameter and micro-batch (see agent.stages.gradients)."""
 
-    def add(self, tensor: Tensor, term: Tensor) -> None: ...
+    def add(self, tensor: Tensor, term: Tensor) -> None:
+        """term: the gradient of `tensor`, a parameter."""
 
-    def add_product(self, tensor: Tensor, left: Tensor, right: Tensor) -> None: ...
+    def add_product(self, tensor: Tensor, left: Tensor, right: Tensor) -> None:
+        """The gradient is left @ right, which need not be computed apart from the sum."""
 
-    def add_change(self, buffer: Tensor, change: Tensor) -> None: ...
+    def add_change(self, buffer: Tensor, change: Tensor) -> None:
+        """change: what a forward has added to a buffer."""
 
 
 def computed(parameter: nn.Parameter) -> nn.Parameter:

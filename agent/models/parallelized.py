@@ -82,7 +82,7 @@ def is_divided(workload: Workload, layers: int, ranks: int, seed: int) -> bool:
                 raise InputError(
                     FIELD, text[:200], f"a function that splits layer {layer} over {ranks} ranks"
                 ) from error
-            ways.setdefault(_way(made if made is not None else built, layer), layer)
+            ways.setdefault(_way(made if made is not None else built, layer, ranks), layer)
     if "data" in ways and "tensor" in ways:
         got = f"layer {ways['data']} by fully_shard, layer {ways['tensor']} by parallelize_module"
         raise InputError(FIELD, got, "one of the two for all layers")
@@ -101,7 +101,7 @@ def _without_memory(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, memo)
 
 
-def _way(module: nn.Module, layer: int) -> Way:
+def _way(module: nn.Module, layer: int, ranks: int) -> Way:
     """Raises InputError."""
     units = compat.fully_sharded_units(module)
     split: list[tuple[str, Any]] = [(name, p) for name, p in module.named_parameters() if hasattr(p, "placements")]
@@ -111,14 +111,15 @@ def _way(module: nn.Module, layer: int) -> Way:
     for name, parameter in split:
         if id(parameter) not in within:
             got = f"{layer}.{name} by parallelize_module, others of the layer by fully_shard"
-            raise InputError(FIELD, got, "one of the two")
-        if parameter.device_mesh.ndim != 1 or not all(p.is_shard(0) for p in parameter.placements):
-            got = f"{layer}.{name} as {', '.join(map(str, parameter.placements))}"
-            raise InputError(FIELD, got, "fully_shard(layer, mesh=mesh), which splits rows, over the mesh given")
+            raise InputError(FIELD, got, "one of the two for all layers")
+        shape = tuple(parameter.device_mesh.shape)
+        if shape != (ranks,) or not all(p.is_shard(0) for p in parameter.placements):
+            got = f"{layer}.{name} as {', '.join(map(str, parameter.placements))} over ranks {shape}"
+            raise InputError(FIELD, got, "fully_shard(layer, mesh=mesh), with the mesh given, which splits dimension 0")
     for unit in units:
         if other := compat.other_policies(unit):
             got = f"fully_shard(..., {other}) in layer {layer}"
-            raise InputError(FIELD, got, "none: `autocast` is what sets the types that are computed in")
+            raise InputError(FIELD, got, "fully_shard without it; `optimization.autocast` sets the types to compute in")
     return "data"
 
 

@@ -263,8 +263,8 @@ class _Instant(Transfers):
     def receive(self, kind: str, key: MicroBatch) -> dict[int, Tensor]:
         return {i: tensor.clone() for i, tensor in self._ready[kind].items()}
 
-    def reduce(self, tensor: Tensor) -> None:
-        pass
+    def begin_reduce(self, tensor: Tensor) -> None:
+        return None
 
     def reduced_by_all(self, count: int) -> int:
         return count

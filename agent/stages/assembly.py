@@ -43,6 +43,7 @@ def assemble(
         buffers=split.moving,
         device=device,
         nominal=nominal_weight(workload, job.pipelines * job.micro_batches),
+        bucket_bytes=optimization.bucket_bytes,
     )
     return Stage(module, gradients, split=split.strategy, autocast=optimization.autocast), split
 

@@ -25,8 +25,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +39,8 @@ _SCALE = 2.0**GRID_BITS
 # Elements handled at a time: large enough to amortise the calls, small enough to stay in a core's cache; and on other
 # devices, where that matters less, to need little memory beside the sums.
 _CHUNK, _CHUNK_THERE = 1 << 17, 1 << 24
+BUCKET_BYTES = 25 << 20
+"""Of sums that are reduced at a time, as in DistributedDataParallel."""
 # Of each parameter, from its beginning. Below torch's grain of intra-op parallelism, so that a norm does not depend on
 # the thread count; and on devices that have no such threads, few kernels.
 _NORM_CHUNK, _NORM_CHUNK_THERE = 1 << 15, 1 << 20
@@ -54,6 +57,13 @@ MicroBatch = tuple[int, int]
 """(home pipeline, micro-batch index inside it)."""
 
 
+class Bucket(NamedTuple):
+    """sums: a part of a GradientSum's buffer. tensors: the identities of the parameters whose sums it holds."""
+
+    sums: Tensor
+    tensors: frozenset[int]
+
+
 class GradientSum:
     """Accumulates the gradients, and the loss, of one stage over an iteration's micro-batches; bitwise
     the same in any order.
@@ -64,6 +74,7 @@ class GradientSum:
     most per iteration, over all workers of the stage. settled: the micro-batches whose whole
     contribution is in this worker's sum. device: where the sum is when nothing is trained. nominal: the sum of weights
     for which terms are scaled; they are put right when the sum of weights is known. None: nothing is weighted.
+    bucket_bytes: see `buckets`.
 
     Between a step and the next term the sums of parameters are of no use: their memory is lent (`lend`).
     """
@@ -76,8 +87,9 @@ class GradientSum:
         buffers: Iterable[Tensor] = (),
         device: torch.device | None = None,
         nominal: float | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        self._nominal = nominal
+        self._nominal, self._bucket_bytes = nominal, bucket_bytes
         self.parameters = [p for p in parameters if p.requires_grad]
         self.moving = list(buffers)
         tensors: list[Tensor] = [*self.parameters, *self.moving]
@@ -92,6 +104,8 @@ class GradientSum:
         self._of_parameters = bounds[len(self.parameters) - 1][1] if self.parameters else 0
         self.lent = False
         """Is the memory of the parameters' sums somebody else's? Until the next term, or look at `buffer`."""
+        self._let_go: Callable[[], None] | None = None
+        """Waits until nobody else writes to the buffer any more, which holds nothing then: see `clear`."""
         # Not in the buffer yet: one addition for all tensors costs as much as one for each.
         self._uncounted = dict.fromkeys(map(id, tensors), 0)
         self._counted_at = {id(t): place for place, t in enumerate(tensors)}
@@ -145,7 +159,32 @@ class GradientSum:
         """The same, for when it is lent."""
         return self._sums[id(parameter)].view(torch.uint8)
 
+    def buckets(self) -> list[Bucket]:
+        """Parts of the buffer that are of use apart from each other, in the order in which a backward completes them:
+        of at least `bucket_bytes` each but the last of parameters, and at the end what is of no parameter. One with
+        everything, where two would be no use."""
+        size, start, ends = self._buffer.element_size(), self._of_parameters, [self._of_parameters]
+        tensors: list[set[int]] = [set()]
+        for parameter in reversed(self.parameters):
+            tensors[-1].add(id(parameter))
+            start -= parameter.numel()
+            if start and (ends[-1] - start) * size >= self._bucket_bytes:
+                ends.append(start)
+                tensors.append(set())
+        if len(ends) == 1:
+            return [Bucket(self._buffer, frozenset())]
+        found = [
+            Bucket(self._buffer[start:end], frozenset(these))
+            for end, start, these in zip(ends, [*ends[1:], 0], tensors, strict=True)
+        ]
+        return [*found, Bucket(self._buffer[self._of_parameters :], frozenset())]
+
     def _take_back(self) -> None:
+        if self._let_go is not None:
+            let_go, self._let_go = self._let_go, None
+            let_go()
+            self._buffer.zero_()
+            self.lent = False
         if self.lent:
             self.lent = False
             self._buffer[: self._of_parameters].zero_()
@@ -194,6 +233,7 @@ class GradientSum:
 
     def add_weight(self, weight: Tensor) -> None:
         """Adds one micro-batch's weight, a finite scalar of at least 0."""
+        self._take_back()
         scaled = (weight.detach().to(torch.float64) * _WEIGHT_SCALE).round_()
         self._read = None
         self._buffer[_WEIGHT] += scaled.to(self._buffer.dtype).reshape(())
@@ -320,9 +360,13 @@ class GradientSum:
                 moved = tensor.to(torch.float64) + mean
                 tensor.copy_(moved if tensor.is_floating_point() else moved.round_())
 
-    def clear(self) -> None:
-        """All sums are 0. What is lent stays so."""
-        self._buffer[self._of_parameters if self.lent else 0 :].zero_()
+    def clear(self, let_go: Callable[[], None] | None = None) -> None:
+        """All sums are 0. What is lent stays so. let_go: returns once others, who still write to the buffer, have
+        ended; it is called with the next term, so that nobody waits for them now."""
+        if let_go is not None:
+            self._let_go = let_go
+        if self._let_go is None:
+            self._buffer[self._of_parameters if self.lent else 0 :].zero_()
         self._uncounted = dict.fromkeys(self._uncounted, 0)
         self._read = None
         self.settled.clear()
@@ -464,7 +508,8 @@ def gradient_sum(
     buffers: Iterable[Tensor] = (),
     device: torch.device | None = None,
     nominal: float | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
 ) -> GradientSum:
     """The sum that an optimization's mode asks for; arguments as of GradientSum."""
     kind = FastSum if mode == "fast" else GradientSum
-    return kind(parameters, terms=terms, buffers=buffers, device=device, nominal=nominal)
+    return kind(parameters, terms=terms, buffers=buffers, device=device, nominal=nominal, bucket_bytes=bucket_bytes)

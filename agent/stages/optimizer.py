@@ -210,7 +210,7 @@ class StageOptimizer:
         self.shards: Shards | None = None
         if pipelines is not None:
             if not self.steps_apart:
-                expected = "one of torch's that steps each element by itself, where its state is sharded"
+                expected = f"one of {', '.join(sorted(ELEMENTWISE))} without own step hooks, as its state is sharded"
                 raise InputError("optimizer", type(optimizer).__name__, expected)
             trained = [(name, p) for name, p in named if p.requires_grad]
             self.shards = Shards(trained, gradients, pipelines)

@@ -73,7 +73,8 @@ class ShardLostError(RuntimeError):
     """Nobody alive holds some shard; `shards` are their numbers."""
 
     def __init__(self, shards: Sequence[int]) -> None:
-        super().__init__(f"all workers that kept {len(shards)} shards of the optimizer's state are gone")
+        count = "1 part" if len(shards) == 1 else f"{len(shards)} parts"
+        super().__init__(f"all workers that kept {count} of the optimizer's state are gone")
         self.shards = tuple(shards)
 
 

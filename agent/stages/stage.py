@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from openrecycle.agent.config.options import Autocast
-from openrecycle.agent.models.fully_sharded import OverRanks
+from openrecycle.agent.models.fully_sharded import OverRanks, Sums
 from openrecycle.agent.models.layers import LayerStack
 from openrecycle.agent.models.stage_io import Gradients, Tensors, precision, tensors_of
 from openrecycle.agent.stages.backward.buffers import MovingBuffers
@@ -49,6 +49,13 @@ class Stage:
         self._states: dict[MicroBatch, MicroBatchState] = {}
         self.counted_elsewhere: frozenset[MicroBatch] = frozenset()
         """Micro-batches that are in the sum of a peer, and are run once more for the neighbours' sake."""
+        self._to_come = 0
+        self._last: Sums = gradients
+
+    def expect(self, micro_batches: int, last: Sums) -> None:
+        """So many more will be brought into the sum until the step. last: gets the terms of the last one of them, and
+        passes them on."""
+        self._to_come, self._last = micro_batches, last
 
     def counted(self, key: MicroBatch) -> bool:
         """Is the micro-batch in this stage's sums already, on this worker or a peer?"""
@@ -137,17 +144,20 @@ class Stage:
         """W. Adds the gradients that I left owing."""
         self._settle(key, self._states.pop(key))
 
-    def abandon(self, *, keep_settled: bool = False) -> None:
-        """Forgets every micro-batch under way; and, unless `keep_settled`, what is in the sum."""
+    def abandon(self, *, keep_settled: bool = False, let_go: Callable[[], None] | None = None) -> None:
+        """Forgets every micro-batch under way; and, unless `keep_settled`, what is in the sum. let_go: see
+        GradientSum.clear."""
         self._states.clear()
+        self._to_come = 0
         if not keep_settled:
-            self.gradients.clear()
+            self.gradients.clear(let_go)
 
     def _settle(self, key: MicroBatch, state: MicroBatchState) -> None:
         """Brings everything of a micro-batch into the sum, at one stroke, unless it is in it."""
         if self.counted(key):
             return
-        with self._over_ranks.summed(self.gradients) as sums:
+        self._to_come -= 1
+        with self._over_ranks.summed(self._last if self._to_come == 0 else self.gradients) as sums:
             together = self.split.reads_parameters(state)
             with self._over_ranks.op(together=together), self._buffers.kept():
                 self.split.weight_backward(state, sums)

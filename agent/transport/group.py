@@ -79,8 +79,11 @@ class Group(Protocol):
     def receive(self, source: int, buffer: Tensor, tag: int) -> PendingTransfer:
         """Starts a receive into `buffer`. Among those of one source and tag, the n-th meets its n-th send."""
 
+    def begin_sum(self, tensor: Tensor) -> PendingTransfer:
+        """Starts to sum `tensor` over all ranks, in place. All begin theirs in the same order."""
+
     def sum(self, tensor: Tensor) -> None:
-        """Sums `tensor` over all ranks, in place; returns when the sum is there."""
+        """The same; returns when the sum is there."""
 
     def cancel(self) -> None:
         """Makes every wait on this group fail within milliseconds. From any thread."""
@@ -103,14 +106,16 @@ def halt_all(groups: Iterable[Group]) -> None:
 
 
 class GlooPending:
-    def __init__(self, work: Any, tensor: Tensor, timeout: timedelta, peer: Worker | None = None) -> None:
+    """timeout: of `wait`; None where the operation has its own."""
+
+    def __init__(self, work: Any, tensor: Tensor, timeout: timedelta | None, peer: Worker | None = None) -> None:
         self._work = work
         self.tensor = tensor
         self._timeout, self._peer = timeout, peer
 
     def wait(self) -> Tensor:
         try:
-            self._work.wait(self._timeout)
+            self._work.wait() if self._timeout is None else self._work.wait(self._timeout)
         except RuntimeError as error:
             raise TransferError(first_line(error), self._peer) from None
         return self.tensor
@@ -137,13 +142,16 @@ class GivenGlooGroup:
         except RuntimeError as error:
             raise TransferError(first_line(error), self._members[source]) from None
 
-    def sum(self, tensor: Tensor) -> None:
+    def begin_sum(self, tensor: Tensor) -> PendingTransfer:
+        peer, options = only_other(self._members, self.rank), dist.AllreduceOptions()
+        options.timeout = self._sum_timeout
         try:
-            options = dist.AllreduceOptions()
-            options.timeout = self._sum_timeout
-            self._group.allreduce([tensor], options).wait()
+            return GlooPending(self._group.allreduce([tensor], options), tensor, None, peer)
         except RuntimeError as error:
-            raise TransferError(first_line(error), only_other(self._members, self.rank)) from None
+            raise TransferError(first_line(error), peer) from None
+
+    def sum(self, tensor: Tensor) -> None:
+        self.begin_sum(tensor).wait()
 
     def gather(self, row: Tensor, among: Sequence[int]) -> Tensor:
         """Of the ranks `among`, which all call it, everybody's `row` (one-dimensional, equally long): shape
@@ -296,8 +304,11 @@ class LateGroup:
     def receive(self, source: int, buffer: Tensor, tag: int) -> PendingTransfer:
         return self._connected().receive(source, buffer, tag)
 
+    def begin_sum(self, tensor: Tensor) -> PendingTransfer:
+        return self._connected().begin_sum(tensor)
+
     def sum(self, tensor: Tensor) -> None:
-        self._connected().sum(tensor)
+        self.begin_sum(tensor).wait()
 
     def cancel(self) -> None:
         with self._changed:

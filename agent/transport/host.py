@@ -16,7 +16,7 @@ from openrecycle.agent.transport.group import Group, PendingTransfer
 
 
 class Arriving:
-    """A receive into the host's memory, whose data `wait` sends on to `tensor`."""
+    """What comes into the host's memory, and is sent on to `tensor` by `wait`."""
 
     def __init__(self, inner: PendingTransfer, tensor: Tensor) -> None:
         self._inner, self.tensor = inner, tensor
@@ -44,10 +44,11 @@ class HostGroup:
     def receive(self, source: int, buffer: Tensor, tag: int) -> PendingTransfer:
         return Arriving(self._inner.receive(source, _host_memory(buffer), tag), buffer)
 
+    def begin_sum(self, tensor: Tensor) -> PendingTransfer:
+        return Arriving(self._inner.begin_sum(_host_copy(tensor)), tensor)
+
     def sum(self, tensor: Tensor) -> None:
-        on_host = _host_copy(tensor)
-        self._inner.sum(on_host)
-        tensor.copy_(on_host, non_blocking=True)
+        self.begin_sum(tensor).wait()
 
     def cancel(self) -> None:
         self._inner.cancel()

@@ -124,9 +124,12 @@ class NcclGroup:
             self._members[source], self._seconds, buffer, lambda: self._group.recv([buffer], source, _NO_TAG)
         )
 
-    def sum(self, tensor: Tensor) -> None:
+    def begin_sum(self, tensor: Tensor) -> NcclPending:
         peer = only_other(self._members, self.rank)
-        self._start(peer, self._sum_seconds, tensor, lambda: self._group.allreduce([tensor])).wait()
+        return self._start(peer, self._sum_seconds, tensor, lambda: self._group.allreduce([tensor]))
+
+    def sum(self, tensor: Tensor) -> None:
+        self.begin_sum(tensor).wait()
 
     def cancel(self) -> None:
         # The flag first: whoever sees an operation end because of the abort must see the flag too.

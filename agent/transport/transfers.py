@@ -106,8 +106,12 @@ class Transfers(ABC):
 
     def reduce(self, tensor: Tensor) -> None:
         """Sums `tensor` over the living peers of the stage, in place."""
-        if self._lines.peers is not None:
-            self._lines.peers.sum(tensor)
+        if (pending := self.begin_reduce(tensor)) is not None:
+            pending.wait()
+
+    def begin_reduce(self, tensor: Tensor) -> PendingTransfer | None:
+        """Starts that; None where there is nobody to sum with. All peers begin theirs in the same order."""
+        return None if self._lines.peers is None else self._lines.peers.begin_sum(tensor)
 
     def reduced_by_all(self, count: int) -> int:
         """Returns once all living peers of the stage have come to this line; the sum of their counts."""

@@ -38,6 +38,7 @@ from openrecycle.agent.transport.ranks import SiblingError
 from openrecycle.agent.transport.script import Script
 from openrecycle.agent.transport.transfers import TransferLayout, Transfers
 from openrecycle.agent.workers.kept_micro_batches import Redo
+from openrecycle.agent.workers.reduction import Reduction
 from openrecycle.agent.workers.relayout import Exchange
 from openrecycle.agent.workers.sharding import ShardedStage
 from openrecycle.agent.workers.tied import TiedSums
@@ -114,8 +115,10 @@ class Executor:
         self._share = 1.0
         self._groups: Groups | None = None
         self._transfers: Transfers
-        self._reduction = float("inf")
+        self._reduction_seconds = float("inf")
         self._void = self._reducing = False
+        self._reduction: Reduction | None = None
+        """Of the iteration in flight, where its step has not been taken."""
         self._keeps_finished = keeps_finished
         self._incomplete = incomplete
 
@@ -160,6 +163,9 @@ class Executor:
         self.data_seconds = 0.0
         self.timeline.begin(iteration, 0 if redo or left_out else len(script.ops))
         self._transfers.begin(iteration, script)
+        self._reduction = Reduction(self._stage.gradients, self._transfers.begin_reduce)
+        keys = {(op.pipeline, op.micro_batch) for op in script.ops if op.kind == "F"}
+        self._stage.expect(sum(not self._stage.counted(key) for key in keys), self._reduction)
         self._announce(iteration, script, whole)
         for op in script.ops:
             if self._interrupted():
@@ -252,7 +258,7 @@ class Executor:
                 if getattr(self._workload, "divided", False):
                     text = f"{type(error).__name__}: {error}"[:1000]
                     raise RankAloneError(
-                        f"evaluation, micro-batch {index}: {text} (layers are fully sharded: no rank can do without it)"
+                        f"evaluation, micro-batch {index}: {text} (layers are fully sharded, so all ranks must run it)"
                     ) from error
                 raise
 
@@ -292,7 +298,7 @@ class Executor:
     def _use(self, groups: Groups) -> None:
         if groups is not self._groups:
             self._groups, self._transfers = groups, groups.transfers(self._layout)
-            self._reduction = float("inf")
+            self._reduction_seconds = float("inf")
             self._device.waited()
 
     def _connect_to(self, stage_io: StageIO) -> None:
@@ -334,8 +340,11 @@ class Executor:
             self._transfers.drop()
             self._groups = None
         # A reduction works in place, so that one which did not end has left no sum of anybody's.
-        whole = not self._reducing and not self._void
-        self._stage.abandon(keep_settled=self._keeps_finished and whole)
+        begun = self._reduction is not None and self._reduction.begun
+        whole = not self._reducing and not self._void and not begun
+        let_go = self._reduction.let_go if self._reduction is not None and begun else None
+        self._stage.abandon(keep_settled=self._keeps_finished and whole, let_go=let_go)
+        self._reduction = None
         self.timeline.drop()
         self._steps.abandon()
         self._progress.at(AT_REST)
@@ -449,10 +458,8 @@ class Executor:
         self._reducing = True
         self._progress.at(WAITING)
         arrived = time.monotonic()
-        if self.sharded is None:
-            self._transfers.reduce(self._stage.gradients.buffer)
-        else:
-            self.sharded.reduce()
+        assert self._reduction is not None
+        self._reduction.finish()
         # From here on this worker has what its step needs, and takes it whatever breaks: see agent.workers.recovery.
         if self.tied is not None:
             self.tied.sum(self._iteration, self._steps.optimizer)
@@ -474,7 +481,7 @@ class Executor:
         reduced = time.monotonic()
         self._progress.at("O")
         # What the reduction itself takes; the rest was waiting for peers.
-        self._reduction = min(self._reduction, reduced - arrived)
+        self._reduction_seconds = min(self._reduction_seconds, reduced - arrived)
         self._device.waited()
         self._faults.before(self._iteration, "O")
         self._committed(self._iteration, self._steps.take(incomplete, by_all=broken is None))
@@ -485,7 +492,7 @@ class Executor:
             self._progress.at(WAITING)
             self.sharded.stepped(incomplete)
             self.sharded.gather()
-        self._finish("O", reduced - self._reduction)
+        self._finish("O", reduced - self._reduction_seconds)
 
     def _pass_on(self, kind: str, key: MicroBatch) -> None:
         """The transfers of an op of an iteration that counts no more; what they carry does not matter."""

@@ -199,6 +199,7 @@ def regrouped(
         buffers=moving,
         device=device,
         nominal=nominal_weight(workload, terms),
+        bucket_bytes=optimization.bucket_bytes,
     )
     made = stage_optimizer(workload, module, gradients, optimization, job.pipelines)
     made.adopt(parts)

@@ -110,13 +110,6 @@ class ShardedStage:
 
     # -- around a step -------------------------------------------------------------------------
 
-    def reduce(self) -> None:
-        """Sums the gradients over the peers, in place. All get all sums, though they step a part of them: messages to
-        who steps what, many under way at a time between the same two workers, hung in gloo in 2 of 12 jobs with deaths,
-        with one tag for all of a kind. A sum is woken as it is without shards."""
-        if self._group is not None:
-            self._group.sum(self._optimizer.gradients.buffer)
-
     def measure(self) -> None:
         """Of the sums that all peers step, what the validation needs: the same on all, as if each had them all."""
         optimizer = self._optimizer

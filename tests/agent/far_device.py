@@ -31,6 +31,7 @@ from openrecycle.agent.models.stage_io import StageCuts
 from openrecycle.agent.models.state import pack, unpack
 from openrecycle.agent.stages.assembly import assemble
 from openrecycle.agent.stages.optimizer import StageOptimizer, stage_optimizer
+from openrecycle.agent.transport.group import PendingTransfer
 from openrecycle.agent.transport.host import HostGroup
 from openrecycle.agent.transport.ranks import Ranks
 from openrecycle.agent.transport.script import Script
@@ -164,17 +165,27 @@ class Mixed:
         return torch.optim.AdamW(parameters, lr=0.01)
 
 
+class _Sum:
+    def __init__(self, theirs: PendingTransfer, tensor: Tensor) -> None:
+        self._theirs, self.tensor = theirs, tensor
+
+    def wait(self) -> Tensor:
+        return self.tensor.add_(self._theirs.wait())
+
+
 class _Peers(Group):
     """The reduction of a stage of two."""
 
     def __init__(self, wires: Wires, stage: int, rank: int) -> None:
         super().__init__(wires, f"stage{stage}", rank)
 
-    def sum(self, tensor: Tensor) -> None:
+    def begin_sum(self, tensor: Tensor) -> _Sum:
         theirs = torch.empty_like(tensor)
         self.send(1 - self.rank, tensor, 0)
-        self.receive(1 - self.rank, theirs, 0).wait()
-        tensor.add_(theirs)
+        return _Sum(self.receive(1 - self.rank, theirs, 0), tensor)
+
+    def sum(self, tensor: Tensor) -> None:
+        self.begin_sum(tensor).wait()
 
 
 def train(device: torch.device, optimization: Optimization, by_host: bool) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from openrecycle.planner.jobs.errors import InputError
 from tests.agent import own_jobs
 from tests.agent.launches import Launched
 from tests.agent.runs import GRID, TINY
+from tests.conftest import NO_BYTECODE
 from tests.golden import golden
 
 FULL = Path("/dev/full")
@@ -81,7 +82,7 @@ print(len(said), "File too large" in said[0], "lacks nothing" in said[1])
         text=True,
         timeout=60,
         check=False,
-        env={"PYTHONPATH": f"{root}/.src"},
+        env={"PYTHONPATH": f"{root}/.src", **NO_BYTECODE},
     )
     assert done.stdout == "2 True True\n", done.stderr
     lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
@@ -168,12 +169,15 @@ def test_nobody_reads_standard_output_and_training_goes_on(tmp_path: Path) -> No
 
 @pytest.mark.processes
 @pytest.mark.parametrize("option", ["weights", "checkpoints.directory"])
-def test_a_folder_that_can_not_be_written_is_refused_before_the_training(option: str, tmp_path: Path) -> None:
+def test_a_folder_that_can_not_be_written_is_refused_before_the_training(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder: Any = tmp_path / "f"
     trainer = own_jobs.trainer(
         **{"weights": folder} if option == "weights" else {"checkpoints": Checkpoints(directory=folder)}
     )
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     limited(1000)()
     try:
         with pytest.raises(InputError, match=golden("got-a-folder-that-can", option)):
@@ -186,7 +190,8 @@ def test_a_folder_that_can_not_be_written_is_refused_before_the_training(option:
 @pytest.mark.processes
 def test_a_disk_too_small_costs_the_checkpoints_and_says_so_of_the_weights(tmp_path: Path) -> None:
     folders = ("--checkpoint", str(tmp_path / "saved"), "--checkpoint-every", "2", "--weights", str(tmp_path / "w"))
-    done = launch("--iterations", "4", *folders, stdout=subprocess.PIPE, preexec_fn=limited(20_000))
+    environment = os.environ | NO_BYTECODE
+    done = launch("--iterations", "4", *folders, stdout=subprocess.PIPE, preexec_fn=limited(20_000), env=environment)
     assert done.returncode == 1
     assert sum(line.startswith("iteration ") for line in done.stdout.splitlines()) == 4
     warned = [line for line in done.stderr.splitlines() if line.startswith("warning: no checkpoint of iteration")]

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -254,12 +255,19 @@ class Columns(fully_sharded.Gpt):
         return fully_shard(layer, mesh=mesh, shard_placement_fn=lambda p: Shard(p.dim() - 1))
 
 
+class Fewer(fully_sharded.Gpt):
+    """Over one of the two ranks."""
+
+    def parallelize(self, layer: nn.Module, mesh: Any) -> nn.Module:
+        return fully_shard(layer, mesh=DeviceMesh(mesh.device_type, [0]))
+
+
 def test_how_layers_are_split_is_found_out() -> None:
     assert is_divided(fully_sharded.Gpt(width=32, heads=2, sequence=16), 3, 2, 0)
     assert not is_divided(tensor_parallel.Gpt(width=32, heads=2, sequence=16), 3, 2, 0)
 
 
-@pytest.mark.parametrize("kind", [Mixed, Alternating, Lower, Away, Columns])
+@pytest.mark.parametrize("kind", [Mixed, Alternating, Lower, Away, Columns, Fewer])
 def test_what_can_not_be_run_is_refused(kind: type[fully_sharded.Gpt]) -> None:
     with pytest.raises(InputError) as refused:
         is_divided(kind(width=32, heads=2, sequence=16), 3, 2, 0)

@@ -16,6 +16,7 @@ from openrecycle.agent.checkpoints.checkpoint import whole_checkpoints
 from tests.agent.consoles import until
 from tests.agent.launches import Launched
 from tests.agent.runs import TINY, Run, forked
+from tests.conftest import NO_BYTECODE
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes
@@ -129,6 +130,7 @@ def test_a_full_disk_is_a_warning(unbroken: Run, tmp_path: Path) -> None:
         timeout=120,
         check=False,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (2**14, 2**14)),
+        env=os.environ | NO_BYTECODE,
     )
     run = Run(done.returncode, done.stderr, tuple(map(json.loads, record.read_text().splitlines())))
     assert run.status == 0, run.errors

@@ -174,12 +174,27 @@ class Group:
         self._wires.baton.until()
 
 
+@dataclass
+class _Met:
+    """A sum that begins when it is waited for."""
+
+    peers: Peers
+    tensor: Tensor
+
+    def wait(self) -> Tensor:
+        self.peers.sum(self.tensor)
+        return self.tensor
+
+
 class Peers(Group):
     """The reduction of a stage: nobody leaves before all are there."""
 
     def __init__(self, wires: Wires, stage: int, size: int) -> None:
         super().__init__(wires, f"stage{stage}", 0)
         self._size, self._count = size, 0
+
+    def begin_sum(self, tensor: Tensor) -> _Met:
+        return _Met(self, tensor)
 
     def sum(self, tensor: Tensor) -> None:
         rounds = self._wires.sums.setdefault(self._name, [])

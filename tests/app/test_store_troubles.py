@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from openrecycle.app.history.tables import exact
 from openrecycle.app.server import create_routes
 from openrecycle.db.session import Database, DatabaseError
 from openrecycle.db.store import Store
-from tests.conftest import new_database, postgres_cluster
+from tests.conftest import NO_BYTECODE, new_database, postgres_cluster
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes
@@ -128,7 +129,7 @@ except ConsoleError as error:
     print(error.code, error.detail)
 """
     command = [sys.executable, "-c", script, f"sqlite:///{tmp_path / 'console.db'}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, env=os.environ | NO_BYTECODE)
     assert done.stdout.startswith(("disk_f", "read_only")), (done.stdout, done.stderr)
     assert "OperationalError" not in done.stdout
 

@@ -109,7 +109,7 @@ def _as_a_worker(
     model = _model(layers)
     sums = gradient_sum(mode, model.parameters(), terms=MICRO_BATCHES)
     stage = Stage(model, sums, split=Deferred(model))
-    made, sharded = torch.optim.AdamW(model.parameters(), lr=1e-3), None
+    made, sharded, groups = torch.optim.AdamW(model.parameters(), lr=1e-3), None, None
     optimizer = StageOptimizer(model, made, sums, clips=clips, pipelines=peers if peers > 1 else None)
     if (shards := optimizer.shards) is not None and store is not None:
         living = [Worker(p, 0) for p in range(peers)]
@@ -123,8 +123,8 @@ def _as_a_worker(
             stage.forward((0, m), torch.randn(2, WIDTH), seed=m, loss=lambda y: y.square().mean())
             stage.input_backward((0, m), None)
             stage.weight_backward((0, m))
-        if sharded is not None:
-            sharded.reduce()
+        if sharded is not None and groups is not None:
+            groups.reduce(sums.buffer)
             sharded.measure()
         optimizer.step(None)
         optimizer.settle(CLEAN)

@@ -86,10 +86,7 @@ class Stepping:
             self.sums.add(parameter, torch.full_like(parameter, 1e-3))
         groups.gather_rows((0,))
         begun = time.monotonic()
-        if self.sharded is None:
-            groups.reduce(self.sums.buffer)
-        else:
-            self.sharded.reduce()
+        groups.reduce(self.sums.buffer)
         self.optimizer.step(None)
         self.optimizer.settle(CLEAN)
         if self.sharded is not None:

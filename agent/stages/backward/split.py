@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from openrecycle.agent.models import compat
-from openrecycle.agent.models.fully_sharded import computed
+from openrecycle.agent.models.fully_sharded import Sums, computed
 from openrecycle.agent.stages.backward.buffers import Move
 
 # -- layers that compute the gradient of their input now and those of their weights later ------------
@@ -36,16 +36,6 @@ from openrecycle.agent.stages.backward.buffers import Move
 # Deferred are nn.Linear, nn.Embedding and nn.Conv1d/2d/3d in their plain forms, and the Conv1D of transformers (a
 # Linear whose weight is transposed, as GPT-2 has it); every other parameter gets its gradient with I. Whether that
 # equals the fused backward to the bit for a given module is not taken on trust: see agent.stages.backward.probe.
-
-
-class GradientSink(Protocol):
-    """Where gradients go, one call per parameter and micro-batch (see agent.stages.gradients)."""
-
-    def add(self, tensor: Tensor, term: Tensor) -> None:
-        """term: the gradient of `tensor`, a parameter."""
-
-    def add_product(self, tensor: Tensor, left: Tensor, right: Tensor) -> None:
-        """The gradient is left @ right, which need not be computed apart from the sum."""
 
 
 class Product(NamedTuple):
@@ -85,7 +75,7 @@ class DeferredGradients:
         """Is anything needed whose memory is not there: of a parameter that is put together for each op?"""
         return any(not tensor.untyped_storage().nbytes() for tensor in self._reads)
 
-    def flush(self, sink: GradientSink, known: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
+    def flush(self, sink: Sums, known: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
         """Computes every pending gradient, hands each parameter's to `sink` once, and forgets it.
 
         known: gradients that I has already produced. A parameter used more than once gets the sum of its
@@ -362,7 +352,7 @@ class Strategy(Protocol):
     def input_backward(self, state: MicroBatchState) -> None:
         """I: the gradients of the inputs, and whatever comes with them."""
 
-    def weight_backward(self, state: MicroBatchState, sink: GradientSink) -> None:
+    def weight_backward(self, state: MicroBatchState, sink: Sums) -> None:
         """W: every parameter's gradient to `sink`, at most once each."""
 
     def reads_parameters(self, state: MicroBatchState) -> bool:
@@ -388,7 +378,7 @@ class Fused:
         if not state.late:
             state.known = _backward(state, self._parameters)
 
-    def weight_backward(self, state: MicroBatchState, sink: GradientSink) -> None:
+    def weight_backward(self, state: MicroBatchState, sink: Sums) -> None:
         if state.late:
             state.known = _backward(state, self._parameters)
         for parameter, gradient in state.known:
@@ -420,7 +410,7 @@ class Deferred:
         with self.layers.on(state.deferred):
             state.known = _backward(state, self.parameters)
 
-    def weight_backward(self, state: MicroBatchState, sink: GradientSink) -> None:
+    def weight_backward(self, state: MicroBatchState, sink: Sums) -> None:
         state.deferred.flush(sink, state.known)
 
     def reads_parameters(self, state: MicroBatchState) -> bool:
@@ -454,7 +444,7 @@ class TorchSplit:
         _, state.groups = self._of_inputs(outputs, dys, inputs, self._parameters)
         state.release()
 
-    def weight_backward(self, state: MicroBatchState, sink: GradientSink) -> None:
+    def weight_backward(self, state: MicroBatchState, sink: Sums) -> None:
         if state.late:
             gradients = _backward(state, self._parameters)
         else:
