@@ -598,7 +598,7 @@ def wait_for_name(host: str, port: int, say: Say, seconds: float = NAME_SECONDS)
 
 
 class SpreadPool(ProcessPool):
-    """Starts each worker on the node that `homes` says; see agent.nodes.placement for those of lost nodes.
+    """Starts each worker on the node that `homes` says; see `stand_in` for those of lost nodes.
 
     What workers are told waits for `hand_out`. record: its lines so far.
     """
