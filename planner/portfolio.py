@@ -18,9 +18,8 @@ from openrecycle.planner.plans.bounds import period_bound
 from openrecycle.planner.plans.plan import MetricsDoc, Plan, SolverDoc
 from openrecycle.planner.solvers.base import Cancelled, ProgressCallback, Solution, Solver
 from openrecycle.planner.solvers.fault_free import best_fault_free
-from openrecycle.planner.solvers.list_scheduler import SELECTIVE_ITEMS, ListScheduler
+from openrecycle.planner.solvers.list_scheduler import SELECTIVE_ITEMS, ListScheduler, tries
 from openrecycle.planner.solvers.rearranger import Rearranger, rearrangeable
-from openrecycle.planner.solvers.rules import tries
 from openrecycle.planner.solvers.tuning import COMPILED_SECONDS, Tuner
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from openrecycle.agent.config.options import Planning, TrainingOptions
 from openrecycle.agent.config.settings import build, leaves
 from openrecycle.agent.jobs.start import check_writable, make_launcher, take_over
 from openrecycle.agent.launcher.processes import preload, start_server
-from openrecycle.agent.launcher.record_sentences import is_remark, sentence_of
+from openrecycle.agent.launcher.record import is_remark, sentence_of
 from openrecycle.agent.messages.delivery import Delivery, Line, RecordFile
 from openrecycle.agent.models.workload import NamedWorkload, WorkloadSource
 from openrecycle.agent.nodes.role import LedElsewhere, NodeRole, check_token, role_of
@@ -29,7 +29,7 @@ from openrecycle.planner.profiles import job_on, load
 
 if TYPE_CHECKING:
     from openrecycle.agent.launcher.launch import Launcher
-    from openrecycle.agent.nodes.successor import Succession
+    from openrecycle.agent.nodes.server import Succession
 
 GRID = (3, 4, 6)
 """Pipelines, stages and micro-batches of a job that says nothing else."""

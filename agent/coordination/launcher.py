@@ -14,7 +14,7 @@ from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.plans.plan import Plan
 
 if TYPE_CHECKING:
-    from openrecycle.agent.messages.clock import Offset
+    from openrecycle.agent.messages.client import Offset
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ from openrecycle.planner.layers.partition import Layout, lay_out
 from openrecycle.planner.plans.plan import Plan
 
 if TYPE_CHECKING:
-    from openrecycle.agent.messages.clock import Offset
+    from openrecycle.agent.messages.client import Offset
 
 
 _STATE = TypeAdapter(State)

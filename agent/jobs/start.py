@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from openrecycle.agent.coordination.local import LocalCoordination
     from openrecycle.agent.launcher.launch import Launcher
     from openrecycle.agent.models.workload import WorkloadSource
-    from openrecycle.agent.nodes.successor import Succession
+    from openrecycle.agent.nodes.server import Succession
 
 PLANNED_FAILURES = 2
 """Without a console, plans are made ahead for up to this many failures."""
@@ -239,7 +239,7 @@ def _workers_here(job: Job, role: NodeRole | None) -> int:
     """On this node."""
     if role is None:
         return job.pipelines * job.stages
-    from openrecycle.agent.nodes.placement import place
+    from openrecycle.agent.nodes.pool import place
 
     return sum(node == role.rank for node in place(job, role.nodes).values())
 

@@ -53,8 +53,7 @@ from openrecycle.agent.jobs.callbacks import Callback, TrainingStart
 from openrecycle.agent.jobs.preflight import check_workload
 from openrecycle.agent.jobs.start import check_writable, make_launcher
 from openrecycle.agent.launcher.processes import preload, start_server
-from openrecycle.agent.launcher.record import EvaluationResult
-from openrecycle.agent.launcher.record_sentences import is_remark, iteration_of, sentence_of
+from openrecycle.agent.launcher.record import EvaluationResult, is_remark, iteration_of, sentence_of
 from openrecycle.agent.messages.delivery import Delivery, RecordFile
 from openrecycle.agent.messages.protocol import Iteration, Recovery
 from openrecycle.agent.models import torch_pipelining

@@ -21,7 +21,6 @@ from openrecycle.agent.config.faults import Rejoin
 from openrecycle.agent.config.timeouts import TIMES_LONGEST
 from openrecycle.agent.coordination.launcher import Coordination, Deploy, Halt, LauncherWarning, Measure, ProcessFenced
 from openrecycle.agent.launcher import bad_samples
-from openrecycle.agent.launcher.pausing import PauseRequest
 from openrecycle.agent.launcher.processes import ProcessPool, Spares, WorkerProcess, preload
 from openrecycle.agent.launcher.record import DataWait, DivergedError, EvaluationResult, RecordedProgress, RunRecord
 from openrecycle.agent.messages import channel
@@ -35,6 +34,74 @@ from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.jobs.words import layers_moved
 from openrecycle.planner.plans.plan import Plan
+
+# -- pausing -----------------------------------------------------------------------------------------
+
+# A job that an operator has paused: every worker stops before the same iteration, with nothing in flight.
+#
+# Which iteration that is nobody knows beforehand, for workers are in different ones, and none can finish
+# one that another has stopped before. So each stops after the one that it is in and says which that was;
+# the last of these is where all go on to. A job that is asked to end early is paused first, too: then there is
+# an iteration that all have committed, and after which nobody has begun another. One that can't commit an
+# iteration, whatever it does, ends before that one.
+
+
+class PauseRequest:
+    """The launcher's side. after: the iteration through which all go; None: the job is not paused.
+    last: how many iterations there are in all, where the job is to end early."""
+
+    def __init__(self) -> None:
+        self.after: int | None = None
+        self.last: int | None = None
+        self._asked: set[str] = set()
+
+    def saved(self) -> dict[str, Any]:
+        return {"after": self.after, "last": self.last, "asked": sorted(self._asked)}
+
+    def restore(self, document: Mapping[str, Any]) -> None:
+        """Goes on from what another launcher has `saved`."""
+        self.after, self.last, self._asked = document["after"], document["last"], set(document["asked"])
+
+    def begin(self, entries: Iterable[WorkerProcess]) -> None:
+        if self.after is None and self.last is None:
+            self.after = -1
+            for entry in entries:
+                self._asked.add(entry.incarnation)
+                entry.post("hold", after=None)
+
+    def heard(self, iteration: int, entries: Iterable[WorkerProcess], by: str = "") -> None:
+        """A worker, the incarnation `by`, has stopped, or will, after `iteration`."""
+        self._asked.discard(by)
+        if self.after is not None and iteration > self.after:
+            self.after = iteration
+            for entry in entries:
+                entry.post("hold", after=iteration)
+
+    def tell(self, entry: WorkerProcess) -> None:
+        """One that was not there when the job was paused, or told to end."""
+        if self.last is not None:
+            entry.post("last", iterations=self.last)
+        elif self.after is not None:
+            entry.post("hold", after=self.after)
+
+    def settled(self, entries: Iterable[WorkerProcess]) -> bool:
+        """Paused, and everybody has said after which iteration?"""
+        return self.after is not None and self._asked.isdisjoint(entry.incarnation for entry in entries)
+
+    def end_at(self, iterations: int, entries: Iterable[WorkerProcess]) -> None:
+        """There is none after so many: all are held before it, or it can't be committed."""
+        self.after, self.last = None, iterations
+        for entry in entries:
+            self.tell(entry)
+
+    def end(self, entries: Iterable[WorkerProcess]) -> None:
+        self.after = None
+        self._asked.clear()
+        for entry in entries:
+            entry.post("go")
+
+
+# -- the launcher ------------------------------------------------------------------------------------
 
 TURN_SECONDS = 0.25
 _REMEMBERED_VALIDATIONS = 1000
@@ -55,7 +122,7 @@ class Stopped(Exception):
 
 @dataclass(frozen=True)
 class Takeover:
-    """What a launcher goes on from where another one led, which is gone (agent.nodes.successor). Its pool has the
+    """What a launcher goes on from where another one led, which is gone (agent.nodes.server). Its pool has the
     workers that live.
 
     document: what that one had `saved`, with times of a clock that is `ahead` of this one by so many nanoseconds.

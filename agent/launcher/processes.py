@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from openrecycle.agent.messages import channel
-from openrecycle.agent.messages.clock import Offset
+from openrecycle.agent.messages.client import Offset
 from openrecycle.agent.messages.protocol import TOKEN_VARIABLE
 from openrecycle.agent.models.workload import WorkloadSource
 from openrecycle.agent.monitoring.liveness import Activity, CurrentOp, activity

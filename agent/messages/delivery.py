@@ -1,8 +1,5 @@
-"""A run's record on its way to what may be slow or broken: a callback, a terminal, a disk. No torch here.
-
-The launcher's loop judges its workers by when it hears them, so nothing that may take long runs in it: each target
-has a thread and a bounded queue of its own. Beyond the queue's limit the oldest waiting iterations are left out, and
-their number is said; failures, checkpoints, warnings and the final line are not.
+"""What waits until it can be handed on: messages and lines for a console, and a run's record for what may be slow or
+broken, as a callback, a terminal or a disk. No torch here.
 """
 
 from __future__ import annotations
@@ -11,11 +8,141 @@ import contextlib
 import json
 import logging
 import threading
-from collections.abc import Callable
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TextIO, TypeVar
 
-from openrecycle.agent.messages.outbox import Outbox
+from pydantic import ValidationError
+
+from openrecycle.agent.messages.protocol import LATEST, LOG_LINE, LOG_LINES, LogLine
+
+# -- messages that wait for a console, oldest first, in bounded memory -------------------------------
+
+T = TypeVar("T")
+
+
+class Outbox(Generic[T]):
+    """`put` never blocks and may be called from any thread; `take` and `sent` belong to one that sends.
+
+    limit: messages that wait at most; beyond it the oldest goes for which `droppable` holds, or the
+    oldest of all. merge: makes one message of the newest waiting and a new one, or None where they
+    stay two. The message that is being sent is never dropped or merged.
+    """
+
+    def __init__(
+        self,
+        limit: int,
+        *,
+        merge: Callable[[T, T], T | None] = lambda _older, _newer: None,
+        droppable: Callable[[T], bool] = lambda _message: True,
+    ) -> None:
+        self._limit, self._merge, self._droppable = limit, merge, droppable
+        self._waiting: deque[T] = deque()
+        self._in_hand: T | None = None
+        self._lock = threading.Lock()
+        self.dropped = 0
+        """Messages that went because there were too many."""
+
+    def __len__(self) -> int:
+        return len(self._waiting) + (self._in_hand is not None)
+
+    @property
+    def all(self) -> list[T]:
+        """The oldest first, with the one that is being sent."""
+        with self._lock:
+            return [*([] if self._in_hand is None else [self._in_hand]), *self._waiting]
+
+    def put(self, message: T) -> None:
+        with self._lock:
+            merged = self._merge(self._waiting[-1], message) if self._waiting else None
+            if merged is not None:
+                self._waiting[-1] = merged
+                return
+            self._waiting.append(message)
+            if len(self._waiting) > self._limit:
+                index = next((i for i, waiting in enumerate(self._waiting) if self._droppable(waiting)), 0)
+                del self._waiting[index]
+                self.dropped += 1
+
+    def take(self) -> T | None:
+        """The oldest; the same again until `sent`. None when there is none."""
+        with self._lock:
+            if self._in_hand is None and self._waiting:
+                self._in_hand = self._waiting.popleft()
+            return self._in_hand
+
+    def sent(self) -> None:
+        """The message that was taken is done with."""
+        self._in_hand = None
+
+
+# -- the newest lines that a worker process has written, kept for the console ------------------------
+
+
+class LogTail:
+    """Holds what has not been taken yet, up to a bound; the oldest lines give way. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lines: deque[LogLine] = deque(maxlen=LOG_LINES)
+        self._added = 0
+        self._lock = threading.Lock()
+
+    def add(self, text: str) -> None:
+        """Whole lines; those that are too long are cut."""
+        at = min(max(time.time(), 0.0), LATEST)  # a clock may be set to anything
+        for line in text.splitlines():
+            if line := line.rstrip():
+                clean = "".join(c if c.isprintable() or c == "\t" else "\N{REPLACEMENT CHARACTER}" for c in line)
+                with self._lock:
+                    self._lines.append(LogLine(at=at, text=clean[:LOG_LINE]))
+                    self._added += 1
+
+    def extend(self, lines: Iterable[tuple[float, str]], skipped: int) -> None:
+        """Lines that another tail had taken, with their POSIX seconds, and how many it had dropped before them."""
+        with self._lock:
+            for at, text in lines:
+                self._added += 1
+                with suppress(ValidationError):  # no console takes it
+                    self._lines.append(LogLine(at=at, text=text))
+            self._added += skipped
+
+    def take(self) -> tuple[tuple[LogLine, ...], int]:
+        """The lines since the last call, and how many before them were dropped."""
+        with self._lock:
+            lines, skipped = tuple(self._lines), self._added - len(self._lines)
+            self._lines.clear()
+            self._added = 0
+        return lines, skipped
+
+
+class Followed:
+    """A text stream, such as sys.stdout, whose lines go into a LogTail as well."""
+
+    def __init__(self, stream: TextIO, tail: LogTail) -> None:
+        self._stream, self._tail, self._part = stream, tail, ""
+
+    def write(self, text: str) -> int:
+        self._part += text
+        if "\n" in self._part:
+            whole, _, self._part = self._part.rpartition("\n")
+            self._tail.add(whole)
+        elif len(self._part) > LOG_LINE:
+            self._tail.add(self._part)
+            self._part = ""
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._stream, name)
+
+
+# -- a run's record on its way -----------------------------------------------------------------------
+
+# The launcher's loop judges its workers by when it hears them, so nothing that may take long runs in it: each target
+# has a thread and a bounded queue of its own. Beyond the queue's limit the oldest waiting iterations are left out, and
+# their number is said; failures, checkpoints, warnings and the final line are not.
 
 log = logging.getLogger("openrecycle")
 

@@ -19,9 +19,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from openrecycle.agent.coordination.launcher import Deploy, Event, Halt, Measure, ProcessFenced
-from openrecycle.agent.messages.client import Backoff, ConsoleClient, ConsoleRefused, ConsoleUnavailable
-from openrecycle.agent.messages.clock import Offset
-from openrecycle.agent.messages.outbox import Outbox
+from openrecycle.agent.messages.client import Backoff, ConsoleClient, ConsoleRefused, ConsoleUnavailable, Offset
+from openrecycle.agent.messages.delivery import Outbox
 from openrecycle.agent.messages.protocol import (
     INTERIM_DOCUMENT,
     Acknowledgement,

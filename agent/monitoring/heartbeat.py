@@ -17,10 +17,15 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from openrecycle.agent.messages.client import Backoff, ConsoleClient, ConsoleRefused, ConsoleUnavailable
-from openrecycle.agent.messages.clock import Offset, offset_to_console
-from openrecycle.agent.messages.log_tail import LogTail
-from openrecycle.agent.messages.outbox import Outbox
+from openrecycle.agent.messages.client import (
+    Backoff,
+    ConsoleClient,
+    ConsoleRefused,
+    ConsoleUnavailable,
+    Offset,
+    offset_to_console,
+)
+from openrecycle.agent.messages.delivery import LogTail, Outbox
 from openrecycle.agent.messages.protocol import (
     BATCH,
     MEASURED_OPS,

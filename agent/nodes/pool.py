@@ -15,16 +15,15 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any, ClassVar
 
 from openrecycle.agent.launcher.processes import ProcessPool, Spares, WorkerProcess, preload
-from openrecycle.agent.messages.clock import Offset
+from openrecycle.agent.messages.client import Offset
 from openrecycle.agent.models.workload import WorkloadSource
 from openrecycle.agent.nodes.frames import HANDSHAKE_SECONDS, Frames, NotTrusted, greet
-from openrecycle.agent.nodes.placement import place, stand_in
 from openrecycle.agent.nodes.role import LedElsewhere, NodeRole
 from openrecycle.agent.nodes.succession import (
     SEEK_SECONDS,
@@ -44,6 +43,42 @@ from openrecycle.agent.workers.worker import main
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, Worker
 from openrecycle.planner.jobs.words import printable
+
+# -- which node runs which cell of the grid ----------------------------------------------------------
+
+
+def place(job: Job, nodes: int) -> dict[Worker, int]:
+    """The node of every cell.
+
+    Up to as many nodes as pipelines: whole pipelines, in turn, so that neighbouring stages share a
+    node. Beyond that a pipeline is cut over several nodes, which no other pipeline uses. Either way
+    the replicas of a stage are on min(nodes, pipelines) different nodes. Raises InputError for more
+    nodes than workers.
+    """
+    if not 1 <= nodes <= job.pipelines * job.stages:
+        raise InputError("--nodes", nodes, f"from 1 to {job.pipelines * job.stages}, a worker for each")
+    out = {}
+    for cell in job.workers():
+        first = cell.pipeline % nodes
+        own = range(first, nodes, job.pipelines) if nodes > job.pipelines else (first,)
+        out[cell] = own[cell.stage * len(own) // job.stages]
+    return out
+
+
+def stand_in(cell: Worker, home: int, living: Collection[int], where: Mapping[Worker, int]) -> int:
+    """The node to start `cell` on: its own, or, where that is lost, the living one with the fewest
+    replicas of its stage, then the fewest workers. where: node of every worker that runs."""
+    if home in living:
+        return home
+
+    def burden(node: int) -> tuple[int, int, int]:
+        here = [w for w, n in where.items() if n == node]
+        return sum(w.stage == cell.stage for w in here), len(here), node
+
+    return min(living, key=burden)
+
+
+# -- the pool ----------------------------------------------------------------------------------------
 
 CLOCK_SAMPLES = 7
 """Round trips by which a node's clock is compared with the lead's; the quickest one counts."""
@@ -563,7 +598,7 @@ def wait_for_name(host: str, port: int, say: Say, seconds: float = NAME_SECONDS)
 
 
 class SpreadPool(ProcessPool):
-    """Starts each worker on the node that `homes` says; see agent.nodes.placement for those of lost nodes.
+    """Starts each worker on the node that `homes` says; see `stand_in` for those of lost nodes.
 
     What workers are told waits for `hand_out`. record: its lines so far.
     """

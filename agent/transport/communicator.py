@@ -36,11 +36,10 @@ from openrecycle.agent.transport.group import (
 )
 from openrecycle.agent.transport.host import HostGroup
 from openrecycle.agent.transport.nccl import NcclGroup
-from openrecycle.agent.transport.ordered import OrderedTransfers, connect
 from openrecycle.agent.transport.ranks import Ranks
 from openrecycle.agent.transport.script import MicroBatch
 from openrecycle.agent.transport.store import StoreClient
-from openrecycle.agent.transport.transfers import Lines, TransferLayout, Transfers
+from openrecycle.agent.transport.transfers import Lines, OrderedTransfers, TransferLayout, Transfers, connect
 from openrecycle.planner.jobs.job import Member, Worker
 
 dist: Any = torch.distributed

@@ -31,15 +31,14 @@ from openrecycle.agent.config.faults import FaultInjector, slowness
 from openrecycle.agent.config.pacing import profile_pace
 from openrecycle.agent.config.timeouts import ALIVE_SECONDS
 from openrecycle.agent.messages.channel import GenerationSpec, WorkerChannel
-from openrecycle.agent.messages.log_tail import LogTail
+from openrecycle.agent.messages.delivery import LogTail
 from openrecycle.agent.models.layers import Partition, Span, layer_count, layer_of, partition_of, tied_of
 from openrecycle.agent.models.parallelized import gathered, gathered_tensors, part_of_rank
 from openrecycle.agent.models.stage_io import CPU, StageCuts, layer_io_of
 from openrecycle.agent.models.state import StageState
 from openrecycle.agent.models.workload import Workload
 from openrecycle.agent.monitoring.heartbeat import Status
-from openrecycle.agent.monitoring.liveness import AT_REST
-from openrecycle.agent.monitoring.thread_stacks import describe_exception
+from openrecycle.agent.monitoring.liveness import AT_REST, describe_exception
 from openrecycle.agent.stages.assembly import assemble, reassemble
 from openrecycle.agent.stages.optimizer import averages_of, stage_optimizer
 from openrecycle.agent.stages.post_validation import ValidationResult

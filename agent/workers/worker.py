@@ -19,13 +19,12 @@ import torch
 from openrecycle.agent.checkpoints.weights import WeightsError
 from openrecycle.agent.config.timeouts import ALIVE_SECONDS
 from openrecycle.agent.messages.channel import WorkerChannel
-from openrecycle.agent.messages.log_tail import Followed, LogTail
+from openrecycle.agent.messages.delivery import Followed, LogTail
 from openrecycle.agent.models.parallelized import Parallelized
 from openrecycle.agent.models.stage_io import StageIOError
 from openrecycle.agent.models.state import StateError
 from openrecycle.agent.monitoring.heartbeat import Status, measured_ops
-from openrecycle.agent.monitoring.liveness import LoopLag, OpProgress
-from openrecycle.agent.monitoring.thread_stacks import describe_exception, thread_stacks
+from openrecycle.agent.monitoring.liveness import LoopLag, OpProgress, describe_exception, thread_stacks
 from openrecycle.agent.stages.optimizer import NonFiniteError
 from openrecycle.agent.transport.communicator import Communicator
 from openrecycle.agent.transport.ranks import Ranks

@@ -22,9 +22,8 @@ from openrecycle.planner.simulation.costs import RecoveryCosts
 from openrecycle.planner.simulation.engine import simulate
 from openrecycle.planner.simulation.outcome import SimulationOutcome
 from openrecycle.planner.simulation.planned import LAYERS_PER_STAGE, PlannedJob
-from openrecycle.planner.simulation.policies.measured import READY_AFTER
 from openrecycle.planner.simulation.policies.planned_policies import PLANNED, planned_policy
-from openrecycle.planner.simulation.policies.published import PUBLISHED, published
+from openrecycle.planner.simulation.policies.published import PUBLISHED, READY_AFTER, published
 from openrecycle.planner.simulation.sensitivity import Sweep, sweep
 from openrecycle.planner.simulation.trace import Trace
 from openrecycle.planner.simulation.traces import read_trace

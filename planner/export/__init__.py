@@ -3,16 +3,65 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Protocol
 
-from openrecycle.planner.export.chrome_trace import to_chrome_trace
 from openrecycle.planner.export.png import to_png
-from openrecycle.planner.export.registry import ExportFormat, to_json
 from openrecycle.planner.export.svg import to_svg
-from openrecycle.planner.export.tidy_csv import to_tidy_csv
-from openrecycle.planner.export.torch_csv import to_torch_csv
+from openrecycle.planner.export.text_formats import to_chrome_trace, to_tidy_csv, to_torch_csv
 from openrecycle.planner.export.yaml_document import to_yaml
 from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.plans.plan import Plan
+
+
+class Exporter(Protocol):
+    """A pure function of a valid plan (see planner.check). Raises PlannerError when it refuses."""
+
+    def __call__(self, plan: Plan, /) -> str | bytes: ...
+
+
+class PipelineExporter(Protocol):
+    """As Exporter, and can be asked for one pipeline of the plan alone."""
+
+    def __call__(self, plan: Plan, /, pipeline: int | None = None) -> str | bytes: ...
+
+
+@dataclass(frozen=True)
+class ExportFormat:
+    """name: as the user types it. suffix: with its dot. title: for a menu or a button."""
+
+    name: str
+    title: str
+    media_type: str
+    suffix: str
+    exporter: Exporter
+    of_pipeline: PipelineExporter | None = None
+
+    def render(self, plan: Plan, *, pipeline: int | None = None) -> bytes:
+        """The file's bytes; text is UTF-8.
+
+        pipeline: this one alone, for the formats that can. Raises InputError for one that the job
+        has not, or that the format can't single out; PlannerError when the exporter refuses.
+        """
+        if pipeline is None:
+            content = self.exporter(plan)
+        elif self.of_pipeline is None:
+            raise InputError("--pipeline", pipeline, f"nothing: {self.name} always holds the whole plan")
+        elif not 0 <= pipeline < plan.job.pipelines:
+            raise InputError("--pipeline", pipeline, f"a pipeline of the plan, 0 to {plan.job.pipelines - 1}")
+        else:
+            content = self.of_pipeline(plan, pipeline)
+        return content if isinstance(content, bytes) else content.encode()
+
+    def file_name(self, plan: Plan) -> str:
+        """A name for a download: the start of the plan's fingerprint says which plan it is."""
+        return f"plan-{plan.fingerprint[:12]}{self.suffix}"
+
+
+def to_json(plan: Plan) -> str:
+    return plan.to_json() + "\n"
+
 
 __all__ = ["EXPORTERS", "Format", "format_named"]
 

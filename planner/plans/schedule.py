@@ -168,7 +168,7 @@ class OpArrays:
     def of_items(
         cls, problem: Problem, route: Ints, starts: Numbers, split: Ints, durations: Numbers, step: Numbers
     ) -> OpArrays:
-        """Items are numbered as in planner.solvers.dispatch, per stage: pipeline * micro_batches + micro-batch.
+        """Items are numbered as in planner.solvers.loops, per stage: pipeline * micro_batches + micro-batch.
 
         S stages, P pipelines, n = P * micro-batches. route [S, n]: pipeline of the worker that runs the item. starts
         [3, S, n]: of F, of I (or B) and of W. split [S, P]: 1 where the worker splits B. durations [4, S, P]: of F, I,

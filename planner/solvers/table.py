@@ -12,8 +12,7 @@ import numpy as np
 from openrecycle.planner.jobs.job import Problem, Worker
 from openrecycle.planner.plans.routing import assign
 from openrecycle.planner.plans.schedule import OpArrays, OpsByWorker, Schedule, op_times, whole
-from openrecycle.planner.solvers.compiled import INT64, compiled_functions, worth_compiling
-from openrecycle.planner.solvers.dispatch import STATE, dispatch, retime
+from openrecycle.planner.solvers.loops import INT64, STATE, compiled_functions, dispatch, retime, worth_compiling
 
 UNLIMITED = 1 << 40
 ALWAYS = 1_000_000  # a wait that goes on however little it spares

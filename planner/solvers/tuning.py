@@ -21,8 +21,7 @@ from openrecycle.planner.jobs.job import Problem
 from openrecycle.planner.plans.bounds import period_bound
 from openrecycle.planner.plans.schedule import Schedule
 from openrecycle.planner.solvers.base import Cancelled, ProgressCallback, Solution, SolverProgress
-from openrecycle.planner.solvers.list_scheduler import ListScheduler
-from openrecycle.planner.solvers.rules import ORDERS, rules
+from openrecycle.planner.solvers.list_scheduler import ORDERS, ListScheduler, rules
 from openrecycle.planner.solvers.table import ALWAYS, UNLIMITED, DispatchSettings, Result, Table
 
 POOL = 4  # settings that are improved side by side

@@ -33,10 +33,9 @@ from openrecycle.agent.stages.assembly import assemble
 from openrecycle.agent.stages.optimizer import StageOptimizer, stage_optimizer
 from openrecycle.agent.transport.group import PendingTransfer
 from openrecycle.agent.transport.host import HostGroup
-from openrecycle.agent.transport.ordered import OrderedTransfers, connect
 from openrecycle.agent.transport.ranks import Ranks
 from openrecycle.agent.transport.script import Script
-from openrecycle.agent.transport.transfers import Lines, TransferLayout
+from openrecycle.agent.transport.transfers import Lines, OrderedTransfers, TransferLayout, connect
 from openrecycle.agent.workers.executor import Executor
 from openrecycle.agent.workers.validation_exchange import Steps
 from openrecycle.planner.catalogs.catalog import Catalog

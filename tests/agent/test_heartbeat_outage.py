@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from openrecycle.agent.messages.client import ConsoleClient, ConsoleUnavailable
-from openrecycle.agent.messages.clock import Offset
+from openrecycle.agent.messages.client import ConsoleClient, ConsoleUnavailable, Offset
 from openrecycle.agent.messages.protocol import (
     Acknowledgement,
     BatchReply,

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from openrecycle.agent.messages.log_tail import Followed, LogTail
+from openrecycle.agent.messages.delivery import Followed, LogTail
 from openrecycle.agent.messages.protocol import LOG_LINE, LOG_LINES
 
 

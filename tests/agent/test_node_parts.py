@@ -26,8 +26,7 @@ from openrecycle.agent.models.stage_io import TensorSpec
 from openrecycle.agent.models.workload import NamedWorkload
 from openrecycle.agent.nodes import frames as frames_module
 from openrecycle.agent.nodes.frames import MAX_MESSAGE_BYTES, Frames, NotTrusted, greet
-from openrecycle.agent.nodes.placement import place, stand_in
-from openrecycle.agent.nodes.pool import CLOCK_SAMPLES, NodeHub, SpreadPool, wait_for_name
+from openrecycle.agent.nodes.pool import CLOCK_SAMPLES, NodeHub, SpreadPool, place, stand_in, wait_for_name
 from openrecycle.agent.nodes.role import NodeRole, check_token, first_host, role_of
 from openrecycle.agent.nodes.wire import MACHINE, by_name, decode_spec, encode_spec
 from openrecycle.agent.workers.spec import RunSpec, WorkerSpec

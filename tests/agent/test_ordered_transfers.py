@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrecycle.agent.transport.ordered import OrderedTransfers
 from openrecycle.agent.transport.script import MicroBatch, Script
-from openrecycle.agent.transport.transfers import PREFETCH
+from openrecycle.agent.transport.transfers import PREFETCH, OrderedTransfers
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, Worker
 from openrecycle.planner.plans.schedule import Op, Schedule

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from openrecycle.agent.launcher.pausing import PauseRequest
+from openrecycle.agent.launcher.launch import PauseRequest
 from openrecycle.agent.messages.protocol import Command
 from tests.agent.local_jobs import LocalJob, fault_free_losses
 

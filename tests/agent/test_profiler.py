@@ -10,8 +10,8 @@ from torch import nn
 from typer.testing import CliRunner
 
 from openrecycle.agent.cli import app
+from openrecycle.agent.profiling.job import SHAPES, shape_of
 from openrecycle.agent.profiling.profiler import PartSpec, ProfilingEffort, kept_bytes, measure_part, timing_of
-from openrecycle.agent.profiling.shapes import SHAPES, shape_of
 from openrecycle.agent.profiling.traffic import measure_traffic
 from openrecycle.agent.stages.gradients import gradient_sum
 from openrecycle.agent.stages.optimizer import StageOptimizer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from openrecycle.agent.messages.clock import Offset, measure_offset
+from openrecycle.agent.messages.client import Offset, measure_offset
 from openrecycle.agent.messages.protocol import ClockReading, clock_name
 from openrecycle.agent.monitoring.heartbeat import measured_ops
 from openrecycle.agent.monitoring.timeline import IterationTimeline, Timeline

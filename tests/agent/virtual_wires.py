@@ -20,10 +20,9 @@ from torch import Tensor
 
 from openrecycle.agent.config.faults import FaultInjector
 from openrecycle.agent.models.stage_io import CPU, TensorSpec
-from openrecycle.agent.transport.ordered import OrderedTransfers, connect
 from openrecycle.agent.transport.ranks import Ranks
 from openrecycle.agent.transport.script import MicroBatch, Script
-from openrecycle.agent.transport.transfers import Lines, TransferLayout, Transfers
+from openrecycle.agent.transport.transfers import Lines, OrderedTransfers, TransferLayout, Transfers, connect
 from openrecycle.agent.workers.executor import Executor, OpError
 from openrecycle.agent.workers.kept_micro_batches import Redo
 from openrecycle.planner.jobs.job import Worker

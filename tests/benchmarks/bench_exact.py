@@ -21,11 +21,9 @@ from openrecycle.planner.commands.bench import TIMES
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, Worker
 from openrecycle.planner.plans.bounds import period_bound
 from openrecycle.planner.plans.schedule import Schedule
-from openrecycle.planner.solvers.cp_sat import CpSatSolver
-from openrecycle.planner.solvers.cp_sat_model import ScheduleModel
-from openrecycle.planner.solvers.cp_sat_run import run
+from openrecycle.planner.solvers.cp_sat import CpSatSolver, run
+from openrecycle.planner.solvers.cp_sat_model import PooledModel, ScheduleModel
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
-from openrecycle.planner.solvers.pooled import PooledModel
 from openrecycle.planner.solvers.rearranger import Rearranger
 from openrecycle.planner.solvers.reduction import Reduction
 from tests.benchmarks.machine import describe

@@ -17,9 +17,8 @@ from openrecycle.planner.plans.plan import JobDoc
 from openrecycle.planner.simulation.costs import RecoveryCosts
 from openrecycle.planner.simulation.engine import simulate
 from openrecycle.planner.simulation.planned import PlannedJob
-from openrecycle.planner.simulation.policies.measured import READY_AFTER
 from openrecycle.planner.simulation.policies.planned_policies import planned_policy
-from openrecycle.planner.simulation.policies.published import published
+from openrecycle.planner.simulation.policies.published import READY_AFTER, published
 from openrecycle.planner.simulation.traces import read_trace
 from openrecycle.planner.simulation.traces.generated import Domain, generated, periodic
 from tests.benchmarks.machine import describe

@@ -13,14 +13,10 @@ from openrecycle.planner.jobs.job import Problem, Worker
 from openrecycle.planner.plans.bounds import period_bound
 from openrecycle.planner.plans.routing import Routes, assign
 from openrecycle.planner.plans.schedule import Schedule
-from openrecycle.planner.solvers.cp_sat import CpSatSolver
-from openrecycle.planner.solvers.cp_sat_model import ScheduleModel
-from openrecycle.planner.solvers.cp_sat_routing import RoutingModel
-from openrecycle.planner.solvers.cp_sat_run import run
-from openrecycle.planner.solvers.cp_sat_slice import SliceModel
+from openrecycle.planner.solvers.cp_sat import CpSatSolver, run
+from openrecycle.planner.solvers.cp_sat_model import PooledModel, RoutingModel, ScheduleModel, SliceModel
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
 from openrecycle.planner.solvers.lns import ScheduleGraph, Slices
-from openrecycle.planner.solvers.pooled import PooledModel
 from openrecycle.planner.solvers.reduction import Reduction, routes_of
 from tests.conftest import examples
 

@@ -12,9 +12,8 @@ from openrecycle.planner.plans.bounds import period_bound
 from openrecycle.planner.plans.schedule import Schedule
 from openrecycle.planner.solvers import cp_sat
 from openrecycle.planner.solvers.base import SolverProgress
-from openrecycle.planner.solvers.cp_sat import CpSatSolver
+from openrecycle.planner.solvers.cp_sat import CpSatSolver, run
 from openrecycle.planner.solvers.cp_sat_model import ScheduleModel
-from openrecycle.planner.solvers.cp_sat_run import run
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
 from openrecycle.planner.solvers.reduction import Reduction, StartTicks
 from tests.golden import golden

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 
 from openrecycle.planner.export import EXPORTERS
-from openrecycle.planner.export.torch_csv import to_torch_csv
+from openrecycle.planner.export.text_formats import to_torch_csv
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
 from openrecycle.planner.plans.baseline import gpipe, one_forward_one_backward

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 
-from openrecycle.planner.export.chrome_trace import to_chrome_trace
+from openrecycle.planner.export.text_formats import to_chrome_trace
 from openrecycle.planner.jobs.job import Job, Problem, StageProfile, Technique, Worker
 from openrecycle.planner.plans.plan import Plan
 from openrecycle.planner.plans.schedule import Op

@@ -12,8 +12,7 @@ from openrecycle.planner.plans.baseline import reference_period
 from openrecycle.planner.plans.bounds import period_bound
 from openrecycle.planner.plans.schedule import Schedule
 from openrecycle.planner.solvers.base import SolverProgress
-from openrecycle.planner.solvers.list_scheduler import ListScheduler
-from openrecycle.planner.solvers.rules import EVERY, ORDERS, Rule
+from openrecycle.planner.solvers.list_scheduler import EVERY, ORDERS, ListScheduler, Rule
 from openrecycle.planner.solvers.table import Table
 from tests.conftest import examples
 from tests.planner.problems import problems

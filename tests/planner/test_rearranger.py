@@ -13,10 +13,8 @@ from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, StageProfile
 from openrecycle.planner.plans.bounds import period_bound
 from openrecycle.planner.plans.schedule import Schedule
 from openrecycle.planner.solvers.base import SolverProgress
-from openrecycle.planner.solvers.list_scheduler import ListScheduler
-from openrecycle.planner.solvers.orders import DispatchRule, OpOrders
-from openrecycle.planner.solvers.rearranger import Rearranger, rearrangeable
-from openrecycle.planner.solvers.rules import EVERY
+from openrecycle.planner.solvers.list_scheduler import EVERY, ListScheduler
+from openrecycle.planner.solvers.rearranger import DispatchRule, OpOrders, Rearranger, rearrangeable
 from openrecycle.planner.solvers.table import ALWAYS, UNLIMITED, ArraySchedule, Table
 from tests.conftest import examples
 from tests.planner.problems import problems

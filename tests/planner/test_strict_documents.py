@@ -18,7 +18,7 @@ from openrecycle.planner.plans.packed import CatalogQuestion
 from openrecycle.planner.plans.plan import Plan, job_doc
 from openrecycle.planner.portfolio import make_plan
 from openrecycle.planner.profiles import load, load_profile, shipped
-from openrecycle.planner.simulation.traces.replay import read
+from openrecycle.planner.simulation.traces import read_replay
 from tests.golden import golden
 
 Reader = Callable[[str, Path], object]
@@ -53,7 +53,7 @@ def _cases(plan: Plan) -> dict[str, tuple[str, Reader]]:
         "profile": (shipped_profile, lambda text, folder: load(_file(text, folder))),
         "measured profile": (shipped_profile, lambda text, folder: load_profile(_file(text, folder))),
         "job": (job_doc(plan.job.job()).model_dump_json(), lambda text, folder: load(_file(text, folder))),
-        "trace": (row, lambda text, folder: read("trace", [(1, text)])),
+        "trace": (row, lambda text, folder: read_replay("trace", [(1, text)])),
     }
 
 

@@ -1,1 +1,1 @@
-"""One policy per file. Those of `published` play measured tables; the others plan with a job's profile."""
+"""`published` play measured tables; `planned_policies` plan with a job's profile."""

@@ -1,16 +1,261 @@
-"""Reading traces: one module per source; `read_trace` tells files apart by what is in them."""
+"""Reads traces from files: a reader for each source. `read_trace` tells files apart by what is in them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+import re
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
+from decimal import Decimal, InvalidOperation
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from typing import Any, Literal
 
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.files import read_whole
-from openrecycle.planner.simulation.trace import Trace
-from openrecycle.planner.simulation.traces import counts, events, gpu_hours, replay
+from openrecycle.planner.plans.plan import read_json
+from openrecycle.planner.simulation.trace import HOUR_MS, MAX_HOURS, Event, Trace
+
+# -- numbers from text, and workers for traces that only count them ----------------------------------
+
+MAX_WORKERS = 200_000
+
+
+def whole(text: str, where: str, what: str, *, most: int = MAX_HOURS * HOUR_MS) -> int:
+    """A whole number from 0 to `most`. Raises InputError naming `where`."""
+    if not (text.isascii() and text.isdigit() and len(text) <= 18 and int(text) <= most):
+        raise InputError(where, text, f"{what}, a whole number from 0 to {most}")
+    return int(text)
+
+
+def milliseconds(text: str, where: str, unit_ms: int, what: str) -> int:
+    """A decimal number of a unit, in milliseconds. Raises InputError naming `where`."""
+    try:
+        value = Decimal(text)
+        made = round(value * unit_ms) if value.is_finite() else -1
+    except (InvalidOperation, OverflowError):
+        made = -1
+    if not 0 <= made <= MAX_HOURS * HOUR_MS:
+        raise InputError(where, text, f"{what}, a number from 0 to {MAX_HOURS * HOUR_MS // unit_ms}")
+    return made
+
+
+def events_of_counts(counts: Iterable[tuple[int, int]], *, name: str) -> list[Event]:
+    """Events for (time, how many live), where the source does not say who.
+
+    Who leaves is drawn at random from those who are there, with the trace's name as the seed: the
+    same file gives the same trace anywhere. A worker that comes is a new one.
+    """
+    noise = random.Random(name)
+    living: list[str] = []
+    out: list[Event] = []
+    made = 0
+    for time, count in counts:
+        while len(living) > count:
+            out.append(Event(time, "remove", living.pop(noise.randrange(len(living)))))
+        while len(living) < count:
+            made += 1
+            living.append(f"node{made}")
+            out.append(Event(time, "add", living[-1]))
+    return out
+
+
+# -- ReCycle -----------------------------------------------------------------------------------------
+
+# `hour:GPUs` pairs and a closing `end hour`: how ReCycle's trace is written down.
+
+_PAIR = re.compile(r"([0-9]{0,18}\.?[0-9]{1,18}):([0-9]{1,18})")
+
+
+def is_gpu_hours(line: str) -> bool:
+    return _PAIR.fullmatch(line.split()[0].rstrip(",")) is not None
+
+
+def read_gpu_hours(name: str, lines: list[tuple[int, str]]) -> Trace:
+    """Pairs over any number of lines. Without `end` the trace ends at its last pair."""
+    counts: list[tuple[int, int]] = []
+    end: int | None = None
+    closing = False
+    for number, line in lines:
+        where = f"{name} line {number}"
+        for word in line.replace(",", " ").split():
+            if end is not None:
+                raise InputError(where, word, "nothing after the end")
+            if word == "end":
+                closing = True
+                continue
+            if closing:
+                end = milliseconds(word, where, HOUR_MS, "the hour at which the trace ends")
+                if end <= counts[-1][0]:
+                    raise InputError(where, word, "an end after the last pair")
+                continue
+            match = _PAIR.fullmatch(word)
+            if not match:
+                raise InputError(where, word, "hour:GPUs, such as .56:22, or `end 6.32`")
+            time = milliseconds(match[1], where, HOUR_MS, "hours")
+            if counts and time <= counts[-1][0]:
+                raise InputError(where, word, "a later hour than that of the pair before")
+            counts.append((time, whole(match[2], where, "a number of GPUs", most=MAX_WORKERS)))
+    if closing and end is None:
+        raise InputError(f"{name} line {lines[-1][0]}", "end", "an hour after `end`")
+    return Trace.of(name, events_of_counts(counts, name=name), end=end)
+
+
+# -- Bamboo and Oobleck, by event --------------------------------------------------------------------
+
+# `milliseconds,add|remove,node` without a header: the form of the Bamboo and Oobleck traces.
+
+
+def is_events(line: str) -> bool:
+    """Three fields, the middle one a word."""
+    fields = line.split(",")
+    return len(fields) == 3 and ":" not in fields[1] and not fields[1].strip().isdigit()
+
+
+def read_events(name: str, lines: list[tuple[int, str]]) -> Trace:
+    """Raises InputError for a row of another form, a row out of order, or one that names the wrong worker."""
+    events: list[Event] = []
+    living: set[str] = set()
+    for number, line in lines:
+        where = f"{name} line {number}"
+        fields = [field.strip() for field in line.split(",")]
+        if len(fields) != 3:
+            raise InputError(where, line[:80], "milliseconds,add|remove,node")
+        time = whole(fields[0], where, "milliseconds")
+        if events and time < events[-1].time:
+            raise InputError(where, time, f"a time of at least {events[-1].time}, that of the row above")
+        worker = fields[2]
+        if not worker or len(worker) > 100 or not worker.isprintable():
+            raise InputError(where, worker[:80], "a node's name, of 1 to 100 characters")
+        action: Literal["add", "remove"]
+        if fields[1] == "add":
+            if worker in living:
+                raise InputError(where, worker, "a node that is not there yet")
+            living.add(worker)
+            action = "add"
+        elif fields[1] == "remove":
+            if worker not in living:
+                raise InputError(where, worker, "a node that was added and not removed since")
+            living.remove(worker)
+            action = "remove"
+        else:
+            raise InputError(where, fields[1], "add or remove")
+        events.append(Event(time, action, worker))
+    return Trace.of(name, events)
+
+
+# -- Bamboo, by count --------------------------------------------------------------------------------
+
+# How many instances live at what time: Bamboo's Google Cloud samples and its older AWS series.
+
+_DATED = re.compile(r"([0-9]{4}-[0-9][0-9]-[0-9][0-9])\s*,\s*([0-9][0-9]:[0-9][0-9]:[0-9][0-9])\s*,\s*([0-9]+)")
+
+
+def is_dated(line: str) -> bool:
+    return _DATED.fullmatch(line) is not None
+
+
+def read_dated(name: str, lines: list[tuple[int, str]]) -> Trace:
+    """`date, time, count` samples, in any order (the files have rows that are late); time 0 is the earliest."""
+    samples: list[tuple[datetime, int]] = []
+    for number, line in lines:
+        where = f"{name} line {number}"
+        match = _DATED.fullmatch(line)
+        if not match:
+            raise InputError(where, line[:80], "date, time, count, such as 2021-12-11, 11:11:30, 55")
+        try:
+            time = datetime.fromisoformat(f"{match[1]}T{match[2]}").replace(tzinfo=UTC)
+        except ValueError:
+            raise InputError(where, f"{match[1]}, {match[2]}", "a date and a time of day") from None
+        samples.append((time, whole(match[3], where, "an instance count", most=MAX_WORKERS)))
+    samples.sort(key=lambda sample: sample[0])
+    first = samples[0][0]
+    counts = [(round((time - first).total_seconds() * 1000), count) for time, count in samples]
+    return _counted(name, counts)
+
+
+def is_steps(line: str) -> bool:
+    """Two fields that begin with a digit."""
+    fields = line.split(",")
+    return len(fields) == 2 and all(field.strip()[:1].isdigit() for field in fields)
+
+
+def read_steps(name: str, lines: list[tuple[int, str]]) -> Trace:
+    """`seconds,count`, or `hours,count` where the times have decimals; two rows per change, before and after."""
+    hours = any("." in line.split(",")[0] for _, line in lines)
+    unit, what = (HOUR_MS, "hours") if hours else (1000, "seconds")
+    counts: list[tuple[int, int]] = []
+    for number, line in lines:
+        where = f"{name} line {number}"
+        fields = [field.strip() for field in line.split(",")]
+        if len(fields) != 2:
+            raise InputError(where, line[:80], f"{what},count")
+        time = milliseconds(fields[0], where, unit, what)
+        if counts and time < counts[-1][0]:
+            raise InputError(where, fields[0], "a time that is not before that of the row above")
+        counts.append((time, whole(fields[1], where, "an instance count", most=MAX_WORKERS)))
+    return _counted(name, counts)
+
+
+def _counted(name: str, counts: list[tuple[int, int]]) -> Trace:
+    if not any(count for _, count in counts):
+        raise InputError(name, "counts that are all 0", "at least one instance at some time")
+    return Trace.of(name, events_of_counts(counts, name=name), end=counts[-1][0])
+
+
+# -- Parcae ------------------------------------------------------------------------------------------
+
+# Parcae's replay segments: one JSON array per minute, `[milliseconds, action, {"nodes": [...], ...}]`.
+#
+# Only who comes and goes is read; the strategies that Parcae chose for each minute are left aside.
+
+QUIET = ("no-op", "migration")
+
+
+def is_replay(line: str) -> bool:
+    return line.startswith("[")
+
+
+def read_replay(name: str, lines: list[tuple[int, str]]) -> Trace:
+    """Ends when the last minute does. Raises InputError."""
+    events: list[Event] = []
+    living: set[str] = set()
+    end = 0
+    for number, line in lines:
+        where = f"{name} line {number}"
+        time, action, nodes, duration = _segment(line, where)
+        if time < end:
+            raise InputError(where, time, f"a time of at least {end}, when the row above ends")
+        end = time + duration
+        if action in QUIET:
+            continue
+        for node in nodes:
+            if (action == "add") == (node in living):
+                state = "is not there yet" if action == "add" else "is there"
+                raise InputError(where, node, f"a node that {state}")
+            (living.add if action == "add" else living.remove)(node)
+            kind: Literal["add", "remove"] = "add" if action == "add" else "remove"
+            events.append(Event(time, kind, node))
+    return Trace.of(name, events, end=end)
+
+
+def _segment(line: str, where: str) -> tuple[int, str, list[str], int]:
+    expected = '[milliseconds, "add" | "remove" | "no-op" | "migration", {"nodes": [names], "duration": milliseconds}]'
+    try:
+        row: Any = read_json(line)
+    except ValueError:
+        raise InputError(where, line[:80], expected) from None
+    match row:
+        case [int(time), str(action), {"nodes": list(nodes), "duration": int(duration)}]:
+            named = all(isinstance(n, str) and 0 < len(n) <= 100 for n in nodes)
+            most = MAX_HOURS * HOUR_MS
+            if named and action in ("add", "remove", *QUIET) and 0 <= time <= most and 0 < duration <= most:
+                return time, action, nodes, duration
+    raise InputError(where, line[:80], expected)
+
+
+# -- which reader, and the traces that come with the product -----------------------------------------
 
 MAX_BYTES = 64_000_000
 
@@ -18,11 +263,11 @@ Lines = list[tuple[int, str]]  # (line number, text), blank lines left out
 
 # In the order in which they are tried: (does the first line look like it?, reader).
 FORMATS: tuple[tuple[Callable[[str], bool], Callable[[str, Lines], Trace]], ...] = (
-    (replay.looks_like, replay.read),
-    (gpu_hours.looks_like, gpu_hours.read),
-    (events.looks_like, events.read),
-    (counts.looks_like_dated, counts.read_dated),
-    (counts.looks_like_steps, counts.read_steps),
+    (is_replay, read_replay),
+    (is_gpu_hours, read_gpu_hours),
+    (is_events, read_events),
+    (is_dated, read_dated),
+    (is_steps, read_steps),
 )
 
 

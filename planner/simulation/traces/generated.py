@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.simulation.trace import HOUR_MS, MAX_HOURS, Event, Trace
-from openrecycle.planner.simulation.traces.fields import MAX_WORKERS
+from openrecycle.planner.simulation.traces import MAX_WORKERS
 
 MOST_FAILURES = 2_000_000
 

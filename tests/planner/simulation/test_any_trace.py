@@ -14,9 +14,8 @@ from openrecycle.planner.simulation.costs import RecoveryCosts
 from openrecycle.planner.simulation.engine import simulate
 from openrecycle.planner.simulation.outcome import SimulationOutcome
 from openrecycle.planner.simulation.planned import PlannedJob
-from openrecycle.planner.simulation.policies.measured import READY_AFTER
 from openrecycle.planner.simulation.policies.planned_policies import PLANNED, planned_policy
-from openrecycle.planner.simulation.policies.published import PUBLISHED, published
+from openrecycle.planner.simulation.policies.published import PUBLISHED, READY_AFTER, published
 from openrecycle.planner.simulation.trace import Event, Trace
 from tests.conftest import examples
 

@@ -10,9 +10,7 @@ import openrecycle.planner.simulation
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.simulation.engine import simulate
 from openrecycle.planner.simulation.outcome import SimulationOutcome
-from openrecycle.planner.simulation.policies.measured import READY_AFTER
-from openrecycle.planner.simulation.policies.published import published
-from openrecycle.planner.simulation.tables import read_costs, read_throughput
+from openrecycle.planner.simulation.policies.published import READY_AFTER, published, read_costs, read_throughput
 from openrecycle.planner.simulation.trace import Trace
 from openrecycle.planner.simulation.traces import parse_trace, read_trace
 from openrecycle.planner.simulation.traces.generated import periodic

@@ -7,7 +7,7 @@ from itertools import product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrecycle.planner.simulation.templates import distribute, instantiations, template_depths
+from openrecycle.planner.simulation.planned import distribute, instantiations, template_depths
 
 
 @given(st.integers(1, 5), st.integers(0, 3), st.integers(0, 12))
