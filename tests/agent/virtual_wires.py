@@ -16,10 +16,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from openrecycle.agent.config.faults import FaultInjector
 from openrecycle.agent.models.stage_io import CPU, TensorSpec
+from openrecycle.agent.stages.gradients import GradientSum
 from openrecycle.agent.transport.ranks import Ranks
 from openrecycle.agent.transport.script import MicroBatch, Script
 from openrecycle.agent.transport.transfers import Lines, OrderedTransfers, TransferLayout, Transfers, connect
@@ -176,13 +177,14 @@ class Group:
 
 @dataclass
 class _Met:
-    """A sum that begins when it is waited for."""
+    """A sum that this worker has come to. number: among those of its stage."""
 
     peers: Peers
+    number: int
     tensor: Tensor
 
     def wait(self) -> Tensor:
-        self.peers.sum(self.tensor)
+        self.peers.all_there(self.number)
         return self.tensor
 
 
@@ -194,16 +196,18 @@ class Peers(Group):
         self._size, self._count = size, 0
 
     def begin_sum(self, tensor: Tensor) -> _Met:
-        return _Met(self, tensor)
-
-    def sum(self, tensor: Tensor) -> None:
         rounds = self._wires.sums.setdefault(self._name, [])
         if len(rounds) <= self._count:
             rounds.append(0)
-        mine = self._count
+        rounds[self._count] += 1
         self._count += 1
-        rounds[mine] += 1
-        self._wires.baton.until(lambda: rounds[mine] == self._size)
+        return _Met(self, self._count - 1, tensor)
+
+    def sum(self, tensor: Tensor) -> None:
+        self.begin_sum(tensor).wait()
+
+    def all_there(self, number: int) -> None:
+        self._wires.baton.until(lambda: self._wires.sums[self._name][number] == self._size)
 
 
 @dataclass(frozen=True)
@@ -221,7 +225,9 @@ class _Stage:
 
     def __init__(self, outgoing: tuple[TensorSpec, ...], incoming: tuple[TensorSpec, ...]) -> None:
         self._outgoing, self._incoming = outgoing, incoming
-        self.gradients = SimpleNamespace(buffer=torch.zeros(2), settled=set())
+        self._parameters = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
+        # Each is a bucket: one begins beside the last backward.
+        self.gradients = GradientSum(self._parameters, terms=1, bucket_bytes=1)
         self.counted_elsewhere: frozenset[MicroBatch] = frozenset()
 
     def forward(self, key: MicroBatch, x: Any, *, seed: int, loss: Any = None) -> Any:
@@ -231,12 +237,18 @@ class _Stage:
     def input_backward(self, key: MicroBatch, dy: Any) -> Any:
         return tuple(spec.empty() if spec.gradient else None for spec in self._incoming)
 
-    def weight_backward(self, key: MicroBatch) -> None: ...
+    def weight_backward(self, key: MicroBatch) -> None:
+        self._to_come -= 1
+        if not self._to_come:
+            self._last.add(self._parameters[1], torch.zeros(1))
+
+    def expect(self, micro_batches: int, last: Any) -> None:
+        self._to_come, self._last = micro_batches, last
 
     def counted(self, key: MicroBatch) -> bool:
         return False
 
-    def abandon(self, *, keep_settled: bool = False) -> None: ...
+    def abandon(self, *, keep_settled: bool = False, let_go: Any = None) -> None: ...
 
 
 class _Steps:
