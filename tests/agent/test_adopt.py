@@ -19,6 +19,7 @@ import yaml
 from tests.agent.consoles import until
 from tests.agent.node_runs import kill_group, lines
 from tests.agent.runs import Run, forked
+from tests.conftest import at_length
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "app/docs/adopt.md").read_text()
@@ -101,7 +102,7 @@ def test_its_links_lead_somewhere() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", ["plain_torch", "torch_stages", "torchtitan_debug"])
+@pytest.mark.parametrize("name", ["plain_torch", at_length("torch_stages"), "torchtitan_debug"])
 def test_a_script_survives_its_kill(name: str, tmp_path: Path) -> None:
     """That of transformers has its test in test_from_transformers."""
     if name == "torchtitan_debug" and not all(map(importlib.util.find_spec, ("torchtitan", "spmd_types", "triton"))):
@@ -163,6 +164,7 @@ sys.exit(max(abs(task.wait()) for task in tasks))
 """
 
 
+@pytest.mark.chaos
 @pytest.mark.processes
 def test_slurm(calm: Run, tmp_path: Path) -> None:
     """sbatch runs the script once, on the first node."""

@@ -257,7 +257,7 @@ def _job_models() -> dict[str, Any]:
 
 @pytest.mark.usefixtures("models_are_there")
 @pytest.mark.processes
-@pytest.mark.parametrize("family", ["gpt2", at_length("llama")])
+@pytest.mark.parametrize("family", [at_length("gpt2"), at_length("llama")])
 def test_a_kill_does_not_show_and_what_is_written_is_read_again(family: str, tmp_path: Path) -> None:
     calm = undisturbed(family)
     model = _job_models()[family]

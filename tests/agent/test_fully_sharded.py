@@ -149,7 +149,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
         at_length("W0_0.1@3:R"),
         at_length("W2_1@0:F0"),
         at_length("W0_0@3:O"),
-        "W1_0.1@4:W2",
+        at_length("W1_0.1@4:W2"),
         at_length("W0_1@2:V"),
     ],
 )
@@ -173,6 +173,7 @@ def test_a_checkpoint_knows_no_ranks(reference: Run, tmp_path: Path) -> None:
     assert alone.status == 0, alone.errors
 
 
+@pytest.mark.chaos
 @pytest.mark.processes
 def test_two_hurt_workers_make_a_whole_one(tmp_path: Path) -> None:
     kills = ("--kill", "W1_1.1@1:F1", "--kill", "W0_0@2:I1")

@@ -55,7 +55,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
         "W1_1.1@2:F1",
         at_length("W0_0.1@3:R"),
         at_length("W0_1@0:F0"),
-        "W0_0@3:O",
+        at_length("W0_0@3:O"),
         at_length("W1_0.1@4:I2"),
         at_length("W0_1@2:V"),
         at_length("W1_1.1@2:F1 W1_1@2:F1"),
@@ -107,6 +107,7 @@ def test_a_console_is_told_which_ranks_are_spare(tmp_path: Path) -> None:
             job.end()
 
 
+@pytest.mark.chaos
 @pytest.mark.processes
 def test_a_checkpoint_knows_no_ranks(reference: Run, tmp_path: Path) -> None:
     """What two ranks have written one can go on from, and two go on to the same bits."""

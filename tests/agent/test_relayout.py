@@ -102,6 +102,7 @@ def test_after_a_death_layers_move_and_the_bits_stay(calm: LocalJob, at_once: in
     assert job.losses == calm.losses and job.lines[-1] == calm.lines[-1]
 
 
+@pytest.mark.chaos
 @pytest.mark.processes
 def test_layers_move_and_move_back_when_the_worker_returns() -> None:
     long = 30  # paced, so that the worker has time to come back

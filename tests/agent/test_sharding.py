@@ -65,6 +65,7 @@ def test_the_same_bits_as_without_shards(faults: str, reference: Run, tmp_path: 
     assert [f["worker"] for f in run.failures] == [w[:4] for w in faults.split() if ":" in w]
 
 
+@pytest.mark.chaos
 @pytest.mark.processes
 def test_two_ranks_each(tmp_path: Path) -> None:
     """Each rank's part of the stage is sharded over the workers' ranks of the same number."""

@@ -81,6 +81,7 @@ class Moving(Rearranging):
     partitions = {2: (3, 1, 2), 4: (1, 4, 1)}  # noqa: RUF012 -- as in its base
 
 
+@pytest.mark.chaos
 @pytest.mark.processes
 def test_a_death_a_move_a_return_a_death_a_move_and_a_return() -> None:
     """The two copies are on the first and last stage all along, and what lies between moves."""

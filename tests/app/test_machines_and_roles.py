@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import Phase, settings
+from hypothesis import Phase
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -37,6 +37,7 @@ from openrecycle.planner.jobs.words import DROP, MIGRATE, REROUTE
 from tests.agent.coordinator_run import LADDER
 from tests.app.flaky_database import FlakyDatabase
 from tests.app.job_world import Process, World
+from tests.conftest import examples
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes
@@ -323,13 +324,7 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FlakyDatabase
 
 
 TestLives = Lives.TestCase
-TestLives.settings = settings(
-    max_examples=15,
-    stateful_step_count=15,
-    derandomize=True,
-    deadline=None,
-    phases=(Phase.explicit, Phase.generate),
-)
+TestLives.settings = examples(24, stateful_step_count=15, phases=(Phase.explicit, Phase.generate))
 
 
 def test_who_moved_has_not_failed(database: FlakyDatabase) -> None:

@@ -221,6 +221,7 @@ def test_kill_and_heal(demo: Demo, page: Page) -> None:
     shifts.assert_few("as it came back")
 
 
+@pytest.mark.chaos
 def test_manual_approval(demo: Demo, page: Page) -> None:
     """In manual mode a loss waits for an operator, who compares the options and takes one."""
     page.goto(demo.root)
@@ -337,6 +338,7 @@ def test_a_zoom_holds_where_the_console_is_far_away(demo: Demo, browser: Browser
         assert page.evaluate("window.looked_at.isConnected") and page.url == zoomed
 
 
+@pytest.mark.chaos
 def test_workers_can_be_reached_by_keyboard(demo: Demo, page: Page) -> None:
     page.goto(demo.root)
     button = page.get_by_role("button", name="W0_0")

@@ -351,6 +351,7 @@ def says_that_it_scrolls(page: Page, frame: str) -> bool | None:
     return said
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize(("scheme", "width", "height"), [at_length("light", 1440, 900), *SCREENS[1:]])
 def test_nothing_is_cut_or_pushed_out(site: Site, browser: Browser, scheme: Any, width: int, height: int) -> None:
     with watched(browser, site.root, width=width, height=height, scheme=scheme) as page:
