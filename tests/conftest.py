@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,6 +20,7 @@ import pytest
 from hypothesis import settings
 from sqlalchemy import create_engine, text
 
+from openrecycle.planner.solvers.loops import compiled_functions
 from tests.golden import learn
 
 # Consoles and jobs that tests start are many: they need not compile this program anew each time.
@@ -67,6 +68,9 @@ def pytest_assertrepr_compare(config: pytest.Config, op: str, left: object, righ
 def pytest_collection_finish(session: pytest.Session) -> None:
     # What is there by now stays: 700,000 objects, which every full collection would look through, for a tenth of the
     # processor time of tests that start no process.
+    if session.items:
+        with suppress(ImportError):  # without numba
+            compiled_functions()  # small plans too are made by machine code then: those of tests are many
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
