@@ -113,6 +113,8 @@ class WorkerLoop:
         """The newest iteration before which this worker has evaluated, and as far as is known every worker."""
         self._waited_for_layers = 0.0
         """So many seconds all have stood still until the layers were there that are to move."""
+        self._leaving: frozenset[Worker] = frozenset()
+        """Of this generation's workers, those that are to go: others take what they hold of a sharded optimizer."""
         self._corrected = False
         """Did this generation's agreement put the last step right?"""
 
@@ -271,6 +273,7 @@ class WorkerLoop:
         if ranks.size == 1:
             self._settle_in(orders)
         living = [Worker.parse(name) for name in orders.deployment.living]
+        self._leaving = frozenset(map(Worker.parse, orders.deployment.leaving))
         scripts = [Script.of(orders.plan.schedule(), orders.cell, orders.runs)]
         if orders.interim is not None:
             scripts.append(Script.of(orders.interim.schedule(), orders.cell))
@@ -477,7 +480,7 @@ class WorkerLoop:
         rows = dict(zip(peers, table.tolist(), strict=True))
         held = {w: from_words(row[2:]) for w, row in rows.items()}
         try:
-            ownership = assign(peers, held, {w: row[0] for w, row in rows.items()}, shards.sizes)
+            ownership = assign(peers, held, {w: row[0] for w, row in rows.items()}, shards.sizes, self._leaving)
         except ShardLostError as error:
             text = f"stage {self._me.stage}: {error}"
             self._channel.say("state_lost", generation=self._generation, text=text)
