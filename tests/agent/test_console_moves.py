@@ -160,7 +160,8 @@ def test_workers_of_a_sharded_optimizer_leave(reference: Run, tmp_path: Path) ->
         running.settles(6)
         running.ask("/workers/W0_0/drain")
         running.settles(5)
-        running.ask("/workers/W1_0/drain")
+        # Refused while the generation forms that is without the first one.
+        until(lambda: running.ask("/workers/W1_0/drain"), "W1_0 to be asked")
         lines = running.ends(reference)
         assert sorted(line["left"]["worker"] for line in lines if "left" in line) == ["W0_0", "W1_0"]
         assert not any("failure" in line for line in lines)
