@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -110,7 +111,6 @@ class Checkpointer:
         origin: Origin,
         stage: int,
         layers: int,
-        iterations: int,
         said: Callable[[int, str | None], None],
         interrupted: Callable[[], bool],
         gather: Callable[[StageState, bool], StageState | None] = lambda state, writes: state if writes else None,
@@ -118,7 +118,6 @@ class Checkpointer:
         self._gather = gather
         self._options, self._origin, self._stage = options, origin, stage
         self.layers = layers
-        self._iterations = iterations
         self._said, self._interrupted = said, interrupted
         self._copy: _Copy | None = None
         self._taken: tuple[int, int, int] | None = None
@@ -132,7 +131,7 @@ class Checkpointer:
         one may be overturned, or undone by a death elsewhere.
         """
         committed = optimizer.committed
-        # Once of the same values: whether it is the last may be known to one worker before it is to another.
+        # Once of the same values: it may be due, and turn out to be the last.
         values = (committed, optimizer.corrections, attempt)
         if values == self._taken:
             return
@@ -143,19 +142,19 @@ class Checkpointer:
             self._taken = values
             if state is None:
                 return
-            tensors = {name: tensor.to("cpu", copy=True) for name, tensor in state.tensors.items()}
+            tensors = {n: t.to("cpu", copy=n not in state.unshared) for n, t in state.tensors.items()}
             self._copy = _Copy(committed, attempt, self.layers, StageState(state.document, tensors))
 
     def due(self, committed: int) -> bool:
         """Is there to be a checkpoint of so many iterations?"""
-        return committed % self._options.every == 0 or committed == self._iterations
+        return committed % self._options.every == 0
 
     def finish(self) -> None:
         """Of a job without further iterations, its last step settled: writes what there is, and waits."""
-        self._write_if_final(self._iterations + 1)
+        self._write_if_final(math.inf)
         self._wait(float("inf"))
 
-    def _write_if_final(self, committed: int) -> None:
+    def _write_if_final(self, committed: float) -> None:
         ready, self._copy = self._copy, None
         if ready is None or ready.iteration >= committed:
             return

@@ -358,6 +358,12 @@ class TrainingOptions(OptionGroup):
     def paced(self) -> bool:
         return self.planning.pace is not None
 
+    def may_migrate(self, *, by_default: bool) -> bool:
+        """May workers change their stage for a shorter plan? One that does gives up at once what it holds of a sharded
+        optimizer, which may be more than anybody else has."""
+        asked = self.planning.migrate
+        return self.optimization.sharding == "none" and (by_default if asked is None else asked)
+
     def check(self) -> None:
         """What can be known before anything starts, on the host that it starts on. Raises InputError, or
         InfeasibleError when no plan can survive what is asked for."""
@@ -380,6 +386,10 @@ class TrainingOptions(OptionGroup):
         if self.platform.ranks_per_worker > 1 and self.platform.device != "cpu":
             raise self.platform.refuse(
                 "ranks_per_worker", "1 with `platform.device` cuda: several ranks run only on CPUs so far"
+            )
+        if self.planning.migrate and not self.may_migrate(by_default=False):
+            raise self.planning.refuse(
+                "migrate", "nothing with a sharded optimizer, of which each worker keeps parts of its own stage"
             )
         if self.planning.by_profile:
             profile_pace(self.job, Worker(0, 0), self.job.workers())

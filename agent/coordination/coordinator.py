@@ -317,7 +317,8 @@ def _blame(state: State, broken: Broken, notes: list[Decision], now: float) -> T
         return Transition(replace(state, pending=None, broken=None, halted=text), tuple(notes), text)
     notes.append(Note("warning", "generation", decision.text, decision.out or broken.reporter))
     if decision.out:
-        return lose(state, {decision.out: f"taken out: {decision.text}"}, notes, now)
+        # One that is to leave may be a member still, where its launcher needs it (Launcher._kept).
+        return lose(state, {decision.out: f"taken out: {decision.text}"}, notes, now, anew=True)
     return reconsider(state, decision.text, notes, now, anew=True)
 
 

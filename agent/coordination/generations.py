@@ -158,7 +158,7 @@ def _halt_text(state: State, lost: list[int]) -> str:
     gone = [m.name for m in state.members.values() if m.stage == lost[0] and m.state not in PRESENT]
     what = f"stage {lost[0]} has no living worker left ({names(gone)}), and its weights went with them"
     if len(gone) < sum(m.stage == lost[0] for m in state.members.values()):
-        what = f"parts of the optimizer's state of stage {lost[0]} were on {names(gone)} alone, and went with them"
+        what = f"all workers that kept some part of the optimizer's state of stage {lost[0]} are gone"
     return (
         f"halted: {what}. "
         "A worker that re-joins takes weights from a peer, so it can't help. Start the job again, and with "

@@ -153,7 +153,7 @@ def make_launcher(
                 paced=options.paced,
                 demo=options.console.demo,
                 checkpoints=options.checkpoints.directory is not None,
-                migrate=options.planning.migrate is not False,
+                migrate=options.may_migrate(by_default=True),
                 relayout=options.planning.relayout if options.job.layers else "never",
                 seed=options.seed,
                 timeouts=timeouts,
@@ -217,7 +217,8 @@ def _local(options: TrainingOptions, catalog: Catalog, say: Callable[[str], None
 
     folder, planning = options.checkpoints.folder, options.planning
     restore = None if folder is None else _restore_point(folder, say)
-    return LocalCoordination(catalog, migrate=bool(planning.migrate), checkpoint=restore, relayout=planning.relayout)
+    may = options.may_migrate(by_default=False)
+    return LocalCoordination(catalog, migrate=may, checkpoint=restore, relayout=planning.relayout)
 
 
 def _make_folder(field: str, path: Path | None) -> None:

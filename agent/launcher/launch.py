@@ -10,8 +10,8 @@ from __future__ import annotations
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -32,7 +32,7 @@ from openrecycle.agent.workers.spec import RunSpec, WorkerSpec
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.job import Worker
-from openrecycle.planner.jobs.words import layers_moved
+from openrecycle.planner.jobs.words import layers_moved, names
 from openrecycle.planner.plans.plan import Plan
 
 # -- pausing -----------------------------------------------------------------------------------------
@@ -178,7 +178,6 @@ class Launcher:
         self._after: int | None = None
         self._shared: set[Worker] = set()
         """In the newest generation, those in whose stage each part of a sharded optimizer has all its owners."""
-        self._postponed: Deploy | None = None
         self._hold = PauseRequest()
         self._rejoins = list(options.rejoins)
         self._interim: Plan | None = None
@@ -290,6 +289,7 @@ class Launcher:
             "deployed": about | {"moves": [(str(source), str(to)) for source, to in deployed.moves]},
             "plan": self._plan_told[1],
             "found": self._found,
+            "shared": sorted(map(str, self._shared)),
             "held": self._held,
             "relayout": [self._relayout, self._stalls],
             "bad_samples": _BAD_SAMPLES.dump_python(self._bad_samples, mode="json"),
@@ -307,6 +307,7 @@ class Launcher:
         deployment = Deployment.model_validate(deployed["deployment"])
         self._deployed = Deploy(deployment, takeover.plan, moves, deployed["restore"])
         self._found, self._held = saved["found"], tuple(saved["held"])
+        self._shared = {Worker.parse(name) for name in saved["shared"]}
         self._relayout, self._stalls = saved["relayout"]
         self._bad_samples = _BAD_SAMPLES.validate_python(saved["bad_samples"])
         self._rejoins = [Rejoin(Worker.parse(name), iteration) for name, iteration in saved["rejoins"]]
@@ -350,7 +351,7 @@ class Launcher:
                 self._ended(sentinels[item])  # type: ignore[index]
         for event in self._coordination.poll(time.monotonic()):
             if isinstance(event, Deploy):
-                self._postponed = event
+                self._deploy(self._kept(event))
             elif isinstance(event, Halt):
                 raise JobFailed(event.reason)
             elif isinstance(event, LauncherWarning):
@@ -367,9 +368,6 @@ class Launcher:
                         entry.post("fenced")
             else:
                 self._obey(event)
-        if self._postponed is not None and not self._shares_first(self._postponed):
-            event, self._postponed = self._postponed, None
-            self._deploy(event)
         self._judge(timeout)
 
     def _read(self, entry: WorkerProcess) -> None:
@@ -431,6 +429,7 @@ class Launcher:
                 self._coordination.formed(cell, entry.incarnation, message["generation"], message["iteration"])
                 if self._record.formed_by_all:
                     self._release_the_leaving()
+                    self._let_go()
             case "rearranged":
                 self._rearranged(entry, message)
             case "committed":
@@ -463,6 +462,7 @@ class Launcher:
             case "shared":
                 if self._deployed is not None and message["generation"] == self._deployed.deployment.generation:
                     self._shared.add(cell)
+                    self._let_go()
             case "state_lost":
                 self._listener({"warning": f"{cell}: {message['text']}"})
                 self._coordination.state_lost(cell, entry.incarnation, message["generation"], message["text"])
@@ -541,19 +541,13 @@ class Launcher:
             self._bad_samples, self._record.committed, self._incarnations()
         )
         if blamed and self._deployed is not None and self._found["runs"] and not self._bad_samples.suspects:
-            first = next(e for e in self._pool.running.values() if e.incarnation == blamed[0].incarnation)
-            generation, text = (
-                self._deployed.deployment.generation,
-                "it is decided whose fault it was: all do what is planned",
-            )
-            self._coordination.raised(first.worker, first.incarnation, generation, text)
+            self._form_anew("it is decided whose fault it was: all do what is planned")
         for one in blamed:
             self._listener({"warning": one.text})
             entry = self._pool.running.get(Worker.parse(one.worker))
             if one.out and entry is not None:
                 self._pool.fence(entry, one.text)
-                self._record.died(entry.worker, time.monotonic_ns())
-                self._coordination.exited(entry.worker, entry.incarnation, f"was taken out: {one.text}")
+                self._lost(entry, time.monotonic_ns(), f"was taken out: {one.text}")
 
     def _ended(self, entry: WorkerProcess) -> None:
         detected = time.monotonic_ns()
@@ -562,13 +556,29 @@ class Launcher:
         self._pool.forget(entry)
         if entry.fenced:
             return
-        self._record.died(entry.worker, detected)
-        self._coordination.exited(entry.worker, entry.incarnation, entry.ending, entry.spare_ranks)
+        self._lost(entry, detected, entry.ending, entry.spare_ranks)
         if self._pool.running:
             self._use_spares(entry)
         else:
             # Whatever the coordination decides: all weights went with them.
             raise JobFailed(f"no worker process is left; the last one, {entry.worker}, {entry.ending}")
+
+    def _lost(self, entry: WorkerProcess, at: int, why: str, spare: Sequence[int] = ()) -> None:
+        """A process is gone, or was put out."""
+        self._record.died(entry.worker, at)
+        self._coordination.exited(entry.worker, entry.incarnation, why, spare)
+        if str(entry.worker) in self._leaving:
+            # Who decides knows it as one that is to go: it does not count as a member whose end all others feel.
+            self._form_anew(f"{entry.worker}, which was to leave, {why}")
+
+    def _form_anew(self, why: str) -> None:
+        """Asks for a generation with the same members."""
+        assert self._deployed is not None
+        deployment = self._deployed.deployment
+        staying = (self._pool.running.get(Worker.parse(w)) for w in deployment.living if w not in deployment.leaving)
+        one = next((entry for entry in staying if entry is not None), None)
+        if one is not None:
+            self._coordination.raised(one.worker, one.incarnation, deployment.generation, why)
 
     def _use_spares(self, ended: WorkerProcess) -> None:
         """Ranks that lost a sibling make a worker again, where a node has enough of them: of the stage that has the
@@ -628,7 +638,7 @@ class Launcher:
             self._record.moved(source, to)
         joining = {Worker.parse(name) for name in deployment.joining}
         self._certain(self._record.generation_opened(deployment.generation, living, now, after, joining))
-        leaving = {Worker.parse(name) for name in deployment.leaving}
+        leaving = {Worker.parse(name) for name in deployment.leaving} - living
         for cell, entry in list(self._pool.running.items()):
             if cell in leaving:
                 self._record.released(cell)
@@ -646,7 +656,8 @@ class Launcher:
             runs = (w for w in schedule.ops if w.stage == stage)
             return str(next(w for w in runs if any((o.pipeline, o.micro_batch) == key for o in schedule.ops[w])))
 
-        in_force = {str(w): self._pool.running[w].incarnation for w in living if w in self._pool.running}
+        planned = living - {Worker.parse(name) for name in deployment.leaving}
+        in_force = {str(w): self._pool.running[w].incarnation for w in planned if w in self._pool.running}
         self._bad_samples, runs = bad_samples.assign(self._bad_samples, owner, in_force)
         # Fixed with the generation: all its members must leave out the same.
         self._found = {"left_out": list(self._bad_samples.left_out), "runs": list(runs)}
@@ -677,14 +688,40 @@ class Launcher:
         """Do layers move to other stages?"""
         return bool(event.partition) and event.partition != self._held
 
-    def _shares_first(self, event: Deploy) -> bool:
-        """Must workers that are to go stay for now? Where the optimizer's state is sharded, some parts of it are on one
-        worker alone after another is gone, until a second one has them."""
-        going = {*map(str, (source for source, _ in event.moves)), *event.deployment.leaving}
-        if self._options.optimization.sharding == "none" or not going or self._boundary(event) is None:
-            return False
+    def _kept(self, event: Deploy) -> Deploy:
+        """With those still in it that are asked to leave, where the optimizer's state is sharded: what such a worker
+        holds of it goes to others first (agent.stages.shards). Once all in a generation have said that it is there,
+        the next one is without it."""
+        deployment, deployed = event.deployment, self._deployed
+        if self._options.optimization.sharding == "none" or deployed is None or event.restore is not None:
+            return event
+        here = {str(w) for w, entry in self._pool.running.items() if entry.member} & {*deployed.deployment.living}
+        kept = (here & {*deployment.leaving}) - (self._leaving if self._all_shared else set())
+        if not kept:
+            return event
+        told = {
+            "living": tuple(sorted({*deployment.living, *kept}, key=Worker.parse)),
+            "failed": tuple(name for name in deployment.failed if name not in kept),
+        }
+        return replace(event, deployment=deployment.model_copy(update=told))
+
+    @property
+    def _leaving(self) -> set[str]:
+        """Members of the newest generation that are to leave."""
+        return {*self._deployed.deployment.leaving} & {*self._deployed.deployment.living} if self._deployed else set()
+
+    @property
+    def _all_shared(self) -> bool:
         assert self._deployed is not None
-        return not {Worker.parse(name) for name in self._deployed.deployment.living} <= self._shared
+        return {Worker.parse(name) for name in self._deployed.deployment.living} <= self._shared
+
+    def _let_go(self) -> None:
+        """Of those that are to leave, once others have what they hold. Not before all train in the generation: there is
+        no iteration yet after which they could."""
+        if self._leaving and self._all_shared and self._record.formed_by_all:
+            self._form_anew(
+                f"{names(sorted(self._leaving))} can leave: others have their parts of the optimizer's state"
+            )
 
     def _boundary(self, event: Deploy) -> int | None:
         """For a generation in which workers come, change their place or leave, and none was lost: the iteration
@@ -696,11 +733,12 @@ class Launcher:
         deployment = event.deployment
         if self._deployed is None or event.restore or not self._record.formed_by_all:
             return None
-        going = {*(str(source) for source, _ in event.moves), *deployment.leaving}
-        stay = set(self._deployed.deployment.living) - going
-        if set(deployment.living) - set(deployment.joining) != stay:
+        before = self._deployed.deployment
+        going = {str(source) for source, _ in event.moves} | ({*deployment.leaving} - {*deployment.living})
+        if set(deployment.living) - set(deployment.joining) != set(before.living) - going:
             return None
-        if not (deployment.joining or going or self._rearranges(event)):
+        asked = {*deployment.leaving} - {*before.leaving}
+        if not (deployment.joining or going or asked or self._rearranges(event)):
             return None
         newest, held = self._record.newest, self._hold.after
         return held if held is not None and held >= newest - 1 else newest + 1
@@ -708,7 +746,7 @@ class Launcher:
     def _release_the_leaving(self) -> None:
         """Those that were asked to go have finished their iteration, and nobody needs them any more."""
         assert self._deployed is not None
-        for name in self._deployed.deployment.leaving:
+        for name in {*self._deployed.deployment.leaving} - self._leaving:
             entry = self._pool.running.get(Worker.parse(name))
             if entry is not None and entry.member:
                 self._pool.fence(entry, "left as asked")
@@ -721,7 +759,7 @@ class Launcher:
         self._after = after
         if after is None:
             self._release_the_leaving()
-        for name in (*deployment.living, *deployment.leaving):
+        for name in dict.fromkeys((*deployment.living, *deployment.leaving)):
             entry = self._pool.running.get(Worker.parse(name))
             if entry is None:
                 continue
@@ -818,8 +856,7 @@ class Launcher:
             if why is None or entry.fenced:
                 continue
             self._pool.fence(entry, why)
-            self._record.died(entry.worker, time.monotonic_ns())
-            self._coordination.exited(entry.worker, entry.incarnation, why)
+            self._lost(entry, time.monotonic_ns(), why)
 
     def _why_out(self, entry: WorkerProcess, now: float) -> str | None:
         """In words, why that worker is to be put out; None: it is not."""

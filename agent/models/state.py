@@ -42,10 +42,12 @@ class StateError(RuntimeError):
 
 @dataclass(frozen=True)
 class StageState:
-    """document: JSON values only; `{"tensor": NAME}` in it stands for `tensors[NAME]`."""
+    """document: JSON values only; `{"tensor": NAME}` in it stands for `tensors[NAME]`. unshared: names of tensors that
+    nobody else has, so that they need not be copied."""
 
     document: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
+    unshared: frozenset[str] = frozenset()
 
 
 def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:

@@ -116,10 +116,14 @@ class Shards:
         self.number = {id(part): number for number, part in enumerate(self.parts)}
         self.held = set(range(len(self.parts)))
         """Segments whose state is here, as of the steps taken. At first that of all: there is none yet."""
+        self.late = set[int]()
+        """Of them, those that have come after the last step: it can't be undone, or put right, in them."""
         self.primary: frozenset[int] = frozenset(self.held)
         """Segments whose part of the validation this worker tells."""
         self.stale = False
         """Are the parameters of segments that are not held those of another step than the others?"""
+        self.bare = False
+        """Does this worker still lack what no segment has: large parameters that are not trained, and large buffers?"""
         self.measured: tuple[bool, Sequence[float]] | None = None
         """Of the sums of all peers: are they finite; and the parts of their norms, segment by segment."""
         of = Counter(segment.parameter for segment in self.segments)
@@ -318,6 +322,8 @@ class StageOptimizer:
             if self.scheduler is not None:
                 self.scheduler.step()
             self.gradients.write_buffers()
+        if self.shards is not None:
+            self.shards.late.clear()
         self.gradients.clear()
         self.committed += 1
         self.settled = validation is not None
@@ -341,8 +347,7 @@ class StageOptimizer:
         if validation.clean:
             return False
         self.corrections += 1
-        if self.shards is not None:
-            self.shards.stale = True
+        self._changed_after_the_fact()
         if validation.coefficient is None:
             self._snapshot.restore(buffers=True)
         elif kept is not None:
@@ -402,6 +407,7 @@ class StageOptimizer:
         if state:
             self.optimizer.state[shards.parts[number]] = dict(state)
         shards.held.add(number)
+        shards.late.add(number)
         self._regroup()
 
     @_changing
@@ -414,20 +420,23 @@ class StageOptimizer:
             self.optimizer.state.pop(part, None)
             self._snapshot.forget_one(part)
             shards.held.discard(number)
+            shards.late.discard(number)
         if self._kept is not None:
             gone = {id(shards.parts[number]) for number in numbers}
             self._kept = [(p, gradient) for p, gradient in self._kept if id(p) not in gone]
         if numbers:
             self._regroup()
 
-    def segment_state(self, number: int) -> StageState:
-        """What the optimizer keeps of a segment that is held. The tensors are the live ones."""
+    def segment_state(self, number: int, keys: Collection[str] | None = None) -> StageState:
+        """What the optimizer keeps of a segment that is held; keys: of that these alone. The tensors are the live
+        ones."""
         shards, tensors = self.shards, dict[str, Tensor]()
         assert shards is not None
         if number not in shards.held:
             raise StateError(f"{shards.names[number]}: not held here")
         kept = self.optimizer.state.get(shards.parts[number], {})
-        return StageState({"kept": encode(dict(kept), shards.names[number], tensors)}, tensors)
+        wanted = {key: value for key, value in kept.items() if keys is None or key in keys}
+        return StageState({"kept": encode(wanted, shards.names[number], tensors)}, tensors)
 
     def _update(self, bucket: _Bucket, coefficient: float) -> None:
         gradients = [p.grad for p in bucket.parameters if p.grad is not None]
@@ -443,9 +452,14 @@ class StageOptimizer:
         """Undoes the last step. Raises StateError when there is none to undo."""
         self._snapshot.undo()
         self._kept = None
-        if self.shards is not None:
-            self.shards.stale = True
+        self._changed_after_the_fact()
         self._scale()
+
+    def _changed_after_the_fact(self) -> None:
+        """The last step, but for what has come since."""
+        if self.shards is not None:
+            self.release(set(self.shards.late))
+            self.shards.stale = True
 
     @property
     def _next_validation(self) -> PostValidation:

@@ -108,32 +108,40 @@ class Ownership:
 
 
 def assign(
-    peers: Sequence[Worker], held: Mapping[Worker, Collection[int]], hosts: Mapping[Worker, int], sizes: Sequence[int]
+    peers: Sequence[Worker],
+    held: Mapping[Worker, Collection[int]],
+    hosts: Mapping[Worker, int],
+    sizes: Sequence[int],
+    leaving: Collection[Worker] = (),
 ) -> Ownership:
     """Who owns what, of the living `peers` of a stage.
 
     held: the shards that each has whole, at the iteration agreed on. hosts: where each is, as any number: the two
-    owners are on different ones where there are several. sizes: of the shards, in elements.
+    owners are on different ones where there are several. sizes: of the shards, in elements. leaving: peers that are to
+    go, and own nothing, unless all are: others take what they hold first.
 
     The same for the same arguments in any order. As it was where that is balanced; else as little moves as a greedy
     choice finds. Raises ShardLostError.
     """
-    order = sorted(peers)
-    holders = tuple(tuple(p for p in order if k in held.get(p, ())) for k in range(len(sizes)))
+    holders = tuple(tuple(p for p in sorted(peers) if k in held.get(p, ())) for k in range(len(sizes)))
+    order = sorted(set(peers) - set(leaving)) or sorted(peers)
     if lost := [k for k, found in enumerate(holders) if not found]:
         raise ShardLostError(lost)
     wanted = min(2, len(order))
     slack = sum(sizes) // (8 * len(order)) + max(sizes, default=0)
-    owners = _choose(order, holders, hosts, sizes, slack)
-    if all(len(found) == wanted for found in holders):
-        most, apart = _weigh(holders, hosts, sizes)
+    staying = tuple(tuple(p for p in found if p in order) for found in holders)
+    owners = _choose(order, staying, hosts, sizes, slack)
+    if all(len(found) == wanted for found in staying):
+        most, apart = _weigh(staying, hosts, sizes)
         most_then, apart_then = _weigh(owners, hosts, sizes)
         if apart >= apart_then and most <= most_then + slack:
-            owners = holders
-    loads = dict.fromkeys(order, 0)
+            owners = staying
+    loads = dict.fromkeys(sorted(peers), 0)
     primary = []
     for k, found in enumerate(owners):
-        first = min((p for p in found if p in holders[k]), key=lambda p: (loads[p], p))
+        # One that is to go alone has it: the others take its parameters until they have its state.
+        able = [p for p in found if p in holders[k]] or holders[k]
+        first = min(able, key=lambda p: (loads[p], p))
         loads[first] += sizes[k]
         primary.append(first)
     return Ownership(tuple(primary), owners, holders)
@@ -181,7 +189,7 @@ def _choose(
 
     # What few hold comes first: whoever holds much else can still be spared elsewhere.
     for k in sorted(range(len(sizes)), key=lambda k: (len(holders[k]), k)):
-        first = min(holders[k], key=lambda p: (loads[p], turn(k, p)))
+        first = min(holders[k] or order, key=lambda p: (loads[p], turn(k, p)))
         apart = True
         second = least(first, apart=True)
         if second is None:

@@ -42,7 +42,7 @@ from openrecycle.agent.workers.reduction import Reduction
 from openrecycle.agent.workers.relayout import Exchange
 from openrecycle.agent.workers.sharding import ShardedStage
 from openrecycle.agent.workers.tied import TiedSums
-from openrecycle.agent.workers.validation_exchange import Steps
+from openrecycle.agent.workers.validation_exchange import Steps, lost_validation
 from openrecycle.planner.jobs.job import Job, Worker
 
 
@@ -486,6 +486,8 @@ class Executor:
         self._faults.before(self._iteration, "O")
         self._committed(self._iteration, self._steps.take(incomplete, by_all=broken is None))
         self._faults.before(self._iteration, "V")
+        if broken is None and self._steps.in_doubt:
+            broken = lost_validation()  # peers may know it, and have stepped otherwise
         if broken is not None:
             raise broken
         if self.sharded is not None:

@@ -40,7 +40,7 @@ from openrecycle.agent.models.workload import Workload
 from openrecycle.agent.monitoring.heartbeat import Status
 from openrecycle.agent.monitoring.liveness import AT_REST, describe_exception
 from openrecycle.agent.stages.assembly import assemble, reassemble
-from openrecycle.agent.stages.optimizer import averages_of, stage_optimizer
+from openrecycle.agent.stages.optimizer import AVERAGE, averages_of, stage_optimizer
 from openrecycle.agent.stages.post_validation import ValidationResult
 from openrecycle.agent.stages.shards import ShardLostError, assign, from_words, to_words
 from openrecycle.agent.transport.communicator import Communicator, Groups
@@ -112,6 +112,8 @@ class WorkerLoop:
         """The newest iteration before which this worker has evaluated, and as far as is known every worker."""
         self._waited_for_layers = 0.0
         """So many seconds all have stood still until the layers were there that are to move."""
+        self._leaving: frozenset[Worker] = frozenset()
+        """Of this generation's workers, those that are to go: others take what they hold of a sharded optimizer."""
         self._corrected = False
         """Did this generation's agreement put the last step right?"""
 
@@ -160,7 +162,7 @@ class WorkerLoop:
         self._checkpointer: Checkpointer | None = None
         if origin is not None:
             self._checkpointer = Checkpointer(
-                *(options.checkpoints, origin, me.stage, len(self._cuts.span(me.stage)), self._iterations),
+                *(options.checkpoints, origin, me.stage, len(self._cuts.span(me.stage))),
                 *(self._say_checkpoint, self._superseded, self._whole_state),
             )
         self._status.take_op_milliseconds = self._executor.times.take
@@ -185,8 +187,7 @@ class WorkerLoop:
         except CheckpointError as error:
             raise TransferError(str(error)) from None
         self._cuts = cuts
-        if origin is not None:
-            origin = replace(origin, resumed=orders.restore, resumed_at=int(state.document["committed"]))
+        # With the origin that the job has, as one has that comes later: all must write the same checkpoints.
         self._take_place(orders.cell, origin)
         self._load(state)
         self._state.holds_everything()
@@ -270,6 +271,7 @@ class WorkerLoop:
         if ranks.size == 1:
             self._settle_in(orders)
         living = [Worker.parse(name) for name in orders.deployment.living]
+        self._leaving = frozenset(map(Worker.parse, orders.deployment.leaving))
         scripts = [Script.of(orders.plan.schedule(), orders.cell, orders.runs)]
         if orders.interim is not None:
             scripts.append(Script.of(orders.interim.schedule(), orders.cell))
@@ -299,8 +301,10 @@ class WorkerLoop:
         formed: int | None = None
         if self._me not in joining:
             formed = self._say_formed(agreement.iteration)
-        while (iteration := self._optimizer.committed) < self._iterations:
-            self._status.iteration = iteration
+        while True:
+            # All that workers do together comes before each asks whether this is the end: that the job ends early may
+            # be known to one, and not yet to others.
+            self._status.iteration = iteration = self._optimizer.committed
             if joining and self._steps.counts_on_all(iteration):
                 if formed is None:
                     self._state.stop()  # what counts for a step of all can't be taken back
@@ -320,8 +324,9 @@ class WorkerLoop:
                 factor = slowness(self._me, iteration, self._slowdowns)
                 self._executor.set_pace({kind: factor * seconds for kind, seconds in self._pace.items()})
             self._compare(whole)
-            # Not the last: that the job ends may be known to one of those who write it together, and not yet to others.
             self._checkpoint(whole, last=False)
+            if iteration >= self._iterations:
+                break
             if not self._channel.may_begin(orders.generation, iteration, self._say_paused):
                 self._executor.settle()
                 return
@@ -353,7 +358,7 @@ class WorkerLoop:
 
     def _save_weights(self, folder: str, writer: Worker) -> None:
         sharded, averages = self._executor.sharded, self._optimizer.averages()
-        if sharded is not None and (whole := sharded.whole_state(writer)) is not None:
+        if sharded is not None and (whole := sharded.whole_state(writer, [AVERAGE])) is not None:
             averages = averages_of(whole)
         if self._me != writer:
             return
@@ -428,7 +433,7 @@ class WorkerLoop:
             self._state.forget()
             if (shards := self._optimizer.shards) is not None:
                 self._optimizer.release(sorted(shards.held))
-                shards.stale = True
+                shards.stale = shards.bare = True
         elif self._me in agreement.roll_back:
             self._optimizer.roll_back()
         self._come_along(agreement.iteration)
@@ -468,7 +473,8 @@ class WorkerLoop:
             return
         self._end_sharing()
         host = hashlib.sha256(f"{socket.gethostname()} {self._communicator.address}".encode()).digest()
-        mine = (int.from_bytes(host[:7]), int(shards.stale), *to_words(shards.shards_held, len(shards.sizes)))
+        lacks = int(shards.stale) + 2 * int(shards.bare)
+        mine = (int.from_bytes(host[:7]), lacks, *to_words(shards.shards_held, len(shards.sizes)))
         table = torch.zeros((len(peers), len(mine)), dtype=torch.int64)
         table[peers.index(self._me)] = torch.tensor(mine)
         table = table.to(self._device)
@@ -476,7 +482,7 @@ class WorkerLoop:
         rows = dict(zip(peers, table.tolist(), strict=True))
         held = {w: from_words(row[2:]) for w, row in rows.items()}
         try:
-            ownership = assign(peers, held, {w: row[0] for w, row in rows.items()}, shards.sizes)
+            ownership = assign(peers, held, {w: row[0] for w, row in rows.items()}, shards.sizes, self._leaving)
         except ShardLostError as error:
             text = f"stage {self._me.stage}: {error}"
             self._channel.say("state_lost", generation=self._generation, text=text)
@@ -486,8 +492,9 @@ class WorkerLoop:
         sharded = ShardedStage(self._me, groups, self._optimizer, ownership, self._say_hand_over, shared)
         self._executor.sharded = sharded
         sharded.exchange_offers(lambda: self._serve_state(groups))
-        shards.stale = any(row[1] for row in rows.values())
+        shards.stale = any(row[1] & 1 for row in rows.values())
         sharded.gather()
+        sharded.gather_untrained({w for w, row in rows.items() if row[1] & 2})
 
     def _end_sharing(self) -> None:
         if self._executor.sharded is not None:

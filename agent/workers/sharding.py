@@ -27,7 +27,14 @@ from openrecycle.agent.stages.optimizer import Shards, StageOptimizer
 from openrecycle.agent.stages.shards import Ownership
 from openrecycle.agent.transport.communicator import Groups
 from openrecycle.agent.transport.group import Group, PendingTransfer, TransferError
-from openrecycle.agent.workers.state_transfer import Holder, SegmentReceiver, StateServer, receive_offer, send_no_offer
+from openrecycle.agent.workers.state_transfer import (
+    Holder,
+    SegmentReceiver,
+    StateServer,
+    large_untrained,
+    receive_offer,
+    send_no_offer,
+)
 from openrecycle.planner.jobs.job import Worker
 
 MESSAGE_BYTES = 1 << 20
@@ -101,12 +108,13 @@ class ShardedStage:
     def _trim(self) -> None:
         if not self._shared:
             self._shared = True
+            self.filling.stop()  # all has come before a step: that one put right takes nothing back
             self._optimizer.release(self._shards.segments_in(self._ownership.surplus(self._me)))
             self._complete()
 
     def end(self) -> None:
         """The generation is being left."""
-        self.filling.end()
+        self.filling.stop()
 
     # -- around a step -------------------------------------------------------------------------
 
@@ -124,13 +132,20 @@ class ShardedStage:
         """The parameters that others step, if this worker's may be of another step. All peers call it together."""
         shards = self._shards
         if shards.stale and self._group is not None:
-            self._gather_by_sums(self._group)
+            self._gather_by_sums(self._group, [part.detach() for part in shards.parts], self._primaries)
         shards.stale = False
 
-    def _gather_by_sums(self, group: Group) -> None:
+    def gather_untrained(self, bare: Collection[Worker]) -> None:
+        """What no segment has, for peers that lack it. All peers call it together."""
+        source = next((peer for peer in self.peers if peer not in bare), None)
+        if bare and source is not None and self._group is not None:
+            parts = [part for tensor in large_untrained(self._optimizer).values() for part in _cut(tensor)]
+            self._gather_by_sums(self._group, parts, [source] * len(parts))
+        self._shards.bare = False
+
+    def _gather_by_sums(self, group: Group, parts: Sequence[Tensor], primaries: Sequence[Worker]) -> None:
         """Zeros are added to each parameter's bits."""
-        parts = [part.detach() for part in self._shards.parts]
-        sizes = [-(-part.numel() * part.element_size() // 8) * 8 for part in parts]
+        sizes = [-(-part.numel() * part.element_size() // 16) * 16 for part in parts]  # any type may begin there
         for a, b in _runs([None] * len(parts), sizes):
             ends = [0, *accumulate(sizes[a:b])]
             scratch = torch.zeros(ends[-1], dtype=torch.uint8, device=parts[a].device)
@@ -138,7 +153,7 @@ class ShardedStage:
                 scratch[at : at + part.numel() * part.element_size()].view(part.dtype).view(part.shape)
                 for at, part in zip(ends, parts[a:b], strict=False)
             ]
-            for part, place, primary in zip(parts[a:b], places, self._primaries[a:b], strict=True):
+            for part, place, primary in zip(parts[a:b], places, primaries[a:b], strict=True):
                 if primary == self._me:
                     place.copy_(part)
             group.sum(scratch.view(torch.int64))
@@ -147,21 +162,22 @@ class ShardedStage:
 
     # -- for a checkpoint ----------------------------------------------------------------------
 
-    def whole_state(self, to: Worker) -> StageState | None:
-        """The stage's state without shards, as a checkpoint has it: on `to`, from all peers, which call it together."""
+    def whole_state(self, to: Worker, keys: Collection[str] | None = None) -> StageState | None:
+        """The stage's state without shards, as a checkpoint has it: on `to`, from all peers, which call it together.
+        keys: these alone of what the optimizer keeps of each parameter."""
         shards, optimizer = self._shards, self._optimizer
         runs = _runs(self._primaries, _bytes(shards, range(len(shards.parts))))
         if self._me != to:
             for a, b in runs:
                 if self._primaries[a] == self._me:
-                    self._send_states(to, range(a, b))
+                    self._send_states(to, range(a, b), keys)
             return None
         state = optimizer.state()
         parameters, named = dict(optimizer.module.named_parameters()), dict[str, dict[str, Any]]()
         for a, b in runs:
             there = self._primaries[a]
             for number in range(a, b) if there == self._me else ():
-                self._put(named, parameters, number, optimizer.segment_state(number))
+                self._put(named, parameters, number, optimizer.segment_state(number, keys))
             if there != self._me:
                 self._receive_states(there, range(a, b), lambda n, kept: self._put(named, parameters, n, kept))
         tensors, states = dict(state.tensors), {}
@@ -172,10 +188,11 @@ class ShardedStage:
                     value["on"] = "device"  # where the parameter is; here it is all on the CPU
         # In the order in which an optimizer that has all of it would keep them.
         order = [name for group in state.document["groups"] for name in group["parameters"] if name in states]
-        return StageState({**state.document, "state": {name: states[name] for name in order}}, tensors)
+        document = {**state.document, "state": {name: states[name] for name in order}}
+        return StageState(document, tensors, frozenset(tensors.keys() - state.tensors.keys()))
 
-    def _send_states(self, to: Worker, numbers: range) -> None:
-        states = [self._optimizer.segment_state(number) for number in numbers]
+    def _send_states(self, to: Worker, numbers: range, keys: Collection[str] | None = None) -> None:
+        states = [self._optimizer.segment_state(number, keys) for number in numbers]
         tensors = {name: tensor for state in states for name, tensor in state.tensors.items()}
         self._send_packed(to, StageState({"segments": [state.document for state in states]}, tensors))
 
@@ -238,9 +255,13 @@ class ShardedStage:
         for to, source, span in moves:
             if to == self._me:
                 self._take_layers(source, coming[span])
-            elif source.stage == self._me.stage and (mine := _numbers(shards, span)):
+            elif source.stage == self._me.stage:
+                mine = _numbers(shards, span)
                 at = mine.start
                 if source == self._me:
+                    for name, tensor in large_untrained(optimizer, span).items():
+                        self._send_packed(to, StageState({}, {name: tensor}))
+                if source == self._me and mine:
                     primaries = torch.tensor([self._primaries[k].pipeline for k in mine], dtype=torch.int64)
                     self._send_packed(to, StageState({}, {"primaries": primaries}))
                     for name in _parameters(shards, span):
@@ -253,19 +274,24 @@ class ShardedStage:
         shards, named = into.shards, dict(into.module.named_parameters())
         assert shards is not None
         into.release(sorted(shards.held))
-        if not shards.parts:
-            return
+
+        def take(values: Mapping[str, Tensor]) -> None:
+            with torch.no_grad():
+                for name, own in values.items():
+                    value = self._receive_packed(source).tensors[name]
+                    if value.shape != own.shape:
+                        raise StateError(f"{name}: shape {tuple(value.shape)}, expected {tuple(own.shape)}")
+                    own.copy_(value)
+
         try:
+            take(large_untrained(into))
+            if not shards.parts:
+                return
             told = self._receive_packed(source).tensors["primaries"].tolist()
             primaries = [Worker(pipeline, source.stage) for pipeline in told]
             if len(primaries) != len(shards.parts):
                 raise StateError(f"{len(primaries)} segments, expected {len(shards.parts)}")
-            with torch.no_grad():
-                for name in shards.parameter_names:
-                    value = self._receive_packed(source).tensors[name]
-                    if value.shape != named[name].shape:
-                        raise StateError(f"{name}: shape {tuple(value.shape)}, expected {tuple(named[name].shape)}")
-                    named[name].copy_(value)
+            take({name: named[name] for name in shards.parameter_names})
         except (StateError, KeyError) as error:
             raise TransferError(f"the layers from {source} can't be used: {error}", source) from None
         device = into.gradients.device
@@ -289,6 +315,11 @@ def _parameters(shards: Shards, span: Span) -> list[str]:
 
 def _bytes(shards: Shards, numbers: range) -> list[int]:
     return [shards.parts[k].numel() * shards.parts[k].element_size() for k in numbers]
+
+
+def _cut(tensor: Tensor) -> Sequence[Tensor]:
+    """Into parts of a message each, where that can be done."""
+    return torch.split(tensor.view(-1), MESSAGE_BYTES // tensor.element_size()) if tensor.is_contiguous() else [tensor]
 
 
 def _finish(sent: Sequence[PendingTransfer]) -> None:

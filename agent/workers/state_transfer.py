@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openrecycle.agent.models.layers import Span
+from openrecycle.agent.models.layers import Span, layer_of
 from openrecycle.agent.models.state import DTYPES, StageState, StateError, decode, memory, pack, sha256, unpack
 from openrecycle.agent.stages.optimizer import Shards, StageOptimizer, of_layers
 from openrecycle.agent.transport.communicator import Groups
@@ -127,6 +127,19 @@ def pieces_of(name: str, elements: int) -> list[Piece]:
     return [Piece(name, a, min(a + PIECE_ELEMENTS, elements)) for a in range(0, elements, PIECE_ELEMENTS)]
 
 
+def large_untrained(optimizer: StageOptimizer, span: Span | None = None) -> dict[str, Tensor]:
+    """Where the optimizer's state is sharded: parameters that are not trained, and buffers, that are too large to come
+    with the description. span: of these layers alone."""
+    assert optimizer.shards is not None
+    trained, module = set(optimizer.shards.parameter_names), optimizer.module
+    named = [*module.named_parameters(), *module.named_buffers()]
+    return {
+        name: tensor.detach()
+        for name, tensor in named
+        if name not in trained and tensor.numel() >= SMALL_ELEMENTS and (span is None or layer_of(name) in span)
+    }
+
+
 def segment_pieces(shards: Shards) -> list[Piece]:
     """Where the optimizer's state is sharded, each segment's is a piece."""
     return [Piece(name, s.start, s.end) for name, s in zip(shards.names, shards.segments, strict=True)]
@@ -189,10 +202,12 @@ class StateServer:
                 large = []
             shards = self._optimizer.shards
             if shards is not None:
-                large = []  # parameters come as after every step, and what the optimizer keeps comes in segments
-            apart = set[str]() if shards is None else {f"model.{name}" for name in shards.parameter_names}
-            apart &= state.tensors.keys()
-            apart |= {name for column in large for name in column.tensors}
+                # Parameters come as after every step, then what is not trained; the optimizer's state in segments.
+                large = []
+            apart = {name for column in large for name in column.tensors}
+            if shards is not None:
+                names = {*shards.parameter_names, *large_untrained(self._optimizer)}
+                apart = {f"model.{name}" for name in names} & state.tensors.keys()
             specs = {
                 n: [str(state.tensors[n].dtype).removeprefix("torch."), list(state.tensors[n].shape)] for n in apart
             }
@@ -591,8 +606,9 @@ class StateReceiver:
         for _, dtype, shape in header["tensors"]:
             kind = DTYPES[dtype]
             end = at + prod(shape) * kind.itemsize
-            # A copy starts at an aligned address, which a part of the payload need not.
-            parts.append(torch.frombuffer(bytearray(payload[at:end]), dtype=kind).view(shape))
+            # A copy starts at an aligned address, which a part of the payload need not. Some parameters are empty.
+            raw = bytearray(payload[at:end])
+            parts.append((torch.frombuffer(raw, dtype=kind) if raw else torch.empty(0, dtype=kind)).view(shape))
             at = end
         if at != payload_size or sha256(parts) != header["sha256"]:
             raise StateError(f"piece {number}: the checksum does not match")
@@ -632,17 +648,14 @@ class StateReceiver:
         if self._optimizer.corrections != self._corrected:
             self._corrected = self._optimizer.corrections
             at = (self._optimizer.committed, self._optimizer.corrections - self._since)
-            self._drop({n for n, v in self._arrived.items() if v[0] >= at[0] and v != at})
-
-    def _drop(self, numbers: set[int]) -> None:
-        """Pieces that are no longer in place."""
-        self._arrived = {n: v for n, v in self._arrived.items() if n not in numbers}
+            self._arrived = {n: v for n, v in self._arrived.items() if v[0] < at[0] or v == at}
 
 
 class SegmentReceiver(StateReceiver):
     """What a worker still needs of a stage's optimizer state that is sharded: the segments that it is to own.
 
-    One object for each generation; other methods of StateReceiver than these have no use for it.
+    One object for each generation; other methods of StateReceiver than these have no use for it. What has come after a
+    step that is undone, or put right, is given up again by the optimizer (Shards.late).
     """
 
     def __init__(self, optimizer: StageOptimizer, say: Callable[[str], None], wanted: Sequence[int]) -> None:
@@ -661,24 +674,12 @@ class SegmentReceiver(StateReceiver):
             self._sources = [_Source(holder, frozenset(gives)) for holder, gives in sources]
         self._ask(session, sum(p.end - p.start for p in self._pieces) * 8)
 
-    def end(self) -> None:
-        """Nothing comes any more. What has come after the last step is given up: that step may be undone, and it could
-        not be undone in it."""
-        self.stop()
-        with self._optimizer.lock:
-            self._drop_corrected()
-            self._drop({n for n, v in self._arrived.items() if v[0] >= self._optimizer.committed})
-
     def _put(self, number: int, document: Any, parts: Mapping[str, Tensor]) -> None:
         device = self._optimizer.gradients.device
         kept = decode(document["kept"], parts, device)
         if not isinstance(kept, dict):
             raise StateError(f"{self._pieces[number].column}: the optimizer's state is no dictionary")
         self._optimizer.hold(self._numbers[number], kept)
-
-    def _drop(self, numbers: set[int]) -> None:
-        super()._drop(numbers)
-        self._optimizer.release([self._numbers[n] for n in numbers])
 
 
 def _holder(worker: Worker, offer: Mapping[str, Any]) -> Holder:

@@ -61,6 +61,10 @@ class _Paths:
         return cls(me.stage, mine, tuple(w for w in living if w.stage != me.stage and w.pipeline in told_by_me))
 
 
+def lost_validation() -> TransferError:
+    return TransferError("the validation of the last step can't arrive any more")
+
+
 class _Exchange:
     """The slots of one iteration, under way."""
 
@@ -182,12 +186,17 @@ class Steps:
             return False  # all ranks of a worker must leave an iteration at the same op: they do in `settle`
         return self._exchange is not None and self._exchange.arrived() and self.settle()
 
+    @property
+    def in_doubt(self) -> bool:
+        """Has a step been taken whose validation can't arrive any more in this generation?"""
+        return not self._optimizer.settled and self._exchange is None
+
     def settle(self) -> bool:
         """The same, and waits for the validation. Raises as `take`, or TransferError."""
         exchange, self._exchange = self._exchange, None
         if exchange is None:
             if not self._optimizer.settled:
-                raise TransferError("the validation of the last step can't arrive any more")
+                raise lost_validation()
             return False
         return self._settle_by(judge(self._slots_of(exchange), self._optimization.clip_norm))
 

@@ -292,7 +292,7 @@ def test_a_copy_is_written_only_when_its_last_step_is_final(tmp_path: Path) -> N
     said: list[tuple[int, str | None]] = []
     identity = Identity("tests:job", 1, 1, 1, 1, 0, {})
     wish = Checkpoints(directory=str(tmp_path), every=2)
-    keeper = Checkpointer(wish, Origin(identity), 0, 1, 5, lambda *what: said.append(what), lambda: False)
+    keeper = Checkpointer(wish, Origin(identity), 0, 1, lambda *what: said.append(what), lambda: False)
     stage = _stage(0, 2)
     keeper.boundary(stage, 1, writes=True)
     # The step before the copy is overturned: the same boundary comes again, with other parameters.
@@ -309,11 +309,11 @@ def test_a_copy_is_written_only_when_its_last_step_is_final(tmp_path: Path) -> N
     taken = _stage(9)
     taken.load_state(load_layers(tmp_path, range(1)))
     assert taken.parameters_sha256() == right
-    # Not due, not this worker's, and the last one, which is always due.
+    # Not due, not this worker's, and the last one, which is always written.
     stage.step()
     keeper.boundary(stage, 1, writes=False)
     stage.step()
-    keeper.boundary(stage, 1, writes=True)
+    keeper.boundary(stage, 1, writes=True, last=True)
     keeper.finish()
     assert said == [(2, None), (5, None)]
 

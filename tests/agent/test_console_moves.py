@@ -153,17 +153,31 @@ def test_an_operator_decides_and_lets_workers_go(reference: Run, tmp_path: Path)
         assert [line["left"]["worker"] for line in lines if "left" in line] == ["W1_0", "W2_0"]
 
 
-def test_workers_of_a_sharded_optimizer_leave_one_after_the_other(tmp_path: Path) -> None:
-    """The second one stays until others have the parts of the state that it had alone when the first was gone."""
-    wider = ("--workload-options", TINY[1].replace("32", "64"))
-    whole = forked(tmp_path / "whole.jsonl", *GRID, *wider, "--iterations", str(ITERATIONS))
-    slowly = ("--optimizer-sharding", "zero1", "--hand-over-rate", "20KB")
-    with job(tmp_path, *wider, *slowly) as running:
+def test_workers_of_a_sharded_optimizer_leave(reference: Run, tmp_path: Path) -> None:
+    """The second one is asked while others may still take what the first one has. When each goes:
+    test_leaving_shards."""
+    with job(tmp_path, "--optimizer-sharding", "zero1") as running:
         running.settles(6)
         running.ask("/workers/W0_0/drain")
         running.settles(5)
-        running.ask("/workers/W1_0/drain")
+        # Refused while the generation forms that is without the first one.
+        until(lambda: running.ask("/workers/W1_0/drain"), "W1_0 to be asked")
+        lines = running.ends(reference)
+        assert sorted(line["left"]["worker"] for line in lines if "left" in line) == ["W0_0", "W1_0"]
+        assert not any("failure" in line for line in lines)
+
+
+@pytest.mark.chaos
+def test_one_that_is_to_leave_outlives_a_death(tmp_path: Path) -> None:
+    """The parts of the state that it has come to nobody else before the job ends: so it stays, whoever dies."""
+    wider = ("--workload-options", TINY[1].replace("32", "128"))
+    whole = forked(tmp_path / "whole.jsonl", *GRID, *wider, "--iterations", str(ITERATIONS))
+    with job(tmp_path, *wider, "--optimizer-sharding", "zero1", "--hand-over-rate", "10KB") as running:
+        running.settles(6)
+        running.ask("/workers/W0_0/drain")
+        running.settles(5)
+        running.ask("/workers/W2_1/kill")
         running.settles(4)
         lines = running.ends(whole)
-        assert [line["left"]["worker"] for line in lines if "left" in line] == ["W0_0", "W1_0"]
-        assert not any("failure" in line for line in lines)
+        assert not any("left" in line for line in lines)
+        assert [line["failure"]["worker"] for line in lines if "failure" in line] == ["W2_1"]

@@ -17,6 +17,7 @@ from openrecycle.agent.coordination.events import (
     PlanReady,
     PlanRefused,
     Stalled,
+    StateLost,
     Tick,
     TransferBroken,
     WorkerRegistered,
@@ -292,6 +293,19 @@ def test_a_stage_without_a_living_worker_halts_the_job() -> None:
     run.back("W1_1")
     assert run.state.job_state is JobState.HALTED
     assert len(run.opened) == 2
+
+
+def test_parts_of_a_sharded_optimizer_that_are_gone_halt_the_job() -> None:
+    """Whoever had them may have come back without them by then."""
+    run = Run(pipelines=3).start()
+    run.exit("W1_0")
+    run.exit("W2_0")
+    run.resume()
+    run.back("W1_0")
+    run.back("W2_0")
+    run.send(StateLost("W0_0", "W0_0-1", run.opened[-1].number, "stage 0: parts are gone"))
+    assert run.state.job_state is JobState.HALTED
+    assert golden("all-workers-that-kept-some", "0") in run.state.halted
 
 
 def test_a_peer_without_weights_yet_does_not_keep_a_stage_alive() -> None:

@@ -6,18 +6,22 @@ import filecmp
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from torch import nn, optim
 
-from openrecycle.agent.config.options import Optimization, TrainingOptions
+from openrecycle.agent.config.options import Optimization, Planning, TrainingOptions
 from openrecycle.agent.examples.gpt import Gpt
 from openrecycle.agent.jobs.preflight import beside_activations, check_workload
 from openrecycle.agent.stages.gradients import GradientSum
 from openrecycle.agent.stages.optimizer import BUCKET_BYTES, StageOptimizer
+from openrecycle.agent.transport.group import TransferError
+from openrecycle.agent.workers.executor import Executor
+from openrecycle.agent.workers.validation_exchange import Steps
 from openrecycle.planner.jobs.errors import InputError
-from openrecycle.planner.jobs.job import Job
+from openrecycle.planner.jobs.job import Job, Worker
 from tests.agent.runs import Run, forked
 from tests.conftest import at_length
 
@@ -53,9 +57,12 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
         at_length("--kill W2_0@0:F0"),
         at_length("--kill W2_1@2:V --transport ordered"),
         at_length("--kill W1_0@4:I1 --mode deterministic --synchronous"),
+        # Its neighbour steps without knowing that the others clip.
+        at_length("--kill W1_1@0:O --synchronous --keep-finished"),
         # One that returns lacks its share for some iterations, in which another dies.
         "--kill W1_0@1:F1 --rejoin W1_0@2 --kill W0_1@4:O",
-        at_length("--kill W1_0@1:F1 --kill W2_0@5:V --rejoin W1_0@5 --rejoin W2_0@6"),
+        # What the first has had comes to others before the second dies.
+        at_length("--kill W1_0@1:F1 --kill W2_0@5:V --rejoin W1_0@5 --rejoin W2_0@6 --pace F=30ms,I=30ms,W=30ms"),
     ],
 )
 def test_the_same_bits_as_without_shards(faults: str, reference: Run, tmp_path: Path) -> None:
@@ -122,6 +129,27 @@ def test_shards_that_went_with_both_their_owners(checkpoints: bool, reference: R
         assert run.status == 1 and len(run.iterations) == 5
 
 
+def test_who_has_stepped_in_doubt_exchanges_no_parameters() -> None:
+    """Peers may know what the others make of the step, and have taken it otherwise, or not at all."""
+    module = nn.Linear(2, 2)
+    sums = GradientSum(module.parameters(), terms=1)
+    optimizer = StageOptimizer(module, optim.AdamW(module.parameters()), sums, pipelines=2)
+    broken, groups = MagicMock(), MagicMock()
+    broken.wait.side_effect = TransferError("its teller is dead")
+    groups.receive.return_value, groups.ranks.size = broken, 1
+    worker, living = Worker(0, 0), [Worker(p, s) for p in range(2) for s in range(2)]
+    steps = Steps(worker, Optimization(synchronous=True), optimizer, (1, 1), MagicMock())
+    steps.begin(groups, living, 0, {})
+    sums.add_loss(torch.tensor(1.0))
+    for parameter in module.parameters():
+        sums.add(parameter, torch.ones_like(parameter))
+    executor = MagicMock(_steps=steps, exchange=None, tied=None, _reduction=0.0, _iteration=0)
+    executor._incomplete.return_value = executor._transfers.reduced_by_all.return_value = 0
+    with pytest.raises(TransferError):
+        Executor._step(executor)
+    assert optimizer.committed == 1 and not executor.sharded.gather.called
+
+
 @pytest.mark.parametrize("kind", [optim.LBFGS, optim.Adafactor])
 def test_an_optimizer_that_can_not_be_cut_is_refused(kind: type[optim.Optimizer]) -> None:
     module = nn.Linear(4, 4)
@@ -145,6 +173,18 @@ def test_it_is_refused_before_the_start() -> None:
     with pytest.raises(InputError) as refused:
         check_workload(Whole(), options)
     assert refused.value.field == "optimization.sharding"
+
+
+def test_workers_keep_their_stage() -> None:
+    """One that took another would give up what only it may have."""
+    job, zero1 = Job.uniform(3, 2, 2), Optimization(sharding="zero1")
+    assert not TrainingOptions(job=job, optimization=zero1).may_migrate(by_default=True)
+    assert TrainingOptions(job=job).may_migrate(by_default=True)
+    asked = TrainingOptions(job=job, optimization=zero1, planning=Planning(migrate=True))
+    assert not asked.may_migrate(by_default=False)
+    with pytest.raises(InputError) as refused:
+        asked.check()
+    assert refused.value.field == "planning.migrate"
 
 
 @pytest.mark.parametrize(("peers", "most"), [(1, 24), (2, 24), (3, 18), (8, 14.1)])

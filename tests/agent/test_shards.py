@@ -91,6 +91,30 @@ def test_no_history_leaves_a_shard_without_an_owner(
                 return
 
 
+@given(histories(), sizes_of_shards, st.sets(st.integers(0, 8)))
+def test_those_that_leave_take_nothing_with_them(
+    history: tuple[int, int, list[tuple[str, int, bool]]], sizes: list[int], going: set[int]
+) -> None:
+    """However many of a stage leave at once: those that stay have all of it before."""
+    n, machines, _ = history
+    hosts = {p: i % machines for i, p in enumerate(PEERS)}
+    peers, everything = PEERS[:n], frozenset(range(len(sizes)))
+    owned = assign(peers, dict.fromkeys(peers, everything), hosts, sizes).owners
+    held = {p: frozenset(k for k, owners in enumerate(owned) if p in owners) for p in peers}
+    leaving = [p for p in peers if p.pipeline in going]
+    staying = [p for p in peers if p not in leaving]
+    ownership = assign(peers, held, hosts, sizes, leaving)
+    if not staying:
+        assert ownership == assign(peers, held, hosts, sizes)
+        return
+    assert all({*owners} <= {*staying} and len(owners) == min(2, len(staying)) for owners in ownership.owners)
+    assert all(ownership.primary[k] in holders for k, holders in enumerate(ownership.holders))
+    assert ownership.complete == all(not ownership.lacking(p) for p in staying)
+    filled = {p: (held[p] | ownership.lacking(p)) - ownership.surplus(p) for p in staying}
+    after = assign(staying, filled, hosts, sizes)
+    assert after.complete and after.owners == ownership.owners  # nothing moves once more
+
+
 def _held_by(held: dict[Worker, frozenset[int]], sizes: list[int]) -> list[list[Worker]]:
     return [[p for p, shards in held.items() if k in shards] for k in range(len(sizes))]
 

@@ -20,6 +20,8 @@ OPS = [f"{kind}{micro_batch}" for kind in "FIW" for micro_batch in range(3)] + [
 FIRST = [f"W{p}_{s}@1:{op}" for p in range(3) for s in range(2) for op in OPS]
 SECOND = [f"W{p}_{s}@4:{op}" for p in (0, 2) for s in range(2) for op in OPS]
 BEFORE = ("--kill", "W1_0@1:F2", "--rejoin", "W1_0@2", "--kill", "W1_1@1:F2", "--rejoin", "W1_1@2")
+PACED = ("--pace", "F=20ms,I=20ms,W=20ms")
+"""What only one worker has, since the other owner has died, comes to a third before the next death."""
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +43,7 @@ def test_the_death_of_a_worker(kill: str, reference: Run, tmp_path: Path) -> Non
 @pytest.mark.parametrize("kill", SECOND)
 def test_a_death_while_another_takes_its_share(kill: str, reference: Run, tmp_path: Path) -> None:
     """Whom the newcomer has its share from may be the one that dies: the others keep all of it until it is there."""
-    run = sharded(tmp_path / "run.jsonl", *BEFORE, "--kill", kill, *SLOWLY)
+    run = sharded(tmp_path / "run.jsonl", *BEFORE, "--kill", kill, *SLOWLY, *PACED)
     assert run.status == 0, run.errors
     assert run.losses == reference.losses and run.final == reference.final
     assert run.failures[-1]["worker"] == kill[:4]
