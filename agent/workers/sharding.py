@@ -1,8 +1,8 @@
 """A stage whose optimizer's state is sharded over its workers (ZeRO-1): what these exchange.
 
-A step: the gradients are summed over all (`reduce`), each worker steps the segments of which it holds the state, and
-the parameters go from one holder of each to all others (`gather`). So a worker may be at a step
-with parameters that are not: where a death comes in between, or a step is put right or undone, they are gathered again
+A step: the gradients are summed over all (agent.workers.reduction), each worker steps the segments of which it holds
+the state, and the parameters go from one holder of each to all others (`gather`). So a worker may be at a step with
+parameters that are not: where a death comes in between, or a step is put right or undone, they are gathered again
 before anybody reads them. That is all that recovery has to know: who has reduced an iteration has what its own
 segments' step needs, and takes it (agent.workers.recovery).
 

@@ -143,7 +143,7 @@ def test_who_has_stepped_in_doubt_exchanges_no_parameters() -> None:
     sums.add_loss(torch.tensor(1.0))
     for parameter in module.parameters():
         sums.add(parameter, torch.ones_like(parameter))
-    executor = MagicMock(_steps=steps, exchange=None, tied=None, _reduction=0.0, _iteration=0)
+    executor = MagicMock(_steps=steps, exchange=None, tied=None, _reduction_seconds=0.0, _iteration=0)
     executor._incomplete.return_value = executor._transfers.reduced_by_all.return_value = 0
     with pytest.raises(TransferError):
         Executor._step(executor)

@@ -254,6 +254,8 @@ class _Stage:
 class _Steps:
     """Overturns the step before at the op that the round says, at the latest before its own."""
 
+    in_doubt = False
+
     def __init__(self, me: Worker) -> None:
         self._me = me
         self._left: int | None = None
