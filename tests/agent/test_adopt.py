@@ -233,6 +233,7 @@ def pod(manifest: dict[str, Any], index: int, host: str, saved: Path) -> tuple[l
     return words, environment(**own)
 
 
+@pytest.mark.chaos
 @pytest.mark.processes
 def test_kubernetes(calm: Run, manifest: dict[str, Any], tmp_path: Path) -> None:
     """A worker is killed by the example, and then the whole of pod 1, which is started anew."""

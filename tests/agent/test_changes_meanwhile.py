@@ -29,6 +29,7 @@ class TrainsOn(ConsoleKilled):
         self.job.ask(lambda: self.job.committed >= enough, "training without a console")
 
 
+@pytest.mark.chaos
 def test_no_bit_differs_and_the_books_account_for_all(tmp_path: Path) -> None:
     """A kill that the console is not there for, a return, and a worker that is asked to leave."""
     server = on_sqlite(tmp_path)

@@ -153,6 +153,7 @@ def test_an_operator_decides_and_lets_workers_go(reference: Run, tmp_path: Path)
         assert [line["left"]["worker"] for line in lines if "left" in line] == ["W1_0", "W2_0"]
 
 
+@pytest.mark.chaos
 def test_workers_of_a_sharded_optimizer_leave(reference: Run, tmp_path: Path) -> None:
     """The second one is asked while others may still take what the first one has. When each goes:
     test_leaving_shards."""

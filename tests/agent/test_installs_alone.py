@@ -124,6 +124,7 @@ def test_reporting_needs_no_torch(bare: Path) -> None:
     assert done.stdout == "False\n", done.stderr
 
 
+@pytest.mark.chaos
 @pytest.mark.processes
 def test_the_command_line_trains_through_a_death(bare: Path, tmp_path: Path) -> None:
     record = tmp_path / "run.jsonl"

@@ -82,6 +82,7 @@ def test_two_hurt_workers_make_a_whole_one(tmp_path: Path) -> None:
     assert hurt.iterations[-1]["living"] == 3
 
 
+@pytest.mark.chaos
 @pytest.mark.processes
 def test_a_console_is_told_which_ranks_are_spare(tmp_path: Path) -> None:
     """Of two hurt workers, one after the other, until they have become one."""

@@ -238,6 +238,7 @@ def run_script(path: Path, *lines: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.chaos
 @pytest.mark.processes
 def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
     done = run_script(tmp_path / "unguarded.py", "own_jobs.trainer().fit(iterations=1)")

@@ -154,6 +154,7 @@ def test_parts_of_a_whole_model_may_be_cut_in_the_worker() -> None:
     jobs.Decoder().load_state_dict({k: v for layer in range(4) for k, v in hurt.state_dict(layer).items()})
 
 
+@pytest.mark.chaos
 @pytest.mark.processes
 def test_the_pages_example_runs(tmp_path: Path) -> None:
     page = (ROOT / "app/docs/own-job.md").read_text()

@@ -290,6 +290,7 @@ def test_nothing_is_cut_or_pushed_out(browser: Browser, demo: Demo, scheme: Any,
             assert_it_fits(page, ".or-card *", ".or-sentence *", ".st-key-worker-grid button")
 
 
+@pytest.mark.chaos
 def test_charts_are_updated_in_place(demo: Demo, page: Page) -> None:
     """A chart that is built anew at each refresh flickers, and forgets the reader's zoom."""
     page.goto(demo.root)

@@ -89,6 +89,7 @@ def test_what_if_to_a_link_that_shows_the_same(browser: Browser, page: Page, ser
     assert [row["name"] for row in server.get("/plans").json()["plans"]] == ["no slower without W1_2"]
 
 
+@pytest.mark.chaos
 def test_a_profile_is_saved_and_a_link_brings_it(browser: Browser, page: Page, server: ConsoleServer) -> None:
     page.goto(f"{server.root}/planner?profile=uneven")
     page.get_by_role("button", name="Save profile").click()
@@ -104,6 +105,7 @@ def test_a_profile_is_saved_and_a_link_brings_it(browser: Browser, page: Page, s
     assert server.get("/profiles/stairs").json()["stages"] == 4
 
 
+@pytest.mark.chaos
 def test_the_papers_example_is_one_click(page: Page, server: ConsoleServer) -> None:
     page.goto(server.root)
     page.get_by_role("link", name="Planner").click()

@@ -169,6 +169,7 @@ def test_a_file_above_the_limit_is_refused_in_words_and_not_cut_off(site: Site) 
     assert problem["code"] == "too_large" and f"{PLAN_MIB << 20:,} bytes" in problem["detail"]
 
 
+@pytest.mark.chaos
 def test_a_click_shows_a_path_and_a_link_shows_it_again(site: Site, page: Page, browser: Browser) -> None:
     page.goto(f"{site.root}/schedule?job={site.small}")
     bars(page).first.wait_for()
@@ -305,6 +306,7 @@ def test_a_box_of_thousands_of_ops_does_not_fill_the_page_with_elements(site: Si
     expect(plot.locator(".hoverlayer .hovertext").first).to_contain_text("micro-batch")
 
 
+@pytest.mark.chaos
 def test_a_large_plan_is_seen_and_takes_a_box_before_the_code_of_charts_is_there(site: Site, browser: Browser) -> None:
     held: list[Route] = []
     scripts: list[str] = []
