@@ -92,6 +92,7 @@ def job(folder: Path, *arguments: str) -> Iterator[Job]:
             running.process.end()
 
 
+@pytest.mark.chaos
 def test_a_failure_is_moved_to_where_it_costs_less(reference: Run, tmp_path: Path) -> None:
     """Two of three workers of stage 0 die. One of stage 1 takes over there, because that trains more; it takes
     its state from the one that lives. A worker that is started anew takes the place that it gave up."""

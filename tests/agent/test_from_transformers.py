@@ -278,6 +278,7 @@ def test_a_kill_does_not_show_and_what_is_written_is_read_again(family: str, tmp
             assert all(torch.equal(again[name], value) for name, value in layer.items() if name not in source.cut.tied)
 
 
+@pytest.mark.chaos
 @pytest.mark.usefixtures("models_are_there")
 @pytest.mark.processes
 def test_a_job_goes_on_from_its_checkpoint_cut_elsewhere(tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
+@pytest.mark.chaos
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "kills",

@@ -125,6 +125,7 @@ def test_a_move_is_worth_its_cost_by_the_hour() -> None:
     assert not worth_moving(100.0, 101.0, 0.0)[0]
 
 
+@pytest.mark.chaos
 @pytest.mark.processes
 def test_a_job_moves_layers_by_itself_and_moves_them_back() -> None:
     """Re-routed at once; the better partition follows; when the worker is back, so does the one without failures."""

@@ -245,6 +245,7 @@ def test_techniques_of_the_papers_example_stand_on_one_axis(site: Site, page: Pa
     expect(page.locator(".js-plotly-plot .annotation-text", has_text="W0_2 and W2_2")).to_have_count(3)
 
 
+@pytest.mark.chaos
 def test_a_box_on_a_large_plan_opens_its_ops(site: Site, page: Page) -> None:
     page.goto(f"{site.root}/schedule?job={site.large}")
     pad = page.locator(".or-pad[data-ready]")

@@ -38,6 +38,7 @@ def server(provider: IdentityProvider, tmp_path_factory: pytest.TempPathFactory)
     server.close()
 
 
+@pytest.mark.chaos
 def test_a_viewer_looks_on(browser: Browser, server: ConsoleServer) -> None:
     page = browser.new_page(viewport={"width": 1440, "height": 900})
     page.set_default_timeout(WAIT_MS)
