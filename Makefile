@@ -25,7 +25,7 @@ lint: setup-tests  ## style and types
 	@ln -sfn $(CURDIR)/.src/openrecycle/*.py $(CURDIR)/agent $(CURDIR)/app $(CURDIR)/db $(CURDIR)/planner .mypy_cache/source/openrecycle
 	@$(BIN)/mypy
 
-chaos: setup-tests  ## hundreds of kills, every bit compared (about half an hour)
+chaos: setup-tests  ## hundreds of kills, every bit compared (more than an hour)
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "chaos or hypothesis" --hypothesis-profile at-length tests
 
 bench: setup-tests  ## every benchmark, with the machine's load beside each figure
