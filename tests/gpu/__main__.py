@@ -35,6 +35,7 @@ LIMITS = {
     "train": 180,
     "kills": 100,
     "hand-over": 90,
+    "sharded": 60,
     "command": 60,
     "profile": 75,
     "speed": 75,

@@ -290,6 +290,20 @@ def hand_over(told: Told) -> Said:
     return f"back after {taken} iterations", "the same bits; a stage's state was taken from its peer"
 
 
+def sharded(told: Told) -> Said:
+    """The optimizer's state over three workers of a stage, gradients reduced in buckets."""
+    from openrecycle.agent.config.options import Optimization
+
+    kill = "W1_1@1:O"
+    shards = Optimization(sharding="zero1", bucket_cap_mb=0.1 if told.on_gpu else 0.01)
+    job = _job(told, pipelines=3, optimization=shards, kills=(kill,))
+    if job.dead != [kill[:4]]:
+        raise CheckFailed(f"--kill {kill}: dead are {', '.join(job.dead) or 'none'}")
+    if _result(job) != _result(_job(told, pipelines=3)):
+        raise CheckFailed(f"--kill {kill}: other bits than without shards, and without a failure")
+    return "", f"--kill {kill}: the same bits as without shards"
+
+
 def command(told: Told) -> Said:
     """`openrecycle train`, as a user runs it."""
     if missing := [name for name in ("typer", "rich", "cryptography") if not _importable(name)]:
@@ -448,6 +462,7 @@ CHECKS: dict[str, Callable[[Told], Said]] = {
     "train": train,
     "kills": kills,
     "hand-over": hand_over,
+    "sharded": sharded,
     "command": command,
     "profile": profile,
     "speed": speed,
