@@ -198,6 +198,7 @@ def test_an_evaluation_is_of_the_whole_micro_batch(tmp_path: Path) -> None:
     assert first["loss"] == pytest.approx(alone["loss"], rel=1e-4)
 
 
+@pytest.mark.chaos
 @pytest.mark.processes
 def test_what_raises_on_one_rank_alone_ends_the_job(tmp_path: Path) -> None:
     """The others would wait for it."""

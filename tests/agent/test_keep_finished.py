@@ -45,6 +45,7 @@ def test_what_a_survivor_has_finished_is_kept(losses: list[str]) -> None:
     assert kept >= 2
 
 
+@pytest.mark.chaos
 def test_a_second_death_while_the_rest_is_done(losses: list[str]) -> None:
     grid = GRID | {"pipelines": 3}
     job = LocalJob(**grid, iterations=ITERATIONS, kills=("W1_1@2:W3", "W0_0@2:I3"), faults=KEEP).run()

@@ -97,6 +97,7 @@ def test_of_two_nodes_one_goes_on_and_writes_on(reference: Run, tmp_path: Path) 
     assert run.losses == reference.losses and run.final == reference.final
 
 
+@pytest.mark.chaos
 def test_the_successor_is_lost_too(reference: Run, tmp_path: Path) -> None:
     with nodes(tmp_path, 3, *PACED) as launchers:
         until(lambda: leading(tmp_path, [0], 2) is not None, "two iterations")
@@ -110,6 +111,7 @@ def test_the_successor_is_lost_too(reference: Run, tmp_path: Path) -> None:
     assert run.losses == reference.losses and run.final == reference.final
 
 
+@pytest.mark.chaos
 def test_a_lead_that_was_stopped_for_long_leads_no_more(reference: Run, tmp_path: Path) -> None:
     """Its process is there, so it takes more than half of the nodes to take its place; it notices, and ends. What it
     had not read yet it writes where the other does not: their record is one file, as on a disk that they share."""
@@ -156,6 +158,7 @@ def test_the_node_that_led_comes_back_as_one_of_the_others(reference: Run, tmp_p
     assert len(record_of(tmp_path, 0).iterations) < last, "the other writes the record"
 
 
+@pytest.mark.chaos
 def test_the_job_of_a_console_goes_on(reference: Run, tmp_path: Path) -> None:
     """It has every iteration once, and decides for the new lead as for the one before."""
     with console(tmp_path) as server, nodes(tmp_path, 2, *PACED, "--console", server.root, "--no-migrate") as launchers:

@@ -82,6 +82,7 @@ def test_a_planned_move_keeps_the_bits() -> None:
     assert job.iterations[-1]["living"] == 4
 
 
+@pytest.mark.chaos
 def test_two_that_return_at_once_both_find_a_place() -> None:
     """W1_1 is back first, and the failure that is left costs least in the middle stage: one from there takes the
     place of W0_0, where a new process is just being started. That one finds the place that was given up."""

@@ -41,6 +41,7 @@ def test_deaths(kills: tuple[str, ...]) -> None:
     assert job.dead == sorted(kill[:4] for kill in kills)
 
 
+@pytest.mark.chaos
 def test_only_what_is_lost_is_run_again() -> None:
     """At the last stage's last I no stage can have stepped; how far the other pipeline is depends on the day.
     Every part that can be left over is tried in test_ordered_transfers."""
@@ -51,6 +52,7 @@ def test_only_what_is_lost_is_run_again() -> None:
     assert 8 <= redone <= 16
 
 
+@pytest.mark.chaos
 def test_steps_that_are_put_right() -> None:
     """Steps taken before their validation, then clipped: iterations in flight are passed on and run again."""
     job = _ordered("W1_2@2:V", optimization=Optimization(clip_norm=0.3))

@@ -390,6 +390,7 @@ def test_advice_that_comes_during_another_recovery_is_asked_for_again(
     assert advised(job) == ["in time"]
 
 
+@pytest.mark.chaos
 def test_a_console_that_restarts_advises_again_and_does_not_repeat_itself(tmp_path: Path) -> None:
     before = ConsoleHere(tmp_path)
     try:

@@ -94,6 +94,7 @@ def test_the_operator_compares_and_chooses(server: ConsoleServer) -> None:
     assert any(e["kind"] == "operator" and e["text"].startswith(golden("ada-chose-to-migrate-and")) for e in events)
 
 
+@pytest.mark.chaos
 def test_a_mode_outlives_the_console(tmp_path: Path) -> None:
     server = ConsoleServer(f"sqlite:///{tmp_path / 'console.db'}", *PATIENT)
     try:

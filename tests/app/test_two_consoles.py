@@ -203,6 +203,7 @@ def test_when_the_database_drops_everybody_one_of_them_leads_again(
     assert agents.job()["state"] == "running"
 
 
+@pytest.mark.chaos
 def test_tokens_are_asked_for_at_a_standby_too(postgres_url: str) -> None:
     url = new_database(postgres_url)
     token = "a-token-for-two-consoles"

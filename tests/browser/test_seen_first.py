@@ -35,6 +35,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     server.close()
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize(
     ("path", "width", "scheme"),
     [

@@ -38,6 +38,7 @@ def address(ray: Any) -> Iterator[str]:
     cluster.shutdown()
 
 
+@pytest.mark.chaos
 def test_an_instance_of_its_own_and_a_cluster_make_the_same_catalog(ray: Any, address: str, tmp_path: Path) -> None:
     here = build_catalog(QUESTION, 2, tmp_path / "here", engine=InlineEngine(), effort=LIST)
     seen: list[tuple[int, int]] = []
