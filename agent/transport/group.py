@@ -283,8 +283,22 @@ def _sockets() -> Iterator[socket.socket]:
                     yield copy
 
 
+class _LateSum:
+    """Begins when it, or one after it, is waited for or begun."""
+
+    def __init__(self, group: LateGroup, tensor: Tensor) -> None:
+        self._group, self.tensor = group, tensor
+        self.begun: PendingTransfer | None = None
+
+    def wait(self) -> Tensor:
+        if self.begun is None:
+            self._group.begin_late_sums()
+        assert self.begun is not None
+        return self.begun.wait()
+
+
 class LateGroup:
-    """A group that is still connecting: its first sum waits for it. For sums alone.
+    """A group that is still connecting: who waits for its first sum waits for that, too. For sums alone.
 
     form: connects, in a thread of its own that is left behind where a peer does not come. Raises RuntimeError.
     """
@@ -296,6 +310,8 @@ class LateGroup:
         self._changed = threading.Condition()
         self._group: GlooGroup | None = None
         self._problem: str | None = None
+        self._late: list[_LateSum] = []
+        """That can't begin yet, in order."""
         threading.Thread(target=self._run, name="connect-late", daemon=True).start()
 
     def send(self, to: int, tensor: Tensor, tag: int) -> PendingTransfer:
@@ -305,7 +321,19 @@ class LateGroup:
         return self._connected().receive(source, buffer, tag)
 
     def begin_sum(self, tensor: Tensor) -> PendingTransfer:
+        # Whoever begins one is in the middle of a backward, and would look like one that hangs if it waited here.
+        with self._changed:
+            there = self._group is not None and self._problem is None
+        if not there:
+            self._late.append(_LateSum(self, tensor))
+            return self._late[-1]
+        self.begin_late_sums()
         return self._connected().begin_sum(tensor)
+
+    def begin_late_sums(self) -> None:
+        group, late, self._late = self._connected(), self._late, []
+        for one in late:
+            one.begun = group.begin_sum(one.tensor)
 
     def sum(self, tensor: Tensor) -> None:
         self.begin_sum(tensor).wait()

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from openrecycle.agent.config.timeouts import Timeouts
 from openrecycle.agent.stages.backward.split import STRATEGIES, StrategyName
 from openrecycle.agent.stages.gradients import GradientSum, gradient_sum
 from openrecycle.agent.stages.stage import Stage
-from openrecycle.agent.transport.group import TransferError
+from openrecycle.agent.transport.group import LateGroup, TransferError
 from openrecycle.agent.workers.reduction import Reduction
 from tests.agent.runs import Run, fault_free, small
 from tests.conftest import at_length
@@ -139,6 +142,59 @@ def test_fast_sums_have_the_same_buckets() -> None:
     module = layers()
     sums = gradient_sum("fast", module.parameters(), terms=1, bucket_bytes=ROW // 2)
     assert [bucket.sums.numel() for bucket in sums.buckets()[:-1]] == [ROW // 8] * 4
+
+
+class Connected:
+    """Notes the sums that begin."""
+
+    def __init__(self) -> None:
+        self.begun: list[int] = []
+
+    def begin_sum(self, tensor: Tensor) -> Connected:
+        self.begun.append(int(tensor))
+        return self
+
+    def wait(self) -> Tensor:
+        return torch.zeros(1)
+
+    def arm(self) -> None: ...
+
+    def cancel(self) -> None: ...
+
+
+def test_a_group_that_still_connects_lets_sums_begin_later_and_in_order() -> None:
+    """Nobody waits in the middle of a backward."""
+    connect, there = threading.Event(), Connected()
+
+    def form() -> Any:
+        connect.wait()
+        return there
+
+    group = LateGroup(form, 0, Timeouts())
+    first, second = group.begin_sum(torch.tensor(1)), group.begin_sum(torch.tensor(2))
+    assert not there.begun
+    connect.set()
+    second.wait()
+    group.begin_sum(torch.tensor(3)).wait()
+    first.wait()
+    assert there.begun == [1, 2, 3]
+
+
+def test_sums_that_never_began_end_with_their_group() -> None:
+    connect, there = threading.Event(), Connected()
+
+    def form() -> Any:
+        connect.wait()
+        return there
+
+    group = LateGroup(form, 0, Timeouts())
+    late = group.begin_sum(torch.tensor(1))
+    group.cancel()
+    for pending in (late, group.begin_sum(torch.tensor(2))):
+        with pytest.raises(TransferError):
+            pending.wait()
+    connect.set()
+    assert not there.begun
 
 
 @pytest.fixture(scope="module")
