@@ -424,9 +424,11 @@ def _text(worker_states: WorkerStates, now: float, failure_timeouts: FailureTime
             f"Waiting for all workers: none has been heard for {nobody:.0f} s, so they are suspended, or cut off from "
             f"here; the job is given up at {failure_timeouts.lost:g} s."
         )
-    if silent := _most_silent(state, now, failure_timeouts):
-        age = now - (silent.last_heard or now)
-        return f"Waiting for {silent.name}: last heard {age:.1f} s ago, dead at {failure_timeouts.dead:g} s."
+    if silent := _overdue(state, now, failure_timeouts):
+        first, others = silent[0], len(silent) - 1
+        also = f" and {others:,} other worker{'' if others == 1 else 's'}" if others else ""
+        age = now - (first.last_heard or now)
+        return f"Waiting for {first.name}{also}: last heard {age:.1f} s ago, dead at {failure_timeouts.dead:g} s."
     if state.pending and state.pending.until is not None:
         return _waiting_for_a_choice(state, state.pending.until - now)
     if state.pending:
@@ -534,7 +536,8 @@ def _frozen(state: State) -> str:
     return f"{text}: a better one waits until it is not."
 
 
-def _most_silent(state: State, now: float, failure_timeouts: FailureTimeouts) -> Member | None:
+def _overdue(state: State, now: float, failure_timeouts: FailureTimeouts) -> list[Member]:
+    """Whose heartbeats are, the longest silent first."""
     overdue = [
         m
         for m in state.members.values()
@@ -543,7 +546,7 @@ def _most_silent(state: State, now: float, failure_timeouts: FailureTimeouts) ->
         and m.last_heard is not None
         and now - m.last_heard > failure_timeouts.suspect
     ]
-    return min(overdue, key=lambda m: m.last_heard or 0.0, default=None)
+    return sorted(overdue, key=lambda m: m.last_heard or 0.0)
 
 
 @dataclass(frozen=True)

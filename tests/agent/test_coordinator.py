@@ -137,6 +137,8 @@ def test_silence_makes_a_suspect_and_a_word_clears_it() -> None:
     run.wait(6, "W0_0", "W0_1", "W1_0")
     assert run.member("W1_1").state is WorkerState.SUSPECT
     assert run.sentence() == "Waiting for W1_1: last heard 6.0 s ago, dead at 20 s."
+    run.wait(6, "W1_0")
+    assert run.sentence().startswith("Waiting for W1_1 and 2 other workers: last heard 12.0 s ago")
     run.beat("W1_1")
     assert run.member("W1_1").state is WorkerState.RUNNING
     assert len(run.opened) == 1
