@@ -69,11 +69,13 @@ Waiting = list[Done[PlansNeeded]]
 class Filling:
     """One filling, by its process' messages. done of total: plans that are there.
 
-    state: running, done, cancelled or failed; why: it failed. began: POSIX seconds.
+    state: running, done, cancelled or failed; why: it failed. began: POSIX seconds. asked: its process' answer, None
+    once that has been read to its end, which may be after it was cancelled.
     """
 
     request: CatalogRequest
     fingerprint: str
+    asked: PendingAnswer | None = field(repr=False, compare=False)
     began: float = field(default_factory=time.time)
     seconds: float = 0.0
     done: int = 0
@@ -132,7 +134,6 @@ class Catalogs:
         self._headers: OrderedDict[str, dict[str, Header]] = OrderedDict()
         self._fillings: OrderedDict[str, Filling] = OrderedDict()
         self._children = Children(serve_filling, name="catalog", nested=True)
-        self._asked: dict[str, PendingAnswer] = {}
         self._threads: list[threading.Thread] = []
         self._outlooks: OrderedDict[tuple[str, int], PlansNeeded] = OrderedDict()
         self._outlooks_wanted: dict[tuple[str, int], Waiting] = {}
@@ -334,6 +335,11 @@ class Catalogs:
         """The newest filling of this catalog since the console started."""
         return self._fillings.get(fingerprint)
 
+    def idle(self) -> bool:
+        """Has every filling's process ended, and is stored what it made? Those that were cancelled count."""
+        with self._lock:
+            return all(filling.asked is None for filling in self._fillings.values())
+
     def fill(self, request: CatalogRequest) -> Filling:
         """Plans what is missing, in the background. The same request again is the same filling while it runs.
 
@@ -356,11 +362,11 @@ class Catalogs:
                 raise ConsoleError(
                     409, "busy", f"{MAX_FILLING} catalogs are being filled; wait for one of them, or cancel it"
                 )
-            filling = self._fillings[info.fingerprint] = Filling(request, info.fingerprint)
+            asked = self._children.begin(request, dict(stored), self._processes)
+            filling = self._fillings[info.fingerprint] = Filling(request, info.fingerprint, asked)
             self._fillings.move_to_end(info.fingerprint)
             for old in [f for f, made in self._fillings.items() if not made.running][:-MAX_KEPT]:
                 del self._fillings[old]
-            asked = self._asked[info.fingerprint] = self._children.begin(request, dict(stored), self._processes)
             thread = threading.Thread(target=self._collect, args=(info, filling, asked), name="catalog", daemon=True)
             self._threads = [t for t in self._threads if t.is_alive()] + [thread]
             thread.start()
@@ -369,14 +375,14 @@ class Catalogs:
     def cancel(self, fingerprint: str) -> None:
         """Ends the filling; what it has made is kept, and `fill` goes on from there. Raises ConsoleError (404)."""
         with self._lock:
-            filling, asked = self._fillings.get(fingerprint), self._asked.get(fingerprint)
+            filling = self._fillings.get(fingerprint)
             if filling is None:
                 raise ConsoleError(
                     404, "not_filling", f"catalog: got {fingerprint!r}, expected one that is being filled"
                 )
-            if filling.running and asked is not None:
+            if filling.running and filling.asked is not None:
                 filling.state = "cancelled"
-                asked.end()
+                filling.asked.end()
 
     def _collect(self, info: CatalogInfo, filling: Filling, asked: PendingAnswer) -> None:
         """Stores what the process makes until it says that it is done, or is gone."""
@@ -414,7 +420,7 @@ class Catalogs:
         finally:
             messages.close()
             with self._lock:
-                self._asked.pop(info.fingerprint, None)
+                filling.asked = None
                 if filling.running:  # not cancelled meanwhile
                     filling.state, filling.why = outcome, why
 

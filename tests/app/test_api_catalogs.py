@@ -238,7 +238,7 @@ def test_no_body_breaks_it(here: ConsoleHere, client: TestClient) -> None:
     finally:
         for fingerprint in filter(None, busy):
             client.delete(f"{API}/catalogs/{fingerprint}/filling")
-        until(lambda: not here.console.catalogs._asked, "they are gone")
+        until(here.console.catalogs.idle, "they are gone")
     assert seen == {409, 422}, "some of them were right"
 
 

@@ -113,7 +113,7 @@ def test_cancelled_it_keeps_what_is_made_and_goes_on_from_there(catalogs: Catalo
     with pytest.raises(ConsoleError, match=golden("cancel-that-first")):
         catalogs.delete(filling.fingerprint)
     catalogs.cancel(filling.fingerprint)
-    until(lambda: not catalogs._asked, "its process is gone")
+    until(catalogs.idle, "its process is gone")
     assert filling.state == "cancelled"
     kept = store.catalog_blobs(filling.fingerprint).all()
     assert 2 <= len(kept) < filling.total
@@ -121,16 +121,30 @@ def test_cancelled_it_keeps_what_is_made_and_goes_on_from_there(catalogs: Catalo
     until(lambda: resumed.total > 0, "it has looked at what is there")
     assert resumed.done >= len(kept)
     catalogs.cancel(filling.fingerprint)
-    until(lambda: not catalogs._asked, "its process is gone")
+    until(catalogs.idle, "its process is gone")
     after = store.catalog_blobs(filling.fingerprint).all()
     assert kept.items() <= after.items()
+
+
+@pytest.mark.processes
+def test_begun_again_before_the_cancelled_one_has_ended_it_can_be_cancelled_too(catalogs: Catalogs) -> None:
+    request = parse_request(**LONG)
+    first = catalogs.fill(request)
+    catalogs.cancel(first.fingerprint)
+    second = catalogs.fill(request)
+    assert second is not first
+    until(lambda: first.asked is None, "the first one's process is gone")
+    catalogs.cancel(second.fingerprint)
+    assert second.state == "cancelled"
+    until(catalogs.idle, "its process is gone")
 
 
 @pytest.mark.processes
 def test_a_process_that_dies_is_said_and_what_it_made_is_kept(catalogs: Catalogs, store: Store) -> None:
     filling = catalogs.fill(parse_request(**LONG))
     until(lambda: bool(store.catalog_blobs(filling.fingerprint).names()), "a plan is made")
-    catalogs._asked[filling.fingerprint].process.kill()
+    assert filling.asked is not None
+    filling.asked.process.kill()
     assert golden("ended-too-soon") in ended(filling).why
     assert filling.state == "failed"
     assert store.catalog_blobs(filling.fingerprint).names()
@@ -275,8 +289,8 @@ def test_the_last_plans_of_a_process_that_ends_are_kept(catalogs: Catalogs, stor
     request = parse_request(**SMALL)
     info = CatalogInfo.of(request.question)
     name, blob = plan_name(frozenset()), encode_plan(make(request), Effort(solver="list"))
-    filling = Filling(request, info.fingerprint)
     asked = Children(says_and_dies, name="dies").begin(b'{"done": 0, "total": 3}', name.encode() + b"\0" + blob)
+    filling = Filling(request, info.fingerprint, asked)
     catalogs._collect(info, filling, asked)
     assert (filling.state, filling.total) == ("failed", 3)
     assert store.catalog_blobs(info.fingerprint).names() == [name]

@@ -153,5 +153,5 @@ def test_the_filling_of_a_job_that_ends_ends_with_it(tmp_path: Path, monkeypatch
     assert filling.running, "another job of the same question waits for it"
     jobs[1].finish()
     assert filling.state == "cancelled"
-    wait(lambda: not here.console.catalogs._asked)
+    wait(here.console.catalogs.idle)
     here.close()

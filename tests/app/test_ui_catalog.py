@@ -120,7 +120,7 @@ def test_while_it_is_filled_there_is_progress_and_cancel(here: ConsoleHere) -> N
     assert golden("plans-are-there-after") in progress.proto.text
     assert not [button for button in test.button if button.key == "fill"]
     test.button(key="cancel-fill").click().run()
-    until(lambda: not here.console.catalogs._asked, "its process is gone")
+    until(here.console.catalogs.idle, "its process is gone")
     test.run()
     assert golden("fill-goes-on-from-there") in words(test)
     assert test.button(key="fill").label == "Fill"
@@ -147,7 +147,7 @@ def test_two_fillings_are_enough(here: ConsoleHere) -> None:
     assert golden("2-catalogs-are-being-filled") in words(test)
     for filling in fillings:
         here.console.catalogs.cancel(filling.fingerprint)
-    until(lambda: not here.console.catalogs._asked, "they are gone")
+    until(here.console.catalogs.idle, "they are gone")
 
 
 def test_a_stored_catalog_by_its_link_and_what_is_stale(here: ConsoleHere) -> None:
