@@ -21,7 +21,8 @@ ProfileName = Annotated[str, Field(pattern=NAME)]
 
 class JobInfo(BaseModel):
     """created_at: POSIX seconds. living: workers in the generation. workers: size of the grid. condition: how it is, in
-    the word that the pages use: also whether it is degraded, paused, or waits for a person."""
+    the word that the pages use: also whether it is degraded, paused, or waits for a person, and whether workers that it
+    needs are silent."""
 
     job_id: str
     name: str

@@ -59,10 +59,14 @@ ALIVE = HOLDING | {RoleState.JOINING}
 
 
 class Condition(StrEnum):
-    """Of a job, in the word that stands first wherever it is spoken of."""
+    """Of a job, in the word that stands first wherever it is spoken of.
+
+    DEGRADED: some are out of the plan. SILENT: heartbeats are overdue of workers that the plan needs, so that nobody
+    knows whether they train."""
 
     STARTING = "starting"
     RUNNING = "running"
+    SILENT = "workers silent"
     DEGRADED = "degraded"
     PAUSING = "pausing"
     PAUSED = "paused"
@@ -297,8 +301,11 @@ class WorkerStates:
             return Condition.WAITING
         if self.paused and state.current is not None:
             return Condition.PAUSING if self.running_on else Condition.PAUSED
-        if state.job_state is JobState.RUNNING and state.current is not None and state.current.failed:
-            return Condition.DEGRADED
+        if state.job_state is JobState.RUNNING and state.current is not None:
+            if any(state.members[name].state is WorkerState.SUSPECT for name in state.current.living):
+                return Condition.SILENT
+            if state.current.failed:
+                return Condition.DEGRADED
         return Condition(state.job_state.value)
 
     @cached_property

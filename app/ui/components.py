@@ -31,6 +31,7 @@ from openrecycle.planner.plans.plan import Plan
 JOB_TONE = {
     Condition.STARTING: "wait",
     Condition.RUNNING: "good",
+    Condition.SILENT: "warn",
     Condition.DEGRADED: "warn",
     Condition.PAUSING: "paused",
     Condition.PAUSED: "paused",

@@ -131,8 +131,8 @@ def _throughput(view: JobView) -> Card:
     share = share_of(now, view.figures)
     if share is None:
         return Card("Throughput", text.rate(now), "fault-free rate not measured yet", of="samples/s")
-    # Whoever trains without a worker is not as well as ever, however quick.
-    whole = view.condition is not Condition.DEGRADED
+    # Whoever trains without a worker, or without a word of one, is not as well as ever, however quick.
+    whole = view.condition is Condition.RUNNING
     tone = ("good" if whole else "warn") if share >= WELL else "warn" if share >= HALF else "bad"
     return Card("Throughput", text.rate(now), f"{text.percent(share)} of fault-free", tone, of="samples/s")
 

@@ -253,7 +253,12 @@ class Lives(RuleBasedStateMachine):
             assert process.slot in card.note or len(view.missing) > 3
         for process in view.moved:
             assert process.incarnation in alive and holds[process.incarnation] == process.role != process.slot
+        current = world.job.state.current
+        silent = {w.name for w in view.workers if w.state is RoleState.SUSPECT and current and w.name in current.living}
+        if view.condition is Condition.SILENT:
+            assert silent
         if view.condition in (Condition.RUNNING, Condition.DEGRADED):
+            assert not silent
             assert (view.condition is Condition.RUNNING) == (len(holds) == len(NAMES))
             for process in view.missing:
                 assert process.name in view.sentence
@@ -365,6 +370,24 @@ def test_who_moved_has_not_failed(database: FlakyDatabase) -> None:
     assert time.time() - world.job.processes["i1"].since < 3600
     said = [event.text for event in view.events if event.kind == "recovery"]
     assert golden("w0-1s-process-trains-as") in said and golden("w2-0-has-re-joined-the") not in said
+
+
+def test_the_job_is_not_called_running_while_nobody_hears_a_worker(database: FlakyDatabase) -> None:
+    world = World(database, SPEC).begin()
+    world.tick(2, world.living)
+    assert view_of(world).condition is Condition.RUNNING
+    for heard in (world.living[1:], []):  # one is silent, all are
+        world.tick(8, heard)
+        view = view_of(world)
+        assert view.condition is Condition.SILENT
+        assert next(c for c in facts.live_cards(view) if c.label == "Throughput").tone != "good"
+        world.tick(3, world.living)
+        assert view_of(world).condition is Condition.RUNNING
+    # Who is out is silent for good.
+    world.die(world.living[0])
+    world.take_up()
+    world.tick(8, world.living)
+    assert view_of(world).condition is Condition.DEGRADED
 
 
 def test_a_roll_out_counts_each_worker_once_also_one_that_has_moved(database: FlakyDatabase) -> None:

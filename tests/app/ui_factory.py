@@ -221,7 +221,7 @@ def large(pipelines: int = 64, stages: int = 32) -> JobView:
     states = {"W3_5": RoleState.FAILED, "W20_9": RoleState.FAILED, "W40_1": RoleState.SUSPECT}
     return running(
         job_id="large",
-        condition=Condition.DEGRADED,
+        condition=Condition.SILENT,
         missing=(lost("W3_5"), lost("W20_9")),
         spec=job,
         workers=worker_views(job, None, states, 30),
