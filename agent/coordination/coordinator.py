@@ -398,6 +398,17 @@ def _waited_for(state: State) -> list[Member]:
 
 def _raised(state: State, event: OpRaised, now: float, failure_timeouts: FailureTimeouts) -> Transition:
     """The worker lives; all form anew, with what its launcher has them do about it."""
+    member = _reporter(state, event)
+    if isinstance(member, Transition):
+        return member
+    notes: list[Decision] = [Note("warning", "failure", event.detail, member.name)]
+    if state.pending or event.generation != state.generation:
+        return Transition(state, tuple(notes), "that generation is over or about to end")
+    return reconsider(state, event.detail, notes, now, anew=True)
+
+
+def _reporter(state: State, event: OpRaised | StateLost) -> Member | Transition:
+    """The member that reports it, or why nothing follows."""
     member = holder(state, event.worker, event.incarnation)
     if member is None:
         return refuse(state, "unknown_worker", no_such_worker(state, event.worker))
@@ -405,20 +416,15 @@ def _raised(state: State, event: OpRaised, now: float, failure_timeouts: Failure
         return fenced
     if state.over or state.current is None:
         return Transition(state, reason="the job does not train")
-    notes: list[Decision] = [Note("warning", "failure", event.detail, member.name)]
-    if state.pending or event.generation != state.generation:
-        return Transition(state, tuple(notes), "that generation is over or about to end")
-    return reconsider(state, event.detail, notes, now, anew=True)
+    return member
 
 
 def _state_lost(state: State, event: StateLost, now: float, failure_timeouts: FailureTimeouts) -> Transition:
     """Its stage's workers live, and need a state, as those that join do."""
-    member = holder(state, event.worker, event.incarnation)
-    if member is None:
-        return refuse(state, "unknown_worker", no_such_worker(state, event.worker))
-    if fenced := _fence(state, member, event.incarnation):
-        return fenced
-    if state.over or state.current is None or state.pending or event.generation != state.generation:
+    member = _reporter(state, event)
+    if isinstance(member, Transition):
+        return member
+    if state.pending or event.generation != state.generation:
         return Transition(state, reason="that generation is over or about to end")
     members = {
         name: replace(m, state=WorkerState.REJOINING, generation=0, acknowledged="")
