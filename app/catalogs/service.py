@@ -336,7 +336,7 @@ class Catalogs:
         return self._fillings.get(fingerprint)
 
     def idle(self) -> bool:
-        """Has every filling's process ended, and is stored what it made? Those that were cancelled count."""
+        """Of each catalog's newest filling: has its process ended, and is stored what it made?"""
         with self._lock:
             return all(filling.asked is None for filling in self._fillings.values())
 

@@ -132,7 +132,7 @@ def _throughput(view: JobView) -> Card:
     if share is None:
         return Card("Throughput", text.rate(now), "fault-free rate not measured yet", of="samples/s")
     # Whoever trains without a worker, or without a word of one, is not as well as ever, however quick.
-    whole = view.condition is Condition.RUNNING
+    whole = view.condition not in (Condition.DEGRADED, Condition.SILENT)
     tone = ("good" if whole else "warn") if share >= WELL else "warn" if share >= HALF else "bad"
     return Card("Throughput", text.rate(now), f"{text.percent(share)} of fault-free", tone, of="samples/s")
 
