@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 
 import requests
 
-from tests.app.console_server import ConsoleServer
+from tests.app.console_server import ForkedConsole
 
 T = TypeVar("T")
 
 
-class JobConsole(ConsoleServer):
+class JobConsole(ForkedConsole):
     """A console process with a database file of its own; may be killed and started again on both.
 
     Without pages, which a job has nothing to do with: half of its start is theirs.

@@ -8,10 +8,12 @@ spawn it: test_cli_launch, test_two_nodes, test_resilient_trainer and others.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import multiprocessing
 import os
 import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -21,34 +23,23 @@ from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
 
-from openrecycle.agent.launcher.processes import preload, start_server
-from openrecycle.agent.models.workload import NamedWorkload
+from openrecycle.agent.launcher.processes import start_server
 from openrecycle.agent.workers import worker
+from tests.conftest import PRELOADED
 
 _PROGRAM = str(Path(__file__).resolve().parents[2] / "agent" / "__main__.py")
-
-
-_WARM = {
-    *preload(NamedWorkload("openrecycle.agent.examples.gpt:Gpt", {})),
-    "openrecycle.agent.cli",
-    "openrecycle.agent.jobs.trainer",
-    # What tests train is unpickled in each worker, with the module of the test.
-    "tests.conftest",
-    "tests.golden",
-    "tests.agent.nan_model",
-}
 
 
 def warm(*more: str) -> None:
     """The server that forks all of them; its imports go on while the caller does other things. more: modules that it
     imports, too; where the one that runs has not, another takes its place."""
-    if not _WARM.issuperset(more):
-        _WARM.update(more)
+    if not PRELOADED.issuperset(more):
+        PRELOADED.update(more)
         server: Any = forkserver._forkserver  # type: ignore[attr-defined]
         if server._forkserver_pid is not None:
             os.close(server._forkserver_alive_fd)  # it ends
             server._forkserver_pid = server._forkserver_address = server._forkserver_alive_fd = None
-    start_server(sorted(_WARM))
+    start_server(sorted(PRELOADED))
 
 
 class Launched:
@@ -56,8 +47,8 @@ class Launched:
 
     prints: what it prints is there; None: nowhere. alone: as one that is started from a shell, in a process group of
     its own, which its workers belong to, as the server does that forks them; the file `errors` has what they print,
-    too. environment: what is changed there. module: run instead of the agent's command line.
-    As subprocess.Popen: pid, poll, wait, terminate, kill."""
+    too. environment: what is changed there; None: is not set. module: run instead of the agent's command line.
+    As subprocess.Popen: pid, returncode, poll, wait, send_signal, terminate, kill."""
 
     def __init__(
         self,
@@ -65,7 +56,7 @@ class Launched:
         errors: Path,
         prints: Path | None = None,
         alone: bool = False,
-        environment: Mapping[str, str] | None = None,
+        environment: Mapping[str, str | None] | None = None,
         module: str | None = None,
     ) -> None:
         warm()
@@ -92,11 +83,21 @@ class Launched:
             raise subprocess.TimeoutExpired("agent", timeout or 0.0)
         return self._process.exitcode
 
+    @property
+    def returncode(self) -> int | None:
+        return self.poll()
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
     def terminate(self) -> None:
         self._process.terminate()
 
     def kill(self) -> None:
-        self._process.kill()
+        if self.poll() in (None, 255):  # 255: the server that would say that it lives has ended
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
 
     def end(self) -> None:
         """Tells it to end, unless it has, and waits until it and its workers have."""
@@ -117,7 +118,7 @@ class _Told:
     errors: str
     prints: str
     where: str | None
-    environment: Mapping[str, str]
+    environment: Mapping[str, str | None]
     module: str | None
 
 
@@ -132,7 +133,8 @@ def _run(told: _Told) -> None:
     # One that is spawned would import everything again.
     forkserver._forkserver._forkserver_address = told.where or _fork_server()  # type: ignore[attr-defined]
     forkserver._forkserver.ensure_running = forkserver.ensure_running = lambda: None  # type: ignore[attr-defined,method-assign]
-    os.environ.update(told.environment)
+    for name, value in told.environment.items():
+        os.environ.pop(name, None) if value is None else os.environ.__setitem__(name, value)
     sys.argv = [_PROGRAM, *told.arguments]
     if told.module is not None:
         runpy.run_module(told.module, run_name="__main__", alter_sys=True)

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Iterator
 
 import pytest
-from console_server import Agents, ConsoleServer
+from console_server import Agents, ConsoleServer, ForkedConsole
 from streamlit.components.v2 import manifest_scanner
 from ui_console import ConsoleHere
 
@@ -23,7 +23,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     else:
         url = new_database(request.getfixturevalue("postgres_url"))
     # Agents here are as quick as the machine: none may be suspected for its load.
-    server = ConsoleServer(url, "--api-only", "--suspect", "40", "--dead", "90")
+    server = ForkedConsole(url, "--api-only", "--suspect", "40", "--dead", "90")
     yield server
     server.close()
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -14,8 +16,11 @@ from typing import Any
 
 import requests
 
+from tests.agent.launches import Launched
+
 ROOT = Path(__file__).resolve().parents[2]
 READY_SECONDS = 150
+_NOT_INHERITED = ("DATABASE_URL", "OPENRECYCLE_TOKEN")
 
 
 class ConsoleServer:
@@ -31,29 +36,39 @@ class ConsoleServer:
         self.start()
 
     def start(self, port: int = 0) -> None:
-        command = [sys.executable, *self.module, "serve", "--port", str(port), "--database-url", self.database_url]
-        environment = {k: v for k, v in os.environ.items() if k not in ("DATABASE_URL", "OPENRECYCLE_TOKEN")}
-        self.process = subprocess.Popen(
-            [*command, *self.options],
+        line = self._begin("serve", "--port", str(port), "--database-url", self.database_url, *self.options)
+        found = re.search(r"http://\S+?:(\d+) ", line)
+        assert found, f"the console did not start: {line!r} {''.join(self.errors)}"
+        self.port = int(found[1])
+        self.root = f"http://127.0.0.1:{self.port}"
+        self.base = f"{self.root}/api/v1"
+
+    def _begin(self, *arguments: str) -> str:
+        """Starts the process; returns the line that it prints."""
+        environment = {k: v for k, v in os.environ.items() if k not in _NOT_INHERITED}
+        process = subprocess.Popen(
+            [sys.executable, *self.module, *arguments],
             cwd=ROOT,
             env={**environment, **self.environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        assert self.process.stdout and self.process.stderr
-        self.errors: list[str] = []
-        self._reader = threading.Thread(target=self.errors.extend, args=(self.process.stderr,), daemon=True)
+        assert process.stdout
+        self.process: Any = process
+        self._errors: list[str] = []
+        self._reader = threading.Thread(target=self._errors.extend, args=(process.stderr,), daemon=True)
         self._reader.start()
-        timer = threading.Timer(READY_SECONDS, self.process.kill)
+        timer = threading.Timer(READY_SECONDS, process.kill)
         timer.start()
-        line = self.process.stdout.readline()
+        line = process.stdout.readline()
         timer.cancel()
-        found = re.search(r"http://\S+?:(\d+) ", line)
-        assert found, f"the console did not start: {line!r} {''.join(self.errors)}"
-        self.port = int(found[1])
-        self.root = f"http://127.0.0.1:{self.port}"
-        self.base = f"{self.root}/api/v1"
+        return line
+
+    @property
+    def errors(self) -> list[str]:
+        """The lines of its standard error, as far as they have been read."""
+        return self._errors
 
     def stop(self, number: int = signal.SIGTERM) -> float:
         """Seconds until the process was gone."""
@@ -83,6 +98,32 @@ class ConsoleServer:
 
     def post(self, path: str, body: Any = None, **options: Any) -> requests.Response:
         return self.session.post(self.base + path, json=body, timeout=30, **options)
+
+
+class ForkedConsole(ConsoleServer):
+    """The same, forked from what this test process's jobs are forked from (tests.agent.launches): that has its imports,
+    which are most of a second of a processor. How a console starts and ends is for tests that start it as users do."""
+
+    def _begin(self, *arguments: str) -> str:
+        folder = Path(tempfile.mkdtemp(prefix="console-"))
+        prints, self._written = folder / "prints", folder / "errors"
+        environment = {**dict.fromkeys(_NOT_INHERITED), **self.environment}
+        self.process = Launched(
+            *arguments, errors=self._written, prints=prints, environment=environment, module="openrecycle.app"
+        )
+        deadline = time.monotonic() + READY_SECONDS
+        while "\n" not in (line := prints.read_text()) and self.process.poll() is None:
+            assert time.monotonic() < deadline, f"the console does not start: {''.join(self.errors)}"
+            time.sleep(0.01)
+        return line
+
+    @property
+    def errors(self) -> list[str]:
+        return self._written.read_text().splitlines(keepends=True) if self._written.exists() else []
+
+    def _let_go(self) -> None:
+        sys.stderr.writelines(self.errors)  # shown with a test that fails
+        shutil.rmtree(self._written.parent, ignore_errors=True)
 
 
 class Agents:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from console_server import Agents, ConsoleServer
+from console_server import Agents, ConsoleServer, ForkedConsole
 from ui_console import until
 
 from tests.golden import golden
@@ -23,7 +23,7 @@ PATIENT = ("--api-only", "--suspect", "80000", "--dead", "86400")
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsoleServer]:
-    server = ConsoleServer(f"sqlite:///{tmp_path_factory.mktemp('choice') / 'console.db'}", *PATIENT)
+    server = ForkedConsole(f"sqlite:///{tmp_path_factory.mktemp('choice') / 'console.db'}", *PATIENT)
     yield server
     server.close()
 
@@ -96,7 +96,7 @@ def test_the_operator_compares_and_chooses(server: ConsoleServer) -> None:
 
 @pytest.mark.chaos
 def test_a_mode_outlives_the_console(tmp_path: Path) -> None:
-    server = ConsoleServer(f"sqlite:///{tmp_path / 'console.db'}", *PATIENT)
+    server = ForkedConsole(f"sqlite:///{tmp_path / 'console.db'}", *PATIENT)
     try:
         agents = started(server)
         assert put_mode(agents, "manual", choice_timeout=500).status_code == 200
@@ -191,7 +191,7 @@ def test_what_is_wrong_is_said_by_its_name(server: ConsoleServer) -> None:
 
 
 def test_a_frozen_plan_stays_frozen_over_a_crash_of_the_console(tmp_path: Path) -> None:
-    server = ConsoleServer(f"sqlite:///{tmp_path / 'console.db'}", *PATIENT)
+    server = ForkedConsole(f"sqlite:///{tmp_path / 'console.db'}", *PATIENT)
     agents = started(server)
 
     def put(frozen: object) -> Any:

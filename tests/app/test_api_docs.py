@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import requests
-from console_server import ConsoleServer
+from console_server import ConsoleServer, ForkedConsole
 
 pytestmark = pytest.mark.processes
 
@@ -21,7 +21,7 @@ DOCS = Path(__file__).resolve().parents[2] / "app" / "docs" / "api.md"
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsoleServer]:
-    server = ConsoleServer(f"sqlite:///{tmp_path_factory.mktemp('docs') / 'console.db'}", "--api-only")
+    server = ForkedConsole(f"sqlite:///{tmp_path_factory.mktemp('docs') / 'console.db'}", "--api-only")
     yield server
     server.close()
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import requests
-from console_server import Agents, ConsoleServer
+from console_server import Agents, ConsoleServer, ForkedConsole
 
 from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.plans.plan import job_doc
@@ -44,7 +44,7 @@ class Stream:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsoleServer]:
-    server = ConsoleServer(f"sqlite:///{tmp_path_factory.mktemp('streams') / 'console.db'}", "--api-only")
+    server = ForkedConsole(f"sqlite:///{tmp_path_factory.mktemp('streams') / 'console.db'}", "--api-only")
     yield server
     server.close()
 

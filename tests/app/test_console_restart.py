@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from console_server import Agents, ConsoleServer
+from console_server import Agents, ConsoleServer, ForkedConsole
 
 from tests.conftest import at_length
 from tests.golden import golden
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.processes
 
 @pytest.fixture
 def own_server(tmp_path: Path) -> Iterator[ConsoleServer]:
-    server = ConsoleServer(f"sqlite:///{tmp_path / 'console.db'}", "--api-only", "--suspect", "5", "--dead", "20")
+    server = ForkedConsole(f"sqlite:///{tmp_path / 'console.db'}", "--api-only", "--suspect", "5", "--dead", "20")
     yield server
     server.close()
 
@@ -89,7 +89,7 @@ def test_a_job_that_is_over_stays_readable(own_server: ConsoleServer) -> None:
 
 
 def test_silence_is_found_out(tmp_path: Path) -> None:
-    server = ConsoleServer(
+    server = ForkedConsole(
         f"sqlite:///{tmp_path / 'console.db'}", "--api-only", "--heartbeat", "0.1", "--suspect", "1.5", "--dead", "5"
     )
     try:

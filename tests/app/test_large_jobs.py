@@ -24,7 +24,7 @@ from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 from openrecycle.planner.jobs.job import MemoryLimit, Technique
 from openrecycle.planner.plans.packed import CatalogQuestion
-from tests.app.console_server import ConsoleServer
+from tests.app.console_server import ConsoleServer, ForkedConsole
 from tests.benchmarks.bench_api_stall import SHAPES, measure
 from tests.conftest import at_length, new_database
 from tests.golden import golden
@@ -42,7 +42,7 @@ def body(pipelines: int, stages: int, micro_batches: int = 1) -> dict[str, objec
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ConsoleServer]:
-    server = ConsoleServer(f"sqlite:///{tmp_path / 'console.db'}", "--api-only")
+    server = ForkedConsole(f"sqlite:///{tmp_path / 'console.db'}", "--api-only")
     yield server
     server.close()
 
@@ -127,7 +127,7 @@ def test_a_job_of_a_console_that_is_down_can_be_deleted(
     """Whether it has ended or was killed; beside a console that runs it is refused."""
     sqlite = f"sqlite:///{tmp_path / 'console.db'}"
     url = sqlite if backend == "sqlite" else new_database(request.getfixturevalue("postgres_url"))
-    server = ConsoleServer(url, "--api-only")
+    server = ForkedConsole(url, "--api-only")
     try:
         for number in (signal.SIGTERM, signal.SIGKILL):
             job = server.post("/jobs", body(1, 64)).json()["job_id"]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import requests
-from console_server import Agents, ConsoleServer
+from console_server import Agents, ConsoleServer, ForkedConsole
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy import text
@@ -37,7 +37,7 @@ OPTIONS = ("--api-only", "--suspect", "40", "--dead", "90")
 
 @pytest.fixture(scope="module")
 def console(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsoleServer]:
-    server = ConsoleServer(f"sqlite:///{tmp_path_factory.mktemp('metrics') / 'console.db'}", *OPTIONS)
+    server = ForkedConsole(f"sqlite:///{tmp_path_factory.mktemp('metrics') / 'console.db'}", *OPTIONS)
     yield server
     server.close()
 

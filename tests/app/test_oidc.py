@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import requests
-from console_server import Agents, ConsoleServer
+from console_server import Agents, ConsoleServer, ForkedConsole
 from identity_provider import IdentityProvider
 from joserfc.jwk import RSAKey
 
@@ -39,7 +39,7 @@ def console(provider: IdentityProvider, tmp_path_factory: pytest.TempPathFactory
     secrets = folder / "oidc.toml"
     secrets.write_text(provider.secrets_toml())
     secrets.chmod(0o600)
-    server = ConsoleServer(
+    server = ForkedConsole(
         f"sqlite:///{folder / 'console.db'}",
         *("--oidc", str(secrets), "--oidc-operators", "*@ops.example,group:sre", "--oidc-viewers", "*@company.example"),
         environment={"OPENRECYCLE_TOKEN": TOKEN},

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import requests
-from console_server import Agents, ConsoleServer
+from console_server import Agents, ConsoleServer, ForkedConsole
 from sqlalchemy import create_engine, text
 
 from tests.conftest import new_database
@@ -33,7 +33,7 @@ def consoles(url: str) -> Iterator[list[ConsoleServer]]:
     with ExitStack() as stack:
         made = []
         for _ in range(2):
-            server = ConsoleServer(url, "--api-only")
+            server = ForkedConsole(url, "--api-only")
             stack.callback(end, server)
             made.append(server)
         yield made
@@ -208,12 +208,12 @@ def test_tokens_are_asked_for_at_a_standby_too(postgres_url: str) -> None:
     url = new_database(postgres_url)
     token = "a-token-for-two-consoles"
     environment = {"OPENRECYCLE_TOKEN": token}
-    leader = ConsoleServer(url, "--api-only", environment=environment)
+    leader = ForkedConsole(url, "--api-only", environment=environment)
     try:
         headers = {"Authorization": f"Bearer {token}"}
         made = leader.post("/tokens", {"role": "agent"}, headers=headers)
         assert made.status_code == 201, made.text
-        standby = ConsoleServer(url, "--api-only", environment=environment)
+        standby = ForkedConsole(url, "--api-only", environment=environment)
         try:
             for known in (token, made.json()["token"]):
                 answer = standby.get("/jobs", headers={"Authorization": f"Bearer {known}"})

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, expect
 
-from tests.app.console_server import Agents, ConsoleServer
+from tests.app.console_server import Agents, ConsoleServer, ForkedConsole
 from tests.browser.watching import NEEDS_CHROMIUM, WAIT_MS, settle
 
 pytestmark = [*NEEDS_CHROMIUM, pytest.mark.processes, pytest.mark.timeout(300)]
@@ -20,7 +20,7 @@ SAID = "getComputedStyle(document.querySelector('.stApp'), '::after').content"
 
 @pytest.fixture
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsoleServer]:
-    server = ConsoleServer(f"sqlite:///{tmp_path_factory.mktemp('comes_back') / 'console.db'}", *PATIENT)
+    server = ForkedConsole(f"sqlite:///{tmp_path_factory.mktemp('comes_back') / 'console.db'}", *PATIENT)
     yield server
     server.close()
 

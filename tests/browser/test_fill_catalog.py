@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from tests.app.console_server import ConsoleServer
+from tests.app.console_server import ConsoleServer, ForkedConsole
 from tests.browser.watching import NEEDS_CHROMIUM, settle, watched
 
 pytestmark = [*NEEDS_CHROMIUM, pytest.mark.processes, pytest.mark.timeout(300)]
@@ -17,7 +17,7 @@ pytestmark = [*NEEDS_CHROMIUM, pytest.mark.processes, pytest.mark.timeout(300)]
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsoleServer]:
     """A console without a job."""
-    server = ConsoleServer(f"sqlite:///{tmp_path_factory.mktemp('catalog') / 'console.db'}")
+    server = ForkedConsole(f"sqlite:///{tmp_path_factory.mktemp('catalog') / 'console.db'}")
     yield server
     server.close()
 

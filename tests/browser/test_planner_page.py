@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from tests.app.console_server import ConsoleServer
+from tests.app.console_server import ConsoleServer, ForkedConsole
 from tests.browser.watching import NEEDS_CHROMIUM, SCREENS, assert_it_fits, settle, watched
 from tests.conftest import at_length
 
@@ -19,7 +19,7 @@ pytestmark = [*NEEDS_CHROMIUM, pytest.mark.processes, pytest.mark.timeout(300)]
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsoleServer]:
     """A console without a job."""
-    server = ConsoleServer(f"sqlite:///{tmp_path_factory.mktemp('planner') / 'console.db'}")
+    server = ForkedConsole(f"sqlite:///{tmp_path_factory.mktemp('planner') / 'console.db'}")
     yield server
     server.close()
 

@@ -20,7 +20,7 @@ from openrecycle.app.plans.sources import WORKED_EXAMPLE
 from openrecycle.app.runtime.errors import PLAN_MIB
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.plans.plan import Plan
-from tests.app.console_server import ConsoleServer
+from tests.app.console_server import ForkedConsole
 from tests.app.ui_console import ConsoleHere, JobHere
 from tests.browser.layout_shifts import Shifts
 from tests.browser.watching import NEEDS_CHROMIUM, SCREENS, assert_it_fits, settle, watched
@@ -45,7 +45,7 @@ class Site:
             self.small, self.wide, self.large = (job.finish().job_id for job in (small, wide, large))
         finally:
             here.close()
-        self.server = ConsoleServer(f"sqlite:///{folder / 'console.db'}")
+        self.server = ForkedConsole(f"sqlite:///{folder / 'console.db'}")
         self.root = self.server.root
 
 

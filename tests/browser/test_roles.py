@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Browser, expect
 
-from tests.app.console_server import Agents, ConsoleServer
+from tests.app.console_server import Agents, ConsoleServer, ForkedConsole
 from tests.app.identity_provider import IdentityProvider
 from tests.browser.watching import NEEDS_CHROMIUM, WAIT_MS, settle
 
@@ -31,7 +31,7 @@ def server(provider: IdentityProvider, tmp_path_factory: pytest.TempPathFactory)
     secrets.write_text(provider.secrets_toml())
     secrets.chmod(0o600)
     options = ("--oidc", str(secrets), "--oidc-viewers", "*@company.example", "--suspect", "600", "--dead", "900")
-    server = ConsoleServer(f"sqlite:///{folder / 'console.db'}", *options, environment={"OPENRECYCLE_TOKEN": TOKEN})
+    server = ForkedConsole(f"sqlite:///{folder / 'console.db'}", *options, environment={"OPENRECYCLE_TOKEN": TOKEN})
     server.session.headers["Authorization"] = f"Bearer {TOKEN}"
     Agents(server).register_all()
     yield server

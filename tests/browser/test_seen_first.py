@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 from playwright.sync_api import Browser, Locator, Route, expect
 
-from tests.app.console_server import ConsoleServer
+from tests.app.console_server import ForkedConsole
 from tests.app.ui_console import ConsoleHere, JobHere
 from tests.browser.watching import NEEDS_CHROMIUM, watched
 from tests.conftest import at_length
@@ -30,7 +30,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     job = JobHere(here.console, "job").register().commit(0, 3, 1).beat(4, 1).die("W1_2").heal("W1_2", 2)
     job.commit(4, 6, 2).beat(7, 2).finish()
     here.close()
-    server = ConsoleServer(f"sqlite:///{folder}/console.db")
+    server = ForkedConsole(f"sqlite:///{folder}/console.db")
     yield f"{server.root}{{}}?job={job.job_id}"
     server.close()
 

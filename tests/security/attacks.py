@@ -17,7 +17,7 @@ from contextlib import contextmanager
 
 import requests
 
-from tests.app.console_server import ConsoleServer
+from tests.app.console_server import ConsoleServer, ForkedConsole
 
 TOKEN = "the token of the attacked console"
 SHARE = 60
@@ -47,7 +47,7 @@ def console(*, guarded: bool) -> Iterator[ConsoleServer]:
     environment = {"OPENRECYCLE_TOKEN": TOKEN} if guarded else {}
     with tempfile.TemporaryDirectory() as folder:
         options = ("--api-only", "--tolerance", "0", "--proxy", "192.0.2.1", "--connections-per-address", str(SHARE))
-        server = ConsoleServer(f"sqlite:///{folder}/console.db", *options, environment=environment)
+        server = ForkedConsole(f"sqlite:///{folder}/console.db", *options, environment=environment)
         try:
             yield server
         finally:
