@@ -20,8 +20,6 @@ import pytest
 from hypothesis import settings
 from sqlalchemy import create_engine, text
 
-from openrecycle.agent.launcher.processes import preload
-from openrecycle.agent.models.workload import NamedWorkload
 from openrecycle.planner.solvers.loops import compiled_functions
 from tests.golden import learn
 
@@ -37,19 +35,6 @@ settings.register_profile("at-length", _SAME, max_examples=100)
 settings.register_profile("tests", _SAME, max_examples=30)
 settings.load_profile("tests")
 
-
-# What jobs and consoles of a test process are forked from (tests.agent.launches) has these imports.
-PRELOADED = {
-    *preload(NamedWorkload("openrecycle.agent.examples.gpt:Gpt", {})),
-    "openrecycle.agent.cli",
-    "openrecycle.agent.jobs.trainer",
-    "openrecycle.app.cli",
-    "openrecycle.app.server",
-    # What tests train is unpickled in each worker, with the module of the test.
-    "tests.conftest",
-    "tests.golden",
-    "tests.agent.nan_model",
-}
 
 # For a process whose files may not grow: Python would leave modules behind that are cut short, and no process could
 # import them any more.

@@ -1,4 +1,4 @@
-"""`python -m agent ...` in a process of its own that need not import torch first.
+"""`python -m agent ...`, or a console, in a process of its own that need not import torch and the program first.
 
 It is forked from the server that the jobs of a test process share, which has all imports done, and so are its
 workers: on a machine with two cores most of a short job is otherwise the import of torch, twice. From the
@@ -23,23 +23,36 @@ from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
 
-from openrecycle.agent.launcher.processes import start_server
+from openrecycle.agent.launcher.processes import preload, start_server
+from openrecycle.agent.models.workload import NamedWorkload
 from openrecycle.agent.workers import worker
-from tests.conftest import PRELOADED
 
 _PROGRAM = str(Path(__file__).resolve().parents[2] / "agent" / "__main__.py")
+
+
+_WARM = {
+    *preload(NamedWorkload("openrecycle.agent.examples.gpt:Gpt", {})),
+    "openrecycle.agent.cli",
+    "openrecycle.agent.jobs.trainer",
+    "openrecycle.app.cli",
+    "openrecycle.app.server",
+    # What tests train is unpickled in each worker, with the module of the test.
+    "tests.conftest",
+    "tests.golden",
+    "tests.agent.nan_model",
+}
 
 
 def warm(*more: str) -> None:
     """The server that forks all of them; its imports go on while the caller does other things. more: modules that it
     imports, too; where the one that runs has not, another takes its place."""
-    if not PRELOADED.issuperset(more):
-        PRELOADED.update(more)
+    if not _WARM.issuperset(more):
+        _WARM.update(more)
         server: Any = forkserver._forkserver  # type: ignore[attr-defined]
         if server._forkserver_pid is not None:
             os.close(server._forkserver_alive_fd)  # it ends
             server._forkserver_pid = server._forkserver_address = server._forkserver_alive_fd = None
-    start_server(sorted(PRELOADED))
+    start_server(sorted(_WARM))
 
 
 class Launched:
@@ -134,7 +147,9 @@ def _run(told: _Told) -> None:
     forkserver._forkserver._forkserver_address = told.where or _fork_server()  # type: ignore[attr-defined]
     forkserver._forkserver.ensure_running = forkserver.ensure_running = lambda: None  # type: ignore[attr-defined,method-assign]
     for name, value in told.environment.items():
-        os.environ.pop(name, None) if value is None else os.environ.__setitem__(name, value)
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
     sys.argv = [_PROGRAM, *told.arguments]
     if told.module is not None:
         runpy.run_module(told.module, run_name="__main__", alter_sys=True)

@@ -162,15 +162,20 @@ class Connected:
     def cancel(self) -> None: ...
 
 
-def test_a_group_that_still_connects_lets_sums_begin_later_and_in_order() -> None:
-    """Nobody waits in the middle of a backward."""
+def still_connecting() -> tuple[LateGroup, threading.Event, Connected]:
+    """A group, which is connected once the event is set, and what its sums begin on."""
     connect, there = threading.Event(), Connected()
 
     def form() -> Any:
         connect.wait()
         return there
 
-    group = LateGroup(form, 0, Timeouts())
+    return LateGroup(form, 0, Timeouts()), connect, there
+
+
+def test_a_group_that_still_connects_lets_sums_begin_later_and_in_order() -> None:
+    """Nobody waits in the middle of a backward."""
+    group, connect, there = still_connecting()
     first, second = group.begin_sum(torch.tensor(1)), group.begin_sum(torch.tensor(2))
     assert not there.begun
     connect.set()
@@ -181,13 +186,7 @@ def test_a_group_that_still_connects_lets_sums_begin_later_and_in_order() -> Non
 
 
 def test_sums_that_never_began_end_with_their_group() -> None:
-    connect, there = threading.Event(), Connected()
-
-    def form() -> Any:
-        connect.wait()
-        return there
-
-    group = LateGroup(form, 0, Timeouts())
+    group, connect, there = still_connecting()
     late = group.begin_sum(torch.tensor(1))
     group.cancel()
     for pending in (late, group.begin_sum(torch.tensor(2))):
