@@ -128,11 +128,13 @@ def _throughput(view: JobView) -> Card:
         return Card("Throughput", text.rate(now), "pausing; before the pause", of="samples/s")
     if view.condition is Condition.PAUSED:
         return Card("Throughput", "0", f"paused; {text.rate(now)} before the pause", of="samples/s")
+    if view.condition is Condition.SILENT:
+        return Card("Throughput", text.rate(now), "before workers fell silent", "warn", of="samples/s")
     share = share_of(now, view.figures)
     if share is None:
         return Card("Throughput", text.rate(now), "fault-free rate not measured yet", of="samples/s")
-    # Whoever trains without a worker, or without a word of one, is not as well as ever, however quick.
-    whole = view.condition not in (Condition.DEGRADED, Condition.SILENT)
+    # Whoever trains without a worker is not as well as ever, however quick.
+    whole = view.condition is not Condition.DEGRADED
     tone = ("good" if whole else "warn") if share >= WELL else "warn" if share >= HALF else "bad"
     return Card("Throughput", text.rate(now), f"{text.percent(share)} of fault-free", tone, of="samples/s")
 

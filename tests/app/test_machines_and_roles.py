@@ -380,7 +380,6 @@ def test_the_job_is_not_called_running_while_nobody_hears_a_worker(database: Fla
         world.tick(8, heard)
         view = view_of(world)
         assert view.condition is Condition.SILENT
-        assert next(c for c in facts.live_cards(view) if c.label == "Throughput").tone != "good"
         world.tick(3, world.living)
         assert view_of(world).condition is Condition.RUNNING
     # Who is out is silent for good.

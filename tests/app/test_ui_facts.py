@@ -10,7 +10,7 @@ import ui_factory as factory
 
 from openrecycle.agent.messages.protocol import JobState
 from openrecycle.app.console.view import JobView
-from openrecycle.app.jobs.states import RoleState
+from openrecycle.app.jobs.states import Condition, RoleState
 from openrecycle.app.jobs.throughput import Baseline, Figures
 from openrecycle.app.ui import facts, tables, text
 from openrecycle.app.ui.charts.progress import generation_marks
@@ -60,6 +60,8 @@ def test_throughput_is_good_only_while_the_job_trains() -> None:
     lost = card(replace(running, state=JobState.RECOVERING), "Throughput")
     assert (lost.value, lost.tone) == (card(running, "Throughput").value, "warn")
     assert lost.note == golden("before-this-change-recovering")
+    silent = card(replace(running, condition=Condition.SILENT), "Throughput")
+    assert (silent.value, silent.tone) == (lost.value, "warn") and "%" not in silent.note
     halted = card(replace(running, state=JobState.HALTED), "Throughput")
     assert (halted.value, halted.tone) == ("0", "bad")
 
