@@ -12,17 +12,17 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
-from alembic import command
-from alembic.config import Config
-from alembic.util import CommandError
 from sqlalchemy import URL, Connection, Engine, Table, create_engine, event, make_url, text
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from openrecycle.db.models import Base
+
+if TYPE_CHECKING:
+    from alembic.config import Config
 
 # Any number, so that our advisory lock doesn't meet those of other users of the database.
 _MIGRATION_LOCK = 0x0C1E_0001
@@ -98,10 +98,20 @@ class Database:
 
     def upgrade(self) -> None:
         """Brings the tables to this version of the program. Processes that start together take turns."""
+        # 0.15 CPU seconds, which child processes that read a database have no use for.
+        from alembic import command
+        from alembic.util import CommandError
+
         with explained(self.shown_url), self._alone(), self._writing() as connection:
             if not self.is_sqlite:
                 connection.execute(text("select pg_advisory_xact_lock(:key)"), {"key": _MIGRATION_LOCK})
-            command.upgrade(alembic_config(connection), "head")
+            try:
+                command.upgrade(alembic_config(connection), "head")
+            except CommandError:
+                raise DatabaseError(
+                    f"database {self.shown_url} was used by another version of this program, whose tables this one "
+                    "does not know: run that version, or name another database"
+                ) from None
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -164,11 +174,6 @@ def explained(shown_url: str) -> Iterator[None]:
     """Turns errors of the database into a DatabaseError."""
     try:
         yield
-    except CommandError:
-        raise DatabaseError(
-            f"database {shown_url} was used by another version of this program, whose tables this one does not know: "
-            "run that version, or name another database"
-        ) from None
     except DBAPIError as error:
         first = str(error.orig).strip().splitlines()[0]
         raise DatabaseError(f"database {shown_url} can't be used: {first}") from None
@@ -197,6 +202,8 @@ def connect_arguments(url: URL, me: str) -> dict[str, Any]:
 
 def alembic_config(connection: Connection | None = None) -> Config:
     """Alembic's configuration; migrations run on `connection`, inside its transaction."""
+    from alembic.config import Config
+
     config = Config(str(HERE / "alembic.ini"))
     config.set_main_option("script_location", str(HERE / "migrations"))
     config.attributes["connection"] = connection
