@@ -85,6 +85,10 @@ class Group(Protocol):
     def sum(self, tensor: Tensor) -> None:
         """The same; returns when the sum is there."""
 
+    def begin_broadcast(self, tensor: Tensor, source: int) -> PendingTransfer:
+        """Starts to copy `tensor`, which is contiguous, from one rank to all others, in place. All ranks begin these,
+        too, in the same order as sums."""
+
     def cancel(self) -> None:
         """Makes every wait on this group fail within milliseconds. From any thread."""
 
@@ -143,15 +147,23 @@ class GivenGlooGroup:
             raise TransferError(first_line(error), self._members[source]) from None
 
     def begin_sum(self, tensor: Tensor) -> PendingTransfer:
-        peer, options = only_other(self._members, self.rank), dist.AllreduceOptions()
-        options.timeout = self._sum_timeout
-        try:
-            return GlooPending(self._group.allreduce([tensor], options), tensor, None, peer)
-        except RuntimeError as error:
-            raise TransferError(first_line(error), peer) from None
+        options = dist.AllreduceOptions()
+        return self._begin(self._group.allreduce, tensor, options)
 
     def sum(self, tensor: Tensor) -> None:
         self.begin_sum(tensor).wait()
+
+    def begin_broadcast(self, tensor: Tensor, source: int) -> PendingTransfer:
+        options = dist.BroadcastOptions()
+        options.rootRank = source
+        return self._begin(self._group.broadcast, tensor, options)
+
+    def _begin(self, collective: Callable[[list[Tensor], Any], Any], tensor: Tensor, options: Any) -> PendingTransfer:
+        options.timeout, peer = self._sum_timeout, only_other(self._members, self.rank)
+        try:
+            return GlooPending(collective([tensor], options), tensor, None, peer)
+        except RuntimeError as error:
+            raise TransferError(first_line(error), peer) from None
 
     def gather(self, row: Tensor, among: Sequence[int]) -> Tensor:
         """Of the ranks `among`, which all call it, everybody's `row` (one-dimensional, equally long): shape
@@ -283,16 +295,16 @@ def _sockets() -> Iterator[socket.socket]:
                     yield copy
 
 
-class _LateSum:
+class _Late:
     """Begins when it, or one after it, is waited for or begun."""
 
-    def __init__(self, group: LateGroup, tensor: Tensor) -> None:
-        self._group, self.tensor = group, tensor
+    def __init__(self, group: LateGroup, tensor: Tensor, begin: Callable[[GlooGroup, Tensor], PendingTransfer]) -> None:
+        self._group, self.tensor, self.begin = group, tensor, begin
         self.begun: PendingTransfer | None = None
 
     def wait(self) -> Tensor:
         if self.begun is None:
-            self._group.begin_late_sums()
+            self._group.begin_late()
         assert self.begun is not None
         return self.begun.wait()
 
@@ -310,7 +322,7 @@ class LateGroup:
         self._changed = threading.Condition()
         self._group: GlooGroup | None = None
         self._problem: str | None = None
-        self._late: list[_LateSum] = []
+        self._late: list[_Late] = []
         """That can't begin yet, in order."""
         threading.Thread(target=self._run, name="connect-late", daemon=True).start()
 
@@ -321,19 +333,25 @@ class LateGroup:
         return self._connected().receive(source, buffer, tag)
 
     def begin_sum(self, tensor: Tensor) -> PendingTransfer:
+        return self._begin(tensor, lambda group, tensor: group.begin_sum(tensor))
+
+    def begin_broadcast(self, tensor: Tensor, source: int) -> PendingTransfer:
+        return self._begin(tensor, lambda group, tensor: group.begin_broadcast(tensor, source))
+
+    def _begin(self, tensor: Tensor, begin: Callable[[GlooGroup, Tensor], PendingTransfer]) -> PendingTransfer:
         # Whoever begins one is in the middle of a backward, and would look like one that hangs if it waited here.
         with self._changed:
             there = self._group is not None and self._problem is None
         if not there:
-            self._late.append(_LateSum(self, tensor))
+            self._late.append(_Late(self, tensor, begin))
             return self._late[-1]
-        self.begin_late_sums()
-        return self._connected().begin_sum(tensor)
+        self.begin_late()
+        return begin(self._connected(), tensor)
 
-    def begin_late_sums(self) -> None:
+    def begin_late(self) -> None:
         group, late, self._late = self._connected(), self._late, []
         for one in late:
-            one.begun = group.begin_sum(one.tensor)
+            one.begun = one.begin(group, one.tensor)
 
     def sum(self, tensor: Tensor) -> None:
         self.begin_sum(tensor).wait()

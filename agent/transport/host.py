@@ -50,6 +50,10 @@ class HostGroup:
     def sum(self, tensor: Tensor) -> None:
         self.begin_sum(tensor).wait()
 
+    def begin_broadcast(self, tensor: Tensor, source: int) -> PendingTransfer:
+        host = _host_copy(tensor) if source == self.rank else _host_memory(tensor)
+        return Arriving(self._inner.begin_broadcast(host, source), tensor)
+
     def cancel(self) -> None:
         self._inner.cancel()
 

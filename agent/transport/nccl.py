@@ -131,6 +131,12 @@ class NcclGroup:
     def sum(self, tensor: Tensor) -> None:
         self.begin_sum(tensor).wait()
 
+    def begin_broadcast(self, tensor: Tensor, source: int) -> NcclPending:
+        options = dist.BroadcastOptions()
+        options.rootRank = source
+        peer = only_other(self._members, self.rank)
+        return self._start(peer, self._sum_seconds, tensor, lambda: self._group.broadcast([tensor], options))
+
     def cancel(self) -> None:
         # The flag first: whoever sees an operation end because of the abort must see the flag too.
         self._cancelled.set()

@@ -14,7 +14,9 @@ up. A newcomer needs no more than the parameters to take part: it is one like th
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from itertools import accumulate
 from typing import Any
 
@@ -40,6 +42,8 @@ from openrecycle.planner.jobs.job import Worker
 MESSAGE_BYTES = 1 << 20
 """Of parameters or state, at most."""
 _STATE = 2**26
+_AT_A_TIME = 4
+"""Messages under way."""
 
 
 class ShardedStage:
@@ -132,7 +136,7 @@ class ShardedStage:
         """The parameters that others step, if this worker's may be of another step. All peers call it together."""
         shards = self._shards
         if shards.stale and self._group is not None:
-            self._gather_by_sums(self._group, [part.detach() for part in shards.parts], self._primaries)
+            self._broadcast(self._group, [part.detach() for part in shards.parts], self._primaries)
         shards.stale = False
 
     def gather_untrained(self, bare: Collection[Worker]) -> None:
@@ -140,25 +144,40 @@ class ShardedStage:
         source = next((peer for peer in self.peers if peer not in bare), None)
         if bare and source is not None and self._group is not None:
             parts = [part for tensor in large_untrained(self._optimizer).values() for part in _cut(tensor)]
-            self._gather_by_sums(self._group, parts, [source] * len(parts))
+            self._broadcast(self._group, parts, [source] * len(parts))
         self._shards.bare = False
 
-    def _gather_by_sums(self, group: Group, parts: Sequence[Tensor], primaries: Sequence[Worker]) -> None:
-        """Zeros are added to each parameter's bits."""
-        sizes = [-(-part.numel() * part.element_size() // 16) * 16 for part in parts]  # any type may begin there
-        for a, b in _runs([None] * len(parts), sizes):
-            ends = [0, *accumulate(sizes[a:b])]
-            scratch = torch.zeros(ends[-1], dtype=torch.uint8, device=parts[a].device)
-            places = [
-                scratch[at : at + part.numel() * part.element_size()].view(part.dtype).view(part.shape)
-                for at, part in zip(ends, parts[a:b], strict=False)
-            ]
-            for part, place, primary in zip(parts[a:b], places, primaries[a:b], strict=True):
-                if primary == self._me:
-                    place.copy_(part)
-            group.sum(scratch.view(torch.int64))
-            for part, place in zip(parts[a:b], places, strict=True):
-                part.copy_(place)
+    def _broadcast(self, group: Group, parts: Sequence[Tensor], sources: Sequence[Worker]) -> None:
+        """Each from the worker that has it to all its peers. How they lie in memory here may differ from there."""
+        under_way = deque[tuple[PendingTransfer, Sequence[Tensor]]]()
+
+        def finish() -> None:
+            pending, apart = under_way.popleft()
+            came = pending.wait()
+            if apart:
+                for part, its in zip(apart, came.split([part.nbytes for part in apart]), strict=True):
+                    part.copy_(its.clone().view(part.dtype).view(part.shape))
+
+        try:
+            for a, b in _runs(sources, [part.nbytes for part in parts]):
+                run, mine = parts[a:b], sources[a] == self._me
+                memory, apart = _one_piece(run), list[Tensor]()
+                if memory is None and mine:
+                    memory = torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in run])
+                elif memory is None:
+                    apart = list(run)
+                    memory = torch.empty(sum(p.nbytes for p in run), dtype=torch.uint8, device=run[0].device)
+                if memory.numel():
+                    under_way.append((group.begin_broadcast(memory, self.peers.index(sources[a])), apart))
+                if len(under_way) == _AT_A_TIME:
+                    finish()
+            while under_way:
+                finish()
+        except TransferError:
+            for pending, _ in under_way:  # nobody may write to parameters once recovery begins
+                with suppress(TransferError):
+                    pending.wait()
+            raise
 
     # -- for a checkpoint ----------------------------------------------------------------------
 
@@ -320,6 +339,20 @@ def _bytes(shards: Shards, numbers: range) -> list[int]:
 def _cut(tensor: Tensor) -> Sequence[Tensor]:
     """Into parts of a message each, where that can be done."""
     return torch.split(tensor.view(-1), MESSAGE_BYTES // tensor.element_size()) if tensor.is_contiguous() else [tensor]
+
+
+def _one_piece(parts: Sequence[Tensor]) -> Tensor | None:
+    """Their memory, in bytes, where they lie one after the other in it."""
+    storage, first = parts[0].untyped_storage(), parts[0].data_ptr()
+    end = first
+    for part in parts:
+        if not part.is_contiguous() or part.data_ptr() != end:
+            return None
+        end += part.nbytes
+    begin = first - storage.data_ptr()
+    if begin + end - first > storage.nbytes():
+        return None  # neighbours by chance
+    return torch.empty(0, dtype=torch.uint8, device=parts[0].device).set_(storage, begin, (end - first,))
 
 
 def _finish(sent: Sequence[PendingTransfer]) -> None:

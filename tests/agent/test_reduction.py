@@ -154,6 +154,10 @@ class Connected:
         self.begun.append(int(tensor))
         return self
 
+    def begin_broadcast(self, tensor: Tensor, source: int) -> Connected:
+        self.begun.append(10 * source + int(tensor))
+        return self
+
     def wait(self) -> Tensor:
         return torch.zeros(1)
 
@@ -176,13 +180,13 @@ def still_connecting() -> tuple[LateGroup, threading.Event, Connected]:
 def test_a_group_that_still_connects_lets_sums_begin_later_and_in_order() -> None:
     """Nobody waits in the middle of a backward."""
     group, connect, there = still_connecting()
-    first, second = group.begin_sum(torch.tensor(1)), group.begin_sum(torch.tensor(2))
+    first, second = group.begin_sum(torch.tensor(1)), group.begin_broadcast(torch.tensor(2), 2)
     assert not there.begun
     connect.set()
     second.wait()
     group.begin_sum(torch.tensor(3)).wait()
     first.wait()
-    assert there.begun == [1, 2, 3]
+    assert there.begun == [1, 22, 3]
 
 
 def test_sums_that_never_began_end_with_their_group() -> None:
