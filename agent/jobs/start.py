@@ -81,11 +81,6 @@ def make_launcher(
     Raises InputError, InfeasibleError, ConsoleUnavailable or ConsoleRefused; with `role`, also LedElsewhere.
     """
     options.check()
-    if options.platform.ranks_per_worker > 1:
-        if options.planning.relayout == "always":
-            raise options.planning.refuse("relayout", "auto or never with several ranks a worker: layers stay then")
-        # Layers that move are put together beside the training, in exchanges that a death may leave some ranks in.
-        options = replace(options, planning=replace(options.planning, relayout="never"))
     # It takes as long to import torch as this process does, so both do it at the same time.
     start_server(preload(source))
     if shared := options.platform.check(_workers_here(options.job, role)):

@@ -8,7 +8,7 @@ from torch import Tensor
 from openrecycle.agent.config.devices import on_device
 from openrecycle.agent.config.options import Optimization
 from openrecycle.agent.config.randomness import seed_for
-from openrecycle.agent.models.layers import build_layers
+from openrecycle.agent.models.layers import LayerStack, build_layers
 from openrecycle.agent.models.stage_io import CPU, StageCuts, StageIO, tensors_of
 from openrecycle.agent.models.workload import Workload, nominal_weight, probe_inputs, probe_targets
 from openrecycle.agent.stages.backward.probe import Probe, Split, choose_split
@@ -48,26 +48,28 @@ def assemble(
     return Stage(module, gradients, split=split.strategy, autocast=optimization.autocast), split
 
 
-def reassemble(
+def reassemble(optimizer: StageOptimizer, strategy: StrategyName, optimization: Optimization) -> Stage:
+    """The stage of layers that are here already, with what is summed of them. strategy: how the backward of each of
+    them is split."""
+    split = STRATEGIES[strategy](optimizer.module)
+    return Stage(optimizer.module, optimizer.gradients, split=split, autocast=optimization.autocast)
+
+
+def try_split(
     workload: Workload,
     job: Job,
     cuts: StageCuts,
     stage: int,
     seed: int,
     optimization: Optimization,
-    optimizer: StageOptimizer,
-    strategy: StrategyName | None,
+    module: LayerStack,
     device: torch.device = CPU,
-) -> Stage:
-    """The stage of layers that are here already, with what is summed of them. strategy: how the backward of each of
-    them is split; None: it is tried, on a few micro-batches."""
-    module, gradients, autocast = optimizer.module, optimizer.gradients, optimization.autocast
-    if strategy is None:
-        probe = _probe(workload, job, stage, seed, cuts.stage_io, device)
-        split = choose_split(module, probe, autocast=autocast).strategy
-    else:
-        split = STRATEGIES[strategy](module)
-    return Stage(module, gradients, split=split, autocast=autocast)
+) -> StrategyName:
+    """How the backward of layers that are here already can be split, on a few micro-batches. Nothing is split then."""
+    probe = _probe(workload, job, stage, seed, cuts.stage_io, device)
+    found = choose_split(module, probe, autocast=optimization.autocast).strategy
+    found.close()
+    return found.name
 
 
 def _probe(workload: Workload, job: Job, stage: int, seed: int, stage_io: StageIO, device: torch.device) -> Probe:

@@ -200,7 +200,10 @@ class StageOptimizer:
         """Of the last step, of the first group of parameters."""
         self._clips = clips
         self._trained = [p for p in module.parameters() if p.requires_grad]
-        named = list(self.module.named_parameters())
+        self._named = dict(self.module.named_parameters())
+        """As they are between two ops: within one, a layer may show others (agent.models.fully_sharded), while a
+        hand-over reads the state from another thread."""
+        named = list(self._named.items())
         copies = {id(p) for name, p in named if name in self.module.copies or getattr(p, "duplicate", False)}
         self._by_layer = [
             [p for p in layer if p.requires_grad and id(p) not in copies] for layer in parameters_by_layer(module)
@@ -490,8 +493,7 @@ class StageOptimizer:
     def averages(self) -> dict[str, Tensor]:
         """The moving averages of parameters that have one, by name."""
         state = self.optimizer.state
-        named = self.module.named_parameters()
-        return {name: state[p][AVERAGE] for name, p in named if p in state and AVERAGE in state[p]}
+        return {name: state[p][AVERAGE] for name, p in self._named.items() if p in state and AVERAGE in state[p]}
 
     @_changing
     def adopt(self, parts: Sequence[StageOptimizer]) -> None:
@@ -543,11 +545,8 @@ class StageOptimizer:
         Raises StateError naming what an optimizer or scheduler keeps that can't be sent.
         """
         tensors: dict[str, Tensor] = {}
-        names = {id(p): n for n, p in self.module.named_parameters()}
-        model = {
-            n: encode(t, f"model.{n}", tensors)
-            for n, t in [*self.module.named_parameters(), *self.module.named_buffers()]
-        }
+        names = {id(p): n for n, p in self._named.items()}
+        model = {n: encode(t, f"model.{n}", tensors) for n, t in [*self._named.items(), *self.module.named_buffers()]}
         states = {}
         for parameter, state in self.optimizer.state.items() if self.shards is None else ():
             if (name := names.get(id(parameter))) is None:
@@ -598,7 +597,7 @@ class StageOptimizer:
         Raises StateError when it is of another stage.
         """
         own, doc = self.state().document, state.document
-        parameters = dict(self.module.named_parameters())
+        parameters = self._named
         targets = {**parameters, **dict(self.module.named_buffers())}
         try:
             for what, mine, theirs in (

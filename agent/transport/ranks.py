@@ -13,7 +13,7 @@ import re
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed
@@ -24,6 +24,7 @@ from openrecycle.agent.models import compat
 from openrecycle.agent.transport.group import TransferError, first_line, wake_all
 
 dist: Any = torch.distributed
+T = TypeVar("T")
 
 BACKEND = "openrecycle"
 _COLLECTIVES = (
@@ -156,6 +157,19 @@ class Ranks:
     def broke(self, error: BaseException) -> bool:
         """Was `error`, which a module raised, an exchange among the ranks that broke, or was ended?"""
         return self._group is not None and (self._group.cancelled or _by_exchange(error))
+
+    def together(self, work: Callable[[], T]) -> T:
+        """What `work` returns, in which modules exchange something with the other ranks. Raises SiblingError where that
+        broke, or was ended: also where `work` has taken it for a fault of a module."""
+        try:
+            found = work()
+        except RuntimeError as error:
+            if self.broke(error):
+                raise SiblingError(first_line(error)) from None
+            raise
+        if self._group is not None and self._group.cancelled:
+            raise SiblingError("what the ranks of this worker did together was ended")
+        return found
 
     def gather(self, values: Tensor) -> Tensor:
         """Everybody's `values`, of equal shape and type, in the order of ranks: shape (ranks, ...). Raises

@@ -16,10 +16,9 @@ import hashlib
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
@@ -39,13 +38,14 @@ from openrecycle.agent.models.state import StageState
 from openrecycle.agent.models.workload import Workload
 from openrecycle.agent.monitoring.heartbeat import Status
 from openrecycle.agent.monitoring.liveness import AT_REST, describe_exception
-from openrecycle.agent.stages.assembly import assemble, reassemble
+from openrecycle.agent.stages.assembly import assemble, reassemble, try_split
+from openrecycle.agent.stages.backward.split import STRATEGIES, StrategyName
 from openrecycle.agent.stages.optimizer import AVERAGE, averages_of, stage_optimizer
 from openrecycle.agent.stages.post_validation import ValidationResult
 from openrecycle.agent.stages.shards import ShardLostError, assign, from_words, to_words
 from openrecycle.agent.transport.communicator import Communicator, Groups
-from openrecycle.agent.transport.group import TransferError, first_line
-from openrecycle.agent.transport.ranks import SiblingError
+from openrecycle.agent.transport.group import TransferError
+from openrecycle.agent.transport.ranks import Ranks, SiblingError
 from openrecycle.agent.transport.script import Script
 from openrecycle.agent.workers.executor import Executor, Interrupted, OpError
 from openrecycle.agent.workers.kept_micro_batches import Redo, decode, encode
@@ -59,8 +59,6 @@ from openrecycle.agent.workers.tied import TiedSums
 from openrecycle.agent.workers.validation_exchange import Steps
 from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.plans.plan import Plan
-
-T = TypeVar("T")
 
 _JOINING = -1
 WAIT_SECONDS = 0.5
@@ -110,8 +108,8 @@ class WorkerLoop:
         self._generation = 0
         self._evaluated = self._evaluated_by_all = 0
         """The newest iteration before which this worker has evaluated, and as far as is known every worker."""
-        self._waited_for_layers = 0.0
-        """So many seconds all have stood still until the layers were there that are to move."""
+        self._stood_still = 0.0
+        """For so many seconds, on account of layers that move, and nobody has been told."""
         self._leaving: frozenset[Worker] = frozenset()
         """Of this generation's workers, those that are to go: others take what they hold of a sharded optimizer."""
         self._corrected = False
@@ -124,12 +122,16 @@ class WorkerLoop:
         upcoming = getattr(self._workload, "upcoming", None)
         if upcoming is not None and me.stage in (0, options.job.stages - 1):
             upcoming([])  # a process that it starts comes up while the stage is put together
-        stage, split = assemble(
-            self._workload, options.job, self._cuts, me.stage, options.seed, options.optimization, self._device
+        stage, split = self._ranks.together(
+            lambda: assemble(
+                self._workload, options.job, self._cuts, me.stage, options.seed, options.optimization, self._device
+            )
         )
         if split.warning and me.pipeline == 0:  # its peers find the same
             channel.say("warning", text=f"stage {me.stage}: {split.text}")
-        self._split = stage.split
+        self._split, self._split_agreed = stage.split, True
+        self._wanted_split: StrategyName | None = stage.split.name
+        """That of all layers; None: they come from stages that are split in different ways."""
         self._optimizer = stage_optimizer(
             *(self._workload, stage.module, stage.gradients, options.optimization, options.job.pipelines)
         )
@@ -169,30 +171,30 @@ class WorkerLoop:
         self._status.timeline = self._executor.timeline
         self._placed = True
 
-    def _move(self, orders: GenerationSpec) -> None:
-        """Gives up what this worker holds: for another place, or for what a checkpoint holds.
-
-        Raises TransferError when the checkpoint can't be read.
-        """
+    def _settle_in(self, orders: GenerationSpec) -> None:
+        """Becomes the worker of the place, the layers and the checkpoint that a generation asks for, where it is not,
+        and gives up what it holds. Raises TransferError, also when the checkpoint can't be read."""
+        other = bool(orders.held) and not self._state.begun and self._cuts.partition != orders.held
+        other = other or orders.cell != self._me or orders.restore is not None or not self._placed
+        # A stage is put together by all ranks of a worker, in exchange with each other.
+        if not any(row[0] for row in self._ranks.gather_numbers((int(other),))):
+            return
         if orders.cell != self._me:
             self._kills = ()  # wishes for faults at a place were meant for the worker that began there
-        origin = self._origin
-        if orders.restore is None:
-            self._take_place(orders.cell, origin)
-            return
         # Some may have gone over to other layers already, and others not: a checkpoint has them all.
-        before, cuts = self._cuts, replace(self._cuts, partition=orders.partition or self._cuts.partition)
+        partition, state = (orders.held if orders.restore is None else orders.partition), None
+        cuts = replace(self._cuts, partition=partition or self._cuts.partition)
         try:
-            state = load_layers(Path(orders.restore), cuts.span(orders.cell.stage))
+            if orders.restore is not None:
+                state = load_layers(Path(orders.restore), cuts.span(orders.cell.stage))
         except CheckpointError as error:
             raise TransferError(str(error)) from None
         self._cuts = cuts
         # With the origin that the job has, as one has that comes later: all must write the same checkpoints.
-        self._take_place(orders.cell, origin)
-        self._load(state)
-        self._state.holds_everything()
-        if cuts != before:
-            self._say_rearranged(self._optimizer.committed, 0.0)
+        self._take_place(orders.cell, self._origin)
+        if state is not None:
+            self._load(state)
+            self._state.holds_everything()
 
     def _load(self, state: StageState) -> None:
         """Of a checkpoint. Raises StateError."""
@@ -216,20 +218,16 @@ class WorkerLoop:
         if not writes or whole is None:
             return None
         if self._several:
-            whole = self._among_ranks(functools.partial(gathered, self._optimizer.module, whole))
-        return whole if self._communicator.ranks.rank == 0 else None
+            whole = self._ranks.together(functools.partial(gathered, self._optimizer.module, whole))
+        return whole if self._ranks.rank == 0 else None
 
-    def _among_ranks(self, exchange: Callable[[], T]) -> T:
-        try:
-            return exchange()
-        except RuntimeError as error:
-            if self._communicator.ranks.broke(error):
-                raise SiblingError(first_line(error)) from None
-            raise
+    @property
+    def _ranks(self) -> Ranks:
+        return self._communicator.ranks
 
     @property
     def _several(self) -> bool:
-        return self._communicator.ranks.size > 1
+        return self._ranks.size > 1
 
     def run(self) -> None:
         """Returns when the launcher says that the job is over."""
@@ -267,8 +265,7 @@ class WorkerLoop:
         self._generation = self._status.generation = orders.generation
         self._log_step("adopted", self._optimizer.committed)
         self._status.phase = "forming"
-        ranks = self._communicator.ranks
-        if ranks.size == 1:
+        if not self._several:
             self._settle_in(orders)
         living = [Worker.parse(name) for name in orders.deployment.living]
         self._leaving = frozenset(map(Worker.parse, orders.deployment.leaving))
@@ -280,13 +277,10 @@ class WorkerLoop:
             at_boundary=orders.after is not None,
             neighbours=frozenset[Worker]().union(*(script.neighbours for script in scripts)),
         )
-        if ranks.size > 1:
-            # A stage is put together by all its ranks, in exchange with each other.
-            moves = orders.cell != self._me or orders.restore is not None or not self._placed
-            if any(row[0] for row in ranks.gather_numbers((int(moves),))):
-                self._among_ranks(lambda: self._settle_in(orders, anew=True))
+        if self._several:
+            self._settle_in(orders)  # by way of connections that are there now
         target = orders.partition or self._cuts.partition
-        agreement = self._agree(groups, living, target)
+        agreement = self._agree(groups, living, target, orders.held or target)
         joining = self._hand_over(groups, agreement, orders.interim)
         self._share_optimizer(groups)
         moving = self._begin_moves(groups, agreement, living, target)
@@ -315,7 +309,8 @@ class WorkerLoop:
                 if not self._steps.incomplete:
                     redo = None  # what is finished is summed in other layers' sums
                     self._end_sharing()
-                    self._rearrange(target, iteration)
+                    self._go_over(target)
+                    self._say_rearranged(iteration)
                     self._share_optimizer(groups)
                     self._tie(groups, living)
                     self._set_pace(living)
@@ -366,22 +361,13 @@ class WorkerLoop:
             state = module.state_dict()
             own = {n.partition(".")[2]: a for n, a in averages.items() if layer_of(n) == layer}
             if self._several:
-                state = self._among_ranks(functools.partial(gathered_tensors, module, state))
-                own = self._among_ranks(functools.partial(gathered_tensors, module, own))
-            if self._communicator.ranks.rank:
+                state = self._ranks.together(functools.partial(gathered_tensors, module, state))
+                own = self._ranks.together(functools.partial(gathered_tensors, module, own))
+            if self._ranks.rank:
                 continue
             save_weights(folder, layer, state)
             if own:
                 save_weights(folder, layer, state | own, averaged=True)
-
-    def _settle_in(self, orders: GenerationSpec, *, anew: bool = False) -> None:
-        """Becomes the worker of the place, the layers and the checkpoint that a generation asks for. anew: whatever it
-        is."""
-        if orders.held and not self._state.begun and self._cuts.partition != orders.held:
-            self._cuts = replace(self._cuts, partition=orders.held)
-            self._take_place(orders.cell, self._origin)
-        if anew or orders.cell != self._me or orders.restore is not None:
-            self._move(orders)
 
     def _evaluate(self, iteration: int, script: Script, groups: Groups, *, last: bool = False) -> None:
         """Where it is due before `iteration`, and has not been done by all. Raises as `Executor.evaluate`."""
@@ -406,15 +392,15 @@ class WorkerLoop:
             self._pace = profile_pace(job, self._me, living)
             self._executor.set_pace(self._pace)
 
-    def _agree(self, groups: Groups, living: list[Worker], target: Partition) -> Agreement[Worker]:
+    def _agree(self, groups: Groups, living: list[Worker], target: Partition, held: Partition) -> Agreement[Worker]:
         """Compares what everybody has, and takes up what follows: rolls back, settles the last step
         where it is in doubt, and where anybody has the layers of `target` already, takes them into use: all have
-        what they need for it then. Raises NoAgreementError."""
+        what they need for it then. held: the layers that the launcher takes all to have. Raises NoAgreementError."""
         committed = self._optimizer.committed if self._state.begun else _JOINING
         alike = self._makeup.numbers()
-        there = int(self._cuts.partition == target)
+        there, agreed = int(self._cuts.partition == target), int(self._split_agreed)
         rows = groups.gather_rows(
-            (committed, self._state.missing, self._evaluated, *alike, there, *self._steps.numbers())
+            (committed, self._state.missing, self._evaluated, *alike, there, agreed, *self._steps.numbers())
         )
         front = 3 + len(alike)
         gone_over = any(row[front] for row in rows.values() if row[0] != _JOINING)
@@ -438,17 +424,22 @@ class WorkerLoop:
             self._optimizer.roll_back()
         self._come_along(agreement.iteration)
         holders = {
-            w: (row[0], *row[front + 1 :]) for w, row in rows.items() if row[0] != _JOINING and w not in members.anew
+            w: (row[0], *row[front + 2 :]) for w, row in rows.items() if row[0] != _JOINING and w not in members.anew
         }
         self._corrected = self._steps.begin(groups, living, agreement.iteration, holders)
         self._state.agreed(agreement.iteration, corrected=self._corrected)
         for coming in self._coming.values():
             coming.state.agreed(agreement.iteration, corrected=self._corrected)
-        if gone_over and self._cuts.partition != target:
-            if any(coming.missing for coming in self._coming.values()):
+        # A generation may have ended while some ranks of this worker had gone over, and others had not.
+        mine = [(row[front], row[front + 1]) for member, row in rows.items() if member.worker == self._me]
+        some_had_not = gone_over and not all(has for has, _ in mine)
+        if some_had_not or not all(split for _, split in mine):
+            if gone_over and self._cuts.partition != target and any(c.missing for c in self._coming.values()):
                 raise NoAgreementError(f"{self._me} lacks layers that others have given up")
             self._executor.forget_finished()
-            self._rearrange(target, agreement.iteration)
+            self._go_over(target if gone_over else self._cuts.partition)
+        if some_had_not or (gone_over and target != held):
+            self._say_rearranged(agreement.iteration)
         return agreement
 
     def _come_along(self, iteration: int) -> None:
@@ -506,16 +497,13 @@ class WorkerLoop:
     ) -> bool:
         """Has the layers come that this worker will need, and gives away those that others will. Returns whether
         anything moves. Raises TransferError."""
-        options = self._options
         if self._cuts.partition == target or agreement.hands_over:
             self._coming = {}
             self._steps.beside, self._executor.exchange = [], None
             return False
         begun, sharded = time.monotonic(), self._executor.sharded
         planned = moves(self._cuts.partition, target, living, self._generation)
-        split = self._split.name
-        mine = {move.span for move in planned if move.to == self._me}
-        self._coming = {span: coming for span, coming in self._coming.items() if span in mine}
+        self._build([move.span for move in planned if move.to == self._me])
         for move in planned:
             peers = [w for w in living if w.stage == move.source.stage]
             holders = in_turn(peers, peers.index(move.source))[: None if sharded is None else 1]
@@ -525,20 +513,15 @@ class WorkerLoop:
                     move.to,
                     move.span if self._me == move.source else None,
                     first=self._me == move.source,
-                    split=split,
+                    split=self._split.name,
                 )
             elif move.to == self._me:
-                coming = self._coming.get(move.span)
-                if coming is None:
-                    coming = self._coming[move.span] = IncomingLayers(
-                        *(move.span, self._cuts.layers, self._workload, options.job, options.seed),
-                        *(options.optimization, self._device, self._say_hand_over),
-                    )
+                coming = self._coming[move.span]
                 coming.begin(*coming.state.receive_description(groups, holders))
         if sharded is not None:
             coming_to = {span: coming.optimizer for span, coming in self._coming.items()}
             sharded.move_layers([(move.to, move.source, move.span) for move in planned], coming_to)
-            self._waited_for_layers = time.monotonic() - begun
+            self._stood_still = time.monotonic() - begun
         else:
             self._executor.exchange = Exchange(self._me, groups, planned, self._coming, self._optimizer)
             self._steps.beside = self._executor.exchange.stepped
@@ -557,10 +540,38 @@ class WorkerLoop:
             for coming in self._coming.values():
                 coming.state.wait(WAIT_SECONDS)
 
-    def _rearrange(self, target: Partition, iteration: int) -> None:
-        """Between two iterations, everything settled and everything there: takes the layers of `target` into use, and
-        gives up those that are other workers' then. Copies nothing."""
-        options, coming, begun = self._options, list(self._coming.values()), time.monotonic()
+    def _build(self, mine: Sequence[Span]) -> None:
+        """The layers of these spans, beside the stage, as far as they are not here from the generation before. Raises
+        SiblingError."""
+        options, kept = self._options, self._coming
+        self._coming = {}
+        # All ranks of a worker build a layer together, in exchange with each other: each in the same order, and none
+        # where one of them has it still.
+        rows = self._ranks.gather_numbers([int(span in kept) for span in mine]) if mine else []
+        for place, span in enumerate(mine):
+            if all(row[place] for row in rows):
+                self._coming[span] = kept[span]
+                continue
+            make = functools.partial(
+                IncomingLayers,
+                *(span, self._cuts.layers, self._workload, options.job, options.seed),
+                *(options.optimization, self._device, self._say_hand_over),
+            )
+            self._coming[span] = self._ranks.together(make)
+
+    def _go_over(self, target: Partition) -> None:
+        """Between two iterations, everything settled and everything there: takes the layers of `target` into use, where
+        that has not been done. All ranks of a worker call it together. Raises SiblingError."""
+        begun = time.monotonic()
+        if self._cuts.partition != target:
+            self._rearrange(target)
+        self._agree_on_split()
+        self._stood_still += time.monotonic() - begun
+
+    def _rearrange(self, target: Partition) -> None:
+        """Also gives up the layers that are other workers' then. Copies nothing, and exchanges nothing with anybody: so
+        it is done wholly or not at all."""
+        options, coming = self._options, list(self._coming.values())
         self._cuts = replace(self._cuts, partition=target)
         for layers in coming:
             layers.state.stop()
@@ -570,23 +581,46 @@ class WorkerLoop:
         self._split.close()
         span, parts = self._cuts.span(self._me.stage), [layers.optimizer for layers in coming]
         optimizer = regrouped(self._workload, self._optimizer, parts, span, options.optimization, options.job)
-        strategy = common_strategy([self._split.name, *(layers.strategy for layers in coming)])
-        stage = reassemble(
-            *(self._workload, options.job, self._cuts, self._me.stage, options.seed, options.optimization, optimizer),
-            *(strategy, self._device),
-        )
-        self._split, self._optimizer, self._coming = stage.split, optimizer, {}
+        self._wanted_split = common_strategy([self._wanted_split, *(layers.strategy for layers in coming)])
+        self._split_agreed = False
+        self._optimizer, self._coming = optimizer, {}
+        self._put_in(self._wanted_split or "fused")  # which is right for all layers
         self._state = StateReceiver(optimizer, self._say_hand_over)
         self._state.holds_everything()
         self._steps.rearrange(optimizer, target)
-        self._executor.rearrange(stage, self._cuts.stage_io)
         if self._checkpointer is not None:
             self._checkpointer.layers = len(span)
-        waited, self._waited_for_layers = self._waited_for_layers, 0.0
-        self._say_rearranged(iteration, 1000 * (time.monotonic() - begun + waited))
 
-    def _say_rearranged(self, iteration: int, stall_ms: float) -> None:
-        stall = round(stall_ms, 3)
+    def _put_in(self, strategy: StrategyName) -> None:
+        """Has the executor run the layers that are here, whose backward is split in that way."""
+        stage = reassemble(self._optimizer, strategy, self._options.optimization)
+        self._split = stage.split
+        self._executor.rearrange(stage, self._cuts.stage_io)
+
+    def _agree_on_split(self) -> None:
+        """How the backward of a stage is split whose layers come from several: if it is not the same for all of them,
+        that is tried. All ranks of a worker split it in the same way, since they wait for each other in the ops. Raises
+        SiblingError."""
+        options = self._options
+        if self._alike(self._wanted_split) is None:
+            self._split.close()
+            found = self._ranks.together(
+                lambda: try_split(
+                    *(self._workload, options.job, self._cuts, self._me.stage, options.seed, options.optimization),
+                    *(self._optimizer.module, self._device),
+                )
+            )
+            self._wanted_split = self._alike(found) or "fused"
+            self._put_in(self._wanted_split)
+        self._split_agreed = True
+
+    def _alike(self, split: StrategyName | None) -> StrategyName | None:
+        """What all ranks of this worker bring; None where they bring different ones."""
+        number = -1 if split is None else list(STRATEGIES).index(split)
+        return split if len(set(self._ranks.gather_numbers((number,)))) == 1 else None
+
+    def _say_rearranged(self, iteration: int) -> None:
+        stall, self._stood_still = round(1000 * self._stood_still, 3), 0.0
         self._channel.say("rearranged", generation=self._generation, iteration=iteration, stall_ms=stall)
 
     def _tie(self, groups: Groups, living: list[Worker]) -> None:

@@ -43,8 +43,16 @@ _ONCE: Mapping[str, tuple[str, ...]] = {
 """Those that it says as soon as one rank has."""
 
 
+_HASH = 64
+"""Letters of the hash of one layer; those of a stage's layers follow each other."""
+
+
 def _all_hashes(values: Sequence[str]) -> str:
-    return hashlib.sha256("".join(values).encode()).hexdigest() if all(values) else ""
+    """Layer by layer, so that where the model is cut does not show."""
+    if not all(values):
+        return ""
+    of_layers = (tuple(v[at : at + _HASH] for v in values) for at in range(0, len(values[0]), _HASH))
+    return "".join(hashlib.sha256("".join(parts).encode()).hexdigest() for parts in of_layers)
 
 
 _MERGED: Mapping[str, Callable[[Sequence[Any]], Any]] = {

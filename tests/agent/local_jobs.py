@@ -49,6 +49,7 @@ class LocalJob:
         checkpoints: Checkpoints | None = None,
         platform: Platform | None = None,
         workload: NamedWorkload | None = None,
+        divided: bool = False,
         timeouts: Timeouts | None = None,
         hand_over: HandOver | None = None,
         partition: tuple[int, ...] = (),
@@ -89,6 +90,7 @@ class LocalJob:
                 origin=None
                 if checkpoints is None
                 else Origin(Identity("tiny", stages, stages, pipelines, micro_batches, 0, {})),
+                divided=divided,
                 shared_gpus=bool((platform or Platform()).check(pipelines * stages)),
             ),
             decides(catalog, grace=grace, **coordination),
