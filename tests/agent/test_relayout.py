@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from openrecycle.agent.config.devices import Platform
 from openrecycle.agent.config.options import HandOver, Optimization
 from openrecycle.agent.coordination.choosing import worth_moving
 from openrecycle.agent.coordination.launcher import Deploy
@@ -14,7 +15,8 @@ from openrecycle.agent.coordination.local import LocalCoordination
 from openrecycle.agent.models.workload import NamedWorkload
 from openrecycle.agent.workers.relayout import Move, moves
 from openrecycle.planner.jobs.job import Worker
-from tests.agent.local_jobs import TINY, LocalJob, Message
+from tests.agent.launches import warm
+from tests.agent.local_jobs import ENDLESS, TINY, LocalJob, Message
 from tests.conftest import at_length
 
 LAYERS = 6
@@ -116,6 +118,61 @@ def test_layers_move_and_move_back_when_the_worker_returns() -> None:
     job = _job(long, {2: (3, 1, 2), 4: (2, 2, 2)}, kills=kills, on_line=act, pace=0.01)
     changes = [line["relayout"]["partition"] for line in job.lines if "relayout" in line]
     assert changes == [[3, 1, 2], [2, 2, 2]]
+    assert job.losses == calm.losses and job.lines[-1] == calm.lines[-1]
+
+
+WAYS = ("tensor_parallel", "fully_sharded")
+"""Examples whose layers are split over the ranks of a worker."""
+
+
+def of_two_ranks(way: str, pipelines: int = 2) -> dict[str, Any]:
+    """A small job whose workers are two ranks each."""
+    warm(*(f"openrecycle.agent.examples.{name}" for name in WAYS))
+    return {
+        "pipelines": pipelines,
+        "stages": 2,
+        "micro_batches": 2,
+        "workload": NamedWorkload(f"openrecycle.agent.examples.{way}:Gpt", TINY | {"layers": 4}),
+        "platform": Platform(ranks_per_worker=2),
+        "divided": way == "fully_sharded",
+    }
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("sharding", ["none", at_length("zero1")])
+def test_layers_of_workers_of_several_ranks_move_and_move_back(way: str, sharding: Any) -> None:
+    """After the death of a rank, and when its worker is back; until then a job without an end trains."""
+    grid = of_two_ranks(way) | {"optimization": Optimization(clip_norm=0.3, sharding=sharding)}
+
+    def act(job: LocalJob, line: Message) -> None:
+        if "relayout" not in line:
+            return
+        if line["relayout"]["partition"] == [2, 2]:
+            job.launcher._end_at(job.iterations[-1]["iteration"] + 12)
+        else:
+            job.start("W1_1")
+
+    job = LocalJob(
+        **grid, iterations=ENDLESS, kills=("W1_1.1@1:F1",), relayout="always", hand_over=HandOver(at_once=0),
+        pace=0.02, on_line=act,
+    ).run()  # fmt: skip
+    assert job.dead == ["W1_1"]
+    assert [line["relayout"]["partition"] for line in job.lines if "relayout" in line] == [[3, 1], [2, 2]]
+    calm = LocalJob(**grid, iterations=len(job.losses)).run()
+    assert job.losses == calm.losses and job.lines[-1] == calm.lines[-1]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("way", [WAYS[0], at_length(WAYS[1])])
+def test_a_rank_dies_while_layers_of_several_ranks_move(way: str) -> None:
+    """Of a worker that gets them, whose other rank ends, too; the one beside it gets them all the same."""
+    grid = of_two_ranks(way) | {"optimization": CLIP}
+    slowly = HandOver(at_once=0, rate=1e5)
+    job = _job(10, {2: (3, 1)}, **grid, kills=("W1_1@1:F1", "W1_0.1@2:F1"), hand_over=slowly, pace=0.01)
+    assert job.dead == ["W1_0", "W1_1"]
+    assert [line["relayout"]["partition"] for line in job.lines if "relayout" in line] == [[3, 1]]
+    calm = LocalJob(**grid, iterations=10).run()
     assert job.losses == calm.losses and job.lines[-1] == calm.lines[-1]
 
 

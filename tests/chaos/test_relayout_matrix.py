@@ -6,12 +6,14 @@ iteration in which all have gone over, and the ones after it.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from openrecycle.agent.config.options import HandOver, Optimization
 from openrecycle.agent.models.workload import NamedWorkload
 from tests.agent.local_jobs import TINY, LocalJob
-from tests.agent.test_relayout import Rearranging
+from tests.agent.test_relayout import WAYS, Rearranging, of_two_ranks
 
 pytestmark = pytest.mark.processes
 
@@ -62,5 +64,33 @@ def test_a_second_death_while_layers_move(calm: tuple[str, LocalJob], second: st
         pytest.skip("both owners of a part of the optimizer's state die before anybody else has a copy")
     job = _run(wish, (FIRST, f"{second}@{iteration}:{op}"), rate=4e5)
     assert job.dead == sorted([FIRST[:4], second])
+    assert job.losses == undisturbed.losses and job.lines[-1] == undisturbed.lines[-1]
+    assert [line["relayout"]["partition"] for line in job.lines if "relayout" in line] == [[3, 1]]
+
+
+@pytest.fixture(scope="module", params=[(way, wish) for way in WAYS for wish in ("clipped", "sharded")], ids="-".join)
+def calm_ranks(request: pytest.FixtureRequest) -> tuple[dict[str, Any], LocalJob]:
+    way, wish = request.param
+    grid = of_two_ranks(way, pipelines=3) | {"optimization": WISHES[wish]}
+    return grid, LocalJob(**grid, iterations=ITERATIONS).run()
+
+
+@pytest.mark.parametrize("iteration", [2, 3, 4])
+@pytest.mark.parametrize("op", ["F0", "W1", "O"])
+@pytest.mark.parametrize("second", ["W0_0.1", "W1_0", "W0_1.1"])
+def test_a_rank_dies_while_layers_move(
+    calm_ranks: tuple[dict[str, Any], LocalJob], second: str, op: str, iteration: int
+) -> None:
+    """Of a worker that gets layers, or of one that gives them."""
+    grid, undisturbed = calm_ranks
+    job = LocalJob(
+        **grid,
+        iterations=ITERATIONS,
+        hand_over=HandOver(at_once=0, rate=2e5),
+        pace=0.004,
+        kills=("W2_1.1@1:F0", f"{second}@{iteration}:{op}"),
+        decides=Moving,
+    ).run()
+    assert job.dead == sorted(["W2_1", second[:4]])
     assert job.losses == undisturbed.losses and job.lines[-1] == undisturbed.lines[-1]
     assert [line["relayout"]["partition"] for line in job.lines if "relayout" in line] == [[3, 1]]
