@@ -106,7 +106,11 @@ def tied_of(workload: Workload, layers: int) -> Tied:
 def _copy(source: nn.Module, name: str, target: nn.Module, its_name: str) -> None:
     """Gives `target` a parameter with the values of another one."""
     path, _, last = its_name.rpartition(".")
-    values = source.get_parameter(name)
+    values, own = source.get_parameter(name), target.get_parameter(its_name)
+    if hasattr(own, "duplicate"):  # a part of a rank, which its layer knows (agent.models.parallelized)
+        with torch.no_grad():
+            own.copy_(values)
+        return
     setattr(target.get_submodule(path), last, nn.Parameter(values.detach().clone(), values.requires_grad))
 
 

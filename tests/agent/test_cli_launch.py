@@ -50,7 +50,6 @@ from tests.golden import golden
         (["--weights", __file__], ["--weights", "expected a folder"]),
         (["--transfer-timeout", "20"], ["--transfer-timeout", "20.0", "more than the 20 s"]),
         (["--transfer-timeout", "200"], ["--group-timeout", "150.0", "--transfer-timeout (200 s)"]),
-        (["--relayout", "always", "--ranks-per-worker", "2"], ["--relayout", "auto or never"]),
         (["--bucket-cap-mb", "0"], ["--bucket-cap-mb", "0"]),
         (["--group-timeout", "0"], ["--group-timeout", "0.0", "more than 0 seconds"]),
     ],

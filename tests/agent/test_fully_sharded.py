@@ -19,11 +19,17 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
 
+from openrecycle.agent.config.options import Optimization
 from openrecycle.agent.examples import fully_sharded, tensor_parallel
 from openrecycle.agent.examples.gpt import Block
+from openrecycle.agent.models import compat
 from openrecycle.agent.models.divided import DividedBatches
-from openrecycle.agent.models.parallelized import is_divided
+from openrecycle.agent.models.fully_sharded import OverRanks
+from openrecycle.agent.models.layers import build_layers
+from openrecycle.agent.models.parallelized import Parallelized, is_divided
 from openrecycle.agent.stages.backward.split import STRATEGIES
+from openrecycle.agent.stages.gradients import gradient_sum
+from openrecycle.agent.stages.optimizer import stage_optimizer
 from openrecycle.planner.jobs.errors import InputError
 from tests.agent import rank_stages
 from tests.agent.launches import warm
@@ -284,6 +290,34 @@ def test_modules_that_were_given_are_left_as_they_were() -> None:
     assert is_divided(task, 2, 2, 0)  # type: ignore[arg-type]
     assert before == [{name: (type(p), p.shape) for name, p in m.named_parameters()} for m in made]
     assert all(type(part).__name__ != "FSDPResidual" for m in made for part in m.modules())
+
+
+class Tied(Task):
+    """Its layers share a parameter."""
+
+    def tied(self, layers: int) -> tuple[tuple[str, ...], ...]:
+        return (("0.0.scale.weight", "1.0.scale.weight"),)
+
+
+def test_within_an_op_the_state_is_that_of_the_parts() -> None:
+    """A hand-over reads it from another thread."""
+    with compat.imagined_ranks(2) as mesh:
+        workload: Any = Parallelized(Task(Residual), 0, mesh, torch.clone, divided=True)  # type: ignore[arg-type]
+        module = build_layers(workload, range(1), 2, 0)
+        stage = stage_optimizer(workload, module, gradient_sum("fast", module.parameters(), terms=1), Optimization())
+        between = {name: tensor.data_ptr() for name, tensor in stage.state().tensors.items()}
+        with OverRanks(layer for _, layer in module.layers).op(together=True):
+            assert {name: tensor.data_ptr() for name, tensor in stage.state().tensors.items()} == between
+
+
+def test_a_parameter_that_layers_share_stays_a_part() -> None:
+    with compat.imagined_ranks(2) as mesh:
+        workload: Any = Parallelized(Tied(Residual), 0, mesh, torch.clone, divided=True)  # type: ignore[arg-type]
+        module = build_layers(workload, range(2), 2, 0)
+        parts = {id(shard.local) for _, layer in module.layers for u in layer.over_ranks.units for shard in u.shards}  # type: ignore[union-attr]
+    one, other = (module.get_parameter(name) for name in workload.tied(2)[0])
+    assert torch.equal(one, other) and one is not other
+    assert {id(one), id(other)} <= parts
 
 
 def test_a_micro_batch_is_divided_into_runs_of_samples() -> None:

@@ -205,4 +205,6 @@ def test_hashes_of_all_ranks_make_the_worker_s() -> None:
         return out["sha256"]
 
     assert told("a", "b") == told("a", "b") != told("b", "a")
+    one, two, three, four = (letter * 64 for letter in "abcd")  # of two layers, of two ranks each
+    assert told(one + two, three + four) == told(one, three) + told(two, four)
     assert told("a", "") == ""  # one that has not all of its state has nothing to compare

@@ -6,13 +6,15 @@ iteration in which all have gone over, and the ones after it.
 
 from __future__ import annotations
 
+import signal
+import threading
 from typing import Any
 
 import pytest
 
 from openrecycle.agent.config.options import HandOver, Optimization
 from openrecycle.agent.models.workload import NamedWorkload
-from tests.agent.local_jobs import TINY, LocalJob
+from tests.agent.local_jobs import TINY, LocalJob, Message
 from tests.agent.test_relayout import WAYS, Rearranging, of_two_ranks
 
 pytestmark = pytest.mark.processes
@@ -75,7 +77,7 @@ def calm_ranks(request: pytest.FixtureRequest) -> tuple[dict[str, Any], LocalJob
     return grid, LocalJob(**grid, iterations=ITERATIONS).run()
 
 
-@pytest.mark.parametrize("iteration", [2, 3, 4])
+@pytest.mark.parametrize("iteration", [2, 3])
 @pytest.mark.parametrize("op", ["F0", "W1", "O"])
 @pytest.mark.parametrize("second", ["W0_0.1", "W1_0", "W0_1.1"])
 def test_a_rank_dies_while_layers_move(
@@ -83,6 +85,8 @@ def test_a_rank_dies_while_layers_move(
 ) -> None:
     """Of a worker that gets layers, or of one that gives them."""
     grid, undisturbed = calm_ranks
+    if grid["optimization"].sharding == "zero1" and second[3] == FIRST[3]:
+        pytest.skip("both owners of a part of the optimizer's state may die before anybody else has a copy")
     job = LocalJob(
         **grid,
         iterations=ITERATIONS,
@@ -92,5 +96,37 @@ def test_a_rank_dies_while_layers_move(
         decides=Moving,
     ).run()
     assert job.dead == sorted(["W2_1", second[:4]])
+    assert job.losses == undisturbed.losses and job.lines[-1] == undisturbed.lines[-1]
+    assert [line["relayout"]["partition"] for line in job.lines if "relayout" in line] == [[3, 1]]
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.03, 0.1, 0.3])
+@pytest.mark.parametrize("kind", ["adopted", "formed", "rearranged"])
+@pytest.mark.parametrize("second", ["W0_0", "W1_1"])
+def test_a_rank_dies_at_any_moment_of_a_change(
+    calm_ranks: tuple[dict[str, Any], LocalJob], second: str, kind: str, seconds: float
+) -> None:
+    """So long after the first worker has said that it is there: while layers are built, come, and are taken into
+    use."""
+    grid, undisturbed = calm_ranks
+    if grid["optimization"].sharding == "zero1" and second[3] == FIRST[3]:
+        pytest.skip("both owners of a part of the optimizer's state may die before anybody else has a copy")
+    begun: list[threading.Timer] = []
+
+    def hear(job: LocalJob, worker: str, message: Message) -> None:
+        if message["kind"] == kind and message["generation"] == 2 and not begun:
+            begun.append(threading.Timer(seconds, job.signal, (second, signal.SIGKILL)))
+            begun[0].start()
+
+    job = LocalJob(
+        **grid,
+        iterations=ITERATIONS,
+        hand_over=HandOver(at_once=0),
+        pace=0.01,
+        kills=("W2_1.1@1:F0",),
+        decides=Moving,
+        on_message=hear,
+    ).run()
+    assert job.dead == sorted(["W2_1", second])
     assert job.losses == undisturbed.losses and job.lines[-1] == undisturbed.lines[-1]
     assert [line["relayout"]["partition"] for line in job.lines if "relayout" in line] == [[3, 1]]
