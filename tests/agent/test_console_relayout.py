@@ -12,6 +12,7 @@ import pytest
 from tests.agent.consoles import console, until
 from tests.agent.runs import Run, forked
 from tests.agent.test_console_moves import GRID, Job
+from tests.conftest import at_length
 
 pytestmark = pytest.mark.processes
 
@@ -22,18 +23,30 @@ PACED = ("--pace", "F=5ms,I=5ms,W=5ms", "--pace-per", "layer")
 HOME = [3, 3]
 
 
+RANKS = (
+    *("--ranks-per-worker", "2", "--workload", "agent.examples.fully_sharded:Gpt"),
+    *("--workload-options", json.dumps(GPT | {"batch": 2})),
+)
+
+
+@pytest.fixture(scope="module", params=[(), at_length(RANKS)], ids=["a process each", "two ranks each"])
+def workers(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    """What the workers of the job are."""
+    return tuple(request.param)
+
+
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def reference(workers: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Nothing happens to it."""
-    run = forked(tmp_path_factory.mktemp("reference") / "run.jsonl", *GRID, *MODEL)
+    run = forked(tmp_path_factory.mktemp("reference") / "run.jsonl", *GRID, *MODEL, *workers)
     assert run.status == 0, run.errors
     return run
 
 
 @pytest.fixture
-def running(tmp_path: Path) -> Iterator[Job]:
+def running(workers: tuple[str, ...], tmp_path: Path) -> Iterator[Job]:
     with console(tmp_path) as server:
-        job = Job(server, tmp_path / "run.jsonl", *MODEL, *PACED, "--kill", "W0_1@3:I1")
+        job = Job(server, tmp_path / "run.jsonl", *MODEL, *PACED, "--kill", "W0_1@3:I1", *workers)
         try:
             yield job
         finally:

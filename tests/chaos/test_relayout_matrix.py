@@ -7,7 +7,6 @@ iteration in which all have gone over, and the ones after it.
 from __future__ import annotations
 
 import signal
-import threading
 from typing import Any
 
 import pytest
@@ -78,8 +77,8 @@ def calm_ranks(request: pytest.FixtureRequest) -> tuple[dict[str, Any], LocalJob
 
 
 @pytest.mark.parametrize("iteration", [2, 3])
-@pytest.mark.parametrize("op", ["F0", "W1", "O"])
-@pytest.mark.parametrize("second", ["W0_0.1", "W1_0", "W0_1.1"])
+@pytest.mark.parametrize("op", ["F0", "O"])
+@pytest.mark.parametrize("second", ["W0_0.1", "W0_1.1"])
 def test_a_rank_dies_while_layers_move(
     calm_ranks: tuple[dict[str, Any], LocalJob], second: str, op: str, iteration: int
 ) -> None:
@@ -100,23 +99,21 @@ def test_a_rank_dies_while_layers_move(
     assert [line["relayout"]["partition"] for line in job.lines if "relayout" in line] == [[3, 1]]
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.03, 0.1, 0.3])
+@pytest.mark.parametrize("workers", [1, 4])
 @pytest.mark.parametrize("kind", ["adopted", "formed", "rearranged"])
 @pytest.mark.parametrize("second", ["W0_0", "W1_1"])
 def test_a_rank_dies_at_any_moment_of_a_change(
-    calm_ranks: tuple[dict[str, Any], LocalJob], second: str, kind: str, seconds: float
+    calm_ranks: tuple[dict[str, Any], LocalJob], second: str, kind: str, workers: int
 ) -> None:
-    """So long after the first worker has said that it is there: while layers are built, come, and are taken into
-    use."""
+    """Once so many workers have said that they are there: while layers are built, come, and are taken into use."""
     grid, undisturbed = calm_ranks
     if grid["optimization"].sharding == "zero1" and second[3] == FIRST[3]:
         pytest.skip("both owners of a part of the optimizer's state may die before anybody else has a copy")
-    begun: list[threading.Timer] = []
 
     def hear(job: LocalJob, worker: str, message: Message) -> None:
-        if message["kind"] == kind and message["generation"] == 2 and not begun:
-            begun.append(threading.Timer(seconds, job.signal, (second, signal.SIGKILL)))
-            begun[0].start()
+        said = message["kind"] == kind and message["generation"] == 2
+        if said and len(job.said(kind, generation=2)) == workers:
+            job.signal(second, signal.SIGKILL)
 
     job = LocalJob(
         **grid,
