@@ -159,7 +159,7 @@ def test_layers_of_workers_of_several_ranks_move_and_move_back(way: str, shardin
         kills=("W1_1.1@1:F0",),
         relayout="always",
         hand_over=HandOver(at_once=0),
-        pace=0.2,
+        pace=0.1,
         on_line=act,
     ).run()
     assert job.dead == ["W1_1"]
@@ -169,7 +169,8 @@ def test_layers_of_workers_of_several_ranks_move_and_move_back(way: str, shardin
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("way", [WAYS[0], at_length(WAYS[1])])
+@pytest.mark.chaos
+@pytest.mark.parametrize("way", WAYS)
 def test_a_rank_dies_while_layers_of_several_ranks_move(way: str) -> None:
     """Of a worker that gets them, whose other rank ends, too; the one beside it gets them all the same."""
     grid = of_two_ranks(way) | {"optimization": CLIP}
