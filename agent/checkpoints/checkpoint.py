@@ -265,14 +265,25 @@ def _make_whole(directory: Path, partial: Path, iteration: int, identity: Identi
         (partial / ".claimed").touch(exist_ok=False)
     except (FileExistsError, FileNotFoundError):
         return False  # another writer saw all parts at the same moment, and was quicker
-    _write(partial / "manifest.json", manifest)
-    if target.exists():
-        # Written before a death that undid the step after it: the same bits again.
-        target.rename(directory / f".replaced-{iteration:010d}-{os.getpid()}")
-    partial.rename(target)
+    try:
+        _write(partial / "manifest.json", manifest)
+        if target.exists():
+            # Written before a death that undid the step after it: the same bits again.
+            target.rename(directory / f".replaced-{iteration:010d}-{os.getpid()}")
+        partial.rename(target)
+    except OSError:
+        (partial / ".claimed").unlink(missing_ok=True)  # another writer of this part may be luckier
+        raise
     _sync(directory)
     _tidy(directory, iteration, keep)
     return True
+
+
+def remove_unfinished(directory: Path) -> None:
+    """What a run that has ended began, and nobody will finish: the parts are of its seed and data, and a new run's
+    must not be put together with them."""
+    for path in directory.glob(".partial-*"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _tidy(directory: Path, iteration: int, keep: int) -> None:

@@ -12,6 +12,7 @@ from openrecycle.agent.checkpoints.checkpoint import (
     CheckpointError,
     Identity,
     find,
+    remove_unfinished,
     set_aside_later,
     whole_checkpoints,
     write_part,
@@ -59,6 +60,7 @@ def prepare(options: Checkpoints, identity: Identity, iterations: int, say: Call
                 f"{there[0].iteration}",
             )
         if not there:
+            remove_unfinished(directory)
             return Origin(identity)
         resume = "newest-intact"
     try:
@@ -72,6 +74,7 @@ def prepare(options: Checkpoints, identity: Identity, iterations: int, say: Call
             raise InputError(field, mine, f"{theirs}, as in the checkpoint {found.path}")
     if found.iteration >= iterations:
         raise InputError("iterations", iterations, f"more than the {found.iteration} that {found.path} holds")
+    remove_unfinished(directory)
     say(f"resumes after iteration {found.iteration - 1} from {found.path}")
     for name in set_aside_later(directory, found.iteration):
         say(f"note: a later checkpoint is now called {name}")
@@ -151,6 +154,7 @@ class Checkpointer:
 
     def finish(self) -> None:
         """Of a job without further iterations, its last step settled: writes what there is, and waits."""
+        self._wait(float("inf"))  # nobody trains who could be held up
         self._write_if_final(math.inf)
         self._wait(float("inf"))
 

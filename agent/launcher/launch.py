@@ -446,7 +446,7 @@ class Launcher:
                     cell, message["generation"], message["iteration"], message["settled"], message["sha256"]
                 )
             case "done":
-                self._record.done(cell, message["sha256"])
+                self._record.done(cell, message["sha256"], message["generation"])
             case "broken":
                 peer, detail = message.get("peer", ""), message.get("detail", "")
                 generation, now = message["generation"], time.monotonic()

@@ -140,7 +140,8 @@ class RunRecord:
             if not failure.generation and (failure.worker not in self._living or failure.worker in joining):
                 failure.generation = generation
         for worker in self._living:
-            self._workers.setdefault(worker, _Progress())
+            # Who was done is not any more: the one that was to write the stage's weights may be among the dead.
+            self._workers.setdefault(worker, _Progress()).sha256 = None
         return self._settle()
 
     @property
@@ -245,10 +246,11 @@ class RunRecord:
             return self._losses.setdefault(iteration, loss)
         return dict(self._recorded).get(iteration, loss)
 
-    def done(self, worker: Worker, sha256: str) -> None:
-        """The worker has no iteration left; the hash is of its stage's parameters, "" where it had not got all of
-        them yet."""
-        self._of(worker).sha256 = sha256
+    def done(self, worker: Worker, sha256: str, generation: int | None = None) -> None:
+        """The worker has no iteration left, in this generation (None: the newest); the hash is of its stage's
+        parameters, "" where it had not got all of them yet."""
+        if generation in (None, self._generation):
+            self._of(worker).sha256 = sha256
 
     # -- another launcher goes on ---------------------------------------------------------------
 

@@ -128,7 +128,9 @@ class ConsoleClient:
                 reasons.append(f"{url} does not answer ({type(error).__name__})")
                 continue
             self._at = at  # also one that is a standby: the other may hang, and would be waited for again
-            if answer.status_code < 500 and answer.status_code != 429:
+            # Of a 4xx the console says why. One without that is a proxy's, while there is no console behind it.
+            refused = answer.status_code >= 400 and _problem(answer).code != "unknown"
+            if answer.status_code < 400 or (refused and answer.status_code < 500 and answer.status_code != 429):
                 self._current_timeout = self._first_timeout()
                 return answer
             reasons.append(f"{url} answered {answer.status_code}{_detail(answer)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -340,6 +341,32 @@ def test_what_a_job_may_begin_with(tmp_path: Path) -> None:
     assert said[2] == "note: clip_norm was 1.0 and is 2.0 from here"
     assert prepare(Checkpoints(directory=str(tmp_path), resume="1"), JOB, 10, said.append).resumed_at == 1
     assert [c.iteration for c in whole_checkpoints(tmp_path)] == [1] and set_aside_later(tmp_path, 1) == []
+
+
+@pytest.mark.parametrize("resume", [None, "if-any"])
+def test_what_another_run_left_unfinished_gets_into_no_checkpoint(resume: str | None, tmp_path: Path) -> None:
+    write_part(tmp_path, _stage(1, 2).state(), 0, 1, JOB, 1, 9)
+    (tmp_path / ".partial-0000000002-1" / ".claimed").touch()
+    prepare(Checkpoints(directory=str(tmp_path), resume=resume), JOB, 10, print)
+    assert not write_part(tmp_path, _stage(5, 2, 1).state(), 1, 1, JOB, 1, 9)
+    assert not whole_checkpoints(tmp_path)
+    assert write_part(tmp_path, _stage(5, 2).state(), 0, 1, JOB, 1, 9)
+
+
+def test_a_manifest_that_finds_no_room_is_left_to_the_next_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_part(tmp_path, _stage(1, 2).state(), 0, 1, JOB, 1, 9)
+    rename = Path.rename
+
+    def full(self: Path, target: Path) -> Path:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "rename", full)
+    with pytest.raises(OSError, match="space"):
+        write_part(tmp_path, _stage(2, 2, 1).state(), 1, 1, JOB, 1, 9)
+    monkeypatch.setattr(Path, "rename", rename)
+    assert write_part(tmp_path, _stage(2, 2, 1).state(), 1, 1, JOB, 1, 9)
 
 
 def test_one_command_begins_a_job_and_goes_on_with_it(tmp_path: Path) -> None:

@@ -146,6 +146,16 @@ def test_a_refusal_is_an_answer(stack: ExitStack) -> None:
     assert second.asked == []
 
 
+@pytest.mark.parametrize("page", ["default backend - 404", {"detail": "Not Found"}])
+def test_a_404_that_is_not_the_consoles_is_a_proxys(page: object, stack: ExitStack) -> None:
+    """Whose console is being started again: no reason for a job to end."""
+    first, second = answering(stack, (404, page)), answering(stack, GOOD)
+    assert read(ConsoleClient(f"{first.url},{second.url}")) == 7
+    with pytest.raises(ConsoleUnavailable) as error:
+        read(ConsoleClient(first.url))
+    assert f"{first.url} answered 404" in str(error.value)
+
+
 def test_long_polls_are_short_where_another_console_may_have_taken_over(stack: ExitStack) -> None:
     only, other = answering(stack, GOOD), answering(stack, GOOD)
     ConsoleClient(only.url).get("/clock", ClockReading, wait=20)

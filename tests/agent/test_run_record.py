@@ -40,6 +40,23 @@ def test_a_death_before_its_step_does_not_hold_up_what_all_others_committed() ->
     assert iteration.living == 3
 
 
+def test_who_was_done_before_a_death_is_not_done_after_it() -> None:
+    """The dead one was to write its stage's weights: its peer has to first."""
+    record = _running()
+    for worker in (A, B, C, D):
+        record.committed_by(worker, 0, (2.5).hex(), at=5 * MS)
+    for worker in (B, C, D):
+        record.done(worker, "hash", 1)
+    record.died(A, detected_at=6 * MS)
+    record.generation_opened(2, [B, C, D], at=7 * MS)
+    record.done(D, "hash", 1)  # under way for long
+    assert not record.finished(1)
+    for worker in (B, C, D):
+        assert not record.finished(1)
+        record.done(worker, "hash", 2)
+    assert record.finished(1)
+
+
 def test_a_failure_is_survived_though_the_job_ends_before_the_generation_after_the_next() -> None:
     record = _running()
     record.died(D, detected_at=10 * MS)
