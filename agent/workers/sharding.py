@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from itertools import accumulate
 from typing import Any
 
 import torch
