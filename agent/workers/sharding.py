@@ -154,7 +154,7 @@ class ShardedStage:
             pending, apart = under_way.popleft()
             came = pending.wait()
             if apart:
-                for part, its in zip(apart, came.split([part.nbytes for part in apart]), strict=True):
+                for part, its in zip(apart, torch.split(came, [part.nbytes for part in apart]), strict=True):
                     part.copy_(its.clone().view(part.dtype).view(part.shape))
 
         try:
@@ -351,7 +351,7 @@ def _one_piece(parts: Sequence[Tensor]) -> Tensor | None:
     begin = first - storage.data_ptr()
     if begin + end - first > storage.nbytes():
         return None  # neighbours by chance
-    return torch.empty(0, dtype=torch.uint8, device=parts[0].device).set_(storage, begin, (end - first,))
+    return torch.empty(0, dtype=torch.uint8, device=parts[0].device).set_(storage, begin, (end - first,), (1,))
 
 
 def _finish(sent: Sequence[PendingTransfer]) -> None:
