@@ -195,7 +195,8 @@ def candidates(
             )
             dropped = Option(DROP, stay.pause, rate)
             found.append(_candidate(dropped, column, (), words, planned, advice.horizon, plan))
-    return sorted(found, key=lambda pair: -pair[0].samples)
+    # Options that differ in the last bits alone are equal: then the one that is named first, which puts nobody out.
+    return sorted(found, key=lambda pair: -float(f"{pair[0].samples:.9g}"))
 
 
 def _laid_out(planned: PlannedJob, failed: frozenset[Worker]) -> Plan | None:
