@@ -8,7 +8,7 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from openrecycle.agent.commands.shared import json_object, refuse, sentences, with_flags
+from openrecycle.agent.commands.shared import import_from_here, json_object, refuse, sentences, with_flags
 from openrecycle.agent.config.options import Optimization, Planning, TrainingOptions, parse_bytes
 from openrecycle.agent.config.settings import build, leaves
 from openrecycle.planner.commands.output import check_out, is_stdout, write_out
@@ -28,7 +28,7 @@ TRAINED_WITH = ("optimization.mode", "optimization.autocast", "planning.capacity
 def profile_command(
     out: Annotated[Path, typer.Option(help="JSON file to write; `openrecycle plan --profile` reads it.")],
     model: Annotated[str | None, typer.Option(help=MODELS_HELP)] = None,
-    workload: Annotated[str | None, typer.Option(help="module:factory, as for launch: each stage is measured.")] = None,
+    workload: Annotated[str | None, typer.Option(help="module:factory, as for train: each stage is measured.")] = None,
     workload_options: Annotated[str, typer.Option(help="JSON object with the factory's arguments.")] = "{}",
     pipelines: Annotated[int, typer.Option(help="Of the job; reductions are measured among up to this many.")] = 2,
     stages: Annotated[int, typer.Option(help="Stages of the job.")] = 4,
@@ -50,7 +50,8 @@ def profile_command(
         Job.uniform(pipelines, stages, micro_batches)
         check_out(out)
         if (model is None) == (workload is None):
-            raise InputError("--model", model, "a model's name, or --workload instead")
+            got = "neither" if model is None else "both"
+            raise InputError("--model, --workload", got, "one of the two")
         for option, value, least, most in (
             ("--batch", batch, 1, 1 << 20),
             ("--repeats", repeats, 1, MAX_REPEATS),
@@ -68,6 +69,7 @@ def profile_command(
         capacity = build(Planning, given, "planning.").capacity
         capacity_bytes = 0 if capacity is None else parse_bytes(capacity)
         options = json_object(workload_options)
+        import_from_here()
 
         # Only now: importing torch takes seconds, and bad input should not have to wait for it.
         import torch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,14 @@ from openrecycle.planner.jobs.errors import InputError, PlannerError
 from openrecycle.planner.jobs.files import read_whole
 from openrecycle.planner.jobs.words import printable
 from openrecycle.planner.plans.plan import read_json
+
+
+def import_from_here() -> None:
+    """Has modules found in the current folder, where people keep what they train: as `python -m` does, and an installed
+    script does not. They come last, so that a file there stands for no package."""
+    here = str(Path.cwd())
+    if here not in sys.path and "" not in sys.path and not sys.flags.safe_path:
+        sys.path.append(here)
 
 
 def flags_of(leaves: Iterable[Leaf]) -> dict[str, inspect.Parameter]:

@@ -246,10 +246,10 @@ class RunRecord:
             return self._losses.setdefault(iteration, loss)
         return dict(self._recorded).get(iteration, loss)
 
-    def done(self, worker: Worker, sha256: str, generation: int | None = None) -> None:
-        """The worker has no iteration left, in this generation (None: the newest); the hash is of its stage's
-        parameters, "" where it had not got all of them yet."""
-        if generation in (None, self._generation):
+    def done(self, worker: Worker, sha256: str, generation: int) -> None:
+        """The worker has no iteration left, in this generation; the hash is of its stage's parameters, "" where it had
+        not got all of them yet."""
+        if generation == self._generation:
             self._of(worker).sha256 = sha256
 
     # -- another launcher goes on ---------------------------------------------------------------

@@ -18,7 +18,7 @@ from torch.nn import functional
 from openrecycle.agent.config.options import Optimization
 from openrecycle.agent.examples.gpt import Block
 from openrecycle.agent.models.stage_io import LOWER, StageCuts, Tensors, tensors_of
-from openrecycle.agent.models.workload import NamedWorkload, load_workload
+from openrecycle.agent.models.workload import NamedWorkload
 from openrecycle.agent.profiling.profiler import PartSpec, ProfilingEffort, measure_part, size_of, timing_of
 from openrecycle.agent.profiling.stages import Rounds, StageError, measure_stages
 from openrecycle.agent.profiling.traffic import TrafficError, measure_traffic
@@ -168,7 +168,8 @@ def measure_workload(
     grid: pipelines, stages, micro-batches. Raises InputError, StageError or TrafficError.
     """
     pipelines, stages, micro_batches = grid
-    workload, job = load_workload(path, dict(options)), Job.uniform(*grid)
+    source, job = NamedWorkload(path, options), Job.uniform(*grid)
+    workload = source.load()
     cuts = StageCuts.of(workload, stages, autocast=optimization.autocast)
     inputs = tensors_of(workload.inputs(0, 0, 0, 0), "data")
     x: Tensors = inputs if len(inputs) > 1 else inputs[0]
@@ -190,7 +191,7 @@ def measure_workload(
         parts.append(part)
         if not last:
             sizes.append(size_of(x))
-    rounds = measure_stages(NamedWorkload(path, options), job, optimization, effort, say)
+    rounds = measure_stages(source, job, optimization, effort, say)
     parts = [_timed(part, found) for part, found in zip(parts, rounds, strict=True)]
     transfers, reductions = _traffic(tuple(sizes), parts, pipelines, effort, say)
     return Measurements(

@@ -33,6 +33,7 @@ from openrecycle.planner.simulation.policy import (
     PolicyState,
     advise,
     best_option,
+    merit,
     one_f_one_b,
     shares,
     span,
@@ -195,8 +196,7 @@ def candidates(
             )
             dropped = Option(DROP, stay.pause, rate)
             found.append(_candidate(dropped, column, (), words, planned, advice.horizon, plan))
-    # Options that differ in the last bits alone are equal: then the one that is named first, which puts nobody out.
-    return sorted(found, key=lambda pair: -float(f"{pair[0].samples:.9g}"))
+    return sorted(found, key=lambda pair: merit(pair[0].name, pair[0].samples, pair[0].pause))
 
 
 def _laid_out(planned: PlannedJob, failed: frozenset[Worker]) -> Plan | None:

@@ -77,8 +77,14 @@ class PolicyState:
 
 
 def best_option(options: Sequence[Option], horizon: float, before: float) -> list[Option]:
-    """The options, those with most samples first; of equals the one with the shorter pause."""
-    return sorted(options, key=lambda o: (-o.samples(horizon, before), o.pause, o.name))
+    """The options, the best first."""
+    return sorted(options, key=lambda o: merit(o.name, o.samples(horizon, before), o.pause))
+
+
+def merit(name: str, samples: float, pause: float) -> tuple[float, float, bool, str]:
+    """Sorts options, the best first: by what is trained; of those that differ in the last bits alone by the shorter
+    pause, and then one that puts nobody healthy out comes first."""
+    return -float(f"{samples:.9g}"), pause, name == DROP, name
 
 
 def advise(

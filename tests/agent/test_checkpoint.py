@@ -10,12 +10,14 @@ import pickle
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from openrecycle.agent.checkpoints import checkpointing
 from openrecycle.agent.checkpoints.checkpoint import (
     CheckpointError,
     Identity,
@@ -341,6 +343,36 @@ def test_what_a_job_may_begin_with(tmp_path: Path) -> None:
     assert said[2] == "note: clip_norm was 1.0 and is 2.0 from here"
     assert prepare(Checkpoints(directory=str(tmp_path), resume="1"), JOB, 10, said.append).resumed_at == 1
     assert [c.iteration for c in whole_checkpoints(tmp_path)] == [1] and set_aside_later(tmp_path, 1) == []
+
+
+def test_the_last_checkpoint_waits_for_the_one_before_however_long_that_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, patience = threading.Event(), threading.Event()
+
+    def slow(*arguments: Any) -> bool:
+        disk.wait()
+        return write_part(*arguments)
+
+    monkeypatch.setattr(checkpointing, "write_part", slow)
+    monkeypatch.setattr(checkpointing, "TIMEOUT_SECONDS", 0.0)
+
+    def interrupted() -> bool:
+        patience.set()  # it waits
+        return False
+
+    said: list[tuple[int, str | None]] = []
+    wish = Checkpoints(directory=str(tmp_path), every=2)
+    keeper = Checkpointer(
+        wish, Origin(Identity("tests:job", 1, 1, 1, 1, 0, {})), 0, 1, lambda *what: said.append(what), interrupted
+    )
+    stage = _stage(0, 2)
+    keeper.boundary(stage, 1, writes=True)
+    stage.step()
+    keeper.boundary(stage, 1, writes=True, last=True)
+    threading.Thread(target=lambda: patience.wait() and disk.set()).start()
+    keeper.finish()
+    assert said == [(2, None), (3, None)]
 
 
 @pytest.mark.parametrize("resume", [None, "if-any"])

@@ -133,11 +133,11 @@ def test_final_hash_is_over_the_stages_in_order_and_peers_must_agree() -> None:
     for worker, sha in ((A, one), (B, two), (C, one), (D, two)):
         record.committed_by(worker, 0, (2.5).hex(), at=5 * MS)
         assert not record.finished(1)
-        record.done(worker, sha)
+        record.done(worker, sha, 1)
     assert record.finished(1) and not record.finished(2)
     expected = hashlib.sha256(bytes.fromhex(one) + bytes.fromhex(two)).hexdigest()
     assert record.final() == {"parameters_sha256": expected, "iterations": 1}
-    record.done(C, two)
+    record.done(C, two, 1)
     with pytest.raises(DivergedError, match="stage 0"):
         record.final()
 

@@ -214,6 +214,22 @@ def test_a_newcomer_gets_what_no_segment_has() -> None:
     assert wire.largest <= 1 << 20
 
 
+def test_parameters_come_whatever_way_they_lie_in_memory() -> None:
+    """In one piece here and apart there; of several types in one message; with none at all."""
+    flat = torch.arange(8, dtype=torch.float32)
+    whole = [flat[:4], flat[4:], torch.ones(3, dtype=torch.bfloat16), torch.rand(3, 2).t(), torch.tensor(True)]
+    lacking = [torch.zeros_like(part) for part in whole]
+    sources, wire = [A] * 5, _Wire()
+
+    def share(me: Worker, parts: list[Tensor]) -> None:
+        stage = SimpleNamespace(_me=me, peers=(A, B))
+        group = wire.of(me).peer_group
+        ShardedStage._broadcast(stage, group, [*parts, torch.zeros(0)], [*sources, B])  # type: ignore[arg-type]
+
+    _together(lambda: share(A, whole), lambda: share(B, lacking))
+    assert all(map(torch.equal, whole, lacking))
+
+
 def _drained(wire: _Wire, source: Worker, to: Worker) -> Iterator[Tensor]:
     """What was sent, which stays to be received."""
     sent = [wire._sent[source, to].get() for _ in range(wire._sent[source, to].qsize())]

@@ -31,7 +31,17 @@ def test_the_worked_example_is_absorbed() -> None:
     assert advice.choice.name == advice.options[0].name
     assert advice.sentence.endswith(golden("1f1bs-bubbles-have-room-for-the"))
     samples = [option.samples(3600, PLANNED.full.per_second) for option in advice.options]
-    assert samples == sorted(samples, reverse=True)
+    assert samples == pytest.approx(sorted(samples, reverse=True))
+
+
+@pytest.mark.parametrize("rate", [60.083926340343865, 60.08392634034386, 60.0])
+def test_of_options_that_are_worth_the_same_the_one_that_puts_nobody_out_is_best(rate: float) -> None:
+    """Rates of two plans with one period, which differ in the last bit."""
+    drop, stay = Option("drop the replica", 0.2, rate), Option("re-route", 0.2, min(rate, 60.08392634034386))
+    for options in ([drop, stay], [stay, drop]):
+        assert best_option(options, 3600, 120) == [stay, drop]
+    more = Option("drop the replica", 0.2, rate * 1.001)
+    assert best_option([stay, more], 3600, 120) == [more, stay]
 
 
 def test_room_in_the_bubbles_is_not_called_speed_where_it_is_none() -> None:
