@@ -239,6 +239,7 @@ cli = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # names in brackets are no marks of style
 )
 
 _DEFAULT = FailureTimeouts()

@@ -36,7 +36,8 @@ class Operators:
                 403, "not_a_demo", "demo: got false; only processes of a demo job may be killed from the console"
             )
         if member.incarnation is None or member.state in (WorkerState.FAILED, WorkerState.FINISHED):
-            raise ConsoleError(409, "not_running", f"worker: {worker} is {member.state}, expected one that runs")
+            state = "drained" if member.state is WorkerState.FAILED and member.leaving else member.state
+            raise ConsoleError(409, "not_running", f"worker: {worker} is {state}, expected one that runs")
         now = job.processes.get(member.incarnation)
         if pid and now is not None and now.pid != pid:
             text = f"worker: {worker} is held by process {now.pid} by now, not by {pid}; look at it anew"
