@@ -83,8 +83,10 @@ def _outcome(children: dict[str, subprocess.Popen[bytes]], ended: threading.Even
         return 0
     for name, child in children.items():
         status = child.poll()
+        if status is not None and status < 0:
+            raise SettingsError(f"the {name} was ended from outside, by {signal.Signals(-status).name}")
         if status is not None and status != 0:
-            raise SettingsError(f"the {name} ended with status {status}; its own message is above")
+            raise SettingsError(f"the {name} ended with status {status}; what it said of that is above")
     return 0
 
 

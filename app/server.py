@@ -236,7 +236,10 @@ def serve(settings: Settings, *, on_ready: Callable[[Settings], None] | None = N
     host: ConsoleHost | None = None
     try:
         host = make_host(settings, make, standby_tokens)
-        host.start()
+        try:
+            host.start()
+        except ConsoleError as error:
+            raise SettingsError(f"the console can't start: {error.detail}") from None
         set_host(host)
         app = create_app(host, settings, access)
         config = uvicorn.Config(

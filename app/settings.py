@@ -47,7 +47,7 @@ class RetentionLimits:
             ("--keep-hours", self.hours, LEAST_HOURS, "two days"),
         ):
             if not least <= value <= 36_500 * 86_400.0:
-                raise SettingsError(f"{option}: got {value:g} s, expected at least {why}")
+                raise SettingsError(f"{option}: got {value:g} s, expected at least {why}, at most 36,500 days")
         if self.events < 1_000:
             raise SettingsError(f"--keep-events: got {self.events}, expected at least 1000")
 

@@ -23,6 +23,7 @@ To read the state of some layers, on any machine and without a running job:
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -228,6 +229,7 @@ def write_part(
     partial = directory / f".partial-{iteration:010d}-{attempt}"
     part = _part(partial, stage)
     shutil.rmtree(part, ignore_errors=True)
+    _remove_older_parts(directory, stage, iteration)
     try:
         part.mkdir(parents=True)
         _write(part / _STATE, state.document)
@@ -284,6 +286,21 @@ def remove_unfinished(directory: Path) -> None:
     must not be put together with them."""
     for path in directory.glob(".partial-*"):
         shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove_older_parts(directory: Path, stage: int, iteration: int) -> None:
+    """This stage's, in checkpoints that others could not write (a disk was full): they take the room of the next. Not
+    in the newest, which a slower stage may still make whole."""
+    unfinished: dict[int, list[Path]] = {}
+    for path in directory.glob(".partial-*"):
+        match = re.match(r"\.partial-(\d{10,})-", path.name)
+        if match and int(match[1]) < iteration:
+            unfinished.setdefault(int(match[1]), []).append(path)
+    for number in sorted(unfinished)[:-1]:
+        for path in unfinished[number]:
+            shutil.rmtree(_part(path, stage), ignore_errors=True)
+            with contextlib.suppress(OSError):  # other stages' are in it
+                path.rmdir()
 
 
 def _tidy(directory: Path, iteration: int, keep: int) -> None:

@@ -126,7 +126,8 @@ def drain_asked(state: State, event: DrainAsked, now: float, failure_timeouts: F
     if state.over:
         return refuse(state, "job_over", f"the job is {state.over}")
     if member.state is not RUNNING:
-        return refuse(state, "not_running", f"worker: {member.name} is {member.state}, expected one that runs")
+        how = "drained" if member.state is FAILED and member.leaving else member.state
+        return refuse(state, "not_running", f"worker: {member.name} is {how}, expected one that runs")
     if not state.settled:
         return refuse(state, "no_choice", f"{member.name} can't leave while the job recovers; try again when it trains")
     if not holders(state, member.stage, {member.name}):

@@ -363,7 +363,9 @@ class RunRecord:
         if not done:
             return ()
         self._failures = [f for f in self._failures if f not in done]
-        left, formed = max(p.left_at for p in members), max(p.formed_at for p in members)
+        # Of a generation after that, which a second death has opened meanwhile: what is asked for was before.
+        left = min(self._last_at, max(p.left_at for p in members))
+        formed = min(self._last_at, max(p.formed_at for p in members))
         return tuple(
             Recovery(
                 worker=str(f.worker),

@@ -5,6 +5,7 @@ broken, as a callback, a terminal or a disk. No torch here.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import threading
@@ -228,15 +229,17 @@ class RecordFile:
     A disk that is full loses nothing: what can't be written is said through `say` at once, waits in memory, and is
     tried again until it can be written or the job is over. Raises OSError where the file can't be opened.
 
-    It is a new file where that is possible: a launcher that led before, and doesn't know yet that it leads no more,
-    goes on with the one that it opened.
+    It is a new file where that is possible, and one that was there is kept beside it, with a number: a launcher that
+    led before, and doesn't know yet that it leads no more, goes on with the one that it opened.
     """
 
     def __init__(self, path: Path, say: Callable[[str], None]) -> None:
         self._path, self._say = path, say
         if path.is_file() and not path.is_symlink():
-            with contextlib.suppress(PermissionError):  # of the folder
-                path.unlink()
+            with contextlib.suppress(OSError):  # a folder that nothing may be renamed in
+                number = next(n for n in itertools.count(1) if not path.with_name(f"{path.name}.{n}").exists())
+                path.rename(path.with_name(f"{path.name}.{number}"))
+                say(f"note: the record that was at {path} is now called {path.name}.{number}")
         self._file = path.open("wb", buffering=0)
         self._over = threading.Event()
         self.lost = 0

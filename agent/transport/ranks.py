@@ -9,8 +9,10 @@ its worker (agent.workers.rank_relay), so the members never change.
 
 from __future__ import annotations
 
+import math
 import re
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -34,10 +36,6 @@ _COLLECTIVES = (
     "_allgather_base",
     "allgather_into_tensor_coalesced",
     "allgather_coalesced",
-    "reduce_scatter",
-    "_reduce_scatter_base",
-    "reduce_scatter_tensor_coalesced",
-    "reduce_scatter_single",
     "all_gather_single",
     "alltoall",
     "alltoall_base",
@@ -70,12 +68,14 @@ def _by_exchange(error: BaseException) -> bool:
 
 
 class ReplaceableGroup(dist.ProcessGroup):  # type: ignore[misc]
-    """A process group of torch's whose connections can be made anew. `cancel` may be called from any thread."""
+    """A process group of torch's whose connections can be made anew."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)
         self.connected: Any = None
         self.cancelled = False
+        self.unended: list[Any] = []
+        """Of groups that were cancelled: what is in them has not ended. Their destructor would wait for it."""
         self._name = ""
 
     def getBackendName(self) -> str:
@@ -88,13 +88,96 @@ class ReplaceableGroup(dist.ProcessGroup):  # type: ignore[misc]
     def group_name(self) -> str:
         return self._name
 
+    # gloo scatters what it has summed whole, too, but its wait for that heeds no time-out (see CancellableWork).
+
+    def reduce_scatter_single(self, into: Tensor, parts: Tensor, options: Any = None) -> Any:
+        """parts: of all ranks, one after the other along the first dimension."""
+        return self.reduce_scatter_tensor_coalesced([into], [parts], options)
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter(self, into: list[Tensor], parts: list[list[Tensor]], options: Any = None) -> Any:
+        return self.reduce_scatter_tensor_coalesced(into, [torch.stack(theirs) for theirs in parts], options)
+
+    def reduce_scatter_tensor_coalesced(self, into: list[Tensor], parts: list[Tensor], options: Any = None) -> Any:
+        wholes = [part.clone(memory_format=torch.contiguous_format) for part in parts]
+        operation = dist.ReduceOp.SUM if options is None else options.reduceOp
+        mean = operation == dist.ReduceOp.AVG
+
+        def scatter() -> None:
+            for mine, whole in zip(into, wholes, strict=True):
+                mine.copy_(whole.view(self.size(), *mine.shape)[self.rank()])
+                if mean:
+                    mine.div_(self.size())
+
+        how = dist.AllreduceOptions() if len(wholes) == 1 else dist.AllreduceCoalescedOptions()
+        how.reduceOp = dist.ReduceOp.SUM if mean else operation
+        begin = self.connected.allreduce if len(wholes) == 1 else self.connected.allreduce_coalesced
+        return CancellableWork(self, begin(wholes, how), scatter)
+
+
+_ASK_AGAIN = timedelta(milliseconds=200)
+
+
+class CancellableWork(dist.Work):  # type: ignore[misc]
+    """A collective under way, whose wait ends when the group is cancelled, whether or not gloo has noticed.
+
+    For gloo forgets a send that it was about to begin over a connection that is just being closed: once in 13 deaths of
+    a rank, its sibling waited in a reduce-scatter for the group's whole time-out, 150 s."""
+
+    def __init__(self, group: ReplaceableGroup, work: Any, then: Callable[[], object] | None = None) -> None:
+        """then: what is still to do when it is done."""
+        super().__init__()
+        self._group, self._connected, self._work, self._then = group, group.connected, work, then
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """timeout: 0 for the group's."""
+        ends = time.monotonic() + timeout.total_seconds() if timeout else math.inf
+        while True:
+            left = ends - time.monotonic()
+            try:
+                self._work.wait(min(_ASK_AGAIN, timedelta(seconds=max(left, 0.001))) if timeout else _ASK_AGAIN)
+                if self._then is not None:
+                    self._then()
+                    self._then = None
+                return True
+            except RuntimeError:
+                if self._work.is_completed() or left <= 0:
+                    raise
+            if self._group.cancelled or self._group.connected is not self._connected:
+                self._group.unended.append((self._connected, self._work))
+                raise RuntimeError("connection closed: the exchange among the ranks was cancelled")
+
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())
+
+    def is_success(self) -> bool:
+        return bool(self._work.is_success())
+
+    def exception(self) -> Any:
+        return self._work.exception()
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def result(self) -> Any:
+        return self._work.result()
+
+    def get_future(self) -> Any:
+        return self._work.get_future()
+
 
 def _handed_on(name: str) -> Callable[..., Any]:
     def call(self: ReplaceableGroup, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.connected, name)(*args, **kwargs)
 
-    call.__name__ = name
-    return call
+    def call_cancellable(self: ReplaceableGroup, *args: Any, **kwargs: Any) -> Any:
+        return CancellableWork(self, getattr(self.connected, name)(*args, **kwargs))
+
+    # The wait for a send or a receive, unlike that for a collective, closes all connections when it expires.
+    found = call if name in ("send", "recv") else call_cancellable
+    found.__name__ = name
+    return found
 
 
 for _name in _COLLECTIVES:
@@ -143,6 +226,7 @@ class Ranks:
         with self._lock:
             self._gloo = gloo
             self._group.connected, self._group.cancelled = group, False
+            self._group.unended = [(of, work) for of, work in self._group.unended if not work.is_completed()]
 
     def cancel(self) -> None:
         """Makes every wait for another rank fail within milliseconds, until `connect`. From any thread."""
@@ -180,7 +264,7 @@ class Ranks:
         rows[self.rank] = values
         try:
             # Zeros are added, which rounds nothing.
-            self._gloo.allreduce([rows]).wait()
+            self._group.allreduce([rows]).wait()
         except RuntimeError as error:
             raise SiblingError(f"among the ranks of this worker: {first_line(error)}") from None
         return rows

@@ -428,8 +428,8 @@ def _text(worker_states: WorkerStates, now: float, failure_timeouts: FailureTime
         return state.halted
     if (nobody := nobody_heard(state, now)) > failure_timeouts.dead:
         return (
-            f"Waiting for all workers: none has been heard for {nobody:.0f} s, so they are suspended, or cut off from "
-            f"here; the job is given up at {failure_timeouts.lost:g} s."
+            f"Waiting for all workers: none has been heard for {nobody:.0f} s, so they have ended together with their "
+            f"launcher, are suspended, or cut off from here; the job is given up at {failure_timeouts.lost:g} s."
         )
     if silent := _overdue(state, now, failure_timeouts):
         first, others = silent[0], len(silent) - 1
@@ -544,11 +544,12 @@ def _frozen(state: State) -> str:
 
 
 def _overdue(state: State, now: float, failure_timeouts: FailureTimeouts) -> list[Member]:
-    """Whose heartbeats are, the longest silent first."""
+    """Whose heartbeats are, the longest silent first. Of a running one the coordinator says so, which knows when it was
+    late itself (its database was locked): its age alone would put that on the worker."""
     overdue = [
         m
         for m in state.members.values()
-        if m.state not in (WorkerState.FAILED, WorkerState.FINISHED)
+        if m.state not in (WorkerState.RUNNING, WorkerState.FAILED, WorkerState.FINISHED)
         and not m.draining
         and m.last_heard is not None
         and now - m.last_heard > failure_timeouts.suspect

@@ -4,6 +4,7 @@ no cost of any recovery, and no throughput is reckoned with it."""
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -87,7 +88,8 @@ def pauses(held: Iterable[tuple[str, float]]) -> tuple[Wait, ...]:
 @dataclass(frozen=True)
 class Waited:
     """Seconds. by_iteration: of those that were committed after a wait; by_generation: that a choice which led to the
-    generation took. total: all so far. since: when the wait that lasts began (POSIX seconds); None: there is none."""
+    generation took; pauses: but for what of them is in a choice. total: all so far. since: when the wait that lasts
+    began (POSIX seconds); None: there is none."""
 
     by_iteration: Mapping[int, float] = field(default_factory=dict)
     by_generation: Mapping[int, float] = field(default_factory=dict)
@@ -122,6 +124,22 @@ def joined(waits: Iterable[Wait]) -> list[Wait]:
         else:
             out.append(Wait(wait.begin, wait.end))
     return out
+
+
+def apart(waits: Iterable[Wait], others: Iterable[Wait]) -> tuple[Wait, ...]:
+    """What of `waits` is in none of `others`, in order."""
+    left = list(waits)
+    for other in others:
+        ends = math.inf if other.end is None else other.end
+        parts: list[Wait] = []
+        for wait in left:
+            end = math.inf if wait.end is None else wait.end
+            if wait.begin < min(end, other.begin):
+                parts.append(wait if end <= other.begin else wait._replace(end=other.begin))
+            if max(wait.begin, ends) < end:
+                parts.append(wait._replace(begin=max(wait.begin, ends)))
+        left = parts
+    return tuple(left)
 
 
 def segments(row: Record, waited: Waited) -> list[tuple[str, float]]:

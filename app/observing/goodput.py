@@ -12,7 +12,7 @@ from dataclasses import replace
 from openrecycle.agent.coordination.events import Note
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.jobs.throughput import Account, Baseline, Figures, Window, without_waits
-from openrecycle.app.jobs.waiting import NOTHING, Waited, joined, trained
+from openrecycle.app.jobs.waiting import NOTHING, Waited, apart, joined, trained
 from openrecycle.db.observations import Observations
 from openrecycle.db.store import Store
 from openrecycle.planner.plans.plan import Plan
@@ -184,7 +184,8 @@ class Waiting:
                 chosen[wait.generation] = chosen.get(wait.generation, 0.0) + wait.end - wait.begin
         total = sum((now if w.end is None else w.end) - w.begin for w in whole)
         since = next((w.begin for w in whole if w.end is None), None)
-        return Waited(iterations, chosen, tuple(w for w in waits if not w.generation), max(0.0, total), since)
+        paused = apart((w for w in waits if not w.generation), job.choices)
+        return Waited(iterations, chosen, paused, max(0.0, total), since)
 
     def _iteration(self, job_id: str, begin: float, end: float) -> tuple[int, float] | None:
         """Number of the iteration that the wait was in, and how much of it; None: it is not committed yet."""

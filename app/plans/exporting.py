@@ -93,7 +93,7 @@ def launch_line(plan: Plan, spec: JobSpec | None) -> str:
     if spec is not None:
         words += ["--iterations", str(spec.iterations), "--seed", str(spec.seed), "--name", spec.name]
     if spec is not None and spec.paced and spec.durations:
-        words += ["--pace", ",".join(f"{kind}={ms:g}ms" for kind, ms in spec.durations.items())]
+        words += ["--pace", ",".join(f"{kind}={ms:g}ms" for kind, ms in spec.durations.items() if ms)]
     elif not _slots(job):
         words += ["--profile", "profile.json"]
         words += ["--pace", "profile"] if spec is not None and spec.paced else []
@@ -154,7 +154,8 @@ def _readme(plan: Plan, name: str, spec: JobSpec | None, files: dict[str, str], 
         "",
     ]
     if plan.failed:
-        lines += [f"It starts with all workers; this plan comes into force when {', '.join(plan.failed)} fail.", ""]
+        lost = f"{', '.join(plan.failed)} {'is' if len(plan.failed) == 1 else 'are'}"
+        lines += [f"It starts with all workers; this plan comes into force when {lost} lost.", ""]
     return "\n".join(lines)
 
 

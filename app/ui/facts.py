@@ -118,16 +118,18 @@ def _throughput(view: JobView) -> Card:
     now = recent_rate(view.iterations)
     if now is None:
         return Card("Throughput", "–", "no iteration done yet")
+    if view.state in OVER:
+        return Card("Throughput", "–", f"{text.rate(now)} samples/s before the end")
     if view.state is JobState.HALTED:
         return Card("Throughput", "0", f"{text.rate(now)} before the halt", "bad", of="samples/s")
     if view.condition is Condition.WAITING:
         return Card("Throughput", "0", f"waits for a choice; {text.rate(now)} before", "warn", of="samples/s")
-    if view.state is JobState.RECOVERING:
-        return Card("Throughput", text.rate(now), "before this change; recovering", "warn", of="samples/s")
     if view.condition is Condition.PAUSING:
         return Card("Throughput", text.rate(now), "pausing; before the pause", of="samples/s")
     if view.condition is Condition.PAUSED:
         return Card("Throughput", "0", f"paused; {text.rate(now)} before the pause", of="samples/s")
+    if view.state is JobState.RECOVERING:
+        return Card("Throughput", text.rate(now), "before this change; recovering", "warn", of="samples/s")
     if view.condition is Condition.SILENT:
         return Card("Throughput", text.rate(now), "before workers fell silent", "warn", of="samples/s")
     share = share_of(now, view.figures)
@@ -143,6 +145,8 @@ def _workers(view: JobView) -> Card:
     """How many train, and what became of the processes that do not."""
     total, states = len(view.workers), [w.state for w in view.workers]
     living = total - sum(state in OUT for state in states)
+    if view.state in OVER:
+        return Card("Living workers", "–", f"{living:,} of {total:,} before the end")
     held = {w.name for w in view.workers if w.state not in OUT}
     lost = {p: lost_name(p, p.slot in held) for p in view.missing}
     failed, drained = ([name for p, name in lost.items() if p.ended == how] for how in ("failed", "drained"))
@@ -218,9 +222,9 @@ def plan_cards(plan: Plan, schedule: Schedule) -> list[Card]:
     makespan, slot = f"makespan {text.planned(metrics.makespan, unit)}", slot_of(schedule.problem.job)
     slots = f"= {text.planned(round(metrics.period / slot, 1), 'slot')}" if slot else ""
     each = f"of {text.planned(slot, unit)} each; " if slot else ""
-    cut = f"layers per stage {text.counts(plan.partition)}; " if plan.partition else ""
+    cut = f"; layers per stage {text.counts(plan.partition)}" if plan.partition else ""
     return [
-        Card("Period", text.planned(metrics.period, unit), cut + each + makespan, of=slots),
+        Card("Period", text.planned(metrics.period, unit), each + makespan + cut, of=slots),
         Card(
             "Gap to the bound",
             text.percent(max(metrics.gap, 0)),

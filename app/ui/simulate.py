@@ -190,6 +190,10 @@ def _results(simulation: Simulation, colours: Palette) -> None:
     )
     components.heading("The same in figures")
     st.html(rows_html(_table(simulation), "Figures by policy"))
+    st.caption(
+        "Extra worker-hours: beyond those that the fault-free job takes for the same samples. Below 0 where the "
+        "workers that are left do more each."
+    )
     if simulation.mtbf:
         components.heading("If failures were rarer or more frequent", "dotted line: as asked for")
         st.plotly_chart(
@@ -244,7 +248,7 @@ def _table(simulation: Simulation) -> dict[str, list[Any]]:
         "goodput %": [round(100 * row["goodput"], 1) for row in rows],
         "ETTR %": [round(100 * row["ettr"], 1) for row in rows],
         "iterations lost": [row["iterations_lost"] for row in rows],
-        "worker-hours wasted": [round(row["worker_hours_wasted"], 1) for row in rows],
+        "extra worker-hours": [round(row["worker_hours_wasted"], 1) for row in rows],
         "$ per million samples": [
             None if row.get("dollars_per_million_samples") is None else round(row["dollars_per_million_samples"], 2)
             for row in rows

@@ -229,7 +229,7 @@ def _print(outcomes: Sequence[SimulationOutcome], show: _Show) -> None:
         return
     first = outcomes[0]
     table = Table(title=f"{model} on {first.trace}: {first.hours:.4g} h, {first.failures} workers lost", box=None)
-    columns = ["policy", "samples/s", "goodput", "ETTR", "iterations lost", "worker-hours wasted"]
+    columns = ["policy", "samples/s", "goodput", "ETTR", "iterations lost", "extra worker-hours"]
     if dollars is not None:
         columns.append("$ per million samples")
     for i, column in enumerate(columns):

@@ -86,6 +86,23 @@ def test_a_checkpoint_is_not_there_before_its_last_part(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["iteration-0000000001", "iteration-0000000003"]
 
 
+def test_parts_of_checkpoints_that_never_became_whole_make_room(tmp_path: Path) -> None:
+    """The other stage's disk is full. The newest of those before may be made whole yet, by a stage that is slower."""
+
+    def parts() -> list[tuple[str, str]]:
+        return sorted((p.parent.name, p.name) for p in tmp_path.glob(".partial-*/stage-*"))
+
+    for iteration in (1, 2, 3):
+        write_part(tmp_path, _stage(1, iteration).state(), 0, 1, JOB, 1, 9)
+    write_part(tmp_path, _stage(1, 3).state(), 0, 1, JOB, 2, 9)  # after a death
+    assert parts() == [(f".partial-{i:010d}-{attempt}", "stage-0") for i, attempt in ((2, 1), (3, 1), (3, 2))]
+    write_part(tmp_path, _stage(2, 2, 1).state(), 1, 1, JOB, 1, 9)
+    assert [c.iteration for c in whole_checkpoints(tmp_path)] == [2], "the slower stage came"
+    for iteration in (4, 5):
+        write_part(tmp_path, _stage(1, iteration).state(), 0, 1, JOB, 2, 9)
+    assert parts() == [(f".partial-{i:010d}-2", "stage-0") for i in (4, 5)]
+
+
 def test_all_writers_at_once_make_one_checkpoint(tmp_path: Path) -> None:
     identity = Identity("tests:job", 8, 8, 1, 1, 0, {})
     states = [_stage(s, 2, s).state() for s in range(8)]

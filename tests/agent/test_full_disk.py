@@ -247,3 +247,13 @@ def test_a_record_ends_without_a_gap(tmp_path: Path) -> None:
     for _ in range(3):
         file({"final": {}})
     assert file.lost == 3
+
+
+def test_a_record_that_was_there_is_kept_beside_the_new_one(tmp_path: Path) -> None:
+    path, said = tmp_path / "run.jsonl", list[str]()
+    for number in (1, 2, 3):
+        file = RecordFile(path, said.append)
+        file({"run": number})
+    kept = {found.name: json.loads(found.read_text())["run"] for found in tmp_path.iterdir()}
+    assert kept == {"run.jsonl.1": 1, "run.jsonl.2": 2, "run.jsonl": 3}
+    assert len(said) == 2 and "run.jsonl.2" in said[1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from openrecycle.agent.messages.protocol import Command
-from openrecycle.app.jobs.waiting import Commands, Wait, after_change, pauses
+from openrecycle.app.jobs.waiting import Commands, Wait, Waited, after_change, apart, pauses
 
 
 def test_commands_are_kept_in_order_and_the_last_word_on_a_pause_counts() -> None:
@@ -37,3 +37,16 @@ def test_a_choice_is_waited_for_from_when_it_is_asked_for_until_it_is_made() -> 
     assert waits == (Wait(10.0, None, 2),) and after_change(waits, True, 3, 11.0) == waits
     assert after_change(waits, False, 3, 12.0) == (Wait(10.0, 12.0, 3),)
     assert after_change((), False, 3, 12.0) == ()
+
+
+def test_a_pause_in_a_choice_is_counted_once() -> None:
+    """Of a recovery in which an operator paused the job before, in and after the time that the choice took."""
+    choices = (Wait(10.0, 20.0, 2), Wait(30.0, None, 3))
+    assert apart([Wait(12.0, 15.0)], choices) == ()
+    assert apart([Wait(5.0, 12.0)], choices) == (Wait(5.0, 10.0),)
+    assert apart([Wait(8.0, 22.0)], choices) == (Wait(8.0, 10.0), Wait(20.0, 22.0))
+    assert apart([Wait(25.0, None)], choices) == (Wait(25.0, 30.0),)
+    assert apart([Wait(22.0, None)], choices[:1]) == (Wait(22.0, None),)
+    paused = apart([Wait(15.0, 24.0)], choices)
+    waited = Waited(by_generation={2: 10.0}, pauses=paused)
+    assert waited.in_recovery({"at": 26.0, "resumed_ms": 18_000.0, "generation": 2}) == (10.0, 4.0)
