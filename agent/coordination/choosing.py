@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from openrecycle.agent.coordination.events import (
+    BringBack,
     Chosen,
     Decision,
     DrainAsked,
@@ -41,9 +42,12 @@ from openrecycle.agent.coordination.membership import (
     returned,
 )
 from openrecycle.agent.messages.protocol import WorkerState
+from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.jobs.words import REROUTE, names
 
 RUNNING, FAILED = WorkerState.RUNNING, WorkerState.FAILED
+_STANDS_BY = "its pipeline stands by"
+"""Begins the detail of a worker that was let go with the rest of its pipeline."""
 
 # What it costs that layers move, in iterations: those who give or take any, and the groups that form anew.
 MOVE_ITERATIONS = 1.0
@@ -273,9 +277,33 @@ def _take(state: State, candidate: Candidate, why: str, notes: list[Decision]) -
         notes.append(Note("warning", "recovery", text, to))
     for name in candidate.failed:
         if members[name].state in PRESENT:
-            _let_go(members, name, f"its pipeline stands by ({candidate.name})")
+            _let_go(members, name, f"{_STANDS_BY} ({candidate.name})")
     state = replace(state, members=members)
     return ask(state, pend(state, why, candidate.moves, partition=candidate.partition), notes)
+
+
+def brought_back(state: State, name: str) -> tuple[str, ...]:
+    """Who stands by since `name`, of the same pipeline, was lost, which is back now. For those that have not gone yet see
+    `has_left`."""
+    if _stands_by(state.members[name]):
+        return ()
+    pipeline = Worker.parse(name).pipeline
+    mates = [m for m in state.members.values() if Worker.parse(m.name).pipeline == pipeline]
+    return tuple(m.name for m in mates if _stands_by(m) and not m.leaving)
+
+
+def has_left(state: State, member: Member) -> Transition:
+    """The process that was asked to leave has ended."""
+    state, text = state.with_member(replace(member, leaving=False)), f"{member.name} has left, as asked"
+    pipeline = Worker.parse(member.name).pipeline
+    mates = [m for m in state.members.values() if Worker.parse(m.name).pipeline == pipeline]
+    if _stands_by(member) and any(m.state in PRESENT for m in mates):
+        return Transition(state, (BringBack((member.name,)),), text)
+    return Transition(state, reason=text)
+
+
+def _stands_by(member: Member) -> bool:
+    return member.state is FAILED and member.detail.startswith(_STANDS_BY)
 
 
 def _is_frozen(state: State) -> Transition:

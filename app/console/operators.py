@@ -51,6 +51,14 @@ class Operators:
             raise ConsoleError(409, "not_failed", f"worker: {worker} is {member.state}, expected one that has failed")
         self._command(job, "restart", worker, actor)
 
+    def bring_back(self, job: LiveJob, workers: Sequence[str]) -> None:
+        """Has those started again that stood by with their pipeline."""
+        for worker in workers:
+            try:
+                self._command(job, "restart", worker, "the coordinator")
+            except ConsoleError as error:  # an operator can do it
+                log.warning("a worker that stood by is not started again", worker=worker, reason=error.detail)
+
     def share_without(self, job_id: str, worker: str) -> float | None:
         """Of the fault-free plan's throughput, that is left when `worker` is lost too; None: it is not planned yet."""
         job = self._find(job_id)

@@ -167,6 +167,7 @@ class Console(JobRegistry, Reports, Queries):
             failure_timeouts=self.failure_timeouts,
             want_plan=self.plans.ahead.make_now,
             on_generation=self.plans.ahead.make_next,
+            bring_back=self.operators.bring_back,
             look_up=self.catalogs.find,
             clock=self._clock,
         )

@@ -149,6 +149,29 @@ def test_a_dropped_replica_leaves_with_its_living_workers() -> None:
     assert not run.member("W0_1").leaving
     run.back("W0_1")
     assert "W0_1" in run.opened[-1].living
+    assert not run.brought_back, "nobody that was lost is back"
+
+
+def test_a_dropped_replica_comes_back_with_the_worker_that_was_lost() -> None:
+    """All that stood by, and the one that had not gone yet when it has."""
+    run = Run(3, 3).start()
+    run.send(ModeSet(Mode.MANUAL, 30.0, "ada"))
+    run.exit("W0_0")
+    run.exit("W1_1")
+    out = ("W0_0", "W1_1")
+    both = tuple(f"W{p}_{s}" for p in (0, 1) for s in range(3))
+    run.send(Offered(out, Offer(out, (Candidate(DROP, both),), DROP)))
+    run.send(Chosen(DROP, "ada"))
+    run.resume()
+    for name in ("W0_1", "W1_0", "W1_2"):
+        run.send(Exited(name, f"{name}-1", "launcher"))
+    run.back("W0_0")
+    assert run.brought_back == [("W0_1",)], "pipeline 1 stands by on"
+    run.send(Exited("W0_2", "W0_2-1", "launcher"))
+    assert run.brought_back == [("W0_1",), ("W0_2",)]
+    for name in ("W0_1", "W0_2"):
+        run.back(name)
+    assert len(run.brought_back) == 2
 
 
 def test_nobody_chooses() -> None:

@@ -112,6 +112,7 @@ class World:
             failure_timeouts=LADDER,
             want_plan=lambda job, failed: self.wanted.append(failed),
             on_generation=lambda job: None,
+            bring_back=lambda job, workers: None,
             clock=lambda: self.now,
         )
 
