@@ -283,8 +283,8 @@ def _take(state: State, candidate: Candidate, why: str, notes: list[Decision]) -
 
 
 def brought_back(state: State, name: str) -> tuple[str, ...]:
-    """Who stands by since `name`, of the same pipeline, was lost, which is back now. For those that have not gone yet see
-    `has_left`."""
+    """Who stands by since `name`, of the same pipeline, was lost, which is back now; for those that have not gone yet
+    see `has_left`."""
     if _stands_by(state.members[name]):
         return ()
     pipeline = Worker.parse(name).pipeline
