@@ -72,10 +72,15 @@ def prepare(options: Checkpoints, identity: Identity, iterations: int, say: Call
     for field, mine, theirs in ((layers, identity.layers, was.layers), ("seed", identity.seed, was.seed)):
         if mine != theirs:
             raise InputError(field, mine, f"{theirs}, as in the checkpoint {found.path}")
-    if found.iteration >= iterations:
+    # The same command once more: its weights may be what is missing.
+    done = found.iteration == iterations and options.resume == IF_ANY
+    if found.iteration >= iterations and not done:
         raise InputError("iterations", iterations, f"more than the {found.iteration} that {found.path} holds")
     remove_unfinished(directory)
-    say(f"resumes after iteration {found.iteration - 1} from {found.path}")
+    if done:
+        say(f"all {iterations} iterations are in {found.path}: nothing is left to train")
+    else:
+        say(f"resumes after iteration {found.iteration - 1} from {found.path}")
     for name in set_aside_later(directory, found.iteration):
         say(f"note: a later checkpoint is now called {name}")
     if (identity.pipelines, identity.micro_batches) != (was.pipelines, was.micro_batches):

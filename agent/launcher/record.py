@@ -285,8 +285,10 @@ class RunRecord:
     # -- what is certain ----------------------------------------------------------------------
 
     def finished(self, iterations: int) -> bool:
-        """Has every living worker committed all iterations and handed in its hash?"""
-        return self.committed >= iterations and all(self._of(w).sha256 is not None for w in self._living)
+        """Has every living worker committed all iterations and handed in its hash? A job that began with all of them in
+        a checkpoint has them before it has any worker."""
+        handed_in = [self._of(w).sha256 is not None for w in self._living]
+        return self.committed >= iterations and bool(handed_in) and all(handed_in)
 
     def compared(self, worker: Worker, generation: int, iteration: int, settled: bool, sha256: str) -> None:
         """At the boundary before `iteration` the worker's parameters had this hash. settled: was the validation of

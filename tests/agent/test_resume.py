@@ -61,6 +61,12 @@ def test_a_resumed_job_has_the_bits_of_an_unbroken_one(unbroken: Run, half: Path
     assert run.losses == unbroken.losses[4:] and run.final == unbroken.final
     assert [line["iteration"] for line in run.iterations] == [4, 5, 6, 7]
     assert [c.iteration for c in whole_checkpoints(tmp_path / "ck")] == [8, 4, 2]
+    # As a scheduler repeats a command whose weights found no room.
+    weights = ("--resume", "if-any", "--weights", str(tmp_path / "weights"))
+    again = _run(tmp_path / "again.jsonl", "--checkpoint", checkpoints, *weights)
+    assert again.status == 0, again.errors
+    assert not again.iterations and again.final == unbroken.final
+    assert sorted(p.name for p in (tmp_path / "weights").iterdir()) == [f"layer{i}.safetensors" for i in range(2)]
 
 
 def test_a_damaged_checkpoint_is_passed_over_only_when_asked_for(unbroken: Run, half: Path, tmp_path: Path) -> None:
