@@ -3,8 +3,8 @@ PYTHON ?= python3
 PORT ?= 8501
 # FAST=1: without the tests that start processes, or need a browser or PostgreSQL.
 FAST ?=
-# Test processes, on two cores: what waits for processes, time-outs and pages takes little of them; FAST has none of it.
-JOBS ?= $(if $(FAST),2,4)
+# Test processes, on two cores: with four, the whole takes a tenth longer than with three; FAST has nothing that waits.
+JOBS ?= $(if $(FAST),2,3)
 BIN := .venv/bin
 export PYTHON
 # Each test process would compile all tests, and what they import, anew.

@@ -25,6 +25,7 @@ from sqlalchemy import create_engine, text
 from openrecycle.planner.solvers.loops import compiled_functions
 from tests.golden import learn
 
+gc.disable()  # until all tests are collected: there is little garbage, and very much to look through
 # Consoles and jobs that tests start are many: they need not compile this program anew each time.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # They run this clone's code, also where another one is installed.
@@ -90,6 +91,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if session.items:
         with suppress(ImportError):  # without numba
             compiled_functions()  # small plans too are made by machine code then: those of tests are many
+    gc.enable()
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)

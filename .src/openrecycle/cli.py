@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from importlib import import_module
 from importlib.metadata import version
@@ -31,6 +32,8 @@ COMMANDS = {
 
 def main(room: str | None = None) -> NoReturn:
     """room: run this folder's own command line; None: `openrecycle COMMAND`. Ends the process."""
+    # Rounds of Python's collector are a sixth of what it takes to import torch.
+    gc.set_threshold(20_000, 20, 50)
     if room is None:
         room = _chosen()
     try:

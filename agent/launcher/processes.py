@@ -193,6 +193,7 @@ def preload(workload: WorkloadSource) -> list[str]:
     """Modules that the server imports once, for all workers. Of torch, those that it imports by itself
     with the first optimizer and the first backward: more than a second, in every worker anew."""
     return [
+        "openrecycle.agent.launcher.fork_server",
         "openrecycle.agent.workers.worker",
         "torch._dynamo",
         "torch.fx.experimental.symbolic_shapes",
