@@ -384,7 +384,7 @@ def _prepare_simulations(console: Console | None) -> None:
 
 
 def _trains(console: Console | None) -> bool:
-    return console is not None and any(not job.state.over for job in console.live_jobs())
+    return console is not None and any(not job.state.over for job in console.jobs.live())
 
 
 def _warm_up() -> None:

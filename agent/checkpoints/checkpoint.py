@@ -229,7 +229,7 @@ def write_part(
     partial = directory / f".partial-{iteration:010d}-{attempt}"
     part = _part(partial, stage)
     shutil.rmtree(part, ignore_errors=True)
-    _remove_older_parts(directory, stage, iteration)
+    _give_up_older(directory, iteration)
     try:
         part.mkdir(parents=True)
         _write(part / _STATE, state.document)
@@ -288,9 +288,9 @@ def remove_unfinished(directory: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _remove_older_parts(directory: Path, stage: int, iteration: int) -> None:
-    """This stage's, in checkpoints that others could not write (a disk was full): they take the room of the next. Not
-    in the newest, which a slower stage may still make whole."""
+def _give_up_older(directory: Path, iteration: int) -> None:
+    """Removes checkpoints that some stage has left out, as when its disk was full: they take the room of the next. Not
+    those that somebody still writes, and not the newest: a stage may be a checkpoint behind."""
     unfinished: dict[int, list[Path]] = {}
     for path in directory.glob(".partial-*"):
         match = re.match(r"\.partial-(\d{10,})-", path.name)
@@ -298,9 +298,10 @@ def _remove_older_parts(directory: Path, stage: int, iteration: int) -> None:
             unfinished.setdefault(int(match[1]), []).append(path)
     for number in sorted(unfinished)[:-1]:
         for path in unfinished[number]:
-            shutil.rmtree(_part(path, stage), ignore_errors=True)
-            with contextlib.suppress(OSError):  # other stages' are in it
-                path.rmdir()
+            if all((part / "part.json").exists() for part in path.glob("stage-*")):
+                with contextlib.suppress(OSError):
+                    (path / ".claimed").touch(exist_ok=False)  # else somebody makes it whole at this moment
+                    shutil.rmtree(path, ignore_errors=True)
 
 
 def _tidy(directory: Path, iteration: int, keep: int) -> None:

@@ -115,9 +115,6 @@ def launch(
                 if succession is None:
                     return
                 launcher, earlier = take_over(succession, listener, say), succession.record.lines()
-                if record is not None:
-                    # Where the disk is shared, the lead before may still write: then not into this file.
-                    record.unlink(missing_ok=True)
             written = _Written(record, say)
             for line in earlier:
                 written(line)

@@ -13,10 +13,10 @@ that has to open anyway takes in whoever has come back by then.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from openrecycle.agent.coordination.events import (
-    BringBack,
     Chosen,
     Decision,
     DrainAsked,
@@ -46,8 +46,7 @@ from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.jobs.words import REROUTE, names
 
 RUNNING, FAILED = WorkerState.RUNNING, WorkerState.FAILED
-_STANDS_BY = "its pipeline stands by"
-"""Begins the detail of a worker that was let go with the rest of its pipeline."""
+_STANDS_BY = "stands by for "
 
 # What it costs that layers move, in iterations: those who give or take any, and the groups that form anew.
 MOVE_ITERATIONS = 1.0
@@ -277,33 +276,38 @@ def _take(state: State, candidate: Candidate, why: str, notes: list[Decision]) -
         notes.append(Note("warning", "recovery", text, to))
     for name in candidate.failed:
         if members[name].state in PRESENT:
-            _let_go(members, name, f"{_STANDS_BY} ({candidate.name})")
+            pipeline = Worker.parse(name).pipeline
+            lost = [m for m in candidate.failed if Worker.parse(m).pipeline == pipeline and not _is_present(state, m)]
+            _let_go(members, name, _stands_by(lost, candidate.name))
     state = replace(state, members=members)
     return ask(state, pend(state, why, candidate.moves, partition=candidate.partition), notes)
 
 
-def brought_back(state: State, name: str) -> tuple[str, ...]:
-    """Who stands by since `name`, of the same pipeline, was lost, which is back now; for those that have not gone yet
-    see `has_left`."""
-    if _stands_by(state.members[name]):
+def coming_back(state: State) -> tuple[str, ...]:
+    """Who is to be started again: they stood by for workers of their pipeline, one of which is back."""
+    if state.over:
         return ()
-    pipeline = Worker.parse(name).pipeline
-    mates = [m for m in state.members.values() if Worker.parse(m.name).pipeline == pipeline]
-    return tuple(m.name for m in mates if _stands_by(m) and not m.leaving)
+    return tuple(
+        member.name
+        for member in state.members.values()
+        if member.state is FAILED
+        and not member.leaving
+        and any(_is_present(state, name) for name in _stood_by_for(member))
+    )
 
 
-def has_left(state: State, member: Member) -> Transition:
-    """The process that was asked to leave has ended."""
-    state, text = state.with_member(replace(member, leaving=False)), f"{member.name} has left, as asked"
-    pipeline = Worker.parse(member.name).pipeline
-    mates = [m for m in state.members.values() if Worker.parse(m.name).pipeline == pipeline]
-    if _stands_by(member) and any(m.state in PRESENT for m in mates):
-        return Transition(state, (BringBack((member.name,)),), text)
-    return Transition(state, reason=text)
+def _is_present(state: State, name: str) -> bool:
+    return name in state.members and state.members[name].state in PRESENT
 
 
-def _stands_by(member: Member) -> bool:
-    return member.state is FAILED and member.detail.startswith(_STANDS_BY)
+def _stands_by(lost: Iterable[str], way: str) -> str:
+    """The detail of a worker that is let go, by a candidate of this name, with the lost ones of its pipeline."""
+    return f"{_STANDS_BY}{', '.join(lost)} ({way})"
+
+
+def _stood_by_for(member: Member) -> list[str]:
+    _, found, lost = member.detail.partition(_STANDS_BY)
+    return lost.rpartition(" (")[0].split(", ") if found else []
 
 
 def _is_frozen(state: State) -> Transition:

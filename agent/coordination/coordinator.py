@@ -16,7 +16,6 @@ from typing import Any
 from openrecycle.agent.coordination import choosing, generations
 from openrecycle.agent.coordination.blame import Complaint, judge
 from openrecycle.agent.coordination.events import (
-    BringBack,
     Chosen,
     ConsoleRestarted,
     Decision,
@@ -114,9 +113,6 @@ def _registered(state: State, event: WorkerRegistered, now: float, failure_timeo
         reason = f"{member.name} was started anew"
     elif state.current:
         notes.append(Note("info", "worker", f"{member.name} is back and asks to re-join", member.name))
-        if stood_by := choosing.brought_back(state, member.name):
-            text = f"{names(stood_by)} stood by for {member.name}, and can come back, too"
-            notes += [Note("info", "worker", text), BringBack(stood_by)]
         reason = f"{member.name} re-joins"
     else:
         notes.append(Note("info", "worker", f"{member.name} registered", member.name))
@@ -353,7 +349,9 @@ def _exited(state: State, event: Exited, now: float, failure_timeouts: FailureTi
         retired = replace(member, retired=(*member.retired, event.incarnation))
         return Transition(state.with_member(retired), reason=f"a process of {event.worker} ended before it registered")
     if member.leaving:
-        return choosing.has_left(state, member)
+        return Transition(
+            state.with_member(replace(member, leaving=False)), reason=f"{event.worker} has left, as asked"
+        )
     if member.state in (FAILED, FINISHED):
         return Transition(state, reason=f"{event.worker} was out already")
     if member.incarnation is None:

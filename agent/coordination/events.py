@@ -285,14 +285,7 @@ class Refuse:
     detail: str
 
 
-@dataclass(frozen=True)
-class BringBack:
-    """Start these again: they left since another worker of their pipeline was lost, and that one is back."""
-
-    workers: tuple[str, ...]
-
-
-Decision = NeedPlan | OpenGeneration | BringBack | Note | Refuse
+Decision = NeedPlan | OpenGeneration | Note | Refuse
 
 
 @dataclass(frozen=True)

@@ -363,8 +363,6 @@ class ResilientTrainer:
             callbacks = self._callbacks(self.stop, self._written)
             with contextlib.ExitStack() as ending:
                 targets: list[Callable[[dict[str, Any]], None]] = [lines]
-                if options.record is not None:
-                    targets.append(_open_record(Path(options.record), ending))
                 delivery = Delivery(callbacks, "on_iteration", log.warning)
                 targets.append(delivery)
 
@@ -377,6 +375,9 @@ class ResilientTrainer:
                     launcher = make_launcher(
                         replace(options, weights=folder), self._workload, listener, log.info, checked=True
                     )
+                # Not before: a start that is refused leaves an earlier record in its place.
+                if options.record is not None:
+                    targets.insert(0, _open_record(Path(options.record), ending))
                 self._launcher = launcher
                 if self._stop_asked:
                     launcher.end_soon()

@@ -18,7 +18,8 @@ def _before_fork() -> None:
 
 
 def _in_worker() -> None:
-    gc.enable()
+    if os.getppid() == _SERVER:  # what a worker forks, as a data loader does, is its own affair
+        gc.enable()
 
 
 gc.disable()

@@ -100,10 +100,11 @@ class ReplaceableGroup(dist.ProcessGroup):  # type: ignore[misc]
         return self.reduce_scatter_tensor_coalesced(into, [torch.stack(theirs) for theirs in parts], options)
 
     def reduce_scatter_tensor_coalesced(self, into: list[Tensor], parts: list[Tensor], options: Any = None) -> Any:
-        wholes = [part.clone(memory_format=torch.contiguous_format) for part in parts]
+        wholes = [part.detach().clone(memory_format=torch.contiguous_format) for part in parts]
         operation = dist.ReduceOp.SUM if options is None else options.reduceOp
         mean = operation == dist.ReduceOp.AVG
 
+        @torch.no_grad()
         def scatter() -> None:
             for mine, whole in zip(into, wholes, strict=True):
                 mine.copy_(whole.view(self.size(), *mine.shape)[self.rank()])
@@ -137,16 +138,22 @@ class CancellableWork(dist.Work):  # type: ignore[misc]
             left = ends - time.monotonic()
             try:
                 self._work.wait(min(_ASK_AGAIN, timedelta(seconds=max(left, 0.001))) if timeout else _ASK_AGAIN)
-                if self._then is not None:
-                    self._then()
-                    self._then = None
-                return True
+                return self._done()
             except RuntimeError:
-                if self._work.is_completed() or left <= 0:
+                if self._work.is_completed():
+                    self._work.wait()  # raises what went wrong: it may have been the slice that was over
+                    return self._done()
+                if left <= 0:
                     raise
             if self._group.cancelled or self._group.connected is not self._connected:
                 self._group.unended.append((self._connected, self._work))
                 raise RuntimeError("connection closed: the exchange among the ranks was cancelled")
+
+    def _done(self) -> bool:
+        then, self._then = self._then, None
+        if then is not None:
+            then()
+        return True
 
     def is_completed(self) -> bool:
         return bool(self._work.is_completed())

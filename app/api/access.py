@@ -93,7 +93,7 @@ def router(console: Console) -> APIRouter:
     async def create(wanted: TokenWanted, x_actor: Actor = "API") -> TokenMade:
         """The token is in the answer, and nowhere else: the console keeps a hash of it."""
         if wanted.job_id is not None:
-            console.job(wanted.job_id)
+            console.jobs.find(wanted.job_id)
         token, text = await in_thread(
             tokens.create,
             wanted.role,

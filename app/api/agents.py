@@ -118,7 +118,7 @@ def router(console: Console) -> APIRouter:
         """
         caller = caller_of(console.security.access, request.headers)
         spec = await in_turn(_spec, console, wanted)
-        created, new = await in_turn(console.create_job, spec, idempotency_key)
+        created, new = await in_turn(console.jobs.create, spec, idempotency_key)
         if new:
             await in_thread(console.security.audit.record, x_actor, "create job", created.job_id, job_id=created.job_id)
         # Asked again, those who already have an agent's token keep it: many processes may share one job.
@@ -132,7 +132,7 @@ def router(console: Console) -> APIRouter:
 
     @api.post("/{job_id}/workers", status_code=201)
     async def register(job_id: str, message: Registration) -> Registered:
-        job, report = console.registration(job_id, message)
+        job, report = console.reports.registration(job_id, message)
         await batcher.put(job, report)
         return Registered(worker=message.worker, generation=job.state.generation)
 
@@ -145,51 +145,53 @@ def router(console: Console) -> APIRouter:
     @api.post("/{job_id}/heartbeats", response_model=BatchReply)
     async def heartbeats(job_id: str, message: Heartbeats) -> Response:
         """Each is taken or refused by itself; one that is malformed is a 422 for all, and none is taken."""
-        return await many(len(message.heartbeats), lambda: _json(console.heartbeats(job_id, message.heartbeats)))
+        return await many(
+            len(message.heartbeats), lambda: _json(console.reports.heartbeats(job_id, message.heartbeats))
+        )
 
     @api.post("/{job_id}/acknowledgements", response_model=BatchReply)
     async def acknowledge(job_id: str, message: Acknowledgements) -> Response:
         """Each is taken or refused by itself; one that is malformed is a 422 for all, and none is taken."""
         said = message.acknowledgements
-        job, reports = await many(len(said), console.acknowledgements, job_id, said)
+        job, reports = await many(len(said), console.reports.acknowledgements, job_id, said)
         # Futures, as 8,192 tasks would hold up the loop.
         answers = await asyncio.gather(*(batcher.put(job, report) for report in reports), return_exceptions=True)
         for answer in answers:
             if isinstance(answer, BaseException) and not (isinstance(answer, ConsoleError) and answer.status != 503):
                 raise answer  # nobody knows what is stored: all of it is to be sent again
-        return await many(len(said), lambda: _json(console.answer_batch(job, said, answers)))
+        return await many(len(said), lambda: _json(console.reports.answer_batch(job, said, answers)))
 
     @api.post("/{job_id}/failures")
     async def failure(job_id: str, message: FailureReport) -> ReportOutcome:
-        return ReportOutcome(reason=await in_thread(console.failure, job_id, message))
+        return ReportOutcome(reason=await in_thread(console.reports.failure, job_id, message))
 
     @api.post("/{job_id}/interim")
     async def interim(job_id: str, message: InterimPlan) -> ReportOutcome:
         """What a generation runs until those who take their state from a peer have it."""
-        return ReportOutcome(reason=await in_thread(console.meanwhile, job_id, message))
+        return ReportOutcome(reason=await in_thread(console.reports.meanwhile, job_id, message))
 
     @api.post("/{job_id}/iterations", status_code=204)
     async def iterations(job_id: str, message: IterationReport) -> None:
-        await in_thread(console.committed, job_id, message.iterations, message.age)
+        await in_thread(console.reports.committed, job_id, message.iterations, message.age)
 
     @api.post("/{job_id}/recoveries", status_code=204)
     async def recovery(job_id: str, message: Recovery) -> None:
-        await in_thread(console.recovered, job_id, message)
+        await in_thread(console.reports.recovered, job_id, message)
 
     @api.post("/{job_id}/relayouts", status_code=204)
     async def relayout(job_id: str, message: Relayout) -> None:
-        await in_thread(console.rearranged, job_id, message)
+        await in_thread(console.reports.rearranged, job_id, message)
 
     @api.get("/{job_id}/commands")
     async def commands(job_id: str, after: After = 0, wait: Wait = 0) -> Commands:
         """Commands with seq > after, as soon as there are any; an empty list after `wait` seconds at most."""
-        topic = console.job(job_id).topic
-        found = await topic.wait_for(lambda: console.commands(job_id, after) or None, wait)
+        topic = console.jobs.find(job_id).topic
+        found = await topic.wait_for(lambda: console.reports.commands(job_id, after) or None, wait)
         return Commands(commands=tuple(found or ()))
 
     @api.post("/{job_id}/finish", status_code=204)
     async def finish(job_id: str, message: JobFinished) -> None:
-        await in_thread(console.finish, job_id, message)
+        await in_thread(console.reports.finish, job_id, message)
 
     return api
 
@@ -204,8 +206,8 @@ class Deployments:
     async def next(self, job_id: str, after: int, wait: float) -> bytes | None:
         """The newest with a generation above `after`, as soon as there is one; None: none in `wait` seconds, or in less
         where many wait. Raises ConsoleError."""
-        topic = self._console.job(job_id).generation_topic
-        found = await topic.wait_for(lambda: self._console.deployment(job_id, after), wait)
+        topic = self._console.jobs.find(job_id).generation_topic
+        found = await topic.wait_for(lambda: self._console.reports.deployment(job_id, after), wait)
         if found is None:
             return None
         rendered = self._rendered.get(job_id)

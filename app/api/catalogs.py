@@ -193,7 +193,7 @@ def router(console: Console) -> APIRouter:
     @api.get("/jobs/{job_id}/catalog", response_model=CatalogDetail, responses={202: {"model": CatalogPending}})
     async def of_job(job_id: str, tolerance: Tolerance | None = None) -> Response:
         """That of the job's question, though nothing may be stored of it yet. 202: as for `/catalogs/{fingerprint}`."""
-        job = console.job(job_id)
+        job = console.jobs.find(job_id)
         wanted = console.tolerance if tolerance is None else tolerance
         return await in_thread(report, job.plans.question, wanted)
 
@@ -209,7 +209,7 @@ def _request(console: Console, asked: CatalogAsked) -> CatalogRequest:
         job = console.plans.profiles.job(asked.profile_name, asked.pipelines, asked.stages, asked.micro_batches)
         values["job"] = job_doc(job).model_dump()
     if asked.job_id is not None:
-        question = console.job(asked.job_id).plans.question
+        question = console.jobs.find(asked.job_id).plans.question
         doc = job_doc(question.job).model_dump()
         values |= {"job": doc, "technique": question.technique.value, "memory": question.memory.text}
     request = CatalogRequest.model_validate(values)

@@ -80,9 +80,11 @@ def router(console: Console) -> APIRouter:
     ) -> Events:
         """Events with seq > after, oldest first: read on with `after` = the last one's seq. With `wait`, as
         soon as there are any; an empty list after `wait` seconds."""
-        job = console.job(job_id)
+        job = console.jobs.find(job_id)
         await job.topic.wait_for(lambda: job.feed.last > after or None, wait)
-        return Events(events=[EventInfo(**row) for row in await in_thread(console.events, job_id, after, limit)])
+        return Events(
+            events=[EventInfo(**row) for row in await in_thread(console.queries.events, job_id, after, limit)]
+        )
 
     @api.get("/{job_id}/iterations")
     async def iterations(
@@ -90,7 +92,9 @@ def router(console: Console) -> APIRouter:
     ) -> Iterations:
         """Iterations with a number > after, oldest first."""
         return Iterations(
-            iterations=[IterationInfo(**row) for row in await in_thread(console.iterations, job_id, after, limit)]
+            iterations=[
+                IterationInfo(**row) for row in await in_thread(console.queries.iterations, job_id, after, limit)
+            ]
         )
 
     @api.get("/{job_id}/generations", response_model=Generations)
@@ -104,7 +108,7 @@ def router(console: Console) -> APIRouter:
     @api.get("/{job_id}/plans")
     async def plans(job_id: str, after: After = None, limit: Most = None) -> PlansPage:
         """Fewest failures first."""
-        made = await in_thread(console.job_plans, job_id)
+        made = await in_thread(console.queries.job_plans, job_id)
         rows, following = page(f"plans of {job_id}", made, _place_of_plan, after, limit)
         return PlansPage(plans=[PlanInfo(**row) for row in rows], next=following)
 
@@ -120,7 +124,7 @@ def router(console: Console) -> APIRouter:
         small = _DEFLATE.search(request.headers.get("Accept-Encoding", "")) is not None
         tag = f'"{fingerprint}-deflate"' if small else f'"{fingerprint}"'
         headers = {"ETag": tag, "Cache-Control": "private, max-age=31536000, immutable", "Vary": "Accept-Encoding"}
-        read = console.deflated_plan if small else console.plan_document
+        read = console.queries.deflated_plan if small else console.queries.plan_document
         document = await in_thread(read, job_id, fingerprint)
         if if_none_match and (if_none_match.strip() == "*" or tag in if_none_match):
             return Response(status_code=304, headers=headers)
@@ -144,16 +148,16 @@ def router(console: Console) -> APIRouter:
 
 
 def _jobs(console: Console, after: str | None, limit: int | None) -> bytes:
-    rows, following = page("jobs", console.list_jobs(), lambda job: (-job.created_at, job.job_id), after, limit)
+    rows, following = page("jobs", console.queries.list_jobs(), lambda job: (-job.created_at, job.job_id), after, limit)
     return orjson.dumps({"jobs": rows, "next": following})
 
 
 def _workers(console: Console, job_id: str) -> Workers:
-    return Workers(workers=[WorkerInfo(**worker._asdict()) for worker in console.view(job_id, 1, 1).workers])
+    return Workers(workers=[WorkerInfo(**worker._asdict()) for worker in console.queries.view(job_id, 1, 1).workers])
 
 
 def _generations(console: Console, job_id: str, after: int, limit: int | None) -> Generations:
-    return Generations(generations=[GenerationInfo(**row) for row in console.generations(job_id, after, limit)])
+    return Generations(generations=[GenerationInfo(**row) for row in console.queries.generations(job_id, after, limit)])
 
 
 def _place_of_plan(row: Record) -> tuple[float, str, float, str]:
@@ -161,8 +165,8 @@ def _place_of_plan(row: Record) -> tuple[float, str, float, str]:
 
 
 def _detail(console: Console, job_id: str) -> JobDetail:
-    job = console.job(job_id)
-    view = console.view(job_id, RECENT, 1, workers=False)
+    job = console.jobs.find(job_id)
+    view = console.queries.view(job_id, RECENT, 1, workers=False)
     line = summary(job, view.sentence)
     return JobDetail(
         **asdict(line),
@@ -213,7 +217,7 @@ def measured_router(console: Console) -> APIRouter:
     @api.post("/jobs/{job_id}/measured", tags=["agents"])
     async def post_measured(job_id: str, message: MeasuredOps) -> ReportOutcome:
         """One worker's part of the iteration that heartbeats asked for."""
-        return ReportOutcome(reason=await in_thread(console.measuring.take, console.job(job_id), message))
+        return ReportOutcome(reason=await in_thread(console.measuring.take, console.jobs.find(job_id), message))
 
     @api.get("/jobs/{job_id}/measured", response_model=MeasuredInfo, responses={204: {}})
     async def measured(job_id: str, watch: Watch = False) -> Response:
@@ -225,7 +229,7 @@ def measured_router(console: Console) -> APIRouter:
 
 
 def _newest(console: Console, job_id: str, watch: bool) -> MeasuredIteration | None:
-    return console.measuring.iteration(console.job(job_id), watch=watch)
+    return console.measuring.iteration(console.jobs.find(job_id), watch=watch)
 
 
 def _info(found: MeasuredIteration) -> MeasuredInfo:
@@ -302,11 +306,11 @@ def observed_router(console: Console) -> APIRouter:
     @api.post("/{job_id}/logs", status_code=204, tags=["agents"])
     async def logs(job_id: str, message: LogLines) -> None:
         """Lines that a worker process has written since its last post."""
-        console.printed(job_id, message)
+        console.reports.printed(job_id, message)
 
     @api.post("/{job_id}/validations", status_code=204, tags=["agents"])
     async def validation(job_id: str, message: ValidationReport) -> None:
-        await in_thread(console.validated, job_id, message)
+        await in_thread(console.reports.validated, job_id, message)
 
     @api.post("/{job_id}/events/acknowledge", tags=["operator"])
     async def acknowledge(job_id: str, message: Acknowledged, x_actor: Actor = "API") -> ReportOutcome:
@@ -328,7 +332,7 @@ def observed_router(console: Console) -> APIRouter:
         shortest that is kept for so long and makes 3,000 samples at most."""
         end = time.time() + 1 if until is None else until
         asked = end - TEN_MINUTES if since is None else since, end, Level[step.upper()] if step else None
-        return await in_thread(_history, console, console.job(job_id), worker, *asked)
+        return await in_thread(_history, console, console.jobs.find(job_id), worker, *asked)
 
     return api
 
@@ -343,7 +347,7 @@ def _history(
     return WorkerHistory(
         worker=worker,
         series=SeriesInfo(**series),
-        states=[StateInfo(**row) for row in console.observations.states(job.job_id, worker)],
+        states=[StateInfo(**row) for row in console.queries.observations.states(job.job_id, worker)],
         op_milliseconds=job.measurements.op_times.smoothed(worker),  # type: ignore[arg-type]
         log=list(job.measurements.logs.lines(worker)),
     )

@@ -146,7 +146,7 @@ def router(console: Console) -> APIRouter:
     async def use(job_id: str, message: PlanToUse, x_actor: Actor = "API") -> ReportOutcome:
         """Puts a saved plan in force, with the same workers: it must be for the job's grid, profile and failures."""
         plan = await in_thread(console.plans.library.saved_plan, message.fingerprint)
-        return ReportOutcome(reason=await in_thread(lambda: use_plan(console.job(job_id), plan, x_actor)))
+        return ReportOutcome(reason=await in_thread(lambda: use_plan(console.jobs.find(job_id), plan, x_actor)))
 
     @api.get("/solves", tags=["plans"])
     async def solves(after: After = None, limit: Most = None) -> SolveList:

@@ -60,7 +60,7 @@ def router(console: Console) -> APIRouter:
     @api.get("/jobs/{job_id}/events/stream", tags=["jobs"], response_class=EventStream, responses=STREAM)
     async def events(request: Request, job_id: str, after: After = 0, last_event_id: LastEventId = None) -> Response:
         """The event feed from `after` on, each event (as in GET .../events) as soon as it is stored."""
-        job = console.job(job_id)
+        job = console.jobs.find(job_id)
         known = after if last_event_id is None else int(last_event_id)
         if job.state.over and job.feed.last <= known:
             return Response(status_code=204)
@@ -89,7 +89,7 @@ async def _events(console: Console, job: LiveJob, known: int) -> AsyncIterator[s
     yield "retry: 2000\n\n"
     while not job.topic.closed:
         try:
-            rows = await in_thread(console.events, job.job_id, known, AT_ONCE)
+            rows = await in_thread(console.queries.events, job.job_id, known, AT_ONCE)
         except ConsoleError:
             return  # the database does not answer; the client comes back
         for row in rows:

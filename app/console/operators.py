@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from weakref import WeakKeyDictionary
 
 import structlog
 
-from openrecycle.agent.coordination.choosing import out
+from openrecycle.agent.coordination.choosing import coming_back, out
 from openrecycle.agent.coordination.events import Chosen, DrainAsked, ModeSet, Note, PlanFrozen
 from openrecycle.agent.coordination.membership import LEAST_CHOICE_TIMEOUT, MOST_CHOICE_TIMEOUT, Member, Mode, Offer
 from openrecycle.agent.messages.protocol import Command, WorkerState
@@ -26,6 +27,8 @@ class Operators:
 
     def __init__(self, find: Callable[[str], LiveJob], store: Store) -> None:
         self._find, self._store, self._observations = find, store, Observations(store.database)
+        self._brought_back: WeakKeyDictionary[LiveJob, set[tuple[str, str | None]]] = WeakKeyDictionary()
+        """By the coordinator: worker and the incarnation that had left."""
 
     def kill(self, job_id: str, worker: str, actor: str, pid: int | None = None) -> None:
         """Asks the launcher to kill a worker's process. Only for demo jobs. pid: of the process that the operator saw
@@ -51,13 +54,15 @@ class Operators:
             raise ConsoleError(409, "not_failed", f"worker: {worker} is {member.state}, expected one that has failed")
         self._command(job, "restart", worker, actor)
 
-    def bring_back(self, job: LiveJob, workers: Sequence[str]) -> None:
-        """Has those started again that stood by with their pipeline."""
-        for worker in workers:
-            try:
-                self._command(job, "restart", worker, "the coordinator")
-            except ConsoleError as error:  # an operator can do it
-                log.warning("a worker that stood by is not started again", worker=worker, reason=error.detail)
+    def consider(self, job: LiveJob) -> None:
+        """Has workers started again that stood by with their pipeline, once what they stood by for is back. Raises
+        ConsoleError; then they are found again."""
+        known = self._brought_back.setdefault(job, set())
+        for worker in coming_back(job.state):
+            left = worker, job.state.members[worker].incarnation
+            if left not in known:
+                self._command(job, "restart", worker, f"the coordinator, since {worker}'s pipeline is back,")
+                known.add(left)
 
     def share_without(self, job_id: str, worker: str) -> float | None:
         """Of the fault-free plan's throughput, that is left when `worker` is lost too; None: it is not planned yet."""

@@ -7,8 +7,8 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Collection
+from typing import Protocol
 
 import orjson
 import structlog
@@ -30,34 +30,34 @@ MAX_WORKERS = 16_384
 MAX_LIVE_WORKERS = 16 * MAX_WORKERS
 
 
-class JobRegistry(ABC):
+class JobLife(Protocol):
+    """What else a console does when a job of its begins, is read, or ends."""
+
+    def new_job(self, job_id: str, spec: JobSpec, created_at: float) -> LiveJob:
+        """Raises PlannerError for one that can't be planned."""
+
+    def job_begins(self, job: LiveJob) -> None:
+        """It is new, or was taken up, and runs."""
+
+    def job_read(self, job: LiveJob) -> None:
+        """It was read from the database."""
+
+    def job_ended(self, job: LiveJob) -> None:
+        """Nothing more is to be done for it."""
+
+
+class JobRegistry:
     """Thread-safe."""
 
-    def __init__(self, store: Store, failure_timeouts: FailureTimeouts, clock: Callable[[], float]) -> None:
-        self._store, self.failure_timeouts, self._clock = store, failure_timeouts, clock
+    def __init__(self, store: Store, failure_timeouts: FailureTimeouts, life: JobLife) -> None:
+        self._store, self.failure_timeouts, self._life = store, failure_timeouts, life
         self._jobs: dict[str, LiveJob] = {}
         self._index = JobIndex(store.database)
         self.past = PastJobs(self._index)
         self._unreadable: set[str] = set()
         self._lock = threading.Lock()
 
-    @abstractmethod
-    def new_job(self, job_id: str, spec: JobSpec, created_at: float) -> LiveJob:
-        """Raises PlannerError for one that can't be planned."""
-
-    @abstractmethod
-    def job_begins(self, job: LiveJob) -> None:
-        """It is new, or was taken up, and runs."""
-
-    @abstractmethod
-    def job_read(self, job: LiveJob) -> None:
-        """It was read from the database."""
-
-    @abstractmethod
-    def job_ended(self, job: LiveJob) -> None:
-        """Nothing more is to be done for it."""
-
-    def create_job(self, spec: JobSpec, idempotency_key: str | None = None) -> tuple[JobCreated, bool]:
+    def create(self, spec: JobSpec, idempotency_key: str | None = None) -> tuple[JobCreated, bool]:
         """Also says whether the job is new: with a key seen before, the earlier job is returned.
 
         Raises ConsoleError for a job that can't be planned, or a key that was used for another one.
@@ -68,7 +68,7 @@ class JobRegistry(ABC):
                 "invalid",
                 f"pipelines x stages: got {spec.pipelines * spec.stages}, expected at most {MAX_WORKERS} workers",
             )
-        live = sum(len(job.state.members) for job in self.live_jobs() if not job.state.over)
+        live = sum(len(job.state.members) for job in self.live() if not job.state.over)
         if live + spec.pipelines * spec.stages > MAX_LIVE_WORKERS:
             detail = (
                 f"this console looks after {live:,} workers of jobs that have not ended, at most {MAX_LIVE_WORKERS:,}"
@@ -77,7 +77,7 @@ class JobRegistry(ABC):
         job_id, created_at = secrets.token_hex(6), time.time()
         try:
             self.failure_timeouts.check_above(spec.transfer_timeout, spec.group_timeout)
-            job = self.new_job(job_id, spec, created_at)
+            job = self._life.new_job(job_id, spec, created_at)
         except PlannerError as error:
             raise ConsoleError(422, "invalid", str(error)) from None
         members = [{"name": member.name, "state": member.state.value} for member in job.state.members.values()]
@@ -101,7 +101,7 @@ class JobRegistry(ABC):
                 409, "idempotency_conflict", f"Idempotency-Key: {idempotency_key!r} was used for another job"
             )
         if new:
-            self.job_begins(job)
+            self._life.job_begins(job)
             log.info("job created", job=job_id, name=spec.name, workers=len(members))
         failure_timeouts = self.failure_timeouts
         created = JobCreated(
@@ -112,7 +112,7 @@ class JobRegistry(ABC):
         )
         return created, new
 
-    def job(self, job_id: str) -> LiveJob:
+    def find(self, job_id: str) -> LiveJob:
         """Raises ConsoleError (404)."""
         job = self._jobs.get(job_id)
         if job is None and job_id in self.past.lines():
@@ -122,10 +122,10 @@ class JobRegistry(ABC):
             raise unknown_job(job_id)
         return job
 
-    def live_jobs(self) -> list[LiveJob]:
+    def live(self) -> list[LiveJob]:
         return list(self._jobs.values())
 
-    def job_ids(self) -> list[str]:
+    def ids(self) -> list[str]:
         return [*self.past.lines(), *self._jobs]
 
     def follow(self) -> None:
@@ -145,9 +145,9 @@ class JobRegistry(ABC):
         """Reads a stored job, unless it is here already; None: it can't be read. Raises SQLAlchemyError."""
         if job_id not in self._jobs and job_id not in self._unreadable and (row := self._store.job(job_id)) is not None:
             try:
-                job = self.new_job(job_id, JobSpec.model_validate_json(row["spec"]), row["created_at"])
+                job = self._life.new_job(job_id, JobSpec.model_validate_json(row["spec"]), row["created_at"])
                 job.restore(row)
-                self.job_read(job)
+                self._life.job_read(job)
                 with self._lock:
                     self._jobs.setdefault(job_id, job)
             except (PlannerError, ValueError):
@@ -162,7 +162,7 @@ class JobRegistry(ABC):
             job = self._jobs.pop(job_id, None)
         self.past.drop(job_id)
         if job is not None:
-            self.job_ended(job)
+            self._life.job_ended(job)
             job.topic.close()
             job.generation_topic.close()
 
@@ -175,7 +175,7 @@ class JobRegistry(ABC):
             job = self.take_up(job_id)
             if job is not None and not job.state.over:
                 self._check_ladder(job)
-                self.job_begins(job)
+                self._life.job_begins(job)
 
     def _check_ladder(self, job: LiveJob) -> None:
         """Of a job that another console took: it runs, so it is not refused."""

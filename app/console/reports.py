@@ -7,7 +7,6 @@ heartbeats alone are kept in memory and written behind.
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from weakref import WeakKeyDictionary
 
@@ -77,25 +76,26 @@ def validation_note(report: ValidationReport) -> happening.Note:
     return happening.Note("info", "step", text)
 
 
-class Reports(ABC):
+class Reports:
     """Thread-safe. Every method raises ConsoleError: for an unknown job or worker, a process that does
     not count, or a database that does not answer.
 
-    measure: which iteration the workers of a job are to record. waited: for a person, by a job.
+    ended: called with a job for which nothing more is to be done. measure: which iteration the workers of a job are to
+    record. waited: for a person, by a job.
     """
 
-    def __init__(self, store: Store, measure: Callable[[str], int | None], waited: Callable[[LiveJob], Waited]) -> None:
-        self._store, self._measure, self._waited = store, measure, waited
+    def __init__(
+        self,
+        store: Store,
+        find: Callable[[str], LiveJob],
+        ended: Callable[[LiveJob], None],
+        measure: Callable[[str], int | None],
+        waited: Callable[[LiveJob], Waited],
+    ) -> None:
+        self._store, self._find, self._ended = store, find, ended
+        self._measure, self._waited = measure, waited
         # The newest of each job, and of what it was made.
         self._deployments: WeakKeyDictionary[LiveJob, tuple[object, Deployment]] = WeakKeyDictionary()
-
-    @abstractmethod
-    def job(self, job_id: str) -> LiveJob:
-        """Raises ConsoleError (404)."""
-
-    @abstractmethod
-    def job_ended(self, job: LiveJob) -> None:
-        """Nothing more is to be done for `job`."""
 
     def register(self, job_id: str, message: Registration) -> Registered:
         job, report = self.registration(job_id, message)
@@ -105,13 +105,13 @@ class Reports(ABC):
     def registration(self, job_id: str, message: Registration) -> tuple[LiveJob, IncomingReport]:
         """For whoever takes many together."""
         process = Arrival(plain(message.host), message.pid, message.ranks, message.made_of)
-        return self.job(job_id), IncomingReport(
+        return self._find(job_id), IncomingReport(
             happening.WorkerRegistered(message.worker, message.incarnation), process
         )
 
     def heartbeats(self, job_id: str, beats: Sequence[Heartbeat]) -> BatchReply:
         """Each is taken or refused by itself. Touches no database and waits for nothing."""
-        job, answers = self.job(job_id), list[int | ConsoleError]()
+        job, answers = self._find(job_id), list[int | ConsoleError]()
         for beat in beats:
             try:
                 answers.append(job.heard(beat))
@@ -134,7 +134,7 @@ class Reports(ABC):
 
     def failure(self, job_id: str, message: FailureReport) -> str:
         """Returns what the coordinator makes of it."""
-        job = self.job(job_id)
+        job = self._find(job_id)
         if message.cause == "exit":
             late = message.age_milliseconds / 1000
             seen = f" (seen {late:.1f} s before the report came)" if late >= 1 else ""
@@ -156,7 +156,7 @@ class Reports(ABC):
 
     def acknowledgements(self, job_id: str, said: Sequence[Acknowledgement]) -> tuple[LiveJob, list[IncomingReport]]:
         """For whoever takes many together."""
-        job, reports = self.job(job_id), list[IncomingReport]()
+        job, reports = self._find(job_id), list[IncomingReport]()
         for one in said:
             event = happening.GenerationAcknowledged(one.worker, one.incarnation, one.generation, one.state)
             reports.append(IncomingReport(event, acknowledgement={**one.model_dump(), "at": time.time()}))
@@ -164,7 +164,7 @@ class Reports(ABC):
 
     def meanwhile(self, job_id: str, message: InterimPlan) -> str:
         """What a generation runs until newcomers have their state."""
-        job, failed, plan = self.job(job_id), message.failed, None
+        job, failed, plan = self._find(job_id), message.failed, None
         if len(set(failed)) < len(failed) or any(name not in job.state.members for name in failed):
             raise ConsoleError(422, "invalid", "failed: expected workers of the job's grid, each once")
         if message.document:
@@ -184,7 +184,7 @@ class Reports(ABC):
 
     def committed(self, job_id: str, iterations: Sequence[Iteration], age: float = 0.0) -> None:
         """age: seconds since the newest was committed."""
-        job = self.job(job_id)
+        job = self._find(job_id)
         for report in iterations:
             if report.iteration >= job.spec.iterations:
                 raise ConsoleError(
@@ -207,7 +207,7 @@ class Reports(ABC):
         job.apply(happening.IterationsCommitted(count))
 
     def recovered(self, job_id: str, message: Recovery) -> None:
-        job = self.job(job_id)
+        job = self._find(job_id)
         if message.worker not in job.state.members:
             raise ConsoleError(404, "unknown_worker", f"worker: got {message.worker!r}, expected one of the job's grid")
         took, at = milliseconds(message.resumed_ms), time.time()
@@ -223,7 +223,7 @@ class Reports(ABC):
         job.topic.publish()
 
     def rearranged(self, job_id: str, message: Relayout) -> None:
-        job = self.job(job_id)
+        job = self._find(job_id)
         try:
             partition = job.plans.nominal.check_partition(message.partition)
         except PlannerError as error:
@@ -243,7 +243,7 @@ class Reports(ABC):
 
     def validated(self, job_id: str, report: ValidationReport) -> None:
         """What came of checking an iteration's gradients. A report that is known already changes nothing."""
-        job, note = self.job(job_id), validation_note(report)
+        job, note = self._find(job_id), validation_note(report)
         with storing(), job.lock:
             newest = self._store.events(job_id, limit=LOOK_BACK, newest=True)
             if not any(row["kind"] == note.kind and row["text"] == note.text for row in newest):
@@ -251,17 +251,17 @@ class Reports(ABC):
 
     def printed(self, job_id: str, message: LogLines) -> None:
         """What a worker's process has written."""
-        job = self.job(job_id)
+        job = self._find(job_id)
         job.measurements.logs.take(job.sender(message.worker, message.incarnation).name, message)
 
     def finish(self, job_id: str, message: JobFinished) -> None:
-        job = self.job(job_id)
+        job = self._find(job_id)
         job.apply(happening.Finished(JobState(message.state), plain(message.reason)))
-        self.job_ended(job)
+        self._ended(job)
 
     def deployment(self, job_id: str, after: int) -> Deployment | None:
         """The newest deployment, if its generation is above `after`. Does not block."""
-        job = self.job(job_id)
+        job = self._find(job_id)
         state = job.state
         generation = state.current
         if generation is None or generation.number <= after:
@@ -275,4 +275,4 @@ class Reports(ABC):
 
     def commands(self, job_id: str, after: int) -> list[Command]:
         """The commands with seq > after. Does not block."""
-        return self.job(job_id).commands.after(after)
+        return self._find(job_id).commands.after(after)

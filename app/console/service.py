@@ -52,11 +52,14 @@ PROBE_SECONDS = 1.0
 FLUSH_AT_ONCE = 512
 
 
-class Console(JobRegistry, Reports, Queries):
+class Console:
     """One per process and database. `start` before use, `close` at the end.
 
     tolerance: plans are made ahead for up to this many failures. keep: how much of its history. loop_watch: of the
     event loop that hears the workers; while that stands still, no silence counts.
+
+    jobs: those that there are; reports: what their workers and launchers say; queries: what people read of them;
+    operators: what people ask of them.
     """
 
     def __init__(
@@ -69,29 +72,30 @@ class Console(JobRegistry, Reports, Queries):
         loop_watch: EventLoopWatch | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        failure_timeouts = failure_timeouts or FailureTimeouts()
-        JobRegistry.__init__(self, store, failure_timeouts, clock)
+        self._store, self._clock = store, clock
+        self.failure_timeouts = failure_timeouts = failure_timeouts or FailureTimeouts()
+        self.jobs = JobRegistry(store, failure_timeouts, self)
         self.loop_watch, self.tolerance = loop_watch or EventLoopWatch(clock=clock), tolerance
         self.metrics, heartbeat = Metrics(), failure_timeouts.heartbeat
         self.security = Security(store.database)
-        self.operators = Operators(self.job, store)
+        self.operators = Operators(self.jobs.find, store)
         self.catalogs = Catalogs(store)
         self.plans = PlansService(
             *(store, self.catalogs),
             tolerance=tolerance,
             heartbeat=heartbeat,
-            find=self.job,
-            jobs=self.live_jobs,
+            find=self.jobs.find,
+            jobs=self.jobs.live,
             on_made=self.metrics.plan_made,
         )
         cache = self.plans.cache
         self.measuring = Measuring(store, cache.plan, heartbeat)
         self.accounts = Accounts(store, cache.get)
         self.roll_outs = RollOuts(store)
-        self.recorder = Recorder(store.database, self.live_jobs, keep or RetentionLimits(), self.job_ids)
+        self.recorder = Recorder(store.database, self.jobs.live, keep or RetentionLimits(), self.jobs.ids)
         self.sources = PlanSources(
             store,
-            find=self.job,
+            find=self.jobs.find,
             plans=cache,
             library=self.plans.library,
             making=self.plans.making,
@@ -100,20 +104,23 @@ class Console(JobRegistry, Reports, Queries):
         )
         waited = self.accounts.waiting.of
         self._advising = Advising(store, waited)
-        self._job_metrics = JobMetrics(self.live_jobs, store, cache.get, self.accounts.of, self.past.states, waited)
+        self._job_metrics = JobMetrics(
+            self.jobs.live, store, cache.get, self.accounts.of, self.jobs.past.states, waited
+        )
         self.metrics.registry.register(self._job_metrics)
         self._unwatch = self.metrics.watch(store.database.engine)
-        Reports.__init__(self, store, self.measuring.wanted, waited)
-        figures, advice = self.accounts.of, self._advising.advice
-        Queries.__init__(
-            *(self, store, failure_timeouts, clock),
+        self.reports = Reports(store, self.jobs.find, self.job_ended, self.measuring.wanted, waited)
+        self.queries = Queries(
+            *(store, failure_timeouts, clock),
+            find=self.jobs.find,
+            live=self.jobs.live,
+            past=self.jobs.past.lines,
             plans=cache,
-            past=self.past.lines,
-            figures=figures,
+            figures=self.accounts.of,
             waited=waited,
-            advice=advice,
+            advice=self._advising.advice,
         )
-        self.histories = Histories(self, store.database)
+        self.histories = Histories(self.jobs, store.database)
         self._stop = threading.Event()
         self._got_on = self._clock()
         self._probing, self._stored_at = threading.Lock(), -math.inf
@@ -127,7 +134,7 @@ class Console(JobRegistry, Reports, Queries):
         begin_without_pages()
         self.plans.start()
         self._advising.start()
-        self.take_up_all(over=OVER_SHOWN)
+        self.jobs.take_up_all(over=OVER_SHOWN)
         self._got_on = self._clock()
         self._ticker.start()
         self.recorder.start()
@@ -135,7 +142,7 @@ class Console(JobRegistry, Reports, Queries):
 
     def stop_waiting(self) -> None:
         """Sends every long-poll home, so that the server can end."""
-        for job in self.live_jobs():
+        for job in self.jobs.live():
             job.topic.close()
             job.generation_topic.close()
         self.plans.stop_waiting()
@@ -150,7 +157,7 @@ class Console(JobRegistry, Reports, Queries):
         self.catalogs.close()
         self.plans.close()
         self._advising.close()
-        for job in self.live_jobs():
+        for job in self.jobs.live():
             with suppress(ConsoleError):
                 job.take_heartbeats()
         self.histories.close()
@@ -167,7 +174,6 @@ class Console(JobRegistry, Reports, Queries):
             failure_timeouts=self.failure_timeouts,
             want_plan=self.plans.ahead.make_now,
             on_generation=self.plans.ahead.make_next,
-            bring_back=self.operators.bring_back,
             look_up=self.catalogs.find,
             clock=self._clock,
         )
@@ -209,7 +215,7 @@ class Console(JobRegistry, Reports, Queries):
         resting: set[str] = set()  # jobs that are over, and of which nothing is left to be done
         while not self._stop.wait(TICK_SECONDS):
             self._got_on = self._clock()
-            for job in self.live_jobs():
+            for job in self.jobs.live():
                 self._got_on = self._clock()
                 if job.job_id in resting and job.quiet:
                     continue
@@ -220,6 +226,7 @@ class Console(JobRegistry, Reports, Queries):
                     self.plans.consider(job)
                     self._advising.consider(job)
                     self.measuring.consider(job)
+                    self.operators.consider(job)
                     self.accounts.consider(job)
                     if job.state.over:
                         resting.add(job.job_id)
@@ -229,8 +236,8 @@ class Console(JobRegistry, Reports, Queries):
                     log.exception("a tick failed", job=job.job_id)
             if time.monotonic() - last_flush >= FLUSH_SECONDS:
                 last_flush = time.monotonic()
-                resting &= self._jobs.keys()
-                turns = max((len(job.state.members) for job in self.live_jobs()), default=0)
+                resting &= {job.job_id for job in self.jobs.live()}
+                turns = max((len(job.state.members) for job in self.jobs.live()), default=0)
                 turns = max(1, -(-turns // FLUSH_AT_ONCE))
             if turns:
                 turns -= 1
@@ -244,7 +251,7 @@ class Console(JobRegistry, Reports, Queries):
 
     def _flush(self, most: int = MAX_WORKERS) -> None:
         """most: workers of each job."""
-        beats = {job.job_id: rows for job in self.live_jobs() if (rows := job.measurements.unsaved(most))}
+        beats = {job.job_id: rows for job in self.jobs.live() if (rows := job.measurements.unsaved(most))}
         if beats:
             try:
                 self._store.heartbeats(beats)

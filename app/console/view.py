@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import median
 from types import MappingProxyType
@@ -339,11 +338,12 @@ def _planned(plan: Plan | None, name: str) -> dict[str, float]:
     return {kind: n * unit for kind, n in times.items()}
 
 
-class Queries(ABC):
+class Queries:
     """Thread-safe. Every method raises ConsoleError: for an unknown job, or a database that does not answer.
 
-    plans: the stored ones. past: the lines of jobs that are over and not in memory. figures, waited, advice: what
-    app.observing and app.advice say of a job.
+    find: a job by its id; raises ConsoleError. live: those that are not over, and those others that somebody has asked
+    for; past: the lines of all others. plans: the stored ones. figures, waited, advice: what app.observing and
+    app.advice say of a job.
     """
 
     def __init__(
@@ -352,29 +352,24 @@ class Queries(ABC):
         failure_timeouts: FailureTimeouts,
         clock: Callable[[], float],
         *,
-        plans: PlanCache,
+        find: Callable[[str], LiveJob],
+        live: Callable[[], Iterable[LiveJob]],
         past: Callable[[], Mapping[str, JobSummary]],
+        plans: PlanCache,
         figures: Callable[[LiveJob], Figures],
         waited: Callable[[LiveJob], Waited],
         advice: Callable[[LiveJob], str | None],
     ) -> None:
-        self._store, self.failure_timeouts, self._clock = store, failure_timeouts, clock
+        self._store, self._failure_timeouts, self._clock = store, failure_timeouts, clock
+        self._find, self._live, self._past = find, live, past
         self.observations = Observations(store.database)
-        self._plans, self._past = plans, past
+        self._plans = plans
         self._figures, self._waited, self._advice = figures, waited, advice
         self._seen: WeakKeyDictionary[LiveJob, Seen] = WeakKeyDictionary()
 
-    @abstractmethod
-    def job(self, job_id: str) -> LiveJob:
-        """Raises ConsoleError (404)."""
-
-    @abstractmethod
-    def live_jobs(self) -> list[LiveJob]:
-        """Those that are not over, and those others that somebody has asked for."""
-
     def list_jobs(self) -> list[JobSummary]:
         """Newest first."""
-        lines = {**self._past(), **{job.job_id: self._summary(job) for job in self.live_jobs()}}
+        lines = {**self._past(), **{job.job_id: self._summary(job) for job in self._live()}}
         return sorted(lines.values(), key=lambda line: (-line.created_at, line.job_id))
 
     def _summary(self, job: LiveJob) -> JobSummary:
@@ -396,11 +391,11 @@ class Queries(ABC):
         return found
 
     def head(self, job_id: str) -> JobHead:
-        return head(self.job(job_id))
+        return head(self._find(job_id))
 
     def view(self, job_id: str, iterations: int = 600, events: int = 200, *, workers: bool = True) -> JobView:
         """workers: with what is seen of each, of which there may be thousands."""
-        job = self.job(job_id)
+        job = self._find(job_id)
         with storing():
             figures, waited = self._figures(job), self._waited(job)
             state, run = job.state, job.plan_run
@@ -413,7 +408,7 @@ class Queries(ABC):
                 job_id=job.job_id,
                 spec=job.spec,
                 state=state.job_state,
-                sentence=sentence(worker_states, self._clock(), self.failure_timeouts, share=share),
+                sentence=sentence(worker_states, self._clock(), self._failure_timeouts, share=share),
                 created_at=job.created_at,
                 generation=state.generation,
                 workers=self._workers(job, fingerprint, worker_states) if workers else (),
@@ -501,7 +496,7 @@ class Queries(ABC):
         worker = next((w for w in view.workers if w.name == name), None)
         if worker is None:
             raise ConsoleError(404, "unknown_worker", f"worker: got {name!r}, expected one of the job's grid")
-        job = self.job(view.job_id)
+        job = self._find(view.job_id)
         states, known = job.worker_states(), job.processes
         role = states.roles[name]
         process = role.process if role.process and role.process.role == name else None
@@ -530,7 +525,7 @@ class Queries(ABC):
         )
 
     def sentence(self, job: LiveJob) -> str:
-        return sentence(job.worker_states(), self._clock(), self.failure_timeouts)
+        return sentence(job.worker_states(), self._clock(), self._failure_timeouts)
 
     def plan(self, fingerprint: str) -> Plan:
         """Raises ConsoleError (404)."""
@@ -542,7 +537,7 @@ class Queries(ABC):
 
     def deflated_plan(self, job_id: str, fingerprint: str) -> bytes:
         """The same as it is stored: a tenth, or less. Raises ConsoleError (404)."""
-        self.job(job_id)
+        self._find(job_id)
         with storing():
             document = PlanColumns(self._store.database).deflated_document(plain(fingerprint), job_id)
         if document is None:
@@ -551,17 +546,17 @@ class Queries(ABC):
 
     def job_plans(self, job_id: str) -> list[Record]:
         """The job's plans, fewest failures first: fingerprint, failed, ahead, created_at."""
-        self.job(job_id)
+        self._find(job_id)
         with storing():
             return self._store.job_plans(job_id)
 
     def events(self, job_id: str, after: int, limit: int) -> list[Record]:
-        self.job(job_id)
+        self._find(job_id)
         with storing():
             return self._store.events(job_id, after=after, limit=limit)
 
     def iterations(self, job_id: str, after: int, limit: int) -> list[Record]:
-        self.job(job_id)
+        self._find(job_id)
         with storing():
             return self._store.iterations(job_id, after=after, limit=limit)
 
@@ -571,7 +566,7 @@ class Queries(ABC):
 
         A generation tells both: who is out that was in before, and who is in that was out.
         """
-        job = self.job(job_id)
+        job = self._find(job_id)
         with storing():
             generations = self._store.generations(job_id)
         if not generations:
@@ -588,7 +583,7 @@ class Queries(ABC):
 
     def generations(self, job_id: str, after: int = 0, limit: int | None = None) -> list[Record]:
         """Generations with a number > after and their acknowledgements, oldest first."""
-        self.job(job_id)
+        self._find(job_id)
         with storing():
             generations = self._store.generations(job_id, after=after, limit=limit)
             last = generations[-1]["generation"] if generations else 0

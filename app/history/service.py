@@ -39,7 +39,7 @@ _ALIVE = (WorkerState.RUNNING, WorkerState.SUSPECT, WorkerState.REJOINING)
 class JobReader(Protocol):
     """What is asked of the console's jobs."""
 
-    def job(self, job_id: str) -> LiveJob:
+    def find(self, job_id: str) -> LiveJob:
         """Raises ConsoleError (404)."""
 
     def follow(self) -> None:
@@ -74,7 +74,7 @@ class Histories:
 
     async def export(self, job_id: str) -> Path:
         """A file of the caller's, who deletes it. Raises ConsoleError."""
-        self._jobs.job(job_id)
+        self._jobs.find(job_id)
         out = _temporary()
         try:
             out.unlink()
@@ -132,7 +132,7 @@ class Histories:
         """From now on there is no such job; its rows are deleted in the background. Raises ConsoleError."""
         if why := self.kept_for(job_id):
             raise ConsoleError(409, "job_runs", f"job: {job_id} {why}, expected one that has ended")
-        job = self._jobs.job(job_id)
+        job = self._jobs.find(job_id)
         audit = {"at": time.time(), "actor": actor.replace("\0", "")[:80] or "unknown", "action": "delete"}
         with job.lock, storing():
             self._rows.hide(job_id, {**audit, "job_id": job_id, "target": job_id, "detail": job.spec.name})
@@ -142,7 +142,7 @@ class Histories:
 
     def kept_for(self, job_id: str) -> str:
         """Why it can't be deleted now: `is running (W0_0 lives)`; "" where it can be. Raises ConsoleError."""
-        job = self._jobs.job(job_id)
+        job = self._jobs.find(job_id)
         alive = sorted(name for name, m in job.state.members.items() if m.state in _ALIVE)
         return f"is {job.state.job_state} ({alive[0]} lives)" if alive and not job.state.over else ""
 

@@ -18,7 +18,6 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from openrecycle.agent.coordination import coordinator, membership
 from openrecycle.agent.coordination.events import (
-    BringBack,
     ConsoleRestarted,
     Decision,
     Event,
@@ -123,8 +122,7 @@ def spares_of(reports: Iterable[IncomingReport]) -> dict[str, tuple[int, ...]]:
 class LiveJob:
     """Thread-safe. want_plan: called with the failed workers when a plan has to be made elsewhere;
     the answer comes back by `plans.plan_made`. on_generation: called after a generation has
-    opened. bring_back: called with workers that are to be started again. look_up: a plan made ahead that is kept
-    elsewhere, and where it is from.
+    opened. look_up: a plan made ahead that is kept elsewhere, and where it is from.
 
     Its parts, each with a state of its own: `state`, the membership as the coordinator has it, and `processes`, which
     hold the roles; `plans`; `measurements`, what workers say of themselves; `feed`; `commands` of operators;
@@ -141,7 +139,6 @@ class LiveJob:
         failure_timeouts: FailureTimeouts,
         want_plan: Callable[[LiveJob, tuple[str, ...]], None],
         on_generation: Callable[[LiveJob], None],
-        bring_back: Callable[[LiveJob, tuple[str, ...]], None],
         look_up: LookUp = lambda question, failed: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -168,7 +165,6 @@ class LiveJob:
         self._store = store
         self._want_plan = want_plan
         self._on_generation = on_generation
-        self._bring_back = bring_back
         self._clock = clock
         self._ticked = clock()
         self._published_generation = 0
@@ -276,8 +272,6 @@ class LiveJob:
             self.ask_for(wanted)
         if change.generation:
             self._on_generation(self)
-        for back in [d for d in decisions if isinstance(d, BringBack)]:
-            self._bring_back(self, back.workers)
         return reason
 
     def apply_all(self, reports: Sequence[IncomingReport]) -> list[str | ConsoleError]:

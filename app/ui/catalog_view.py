@@ -299,7 +299,7 @@ def _leave_button(label: str) -> None:
 
 def ask(console: Console) -> CatalogRequest:
     """The controls; their state is in the URL. Raises InputError."""
-    jobs = {job.job_id: job.name for job in console.list_jobs()}
+    jobs = {job.job_id: job.name for job in console.queries.list_jobs()}
     wanted = st.query_params.get("job") or st.session_state.get(CHOSEN) or next(iter(jobs), OWN)
     if wanted not in (OWN, *jobs):
         st.error(f"job: got {wanted!r}, expected the id of a job that this console knows. Choose one instead.")
@@ -322,7 +322,7 @@ def ask(console: Console) -> CatalogRequest:
             most = values["stages"] * (values["pipelines"] - 1)
             default = min(2, most)
         else:
-            question = console.job(source).plans.question
+            question = console.jobs.find(source).plans.question
             values = {
                 "job": job_doc(question.job),
                 "technique": question.technique.value,

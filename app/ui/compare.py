@@ -48,7 +48,7 @@ TITLE = '<h1 class="or-title">Compare</h1><div class="or-about">Two to four plan
 def page() -> None:
     colours = components.use_style()
     console = get_console()
-    opened = open_job(console, pace=False, title=_title) if console.list_jobs() else None
+    opened = open_job(console, pace=False, title=_title) if console.queries.list_jobs() else None
     job_id = opened[0].job_id if opened else None
     if opened is None:
         st.html(TITLE)

@@ -81,6 +81,8 @@ def ready_words(view: JobView) -> str:
 def _iteration(view: JobView) -> Card:
     done = view.iterations[-1].iteration + 1 if view.iterations else 0
     total = view.spec.iterations
+    if view.state is JobState.FINISHED and not done:
+        return Card("Iterations done", "–", "none was left to do", of=f"of {total:,}")
     if view.state in OVER:
         note = "all done" if view.state is JobState.FINISHED else "stopped"
     else:

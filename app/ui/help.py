@@ -72,7 +72,7 @@ def _drawn(theme: str, _colours: Palette) -> list[tuple[str, str, str, str]]:
 
 
 def _steps(colours: Palette) -> None:
-    demo = any(job.state != "finished" for job in get_console().list_jobs())
+    demo = any(job.state != "finished" for job in get_console().queries.list_jobs())
     first = "A job is here already: open **Live**." if demo else "Start the demo job, 12 real processes: `make run`."
     st.markdown(
         f"1. {first}\n"

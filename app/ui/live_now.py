@@ -36,13 +36,13 @@ def read_now(console: Console, job_id: str, iterations: int, events: int) -> Now
 
     def read() -> Now:
         at = time.time()
-        view = console.view(job_id, iterations, events)
+        view = console.queries.view(job_id, iterations, events)
         choice = console.operators.choice(job_id)
         return Now(
             view,
             choice,
-            console.measuring.iteration(console.job(job_id)),
-            console.roll_outs.of(console.job(job_id)),
+            console.measuring.iteration(console.jobs.find(job_id)),
+            console.roll_outs.of(console.jobs.find(job_id)),
             at,
         )
 

@@ -128,7 +128,7 @@ def _cards(console: Console, job_id: str, choice: dict[str, Any], verb: str) -> 
 def _card(console: Console, job_id: str, choice: dict[str, Any], way: dict[str, Any], verb: str) -> None:
     name, best = way["name"], way["name"] == _best(choice)
     # `in force` is the one whose plan the job runs while it trains.
-    run = console.job(job_id).plan_run
+    run = console.jobs.find(job_id).plan_run
     in_force = not choice["waiting"] and run is not None and run.fingerprint == way["plan"]
     badge = "in force" if in_force else "the best" if best else ""
     moves = ", ".join(f"{source} → {to}" for source, to in way["moves"])
@@ -235,7 +235,7 @@ def plan_menu(console: Console, job_id: str, *, over: bool) -> None:
         )
         st.divider()
         st.markdown("**Fault-free throughput**")
-        known = console.job(job_id).baseline
+        known = console.jobs.find(job_id).baseline
         if known is None:
             st.caption("What throughput is measured by is not known yet.")
         else:

@@ -28,7 +28,7 @@ def open_job(
     page has then said so. Raises ConsoleError.
     """
     # One that runs before those that have ended, however new: that is what somebody comes for.
-    jobs = sorted(console.list_jobs(), key=lambda job: (job.state not in OVER, job.created_at), reverse=True)
+    jobs = sorted(console.queries.list_jobs(), key=lambda job: (job.state not in OVER, job.created_at), reverse=True)
     if not jobs:
         components.no_job((st.context.url or "http://127.0.0.1:8501").removesuffix("/schedule").rstrip("/"))
         st.fragment(_wait_for_job, run_every=2)(console)
@@ -63,7 +63,7 @@ def open_job(
 def _titled(
     place: DeltaGenerator, console: Console, job_id: str, title: Callable[[JobHead], bool], *, pace: bool
 ) -> JobHead:
-    head = console.head(job_id)
+    head = console.queries.head(job_id)
     with place.container():
         if not title(head):
             components.job_title(head, pace=pace)
@@ -99,6 +99,6 @@ def _remember(known: frozenset[str]) -> None:
 
 
 def _wait_for_job(console: Console) -> None:
-    if console.list_jobs():
+    if console.queries.list_jobs():
         st.rerun()
     st.caption("This page changes by itself once a job is there.")

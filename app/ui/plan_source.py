@@ -113,7 +113,7 @@ def _wanted(console: Console, job_id: str | None, notes: DeltaGenerator) -> tupl
     """What the URL asks for, else the plan in force; a bare fingerprint is one of the job's. False: what the URL
     asks for can't be shown; it stays as it is."""
     said = st.query_params.get("plan")
-    in_force = console.sources.find(OfJob(job_id)) if job_id and console.job(job_id).state.current else None
+    in_force = console.sources.find(OfJob(job_id)) if job_id and console.jobs.find(job_id).state.current else None
     found: Source | PendingPlan | None = in_force
     understood = True
     if said is not None:
@@ -147,7 +147,7 @@ def _follows(
     wanted = asked or (linked and (same or st.session_state.get(FOLLOWED) == job_id))
     if known:
         st.session_state[TOGGLE] = wanted
-    if console.job(job_id).state.over:
+    if console.jobs.find(job_id).state.over:
         return asked  # no other one comes into force
     # At first the browser knows better: of a page that was open when the console was started anew, it holds the switch.
     follows = st.toggle(
@@ -193,7 +193,7 @@ def say_measured(console: Console, source: Source, show: Callable[[Reference, Re
         return
     with st.container(horizontal=True, vertical_alignment="center"):
         st.markdown(measured_words(shown))
-        last = console.measuring.iteration(console.job(shown.job_id))
+        last = console.measuring.iteration(console.jobs.find(shown.job_id))
         if last is not None and last.at > shown.at:
             st.button(
                 f"Show iteration {last.iteration}",

@@ -32,10 +32,10 @@ def page() -> None:
     colours = components.use_style()
     console = get_console()
     # Without a job there may still be plans of the library, or one that a link names.
-    jobless = not console.list_jobs() and bool(console.plans.library.saved() or "plan" in st.query_params)
+    jobless = not console.queries.list_jobs() and bool(console.plans.library.saved() or "plan" in st.query_params)
     opened = None if jobless else open_job(console, pace=False, title=partial(title_of, console))
     if opened is None and not jobless:
-        if not console.list_jobs():
+        if not console.queries.list_jobs():
             open_file(console, partial(show_instead, None))
         return
     head = opened[0] if opened else None
@@ -74,7 +74,7 @@ def _workers_table(fingerprint: str, names: str, out: dict[str, str], _schedule:
 def _follow(console: Console, job_id: str, shown: tuple[str | None, str]) -> None:
     """Runs the page again when another plan is run."""
     try:
-        run = console.job(job_id).plan_run
+        run = console.jobs.find(job_id).plan_run
     except ConsoleError:
         return
     if ((run.fingerprint, run.words) if run else (None, "")) != shown:

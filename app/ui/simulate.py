@@ -71,7 +71,7 @@ def page() -> None:
 def _ask(console: Console) -> SimulationRequest | None:
     """The controls; their state is in the URL. None: there is nothing to simulate, and the page has said why.
     Raises InputError."""
-    jobs = {job.job_id: job.name for job in reversed(console.list_jobs())}
+    jobs = {job.job_id: job.name for job in reversed(console.queries.list_jobs())}
     values: dict[str, Any] = {}
     with st.container(horizontal=True, vertical_alignment="bottom", key="simulate-job"):
         source = url_state.selectbox(
@@ -95,7 +95,7 @@ def _ask(console: Console) -> SimulationRequest | None:
                     if name == "micro_batches" else None,
                 )  # fmt: skip
         else:
-            job = console.job(source)
+            job = console.jobs.find(source)
             values["job"] = job_doc(job.plans.job)
             values["samples"] = float(job.spec.pipelines * job.spec.micro_batches * job.spec.samples_per_micro_batch)
     traces = [DRAWN, *([HISTORY] if source != SHAPE else []), *public_traces()]
@@ -147,11 +147,11 @@ def _history(console: Console, job_id: str) -> tuple[tuple[Row, ...], float]:
         return float(seconds) if job == job_id and seconds.isdecimal() and len(seconds) < 10 else None
 
     pinned = url_state.read(COVERS, accept, f"{job_id}:<seconds>", "All of its history is shown.")
-    rows, covered = console.past_failures(job_id, pinned)
+    rows, covered = console.queries.past_failures(job_id, pinned)
     url_state.say(COVERS)
     if pinned is None:
         st.query_params[COVERS] = f"{job_id}:{covered:.0f}"
-    elif console.past_failures(job_id)[1] > covered:
+    elif console.queries.past_failures(job_id)[1] > covered:
         with st.container(horizontal=True, vertical_alignment="center", key="simulate-covers"):
             components.quiet(f"The job's first {text.milliseconds(1000 * covered)}; it has gone on since.")
             st.button("Up to now", key="simulate-to-now", on_click=_up_to_now)

@@ -255,8 +255,8 @@ def show_opened(console: Console, job_id: str) -> None:
 
     def dialog() -> None:
         try:
-            view = console.view(job_id)
-            worker = console.worker_detail(view, name, time.time()).worker
+            view = console.queries.view(job_id)
+            worker = console.queries.worker_detail(view, name, time.time()).worker
         except ConsoleError as error:
             st.error(str(error))
             return
@@ -274,9 +274,9 @@ def _close() -> None:
 
 def _detail(console: Console, job_id: str, name: str) -> None:
     try:
-        view = console.view(job_id)
+        view = console.queries.view(job_id)
         now = time.time()
-        detail = console.worker_detail(view, name, now)
+        detail = console.queries.worker_detail(view, name, now)
     except ConsoleError as error:
         st.error(str(error))
         return
@@ -305,7 +305,7 @@ def _over_time(console: Console, job_id: str, detail: WorkerDetail) -> None:
     )
     until = time.time() + 1
     try:
-        series = console.recorder.series(console.job(job_id), name, until - SPANS[span], until)
+        series = console.recorder.series(console.jobs.find(job_id), name, until - SPANS[span], until)
     except ConsoleError as error:
         st.error(str(error))
         return

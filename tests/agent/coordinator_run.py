@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from openrecycle.agent.coordination import coordinator
 from openrecycle.agent.coordination.events import (
-    BringBack,
     Decision,
     Event,
     Exited,
@@ -44,7 +43,6 @@ class Run:
         self.opened: list[Generation] = []
         self.notes: list[Note] = []
         self.wanted: list[tuple[str, ...]] = []
-        self.brought_back: list[tuple[str, ...]] = []
         self.count = 0
         self.processes: dict[str, ProcessState] = {}
 
@@ -72,8 +70,6 @@ class Run:
             self.opened.append(decision.generation)
         elif isinstance(decision, Note):
             self.notes.append(decision)
-        elif isinstance(decision, BringBack):
-            self.brought_back.append(decision.workers)
         elif isinstance(decision, NeedPlan):
             self.wanted.append(decision.failed)
             if self.plans:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from openrecycle.agent.coordination.choosing import coming_back
 from openrecycle.agent.coordination.events import (
     Chosen,
     ConsoleRestarted,
@@ -149,11 +150,11 @@ def test_a_dropped_replica_leaves_with_its_living_workers() -> None:
     assert not run.member("W0_1").leaving
     run.back("W0_1")
     assert "W0_1" in run.opened[-1].living
-    assert not run.brought_back, "nobody that was lost is back"
+    assert coming_back(run.state) == (), "nobody that was lost is back"
 
 
 def test_a_dropped_replica_comes_back_with_the_worker_that_was_lost() -> None:
-    """All that stood by, and the one that had not gone yet when it has."""
+    """All that stood by for it, once they have gone."""
     run = Run(3, 3).start()
     run.send(ModeSet(Mode.MANUAL, 30.0, "ada"))
     run.exit("W0_0")
@@ -165,13 +166,15 @@ def test_a_dropped_replica_comes_back_with_the_worker_that_was_lost() -> None:
     run.resume()
     for name in ("W0_1", "W1_0", "W1_2"):
         run.send(Exited(name, f"{name}-1", "launcher"))
+    run.back("W1_2")
+    assert coming_back(run.state) == (), "it stood by itself"
     run.back("W0_0")
-    assert run.brought_back == [("W0_1",)], "pipeline 1 stands by on"
+    assert coming_back(run.state) == ("W0_1",)
     run.send(Exited("W0_2", "W0_2-1", "launcher"))
-    assert run.brought_back == [("W0_1",), ("W0_2",)]
+    assert coming_back(run.state) == ("W0_1", "W0_2")
     for name in ("W0_1", "W0_2"):
         run.back(name)
-    assert len(run.brought_back) == 2
+    assert coming_back(run.state) == (), "pipeline 1 stands by on"
 
 
 def test_nobody_chooses() -> None:

@@ -41,24 +41,24 @@ def test_the_defaults_of_both_sides_make_a_ladder() -> None:
 def test_a_job_whose_agents_give_up_before_the_console_does_is_refused(tmp_path: Path) -> None:
     console, database = open_console(tmp_path, dead=60)
     with pytest.raises(ConsoleError) as refused:
-        console.create_job(spec(Timeouts(transfer=45.0)))
+        console.jobs.create(spec(Timeouts(transfer=45.0)))
     assert refused.value.status == 422
     assert golden("transfer-timeout-got-45-0") in refused.value.detail
-    created, _ = console.create_job(spec(Timeouts(transfer=61)))
-    assert console.job(created.job_id).spec.transfer_timeout == 61
-    console.create_job(SPEC)  # a loop of one's own does not say
+    created, _ = console.jobs.create(spec(Timeouts(transfer=61)))
+    assert console.jobs.find(created.job_id).spec.transfer_timeout == 61
+    console.jobs.create(SPEC)  # a loop of one's own does not say
     console.close()
     database.close()
 
 
 def test_a_console_that_comes_back_with_another_ladder_says_whom_it_does_not_suit(tmp_path: Path) -> None:
     console, database = open_console(tmp_path)
-    job_id = console.create_job(spec(Timeouts(transfer=45.0)))[0].job_id
+    job_id = console.jobs.create(spec(Timeouts(transfer=45.0)))[0].job_id
     console.close()
     database.close()
     console, database = open_console(tmp_path, dead=60)
     console.start()
-    said = [event["text"] for event in console.events(job_id, 0, 100) if event["severity"] == "warning"]
+    said = [event["text"] for event in console.queries.events(job_id, 0, 100) if event["severity"] == "warning"]
     console.close()
     database.close()
     assert len(said) == 1

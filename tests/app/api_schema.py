@@ -89,16 +89,16 @@ class Api:
         self.seen: set[int] = set()
 
     def _job(self) -> str:
-        job_id = self.console.create_job(JobSpec.model_validate(SPEC))[0].job_id
+        job_id = self.console.jobs.create(JobSpec.model_validate(SPEC))[0].job_id
         names = [f"W{p}_{s}" for p in range(2) for s in range(2)]
         for name in names:
-            self.console.register(job_id, Registration(worker=name, incarnation="a", host="h", pid=1))
+            self.console.reports.register(job_id, Registration(worker=name, incarnation="a", host="h", pid=1))
         for state in ("adopted", "formed", "resumed"):
             for name in names:
                 message = {"worker": name, "incarnation": "a", "generation": 1, "state": state}
-                self.console.acknowledge(job_id, Acknowledgement.model_validate(message))
+                self.console.reports.acknowledge(job_id, Acknowledgement.model_validate(message))
         row = {"loss": 1.0, "loss_hex": "0x1p+0", "seconds": 0.2, "generation": 1, "living": 4}
-        self.console.committed(job_id, [Iteration.model_validate({"iteration": i, **row}) for i in range(3)])
+        self.console.reports.committed(job_id, [Iteration.model_validate({"iteration": i, **row}) for i in range(3)])
         return job_id
 
     def _others(self) -> None:

@@ -30,10 +30,10 @@ NAMES = [f"W{p}_{s}" for p in range(2) for s in range(2)]
 
 def lived_job(console: Console, *, finished: bool = True) -> str:
     """Workers register, one dies and comes back, an operator looks on; it ends."""
-    job_id = console.create_job(SPEC)[0].job_id
+    job_id = console.jobs.create(SPEC)[0].job_id
     for name in NAMES:
-        console.register(job_id, Registration(worker=name, incarnation=f"{name}-a", host="nöde", pid=7))
-    job = console.job(job_id)
+        console.reports.register(job_id, Registration(worker=name, incarnation=f"{name}-a", host="nöde", pid=7))
+    job = console.jobs.find(job_id)
     _resume(console, job_id, NAMES, 1)
     for seq in range(3):
         for name in NAMES:
@@ -58,13 +58,13 @@ def lived_job(console: Console, *, finished: bool = True) -> str:
         Iteration(iteration=i, loss=1 / (i + 3), loss_hex=(1 / (i + 3)).hex(), seconds=0.1, generation=1, living=4)
         for i in range(7)
     ]
-    console.committed(job_id, losses)
+    console.reports.committed(job_id, losses)
     console.operators.kill(job_id, "W1_0", "Ann")
     exit_report = FailureReport(worker="W1_0", incarnation="W1_0-a", cause="exit", reporter="launcher", detail="gone")
-    console.failure(job_id, exit_report)
+    console.reports.failure(job_id, exit_report)
     _resume(console, job_id, [n for n in NAMES if n != "W1_0"], 2)
     times = {"detected_ms": 1.0, "unblocked_ms": 2.5, "reformed_ms": 3.0, "resumed_ms": 1e-3}
-    console.recovered(job_id, Recovery(worker="W1_0", generation=2, **times))
+    console.reports.recovered(job_id, Recovery(worker="W1_0", generation=2, **times))
     console.operators.acknowledge(job_id, [1, 2], "Zoë 🚀")
     generation = job.state.current
     assert generation is not None
@@ -79,9 +79,9 @@ def lived_job(console: Console, *, finished: bool = True) -> str:
         uncertainty_us=4,
         workers=dict.fromkeys(generation.living, ops),
     )
-    console.observations.put_measured(job_id, 3, measured.model_dump_json(), measured.at)
+    console.queries.observations.put_measured(job_id, 3, measured.model_dump_json(), measured.at)
     if finished:
-        console.finish(job_id, JobFinished(state="finished", reason="all iterations are committed"))
+        console.reports.finish(job_id, JobFinished(state="finished", reason="all iterations are committed"))
     return job_id
 
 
@@ -89,7 +89,7 @@ def _resume(console: Console, job_id: str, names: list[str], generation: int) ->
     for name in names:
         for state in ("adopted", "formed", "resumed"):
             message = Acknowledgement(worker=name, incarnation=f"{name}-a", generation=generation, state=state)  # type: ignore[arg-type]
-            console.acknowledge(job_id, message)
+            console.reports.acknowledge(job_id, message)
 
 
 def everything(database: Database, job_id: str) -> dict[str, list[dict[str, Any]]]:

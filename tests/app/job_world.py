@@ -97,7 +97,8 @@ class World:
             created_at=time.time(),
             workers=members,
         )
-        self.reports = _Reports(self)
+        waited = Waiting(Observations(self.store.database)).of
+        self.reports = Reports(self.store, lambda job_id: self.job, lambda job: None, lambda job_id: None, waited)
         self.operators = Operators(lambda job_id: self.job, self.store)
         # The launcher's own book of places, without its processes.
         self.pool = ProcessPool.__new__(ProcessPool)
@@ -112,7 +113,6 @@ class World:
             failure_timeouts=LADDER,
             want_plan=lambda job, failed: self.wanted.append(failed),
             on_generation=lambda job: None,
-            bring_back=lambda job, workers: None,
             clock=lambda: self.now,
         )
 
@@ -318,15 +318,3 @@ class World:
             self.now += 1
             self.beat(*[process for process in heard if process.alive])
             self.attempt(self.job.tick)
-
-
-class _Reports(Reports):
-    def __init__(self, world: World) -> None:
-        super().__init__(world.store, lambda job_id: None, Waiting(Observations(world.store.database)).of)
-        self._world = world
-
-    def job(self, job_id: str) -> LiveJob:
-        return self._world.job
-
-    def job_ended(self, job: LiveJob) -> None:
-        pass

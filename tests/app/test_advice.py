@@ -340,20 +340,20 @@ def test_what_can_not_be_advised_is_a_sentence() -> None:
 
 
 def advised(job: JobHere) -> list[str]:
-    return [e["text"] for e in job.console.events(job.job_id, 0, 500) if e["kind"] == "plan"]
+    return [e["text"] for e in job.console.queries.events(job.job_id, 0, 500) if e["kind"] == "plan"]
 
 
 def test_each_new_set_of_failures_is_advised_once(here: ConsoleHere, tmp_path: Path) -> None:
     console = here.console
     job = JobHere(console, "advised job").register().commit(0, 9, 1)
-    assert console.view(job.job_id).advice is None
+    assert console.queries.view(job.job_id).advice is None
     # While the survivors have not all resumed there is no advice, however long that takes.
     job.die("W1_2")
-    until(lambda: console.view(job.job_id).generation == 2, "generation 2 opens")
-    assert out(console.job(job.job_id).state) is None
+    until(lambda: console.queries.view(job.job_id).generation == 2, "generation 2 opens")
+    assert out(console.jobs.find(job.job_id).state) is None
     job.heal("W1_2", 2)
-    until(lambda: console.view(job.job_id).advice is not None, "the advice comes")
-    first = console.view(job.job_id).advice
+    until(lambda: console.queries.view(job.job_id).advice is not None, "the advice comes")
+    first = console.queries.view(job.job_id).advice
     assert first is not None
     assert first.startswith(golden("with-w1-2-empty-the"))
     assert golden("1f1bs-bubbles-have-room-for") in first
@@ -361,9 +361,9 @@ def test_each_new_set_of_failures_is_advised_once(here: ConsoleHere, tmp_path: P
 
     job.commit(10, 12, 2).die("W0_2")
     job.resume(3)
-    assert console.view(job.job_id).advice != first
-    until(lambda: console.view(job.job_id).advice is not None, "the second advice comes")
-    second = console.view(job.job_id).advice
+    assert console.queries.view(job.job_id).advice != first
+    until(lambda: console.queries.view(job.job_id).advice is not None, "the second advice comes")
+    second = console.queries.view(job.job_id).advice
     assert second is not None
     assert advised(job) == [first, second]
     assert golden("the-bubbles-cant-absorb-the") in second
@@ -379,14 +379,14 @@ def test_advice_that_comes_during_another_recovery_is_asked_for_again(
     job.resume(2)
     until(lambda: len(asked) == 1, "advice is asked for")
     broken = FailureReport(worker="W0_1", incarnation="W0_0-a", cause="transfer", reporter="W0_0", generation=2)
-    here.console.failure(job.job_id, broken)
-    until(lambda: job.console.view(job.job_id).generation == 3, "all connect anew")
+    here.console.reports.failure(job.job_id, broken)
+    until(lambda: job.console.queries.view(job.job_id).generation == 3, "all connect anew")
     asked[0](Recommendation("re-route", "re-route", True, "too late"), "")
-    assert here.console.view(job.job_id).advice is None
+    assert here.console.queries.view(job.job_id).advice is None
     job.resume(3)
     until(lambda: len(asked) == 2, "advice is asked for again")
     asked[1](Recommendation("re-route", "re-route", True, "in time"), "")
-    assert here.console.view(job.job_id).advice == "in time"
+    assert here.console.queries.view(job.job_id).advice == "in time"
     assert advised(job) == ["in time"]
 
 
@@ -400,7 +400,7 @@ def test_a_console_that_restarts_advises_again_and_does_not_repeat_itself(tmp_pa
         before.close()
     after = ConsoleHere(tmp_path)
     try:
-        until(lambda: after.console.view(job.job_id).advice is not None, "the advice comes again")
+        until(lambda: after.console.queries.view(job.job_id).advice is not None, "the advice comes again")
         job.console = after.console
         assert len(advised(job)) == 1
     finally:
@@ -411,8 +411,8 @@ def test_a_job_in_slots_is_advised_once_an_iteration_was_timed(here: ConsoleHere
     """Seconds per slot are what its iterations took: 1 s each here, so 18 samples per second fault-free."""
     job = JobHere(here.console, "slots", durations={}, paced=False).register()
     job.die("W1_2").resume(2)
-    assert here.console.view(job.job_id).advice is None
+    assert here.console.queries.view(job.job_id).advice is None
     job.commit(0, 4, 2)
-    until(lambda: here.console.view(job.job_id).advice is not None, "the advice comes")
+    until(lambda: here.console.queries.view(job.job_id).advice is not None, "the advice comes")
     # Five iterations of 1.1 s with the failure: re-routing trains 18 samples in each.
-    assert "16.36 samples/s" in (here.console.view(job.job_id).advice or "")
+    assert "16.36 samples/s" in (here.console.queries.view(job.job_id).advice or "")

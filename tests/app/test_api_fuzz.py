@@ -31,9 +31,9 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TestClient, 
     database.upgrade()
     console = Console(Store(database), tolerance=0)
     console.start()
-    created, _ = console.create_job(JobSpec(name="n", pipelines=2, stages=2, micro_batches=2, iterations=9, demo=True))
+    created, _ = console.jobs.create(JobSpec(name="n", pipelines=2, stages=2, micro_batches=2, iterations=9, demo=True))
     for name in NAMES:
-        console.register(created.job_id, Registration(worker=name, incarnation="a", host="h", pid=1))
+        console.reports.register(created.job_id, Registration(worker=name, incarnation="a", host="h", pid=1))
     client = TestClient(Starlette(routes=create_routes(console)), raise_server_exceptions=False)
     yield client, created.job_id
     console.close()

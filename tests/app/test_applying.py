@@ -79,12 +79,12 @@ def test_a_plan_for_others_or_at_the_wrong_moment_is_refused() -> None:
 
 def test_a_plan_is_put_in_force_in_a_job_that_it_fits(console: Console) -> None:
     here = JobHere(console, "applied").register().commit(0, 3, 1)
-    job = console.job(here.job_id)
+    job = console.jobs.find(here.job_id)
     mine = plan(memory="4", technique="decoupled")
     assert misfit(job, mine) == ""
-    reason = use_plan(console.job(here.job_id), mine, "ada")
+    reason = use_plan(console.jobs.find(here.job_id), mine, "ada")
     assert reason == f"ada put plan {mine.fingerprint[:8]} in force"
-    view = console.view(here.job_id)
+    view = console.queries.view(here.job_id)
     assert view.generation == 2 and view.plan == mine
     assert any(e.text == reason and e.kind == "operator" for e in view.events)
     row = console._store.audit(here.job_id)[-1]
@@ -93,10 +93,10 @@ def test_a_plan_is_put_in_force_in_a_job_that_it_fits(console: Console) -> None:
     here.resume(2)
     here.die("W1_2").resume(3)
     with pytest.raises(ConsoleError, match=golden("the-plan-is-for-a")) as error:
-        use_plan(console.job(here.job_id), mine, "ada")
+        use_plan(console.jobs.find(here.job_id), mine, "ada")
     assert error.value.status == 409
-    use_plan(console.job(here.job_id), plan(("W1_2",), memory="4", technique="adaptive"), "ada")
-    assert console.view(here.job_id).plan.technique == "adaptive"  # type: ignore[union-attr]
+    use_plan(console.jobs.find(here.job_id), plan(("W1_2",), memory="4", technique="adaptive"), "ada")
+    assert console.queries.view(here.job_id).plan.technique == "adaptive"  # type: ignore[union-attr]
 
 
 def test_what_does_not_fit_is_said(console: Console) -> None:
@@ -111,11 +111,11 @@ def test_what_does_not_fit_is_said(console: Console) -> None:
         (running, plan(("W1_2",)), "the plan is for a job without W1_2, and this one trains with all workers"),
         (running, plan(memory="none"), "activations, and the job's memory limit uniform allows 4"),
     ):
-        assert words in misfit(console.job(job.job_id), wrong)
+        assert words in misfit(console.jobs.find(job.job_id), wrong)
     with pytest.raises(ConsoleError) as error:
-        use_plan(console.job(running.job_id), plan(("W1_2",)), "ada")
+        use_plan(console.jobs.find(running.job_id), plan(("W1_2",)), "ada")
     assert error.value.status == 409
-    assert console.view(running.job_id).generation == 1
+    assert console.queries.view(running.job_id).generation == 1
 
 
 def test_over_http_a_saved_plan_is_put_in_force(console: Console) -> None:

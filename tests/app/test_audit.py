@@ -109,7 +109,7 @@ def test_each_change_leaves_a_line_that_says_who(here: ConsoleHere, app: TestCli
     steady = JobHere(console, "steady", iterations=80).register().commit(0, 40, 1)
 
     def measured() -> bool:
-        figures = console.view(steady.job_id).figures
+        figures = console.queries.view(steady.job_id).figures
         return figures is not None and figures.baseline is not None and figures.baseline.source == "measured"
 
     until(measured, "its rate is measured")

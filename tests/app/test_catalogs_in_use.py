@@ -30,13 +30,13 @@ def ended(filling: Filling) -> str:
 
 def test_a_second_job_begins_with_the_first_ones_plans(tmp_path: Path) -> None:
     here = ConsoleHere(tmp_path)
-    first = here.console.job(JobHere(here.console, "first").job_id)
+    first = here.console.jobs.find(JobHere(here.console, "first").job_id)
     wait(lambda: first.plans.ahead.made == first.plans.ahead.wanted)
     wait(lambda: len(here.console.catalogs.names(first.plans.question)) == 5)
     calls = []
     here.console.plans.ahead._maker.submit = lambda *args, **more: calls.append(args)  # type: ignore[method-assign]
-    second = here.console.job(JobHere(here.console, "second").job_id)
-    wait(lambda: len(here.console.job_plans(second.job_id)) == 5)
+    second = here.console.jobs.find(JobHere(here.console, "second").job_id)
+    wait(lambda: len(here.console.queries.job_plans(second.job_id)) == 5)
     assert calls == [], "nothing was planned again"
     here.close()
 
@@ -47,13 +47,13 @@ def test_a_filling_improves_what_a_running_job_uses_at_the_next_failure(
     here = ConsoleHere(tmp_path)
     monkeypatch.setattr(here.console.plans.ahead, "make_ahead", lambda job: None)
     job = JobHere(here.console, "waits for its plans").register()
-    question = here.console.job(job.job_id).plans.question
+    question = here.console.jobs.find(job.job_id).plans.question
     request = parse_request(
         job=job_doc(question.job), technique="staggered", memory="uniform", tolerance=1, solver="cp-sat", time_limit=5
     )
     assert ended(here.console.catalogs.fill(request)) == "done"
     job.die("W1_2")
-    view = here.console.view(job.job_id)
+    view = here.console.queries.view(job.job_id)
     opened = next(event.text for event in view.events if event.kind == "generation")
     assert golden("from-the-catalog-planned-ahead-for-1") in opened
     stored = here.console.catalogs.find(question, [Worker(1, 2)])
@@ -69,16 +69,16 @@ def test_plans_too_large_for_memory_stay_in_the_catalog_until_they_are_needed(
     monkeypatch.setattr("openrecycle.app.plans.service.HELD_OPS", 1)
     here = ConsoleHere(tmp_path)
     job = JobHere(here.console, "large")
-    live = here.console.job(job.job_id)
+    live = here.console.jobs.find(job.job_id)
     assert live.plans.ahead.wanted == 5, "the full grid, and one failure on each of four stages"
     wait(lambda: live.plans.ahead.made == 5)
     job.register()
     assert [plan.failed for plan in live.plans.catalog.plans] == [()], "only what it needed"
     job.die("W1_2")
-    wait(lambda: here.console.view(job.job_id).generation == 2)
-    opened = next(event.text for event in here.console.view(job.job_id).events if event.kind == "generation")
+    wait(lambda: here.console.queries.view(job.job_id).generation == 2)
+    opened = next(event.text for event in here.console.queries.view(job.job_id).events if event.kind == "generation")
     assert golden("from-the-catalog-planned-ahead-for") in opened
-    again = here.console.job(JobHere(here.console, "the same again").job_id)
+    again = here.console.jobs.find(JobHere(here.console, "the same again").job_id)
     assert (again.plans.ahead.made, again.plans.ahead.wanted) == (5, 5), "it is there at once"
     here.close()
 
@@ -93,14 +93,14 @@ def test_a_plan_at_hand_that_is_for_other_failures_is_made_anew(
 ) -> None:
     here = ConsoleHere(tmp_path)
     job = JobHere(here.console, "small").register()
-    live = here.console.job(job.job_id)
+    live = here.console.jobs.find(job.job_id)
     wait(lambda: live.plans.ahead.made == 5)
     (made_for,) = next(plan.failed for plan in live.plans.catalog.plans if [name[3] for name in plan.failed] == ["2"])
     other = "W1_2" if made_for != "W1_2" else "W0_2"
     monkeypatch.setattr("openrecycle.planner.catalogs.catalog.rename_pipelines", _of_others)
     job.die(other)
-    wait(lambda: here.console.view(job.job_id).generation == 2)
-    view = here.console.view(job.job_id)
+    wait(lambda: here.console.queries.view(job.job_id).generation == 2)
+    view = here.console.queries.view(job.job_id)
     opened = next(event.text for event in view.events if event.kind == "generation")
     assert "made now (list)" in opened
     assert view.plan is not None and view.plan.failed == (other,)
@@ -121,23 +121,23 @@ def test_a_large_plan_is_fitted_beside_the_console(
         monkeypatch.setattr(limit, 1)
     here = ConsoleHere(tmp_path)
     job = JobHere(here.console, "large", micro_batches=90).register()
-    live = here.console.job(job.job_id)
-    wait(lambda: live.plans.ahead.made == 5 and here.console.view(job.job_id).generation == 1)
+    live = here.console.jobs.find(job.job_id)
+    wait(lambda: live.plans.ahead.made == 5 and here.console.queries.view(job.job_id).generation == 1)
     located = here.console.catalogs.located(live.plans.question, ("W1_2",))
     assert located is not None
     if damaged:
         broken = replace(located, stored=located.stored[:-1] + b"x")
         monkeypatch.setattr(here.console.catalogs, "located", lambda question, failed: broken)
     job.die("W1_2")
-    wait(lambda: here.console.view(job.job_id).generation == 2)
-    view = here.console.view(job.job_id)
+    wait(lambda: here.console.queries.view(job.job_id).generation == 2)
+    view = here.console.queries.view(job.job_id)
     opened = next(event.text for event in view.events if event.kind == "generation")
     assert ("made now (list)" if damaged else located.origin) in opened
     expected = here.console.catalogs.find(live.plans.question, [Worker(1, 2)])
     assert expected is not None and view.plan is not None
     assert damaged or view.plan.fingerprint == expected[0].fingerprint, "made for W1_2 itself, it has other ties"
     assert check(view.plan) == []
-    document = here.console.plan_document(job.job_id, view.plan.fingerprint)
+    document = here.console.queries.plan_document(job.job_id, view.plan.fingerprint)
     assert Plan.from_json(document) == view.plan, "agents get the same"
     here.close()
 

@@ -183,6 +183,6 @@ def test_what_looks_like_a_request_inside_of_one_is_none(served: Served) -> None
         assert [a[0] for a in await fresh.ask(head, inner)] == [401]
 
     run(served, case)
-    job = served.console.job(served.job.job_id)
+    job = served.console.jobs.find(served.job.job_id)
     job.take_heartbeats()
     assert job.measurements.contacts["W0_1"].beat.seq == 50

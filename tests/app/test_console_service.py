@@ -52,14 +52,14 @@ def console(store: Store) -> Iterator[Console]:
 
 def register_all(console: Console, job_id: str) -> None:
     for name in NAMES:
-        console.register(job_id, Registration(worker=name, incarnation=f"{name}-a", host="h", pid=7))
+        console.reports.register(job_id, Registration(worker=name, incarnation=f"{name}-a", host="h", pid=7))
 
 
 def resume(console: Console, job_id: str, generation: int, names: list[str]) -> None:
     for name in names:
         for state in ("adopted", "formed", "resumed"):
             message = Acknowledgement(worker=name, incarnation=f"{name}-a", generation=generation, state=state)  # type: ignore[arg-type]
-            console.acknowledge(job_id, message)
+            console.reports.acknowledge(job_id, message)
 
 
 def exited(worker: str) -> FailureReport:
@@ -76,10 +76,10 @@ def until(true: Callable[[], bool], seconds: float = 30) -> None:
 def test_what_can_not_be_stored_has_not_happened(
     console: Console, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    created, _ = console.create_job(SPEC)
+    created, _ = console.jobs.create(SPEC)
     register_all(console, created.job_id)
     resume(console, created.job_id, 1, NAMES)
-    before = console.job(created.job_id).state
+    before = console.jobs.find(created.job_id).state
     apply = store.apply
 
     def disk_is_full(*_: object) -> None:
@@ -87,14 +87,14 @@ def test_what_can_not_be_stored_has_not_happened(
 
     monkeypatch.setattr(store, "apply", disk_is_full)
     with pytest.raises(ConsoleError) as error:
-        console.failure(created.job_id, exited("W1_1"))
+        console.reports.failure(created.job_id, exited("W1_1"))
     assert (error.value.status, error.value.code) == (503, "disk_full")
-    assert console.job(created.job_id).state.generation == before.generation
-    assert console.deployment(created.job_id, 1) is None
+    assert console.jobs.find(created.job_id).state.generation == before.generation
+    assert console.reports.deployment(created.job_id, 1) is None
     # The launcher sends its report again, and now there is room.
     monkeypatch.setattr(store, "apply", apply)
-    console.failure(created.job_id, exited("W1_1"))
-    deployment = console.deployment(created.job_id, 1)
+    console.reports.failure(created.job_id, exited("W1_1"))
+    deployment = console.reports.deployment(created.job_id, 1)
     assert deployment is not None
     assert deployment.failed == ("W1_1",)
 
@@ -102,7 +102,7 @@ def test_what_can_not_be_stored_has_not_happened(
 def test_a_commit_whose_answer_was_lost_is_found_again(
     console: Console, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    created, _ = console.create_job(SPEC)
+    created, _ = console.jobs.create(SPEC)
     register_all(console, created.job_id)
     resume(console, created.job_id, 1, NAMES)
     apply = store.apply
@@ -113,16 +113,16 @@ def test_a_commit_whose_answer_was_lost_is_found_again(
 
     monkeypatch.setattr(store, "apply", connection_lost)
     with pytest.raises(ConsoleError) as error:
-        console.failure(created.job_id, exited("W1_1"))
+        console.reports.failure(created.job_id, exited("W1_1"))
     assert error.value.status == 503
     monkeypatch.setattr(store, "apply", apply)
-    assert console.failure(created.job_id, exited("W1_1")) == golden("w1-1-was-out-already")
-    deployment = console.deployment(created.job_id, 1)
+    assert console.reports.failure(created.job_id, exited("W1_1")) == golden("w1-1-was-out-already")
+    deployment = console.reports.deployment(created.job_id, 1)
     assert deployment is not None
     assert (deployment.generation, deployment.failed) == (2, ("W1_1",))
     resume(console, created.job_id, 2, [name for name in NAMES if name != "W1_1"])
-    assert console.view(created.job_id).state is JobState.RUNNING
-    texts = [event.text for event in console.view(created.job_id).events]
+    assert console.queries.view(created.job_id).state is JobState.RUNNING
+    texts = [event.text for event in console.queries.view(created.job_id).events]
     assert golden("the-database-failed-for-a") in texts
 
 
@@ -131,14 +131,14 @@ def test_a_plan_for_a_large_grid_comes_from_the_child(
 ) -> None:
     monkeypatch.setattr("openrecycle.app.jobs.job_plans.INLINE_OPS", 0)
     monkeypatch.setattr(console.plans.ahead, "make_ahead", lambda job: None)
-    created, _ = console.create_job(SPEC)
+    created, _ = console.jobs.create(SPEC)
     register_all(console, created.job_id)
-    until(lambda: console.job(created.job_id).state.generation == 1)
-    console.failure(created.job_id, exited("W2_0"))
-    until(lambda: console.job(created.job_id).state.generation == 2)
-    deployment = console.deployment(created.job_id, 1)
+    until(lambda: console.jobs.find(created.job_id).state.generation == 1)
+    console.reports.failure(created.job_id, exited("W2_0"))
+    until(lambda: console.jobs.find(created.job_id).state.generation == 2)
+    deployment = console.reports.deployment(created.job_id, 1)
     assert deployment is not None
-    assert console.plan(deployment.plan_fingerprint).failed == ("W2_0",)
+    assert console.queries.plan(deployment.plan_fingerprint).failed == ("W2_0",)
 
 
 def test_a_plan_whose_generation_could_not_be_stored_is_asked_for_again(
@@ -146,9 +146,9 @@ def test_a_plan_whose_generation_could_not_be_stored_is_asked_for_again(
 ) -> None:
     monkeypatch.setattr("openrecycle.app.jobs.job_plans.INLINE_OPS", 0)
     monkeypatch.setattr(console.plans.ahead, "make_ahead", lambda job: None)
-    created, _ = console.create_job(SPEC)
+    created, _ = console.jobs.create(SPEC)
     register_all(console, created.job_id)
-    until(lambda: console.job(created.job_id).state.generation == 1)
+    until(lambda: console.jobs.find(created.job_id).state.generation == 1)
     apply, refused = store.apply, threading.Event()
 
     def no_generations(job_id: str, change: object) -> None:
@@ -158,25 +158,27 @@ def test_a_plan_whose_generation_could_not_be_stored_is_asked_for_again(
         apply(job_id, change)  # type: ignore[arg-type]
 
     monkeypatch.setattr(store, "apply", no_generations)
-    console.failure(created.job_id, exited("W2_0"))
+    console.reports.failure(created.job_id, exited("W2_0"))
     assert refused.wait(30)
     monkeypatch.setattr(store, "apply", apply)
-    until(lambda: console.job(created.job_id).state.generation == 2)
+    until(lambda: console.jobs.find(created.job_id).state.generation == 2)
 
 
 def test_reports_that_come_at_once_are_taken_one_after_the_other(console: Console, store: Store) -> None:
     spec = SPEC.model_copy(update={"pipelines": 5})
-    created, _ = console.create_job(spec)
+    created, _ = console.jobs.create(spec)
     names = [f"W{p}_{s}" for p in range(5) for s in range(2)]
     start, errors = threading.Barrier(len(names)), list[BaseException]()
 
     def live(name: str) -> None:
         try:
             start.wait()
-            console.register(created.job_id, Registration(worker=name, incarnation=f"{name}-a", host="h", pid=7))
+            console.reports.register(
+                created.job_id, Registration(worker=name, incarnation=f"{name}-a", host="h", pid=7)
+            )
             start.wait()
             if name in ("W0_0", "W1_1", "W2_0", "W3_1"):
-                console.failure(created.job_id, exited(name))
+                console.reports.failure(created.job_id, exited(name))
             else:
                 resume(console, created.job_id, 1, [name])
         except BaseException as error:
@@ -194,18 +196,18 @@ def test_reports_that_come_at_once_are_taken_one_after_the_other(console: Consol
     events = store.events(created.job_id, limit=1000)
     assert [e["seq"] for e in events] == list(range(1, len(events) + 1))
     for generation in generations:
-        assert list(console.plan(generation["plan_fingerprint"]).failed) == generation["failed"]
+        assert list(console.queries.plan(generation["plan_fingerprint"]).failed) == generation["failed"]
 
 
 def test_a_job_that_no_plan_fits_halts_and_says_why(console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
-    created, _ = console.create_job(SPEC)
-    job = console.job(created.job_id)
+    created, _ = console.jobs.create(SPEC)
+    job = console.jobs.find(created.job_id)
     monkeypatch.setattr(job.plans, "plan_now", lambda failed: None)
     monkeypatch.setattr(
         job, "_want_plan", lambda job, failed: job.plans.plan_made(failed, None, "no schedule exists: x")
     )
     register_all(console, created.job_id)
-    view = console.view(created.job_id)
+    view = console.queries.view(created.job_id)
     assert view.state is JobState.HALTED
     assert view.sentence == golden("halted-there-is-no-plan")
 
@@ -214,21 +216,21 @@ def test_after_each_failure_beyond_the_tolerance_the_next_is_planned(store: Stor
     console = Console(store, tolerance=0)
     console.start()
     try:
-        created, _ = console.create_job(SPEC)
-        job = console.job(created.job_id)
+        created, _ = console.jobs.create(SPEC)
+        job = console.jobs.find(created.job_id)
         register_all(console, created.job_id)
         resume(console, created.job_id, 1, NAMES)
-        until(lambda: {len(p["failed"]) for p in console.job_plans(created.job_id)} == {0, 1})
+        until(lambda: {len(p["failed"]) for p in console.queries.job_plans(created.job_id)} == {0, 1})
         until(lambda: job.plans.ahead.made == job.plans.ahead.wanted == 3)
-        console.failure(created.job_id, exited("W0_1"))
-        until(lambda: {len(p["failed"]) for p in console.job_plans(created.job_id)} == {0, 1, 2})
-        assert golden("planned-ahead-for-1-failed") in console.view(created.job_id).events[0].text
+        console.reports.failure(created.job_id, exited("W0_1"))
+        until(lambda: {len(p["failed"]) for p in console.queries.job_plans(created.job_id)} == {0, 1, 2})
+        assert golden("planned-ahead-for-1-failed") in console.queries.view(created.job_id).events[0].text
     finally:
         console.close()
 
 
 def test_a_view_shows_what_is_known(console: Console) -> None:
-    created, _ = console.create_job(SPEC)
+    created, _ = console.jobs.create(SPEC)
     job_id = created.job_id
     register_all(console, job_id)
     resume(console, job_id, 1, NAMES)
@@ -242,10 +244,10 @@ def test_a_view_shows_what_is_known(console: Console) -> None:
         op_milliseconds={"F": 1.5},
         resident_bytes=10,
     )
-    console.heartbeats(job_id, [beat])
-    console.heartbeats(job_id, [beat.model_copy(update={"seq": 4, "iteration": 8})])
-    until(lambda: console.view(job_id).workers[0].iteration > 0)
-    view = console.view(job_id)
+    console.reports.heartbeats(job_id, [beat])
+    console.reports.heartbeats(job_id, [beat.model_copy(update={"seq": 4, "iteration": 8})])
+    until(lambda: console.queries.view(job_id).workers[0].iteration > 0)
+    view = console.queries.view(job_id)
     first = view.workers[0]
     assert (first.name, first.state, first.iteration, first.phase) == ("W0_0", RoleState.RUNNING, 9, "training")
     assert (first.op_milliseconds, first.host, first.pid, first.acknowledged) == ({"F": 1.5}, "h", 7, "resumed")
@@ -255,19 +257,19 @@ def test_a_view_shows_what_is_known(console: Console) -> None:
     assert view.plan.failed == ()
     assert [e.seq for e in view.events] == sorted((e.seq for e in view.events), reverse=True)
     assert view.figures is not None and view.figures.fault_free is None  # its times are slots
-    assert console.list_jobs()[0].name == "job"
+    assert console.queries.list_jobs()[0].name == "job"
 
 
 def test_heartbeats_are_stored_some_at_a_time_and_none_is_forgotten(store: Store) -> None:
     console = Console(store)  # not started: nobody else stores
-    created, _ = console.create_job(SPEC)
+    created, _ = console.jobs.create(SPEC)
     register_all(console, created.job_id)
-    job = console.job(created.job_id)
+    job = console.jobs.find(created.job_id)
 
     def hear(seq: int, *names: str) -> None:
         for name in names:
             beat = Heartbeat(worker=name, incarnation=f"{name}-a", seq=seq, generation=1, iteration=2, phase="training")
-            console.heartbeats(created.job_id, [beat])
+            console.reports.heartbeats(created.job_id, [beat])
         job.take_heartbeats()
 
     hear(1, *NAMES)
@@ -283,12 +285,12 @@ def test_heartbeats_are_stored_some_at_a_time_and_none_is_forgotten(store: Store
 def test_the_rate_that_a_paced_job_can_reach_is_predicted(console: Console) -> None:
     times = {"F": 40.0, "I": 40.0, "W": 40.0}
     spec = SPEC.model_copy(update={"paced": True, "durations": times, "samples_per_micro_batch": 4})
-    created, _ = console.create_job(spec)
+    created, _ = console.jobs.create(spec)
     register_all(console, created.job_id)
-    view = console.view(created.job_id)
+    view = console.queries.view(created.job_id)
     assert view.plan is not None
-    until(lambda: console.job(created.job_id).baseline is not None)
-    figures = console.view(created.job_id).figures
+    until(lambda: console.jobs.find(created.job_id).baseline is not None)
+    figures = console.queries.view(created.job_id).figures
     assert figures is not None and figures.baseline is not None and figures.baseline.source == "planned"
     assert figures.fault_free == pytest.approx(3 * 3 * 4 / (view.plan.metrics.period / 1000))
 
@@ -296,15 +298,15 @@ def test_the_rate_that_a_paced_job_can_reach_is_predicted(console: Console) -> N
 def test_a_job_that_can_not_be_read_back_does_not_stop_the_others(store: Store) -> None:
     console = Console(store)
     console.start()
-    good, _ = console.create_job(SPEC)
-    bad, _ = console.create_job(SPEC)
+    good, _ = console.jobs.create(SPEC)
+    bad, _ = console.jobs.create(SPEC)
     console.close()
     with store.database.write() as session:
         session.execute(text("update job set spec = '{}' where id = :id"), {"id": bad.job_id})
     again = Console(store, failure_timeouts=FailureTimeouts())
     again.start()
     try:
-        assert [job.job_id for job in again.list_jobs()] == [good.job_id]
+        assert [job.job_id for job in again.queries.list_jobs()] == [good.job_id]
     finally:
         again.close()
 
@@ -312,26 +314,26 @@ def test_a_job_that_can_not_be_read_back_does_not_stop_the_others(store: Store) 
 def test_jobs_that_are_over_are_read_when_somebody_asks(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     console = Console(store)
     console.start()
-    ids = [console.create_job(SPEC.model_copy(update={"name": f"job {n}"}))[0].job_id for n in range(4)]
+    ids = [console.jobs.create(SPEC.model_copy(update={"name": f"job {n}"}))[0].job_id for n in range(4)]
     register_all(console, ids[0])
     for job_id, state in zip(ids, ("finished", "stopped", "finished"), strict=False):
-        console.finish(job_id, JobFinished(state=state, reason="as asked"))  # type: ignore[arg-type]
-    before = console.list_jobs()
+        console.reports.finish(job_id, JobFinished(state=state, reason="as asked"))  # type: ignore[arg-type]
+    before = console.queries.list_jobs()
     assert before[-1].sentence == golden("the-job-has-finished-as") and before[-1].living == 6
     console.close()
     monkeypatch.setattr("openrecycle.app.console.service.OVER_SHOWN", 1)
     again = Console(store)
     again.start()
     try:
-        assert {job.job_id for job in again.live_jobs()} == {ids[3], ids[2]}, "the one that is not over; the newest"
-        assert again.list_jobs() == before
+        assert {job.job_id for job in again.jobs.live()} == {ids[3], ids[2]}, "the one that is not over; the newest"
+        assert again.queries.list_jobs() == before
         assert again.metrics.registry.get_sample_value("openrecycle_jobs", {"state": "finished"}) == 2
-        assert again.job(ids[1]).state.over_reason == "as asked"
-        assert {job.job_id for job in again.live_jobs()} == {*ids[1:]} and again.list_jobs() == before
+        assert again.jobs.find(ids[1]).state.over_reason == "as asked"
+        assert {job.job_id for job in again.jobs.live()} == {*ids[1:]} and again.queries.list_jobs() == before
         again.histories.delete(ids[0], "ada")
-        assert [job.job_id for job in again.list_jobs()] == ids[:0:-1]
+        assert [job.job_id for job in again.queries.list_jobs()] == ids[:0:-1]
         with pytest.raises(ConsoleError, match=golden("expected-the-id-of-a")):
-            again.job(ids[0])
+            again.jobs.find(ids[0])
     finally:
         again.close()
 

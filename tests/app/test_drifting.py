@@ -38,16 +38,16 @@ class Workers:
 
     @property
     def job(self) -> LiveJob:
-        return self.console.job(self.job_id)
+        return self.console.jobs.find(self.job_id)
 
     @property
     def plan(self) -> Plan:
         current = self.job.state.current
         assert current is not None
-        return self.console.plan(current.plan_fingerprint)
+        return self.console.queries.plan(current.plan_fingerprint)
 
     def texts(self) -> list[str]:
-        return [event.text for event in self.console.view(self.job_id).events]
+        return [event.text for event in self.console.queries.view(self.job_id).events]
 
     def heard(self) -> set[str]:
         """Whose newest heartbeat has been taken."""
@@ -59,7 +59,7 @@ class Workers:
         for name in names:
             for state in ("adopted", "formed", "resumed"):
                 message = Acknowledgement(worker=name, incarnation=f"{name}-a", generation=generation, state=state)  # type: ignore[arg-type]
-                self.console.acknowledge(self.job_id, message)
+                self.console.reports.acknowledge(self.job_id, message)
 
     def beat(self, factors: dict[str, float], rounds: int = 1, names: list[str] = NAMES) -> None:
         """One heartbeat of each worker, and until the console has taken them; so many times."""
@@ -76,7 +76,7 @@ class Workers:
                     phase="training",
                     op_milliseconds=took,  # type: ignore[arg-type]
                 )
-                self.console.heartbeats(self.job_id, [beat])
+                self.console.reports.heartbeats(self.job_id, [beat])
             until(lambda: set(names) <= self.heard() and not self.job.measurements.op_times._fresh)
 
 
@@ -106,17 +106,17 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 def test_a_slow_worker_gets_less_to_do_until_it_is_well(store: Store) -> None:
     console = started(store)
-    created, _ = console.create_job(SPEC)
+    created, _ = console.jobs.create(SPEC)
     workers = Workers(console, created.job_id)
     for name in NAMES:
-        console.register(created.job_id, Registration(worker=name, incarnation=f"{name}-a", host="h", pid=7))
+        console.reports.register(created.job_id, Registration(worker=name, incarnation=f"{name}-a", host="h", pid=7))
     workers.resume()
     workers.beat({}, rounds=WINDOW)
     assert workers.job.state.generation == 1 and workers.job.measurements.slow == {}
 
     workers.beat({"W1_1": 2.0}, rounds=WINDOW + 1)
     until(lambda: workers.job.state.generation == 2)
-    view = console.view(created.job_id)
+    view = console.queries.view(created.job_id)
     assert [w.slow for w in view.workers] == [0, 0, 0, 2]
     assert workers.plan.job.speeds == {"W1_1": 0.5} and workers.job.plans.job.speeds == ((SLOW, 0.5),)
     # Its peer takes work off it.
@@ -129,7 +129,7 @@ def test_a_slow_worker_gets_less_to_do_until_it_is_well(store: Store) -> None:
     # What fails next is planned with that speed, too.
     workers.resume()
     failed = FailureReport(worker="W0_0", incarnation="W0_0-a", cause="exit", reporter="launcher", detail="gone")
-    console.failure(created.job_id, failed)
+    console.reports.failure(created.job_id, failed)
     assert workers.plan.job.speeds == {"W1_1": 0.5} and workers.plan.failed == ("W0_0",)
 
     # A console that starts anew knows it from the plan in force.
@@ -149,10 +149,10 @@ def test_a_slow_worker_gets_less_to_do_until_it_is_well(store: Store) -> None:
 
 def test_while_the_plan_is_frozen_a_better_one_waits(store: Store) -> None:
     console = started(store)
-    created, _ = console.create_job(SPEC)
+    created, _ = console.jobs.create(SPEC)
     workers = Workers(console, created.job_id)
     for name in NAMES:
-        console.register(created.job_id, Registration(worker=name, incarnation=f"{name}-a", host="h", pid=7))
+        console.reports.register(created.job_id, Registration(worker=name, incarnation=f"{name}-a", host="h", pid=7))
     workers.resume()
     console.operators.freeze(created.job_id, True, "ada")
     workers.beat({"W1_1": 2.0}, rounds=WINDOW + 1)
@@ -168,10 +168,10 @@ def test_while_the_plan_is_frozen_a_better_one_waits(store: Store) -> None:
 
 def test_all_together_are_slow_and_no_plan_is_to_blame(store: Store) -> None:
     console = started(store)
-    created, _ = console.create_job(SPEC)
+    created, _ = console.jobs.create(SPEC)
     workers = Workers(console, created.job_id)
     for name in NAMES:
-        console.register(created.job_id, Registration(worker=name, incarnation=f"{name}-a", host="h", pid=7))
+        console.reports.register(created.job_id, Registration(worker=name, incarnation=f"{name}-a", host="h", pid=7))
     workers.resume()
     workers.beat(dict.fromkeys(NAMES, 1.5), rounds=WINDOW + 1)
     said = "all workers' ops take 1.5 times what the profile says"

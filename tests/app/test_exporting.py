@@ -190,7 +190,7 @@ def test_the_launch_line_is_that_of_the_job(here: ConsoleHere) -> None:
 def test_over_the_api(here: ConsoleHere) -> None:
     job = JobHere(here.console, "api job").register().die("W1_2").heal("W1_2", 2)
     client = TestClient(Starlette(routes=create_routes(here.console)))
-    plan = here.console.view(job.job_id).plan
+    plan = here.console.queries.view(job.job_id).plan
     assert plan is not None
     kept = made_plan(technique="decoupled", memory="none")
     saved = here.console.plans.library.save(kept, "kept")

@@ -28,19 +28,19 @@ def test_a_validation_is_a_line_of_the_feed_once(
     console = here.console
     job_id = JobHere(console, "steps").job_id
     for _ in range(2):
-        console.validated(job_id, report)
-    lines = [e for e in console.view(job_id).events if e.kind == "step"]
+        console.reports.validated(job_id, report)
+    lines = [e for e in console.queries.view(job_id).events if e.kind == "step"]
     assert [(e.severity, words in e.text) for e in lines] == [(severity, True)]
 
 
 def test_what_somebody_has_taken_note_of_says_who(here: ConsoleHere) -> None:
     console = here.console
     job = JobHere(console, "noted").register().commit(0, 3, 1).die("W1_2").heal("W1_2", 2)
-    notable = [e for e in console.view(job.job_id).events if e.severity != "info"]
+    notable = [e for e in console.queries.view(job.job_id).events if e.severity != "info"]
     assert notable and not any(e.seen_by for e in notable)
     assert console.operators.acknowledge(job.job_id, [notable[0].seq, 10_000], "Ann") == 1
     assert console.operators.acknowledge(job.job_id, [e.seq for e in notable], "Bob") == len(notable) - 1
-    by = {e.seq: e.seen_by for e in console.view(job.job_id).events}
+    by = {e.seq: e.seen_by for e in console.queries.view(job.job_id).events}
     assert [by[e.seq] for e in notable] == ["Ann", *["Bob"] * (len(notable) - 1)]
 
 
@@ -52,14 +52,14 @@ def lines(*texts: str, worker: str = "W0_0", skipped: int = 0) -> LogLines:
 def test_the_newest_lines_of_each_worker_are_kept(here: ConsoleHere, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measurements, "LINES", 21)
     console, job_id = here.console, JobHere(here.console, "logs").register().job_id
-    book = console.job(job_id).measurements.logs
+    book = console.jobs.find(job_id).measurements.logs
     for i in range(25):
-        console.printed(job_id, lines(str(i)))
+        console.reports.printed(job_id, lines(str(i)))
     assert [line.text for line in book.lines("W0_0")] == [str(i) for i in range(4, 25)]
-    console.printed(job_id, lines("more", skipped=1234))
+    console.reports.printed(job_id, lines("more", skipped=1234))
     assert [line.text for line in book.lines("W0_0")][-2:] == [golden("1-234-lines-left-out"), "more"]
     assert book.lines("W0_1") == ()
     with pytest.raises(ConsoleError, match=golden("expected-a-worker-of-the")):
-        console.printed(job_id, lines("x", worker="W8_8"))
+        console.reports.printed(job_id, lines("x", worker="W8_8"))
     with pytest.raises(ConsoleError, match="expected 'W0_0-a', the newest"):
-        console.printed(job_id, LogLines(worker="W0_0", incarnation="other", lines=()))
+        console.reports.printed(job_id, LogLines(worker="W0_0", incarnation="other", lines=()))

@@ -34,7 +34,7 @@ def account_of(*generations: list[float]) -> Account:
 
 
 def test_a_job_without_failures_is_all_productive(here: ConsoleHere) -> None:
-    job = here.console.job(JobHere(here.console, "healthy", iterations=400).register().job_id)
+    job = here.console.jobs.find(JobHere(here.console, "healthy", iterations=400).register().job_id)
     job.pin(PINNED)
     account = account_of([1.0] * 10)
     made = figures(account, job, begin=100.0, now=110.0)
@@ -44,7 +44,7 @@ def test_a_job_without_failures_is_all_productive(here: ConsoleHere) -> None:
 
 def test_what_a_failure_cost_is_not_productive(here: ConsoleHere) -> None:
     """10 s of which the first start took 2, and a recovery and its redone work 3; then at half the rate."""
-    job = here.console.job(JobHere(here.console, "failed", iterations=400).register().job_id)
+    job = here.console.jobs.find(JobHere(here.console, "failed", iterations=400).register().job_id)
     job.pin(PINNED)
     account = account_of([3.0, 1.0, 1.0, 1.0], [5.0, 2.0, 2.0])
     made = figures(account, job, begin=100.0, now=115.0)
@@ -54,7 +54,7 @@ def test_what_a_failure_cost_is_not_productive(here: ConsoleHere) -> None:
 
 
 def test_standing_still_counts_against_it(here: ConsoleHere) -> None:
-    job = here.console.job(JobHere(here.console, "waits", iterations=400).register().job_id)
+    job = here.console.jobs.find(JobHere(here.console, "waits", iterations=400).register().job_id)
     account = account_of([1.0] * 5)
     assert figures(account, job, begin=100.0, now=120.0).ettr == 0.25
 
@@ -66,9 +66,9 @@ def test_the_first_iteration_of_a_new_generation_is_judged_by_the_generation_bef
 
 def test_before_anything_is_known(here: ConsoleHere) -> None:
     console = here.console
-    starting = console.accounts.of(console.job(JobHere(console, "starting").job_id))
+    starting = console.accounts.of(console.jobs.find(JobHere(console, "starting").job_id))
     assert (starting.ettr, starting.goodput) == (None, None)
-    job = console.job(JobHere(console, "no times", paced=False, durations={}).register().job_id)
+    job = console.jobs.find(JobHere(console, "no times", paced=False, durations={}).register().job_id)
     assert console.accounts.of(job).fault_free is None
 
 
@@ -76,7 +76,7 @@ def test_adding_up_in_the_database_gives_the_same(here: ConsoleHere, monkeypatch
     """However many iterations are new, and also after the console has been away."""
     rng = random.Random(7)
     driven = JobHere(here.console, "long", iterations=5000).register()
-    job, store = here.console.job(driven.job_id), Store(here.database)
+    job, store = here.console.jobs.find(driven.job_id), Store(here.database)
     rows, generation = [], 1
     for i in range(500):
         if rng.random() < 0.05:
@@ -110,7 +110,7 @@ def test_adding_up_in_the_database_gives_the_same(here: ConsoleHere, monkeypatch
 
 
 def feed(console: Console, job_id: str) -> list[str]:
-    return [e["text"] for e in console.events(job_id, 0, 1000) if "fault-free" in e["text"]]
+    return [e["text"] for e in console.queries.events(job_id, 0, 1000) if "fault-free" in e["text"]]
 
 
 def rows(
@@ -140,7 +140,7 @@ def test_the_yardstick_is_pinned_and_no_slower_machine_moves_it(here: ConsoleHer
     """Also not over a restart of the console."""
     console = here.console
     driven = JobHere(console, "pinned", iterations=5000, paced=False, durations={}).register()
-    job = console.job(driven.job_id)
+    job = console.jobs.find(driven.job_id)
     assert console.accounts.of(job).fault_free is None
     commit(console, driven, rows(0, 40, 1.0))
     until(lambda: job.baseline is not None, "it is measured")
@@ -161,7 +161,7 @@ def test_the_yardstick_is_pinned_and_no_slower_machine_moves_it(here: ConsoleHer
     assert "until now 17" in feed(console, job.job_id)[-1] and "ada" in feed(console, job.job_id)[-2]
     again = Console(console._store)
     try:
-        read = again.take_up(job.job_id)
+        read = again.jobs.take_up(job.job_id)
         assert read is not None and read.baseline == job.baseline
         assert again.accounts.of(read).fault_free == job.baseline.samples_per_second
     finally:
@@ -170,7 +170,7 @@ def test_the_yardstick_is_pinned_and_no_slower_machine_moves_it(here: ConsoleHer
 
 def test_an_unsteady_start_is_no_yardstick(here: ConsoleHere) -> None:
     driven = JobHere(here.console, "unsteady", iterations=5000, paced=False, durations={}).register()
-    job = here.console.job(driven.job_id)
+    job = here.console.jobs.find(driven.job_id)
     made = rows(0, 30, 1.0)
     for row in made[:15]:
         row["seconds"] = 1.0 + 2.0 * (row["iteration"] % 2)
@@ -186,7 +186,7 @@ def test_a_persons_time_is_no_cost_and_no_dip(here: ConsoleHere) -> None:
     """An operator pauses for a minute, and takes another to choose: both are shown apart."""
     console = here.console
     driven = JobHere(console, "people", iterations=400, paced=False, durations={}).register()
-    job, now = console.job(driven.job_id), time.time()
+    job, now = console.jobs.find(driven.job_id), time.time()
     job.pin(Baseline(18.0, "measured", 1, 20))
     made = rows(0, 29, 1.0, at=now - 200)
     # Paused after iteration 19; resumed a minute later; iteration 20 has the pause in it.
@@ -195,7 +195,7 @@ def test_a_persons_time_is_no_cost_and_no_dip(here: ConsoleHere) -> None:
     made[20]["seconds"] += 60
     job.commands.held = [("pause", made[19]["committed_at"] - 0.5), ("resume", made[19]["committed_at"] + 60)]
     commit(console, driven, made)
-    view = console.view(job.job_id)
+    view = console.queries.view(job.job_id)
     slowest = min(i.samples_per_second for i in view.iterations if i.iteration < 29)
     assert slowest > 17, "the pause is no dip"
     assert view.iterations[20].waited == pytest.approx(60, abs=1)

@@ -111,10 +111,10 @@ def test_an_imported_job_is_looked_at_as_any_other(origin: tuple[Database, str, 
     console = Console(Store(target))
     console.start()
     try:
-        view = console.view(job_id)
+        view = console.queries.view(job_id)
         assert {w.name for w in view.workers} == set(NAMES) and view.plan is not None
-        assert console.job(job_id).state.job_state == "finished"
-        assert len(console.iterations(job_id, -1, 100)) == 7
+        assert console.jobs.find(job_id).state.job_state == "finished"
+        assert len(console.queries.iterations(job_id, -1, 100)) == 7
     finally:
         console.close()
 

@@ -101,27 +101,27 @@ def job(here: ConsoleHere) -> Iterator[JobHere]:
 
 
 def test_the_feed_of_a_job_has_few_rows(here: ConsoleHere, job: JobHere) -> None:
-    console, live = here.console, here.console.job(job.job_id)
+    console, live = here.console, here.console.jobs.find(job.job_id)
     before = live.feed.last
     for seconds in (2.0, 3.5, 61.25):
         live.apply(Stalled(seconds))
-    (row,) = console.events(job.job_id, before, 100)
+    (row,) = console.queries.events(job.job_id, before, 100)
     assert (row["seq"], row["count"], row["severity"]) == (before + 1, 3, "warning")
     assert row["last_at"] > row["at"] and "61.2 s" in row["text"]
-    shown = console.view(job.job_id).events[0]
+    shown = console.queries.view(job.job_id).events[0]
     assert (shown.seq, shown.count, shown.last_at) == (row["seq"], 3, row["last_at"])
     # As after an answer of the database that was lost: memory is what the database has.
     live._doubtful = True
     live.apply(Stalled(4))
-    rows = console.events(job.job_id, before, 100)
+    rows = console.queries.events(job.job_id, before, 100)
     assert [r["count"] for r in rows if "stood still" in r["text"]] == [4]
     # What somebody has taken note of, and happens again, is to be seen again.
     console.operators.acknowledge(live.job_id, [before + 1], "ada")
     live.apply(Stalled(5))
-    rows = console.events(job.job_id, before, 100)
+    rows = console.queries.events(job.job_id, before, 100)
     assert [r["count"] for r in rows if "stood still" in r["text"]] == [4, 1]
     assert [r["seq"] for r in rows] == list(range(before + 1, live.feed.last + 1)), "no gaps"
-    assert console.events(job.job_id, 0, 1)[0]["count"] == 1
+    assert console.queries.events(job.job_id, 0, 1)[0]["count"] == 1
 
 
 def test_the_page_says_how_often_and_when_last() -> None:

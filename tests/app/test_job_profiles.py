@@ -45,16 +45,16 @@ def store(tmp_path: Path) -> Iterator[Store]:
 def test_a_profile_outlives_its_console(store: Store) -> None:
     first = Console(store)
     first.start()
-    created, _ = first.create_job(SPEC, "key")
-    assert first.view(created.job_id).spec.profile == job_doc(UNEVEN)
+    created, _ = first.jobs.create(SPEC, "key")
+    assert first.queries.view(created.job_id).spec.profile == job_doc(UNEVEN)
     # The same job again, as a launcher sends it that has not heard the answer.
-    assert first.create_job(JobSpec.model_validate_json(SPEC.model_dump_json()), "key") == (created, False)
+    assert first.jobs.create(JobSpec.model_validate_json(SPEC.model_dump_json()), "key") == (created, False)
     with pytest.raises(ConsoleError, match=golden("used-for-another-job")):
-        first.create_job(SPEC.model_copy(update={"memory": "uniform"}), "key")
+        first.jobs.create(SPEC.model_copy(update={"memory": "uniform"}), "key")
     first.close()
     second = Console(store)
     second.start()
-    job = second.job(created.job_id)
+    job = second.jobs.find(created.job_id)
     assert job.plans.job == UNEVEN and job.spec == SPEC and job.plans.catalog.memory.limits(job.plans.job) == (2, 3)
     second.close()
 
@@ -63,4 +63,4 @@ def test_bytes_that_hold_nothing_are_refused_with_what_would_help(store: Store) 
     console = Console(store)
     small = SPEC.profile.model_copy(update={"capacity_bytes": 1050}) if SPEC.profile else None
     with pytest.raises(ConsoleError, match=golden("memory-holds-0-5-of-one")):
-        console.create_job(SPEC.model_copy(update={"profile": small}))
+        console.jobs.create(SPEC.model_copy(update={"profile": small}))

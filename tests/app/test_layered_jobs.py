@@ -31,7 +31,7 @@ class Layered(JobHere):
 
     @property
     def live(self) -> LiveJob:
-        return self.console.job(self.job_id)
+        return self.console.jobs.find(self.job_id)
 
     def moved(self, iteration: int) -> None:
         """The launcher says that its workers have the layers of the newest generation."""
@@ -45,7 +45,7 @@ class Layered(JobHere):
             moved_layers=count,
             stall_ms=20.0,
         )
-        self.console.rearranged(self.job_id, report)
+        self.console.reports.rearranged(self.job_id, report)
 
 
 def test_layers_move_after_a_death_and_back_after_the_return(here: ConsoleHere) -> None:
@@ -60,15 +60,15 @@ def test_layers_move_after_a_death_and_back_after_the_return(here: ConsoleHere) 
     current = job.live.state.current
     assert current is not None and current.failed == ("W1_1",)
     assert sum(current.partition) == 12 and current.partition != HOME
-    plan = here.console.plan(current.plan_fingerprint)
+    plan = here.console.queries.plan(current.plan_fingerprint)
     assert plan.partition == current.partition
     assert job.live.state.moving and job.live.state.held == HOME
     job.resume(3)
-    view = here.console.view(job.job_id)
+    view = here.console.queries.view(job.job_id)
     assert (view.held, view.coming) == (HOME, current.partition)
     job.moved(13)
     job.moved(13)  # said twice, it is the same
-    view = here.console.view(job.job_id)
+    view = here.console.queries.view(job.job_id)
     assert (view.held, view.coming) == (current.partition, ())
     job.commit(12, 20, 3)
 
@@ -101,7 +101,7 @@ def test_who_fails_while_layers_move_is_planned_for_with_those_that_come(here: C
     job.resume(4)
     current = job.live.state.current
     assert current is not None and current.failed == ("W0_0", "W1_1") and current.partition == moving.partition
-    assert here.console.plan(current.plan_fingerprint).partition == moving.partition
+    assert here.console.queries.plan(current.plan_fingerprint).partition == moving.partition
 
 
 def test_in_manual_mode_an_operator_is_asked(here: ConsoleHere) -> None:
@@ -119,7 +119,7 @@ def test_in_manual_mode_an_operator_is_asked(here: ConsoleHere) -> None:
 def test_layers_that_may_not_move_stay(here: ConsoleHere) -> None:
     job = Layered(here, relayout="never").register().commit(0, 9, 1).die("W1_1")
     job.resume(2)
-    until(lambda: here.console.view(job.job_id).advice is not None, "the advice comes")
+    until(lambda: here.console.queries.view(job.job_id).advice is not None, "the advice comes")
     assert job.live.state.generation == 2 and job.live.state.held == HOME
 
 
@@ -145,7 +145,7 @@ def test_a_report_of_other_layers_than_the_job_has_is_refused(here: ConsoleHere)
     job = Layered(here).register()
     report = Relayout(generation=1, iteration=0, partition=(1, 2), moved_layers=3, stall_ms=1.0)
     with pytest.raises(ConsoleError):
-        here.console.rearranged(job.job_id, report)
+        here.console.reports.rearranged(job.job_id, report)
 
 
 @pytest.mark.parametrize(
@@ -168,6 +168,6 @@ def test_only_what_a_generation_is_planned_for_is_taken(here: ConsoleHere, wrong
     before = job.live.state.held, job.live.state.moved
     report = {"generation": 2, "iteration": 10, "partition": HOME, "moved_layers": 0, "stall_ms": 1.0} | wrong
     with pytest.raises(ConsoleError) as refused:
-        job.console.rearranged(job.job_id, Relayout(**report))
+        job.console.reports.rearranged(job.job_id, Relayout(**report))
     assert refused.value.status in (409, 422)
     assert (job.live.state.held, job.live.state.moved) == before and not job.live.state.moving

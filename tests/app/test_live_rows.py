@@ -51,14 +51,16 @@ def test_all_who_look_at_a_large_job_within_a_second_share_what_they_see(
     console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = JobHere(console, "shared").register().commit(0, 9, 1)
-    own = console.view(job.job_id).workers
-    assert console.view(job.job_id).workers is not own, "of a small one everybody sees the newest"
+    own = console.queries.view(job.job_id).workers
+    assert console.queries.view(job.job_id).workers is not own, "of a small one everybody sees the newest"
     monkeypatch.setattr(views, "SHARED", 12)
     monkeypatch.setattr(views, "SHARED_SECONDS", 1e9)
-    console._seen.clear()
-    seen = console.view(job.job_id)
-    assert console.view(job.job_id, 5, 5).workers is seen.workers
+    console.queries._seen.clear()
+    seen = console.queries.view(job.job_id)
+    assert console.queries.view(job.job_id, 5, 5).workers is seen.workers
     job.die("W1_2")
-    assert {w.name: w.state for w in console.view(job.job_id).workers}["W1_2"] == "failed", "what is stored is seen"
+    assert {w.name: w.state for w in console.queries.view(job.job_id).workers}["W1_2"] == "failed", (
+        "what is stored is seen"
+    )
     monkeypatch.setattr(views, "SHARED_SECONDS", 0.0)
-    assert console.view(job.job_id).workers is not console.view(job.job_id).workers
+    assert console.queries.view(job.job_id).workers is not console.queries.view(job.job_id).workers

@@ -22,7 +22,6 @@ from openrecycle.agent.messages.protocol import JobSpec
 from openrecycle.app.api.models import WorkerInfo
 from openrecycle.app.catalogs.service import Catalogs
 from openrecycle.app.console.view import JobView, Queries, WorkerDetail
-from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.jobs.states import OUT, Condition, RoleState, words_of
 from openrecycle.app.observing.goodput import Accounts
 from openrecycle.app.observing.rollout import RollOuts
@@ -56,18 +55,14 @@ class Console(Queries):
         accounts = Accounts(world.store)
         super().__init__(
             *(world.store, LADDER, lambda: world.now),
-            plans=self.plans,
+            find=lambda job_id: world.job,
+            live=lambda: [world.job],
             past=dict,
+            plans=self.plans,
             figures=accounts.of,
             waited=accounts.waiting.of,
             advice=lambda job: None,
         )
-
-    def job(self, job_id: str) -> LiveJob:
-        return self._world.job
-
-    def live_jobs(self) -> list[LiveJob]:
-        return [self._world.job]
 
     @property
     def read(self) -> JobView:
@@ -85,7 +80,7 @@ class Console(Queries):
         plans, catalogs = PlanCache(self._store), Catalogs(self._store)
         sources = PlanSources(
             self._store,
-            find=self.job,
+            find=lambda job_id: self._world.job,
             plans=plans,
             library=Library(self._store, plans),
             making=Making(),

@@ -188,7 +188,7 @@ def test_a_restarted_console_begins_anew(tmp_path: Path) -> None:
 
     def committed(console: Console, job_id: str, number: int) -> None:
         row = Iteration(iteration=number, loss=1.0, loss_hex="0x1p+0", seconds=0.2, generation=1, living=4)
-        console.committed(job_id, [row])
+        console.reports.committed(job_id, [row])
 
     def counted(console: Console) -> float | None:
         return console.metrics.registry.get_sample_value(
@@ -196,7 +196,7 @@ def test_a_restarted_console_begins_anew(tmp_path: Path) -> None:
         )
 
     first = Console(Store(database), tolerance=0)
-    job_id = first.create_job(JobSpec(name="n", pipelines=2, stages=2, micro_batches=2, iterations=9))[0].job_id
+    job_id = first.jobs.create(JobSpec(name="n", pipelines=2, stages=2, micro_batches=2, iterations=9))[0].job_id
     for number in range(3):
         committed(first, job_id, number)
     assert counted(first) == 3

@@ -33,14 +33,14 @@ def test_every_report_of_a_mover_is_taken(tmp_path: Path) -> None:
         job = JobHere(console, "moves").register()
         job.die("W0_2").resume(2)
         job.die("W1_2").resume(3)
-        live = console.job(job.job_id)
+        live = console.jobs.find(job.job_id)
         move = Candidate(MIGRATE, ("W1_2", "W2_1"), (("W2_1", "W0_2"),))
         live.apply(Offered(OUT, Offer(OUT, (move,), MIGRATE)))
         assert live.state.generation == 4 and live.state.members["W0_2"].incarnation == "W2_1-a"
         mover = {"worker": "W2_1", "incarnation": "W2_1-a"}
         beat = Heartbeat(**mover, seq=9, generation=3, iteration=1, phase="waiting")  # type: ignore[arg-type]
-        assert not console.heartbeats(job.job_id, [beat]).refused
-        console.printed(job.job_id, LogLines(**mover, lines=(LogLine(at=1.0, text="moves"),)))
+        assert not console.reports.heartbeats(job.job_id, [beat]).refused
+        console.reports.printed(job.job_id, LogLines(**mover, lines=(LogLine(at=1.0, text="moves"),)))
         assert [line.text for line in live.measurements.logs.lines("W0_2")] == ["moves"]
         ops = MeasuredOps(
             **mover,
@@ -57,12 +57,12 @@ def test_every_report_of_a_mover_is_taken(tmp_path: Path) -> None:
             durations_us=(1, 1),
         )
         console.measuring.take(live, ops)
-        console.acknowledge(job.job_id, Acknowledgement(**mover, generation=4, state="adopted"))
+        console.reports.acknowledge(job.job_id, Acknowledgement(**mover, generation=4, state="adopted"))
         assert live.state.members["W0_2"].acknowledged == "adopted"
         broken = FailureReport(**mover, cause="transfer", reporter="W2_1", generation=3)
-        assert golden("over-or-about-to-end") in console.failure(job.job_id, broken)
+        assert golden("over-or-about-to-end") in console.reports.failure(job.job_id, broken)
         # One that never was in the job does not.
         with pytest.raises(ConsoleError, match="incarnation"):
-            console.printed(job.job_id, LogLines(worker="W2_1", incarnation="stranger", lines=()))
+            console.reports.printed(job.job_id, LogLines(worker="W2_1", incarnation="stranger", lines=()))
     finally:
         here.close()

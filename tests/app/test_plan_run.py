@@ -25,7 +25,7 @@ BACK = "W1_2"
 
 
 def card(console: Console, job: JobHere, label: str) -> Card:
-    return next(c for c in facts.live_cards(console.view(job.job_id)) if c.label.startswith(label))
+    return next(c for c in facts.live_cards(console.queries.view(job.job_id)) if c.label.startswith(label))
 
 
 def in_force(console: Console, job: JobHere) -> Source:
@@ -37,7 +37,7 @@ def in_force(console: Console, job: JobHere) -> Source:
 def acknowledge(job: JobHere, name: str, generation: int, *steps: str, process: str = "-a") -> None:
     for step in steps:
         ack = Acknowledgement(worker=name, incarnation=name + process, generation=generation, state=step)  # type: ignore[arg-type]
-        job.console.acknowledge(job.job_id, ack)
+        job.console.reports.acknowledge(job.job_id, ack)
 
 
 def interim_plan(job: JobHere) -> Plan:
@@ -49,8 +49,8 @@ def interim_plan(job: JobHere) -> Plan:
 def returning(here: ConsoleHere, name: str) -> JobHere:
     """W1_2 is back, and the generation in which it takes its state is open."""
     job = JobHere(here.console, name).register().die(BACK).heal(BACK, 2)
-    here.console.register(job.job_id, Registration(worker=BACK, incarnation=f"{BACK}-b", host="node1", pid=500))
-    until(lambda: here.console.view(job.job_id).generation == 3, "the generation with it opens")
+    here.console.reports.register(job.job_id, Registration(worker=BACK, incarnation=f"{BACK}-b", host="node1", pid=500))
+    until(lambda: here.console.queries.view(job.job_id).generation == 3, "the generation with it opens")
     return job
 
 
@@ -58,13 +58,13 @@ def test_while_a_newcomer_takes_its_state_the_plan_that_is_run_is_shown(here: Co
     console, job = here.console, returning(here, "returns")
     plan = interim_plan(job)
     fields = {"generation": 3, "plan_fingerprint": plan.fingerprint, "failed": plan.failed}
-    console.meanwhile(job.job_id, InterimPlan(**fields, document=plan.to_json()))  # type: ignore[arg-type]
-    full = console.job(job.job_id).state.current
+    console.reports.meanwhile(job.job_id, InterimPlan(**fields, document=plan.to_json()))  # type: ignore[arg-type]
+    full = console.jobs.find(job.job_id).state.current
     assert full is not None and not full.failed
     for name in job.living:
         acknowledge(job, name, 3, "adopted", "formed", "resumed")
     acknowledge(job, BACK, 3, "adopted", process="-b")
-    view, shown = console.view(job.job_id), in_force(console, job)
+    view, shown = console.queries.view(job.job_id), in_force(console, job)
     assert view.plan is not None and view.plan.fingerprint == shown.plan.fingerprint == plan.fingerprint
     by_name = {w.name: w for w in view.workers}
     assert by_name[BACK].state is RoleState.JOINING
@@ -73,12 +73,12 @@ def test_while_a_newcomer_takes_its_state_the_plan_that_is_run_is_shown(here: Co
     assert found.label == "Interim plan · generation 3" and found.note.startswith(golden("until-w1-2-has-the"))
     assert shown.name == "returns interim: without W1_2 (joining)"
     assert next(iter(console.sources.names(job.job_id).values())) == "Interim, generation 3: without W1_2 (joining)"
-    assert console.head(job.job_id).plan == plan.fingerprint
+    assert console.queries.head(job.job_id).plan == plan.fingerprint
     # A console that is started anew knows it too.
     again = Console(console._store)
     try:
-        read = again.take_up(job.job_id)
-        assert read is not None and read.plan_run == console.job(job.job_id).plan_run
+        read = again.jobs.take_up(job.job_id)
+        assert read is not None and read.plan_run == console.jobs.find(job.job_id).plan_run
     finally:
         again.close()
     # With its state, the plan of all is run.
@@ -86,13 +86,13 @@ def test_while_a_newcomer_takes_its_state_the_plan_that_is_run_is_shown(here: Co
     assert in_force(console, job).plan.fingerprint == full.plan_fingerprint
     assert card(console, job, golden("plan-in-force")).label == golden("plan-in-force-generation-3")
     assert console.sources.generations_by_plan(job.job_id)[plan.fingerprint][-1] == 3
-    (told,) = [row for row in console.generations(job.job_id) if row["generation"] == 3]
+    (told,) = [row for row in console.queries.generations(job.job_id) if row["generation"] == 3]
     assert (told["interim_plan"], told["interim_failed"]) == (plan.fingerprint, [BACK])
 
 
 def test_an_interim_plan_that_was_too_large_to_be_sent_is_not_taken_for_the_one_in_force(here: ConsoleHere) -> None:
     console, job = here.console, returning(here, "large")
-    console.meanwhile(job.job_id, InterimPlan(generation=3, plan_fingerprint="0" * 32, failed=(BACK,)))
+    console.reports.meanwhile(job.job_id, InterimPlan(generation=3, plan_fingerprint="0" * 32, failed=(BACK,)))
     for name in job.living:
         acknowledge(job, name, 3, "adopted", "formed")
     assert card(console, job, golden("plan-in-force-soon")).note == golden("once-w1-2-has-the")
@@ -107,15 +107,15 @@ def test_what_is_no_plan_of_the_job_is_refused_and_an_old_generations_changes_no
         (3, plan.fingerprint, "{}", "invalid"),
     ):
         with pytest.raises(ConsoleError) as error:
-            console.meanwhile(
+            console.reports.meanwhile(
                 job.job_id,
                 InterimPlan(generation=generation, plan_fingerprint=fingerprint, failed=(BACK,), document=document),
             )
         assert error.value.code == code
     with pytest.raises(ConsoleError):
-        console.meanwhile(job.job_id, InterimPlan(generation=3, plan_fingerprint="0" * 32, failed=("W9_9",)))
-    console.meanwhile(job.job_id, InterimPlan(generation=2, plan_fingerprint="0" * 32, failed=(BACK,)))
-    current = console.job(job.job_id).state.current
+        console.reports.meanwhile(job.job_id, InterimPlan(generation=3, plan_fingerprint="0" * 32, failed=("W9_9",)))
+    console.reports.meanwhile(job.job_id, InterimPlan(generation=2, plan_fingerprint="0" * 32, failed=(BACK,)))
+    current = console.jobs.find(job.job_id).state.current
     assert current is not None and current.interim is None
 
 
@@ -126,44 +126,44 @@ def test_paused_is_said_once_the_workers_have_stopped(here: ConsoleHere) -> None
     def beat(names: list[str], phase: str, seq: int) -> None:
         for name in names:
             at = {"worker": name, "incarnation": f"{name}-a", "seq": seq, "generation": 1, "iteration": 7}
-            console.heartbeats(job.job_id, [Heartbeat(**at, phase=phase)])  # type: ignore[arg-type]
+            console.reports.heartbeats(job.job_id, [Heartbeat(**at, phase=phase)])  # type: ignore[arg-type]
 
     def states() -> dict[str, RoleState]:
-        return {w.name: w.state for w in console.view(job.job_id).workers}
+        return {w.name: w.state for w in console.queries.view(job.job_id).workers}
 
-    view = console.view(job.job_id)
+    view = console.queries.view(job.job_id)
     assert view.condition is Condition.PAUSING and RoleState.PAUSED not in states().values()
     assert view.sentence.startswith("Pausing: waiting for W0_0, ")
     assert card(console, job, "Throughput").value != "0", "it trains still"
     beat(job.names[:-1], "paused", 100)
     until(lambda: states()["W0_0"] is RoleState.PAUSED, "they are heard")
-    view = console.view(job.job_id)
+    view = console.queries.view(job.job_id)
     assert view.condition is Condition.PAUSING and states()["W2_3"] is RoleState.RUNNING
     assert "waiting for W2_3 to finish" in view.sentence
     assert console.operators.choice(job.job_id)["stopped"] is False
     beat(["W2_3"], "paused", 100)
-    until(lambda: console.view(job.job_id).condition is Condition.PAUSED, "all have stopped")
+    until(lambda: console.queries.view(job.job_id).condition is Condition.PAUSED, "all have stopped")
     assert set(states().values()) == {RoleState.PAUSED} and card(console, job, "Throughput").value == "0"
     assert console.operators.choice(job.job_id)["stopped"] is True
     # A second pause: what was said in the first one is old.
     console.operators.resume(job.job_id, "ada")
-    assert console.view(job.job_id).condition is Condition.RUNNING
+    assert console.queries.view(job.job_id).condition is Condition.RUNNING
     console.operators.pause(job.job_id, "ada")
-    assert console.view(job.job_id).condition is Condition.PAUSING
+    assert console.queries.view(job.job_id).condition is Condition.PAUSING
 
 
 def test_what_an_iteration_left_out_is_stored_and_said_once(here: ConsoleHere) -> None:
     console, job = here.console, JobHere(here.console, "skips").register().commit(0, 3, 1)
     row = {"loss": 2.0, "loss_hex": (2.0).hex(), "seconds": 1.0, "generation": 1, "living": 12}
     for _ in range(2):  # reports are sent again
-        console.committed(job.job_id, [Iteration(iteration=4, skipped=(3, 13), **row)])  # type: ignore[arg-type]
-    view = console.view(job.job_id)
+        console.reports.committed(job.job_id, [Iteration(iteration=4, skipped=(3, 13), **row)])  # type: ignore[arg-type]
+    view = console.queries.view(job.job_id)
     assert [i.skipped for i in view.iterations] == [(), (), (), (), (3, 13)]
     said = [e.text for e in view.events if "left out" in e.text]
     assert said == [golden("iteration-4-micro-batches-0-3")]
     table = tables.iterations_table(view.iterations, [], job.spec.micro_batches)
     assert table["what changed"][0] == "micro-batches 0.3, 2.1 left out"
-    assert console.iterations(job.job_id, 3, 10)[0]["skipped"] == [3, 13]
+    assert console.queries.iterations(job.job_id, 3, 10)[0]["skipped"] == [3, 13]
 
 
 def test_a_job_that_has_ended_has_nothing_in_force_and_is_not_followed(here: ConsoleHere, console: Console) -> None:

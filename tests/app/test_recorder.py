@@ -45,11 +45,11 @@ def console(database: Database) -> Iterator[Console]:
 
 @pytest.fixture
 def job(console: Console) -> LiveJob:
-    created, _ = console.create_job(SPEC)
+    created, _ = console.jobs.create(SPEC)
     for place in range(4):
         name = f"W{place // 2}_{place % 2}"
-        console.register(created.job_id, Registration(worker=name, incarnation="a", host="h", pid=7))
-    return console.job(created.job_id)
+        console.reports.register(created.job_id, Registration(worker=name, incarnation="a", host="h", pid=7))
+    return console.jobs.find(created.job_id)
 
 
 def beat(job: LiveJob, seq: int, worker: str = "W1_0", incarnation: str = "a", **more: object) -> None:
@@ -89,7 +89,7 @@ def test_only_minutes_that_are_over_are_written(console: Console, job: LiveJob) 
 def test_a_process_that_is_new_has_not_been_silent(console: Console, job: LiveJob) -> None:
     beat(job, 0)
     job.take_heartbeats()
-    console.register(job.job_id, Registration(worker="W1_0", incarnation="b", host="h", pid=8))
+    console.reports.register(job.job_id, Registration(worker="W1_0", incarnation="b", host="h", pid=8))
     beat(job, 0, incarnation="b")
     job.take_heartbeats()
     rows = job.measurements.recording.peek(2, clock_offset())
@@ -113,16 +113,16 @@ def test_a_console_that_ends_writes_the_rest(database: Database) -> None:
     console = Console(Store(database))
     console.start()
     try:
-        created, _ = console.create_job(SPEC)
-        console.register(created.job_id, Registration(worker="W1_0", incarnation="a", host="h", pid=7))
-        beat(console.job(created.job_id), 0)
+        created, _ = console.jobs.create(SPEC)
+        console.reports.register(created.job_id, Registration(worker="W1_0", incarnation="a", host="h", pid=7))
+        beat(console.jobs.find(created.job_id), 0)
     finally:
         console.close()
     again = Console(Store(database))
     again.start()
     try:
         now = time.time()
-        assert again.recorder.series(again.job(created.job_id), "W1_0", now - 120, now + 60).beats == (1,)
+        assert again.recorder.series(again.jobs.find(created.job_id), "W1_0", now - 120, now + 60).beats == (1,)
     finally:
         again.close()
 
@@ -173,6 +173,6 @@ def test_how_long_things_are_kept() -> None:
 
 
 def test_a_worker_that_has_not_come_yet_has_a_detail(console: Console) -> None:
-    job_id = console.create_job(SPEC)[0].job_id
-    detail = console.worker_detail(console.view(job_id), "W1_1", time.time())
+    job_id = console.jobs.create(SPEC)[0].job_id
+    detail = console.queries.worker_detail(console.queries.view(job_id), "W1_1", time.time())
     assert detail.stays == () and detail.op_times == ()

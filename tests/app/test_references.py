@@ -139,10 +139,10 @@ def test_what_nothing_stands_behind(here: ConsoleHere, text: str, status: int, w
 
 def test_plans_for_the_same_workers_are_told_apart(here: ConsoleHere) -> None:
     job = JobHere(here.console, "many plans").register().die("W1_2").heal("W1_2", 2)
-    live = here.console.job(job.job_id)
+    live = here.console.jobs.find(job.job_id)
     problem = Problem(live.plans.job, frozenset({Worker(1, 2)}), Technique.ADAPTIVE, MemoryLimit.parse("uniform"))
     mine = make_plan(problem, solver="list")
-    use_plan(here.console.job(job.job_id), mine, "ada")
+    use_plan(here.console.jobs.find(job.job_id), mine, "ada")
     listed = here.console.sources.names(job.job_id, lambda at: "12:34:56")
     alike = [name for name in listed.values() if name.startswith("without W1_2")]
     assert len(set(listed.values())) == len(listed)

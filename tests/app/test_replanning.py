@@ -39,18 +39,18 @@ def with_a_poor_plan(console: Console, name: str) -> tuple[JobHere, Plan]:
     """W1_2 is out, and by an operator's wish all go by a plan that does not decouple the backward."""
     job = JobHere(console, name).register().commit(0, 9, 1).die("W1_2")
     job.resume(2)
-    live = console.job(job.job_id)
+    live = console.jobs.find(job.job_id)
     problem = Problem(
         live.plans.job, frozenset({Worker.parse("W1_2")}), Technique.ADAPTIVE, MemoryLimit.parse("uniform")
     )
     poor = make_plan(problem, solver="list")
-    use_plan(console.job(job.job_id), poor, "eve")
+    use_plan(console.jobs.find(job.job_id), poor, "eve")
     job.resume(3)
     return job, poor
 
 
 def texts(console: Console, job: JobHere) -> list[str]:
-    return [e.text for e in console.view(job.job_id).events]
+    return [e.text for e in console.queries.view(job.job_id).events]
 
 
 def test_the_better_plan_comes_in_force_and_then_no_other(console: Console) -> None:
@@ -58,7 +58,7 @@ def test_the_better_plan_comes_in_force_and_then_no_other(console: Console) -> N
     console.plans.replanning.start(job.job_id, "list", 10.0, "ada")
     first = ended(console, job)
     assert (first.outcome, first.failed, first.actor) == ("adopted", LOST, "ada")
-    in_force = console.view(job.job_id).plan
+    in_force = console.queries.view(job.job_id).plan
     assert in_force is not None and in_force.metrics.period < poor.metrics.period
     assert any("ada planned again (list" in text and "it saves" in text for text in texts(console, job))
     job.resume(4)
@@ -66,7 +66,7 @@ def test_the_better_plan_comes_in_force_and_then_no_other(console: Console) -> N
     second = ended(console, job)
     assert second.outcome == "kept" and "found again" in second.reason
     assert texts(console, job)[0].startswith(golden("the-plan-in-force-stays"))
-    assert console.view(job.job_id).generation == 4
+    assert console.queries.view(job.job_id).generation == 4
 
 
 def test_a_gain_below_the_cost_of_a_change_changes_nothing(console: Console) -> None:
@@ -75,9 +75,9 @@ def test_a_gain_below_the_cost_of_a_change_changes_nothing(console: Console) -> 
     console.plans.replanning.start(job.job_id, "list", 10.0, "ada")
     found = ended(console, job)
     assert found.outcome == "kept" and golden("in-the-iteration-that-is") in found.reason
-    assert console.view(job.job_id).generation == 3
+    assert console.queries.view(job.job_id).generation == 3
     # It is kept all the same, for the next time that these workers are out.
-    kept = console.job(job.job_id).plans.catalog.find({Worker.parse("W1_2")})
+    kept = console.jobs.find(job.job_id).plans.catalog.find({Worker.parse("W1_2")})
     assert kept is not None and kept.technique is Technique.STAGGERED
 
 
@@ -99,7 +99,7 @@ def test_what_comes_too_late_says_so(console: Console) -> None:
     assert console.plans.replanning.stop(job.job_id) == golden("the-best-plan-so-far")
     found = ended(console, job)
     assert found.outcome == "kept" and golden("by-now-it-trains-without") in found.reason
-    assert console.view(job.job_id).generation == 3
+    assert console.queries.view(job.job_id).generation == 3
 
 
 def test_requests_that_make_no_sense_are_refused(console: Console) -> None:

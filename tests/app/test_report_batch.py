@@ -63,7 +63,7 @@ def store_of(console: Console) -> Counting:
 
 def registrations(console: Console, job_id: str) -> list[IncomingReport]:
     messages = [Registration(worker=name, incarnation=f"{name}-a", host="h", pid=7) for name in NAMES]
-    return [console.registration(job_id, message)[1] for message in messages]
+    return [console.reports.registration(job_id, message)[1] for message in messages]
 
 
 def acknowledgements(console: Console, job_id: str, generation: int) -> list[IncomingReport]:
@@ -72,11 +72,11 @@ def acknowledgements(console: Console, job_id: str, generation: int) -> list[Inc
         for state in STATES
         for name in NAMES
     ]
-    return console.acknowledgements(job_id, messages)[1]
+    return console.reports.acknowledgements(job_id, messages)[1]
 
 
 def test_the_state_and_the_history_are_those_of_reports_that_come_alone(console: Console) -> None:
-    jobs: list[LiveJob] = [console.job(console.create_job(SPEC)[0].job_id) for _ in range(2)]
+    jobs: list[LiveJob] = [console.jobs.find(console.jobs.create(SPEC)[0].job_id) for _ in range(2)]
     together, alone = jobs
     answers = together.apply_all(registrations(console, together.job_id))
     assert [alone.apply(r.event, beside=[r]) for r in registrations(console, alone.job_id)] == answers
@@ -86,8 +86,8 @@ def test_the_state_and_the_history_are_those_of_reports_that_come_alone(console:
 
     def told(job: LiveJob) -> object:
         members = [(m.name, m.state, m.incarnation, m.generation, m.acknowledged) for m in job.state.members.values()]
-        rows = console.generations(job.job_id)[0]["acknowledgements"]
-        events = [(e["seq"], e["kind"], e["text"]) for e in console.events(job.job_id, 0, 100)]
+        rows = console.queries.generations(job.job_id)[0]["acknowledgements"]
+        events = [(e["seq"], e["kind"], e["text"]) for e in console.queries.events(job.job_id, 0, 100)]
         stored = read_processes(console._store.workers(job.job_id))
         assert stored == job.processes
         hosts = {p.incarnation: (p.host, p.pid, p.slot, p.role) for p in stored.values()}
@@ -102,8 +102,8 @@ def test_what_comes_together_is_stored_in_few_transactions(
     console: Console, monkeypatch: pytest.MonkeyPatch, most: int, expected: list[int]
 ) -> None:
     monkeypatch.setattr(agents, "MOST", most)
-    job_id = console.create_job(SPEC)[0].job_id
-    job, store = console.job(job_id), store_of(console)
+    job_id = console.jobs.create(SPEC)[0].job_id
+    job, store = console.jobs.find(job_id), store_of(console)
     job.apply_all(registrations(console, job_id))
     assert len(store.changes) == 2  # three registrations; the fourth, which opens the generation
     store.changes.clear()
@@ -124,23 +124,23 @@ def test_what_comes_together_is_stored_in_few_transactions(
 
 
 def test_a_refused_report_does_not_keep_out_the_others(console: Console) -> None:
-    job_id = console.create_job(SPEC)[0].job_id
-    job = console.job(job_id)
+    job_id = console.jobs.create(SPEC)[0].job_id
+    job = console.jobs.find(job_id)
     job.apply_all(registrations(console, job_id))
     stranger = Acknowledgement(worker="W0_1", incarnation="of-old", generation=1, state="adopted")
     reports = acknowledgements(console, job_id, 1)
-    reports[2:2] = console.acknowledgements(job_id, [stranger])[1]
+    reports[2:2] = console.reports.acknowledgements(job_id, [stranger])[1]
     answers = job.apply_all(reports)
     refused = [answer for answer in answers if isinstance(answer, ConsoleError)]
     assert [(e.status, e.code) for e in refused] == [(409, "fenced")]
     assert answers.index(refused[0]) == 2
     assert job.state.settled
-    assert len(console.generations(job_id)[0]["acknowledgements"]) == 12
+    assert len(console.queries.generations(job_id)[0]["acknowledgements"]) == 12
 
 
 def test_without_a_database_all_are_told_and_nothing_has_changed(console: Console) -> None:
-    job_id = console.create_job(SPEC)[0].job_id
-    job, store = console.job(job_id), store_of(console)
+    job_id = console.jobs.create(SPEC)[0].job_id
+    job, store = console.jobs.find(job_id), store_of(console)
     job.apply_all(registrations(console, job_id))
     before, store.broken = job.state, True
     reports = acknowledgements(console, job_id, 1)
@@ -153,8 +153,8 @@ def test_without_a_database_all_are_told_and_nothing_has_changed(console: Consol
 
 
 def test_acknowledgements_do_not_wake_those_that_wait_for_a_generation(console: Console) -> None:
-    job_id = console.create_job(SPEC)[0].job_id
-    job = console.job(job_id)
+    job_id = console.jobs.create(SPEC)[0].job_id
+    job = console.jobs.find(job_id)
     job.apply_all(registrations(console, job_id))
 
     async def main() -> int:
@@ -168,7 +168,7 @@ def test_acknowledgements_do_not_wake_those_that_wait_for_a_generation(console: 
         await asyncio.sleep(0)
         await asyncio.to_thread(job.apply_all, acknowledgements(console, job_id, 1))
         death = FailureReport(worker="W0_1", incarnation="W0_1-a", cause="exit", reporter="launcher")
-        await asyncio.to_thread(console.failure, job_id, death)
+        await asyncio.to_thread(console.reports.failure, job_id, death)
         assert await waiting == 2
         return len(looks)
 

@@ -122,7 +122,7 @@ def test_public_traces_fit_a_job_of_any_size() -> None:
 def test_a_jobs_own_history_is_simulated(tmp_path_factory: pytest.TempPathFactory) -> None:
     here = ConsoleHere(tmp_path_factory.mktemp("history"))
     job = JobHere(here.console, "with a past").register().commit(0, 9, 1).die("W1_2").heal("W1_2", 2).commit(10, 15, 2)
-    rows, seconds = here.console.past_failures(job.job_id)
+    rows, seconds = here.console.queries.past_failures(job.job_id)
     assert [(worker, what) for _, worker, what in rows] == [("W1_2", "failed")]
     assert seconds >= rows[0][0] and seconds % 10 == 0
     grid = job_doc(analytic_job(model_shape("gpt-3-medium"), 3, 4, 6))

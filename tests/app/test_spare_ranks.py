@@ -35,8 +35,8 @@ class Job:
         self._database = Database(f"sqlite:///{path}")
         self._database.upgrade()
         self.console = Console(Store(self._database))
-        self.id = job_id or self.console.create_job(SPEC)[0].job_id
-        self.console.take_up(self.id)
+        self.id = job_id or self.console.jobs.create(SPEC)[0].job_id
+        self.console.jobs.take_up(self.id)
 
     def begin(self) -> None:
         for number, name in enumerate(NAMES):
@@ -48,13 +48,13 @@ class Job:
         message = Registration(
             worker=name, incarnation=incarnation, host="node-a", pid=pid, ranks=ranks, made_of=made_of
         )
-        self.console.register(self.id, message)
+        self.console.reports.register(self.id, message)
 
     def take_up(self, generation: int, living: dict[str, str]) -> None:
         for state in ("adopted", "formed", "resumed"):
             for name, incarnation in living.items():
                 said = Acknowledgement(worker=name, incarnation=incarnation, generation=generation, state=state)  # type: ignore[arg-type]
-                self.console.acknowledge(self.id, said)
+                self.console.reports.acknowledge(self.id, said)
 
     def hurt(self, name: str, rank: int) -> None:
         """One rank is gone, so the other ends."""
@@ -62,17 +62,17 @@ class Job:
         report = FailureReport(
             worker=name, incarnation=f"{name}-a", cause="exit", reporter="launcher", detail=detail, spare=(1 - rank,)
         )
-        self.console.failure(self.id, report)
-        members = self.console.job(self.id).state.members.values()
+        self.console.reports.failure(self.id, report)
+        members = self.console.jobs.find(self.id).state.members.values()
         living = {m.name: m.incarnation for m in members if m.state == "running" and m.incarnation}
-        self.take_up(self.console.job(self.id).state.generation, living)
+        self.take_up(self.console.jobs.find(self.id).state.generation, living)
 
     @property
     def view(self) -> JobView:
-        return self.console.view(self.id)
+        return self.console.queries.view(self.id)
 
     def dialog(self, name: str) -> WorkerDetail:
-        return self.console.worker_detail(self.view, name, time.time())
+        return self.console.queries.worker_detail(self.view, name, time.time())
 
     def close(self) -> None:
         self.console.close()

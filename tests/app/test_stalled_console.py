@@ -159,7 +159,7 @@ def test_nobody_is_lost_while_the_event_loop_stands_still(tmp_path: Path) -> Non
     deaf = DeafConsole(tmp_path)
     try:
         here = JobHere(deaf.console, "job").register()
-        job = deaf.console.job(here.job_id)
+        job = deaf.console.jobs.find(here.job_id)
         seq = iter(range(1, 10_000))
 
         def beat(name: str) -> int:
@@ -184,7 +184,7 @@ def test_nobody_is_lost_while_the_event_loop_stands_still(tmp_path: Path) -> Non
         deaf.go_on(job, 2 * TICK_SECONDS)
         assert {member.state for member in job.state.members.values()} == {WorkerState.RUNNING}
         assert job.state.generation == 1
-        texts = [row["text"] for row in deaf.console.events(here.job_id, 0, 500)]
+        texts = [row["text"] for row in deaf.console.queries.events(here.job_id, 0, 500)]
         assert any(golden("that-time-is-not-held") in text for text in texts)
 
         # It hears again, and who is silent now is lost.

@@ -150,9 +150,9 @@ def test_a_plan_of_another_job_is_none_of_this_ones(database: Database) -> None:
     console = Console(Store(database), tolerance=0)
     try:
         asked = TestClient(Starlette(routes=create_routes(console)), base_url="http://localhost")
-        made = [console.create_job(JobSpec.model_validate(SPEC | {"micro_batches": n}))[0].job_id for n in (2, 3)]
-        plan = console.job(made[0]).plans.catalog.plan_for([])[0]
-        console.job(made[0]).plans.file_plan(plan)
+        made = [console.jobs.create(JobSpec.model_validate(SPEC | {"micro_batches": n}))[0].job_id for n in (2, 3)]
+        plan = console.jobs.find(made[0]).plans.catalog.plan_for([])[0]
+        console.jobs.find(made[0]).plans.file_plan(plan)
         path = f"/api/v1/jobs/{{}}/plans/{plan.fingerprint}"
         assert asked.get(path.format(made[0])).status_code == 200
         assert asked.get(path.format(made[1])).status_code == 404

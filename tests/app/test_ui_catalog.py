@@ -94,7 +94,7 @@ def test_without_a_job_a_question_of_ones_own_is_asked_and_filled(here: ConsoleH
 
 def test_a_job_shows_its_own_catalog(here: ConsoleHere) -> None:
     job = JobHere(here.console, "plans ahead")
-    live = here.console.job(job.job_id)
+    live = here.console.jobs.find(job.job_id)
     until(lambda: len(here.console.catalogs.names(live.plans.question)) == 5, "it is planned ahead")
     test = open_page(job=job.job_id)
     assert test.number_input(key=f"cat_tolerance-{job.job_id}").value == here.console.tolerance == 1

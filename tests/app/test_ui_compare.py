@@ -91,7 +91,7 @@ def test_a_job_begins_with_fault_free_1f1b_and_the_plan_in_force(console: Consol
     table = next(e.proto.body for e in test.get("html") if "or-beside" in e.proto.body)
     assert all(f'<th scope="col">{name}</th>' in table for name in titles(test))
     assert '<th scope="row">workers out</th><td>none</td><td>W1_2</td>' in table
-    plan = console.view(job.job_id).plan
+    plan = console.queries.view(job.job_id).plan
     assert plan is not None
     shown = f"{plan.metrics.period / 1000:.5g} s ({text.percent(plan.metrics.period / 1080 - 1, sign=True)})"
     assert f"<td>1.08 s</td><td>{shown}</td>" in table.replace("&nbsp;", " ")

@@ -57,7 +57,7 @@ def test_goodput_and_age_of_data_are_on_the_page(console: Console) -> None:
 
 def test_events_are_filtered_and_acknowledged(console: Console) -> None:
     job = failed_job(console, "events")
-    until(lambda: console.view(job.job_id).advice is not None, "the advice, which is an event too, is there")
+    until(lambda: console.queries.view(job.job_id).advice is not None, "the advice, which is an event too, is there")
     test = open_live(job.job_id)
     assert "or-open" in feed(test) and "generation 1" in feed(test).lower()
     test.get_by_key("events").set_value("open").run()  # type: ignore[attr-defined]
@@ -67,7 +67,7 @@ def test_events_are_filtered_and_acknowledged(console: Console) -> None:
     assert golden("no-event-fits") in feed(test)
     assert test.button(key="acknowledge").disabled
     # On a busy machine the console may say that it stood still; nobody need look at that.
-    notable = [e for e in console.view(job.job_id).events if e.severity != "info" and e.kind != "console"]
+    notable = [e for e in console.queries.view(job.job_id).events if e.severity != "info" and e.kind != "console"]
     assert notable and all(e.seen_by for e in notable)
     test.get_by_key("events").set_value("all").run()  # type: ignore[attr-defined]
     assert "acknowledged by" in feed(test)
@@ -79,8 +79,11 @@ def test_events_are_filtered_and_acknowledged(console: Console) -> None:
 def test_a_worker_shows_its_history_op_times_and_log(console: Console) -> None:
     job = failed_job(console, "history")
     line = LogLine(at=time.time(), text="<b>hello</b>")
-    console.printed(job.job_id, LogLines(worker="W0_2", incarnation="W0_2-a", lines=(line,), skipped=0))
-    until(lambda: bool(console.job(job.job_id).measurements.op_times.smoothed("W0_2")), "the heartbeats are taken in")
+    console.reports.printed(job.job_id, LogLines(worker="W0_2", incarnation="W0_2-a", lines=(line,), skipped=0))
+    until(
+        lambda: bool(console.jobs.find(job.job_id).measurements.op_times.smoothed("W0_2")),
+        "the heartbeats are taken in",
+    )
     test = open_live(job.job_id, worker="W0_2")
     page = html(test)
     assert "&lt;b&gt;hello" in page, "the log, as text"
@@ -93,7 +96,10 @@ def test_a_worker_shows_its_history_op_times_and_log(console: Console) -> None:
 
 def test_a_workers_reports_over_time_are_drawn_and_in_a_table(console: Console) -> None:
     job = JobHere(console, "over time").register().commit(0, 9, 1).beat(10, 1)
-    until(lambda: bool(console.job(job.job_id).measurements.op_times.smoothed("W0_2")), "the heartbeats are taken in")
+    until(
+        lambda: bool(console.jobs.find(job.job_id).measurements.op_times.smoothed("W0_2")),
+        "the heartbeats are taken in",
+    )
     test = open_live(job.job_id, worker="W0_2")
     page = html(test)
     assert golden("1-heartbeat-in-this-time") in page
@@ -117,10 +123,10 @@ def test_a_worker_is_drained_after_confirmation(console: Console) -> None:
     assert test.query_params["worker"] == "W2_1"
     test.button(key="ask-drain").click().run()
     assert "Drain W2_1?" in html(test) and golden("nothing-is-redone") in html(test)
-    assert console.job(job.job_id).state.members["W2_1"].state == "running"
+    assert console.jobs.find(job.job_id).state.members["W2_1"].state == "running"
     test.button(key="worker-confirm").click().run()
     assert not test.exception
-    said = [e.text for e in console.view(job.job_id).events if e.worker == "W2_1"]
+    said = [e.text for e in console.queries.view(job.job_id).events if e.worker == "W2_1"]
     assert any(golden("operator-in-the-browser") in text for text in said), said
     assert "worker" not in test.query_params, "the dialog is closed"
 
@@ -156,8 +162,8 @@ def test_an_open_page_says_that_the_database_hangs_and_shows_what_it_last_knew(
     job = JobHere(console, "hung database").register().commit(0, 9, 1)
     test = open_live(job.job_id)
     goes_on = threading.Event()
-    view = console.view
-    monkeypatch.setattr(console, "view", lambda *args: goes_on.wait(60) and view(*args))
+    view = console.queries.view
+    monkeypatch.setattr(console.queries, "view", lambda *args: goes_on.wait(60) and view(*args))
     monkeypatch.setattr(live_now, "_shared", SharedReads(0.01))
     test.run()
     assert golden("the-database-has-not-answered") in test.warning[0].value
@@ -194,13 +200,13 @@ def test_a_job_is_paused_and_goes_on(console: Console) -> None:
     job = JobHere(console, "pause").register().commit(0, 9, 1)
     test = open_live(job.job_id)
     test.button(key="pause").click().run()
-    assert not test.exception and console.job(job.job_id).paused
+    assert not test.exception and console.jobs.find(job.job_id).paused
     assert test.button(key="pause").label == "Resume" and "Pausing: waiting for W0_0" in html(test)
     job.beat(10, 1, "paused")
-    until(lambda: console.view(job.job_id).condition is Condition.PAUSED, "they have stopped")
+    until(lambda: console.queries.view(job.job_id).condition is Condition.PAUSED, "they have stopped")
     assert golden("paused-all-workers-wait") in html(test.run()) and set(looks(test).values()) == {"paused"}
     test.button(key="pause").click().run()
-    assert not test.exception and not console.job(job.job_id).paused
+    assert not test.exception and not console.jobs.find(job.job_id).paused
 
 
 def test_the_ways_on_stand_side_by_side_until_one_is_chosen(console: Console) -> None:
@@ -220,7 +226,7 @@ def test_the_ways_on_stand_side_by_side_until_one_is_chosen(console: Console) ->
         assert f"plan=job:{job.job_id}:{way['plan']}" in page
     test.button(key="choose-re-route").click().run()
     assert not test.exception
-    until(lambda: console.view(job.job_id).generation == 2, "the job goes on")
+    until(lambda: console.queries.view(job.job_id).generation == 2, "the job goes on")
 
 
 def test_the_filter_of_the_address_is_the_filter_of_the_page(console: Console) -> None:
@@ -246,7 +252,7 @@ def looks(test: AppTest) -> dict[str, str]:
 def test_each_state_of_a_worker_has_its_look(console: Console) -> None:
     job = JobHere(console, "all looks").register().commit(0, 9, 1).die("W1_2")
     job.resume(2)
-    console.job(job.job_id).measurements.slow = {"W0_0": 1.8}
+    console.jobs.find(job.job_id).measurements.slow = {"W0_0": 1.8}
     test = open_live(job.job_id)
     seen = looks(test)
     assert seen["W0_0"] == "slow, 1.8 ×" and seen["W1_2"] == "failed"
@@ -255,7 +261,7 @@ def test_each_state_of_a_worker_has_its_look(console: Console) -> None:
     for look, count in (("running", 8), ("slow", 1), ("re-routed", 2), ("failed", 1)):
         assert f"<b>{count}</b>" in legend.split(f"or-look-{look}")[1].split("</span>")[0], look
     # Its new process is there, and waits for the iteration's boundary.
-    console.register(job.job_id, Registration(worker="W1_2", incarnation="W1_2-b", host="node1", pid=200))
+    console.reports.register(job.job_id, Registration(worker="W1_2", incarnation="W1_2-b", host="node1", pid=200))
     console.operators.pause(job.job_id, "ada")
     assert not test.dataframe, "what is not opened is not sent"
     test.session_state["progress-figures"] = True
@@ -276,7 +282,7 @@ def test_a_job_that_has_ended_can_be_deleted(console: Console) -> None:
     assert f'href="/api/v1/jobs/{job.job_id}/history.zip"' in html(test)
     assert not [b for b in test.button if b.key == "act-kill-job"]
     job.finish()
-    until(lambda: console.view(job.job_id).state == "finished", "the job is over")
+    until(lambda: console.queries.view(job.job_id).state == "finished", "the job is over")
     page = html(test.run())
     assert "or-tone-done" in page and "all done" in page and golden("the-job-is-over") in page
     assert set(looks(test).values()) == {"finished"}
@@ -285,7 +291,7 @@ def test_a_job_that_has_ended_can_be_deleted(console: Console) -> None:
     assert test.text_input(key=name).input("end").run().button(key="act-kill-job").disabled
     test.text_input(key=name).input("ends").run().button(key="act-kill-job").click().run()
     assert not test.exception and not test.error
-    assert job.job_id not in [known.job_id for known in console.list_jobs()]
+    assert job.job_id not in [known.job_id for known in console.queries.list_jobs()]
     assert test.toast[0].value == "ends is deleted"
     assert test.query_params["job"] != job.job_id and "or-sentence" in html(test)
     audit = console.security.audit.read(job_id=job.job_id)
@@ -294,7 +300,7 @@ def test_a_job_that_has_ended_can_be_deleted(console: Console) -> None:
 
 def test_2048_workers_are_one_map_with_a_way_to_each(console: Console) -> None:
     job = JobHere(console, "2048 workers", pipelines=64, stages=32, micro_batches=2)
-    console.register(job.job_id, Registration(worker="W63_31", incarnation="a", host="node1", pid=7))
+    console.reports.register(job.job_id, Registration(worker="W63_31", incarnation="a", host="node1", pid=7))
     test = open_live(job.job_id)
     assert golden("waiting-for-2-047-of") in html(test)
     assert not looks(test), "no buttons: a browser would take seconds for so many"

@@ -119,18 +119,21 @@ def test_failed_worker(console: Console, jobs: dict[str, JobHere]) -> None:
 
 def test_while_workers_are_out_the_best_way_on_is_said(console: Console, jobs: dict[str, JobHere]) -> None:
     job = jobs["failed"].job_id
-    until(lambda: console.view(job).advice is not None, "the advice comes")
+    until(lambda: console.queries.view(job).advice is not None, "the advice comes")
     test = open_page(job)
-    page, said = words(test), f'<div class="or-quiet">{escape(console.view(job).advice or "")}</div>'
+    page, said = words(test), f'<div class="or-quiet">{escape(console.queries.view(job).advice or "")}</div>'
     assert page.index("class='or-says'") < page.index(said) < page.index('<div class="or-cards">')
     assert [folded.label for folded in test.expander][:1] == ["Options with W1_2 empty"]
 
 
 def test_while_all_live_the_same_place_says_what_is_ready(console: Console, jobs: dict[str, JobHere]) -> None:
     job = jobs["running"].job_id
-    until(lambda: 0 < console.view(job).plans_to_make == console.view(job).planned_ahead, "plans are made ahead")
+    until(
+        lambda: 0 < console.queries.view(job).plans_to_make == console.queries.view(job).planned_ahead,
+        "plans are made ahead",
+    )
     test = open_page(job)
-    page, plans = words(test), console.view(job).plans_to_make
+    page, plans = words(test), console.queries.view(job).plans_to_make
     said = f"Plans made ahead: {plans}. When a worker is lost, the options are shown here."
     assert page.index("class='or-says'") < page.index(said) < page.index('<div class="or-cards">')
     assert not [folded for folded in test.expander if folded.label.startswith("Options with")]
@@ -170,7 +173,7 @@ def test_suspect_workers_show(tmp_path: Path) -> None:
     set_console(here.console)
     try:
         job = JobHere(here.console, "silent job").register()
-        until(lambda: here.console.view(job.job_id).workers[0].state == "suspect", "silence makes suspect")
+        until(lambda: here.console.queries.view(job.job_id).workers[0].state == "suspect", "silence makes suspect")
         test = open_page(job.job_id)
         assert "suspect" in cell(test, "W0_0")
         assert "last heard" in words(test)
@@ -183,7 +186,7 @@ def test_kill_needs_confirmation_and_says_what_happens(console: Console, jobs: d
     job = jobs["running"]
     test = open_page(job.job_id)
     test.button(key="worker-W2_1").click().run()
-    assert console.commands(job.job_id, 0) == [], "opening a worker does nothing to it"
+    assert console.reports.commands(job.job_id, 0) == [], "opening a worker does nothing to it"
     assert not [b for b in test.button if b.key == "worker-confirm"], "nothing is armed yet"
     for tab in ("History", "Log", "Now"):
         test.session_state["worker-tabs"] = tab
@@ -193,11 +196,11 @@ def test_kill_needs_confirmation_and_says_what_happens(console: Console, jobs: d
     page = words(test)
     assert "Kill W2_1?" in page and "Process 109 on node1" in page
     assert golden("its-6-micro-batches-go-to") in page and golden("of-fault-free-throughput-is-left") in page
-    assert console.commands(job.job_id, 0) == [], "asked, and not confirmed"
+    assert console.reports.commands(job.job_id, 0) == [], "asked, and not confirmed"
     assert test.button(key="worker-confirm").label == "Kill W2_1"
     test.button(key="worker-confirm").click().run()
     assert not test.exception
-    assert [(c.kind, c.worker) for c in console.commands(job.job_id, 0)] == [("kill", "W2_1")]
+    assert [(c.kind, c.worker) for c in console.reports.commands(job.job_id, 0)] == [("kill", "W2_1")]
 
 
 def test_restart_is_offered_for_a_failed_worker(console: Console, jobs: dict[str, JobHere]) -> None:
@@ -207,12 +210,12 @@ def test_restart_is_offered_for_a_failed_worker(console: Console, jobs: dict[str
     test.button(key="ask-restart").click().run()
     assert test.button(key="worker-confirm").label == "Restart W1_2"
     test.button(key="worker-confirm").click().run()
-    assert [(c.kind, c.worker) for c in console.commands(job.job_id, 0)] == [("restart", "W1_2")]
+    assert [(c.kind, c.worker) for c in console.reports.commands(job.job_id, 0)] == [("restart", "W1_2")]
 
 
 def test_cancel_does_nothing(console: Console, jobs: dict[str, JobHere]) -> None:
     job = jobs["failed"]
-    before = console.commands(job.job_id, 0)
+    before = console.reports.commands(job.job_id, 0)
     test = open_page(job.job_id)
     test.button(key="worker-W0_0").click().run()
     test.button(key="ask-kill").click().run()
@@ -221,7 +224,7 @@ def test_cancel_does_nothing(console: Console, jobs: dict[str, JobHere]) -> None
     test.button(key="ask-kill").click().run()
     test.button(key="worker-W0_1").click().run()
     assert not [b for b in test.button if b.key == "worker-confirm"], "another one's dialog is not armed"
-    assert console.commands(job.job_id, 0) == before
+    assert console.reports.commands(job.job_id, 0) == before
 
 
 def test_last_peer_warns_of_the_halt(console: Console, jobs: dict[str, JobHere]) -> None:
@@ -245,7 +248,7 @@ def test_no_kill_outside_a_demo(console: Console, jobs: dict[str, JobHere]) -> N
 
 def test_schedule_of_the_plan_in_force(console: Console, jobs: dict[str, JobHere]) -> None:
     job = jobs["failed"]
-    plan = console.view(job.job_id).plan
+    plan = console.queries.view(job.job_id).plan
     assert plan is not None
     test = open_page(job.job_id, "schedule")
     assert test.selectbox(key="plan-picker").value == f"job:{job.job_id}:in-force"
@@ -263,7 +266,7 @@ def test_schedule_of_another_plan(console: Console, jobs: dict[str, JobHere]) ->
     picker.select(fault_free).run()
     assert not test.exception
     chosen = parse_reference(str(test.query_params["plan"]))
-    assert isinstance(chosen, OfJob) and console.plan(chosen.fingerprint).failed == ()
+    assert isinstance(chosen, OfJob) and console.queries.plan(chosen.fingerprint).failed == ()
     assert not any(t["meta"].get("rerouted") for t in figure(test)["data"])  # type: ignore[attr-defined]
 
 

@@ -86,12 +86,12 @@ def test_each_workers_step_is_seen_as_a_plan_rolls_out(console: Console) -> None
     job = JobHere(console, "rolling").register().commit(0, 9, 1)
     assert golden("generation-1-all-12-workers") in html(open_live(job.job_id))
     job.die("W1_2")
-    until(lambda: console.view(job.job_id).generation == 2, "generation 2 opens")
+    until(lambda: console.queries.view(job.job_id).generation == 2, "generation 2 opens")
 
     def acknowledge(worker: str, *states: str) -> None:
         for state in states:
             ack = Acknowledgement(worker=worker, incarnation=f"{worker}-a", generation=2, state=state)  # type: ignore[arg-type]
-            console.acknowledge(job.job_id, ack)
+            console.reports.acknowledge(job.job_id, ack)
 
     acknowledge("W0_0", "adopted")
     acknowledge("W0_1", "adopted", "formed")

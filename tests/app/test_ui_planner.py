@@ -305,7 +305,7 @@ def test_a_jobs_question_is_taken_over_and_the_answer_applied(console: Console) 
     assert not test.button(key="planner-apply-go").disabled
     click(test, "planner-apply-go")
     assert golden("applied-operator-in-the-browser") in words(test)
-    view = console.view(job.job_id)
+    view = console.queries.view(job.job_id)
     assert view.generation == 3 and view.plan is not None and view.plan.memory == "1f1b"
     assert golden("it-is-in-force-already") in words(run(test))
 

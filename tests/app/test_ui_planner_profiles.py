@@ -119,8 +119,8 @@ def test_what_a_job_measures_is_a_profile(console: Console) -> None:
             phase="training",
             op_milliseconds=beats,
         )
-        console.heartbeats(job.job_id, [beat])
-    live = console.job(job.job_id)
+        console.reports.heartbeats(job.job_id, [beat])
+    live = console.jobs.find(job.job_id)
     smoothed = live.measurements.op_times.smoothed
     until(lambda: measured_profile(live.plans.nominal, smoothed) is not None, "the heartbeats are taken in")
     choose(run(test), option)

@@ -69,7 +69,7 @@ def test_memory_and_the_next_iteration_are_drawn_and_the_critical_path_on_reques
     assert {"memory", "memory limit", "ghost"} <= kinds(test) and "critical" not in kinds(test)
     test.get_by_key("draw").set_value(["critical"]).run()  # type: ignore[attr-defined]
     assert "critical" in kinds(test) and not {"memory", "ghost"} & kinds(test)
-    plan = console.view(job.job_id).plan
+    plan = console.queries.view(job.job_id).plan
     assert plan is not None and critical_words(plan.schedule()) in words(test)
 
 
@@ -81,8 +81,8 @@ def test_a_plan_is_drawn_without_reading_what_its_job_does(
     def read(*_: object) -> None:
         raise AssertionError("the whole view of a job was read")
 
-    fingerprint = console.head(job.job_id).plan
-    monkeypatch.setattr(console, "view", read)
+    fingerprint = console.queries.head(job.job_id).plan
+    monkeypatch.setattr(console.queries, "view", read)
     monkeypatch.setattr(console.accounts, "of", read)
     test = open_page(job=job.job_id, plan=f"job:{job.job_id}:{fingerprint}")  # by way of Live, which fails
     assert {"memory", "ghost"} <= kinds(test) and "drawn job" in words(test)
@@ -144,7 +144,7 @@ def test_the_plan_in_force_is_called_otherwise_once_another_one_is(console: Cons
     test.run()
     assert not test.error and link(test).startswith(f"job:{job.job_id}:")
     assert test.selectbox(key="plan-picker").options[0] == "In force, generation 2: without W1_2"
-    assert test.toggle[0].value and console.view(job.job_id).plan.fingerprint in link(test)  # type: ignore[union-attr]
+    assert test.toggle[0].value and console.queries.view(job.job_id).plan.fingerprint in link(test)  # type: ignore[union-attr]
 
 
 def test_a_saved_plan_is_shown_without_any_job(tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_a_box_that_is_drawn_goes_into_the_link(monkeypatch: pytest.MonkeyPatch)
 
 def measure(console: Console, job: JobHere) -> int:
     """The job's workers record the iteration that the console asks for, exactly as planned; returns which."""
-    live = console.job(job.job_id)
+    live = console.jobs.find(job.job_id)
     console.measuring.newest(live, watch=True)
 
     def asked() -> bool:
@@ -232,7 +232,7 @@ def measure(console: Console, job: JobHere) -> int:
         return console.measuring.wanted(job.job_id) is not None
 
     until(asked, "an iteration is asked for")
-    iteration, plan = console.measuring.wanted(job.job_id), console.view(job.job_id).plan
+    iteration, plan = console.measuring.wanted(job.job_id), console.queries.view(job.job_id).plan
     assert iteration is not None and plan is not None
     for name in job.living:
         ops = plan.workers[name]
@@ -263,7 +263,7 @@ def test_an_iteration_as_it_ran_stands_still_until_a_newer_one_is_asked_for(cons
     test = open_page(job=job.job_id, plan=f"measured:{job.job_id}")
     page = words(test)
     assert golden("iteration-as-it-ran-in", iteration) in page
-    plan = console.view(job.job_id).plan
+    plan = console.queries.view(job.job_id).plan
     assert plan is not None
     bars = sum(len(t["hovertext"]) for t in drawn(test)[0] if t["meta"]["kind"] in OP_WORDS)
     assert bars == sum(map(len, plan.workers.values()))

@@ -78,7 +78,7 @@ def test_a_jobs_own_history_is_simulated_in_the_unit_of_its_length(here: Console
     assert "1 worker lost" in html(test)
     chart = json.loads(test.get("plotly_chart")[0].proto.spec)
     assert chart["layout"]["xaxis"]["title"]["text"] == "seconds"
-    assert max(chart["data"][0]["x"]) == pytest.approx(here.console.past_failures(job.job_id)[1], abs=1)
+    assert max(chart["data"][0]["x"]) == pytest.approx(here.console.queries.past_failures(job.job_id)[1], abs=1)
 
 
 def test_a_history_without_a_failure_says_so_and_is_not_simulated(here: ConsoleHere) -> None:
@@ -105,7 +105,7 @@ def test_how_the_best_is_told_from_the_worst() -> None:
 
 
 def test_a_link_to_a_jobs_own_history_ends_where_its_sender_saw_it_end(here: ConsoleHere, job: JobHere) -> None:
-    now = here.console.past_failures(job.job_id)[1]
+    now = here.console.queries.past_failures(job.job_id)[1]
     test = open_history(job)
     assert pinned(test) == f"{job.job_id}:{now:.0f}"
     assert not [b for b in test.button if b.key == "simulate-to-now"]
@@ -122,4 +122,4 @@ def test_a_link_to_a_jobs_own_history_ends_where_its_sender_saw_it_end(here: Con
 @pytest.mark.parametrize("wrong", ["other-job:5", "nonsense", "{job}:-3", "{job}:1e9"])
 def test_an_end_that_is_none_is_left_out(here: ConsoleHere, job: JobHere, wrong: str) -> None:
     test = open_history(job, wrong.format(job=job.job_id))
-    assert pinned(test) == f"{job.job_id}:{here.console.past_failures(job.job_id)[1]:.0f}"
+    assert pinned(test) == f"{job.job_id}:{here.console.queries.past_failures(job.job_id)[1]:.0f}"

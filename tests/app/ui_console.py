@@ -60,7 +60,7 @@ class JobHere:
             "demo": True,
         }
         self.spec = JobSpec.model_validate(values | changes)
-        self.job_id = console.create_job(self.spec)[0].job_id
+        self.job_id = console.jobs.create(self.spec)[0].job_id
         self.names = [f"W{p}_{s}" for p in range(self.spec.pipelines) for s in range(self.spec.stages)]
         self.living = list(self.names)
         self.turns: dict[str, str] = {}
@@ -73,7 +73,7 @@ class JobHere:
         """Another process asks to re-join in the place of one that has ended."""
         self.turns[name] = chr(ord(self.turns.get(name, "a")) + 1)
         self.living.append(name)
-        self.console.register(
+        self.console.reports.register(
             self.job_id, Registration(worker=name, incarnation=self.process(name), host="node1", pid=200)
         )
         return self
@@ -81,18 +81,18 @@ class JobHere:
     def register(self) -> JobHere:
         """All workers register; generation 1 opens with the fault-free plan and all resume in it."""
         for i, name in enumerate(self.names):
-            self.console.register(
+            self.console.reports.register(
                 self.job_id, Registration(worker=name, incarnation=self.process(name), host="node1", pid=100 + i)
             )
         self.resume(1)
         return self
 
     def resume(self, generation: int) -> None:
-        until(lambda: self.console.view(self.job_id).generation == generation, f"generation {generation} opens")
+        until(lambda: self.console.queries.view(self.job_id).generation == generation, f"generation {generation} opens")
         for state in ("adopted", "formed", "resumed"):
             for name in self.living:
                 ack = Acknowledgement(worker=name, incarnation=self.process(name), generation=generation, state=state)  # type: ignore[arg-type]
-                self.console.acknowledge(self.job_id, ack)
+                self.console.reports.acknowledge(self.job_id, ack)
 
     def commit(self, first: int, last: int, generation: int) -> JobHere:
         """Iterations first..last are committed, each in a second."""
@@ -107,7 +107,7 @@ class JobHere:
             )
             for i in range(first, last + 1)
         ]
-        self.console.committed(self.job_id, rows)
+        self.console.reports.committed(self.job_id, rows)
         return self
 
     def beat(self, iteration: int, generation: int, phase: str = "training") -> JobHere:
@@ -122,7 +122,7 @@ class JobHere:
                 op_milliseconds={"F": 40.5},
                 resident_bytes=300 * 2**20,
             )
-            self.console.heartbeats(self.job_id, [beat])
+            self.console.reports.heartbeats(self.job_id, [beat])
         return self
 
     def die(self, name: str) -> JobHere:
@@ -135,12 +135,12 @@ class JobHere:
             reporter="launcher node1",
             detail="killed by signal 9",
         )
-        self.console.failure(self.job_id, report)
+        self.console.reports.failure(self.job_id, report)
         return self
 
     def heal(self, name: str, generation: int) -> JobHere:
         self.resume(generation)
-        self.console.recovered(
+        self.console.reports.recovered(
             self.job_id,
             Recovery(
                 worker=name, generation=generation, detected_ms=12, unblocked_ms=61, reformed_ms=107, resumed_ms=283
@@ -149,7 +149,7 @@ class JobHere:
         return self
 
     def finish(self) -> JobHere:
-        self.console.finish(self.job_id, JobFinished(state="finished"))
+        self.console.reports.finish(self.job_id, JobFinished(state="finished"))
         return self
 
 

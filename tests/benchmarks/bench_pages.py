@@ -102,7 +102,7 @@ def main() -> None:
 
 
 def fill_catalog(console: Console, job_id: str) -> None:
-    question = console.job(job_id).plans.question
+    question = console.jobs.find(job_id).plans.question
     filling = console.catalogs.fill(
         parse_request(
             job=job_doc(question.job), technique=question.technique.value, memory=question.memory.text, tolerance=2

@@ -37,7 +37,7 @@ class Site:
         here = ConsoleHere(folder)
         try:
             small = JobHere(here.console, "small job").register().commit(0, 3, 1).die("W1_2").heal("W1_2", 2)
-            plan = here.console.view(small.job_id).plan
+            plan = here.console.queries.view(small.job_id).plan
             assert plan is not None
             self.plan = plan
             large = JobHere(here.console, "large job", pipelines=8, stages=8, micro_batches=48).register()

@@ -84,9 +84,9 @@ def client(
     console = Console(Store(database), tolerance=0)
     console.start()
     spec = {"name": "x", "pipelines": 2, "stages": 2, "micro_batches": 2, "iterations": 9, "demo": True}
-    job = console.create_job(JobSpec.model_validate(spec))[0].job_id
+    job = console.jobs.create(JobSpec.model_validate(spec))[0].job_id
     for name in ("W0_0", "W0_1", "W1_0", "W1_1"):
-        console.register(job, Registration(worker=name, incarnation="a", host="h", pid=1))
+        console.reports.register(job, Registration(worker=name, incarnation="a", host="h", pid=1))
     yield TestClient(Starlette(routes=create_routes(console)), raise_server_exceptions=False), job
     console.close()
     database.close()

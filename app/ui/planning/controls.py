@@ -58,7 +58,7 @@ TAKE = "planner-take"
 
 def sources(console: Console) -> None:
     """Questions to begin with: the paper's example, a job's, a saved plan's."""
-    jobs = {f"job {job.job_id}": f"{job.name} · {job.job_id}" for job in console.list_jobs()}
+    jobs = {f"job {job.job_id}": f"{job.name} · {job.job_id}" for job in console.queries.list_jobs()}
     saved = {f"saved {row['fingerprint']}": f"Saved: {row['name']}" for row in console.plans.library.saved()}
     names = {**jobs, **saved}
     with st.container(horizontal=True, vertical_alignment="bottom", width="content", key="planner-sources"):
@@ -104,7 +104,7 @@ def _take(console: Console) -> None:
             plan = console.plans.library.saved_plan(name)
             change(WhatIf.of_plan(plan), saved=name)
         else:
-            live = console.job(name)
+            live = console.jobs.find(name)
             failed = live.state.current.failed if live.state.current else ()
             change(WhatIf.of(live.plans.job, failed, Technique(live.spec.technique), live.spec.memory))
     except (ConsoleError, PlannerError) as error:

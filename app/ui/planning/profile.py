@@ -238,7 +238,7 @@ def _options(console: Console, known: Sequence[ProfileInfo]) -> dict[str, str]:
     options |= {f"{SAVED}:{line.name}": f"Saved: {line.name}" for line in known if line.source == "saved"}
     options |= {
         f"{MEASURED}:{live.job_id}": f"Measured by job {live.spec.name} · {live.job_id}"
-        for live in console.live_jobs()
+        for live in console.jobs.live()
         if measured_profile(live.plans.nominal, live.measurements.op_times.smoothed) is not None
     }
     return options | {name: f"Shipped: {name}" for name in shipped()}
@@ -308,7 +308,7 @@ def _choose(console: Console) -> None:
 
 def _take_measured(console: Console, job_id: str) -> None:
     """As it is now: later on the job's op times may be others, and the question stays what it was."""
-    live = console.job(job_id)
+    live = console.jobs.find(job_id)
     document = measured_profile(live.plans.nominal, live.measurements.op_times.smoothed)
     if document is None:
         say(PROFILE, f"profile: job {live.spec.name} has not reported the op times of every stage yet")

@@ -556,12 +556,12 @@ JOB = "planner-apply-job"
 def apply(console: Console, plan: Plan) -> None:
     """A button that asks which job; where the plan does not fit, why not."""
     over = (JobState.FINISHED, JobState.STOPPED)
-    jobs = {job.job_id: job.name for job in console.list_jobs() if job.state not in over}
+    jobs = {job.job_id: job.name for job in console.queries.list_jobs() if job.state not in over}
     with st.popover("Apply to a job", icon=":material/play_circle:", key="planner-apply", disabled=not jobs):
         if not jobs:
             return
         job_id = st.selectbox("Job", list(jobs), format_func=lambda j: f"{jobs[j]} · {j}", key=JOB)
-        why = misfit(console.job(job_id), plan)
+        why = misfit(console.jobs.find(job_id), plan)
         if why:
             st.caption(f"It does not fit this job: {why}.")
         else:
@@ -578,7 +578,7 @@ def apply(console: Console, plan: Plan) -> None:
 
 def _apply(console: Console, plan: Plan) -> None:
     try:
-        reason = use_plan(console.job(st.session_state[JOB]), plan, actor(console))
+        reason = use_plan(console.jobs.find(st.session_state[JOB]), plan, actor(console))
     except ConsoleError as error:
         say(PAGE, f"The plan was not applied: {error}")
     else:
