@@ -383,9 +383,9 @@ def _transfer_broken(state: State, event: TransferBroken, now: float, failure_ti
 
 
 def nobody_heard(state: State, now: float) -> float:
-    """For how many seconds none of several workers that should speak has been heard; 0 where one has, or is alone."""
+    """For how many seconds none of the workers that should speak has been heard; 0 where one has."""
     waited = _waited_for(state)
-    return now - max(m.last_heard or 0.0 for m in waited) if len(waited) > 1 else 0.0
+    return now - max(m.last_heard or 0.0 for m in waited) if waited else 0.0
 
 
 def _waited_for(state: State) -> list[Member]:

@@ -86,6 +86,10 @@ class Coordination(Protocol):
         """What a worker says for people to see: `alive`, `log`, `measured`, and that it has `resumed`. clock: from
         its to this process's."""
 
+    def lives(self, worker: Worker, incarnation: str) -> None:
+        """The launcher knows that a worker lives that says nothing itself: it computes, or others can't go on without
+        it and do."""
+
     def exited(self, worker: Worker, incarnation: str, detail: str, spare: Sequence[int] = ()) -> None:
         """A worker process has ended. spare: of its ranks those that had to, since another one had."""
 

@@ -110,6 +110,9 @@ class LocalCoordination(Coordination):
     def said(self, worker: Worker, incarnation: str, message: Mapping[str, Any], clock: Offset) -> None:
         """Nobody looks."""
 
+    def lives(self, worker: Worker, incarnation: str) -> None:
+        """The launcher judges by that itself."""
+
     def opened(self, generation: int, incarnations: Iterable[str]) -> None:
         """It is known."""
 

@@ -163,7 +163,7 @@ def make_launcher(
         token = client.issued or token
         heartbeat_seconds = created.heartbeat_seconds
         coordination = ConsoleCoordination(
-            lambda: ConsoleClient(url, token=token),
+            lambda: ConsoleClient(url, token=token, known=True),
             created.job_id,
             say,
             checkpoint=restore,
@@ -195,7 +195,7 @@ def take_over(
         local.restore(saved)
     else:
         coordination = ConsoleCoordination(
-            lambda: ConsoleClient(url, token=saved["token"]),
+            lambda: ConsoleClient(url, token=saved["token"], known=True),
             saved["job"],
             say,
             checkpoint=None if folder is None else _restore_point(folder, say),

@@ -833,6 +833,8 @@ class Launcher:
             now = time.monotonic()
             for entry in self._pool.running.values():
                 if entry.member:
+                    if now - entry.heard_at > self._silences.pause:
+                        self._coordination.lives(entry.worker, entry.incarnation)
                     entry.heard_at = now
 
     def _judge(self, asked: float) -> None:
@@ -849,6 +851,8 @@ class Launcher:
         for entry in entries:
             if self._silences.of(entry.heard_at, now) > self._silences.pause:
                 entry.look(now)
+                if now - entry.lived_at <= self._silences.pause:
+                    self._coordination.lives(entry.worker, entry.incarnation)
             if self._why_out(entry, now) is None:
                 continue
             self._read(entry)  # what has come since this turn began
@@ -896,7 +900,12 @@ class Launcher:
         def spec(incarnation: str) -> WorkerSpec:
             return WorkerSpec(cell, incarnation, self._spec, joins)
 
-        self._pool.start(cell, spec, time.monotonic(), spares).whole = not joins
+        try:
+            self._pool.start(cell, spec, time.monotonic(), spares).whole = not joins
+        except (OSError, EOFError) as error:
+            if not joins:
+                raise JobFailed(f"a process for {cell} can't be started ({error})") from None
+            self._listener({"warning": f"a process for {cell} can't be started ({error}); the others go on"})
 
     def _end_workers(self) -> None:
         for entry in list(self._pool.running.values()):

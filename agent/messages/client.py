@@ -55,14 +55,14 @@ class ConsoleClient:
     """Not for sharing between threads: make one per thread.
 
     url: one address or several; the one that answered last is asked first. token: sent as a bearer token,
-    never logged, never in the address. timeout: seconds to wait for an answer. issued: the token that the
-    console has given out for the job that was created here; None where it has none.
+    never logged, never in the address. timeout: seconds to wait for an answer. known: the console has taken the token
+    before. issued: the token that it has given out for the job that was created here; None where it has none.
     """
 
-    def __init__(self, url: str, *, token: str | None = None, timeout: float = 10.0) -> None:
+    def __init__(self, url: str, *, token: str | None = None, timeout: float = 10.0, known: bool = False) -> None:
         self._urls = check_url(url).split(",")
         self._at = 0
-        self._timeout = timeout
+        self._timeout, self._known = timeout, known
         self._current_timeout = self._first_timeout()
         self._session = requests.Session()
         # A console on this machine must not be looked for behind a proxy.
@@ -107,6 +107,7 @@ class ConsoleClient:
         answer = self._ask(method, path, extra_time, body)
         if answer.status_code >= 400:
             raise ConsoleRefused(_problem(answer))
+        self._known = True
         self.issued = answer.headers.get(AGENT_TOKEN, self.issued)
         if reply is None or answer.status_code == 204:
             return None
@@ -129,8 +130,10 @@ class ConsoleClient:
                 continue
             self._at = at  # also one that is a standby: the other may hang, and would be waited for again
             # Of a 4xx the console says why. One without that is a proxy's, while there is no console behind it.
-            refused = answer.status_code >= 400 and _problem(answer).code != "unknown"
-            if answer.status_code < 400 or (refused and answer.status_code < 500 and answer.status_code != 429):
+            refused = 400 <= answer.status_code < 500 and _problem(answer).code != "unknown"
+            # Too slow (this process was suspended), too many; and a token that was good is no reason to end a job.
+            later = answer.status_code in (408, 429) or (answer.status_code == 401 and self._known)
+            if answer.status_code < 400 or (refused and not later):
                 self._current_timeout = self._first_timeout()
                 return answer
             reasons.append(f"{url} answered {answer.status_code}{_detail(answer)}")

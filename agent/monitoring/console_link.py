@@ -221,6 +221,8 @@ class ConsoleCoordination:
         self._sender = threading.Thread(target=self._send_reports, name="reports", daemon=True)
         self._sender.start()
         self._said: dict[str, tuple[str, Mapping[str, Any]]] = {}
+        self._beats: dict[str, Mapping[str, Any]] = {}
+        """By incarnation, the newest."""
         self._phases = Phases(min(interval, PHASE_SECONDS))
         client = connect()
         self._token = client.token
@@ -257,9 +259,15 @@ class ConsoleCoordination:
         )
         self._workers.add(registration)
 
+    def lives(self, worker: Worker, incarnation: str) -> None:
+        # Its newest heartbeat once more: the console judges by those alone, and would put it out.
+        if incarnation in self._beats:
+            self._said[incarnation] = str(worker), self._beats[incarnation]
+
     def said(self, worker: Worker, incarnation: str, message: Mapping[str, Any], clock: Offset) -> None:
         match message["kind"]:
             case "alive":
+                self._beats[incarnation] = message["beat"]
                 self._said[incarnation] = str(worker), message["beat"]
             case "log":
                 self._workers.wrote(incarnation, message["lines"], message["skipped"])

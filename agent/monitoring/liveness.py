@@ -37,6 +37,10 @@ def boot_clock() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
+MOST_OF_A_TURN = 2.0
+"""Seconds that a turn of a launcher's loop may take: one that takes longer stood still."""
+
+
 class LoopLag:
     """Of a loop that asks to run every so often: how much later than that it did."""
 

@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 from openrecycle.agent.launcher.processes import ProcessPool, Spares, WorkerProcess, preload
 from openrecycle.agent.messages.client import Offset
 from openrecycle.agent.models.workload import WorkloadSource
+from openrecycle.agent.monitoring.liveness import MOST_OF_A_TURN, LoopLag
 from openrecycle.agent.nodes.frames import HANDSHAKE_SECONDS, Frames, NotTrusted, greet
 from openrecycle.agent.nodes.role import LedElsewhere, NodeRole
 from openrecycle.agent.nodes.succession import (
@@ -616,7 +617,7 @@ class SpreadPool(ProcessPool):
         """What waits for the others to have a copy; None: nothing has to, as the job is at its end."""
         self._copies = 0
         self._due, self._lines = 0.0, 0
-        self._followed_at = time.monotonic()
+        self._followed_at, self._lag = time.monotonic(), LoopLag()
         self._counted: set[int] | None = None
         """Nodes whose acks count: enough nodes know that they belong to the job. None: all."""
         self._job: dict[str, Any] = {}
@@ -674,6 +675,14 @@ class SpreadPool(ProcessPool):
         self._record.add([line])
 
     def hand_out(self, run: RunSpec, saved: Callable[[], dict[str, Any] | None], *, last: bool = False) -> str:
+        # What this process itself stood still is no silence of the others'.
+        self._followed_at += self._lag.late(MOST_OF_A_TURN)
+        try:
+            return self._hand_out(run, saved, last=last)
+        finally:
+            self._lag.late(0.0)
+
+    def _hand_out(self, run: RunSpec, saved: Callable[[], dict[str, Any] | None], *, last: bool) -> str:
         hub, now = self._hub, time.monotonic()
         if hub.deposed or self._decided is None:
             return hub.deposed
@@ -683,6 +692,8 @@ class SpreadPool(ProcessPool):
         self._due, self._lines = now + COPY_SECONDS, len(self._record)
         document = saved()
         if document is not None:
+            if not self._copies:
+                self._followed_at = now  # until now there was nothing to follow
             self._copies += 1
             with hub.news:
                 nodes, links = dict(hub.members), dict(hub.links)
@@ -691,7 +702,7 @@ class SpreadPool(ProcessPool):
                 # Of one that stands still nothing is to pile up; what is decided may not come without a copy.
                 if rank in nodes and (self._decided or last or link.handed - link.acked < MOST_UNREAD):
                     link.hand(copy, self._record)
-            if not self._acked(copy.number, now + (COPY_SECONDS if last else ACK_SECONDS)):
+            if not self._acked(copy.number, time.monotonic() + (COPY_SECONDS if last else ACK_SECONDS)):
                 if now > self._followed_at + SEEK_SECONDS:
                     hub.deposed = hub.deposed or f"for {SEEK_SECONDS:.0f} s too few of the other nodes have answered"
                 return hub.deposed

@@ -21,6 +21,7 @@ from openrecycle.agent.launcher.processes import ProcessPool, WorkerProcess, pre
 from openrecycle.agent.launcher.record import REMEMBERED
 from openrecycle.agent.messages import channel
 from openrecycle.agent.messages.client import Backoff
+from openrecycle.agent.monitoring.liveness import MOST_OF_A_TURN, LoopLag
 from openrecycle.agent.nodes.frames import Frames, NotTrusted, greet
 from openrecycle.agent.nodes.pool import NodeHub, SpreadPool, place
 from openrecycle.agent.nodes.succession import Copy, Follow, Lead, Search, Spool, Standing
@@ -59,6 +60,7 @@ class NodeServer:
         self._frames: Frames | None = None
         """The connection with the lead; None: there is none, and it is found out who leads next."""
         self._heard_at = self._lost_at = 0
+        self._lag = LoopLag()
         """When it has last said something, and when it was lost, in nanoseconds."""
         self._silence = float("inf")
         self._search: Search | None = None
@@ -239,6 +241,8 @@ class NodeServer:
     # -- one turn of the loop -----------------------------------------------------------------
 
     def _turn(self) -> None:
+        # What this node itself stood still is no silence of the lead's.
+        self._heard_at += int(1e9 * self._lag.late(MOST_OF_A_TURN))
         frames = self._frames
         pipes = {entry.pipe: incarnation for incarnation, entry in self._entries.items()}
         sentinels = {entry.process.sentinel: incarnation for incarnation, entry in self._entries.items()}
@@ -377,7 +381,12 @@ class NodeServer:
         # The pool files processes by cell; here one cell may have several, as workers migrate.
         self._started += 1
         spares = self._pool.take_spares(spec.ranks) if spec.joins and spec.ranks > 1 else None
-        entry = self._pool.start(Worker(self._started, spec.worker.stage), lambda _: spec, time.monotonic(), spares)
+        try:
+            entry = self._pool.start(Worker(self._started, spec.worker.stage), lambda _: spec, time.monotonic(), spares)
+        except (OSError, EOFError) as error:
+            self._say(f"a process for {spec.worker} can't be started ({error})")
+            self._tell({"kind": "exited", "incarnation": spec.incarnation, "code": 1, "spare": []})
+            return
         entry.incarnation = spec.incarnation
         self._entries[spec.incarnation] = entry
 

@@ -205,7 +205,8 @@ class WorkerLoop:
         sharded = self._executor.sharded
         if sharded is not None and sharded.filling.missing:
             return True
-        return not self._state.complete or any(coming.missing for coming in self._coming.values())
+        # Each is asked: asked for what it lacks, one notices that its last step was put right.
+        return any([not self._state.complete, *[coming.missing for coming in self._coming.values()]])
 
     def _whole_state(self, state: StageState, writes: bool) -> StageState | None:
         """Without ranks or shards, on the process that writes. All workers of the stage call it, with all their ranks.
@@ -328,8 +329,11 @@ class WorkerLoop:
             self._status.phase = "training"
             if iteration >= self._iterations:
                 break  # the job was told to end while it was held here
-            script = scripts[1 if joining or moving else 0]
+            # Without an interim plan (somebody is to try a bad sample) that of all: its routing holds for any layers.
+            script = scripts[-1 if joining or moving else 0]
             self._evaluate(iteration, script, groups)
+            # Where that has put the last step right, what was copied of it is of no use.
+            self._checkpoint(whole, last=False)
             self._executor.run(iteration, script, groups, redo, self._left_out(orders, iteration))
             redo = None
             if iteration == formed:
@@ -338,7 +342,7 @@ class WorkerLoop:
             self._communicator.stand_by()
         self._steps.settle()
         self._executor.gather_parameters()
-        self._evaluate(self._optimizer.committed, scripts[1 if joining or moving else 0], groups, last=True)
+        self._evaluate(self._optimizer.committed, scripts[-1 if joining or moving else 0], groups, last=True)
         self._checkpoint(whole, last=True)
         # Others may still be at work, and a death among them may need this worker once more.
         self._status.phase = "draining"
@@ -400,20 +404,21 @@ class WorkerLoop:
         alike = self._makeup.numbers()
         there, agreed = int(self._cuts.partition == target), int(self._split_agreed)
         rows = groups.gather_rows(
-            (committed, self._state.missing, self._evaluated, *alike, there, agreed, *self._steps.numbers())
+            (
+                *(committed, self._state.missing, self._evaluated, self._state.provisional),
+                *(*alike, there, agreed, *self._steps.numbers()),
+            )
         )
-        front = 3 + len(alike)
+        front = 4 + len(alike)
         gone_over = any(row[front] for row in rows.values() if row[0] != _JOINING)
         self._evaluated_by_all = min((row[2] for row in rows.values() if row[0] != _JOINING), default=0)
         if gone_over and not there and committed == _JOINING:
             self._cuts = replace(self._cuts, partition=target)
             self._take_place(self._me, self._origin)
-        check_alike({w: row[3:front] for w, row in rows.items()})
-        members = agree(
-            {w: None if row[0] == _JOINING else row[0] for w, row in rows.items()},
-            {w for w, row in rows.items() if row[0] != _JOINING and row[1]},
-            attempt=self._generation,
-        )
+        check_alike({w: row[4:front] for w, row in rows.items()})
+        counts = {w: None if row[0] == _JOINING else row[0] for w, row in rows.items()}
+        incomplete = {w for w, row in rows.items() if row[0] != _JOINING and row[1]}
+        members = agree(counts, incomplete, attempt=self._generation)
         agreement = members.of_rank(groups.ranks.rank)
         if self._me in agreement.anew:
             self._state.forget()
@@ -430,6 +435,12 @@ class WorkerLoop:
         self._state.agreed(agreement.iteration, corrected=self._corrected)
         for coming in self._coming.values():
             coming.state.agreed(agreement.iteration, corrected=self._corrected)
+        if any(row[3] for w, row in rows.items() if w not in incomplete):
+            # Somebody's last pieces came after a step that may have been undone, or put right, just now.
+            missing = groups.gather_rows((self._state.missing,))
+            if lost := {w for w, row in missing.items() if row[0] and counts[w] is not None} - incomplete:
+                members = agree(counts, incomplete | lost, attempt=self._generation)
+                agreement = members.of_rank(groups.ranks.rank)
         # A generation may have ended while some ranks of this worker had gone over, and others had not.
         mine = [(row[front], row[front + 1]) for member, row in rows.items() if member.worker == self._me]
         some_had_not = gone_over and not all(has for has, _ in mine)

@@ -96,10 +96,13 @@ class Piece:
     end: int
 
 
-def columns(state: StageState) -> list[Column]:
-    """Of a stage's state: those that may come piece by piece, in a fixed order."""
+def columns(state: StageState, moving: Collection[str]) -> list[Column]:
+    """Of a stage's state: those that may come piece by piece, in a fixed order. moving: names of buffers that a forward
+    changes until it ends, which nobody may read beside it: they come with the description, between two iterations."""
     found = []
     for name, tensor in state.tensors.items():
+        if name.removeprefix("model.") in moving:
+            continue
         if not name.startswith("model.") or tensor.numel() < SMALL_ELEMENTS or not tensor.is_contiguous():
             continue
         beside = [
@@ -164,7 +167,8 @@ class StateServer:
         self._free_at = time.monotonic()
         with optimizer.lock:
             self._since = optimizer.corrections
-            self._columns = columns(optimizer.state()) if optimizer.shards is None else []
+            moving = optimizer.moving_names()
+            self._columns = columns(optimizer.state(), moving) if optimizer.shards is None else []
         self._pieces = [p for c in self._columns for p in pieces_of(c.name, c.elements)]
         if optimizer.shards is not None:
             self._pieces = segment_pieces(optimizer.shards)
@@ -196,7 +200,7 @@ class StateServer:
                 number += len(pieces_of(column.name, column.elements))
             if span is not None:
                 state = of_layers(state, span)
-            large = columns(state)
+            large = columns(state, self._optimizer.moving_names(span))
             size = sum(t.numel() * t.element_size() for t in state.tensors.values())
             if size <= at_once:
                 large = []
@@ -392,6 +396,13 @@ class StateReceiver:
         return self.begun and not self.missing
 
     @property
+    def provisional(self) -> int:
+        """How many pieces an agreement may take back: of the last step, or of the one before, which it may undo and put
+        right."""
+        with self._optimizer.lock:
+            return sum(taken >= self._optimizer.committed - 1 for taken, _ in self._arrived.values())
+
+    @property
     def blocking(self) -> bool:
         """Must all others wait while pieces are missing? The optimizer does not step elements one by one."""
         return bool(self.missing) and not self._optimizer.elementwise
@@ -465,6 +476,7 @@ class StateReceiver:
         its way by now may be of a step that was put right."""
         self.stop()
         with self._optimizer.lock:
+            self._drop_corrected()
             self._live = None
             last = iteration - 1 if corrected else iteration
             self._arrived = {n: v for n, v in self._arrived.items() if v[0] <= last}

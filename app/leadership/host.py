@@ -170,6 +170,8 @@ class ConsoleHost:
                 console.start()
                 if self._guarded:
                     console.security.tokens.start()
+                # Also while this process does not know whether it leads: it must not take its agents for strangers.
+                self._standby_tokens(console.security.tokens)
             except BaseException:
                 console.close()
                 raise

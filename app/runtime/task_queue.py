@@ -10,6 +10,7 @@ import itertools
 import math
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
@@ -24,6 +25,7 @@ URGENT, AHEAD = 0, 1
 
 # A plan is tried again once when the child that made it died; then its request is at fault.
 _ATTEMPTS = 2
+_TRY_AGAIN_SECONDS = 1.0
 
 
 Serve = Callable[[Channel, bytes], None]
@@ -103,7 +105,8 @@ class TaskQueue:
                     log.exception("what was made could not be filed", job=request.owner)
 
     def _solve(self, request: Request[Made]) -> tuple[Made | None, str]:
-        for _ in range(_ATTEMPTS):
+        attempts = 0
+        while attempts < _ATTEMPTS and not self._stopping:
             try:
                 made, why = read_answer(self._children.ask(request.to_json(), timeout=request.timeout))
             except ChildEnded as ended:
@@ -112,6 +115,11 @@ class TaskQueue:
                 if self._stopping:
                     return None, "the console is stopping"
                 log.warning("the planning process died; starting another", job=request.owner)
+                attempts += 1
+                continue
+            except OSError as error:  # no process, or no file, to be had: somebody waits for this plan all the same
+                log.warning("the planning process can't be started; trying again", job=request.owner, reason=str(error))
+                time.sleep(_TRY_AGAIN_SECONDS)
                 continue
             if made is None:
                 return None, why

@@ -81,7 +81,10 @@ def test_a_job_that_is_never_heard_again_is_given_up() -> None:
     assert states(run) == {WorkerState.FAILED} and run.state.job_state is JobState.HALTED
 
 
-def test_the_only_worker_is_judged_by_its_own_silence() -> None:
+def test_the_last_worker_that_is_waited_for_is_waited_for_as_all_are() -> None:
+    """Nobody would go on without it: it may be suspended, or cut off with its launcher, as two may be."""
     run = Run(1, 1).start()
     run.wait(round(LADDER.dead) + 2)
+    assert states(run) == {WorkerState.SUSPECT}
+    run.wait(round(LADDER.lost))
     assert states(run) == {WorkerState.FAILED}

@@ -203,6 +203,27 @@ def test_when_the_database_drops_everybody_one_of_them_leads_again(
     assert agents.job()["state"] == "running"
 
 
+def test_agents_are_no_strangers_while_nobody_knows_who_leads(postgres_url: str) -> None:
+    """A launcher that is told that its token is a wrong one ends its job."""
+    url, token = new_database(postgres_url), "a-token-for-one-console"
+    only = ForkedConsole(url, "--api-only", environment={"OPENRECYCLE_TOKEN": token})
+    try:
+        made = only.post("/tokens", {"role": "agent"}, headers={"Authorization": f"Bearer {token}"})
+        agent = {"Authorization": f"Bearer {made.json()['token']}"}
+        term, seen = lead(url), set[int]()
+        end_sessions(url)
+
+        def takes_reports() -> bool:
+            answer = only.post("/jobs/x/heartbeats", {}, headers=agent).status_code
+            seen.add(answer)
+            return lead(url) > term and answer not in (401, 503)
+
+        until(takes_reports, "it to lead again")
+        assert 401 not in seen and 503 in seen, seen
+    finally:
+        only.close()
+
+
 @pytest.mark.chaos
 def test_tokens_are_asked_for_at_a_standby_too(postgres_url: str) -> None:
     url = new_database(postgres_url)
