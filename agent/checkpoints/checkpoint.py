@@ -281,6 +281,16 @@ def _make_whole(directory: Path, partial: Path, iteration: int, identity: Identi
     return True
 
 
+def put_back_replaced(directory: Path) -> None:
+    """A run that was killed between the two renames of `_make_whole` has left a whole checkpoint without its name."""
+    for path in directory.glob(".replaced-*"):
+        match = re.match(r"\.replaced-(\d{10,})-", path.name)
+        target = directory / f"iteration-{match[1]}" if match else None
+        if target is not None and not target.exists():
+            with contextlib.suppress(OSError):
+                path.rename(target)
+
+
 def remove_unfinished(directory: Path) -> None:
     """What a run that has ended began, and nobody will finish: the parts are of its seed and data, and a new run's
     must not be put together with them."""

@@ -12,6 +12,7 @@ from openrecycle.agent.checkpoints.checkpoint import (
     CheckpointError,
     Identity,
     find,
+    put_back_replaced,
     remove_unfinished,
     set_aside_later,
     whole_checkpoints,
@@ -48,6 +49,7 @@ def prepare(options: Checkpoints, identity: Identity, iterations: int, say: Call
     directory = options.folder
     assert directory is not None
     resume = options.resume
+    put_back_replaced(directory)
     if resume in (None, IF_ANY):
         try:
             there = whole_checkpoints(directory)

@@ -95,10 +95,11 @@ class Ownership:
         )  # fmt: skip
 
     def surplus(self, peer: Worker) -> frozenset[int]:
-        """What `peer` holds and others own: to be given up once all of them have it."""
+        """What `peer` holds and others own: to be given up once all of them have it. Not what the others' parameters
+        come from: a worker that is to go steps that until it has gone."""
         return frozenset(
             k for k, (owners, held) in enumerate(zip(self.owners, self.holders, strict=True))
-            if peer in held and peer not in owners
+            if peer in held and peer not in owners and self.primary[k] != peer
         )  # fmt: skip
 
     @property

@@ -112,9 +112,7 @@ class ShardedStage:
         if not self._shared:
             self._shared = True
             self.filling.stop()  # all has come before a step: that one put right takes nothing back
-            # Whose parameters the others take are stepped here, though others own them: until this worker goes.
-            surplus = self._shards.segments_in(self._ownership.surplus(self._me))
-            self._optimizer.release([number for number in surplus if number not in self._shards.primary])
+            self._optimizer.release(self._shards.segments_in(self._ownership.surplus(self._me)))
             self._complete()
 
     def end(self) -> None:

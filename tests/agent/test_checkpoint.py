@@ -338,6 +338,14 @@ def test_a_copy_is_written_only_when_its_last_step_is_final(tmp_path: Path) -> N
     assert said == [(2, None), (5, None)]
 
 
+def test_a_checkpoint_that_was_about_to_be_replaced_is_found(tmp_path: Path) -> None:
+    """By a run that was killed between taking its name away and giving it to the new one."""
+    _write(tmp_path, 2)
+    (tmp_path / "iteration-0000000002").rename(tmp_path / ".replaced-0000000002-99")
+    options = Checkpoints(directory=str(tmp_path), resume="if-any")
+    assert prepare(options, JOB, 10, lambda text: None).resumed_at == 2
+
+
 def test_what_a_job_may_begin_with(tmp_path: Path) -> None:
     said: list[str] = []
     _write(tmp_path, 1)

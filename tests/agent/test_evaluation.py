@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from openrecycle import Callback, Evaluation, Faults, InputError, Loading, Planning
+from openrecycle import Callback, Checkpoints, Evaluation, Faults, InputError, Loading, Optimization, Planning
 from openrecycle.agent.config.randomness import seed_for
 from openrecycle.agent.jobs.trainer import TrainingResult
 from openrecycle.agent.launcher.record import EvaluationResult
@@ -155,6 +156,22 @@ def test_evaluations_are_the_same_to_the_bit_through_a_kill(faults: Faults, plan
     assert result.evaluations == plain.evaluations
     assert (result.losses, result.parameters_sha256) == (plain.losses, plain.parameters_sha256)
     assert len(heard.of(Recovery)) == 1
+
+
+@pytest.mark.processes
+def test_a_checkpoint_that_is_due_with_an_evaluation_has_the_step_as_it_was_put_right(tmp_path: Path) -> None:
+    """The first step is taken before it is known that it must be clipped; the evaluation after it waits for that."""
+    folder = str(tmp_path / "checkpoints")
+
+    def fit(checkpoints: Checkpoints, iterations: int) -> TrainingResult:
+        evaluate, clipped = Evaluation(data=masked_jobs.Sentences(4, 2), every=1), Optimization(clip_norm=1e-3)
+        job = masked_jobs.trainer(evaluate=evaluate, optimization=clipped, checkpoints=checkpoints)
+        return job.fit(iterations=iterations)
+
+    unbroken = fit(Checkpoints(directory=folder, every=1, keep=9), 3)
+    resumed = fit(Checkpoints(directory=folder, every=1, keep=9, resume="1"), 3)
+    assert resumed.losses == unbroken.losses[1:]
+    assert resumed.parameters_sha256 == unbroken.parameters_sha256
 
 
 def no_third(output: Tensor, targets: Tensor) -> float:

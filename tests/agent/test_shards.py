@@ -109,6 +109,9 @@ def test_those_that_leave_take_nothing_with_them(
         return
     assert all({*owners} <= {*staying} and len(owners) == min(2, len(staying)) for owners in ownership.owners)
     assert all(ownership.primary[k] in holders for k, holders in enumerate(ownership.holders))
+    assert all(k not in ownership.surplus(first) for k, first in enumerate(ownership.primary)), (
+        "it steps them until it goes"
+    )
     assert ownership.complete == all(not ownership.lacking(p) for p in staying)
     filled = {p: (held[p] | ownership.lacking(p)) - ownership.surplus(p) for p in staying}
     after = assign(staying, filled, hosts, sizes)
