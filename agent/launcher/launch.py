@@ -178,6 +178,8 @@ class Launcher:
         self._after: int | None = None
         self._shared: set[Worker] = set()
         """In the newest generation, those in whose stage each part of a sharded optimizer has all its owners."""
+        self._move_waits = False
+        """Is the newest generation one in which layers should move, and workers take their state first?"""
         self._hold = PauseRequest()
         self._rejoins = list(options.rejoins)
         self._interim: Plan | None = None
@@ -290,6 +292,7 @@ class Launcher:
             "plan": self._plan_told[1],
             "found": self._found,
             "shared": sorted(map(str, self._shared)),
+            "move_waits": self._move_waits,
             "held": self._held,
             "relayout": [self._relayout, self._stalls],
             "bad_samples": _BAD_SAMPLES.dump_python(self._bad_samples, mode="json"),
@@ -307,6 +310,7 @@ class Launcher:
         deployment = Deployment.model_validate(deployed["deployment"])
         self._deployed = Deploy(deployment, takeover.plan, moves, deployed["restore"])
         self._found, self._held = saved["found"], tuple(saved["held"])
+        self._move_waits = saved["move_waits"]
         self._shared = {Worker.parse(name) for name in saved["shared"]}
         self._relayout, self._stalls = saved["relayout"]
         self._bad_samples = _BAD_SAMPLES.validate_python(saved["bad_samples"])
@@ -430,6 +434,7 @@ class Launcher:
                 if self._record.formed_by_all:
                     self._release_the_leaving()
                     self._let_go()
+                    self._go_on_moving()
             case "rearranged":
                 self._rearranged(entry, message)
             case "committed":
@@ -665,6 +670,8 @@ class Launcher:
         self._interim = None if runs else self._plan_meanwhile(event)
         if self._interim is not None:
             self._coordination.meanwhile(deployment.generation, self._interim)
+        whole = all(entry.whole for cell, entry in self._pool.running.items() if cell in living)
+        self._move_waits = self._rearranges(event) and not whole
         members = (self._pool.running[w] for w in living if w in self._pool.running)
         self._coordination.opened(deployment.generation, [e.incarnation for e in members if e.whole])
         self._send_deployments(after)
@@ -722,6 +729,12 @@ class Launcher:
             self._form_anew(
                 f"{names(sorted(self._leaving))} can leave: others have their parts of the optimizer's state"
             )
+
+    def _go_on_moving(self) -> None:
+        """Where workers took their state, no layers came to anybody in that generation: they do in the next."""
+        if self._move_waits and all(entry.whole for entry in self._pool.running.values() if entry.member):
+            self._move_waits = False
+            self._form_anew("all have their state, and layers go on to move")
 
     def _boundary(self, event: Deploy) -> int | None:
         """For a generation in which workers come, change their place or leave, and none was lost: the iteration

@@ -125,6 +125,25 @@ def test_layers_move_and_move_back_when_the_worker_returns() -> None:
     assert job.losses == calm.losses and job.lines[-1] == calm.lines[-1]
 
 
+@pytest.mark.chaos
+@pytest.mark.processes
+def test_layers_go_on_to_move_after_a_worker_has_come_back_in_between() -> None:
+    """What was on its way is dropped while the newcomer takes its state, and nothing else would begin it again."""
+
+    def act(job: LocalJob, line: Message) -> None:
+        if "failure" in line:
+            job.start("W1_1")  # layers are on their way, slowly
+        elif "relayout" in line:
+            job.launcher._end_at(job.iterations[-1]["iteration"] + 4)
+
+    slow = HandOver(at_once=0, rate=40_000)
+    job = _job(ENDLESS, {2: (3, 1, 2)}, kills=("W1_1@1:F1",), hand_over=slow, on_line=act, pace=0.01)
+    changes = [line["relayout"] for line in job.lines if "relayout" in line]
+    assert [(c["generation"] > 2, c["partition"]) for c in changes] == [(True, [3, 1, 2])]
+    calm = LocalJob(iterations=len(job.losses), workload=LAYERED, optimization=CLIP).run()
+    assert job.losses == calm.losses and job.lines[-1] == calm.lines[-1]
+
+
 WAYS = ("tensor_parallel", "fully_sharded")
 """Examples whose layers are split over the ranks of a worker."""
 
