@@ -676,7 +676,7 @@ class SpreadPool(ProcessPool):
 
     def hand_out(self, run: RunSpec, saved: Callable[[], dict[str, Any] | None], *, last: bool = False) -> str:
         # What this process itself stood still is no silence of the others'.
-        self._followed_at += self._lag.late(MOST_OF_A_TURN)
+        self._followed_at = min(time.monotonic(), self._followed_at + self._lag.late(MOST_OF_A_TURN))
         try:
             return self._hand_out(run, saved, last=last)
         finally:

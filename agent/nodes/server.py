@@ -242,7 +242,8 @@ class NodeServer:
 
     def _turn(self) -> None:
         # What this node itself stood still is no silence of the lead's.
-        self._heard_at += int(1e9 * self._lag.late(MOST_OF_A_TURN))
+        stood_still = int(1e9 * self._lag.late(MOST_OF_A_TURN))
+        self._heard_at = min(time.monotonic_ns(), self._heard_at + stood_still)
         frames = self._frames
         pipes = {entry.pipe: incarnation for incarnation, entry in self._entries.items()}
         sentinels = {entry.process.sentinel: incarnation for incarnation, entry in self._entries.items()}
