@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import pytest
 
 from openrecycle.agent.config.devices import Platform
-from openrecycle.agent.config.options import HandOver, Optimization
+from openrecycle.agent.config.options import Faults, HandOver, Optimization
 from openrecycle.agent.coordination.choosing import worth_moving
 from openrecycle.agent.coordination.launcher import Deploy
 from openrecycle.agent.coordination.local import LocalCoordination
@@ -141,6 +141,26 @@ def test_layers_go_on_to_move_after_a_worker_has_come_back_in_between() -> None:
     changes = [line["relayout"] for line in job.lines if "relayout" in line]
     assert [(c["generation"] > 2, c["partition"]) for c in changes] == [(True, [3, 1, 2])]
     calm = LocalJob(iterations=len(job.losses), workload=LAYERED, optimization=CLIP).run()
+    assert job.losses == calm.losses and job.lines[-1] == calm.lines[-1]
+
+
+@pytest.mark.chaos
+@pytest.mark.processes
+def test_an_op_that_raises_while_layers_move_ends_nobody() -> None:
+    """Whoever is to try the micro-batch is named for the plan of all, and there is no interim plan meanwhile."""
+    bad = NamedWorkload("tests.agent.poisoned:Poisoned", {"inputs": [(3, 0, 1)], **TINY, "layers": LAYERS})
+    told: dict[str, Any] = {"workload": bad, "faults": Faults(on_bad_sample="skip")}
+
+    def act(job: LocalJob, line: Message) -> None:
+        if "relayout" in line:
+            job.launcher._end_at(job.iterations[-1]["iteration"] + 4)
+
+    slow = HandOver(at_once=0, rate=40_000)
+    job = _job(ENDLESS, {2: (3, 1, 2)}, kills=("W1_1@1:F1",), hand_over=slow, on_line=act, pace=0.01, **told)
+    raised = [i for i, line in enumerate(job.lines) if "raised" in line]
+    moved = [i for i, line in enumerate(job.lines) if "relayout" in line]
+    assert job.dead == ["W1_1"] and raised and len(moved) == 1 and raised[0] < moved[0]
+    calm = LocalJob(iterations=len(job.losses), optimization=CLIP, **told).run()
     assert job.losses == calm.losses and job.lines[-1] == calm.lines[-1]
 
 
