@@ -47,6 +47,7 @@ from openrecycle.planner.jobs.words import REROUTE, names
 
 RUNNING, FAILED = WorkerState.RUNNING, WorkerState.FAILED
 _STANDS_BY = "stands by for "
+"""Begins the detail of a worker that was let go with the rest of its pipeline; the lost ones follow."""
 
 # What it costs that layers move, in iterations: those who give or take any, and the groups that form anew.
 MOVE_ITERATIONS = 1.0
@@ -306,8 +307,9 @@ def _stands_by(lost: Iterable[str], way: str) -> str:
 
 
 def _stood_by_for(member: Member) -> list[str]:
-    _, found, lost = member.detail.partition(_STANDS_BY)
-    return lost.rpartition(" (")[0].split(", ") if found else []
+    if not member.detail.startswith(_STANDS_BY):
+        return []
+    return member.detail.removeprefix(_STANDS_BY).rpartition(" (")[0].split(", ")
 
 
 def _is_frozen(state: State) -> Transition:

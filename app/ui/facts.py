@@ -90,16 +90,21 @@ def _iteration(view: JobView) -> Card:
     return Card("Iterations done", f"{done:,}", note, of=f"of {total:,}")
 
 
+def _no_iteration(view: JobView) -> str:
+    return "no iteration was done" if view.state in OVER else "no iteration done yet"
+
+
 def _goodput(view: JobView) -> Card:
     """Both in one card: they differ by what re-routing costs."""
     figures = view.figures
     if figures is None or figures.ettr is None:
-        return Card("Goodput so far", "–", "no iteration done yet")
+        return Card("Goodput so far", "–", _no_iteration(view))
     note = f"ETTR {text.percent(figures.ettr)} of {text.milliseconds(1000 * figures.wall)}"
     if figures.waited >= 1:
         note += f"; apart from it waited {text.milliseconds(1000 * figures.waited)} for a person"
     if figures.goodput is None:
-        return Card("Goodput so far", "–", note, of="no fault-free rate yet")
+        unknown = "no fault-free rate was measured" if view.state in OVER else "no fault-free rate yet"
+        return Card("Goodput so far", "–", note, of=unknown)
     return Card("Goodput so far", text.percent(figures.goodput), note, of="of fault-free")
 
 
@@ -119,7 +124,7 @@ def _age(view: JobView) -> Card:
 def _throughput(view: JobView) -> Card:
     now = recent_rate(view.iterations)
     if now is None:
-        return Card("Throughput", "–", "no iteration done yet")
+        return Card("Throughput", "–", _no_iteration(view))
     if view.state in OVER:
         return Card("Throughput", "–", f"{text.rate(now)} samples/s before the end")
     if view.state is JobState.HALTED:

@@ -184,6 +184,8 @@ def test_suspect_workers_show(tmp_path: Path) -> None:
 
 def test_kill_needs_confirmation_and_says_what_happens(console: Console, jobs: dict[str, JobHere]) -> None:
     job = jobs["running"]
+    # What is left without it is known once its plan is there.
+    until(lambda: console.operators.share_without(job.job_id, "W2_1") is not None, "a plan without W2_1")
     test = open_page(job.job_id)
     test.button(key="worker-W2_1").click().run()
     assert console.reports.commands(job.job_id, 0) == [], "opening a worker does nothing to it"
