@@ -1,15 +1,22 @@
-"""Imported first by the server that workers are forked from: Python's collector leaves alone what was imported there.
+"""Imported first by the server that workers are forked from.
 
-A worker's first full round went through all objects of torch, and so copied every page that they are on: 0.3 s of CPU
-and about 150 MB for each worker, at some moment of its training. And the imports take a sixth less without rounds.
+Python's collector leaves alone what was imported there: a worker's first full round went through all objects of torch,
+and so copied every page that they are on: 0.3 s of CPU and about 150 MB for each worker, at some moment of its training.
+And the imports take a sixth less without rounds.
+
+A fork that fails, since there is no memory or there are too many processes, ends the server no more, and with it every
+other worker as its launcher saw it: multiprocessing waits for their ends by pipes of this server.
 """
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
+import sys
 
 _SERVER = os.getpid()
+_fork = os.fork
 
 
 def _before_fork() -> None:
@@ -22,5 +29,21 @@ def _in_worker() -> None:
         gc.enable()
 
 
+def _fork_or_go_on() -> int:
+    """os.fork for multiprocessing.forkserver.main, which goes on after a connection that was aborted, and ends at any
+    other error. Who asked finds its pipe closed: OSError or EOFError."""
+    try:
+        return _fork()
+    except OSError as error:
+        asked = sys._getframe(1).f_locals
+        if os.getpid() != _SERVER or not asked.keys() >= {"child_r", "child_w", "fds"}:
+            raise
+        print(f"a process can't be forked: {error}", file=sys.stderr, flush=True)
+        for fd in (asked["child_r"], asked["child_w"], *asked["fds"]):
+            os.close(fd)
+        raise ConnectionAbortedError(errno.ECONNABORTED, str(error)) from None
+
+
 gc.disable()
 os.register_at_fork(before=_before_fork, after_in_child=_in_worker)
+os.fork = _fork_or_go_on

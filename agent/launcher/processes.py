@@ -263,12 +263,27 @@ class ProcessPool:
             process.start()
             return process
 
-        process = launch(0, theirs, *([[rank_0 for rank_0, _ in pairs]] if pairs else []))
-        siblings = tuple(launch(rank, pipe) for rank, (_, pipe) in enumerate(pairs, start=1))
-        for pipe in (theirs, *itertools.chain.from_iterable(pairs)):
-            pipe.close()  # an end that is open here hides that the process at it is gone
+        given = [(theirs, *([[rank_0 for rank_0, _ in pairs]] if pairs else [])), *((pipe,) for _, pipe in pairs)]
+        started: list[ProcessHandle] = []
+        try:
+            for rank, pipes in enumerate(given):
+                started.append(launch(rank, *pipes))
+        except (OSError, EOFError):
+            for one in started:  # no rank is any good without its siblings
+                one.kill()
+            ours.close()
+            shutil.rmtree(meeting or os.devnull, ignore_errors=True)
+            raise
+        finally:
+            for pipe in (theirs, *itertools.chain.from_iterable(pairs)):
+                pipe.close()  # an end that is open here hides that the process at it is gone
+        process, *siblings = started
         entry = WorkerProcess(
-            *(worker, incarnation, process, ours, now), slot=slots[0], slots=slots, siblings=siblings, meeting=meeting
+            *(worker, incarnation, process, ours, now),
+            slot=slots[0],
+            slots=slots,
+            siblings=tuple(siblings),
+            meeting=meeting,
         )
         entry.made_of = spares.ranks if spares is not None else self._fill(self.node_of(entry), slots)
         threading.Thread(target=_write_outbox, args=(entry,), name=f"to-{worker}", daemon=True).start()

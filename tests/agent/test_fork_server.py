@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import multiprocessing
+import os
+import subprocess
+import sys
 from multiprocessing.connection import Connection
 
 import pytest
@@ -28,3 +32,31 @@ def test_a_round_of_the_collector_looks_through_what_a_worker_has_made_alone() -
     enabled, imported, own = mine.recv()
     worker.join(60)
     assert enabled and imported > 100_000 and own < imported / 10
+
+
+_ONE_FAILS = """
+import multiprocessing, os
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["openrecycle.agent.launcher.fork_server", "tests.agent.no_forks"])
+def started():
+    mine, theirs = context.Pipe()
+    process = context.Process(target=mine.recv, daemon=True)
+    process.start()
+    return process
+first = started()
+try:
+    started()
+except (OSError, EOFError):
+    print("the second can't be forked")
+third = started()
+print(first.is_alive(), third.is_alive())
+first.kill(), third.kill()
+first.join(60), third.join(60)
+print(first.exitcode, third.exitcode)
+"""
+
+
+def test_a_fork_that_fails_ends_no_other_worker() -> None:
+    said = subprocess.run([sys.executable, "-c", _ONE_FAILS], capture_output=True, text=True, timeout=120)
+    assert said.stdout.splitlines() == ["the second can't be forked", "True True", "-9 -9"], said.stderr
+    assert os.strerror(errno.EAGAIN) in said.stderr
