@@ -173,7 +173,8 @@ class Launcher:
         self._listener = listen
         self._store = RendezvousStore(self._pool.context, self._pool.host)
         begin = spec.origin.resumed_at if spec.origin else 0
-        self._record = RunRecord(options.job.stages, time.monotonic_ns(), committed=begin)
+        exact = options.optimization.mode == "deterministic"
+        self._record = RunRecord(options.job.stages, time.monotonic_ns(), committed=begin, exact=exact)
         self._deployed: Deploy | None = None
         self._after: int | None = None
         self._shared: set[Worker] = set()
@@ -500,8 +501,7 @@ class Launcher:
         self._listener({"raised": {"worker": str(cell), **about, "text": found.text}})
         if found.left_out is not None:
             iteration, micro_batch = found.left_out
-            others = self._record.skipped.get(iteration, ())
-            self._record.skipped[iteration] = tuple(sorted((*others, micro_batch)))
+            self._record.left_out(iteration, micro_batch)
         if found.halt:
             if not self._why_halted:
                 self._why_halted, self._halt_by = found.halt, time.monotonic() + self._options.faults.timeouts.transfer

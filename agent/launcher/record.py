@@ -79,16 +79,20 @@ class RecordedProgress:
 
 class RunRecord:
     """Times are monotonic nanoseconds on this machine's one clock. committed: iterations that are in
-    the checkpoint which the run begins with."""
+    the checkpoint which the run begins with. exact: an iteration that is done again has the same loss, to the last bit;
+    in fast mode sums go another way then."""
 
-    def __init__(self, stages: int, started_at: int, *, committed: int = 0) -> None:
-        self._stages = stages
+    def __init__(self, stages: int, started_at: int, *, committed: int = 0, exact: bool = True) -> None:
+        self._stages, self._exact = stages, exact
         self._joining: set[Worker] = set()
         """Members that take their state from a peer: nobody waits for them."""
         self._workers: dict[Worker, _Progress] = {}
         self._living: frozenset[Worker] = frozenset()
         self._generation = 0
-        self._losses: dict[int, str] = {}
+        self._losses: dict[int, tuple[int, str]] = {}
+        """By iteration: the generation in which it was done, and the loss."""
+        self._changed: dict[int, int] = {}
+        """Iterations of which a micro-batch was left out, each with the newest generation that knew nothing of it."""
         self._learning_rates: dict[int, float | None] = {}
         self._data_seconds: dict[int, float] = {}
         self._recorded: deque[tuple[int, str]] = deque(maxlen=REMEMBERED)
@@ -219,7 +223,7 @@ class RunRecord:
         if skipped:
             self.skipped[iteration] = tuple(sorted({*self.skipped.get(iteration, ()), *skipped}))
         if worker.stage == self._stages - 1:
-            expected = self._loss_of(iteration, loss)
+            expected = self._loss_of(iteration, loss, progress.formed_generation)
             if iteration >= self.committed:
                 self._learning_rates[iteration] = learning_rate
             if expected != loss:
@@ -239,12 +243,28 @@ class RunRecord:
             self._norms.setdefault(iteration, norm)
         return self._settle()
 
-    def _loss_of(self, iteration: int, loss: str) -> str:
-        """What it must be: that of the first who said it, also where a checkpoint has led back behind
-        what is recorded."""
-        if iteration >= self.committed:
-            return self._losses.setdefault(iteration, loss)
-        return dict(self._recorded).get(iteration, loss)
+    def left_out(self, iteration: int, micro_batch: int) -> None:
+        """The iteration is done again without this micro-batch, so with another loss."""
+        self.skipped[iteration] = tuple(sorted({*self.skipped.get(iteration, ()), micro_batch}))
+        self._changed[iteration] = self._generation
+
+    def _loss_of(self, iteration: int, loss: str, generation: int) -> str:
+        """What it must be, of a worker in that generation: that of the first who said it, also where a checkpoint has
+        led back behind what is recorded. Where it may be another one when it is done again, that of the newest
+        generation counts."""
+        if iteration < self.committed:
+            again = self._exact and iteration not in self._changed
+            return dict(self._recorded).get(iteration, loss) if again else loss
+        known = self._losses.get(iteration)
+        if known is None:
+            self._losses[iteration] = generation, loss
+            return loss
+        older, newer = sorted((known[0], generation))
+        if older == newer or (self._exact and older > self._changed.get(iteration, -1)):
+            return known[1]
+        if generation == newer:
+            self._losses[iteration] = generation, loss
+        return loss
 
     def done(self, worker: Worker, sha256: str, generation: int) -> None:
         """The worker has no iteration left, in this generation; the hash is of its stage's parameters, "" where it had
@@ -327,7 +347,7 @@ class RunRecord:
         while self.committed < certain:
             i = self.committed
             at = max(self._of(w).committed_at.get(i, self._last_at) for w in self._living)
-            loss = self._losses.pop(i)
+            loss = self._losses.pop(i)[1]
             generation, living = self._generation, len(self._living)
             if self._before is not None and i <= self._before[0]:
                 _, generation, living = self._before
@@ -411,7 +431,9 @@ _FORMS: dict[str, TypeAdapter[Any]] = {
     "_workers": TypeAdapter(dict[_Name, _Progress]),
     "_living": TypeAdapter(frozenset[_Name]),
     "_generation": TypeAdapter(int),
-    "_losses": TypeAdapter(dict[int, str]),
+    "_exact": TypeAdapter(bool),
+    "_losses": TypeAdapter(dict[int, tuple[int, str]]),
+    "_changed": TypeAdapter(dict[int, int]),
     "_learning_rates": TypeAdapter(dict[int, float | None]),
     "_data_seconds": TypeAdapter(dict[int, float]),
     "_failures": TypeAdapter(list[_Failure]),

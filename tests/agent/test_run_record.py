@@ -14,8 +14,8 @@ A, B, C, D = (Worker(p, s) for p in range(2) for s in range(2))  # B and D are t
 MS = 1_000_000
 
 
-def _running() -> RunRecord:
-    record = RunRecord(stages=2, started_at=0)
+def _running(exact: bool = True) -> RunRecord:
+    record = RunRecord(stages=2, started_at=0, exact=exact)
     record.generation_opened(1, [A, B, C, D], at=0)
     for worker in (A, B, C, D):
         record.formed(worker, 1, 0, at=1 * MS)
@@ -215,3 +215,35 @@ def test_iterations_run_again_from_a_checkpoint_must_have_the_recorded_loss() ->
     assert not record.committed_by(B, 0, (0.0).hex(), at=10 * MS).iterations
     with pytest.raises(DivergedError, match="iteration 1"):
         record.committed_by(B, 1, (1.5).hex(), at=10 * MS)
+
+
+def _redone_with(record: RunRecord, loss: str) -> str:
+    """Only the last stage steps iteration 0; A dies; all do it again, with this loss. Returns the recorded one."""
+    for worker in (B, D):
+        record.committed_by(worker, 0, (2.5).hex(), at=5 * MS)
+    record.died(A, detected_at=6 * MS)
+    record.generation_opened(2, [B, C, D], at=7 * MS)
+    for worker in (B, C, D):
+        record.formed(worker, 2, 0, at=8 * MS)
+    done = [record.committed_by(worker, 0, loss, at=9 * MS) for worker in (B, C, D)]
+    return next(i.loss_hex for some in done for i in some.iterations)
+
+
+def test_an_iteration_that_is_done_again_has_the_same_loss() -> None:
+    with pytest.raises(DivergedError):
+        _redone_with(_running(), (2.25).hex())
+
+
+def test_in_fast_mode_the_loss_of_the_newest_generation_counts() -> None:
+    record = _running(exact=False)
+    assert _redone_with(record, (2.25).hex()) == (2.25).hex()
+    with pytest.raises(DivergedError):  # of one generation all say the same
+        for worker, loss in ((B, 2.0), (C, 2.0), (D, 2.5)):
+            record.committed_by(worker, 1, loss.hex(), at=11 * MS)
+
+
+def test_without_a_micro_batch_the_loss_is_another_one() -> None:
+    record = _running()
+    record.left_out(0, 3)
+    assert _redone_with(record, (2.25).hex()) == (2.25).hex()
+    assert record.skipped == {0: (3,)}

@@ -83,3 +83,12 @@ def test_another_seed_gives_other_numbers(reference: Run, tmp_path: Path) -> Non
     assert not set(run.losses) & set(reference.losses)
     assert run.final != reference.final
     assert float.fromhex(reference.losses[-1]) < float.fromhex(reference.losses[0])
+
+
+@pytest.mark.parametrize("kill", ["W0_0@3:O", at_length("W1_1@2:R"), at_length("W1_0@4:I3")])
+def test_in_fast_mode_too_a_death_at_the_step_costs_one_worker(kill: str, tmp_path: Path) -> None:
+    """The last stage has stepped, the others have not: done again, its sums go another way."""
+    run = small(tmp_path / "run.jsonl", "--mode", "fast", "--kill", kill)
+    assert run.status == 0, run.errors
+    assert [line["iteration"] for line in run.iterations] == list(range(ITERATIONS))
+    assert [failure["worker"] for failure in run.failures] == [kill[:4]]
