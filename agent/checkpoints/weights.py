@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from openrecycle.agent.checkpoints.checkpoint import CheckpointError, reason_of, whole_checkpoints
-from openrecycle.agent.models.layers import build_layer
+from openrecycle.agent.models.layers import build_layer, first_names
 from openrecycle.agent.models.state import StateError, decode, encode, read_tensors, write_tensors
 from openrecycle.agent.models.workload import Workload
 from openrecycle.agent.stages.optimizer import AVERAGE
@@ -99,8 +99,9 @@ class CheckpointWeights:
                 raise FileNotFoundError("there are no averages")
             values |= averages
         with torch.random.fork_rng(devices=[]):  # the layer says what else is in its state dict, and what is not
-            whole = build_layer(self._workload, layer, self._layers, self._seed).state_dict()
-        return {name: values.get(f"{layer}.{name}", value) for name, value in whole.items()}
+            built = build_layer(self._workload, layer, self._layers, self._seed)
+        first = first_names(built)
+        return {n: values.get(f"{layer}.{first.get(n, n)}", value) for n, value in built.state_dict().items()}
 
 
 def weights_file(folder: str, layer: int, *, averaged: bool = False) -> Path:

@@ -62,6 +62,14 @@ def kind_of(workload: Workload) -> str:
     return str(getattr(workload, "kind", "layer" if hasattr(workload, "build_layer") else "stage"))
 
 
+def first_names(layer: nn.Module) -> dict[str, str]:
+    """Of the parameters and buffers of a layer, all names, each with the first one of the same tensor: a layer may hold
+    one under several, and states name it once."""
+    first: dict[int, str] = {}
+    named = (*layer.named_parameters(remove_duplicate=False), *layer.named_buffers(remove_duplicate=False))
+    return {name: first.setdefault(id(tensor), name) for name, tensor in named}
+
+
 def build_layer(workload: Workload, layer: int, layers: int, seed: int) -> nn.Module:
     """Equal arguments give equal initial parameters."""
     build = getattr(workload, "build_layer", None) or getattr(workload, "build_stage")  # noqa: B009 -- one of the two

@@ -605,7 +605,8 @@ class StageOptimizer:
                 ("optimizer", own["optimizer"], doc["optimizer"]),
                 ("scheduler", (own["scheduler"] or [None])[0], (doc["scheduler"] or [None])[0]),
                 *(
-                    (f"parameter group {i}", mine["parameters"], theirs["parameters"])
+                    # A factory may order those of other layers in another way.
+                    (f"parameter group {i}", sorted(mine["parameters"]), sorted(theirs["parameters"]))
                     for i, (mine, theirs) in enumerate(zip(own["groups"], doc["groups"], strict=True))
                 ),
             ):

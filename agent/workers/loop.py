@@ -31,7 +31,7 @@ from openrecycle.agent.config.pacing import profile_pace
 from openrecycle.agent.config.timeouts import ALIVE_SECONDS
 from openrecycle.agent.messages.channel import GenerationSpec, WorkerChannel
 from openrecycle.agent.messages.delivery import LogTail
-from openrecycle.agent.models.layers import Partition, Span, layer_count, layer_of, partition_of, tied_of
+from openrecycle.agent.models.layers import Partition, Span, first_names, layer_count, layer_of, partition_of, tied_of
 from openrecycle.agent.models.parallelized import gathered, gathered_tensors, part_of_rank
 from openrecycle.agent.models.stage_io import CPU, StageCuts, layer_io_of
 from openrecycle.agent.models.state import StageState
@@ -371,7 +371,9 @@ class WorkerLoop:
                 continue
             save_weights(folder, layer, state)
             if own:
-                save_weights(folder, layer, state | own, averaged=True)
+                first = first_names(module)
+                averaged = {name: own.get(first.get(name, name), value) for name, value in state.items()}
+                save_weights(folder, layer, averaged, averaged=True)
 
     def _evaluate(self, iteration: int, script: Script, groups: Groups, *, last: bool = False) -> None:
         """Where it is due before `iteration`, and has not been done by all. Raises as `Executor.evaluate`."""
