@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from openrecycle.agent.config.randomness import seed_for
-from openrecycle.agent.models import torch_pipelining
+from openrecycle.agent.models import compat, torch_pipelining
 from openrecycle.agent.models.data import DatasetBatches, Loading, first_length, own_numbers
 from openrecycle.agent.models.layers import Tied
 from openrecycle.agent.models.read_ahead import Read, ReadAhead
@@ -155,7 +155,8 @@ class CallableWorkload:
         return module
 
     def inputs(self, seed: int, iteration: int, pipeline: int, micro_batch: int) -> Tensor | tuple[Tensor, ...]:
-        return _passed_on(self._of(seed, iteration, pipeline, micro_batch)[0], self.input_names)
+        inputs = compat.copied(self._of(seed, iteration, pipeline, micro_batch)[0])
+        return _passed_on(inputs, self.input_names)
 
     def samples(self, iteration: int, pipeline: int, micro_batch: int) -> tuple[int, ...]:
         """Indices of the data set's samples in a micro-batch; () where data is a function."""
@@ -167,7 +168,7 @@ class CallableWorkload:
         return self._of(seed, iteration, pipeline, micro_batch)[1]
 
     def loss(self, output: Any, targets: Any) -> Tensor:
-        loss = self.make_loss(output, targets)
+        loss = self.make_loss(output, compat.copied(targets))
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise InputError("loss", got, "a tensor with one number, the mean over the micro-batch")
@@ -177,7 +178,8 @@ class CallableWorkload:
         return make_optimizer(self.make_optimizer, named_parameters)
 
     def _of(self, seed: int, *place: int) -> tuple[Any, Any]:
-        """The micro-batch's (inputs, targets); where one worker asks for both, made once."""
+        """The micro-batch's (inputs, targets); where one worker asks for both, or for it once more after a failure, made
+        once. A first layer or a loss may change what it gets in place: that is a copy."""
         iteration, pipeline, micro_batch = place
         key = iteration, pipeline, micro_batch
         if self._batch is None or self._batch[0] != key:

@@ -157,6 +157,11 @@ def _build(workload: Workload, layers: int, seed: int) -> list[NamedParameters]:
             text = f"{type(error).__name__}: {error}".splitlines()[0]
             raise InputError(f"{kind}s", text[:200], f"a builder that makes {kind} {layer}") from error
         mine = [*module.named_parameters(), *module.named_buffers()]
+        for name, parameter in module.named_parameters():
+            if parameter.is_complex():
+                dtype = str(parameter.dtype).removeprefix("torch.")
+                got, expected = f"{name} of {kind} {layer}, which is {dtype}", "real parameters (torch.view_as_complex)"
+                raise InputError(f"{kind}s", got, expected)
         alive = {id(t): (other, name) for ref, other, name in seen if (t := ref()) is not None}
         for name, tensor in mine:
             full = f"{layer}.{name}"

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -160,6 +161,20 @@ def failure_of(work: Any) -> BaseException | None:
     except RuntimeError as error:
         return error
     return found
+
+
+def tree_flatten(value: Any) -> tuple[list[Any], Any]:
+    """What is in tuples, lists, dicts and what else torch knows how to take apart; and the form for `tree_unflatten`."""
+    return pytree.tree_flatten(value)
+
+
+def tree_unflatten(leaves: Sequence[Any], form: Any) -> Any:
+    return pytree.tree_unflatten(leaves, form)
+
+
+def copied(value: Any) -> Any:
+    """With tensors of its own."""
+    return pytree.tree_map_only(Tensor, Tensor.clone, value)
 
 
 def multiply(tensors: Sequence[Tensor], factor: float) -> None:

@@ -273,22 +273,18 @@ class _Through(torch.autograd.Function):
 
 def _through(passed: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The same arguments. passed: is called when all that was computed with them has had its backward."""
-    from torch.utils import _pytree
-
-    leaves, form = _pytree.tree_flatten((args, kwargs))
+    leaves, form = compat.tree_flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if places:
         on = _Through.apply(passed, *(leaves[i] for i in places))  # type: ignore[no-untyped-call]
         for place, tensor in zip(places, on, strict=True):
             leaves[place] = tensor
-    out: tuple[tuple[Any, ...], dict[str, Any]] = _pytree.tree_unflatten(leaves, form)
+    out: tuple[tuple[Any, ...], dict[str, Any]] = compat.tree_unflatten(leaves, form)
     return out
 
 
 def _with_gradient(output: Any) -> list[Tensor]:
-    from torch.utils import _pytree
-
-    return [leaf for leaf in _pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    return [leaf for leaf in compat.tree_flatten(output)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
 def _alike(shards: Sequence[Shard]) -> list[list[Shard]]:

@@ -158,6 +158,16 @@ def layer_io_of(
 
     Raises InputError naming the layer that can't be run, or what is declared wrongly.
     """
+    found = _layer_io(workload, layers, seed, autocast, device)
+    for spec in (spec for boundary in found for spec in boundary):
+        if getattr(torch, spec.dtype).is_complex:
+            raise InputError(
+                "stage_io", spec.dtype, "real tensors between layers; torch.view_as_real makes some of one"
+            )
+    return found
+
+
+def _layer_io(workload: Workload, layers: int, seed: int, autocast: Autocast | None, device: torch.device) -> StageIO:
     declared = getattr(workload, "stage_io", None)
     if declared is not None:
         return _checked(declared, layers)

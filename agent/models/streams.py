@@ -15,7 +15,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -49,6 +49,10 @@ class Source(Protocol):
     def begin(self, state: Any) -> None:
         """An epoch; or, with a state, the rest of one."""
 
+    goes_on: bool
+    """Can what comes after a micro-batch that raised be read? A generator ends with what it raises, and nothing tells
+    that from the end of an epoch."""
+
     def next(self) -> Any:
         """The next micro-batch. Raises StopIteration at the end of an epoch."""
 
@@ -63,6 +67,7 @@ class Samples:
     dataset: Iterable[Any]
     batch_size: int | None
     collate: Callable[[Any], Any]
+    goes_on: ClassVar[bool] = False
 
     @property
     def name(self) -> str:
@@ -104,6 +109,7 @@ class Loader:
     """A StatefulDataLoader of a map-style data set."""
 
     loader: Any
+    goes_on: ClassVar[bool] = True
 
     @classmethod
     def of(cls, loader: DataLoader[Any]) -> Loader:
@@ -189,10 +195,11 @@ class _Reading:
                     out = self._source.next()
                 self._failed = None
             except StopIteration:
-                if self._failed is not None:  # a generator ends with what it raises
+                if self._failed is not None and not self._source.goes_on:
                     expected = "one that goes on after it"
                     got = f"a stream that ended with what item {self.item - 1} raised"
                     raise InputError("data", got, expected) from self._failed.error
+                self._failed = None
                 if not self._read:
                     raise _too_short(self._source) from None
                 self._epoch, self._read = self._epoch + 1, 0

@@ -14,9 +14,9 @@ twice the bytes of fp32 and takes 1.5 to 1.7 times as long, in all three.
 
 Range: a term must stay below 2**62 / terms on the grid, that is 4096 / terms (the loss of each
 micro-batch, and with it every gradient, is already divided by the number of micro-batches, so this
-is a gradient element of about 4096 in the usual scale). A larger one counts as non-finite: an
+is a gradient element of about 4096 in the usual scale, MOST_GRADIENT). A larger one counts as non-finite: an
 iteration with a spike of that size is not stepped, just as one with a NaN. A scale per parameter
-would widen this only for jobs whose training is lost anyway, so there is none.
+would widen this only for jobs whose training is lost anyway, so there is none. A loss may have 2**40 times as much.
 
 Measured on CPUs only. On another device a term out of range is counted there, and nobody waits for it.
 """
@@ -36,6 +36,8 @@ from openrecycle.agent.config.options import Mode
 
 GRID_BITS = 50
 _SCALE = 2.0**GRID_BITS
+MOST_GRADIENT = 2.0 ** (62 - GRID_BITS)
+"""An element of a gradient that is as large counts as not finite."""
 # Elements handled at a time: large enough to amortise the calls, small enough to stay in a core's cache; and on other
 # devices, where that matters less, to need little memory beside the sums.
 _CHUNK, _CHUNK_THERE = 1 << 17, 1 << 24
@@ -47,8 +49,10 @@ _NORM_CHUNK, _NORM_CHUNK_THERE = 1 << 15, 1 << 20
 # Changes of buffers are not divided by the number of micro-batches, and statistics may be large: they give
 # up 12 bits of resolution for as many of range (2**24 / terms).
 _CHANGE_SCALE = 2.0**-12
-_WEIGHT, _LOSS, _REJECTED = -3, -2, -1
-TRAILING = 3
+# A loss may be large though no gradient is: one of as much as the grid takes, or more, is summed apart, coarser.
+_LARGE_LOSS_SCALE = 2.0**-40
+_WEIGHT, _LARGE_LOSS, _LOSS, _REJECTED = -4, -3, -2, -1
+TRAILING = 4
 """Elements of a sum that follow those of the tensors and their counts."""
 # Weights, such as counts of tokens, are summed on a grid of 2**-20.
 _WEIGHT_SCALE = 2.0**20
@@ -229,7 +233,10 @@ class GradientSum:
         """Adds one micro-batch's (already scaled) loss, a scalar."""
         self._take_back()
         self._read = None
-        self._add(self._buffer[_LOSS:_REJECTED], loss.detach().reshape(-1))
+        term = loss.detach().reshape(-1)
+        large = term.abs() * _SCALE >= self._limit
+        self._add(self._buffer[_LOSS:_REJECTED], torch.where(large, 0.0, term))
+        self._add(self._buffer[_LARGE_LOSS:_LOSS], torch.where(large, term, 0.0), _LARGE_LOSS_SCALE)
 
     def add_weight(self, weight: Tensor) -> None:
         """Adds one micro-batch's weight, a finite scalar of at least 0."""
@@ -257,7 +264,8 @@ class GradientSum:
 
     @property
     def loss(self) -> float:
-        return self._number(self._behind[_LOSS]) * self.coefficient
+        large = self._number(self._behind[_LARGE_LOSS]) / _LARGE_LOSS_SCALE
+        return (self._number(self._behind[_LOSS]) + large) * self.coefficient
 
     @property
     def coefficient(self) -> float:
@@ -458,8 +466,10 @@ class FastSum(GradientSum):
         return math.isfinite(torch.stack([*sums, self.beside_parameters.sum()]).sum().item())
 
     def add_loss(self, loss: Tensor) -> None:
-        fits = torch.isfinite(loss.detach()).reshape(-1)
-        super().add_loss(torch.where(fits, loss.detach().reshape(-1), 0.0))
+        self._take_back()
+        term = loss.detach().reshape(-1)
+        fits = torch.isfinite(term)
+        self._add(self._buffer[_LOSS:_REJECTED], torch.where(fits, term, 0.0))
         self._buffer[_REJECTED:].add_(~fits)
 
     def add(self, tensor: Tensor, term: Tensor) -> None:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 
 from openrecycle.agent.config.options import Optimization
+from openrecycle.agent.stages.gradients import MOST_GRADIENT
 from openrecycle.agent.stages.optimizer import NonFiniteError, StageOptimizer
 from openrecycle.agent.stages.post_validation import MAX_SKIPPED, Slot, ValidationResult, judge
 from openrecycle.agent.transport.communicator import Groups
@@ -300,6 +301,13 @@ class Steps:
         self._heed(validation, redone=changed)
         return changed
 
+    @property
+    def _remedy(self) -> str:
+        remedy = "lower the learning rate or check the data"
+        if self._optimization.mode == "fast":
+            return remedy
+        return f"{remedy}; in deterministic mode an element of a gradient must stay below {MOST_GRADIENT:,.0f}"
+
     def _heed(self, validation: ValidationResult, *, redone: bool) -> None:
         """What follows from an update that was left out, or changed."""
         iteration = self._optimizer.committed - 1
@@ -307,14 +315,10 @@ class Steps:
             what = f"iteration {iteration}: a gradient was NaN, infinite or out of range"
             if self._optimization.non_finite == "stop":
                 self._optimizer.roll_back()
-                raise NonFiniteError(
-                    f"{what}; lower the learning rate or check the data (with non_finite=skip it goes on)"
-                )
+                raise NonFiniteError(f"{what}; {self._remedy} (with non_finite=skip it goes on)")
             if (times := self._optimizer.post_validation.skipped) > MAX_SKIPPED:
                 self._optimizer.roll_back()
-                raise NonFiniteError(
-                    f"{what}, for the {times}th time in a row; lower the learning rate or check the data"
-                )
+                raise NonFiniteError(f"{what}, for the {times}th time in a row; {self._remedy}")
         if validation.norm is not None:
             self._normed(iteration, validation.norm)
         if redone or validation.coefficient is None:

@@ -120,6 +120,21 @@ def test_the_range_is_4096_over_the_number_of_terms(terms: int) -> None:
     assert total.rejected == 1
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loss_may_be_larger_than_any_gradient(kind: type[GradientSum]) -> None:
+    losses, sums = [3.5e9, 0.125, 7e12, 4096.0, 2.0], []
+    for order in (losses, losses[::-1]):
+        total = kind([nn.Parameter(torch.zeros(1))], terms=len(losses))
+        for loss in order:
+            total.add_loss(torch.tensor(loss))
+        assert total.rejected == 0
+        sums.append(total.loss)
+    assert sums == pytest.approx([sum(losses)] * 2, rel=1e-6)
+    assert kind is not GradientSum or sums[0] == sums[1]
+    total.add_loss(torch.tensor(float("nan")))
+    assert total.rejected == 1
+
+
 @examples(15)
 @given(seed=st.integers(0, 2**31))
 def test_the_norm_is_the_same_however_the_terms_came(seed: int) -> None:

@@ -138,6 +138,18 @@ def test_declared_boundaries_are_taken_and_checked() -> None:
         layer_io_of(workload, 2, 0)
 
 
+class Spectrum(nn.Module):
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        return torch.fft.fft(x)
+
+
+def test_complex_numbers_do_not_go_to_other_stages() -> None:
+    """Nobody would take their gradient back."""
+    with pytest.raises(InputError) as caught:
+        of(Parts(Spectrum, nn.Identity), 2)
+    assert caught.value.field == "stage_io"
+
+
 def test_an_output_that_varies_is_refused() -> None:
     boundary = (TensorSpec((2, 6), "float32"), TensorSpec((2,), "int64", False))
     good = torch.zeros(2, 6), torch.tensor([1, 2])

@@ -153,6 +153,17 @@ def test_nothing_goes_back_once_the_next_gradient_is_there() -> None:
         stage.settle(ValidationResult(0.5))
 
 
+def test_the_order_in_which_a_factory_names_parameters_is_its_own() -> None:
+    donor, newcomer = _stage(0), _stage(1)
+    for group in newcomer.optimizer.param_groups:
+        group["params"].reverse()
+    _train(donor, 0)
+    newcomer.load_state(donor.state())
+    for stage in (donor, newcomer):
+        _train(stage, 1)
+    assert all(map(torch.equal, donor.module.parameters(), newcomer.module.parameters()))
+
+
 @pytest.mark.parametrize(("optimizer", "scheduler"), EVERY)
 def test_a_newcomer_takes_over_everything(optimizer: str, scheduler: str | None) -> None:
     donor, newcomer = _stage(0, optimizer, scheduler), _stage(99, optimizer, scheduler)

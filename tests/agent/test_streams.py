@@ -300,6 +300,12 @@ def test_one_item_that_can_not_be_read_is_that_items_alone() -> None:
         assert "item 4 " in "".join(error.value.__notes__)
     whole = batches(StatefulDataLoader(streamed_jobs.Drawn(), batch_size=2))
     assert same(stream(1, 1, 1), whole(1, 1, 1))
+    # Of the epoch's last micro-batch it is the end of nothing but that.
+    short = batches(StatefulDataLoader(Holed(10), batch_size=2))
+    with pytest.raises(OSError, match="no sample 9"):
+        short(0, 1, 1)
+    whole = batches(StatefulDataLoader(streamed_jobs.Drawn(10), batch_size=2))
+    assert same(short(1, 0, 0), whole(1, 0, 0))
     # A generator ends with what it raises: nothing may be taken for the next epoch.
     ended = batches(streamed_jobs.Plain(broken=9), 2)
     with pytest.raises(OSError, match="no sample 9"):

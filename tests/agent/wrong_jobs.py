@@ -161,3 +161,7 @@ class Unreadable(Dataset[tuple[Tensor, Tensor]]):
 
     def __len__(self) -> int:
         return 100
+
+
+def complex_weights(stage: int, stages: int) -> nn.Module:
+    return nn.Linear(WIDTH, WIDTH, dtype=torch.complex64 if stage else None)
