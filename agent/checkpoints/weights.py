@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,10 +75,12 @@ class KeptWeights:
 
 
 class CheckpointWeights:
-    """What a checkpoint holds of the weights: `load_weights` of it. Read at each call. It is of the job of workload and
-    seed, with so many layers."""
+    """What a checkpoint holds of the weights: `load_weights` of it. Read at each call. It is of the job of that workload,
+    which is asked for then, and of that seed, with so many layers."""
 
-    def __init__(self, directory: Path, iteration: int, workload: Workload, layers: int, seed: int) -> None:
+    def __init__(
+        self, directory: Path, iteration: int, workload: Callable[[], Workload], layers: int, seed: int
+    ) -> None:
         self._directory, self._iteration = directory, iteration
         self._workload, self._layers, self._seed = workload, layers, seed
 
@@ -99,7 +101,7 @@ class CheckpointWeights:
                 raise FileNotFoundError("there are no averages")
             values |= averages
         with torch.random.fork_rng(devices=[]):  # the layer says what else is in its state dict, and what is not
-            built = build_layer(self._workload, layer, self._layers, self._seed)
+            built = build_layer(self._workload(), layer, self._layers, self._seed)
         first = first_names(built)
         return {n: values.get(f"{layer}.{first.get(n, n)}", value) for n, value in built.state_dict().items()}
 

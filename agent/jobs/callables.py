@@ -178,8 +178,8 @@ class CallableWorkload:
         return make_optimizer(self.make_optimizer, named_parameters)
 
     def _of(self, seed: int, *place: int) -> tuple[Any, Any]:
-        """The micro-batch's (inputs, targets); where one worker asks for both, or for it once more after a failure, made
-        once. A first layer or a loss may change what it gets in place: that is a copy."""
+        """The micro-batch's (inputs, targets); where one worker asks for both, or once more after a failure, made once.
+        A first layer or a loss may change what it gets in place: that is a copy."""
         iteration, pipeline, micro_batch = place
         key = iteration, pipeline, micro_batch
         if self._batch is None or self._batch[0] != key:

@@ -15,9 +15,11 @@ import inspect
 import logging
 import multiprocessing
 import os
+import signal
 import tempfile
+import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -61,7 +63,7 @@ from openrecycle.agent.models.data import DatasetBatches, Evaluation, InOrder, L
 from openrecycle.agent.models.layers import Tied
 from openrecycle.agent.models.stage_io import StageIO
 from openrecycle.agent.models.streams import StreamBatches, stream_of
-from openrecycle.agent.models.workload import first_readable
+from openrecycle.agent.models.workload import Workload, first_readable
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.plans.plan import JobDoc
@@ -350,9 +352,19 @@ class ResilientTrainer:
         or ConsoleRefused where a console was asked for and does not take it, and what a callback raised (see
         on_error), once the weights are written.
         """
-        from openrecycle.agent.launcher.launch import JobFailed
-
         self._stop_asked = False
+        with _when_terminated(self._terminated):
+            return self._fit(iterations)
+
+    def _terminated(self, number: int) -> None:
+        """By that signal, in the main thread."""
+        if self._launcher is None:
+            raise SystemExit(128 + number)
+        self._launcher.stop(number)
+
+    def _fit(self, iterations: int) -> TrainingResult:
+        from openrecycle.agent.launcher.launch import JobFailed, Stopped
+
         options = replace(self._options, iterations=iterations)
         samples = self._workload.load().samples_per_micro_batch * options.job.pipelines * options.job.micro_batches
         start = TrainingStart(options.console.name, iterations, samples)
@@ -364,6 +376,7 @@ class ResilientTrainer:
             with contextlib.ExitStack() as ending:
                 targets: list[Callable[[dict[str, Any]], None]] = [lines]
                 delivery = Delivery(callbacks, "on_iteration", log.warning)
+                ending.callback(delivery.close, lambda: callbacks.over)
                 targets.append(delivery)
 
                 def listener(line: dict[str, Any]) -> None:
@@ -388,6 +401,8 @@ class ResilientTrainer:
                     except JobFailed:
                         delivery.close()
                         raise
+                    except Stopped as stop:
+                        raise SystemExit(128 + stop.signal) from None
                     delivery.close()
                 except BaseException as error:
                     callbacks.over = True  # Ctrl-C ends the calls, too
@@ -413,8 +428,12 @@ class ResilientTrainer:
         folder = self._options.checkpoints.folder
         assert folder is not None
         layers = self._layers or self._options.job.stages
-        weights = CheckpointWeights(folder, iteration, self._workload.load(), layers, self._options.seed)
+        weights = CheckpointWeights(folder, iteration, self._loaded, layers, self._options.seed)
         return WrittenCheckpoint(iteration, weights, self._pretrained)
+
+    def _loaded(self) -> Workload:
+        """Who holds this holds the trainer, and with it the files of a pretrained model."""
+        return self._workload.load()
 
     def stop(self) -> None:
         """Has `fit` end in order, after one of the iterations under way: weights, and the last checkpoint where
@@ -426,6 +445,19 @@ class ResilientTrainer:
         launcher = self._launcher
         if launcher is not None:
             launcher.end_soon()
+
+
+@contextlib.contextmanager
+def _when_terminated(handle: Callable[[int], None]) -> Iterator[None]:
+    """`handle` gets SIGTERM, where it would end this process without a word."""
+    mine = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if mine:
+        signal.signal(signal.SIGTERM, lambda number, frame: handle(number))
+    try:
+        yield
+    finally:
+        if mine:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _model(
@@ -539,6 +571,8 @@ class _Callbacks:
             answer = callback(*arguments)
         except BaseException as error:  # sys.exit() in a callback, too: this thread is not the one to end
             log.exception("%s raised %s", name, type(error).__name__)
+            if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+                raise  # Ctrl-C, while the caller's thread was here
             if self._on_error == "stop":
                 self.error = self.error or error
                 self._stop()

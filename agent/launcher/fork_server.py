@@ -1,7 +1,7 @@
 """Imported first by the server that workers are forked from.
 
 Python's collector leaves alone what was imported there: a worker's first full round went through all objects of torch,
-and so copied every page that they are on: 0.3 s of CPU and about 150 MB for each worker, at some moment of its training.
+and so copied every page that they are on: 0.3 s of CPU and about 150 MB for each worker, in the midst of its training.
 And the imports take a sixth less without rounds.
 
 A fork that fails, since there is no memory or there are too many processes, ends the server no more, and with it every

@@ -259,6 +259,10 @@ class Launcher:
         except Stopped as stop:
             reason = str(stop)
             raise
+        except KeyboardInterrupt:
+            self._stop = self._stop or signal.SIGINT
+            reason = str(Stopped(self._stop, self._record.committed))
+            raise
         except (JobFailed, DivergedError, StoreError) as error:
             reason = str(error)
             raise JobFailed(reason) from None

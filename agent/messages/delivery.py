@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Generic, TextIO, TypeVar
@@ -109,6 +109,12 @@ class LogTail:
                 with suppress(ValidationError):  # no console takes it
                     self._lines.append(LogLine(at=at, text=text))
             self._added += skipped
+
+    def put_back(self, lines: Sequence[LogLine], skipped: int) -> None:
+        """What was taken last, and did not arrive."""
+        with self._lock:
+            self._lines = deque([*lines, *self._lines][-LOG_LINES:], LOG_LINES)
+            self._added += len(lines) + skipped
 
     def take(self) -> tuple[tuple[LogLine, ...], int]:
         """The lines since the last call, and how many before them were dropped."""

@@ -164,7 +164,7 @@ def failure_of(work: Any) -> BaseException | None:
 
 
 def tree_flatten(value: Any) -> tuple[list[Any], Any]:
-    """What is in tuples, lists, dicts and what else torch knows how to take apart; and the form for `tree_unflatten`."""
+    """What is in tuples, lists, dicts and what else torch can take apart; and the form for `tree_unflatten`."""
     return pytree.tree_flatten(value)
 
 

@@ -131,6 +131,7 @@ class ReadAhead:
         if process is not None:
             process.kill()
             process.join(1.0)
+            self._pipe.close()
             log.warning(
                 "data: the process that reads ahead is gone (exit code %s, %s); the worker reads by itself",
                 process.exitcode,

@@ -161,9 +161,7 @@ def layer_io_of(
     found = _layer_io(workload, layers, seed, autocast, device)
     for spec in (spec for boundary in found for spec in boundary):
         if getattr(torch, spec.dtype).is_complex:
-            raise InputError(
-                "stage_io", spec.dtype, "real tensors between layers; torch.view_as_real makes some of one"
-            )
+            raise InputError("stage_io", spec.dtype, "real tensors between layers (torch.view_as_real)")
     return found
 
 

@@ -9,8 +9,8 @@ would be the first to go.
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
+import socket
 import threading
 import time
 import uuid
@@ -216,8 +216,11 @@ class ConsoleCoordination:
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._reports: Outbox[QueuedReport] = Outbox(MAX_REPORTS, merge=merge_iterations, droppable=is_history)
         self._report_there, self._closing = threading.Event(), threading.Event()
-        self.wake_fd, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_write, False)
+        # Sockets, not a pipe: threads that outlive `close` write to one that is closed, not to a file of somebody else.
+        self._woken, self._waking = socket.socketpair()
+        self._woken.setblocking(False)
+        self._waking.setblocking(False)
+        self.wake_fd = self._woken.fileno()
         self._sender = threading.Thread(target=self._send_reports, name="reports", daemon=True)
         self._sender.start()
         self._said: dict[str, tuple[str, Mapping[str, Any]]] = {}
@@ -380,8 +383,9 @@ class ConsoleCoordination:
                 self._generation = event.deployment.generation
             elif isinstance(event, Command):
                 self._command = event.seq
-        if out:
-            os.read(self.wake_fd, 4096)
+        # Also where there is nothing: an event may have been taken before the byte that tells of it was there.
+        with contextlib.suppress(BlockingIOError):
+            self._woken.recv(4096)
         return out
 
     def close(self, hurried: Callable[[], bool]) -> None:
@@ -402,6 +406,8 @@ class ConsoleCoordination:
             self._sender.join(LAST_TRIES_SECONDS)
         if self._sender.is_alive():
             self._say(f"the console was not told how the job ended; reports lost: {len(self._reports)}")
+        self._woken.close()
+        self._waking.close()
 
     def _acknowledge(self, state: str, worker: Worker, incarnation: str, generation: int, iteration: int) -> None:
         self._phases.add(
@@ -436,8 +442,8 @@ class ConsoleCoordination:
 
     def _put(self, event: Event) -> None:
         self._events.put(event)
-        with contextlib.suppress(BlockingIOError):  # full, so readable already
-            os.write(self._wake_write, b"!")
+        with contextlib.suppress(OSError):  # full, so readable already; or closed
+            self._waking.send(b"!")
 
     def _send_reports(self) -> None:
         client, backoff = self._connect(), Backoff(longest=TRY_AGAIN_SECONDS)

@@ -316,7 +316,11 @@ class WorkerReports(threading.Thread):
             if lines:
                 incarnation = process.registration.incarnation
                 message = LogLines(worker=process.worker, incarnation=incarnation, lines=lines, skipped=skipped)
-                self._of_one(incarnation, "logs", message)
+                try:
+                    self._of_one(incarnation, "logs", message)
+                except ConsoleUnavailable:
+                    process.log.put_back(lines, skipped)
+                    raise
 
 
 def _read(kind: type[M], fields: Mapping[str, Any]) -> M | None:

@@ -35,6 +35,16 @@ def test_the_oldest_give_way_and_are_counted() -> None:
     assert tail.take()[1] == 0
 
 
+def test_what_did_not_arrive_comes_first_next_time() -> None:
+    tail = LogTail()
+    tail.add("\n".join(map(str, range(LOG_LINES + 2))))
+    lines, skipped = tail.take()
+    tail.add("one\ntwo")
+    tail.put_back(lines, skipped)
+    again, missing = tail.take()
+    assert [line.text for line in again] == [*map(str, range(4, LOG_LINES + 2)), "one", "two"] and missing == 4
+
+
 def test_what_is_too_long_or_unprintable_is_cut_and_marked() -> None:
     tail = LogTail()
     tail.add("x" * (LOG_LINE + 1))

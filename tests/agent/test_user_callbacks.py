@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import multiprocessing
+import os
+import signal
 import threading
 from functools import cache
 from pathlib import Path
@@ -11,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from openrecycle import Callback
 from openrecycle.agent.config.options import Checkpoints, Console, Faults, Mode, Optimization
 from openrecycle.agent.jobs.trainer import TrainingResult
 from openrecycle.agent.messages.protocol import Iteration
@@ -171,6 +175,31 @@ def test_a_death_while_the_job_comes_to_its_early_end() -> None:
     assert job.losses == fault_free_losses(len(job.losses), **GRID)
     plain = LocalJob(iterations=len(job.losses), **GRID).run()
     assert job.lines[-1] == plain.lines[-1] and "final" in job.lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("number", "raised"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)], ids=["SIGTERM", "Ctrl-C"]
+)
+def test_a_script_that_is_ended_keeps_its_record(number: int, raised: type[BaseException], tmp_path: Path) -> None:
+    """And its callbacks hear of it, and no worker is left."""
+    record, told = tmp_path / "run.jsonl", []
+
+    class Told(Callback):
+        def on_iteration(self, iteration: Iteration) -> None:
+            if iteration.iteration == 2:
+                os.kill(os.getpid(), number)
+
+        def on_exception(self, error: BaseException) -> None:
+            told.append(type(error))
+
+    with pytest.raises(raised) as ended:
+        own_jobs.trainer(callbacks=[Told()], record=record).fit(iterations=ENDLESS)
+    assert told == [raised]
+    assert number != signal.SIGTERM or ended.value.args == (128 + number,)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    lines = [json.loads(line) for line in record.read_text().splitlines()]
+    assert [line["iteration"] for line in lines if "loss" in line][:3] == [0, 1, 2]
+    assert not any(process.name.startswith("W") for process in multiprocessing.active_children())
 
 
 @pytest.mark.parametrize("mode", ["deterministic", at_length("fast")])
