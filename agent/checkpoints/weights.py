@@ -75,8 +75,8 @@ class KeptWeights:
 
 
 class CheckpointWeights:
-    """What a checkpoint holds of the weights: `load_weights` of it. Read at each call. It is of the job of that workload,
-    which is asked for then, and of that seed, with so many layers."""
+    """What a checkpoint holds of the weights: `load_weights` of it. Read at each call. It is of the job of that
+    workload, which is asked for then, and of that seed, with so many layers."""
 
     def __init__(
         self, directory: Path, iteration: int, workload: Callable[[], Workload], layers: int, seed: int

@@ -204,10 +204,12 @@ class Registration(Message):
 
 
 class Registered(Message):
-    """generation: the newest one of the job (0: none yet)."""
+    """generation: the newest one of the job (0: none yet). before: the newest one that this process is not in; the one
+    before it in its place may have been."""
 
     worker: WorkerName
     generation: Count
+    before: Count = 0
 
 
 class Doing(Message):

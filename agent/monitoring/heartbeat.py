@@ -100,6 +100,7 @@ class WorkerReports(threading.Thread):
 
     fenced: called with an incarnation when the console says that it no longer counts. measure: called with an
     iteration whose ops are to be recorded, again until they are. gather: called before each batch of heartbeats.
+    registered: called with what the console answers to the registration of each.
     """
 
     def __init__(
@@ -111,10 +112,11 @@ class WorkerReports(threading.Thread):
         fenced: Callable[[str], None],
         measure: Callable[[int], None] = lambda _iteration: None,
         gather: Callable[[], None] = lambda: None,
+        registered: Callable[[Registered], None] = lambda _answer: None,
     ) -> None:
         super().__init__(name="heartbeats", daemon=True)
         self._client, self._path, self._interval = client, f"/jobs/{job_id}", interval
-        self._fenced, self._measure, self._gather = fenced, measure, gather
+        self._fenced, self._measure, self._gather, self._registered = fenced, measure, gather, registered
         self._processes: dict[str, _Process] = {}
         self._lock = threading.Lock()
         self._outbox: Outbox[Acknowledgements | FailureReport] = Outbox(QUEUE)
@@ -236,13 +238,17 @@ class WorkerReports(threading.Thread):
         for process in self._all():
             if not process.registered:
                 message = process.registration
-                if self._of_one(message.incarnation, "workers", message, Registered):
+                if self._of_one(message.incarnation, "workers", message, Registered, self._registered):
                     process.registered = True
 
-    def _of_one(self, incarnation: str, route: str, message: Any, reply: Any = None) -> bool:
-        """Posts what one process has to say; was it taken? Raises ConsoleUnavailable."""
+    def _of_one(
+        self, incarnation: str, route: str, message: Any, reply: Any = None, take: Callable[[Any], None] | None = None
+    ) -> bool:
+        """Posts what one process has to say; was it taken? take: gets the answer. Raises ConsoleUnavailable."""
         try:
-            self._client.post(f"{self._path}/{route}", message, reply)
+            answer = self._client.post(f"{self._path}/{route}", message, reply)
+            if take is not None:
+                take(answer)
         except ConsoleRefused as refusal:
             if refusal.problem.code == "fenced":
                 self._fence(incarnation)

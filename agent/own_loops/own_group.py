@@ -28,13 +28,15 @@ class GroupLost(RuntimeError):
 class Membership:
     """Who forms the next process group. workers: names, by rank. rank: this worker's. joining: those of them that are
     new, and take parameters, optimizer state and iteration from a worker of their stage. newest: the job's generation
-    by now."""
+    by now. sums: of this worker's schedule, what goes with its state (see OwnLoop.kept); with sums, they become this
+    worker's."""
 
     generation: int
     workers: tuple[str, ...]
     rank: int
     joining: tuple[str, ...] = ()
     newest: Callable[[], int] = field(default=int, compare=False, repr=False)
+    sums: Callable[[Any], Any] = field(default=lambda sums: None, compare=False, repr=False)
 
     def meet(self, store: Any, timeout: float = 600.0) -> None:
         """Waits until all these workers are at `store`, torch's FileStore or TCPStore, a new one for each generation:
@@ -60,7 +62,7 @@ class Membership:
         try:
             if self.gives_to:
                 written = io.BytesIO()
-                torch.save(state, written)
+                torch.save((state, self.sums(None)), written)
                 whole = torch.frombuffer(bytearray(written.getvalue()), dtype=torch.uint8)
                 for rank in self.gives_to:
                     dist.send(torch.tensor([whole.numel()]), rank)
@@ -70,7 +72,9 @@ class Membership:
                 dist.recv(size, source)
                 whole = torch.empty(int(size), dtype=torch.uint8)
                 dist.recv(whole, source)
-                return torch.load(io.BytesIO(whole.numpy().tobytes()), weights_only=True)
+                state, sums = torch.load(io.BytesIO(whole.numpy().tobytes()), weights_only=True)
+                self.sums(sums)
+                return state
         except RuntimeError as error:
             raise GroupLost(f"the hand-over of state broke: {error}") from error
         if self.worker in self.joining:

@@ -234,8 +234,9 @@ class OwnLoop:
         self._iteration = 0
         self._released: int | None = None
         """The last iteration whose step this worker has taken, or is about to."""
-        self._kept: tuple[int, list[Tensor]] | None = None
-        """Of an iteration that this worker has reduced, and does not know whether all have."""
+        self.kept: tuple[int, list[Tensor]] | None = None
+        """Of an iteration that this worker has reduced, and does not know whether all have: its number, and the sums.
+        Whoever takes over this worker's state takes them, too: the step may be all that is left of that iteration."""
         self._late = False
         self._total = 0.0
         """Of the last iteration released."""
@@ -308,13 +309,13 @@ class OwnLoop:
         """Raises GroupLost."""
         iteration = self._iteration
         if self._late:  # the others have agreed on all of this already
-            kept = self._kept[1] if self._kept is not None else []
+            kept = self.kept[1] if self.kept is not None else []
             if [t.shape for t in tensors] != [t.shape for t in kept]:
                 raise InputError("reduce", len(tensors), "the tensors that this iteration was reduced with")
             with torch.no_grad():
                 for mine, total in zip(tensors, kept, strict=True):
                     mine.copy_(total)
-            self._kept, self._released = None, iteration
+            self.kept, self._released = None, iteration
             return self._total
         newest, summed = self._newest(), False
         generation = newest[0].generation if newest is not None else 0
@@ -327,7 +328,7 @@ class OwnLoop:
                 known = self._gather(joined.lines, [generation, *_bits(measure())])
         except TransferError as error:
             if summed:
-                self._kept = iteration, [tensor.detach().clone() for tensor in tensors]
+                self.kept = iteration, [tensor.detach().clone() for tensor in tensors]
             raise self._lose(error) from error
         self._released = iteration
         if newest is not None and generation > self.generation and all(row[0] == generation for row in known.values()):
@@ -390,7 +391,7 @@ class OwnLoop:
         while True:
             newest = self._newest()
             generation = newest[0].generation if newest is not None else 0
-            kept = self._kept[0] if self._kept is not None else _NONE
+            kept = self.kept[0] if self.kept is not None else _NONE
             released = _NONE if self._released is None else self._released
             overdue = int(time.monotonic() > deadline)
             mine = [*self._me, generation, overdue, iteration, kept, released, *_bits(self._total)]
@@ -416,7 +417,7 @@ class OwnLoop:
         if self._late:
             self._total = next(_number(row[7:]) for row in rows if row[6] == iteration)
         else:
-            self._kept = None
+            self.kept = None
         stage = [member for member in members if member.stage == self._me.stage]
         peers = None
         if len(stage) > 1:

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from openrecycle.agent.config.options import with_profile
 from openrecycle.agent.config.settings import spelled
@@ -42,6 +42,7 @@ from openrecycle.agent.messages.protocol import (
     JobCreated,
     JobFinished,
     OpKind,
+    Registered,
     Registration,
 )
 from openrecycle.agent.monitoring.console_link import LONG_POLL_SECONDS, next_deployment
@@ -66,6 +67,7 @@ MAX_ITERATIONS = 1000
 _KINDS = frozenset(get_args(OpKind))
 _RUN = re.compile(r"[A-Za-z0-9 .:@/()+_-]{1,80}")
 _CLOSE_SECONDS = 5.0
+_REGISTERING_SECONDS = 0.05
 
 
 class Reporter:
@@ -131,6 +133,8 @@ class Reporter:
         self._news = threading.Condition()
         self._job = job
         self._loop: OwnLoop | None = None
+        self._before: int | None = None
+        """The newest generation that this process is not in; None: it has not registered yet."""
         self._met = 0
         self._dead, self._refusal = 0.0, ""
         self._resumed, self._done = 0, (-1, 0.0)
@@ -187,7 +191,9 @@ class Reporter:
                 self._met = deployment.generation
                 workers = tuple(str(worker) for worker in sorted(map(Worker.parse, deployment.living)))
                 rank = workers.index(str(self._me))
-                return Membership(self._met, workers, rank, deployment.joining, self._newest_generation)
+                return Membership(
+                    *(self._met, workers, rank, deployment.joining, self._newest_generation), self._own_loop_sums
+                )
             if waited > timeout:
                 refused = f": it refuses: {self._refusal}" if self._refusal else ""
                 raise TimeoutError(f"the console has opened no generation after {lost} in {timeout:g} s{refused}")
@@ -197,17 +203,15 @@ class Reporter:
                 self._reports.broken(str(self._me), self._incarnation, lost, why, peer)
                 reported = True
             self._wait_for_news(lost, 0.5)
-        raise RuntimeError(
-            f"the console goes on without {self._me}: it was silent for too long, or another took its place"
-        )
+        raise RuntimeError(self._without_me)
 
-    def schedule(self, iteration: int) -> Iterator[ScheduledOp]:
-        """The ops of this worker in that iteration, in order, by the plan that all workers of the process group have
-        agreed on. What lies between two of them is timed as the first one's, less its waits.
+    def _own_loop_sums(self, given: tuple[int, list[Any]] | None) -> tuple[int, list[Any]] | None:
+        """See Membership.sums."""
+        loop = self._own_loop()
+        loop.kept = given or loop.kept
+        return loop.kept
 
-        Raises GroupLost, here or in an op, when the process group is of no more use. The iteration is asked for again
-        in the next group; it has the ops then that are left. Raises InputError or RuntimeError for a wrong call.
-        """
+    def _own_loop(self) -> OwnLoop:
         from openrecycle.agent.own_loops.own_loop import OwnLoop
 
         if self._loop is None:
@@ -220,7 +224,16 @@ class Reporter:
                 wait=self._wait_for_news,
                 done=self._end_iteration,
             )
-        return self._loop.begin(iteration)
+        return self._loop
+
+    def schedule(self, iteration: int) -> Iterator[ScheduledOp]:
+        """The ops of this worker in that iteration, in order, by the plan that all workers of the process group have
+        agreed on. What lies between two of them is timed as the first one's, less its waits.
+
+        Raises GroupLost, here or in an op, when the process group is of no more use. The iteration is asked for again
+        in the next group; it has the ops then that are left. Raises InputError or RuntimeError for a wrong call.
+        """
+        return self._own_loop().begin(iteration)
 
     def close(self, *, done: bool = True) -> None:
         """Ends the reporting, within a few seconds. done: the job has run all it should; otherwise the
@@ -256,6 +269,11 @@ class Reporter:
             try:
                 if self._reports is None:
                     self._join(client)
+                if self._before is None:
+                    # Which generations are this process's is not known yet: it may have been started again.
+                    self._closing.wait(_REGISTERING_SECONDS)
+                    continue
+                generation = max(generation, self._before)
                 found = next_deployment(client, self._job_path, generation, plans, LONG_POLL_SECONDS)
                 backoff.reset()
                 if found is not None and not self._closing.is_set():
@@ -267,6 +285,9 @@ class Reporter:
                 self._refusal = str(refusal)
                 self._say_once(f"the console refuses: {refusal}")
                 self._closing.wait(backoff.seconds())
+
+    def _know_place(self, answer: Registered) -> None:
+        self._before = answer.before
 
     def _join(self, client: ConsoleClient) -> None:
         """The first process of the run makes the job; the console gives the others the same one."""
@@ -280,6 +301,7 @@ class Reporter:
             interval=created.heartbeat_seconds,
             fenced=lambda _incarnation: self._give_up(),
             gather=lambda: reports.heard({self._incarnation: (str(self._me), self._status.take())}),
+            registered=self._know_place,
         )
         reports.add(
             Registration(

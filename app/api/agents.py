@@ -134,7 +134,7 @@ def router(console: Console) -> APIRouter:
     async def register(job_id: str, message: Registration) -> Registered:
         job, report = console.reports.registration(job_id, message)
         await batcher.put(job, report)
-        return Registered(worker=message.worker, generation=job.state.generation)
+        return console.reports.registered(job, message)
 
     @api.get("/{job_id}/deployment", response_model=Deployment, responses={204: {}})
     async def deployment(job_id: str, after: After = 0, wait: Wait = 0) -> Response:

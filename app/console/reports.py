@@ -100,7 +100,15 @@ class Reports:
     def register(self, job_id: str, message: Registration) -> Registered:
         job, report = self.registration(job_id, message)
         job.apply(report.event, beside=[report])
-        return Registered(worker=message.worker, generation=job.state.generation)
+        return self.registered(job, message)
+
+    def registered(self, job: LiveJob, message: Registration) -> Registered:
+        """What a process that has registered is told."""
+        state = job.state
+        member = state.members[message.worker]
+        mine = member.generation if member.incarnation == message.incarnation else 0
+        before = mine - 1 if mine else state.generation
+        return Registered(worker=message.worker, generation=state.generation, before=before)
 
     def registration(self, job_id: str, message: Registration) -> tuple[LiveJob, IncomingReport]:
         """For whoever takes many together."""

@@ -163,6 +163,18 @@ def test_a_step_that_others_took_is_taken_late(tmp_path: Path) -> None:
         assert len(running["W0_0"].ops(7)) > 1
 
 
+@pytest.mark.processes
+def test_who_comes_back_at_once_takes_a_late_step_too(tmp_path: Path) -> None:
+    """The only peer that could hand over its state was kept from the step that the other stage has taken."""
+    faults = {"W1_0": {"at": [7, "O", "after"]}, "W0_0": {"unsure": 7}}
+    with console(tmp_path, *QUICK) as server, loops(server, tmp_path, faults) as running:
+        assert running["W1_0"].end() == -signal.SIGKILL
+        running["W1_0"] = Loop(server, tmp_path, "W1_0", {})
+        for worker, loop in running.items():
+            loop.check(7 if worker == "W1_0" else 0)
+        assert running["W0_0"].ops(7) == running["W1_0"].ops(7) == ["O0.-1"] or running["W1_0"].ops(7) == ["O1.-1"]
+
+
 @pytest.mark.chaos
 @pytest.mark.processes
 def test_whoever_waits_for_a_worker_that_hangs_is_woken(tmp_path: Path) -> None:
