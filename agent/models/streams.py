@@ -49,7 +49,7 @@ class Source(Protocol):
     def begin(self, state: Any) -> None:
         """An epoch; or, with a state, the rest of one."""
 
-    goes_on: bool
+    goes_on: ClassVar[bool]
     """Can what comes after a micro-batch that raised be read? A generator ends with what it raises, and nothing tells
     that from the end of an epoch."""
 
