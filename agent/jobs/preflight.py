@@ -18,7 +18,7 @@ from openrecycle.agent.launcher.bad_samples import named
 from openrecycle.agent.models import compat
 from openrecycle.agent.models.layers import build_layer, kind_of, layer_count, partition_of, spans, tied_of
 from openrecycle.agent.models.stage_io import StageIOError, TensorSpec, tensors_of
-from openrecycle.agent.models.state import StateError, pack, unpack
+from openrecycle.agent.models.state import StateError, dtype_name, pack, unpack
 from openrecycle.agent.models.workload import Workload
 from openrecycle.agent.stages.gradients import gradient_sum
 from openrecycle.agent.stages.optimizer import (
@@ -115,7 +115,7 @@ def _micro_batch(workload: Workload, seed: int, pipeline: int, micro_batch: int)
         samples = getattr(workload, "samples", lambda *_: ())(0, pipeline, micro_batch)
         which = f"micro-batch {micro_batch} of pipeline {pipeline}" + named(samples)
         raise _UnreadableError("data", text[:200], f"{which} to be there") from error
-    return tuple(part for t in inputs for part in (tuple(t.shape), str(t.dtype).removeprefix("torch.")))
+    return tuple(part for t in inputs for part in (tuple(t.shape), dtype_name(t.dtype)))
 
 
 _TENSORS = "inputs that are a tensor, or a tuple of tensors, the positional arguments of stage 0 (no dict)"
@@ -159,14 +159,14 @@ def _build(workload: Workload, layers: int, seed: int) -> list[NamedParameters]:
         mine = [*module.named_parameters(), *module.named_buffers()]
         for name, parameter in module.named_parameters():
             if parameter.is_complex():
-                dtype = str(parameter.dtype).removeprefix("torch.")
-                got, expected = f"{name} of {kind} {layer}, which is {dtype}", "real parameters (torch.view_as_complex)"
+                got = f"{name} of {kind} {layer}, which is {dtype_name(parameter.dtype)}"
+                expected = "real parameters (torch.view_as_complex)"
                 raise InputError(f"{kind}s", got, expected)
         alive = {id(t): (other, name) for ref, other, name in seen if (t := ref()) is not None}
         for name, tensor in mine:
             full = f"{layer}.{name}"
             if full in members and isinstance(tensor, nn.Parameter):
-                forms[full] = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+                forms[full] = f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
             if id(tensor) in alive:
                 other, its_name = alive[id(tensor)]
                 if members.get(full, ()) and f"{other}.{its_name}" in members[full]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from openrecycle.agent.models.stage_io import nothing
 from openrecycle.agent.models.workload import Metric, Workload
 from openrecycle.planner.jobs.errors import InputError
 
@@ -90,7 +91,7 @@ class DividedBatches:
         own = torch.full((), math.nan)
         try:
             weight = self._own_weight(targets)
-            found = measure(output, targets) if weight else _nothing(output)
+            found = measure(output, targets) if weight else nothing(output)
             own = found if isinstance(found, Tensor) else torch.tensor(float(found))
         except Exception as caught:
             error, weight = caught, 1.0
@@ -134,12 +135,6 @@ class _Mean(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         (gradient,) = gradients
         return (gradient * ctx.share).to(ctx.dtype).expand(ctx.shape), None, None
-
-
-def _nothing(output: Any) -> Tensor:
-    """0, with gradients that are 0: of a part that does not count."""
-    tensors = output if isinstance(output, (tuple, list)) else (output,)
-    return torch.stack([t.sum() * 0.0 for t in tensors if t.is_floating_point()]).sum()
 
 
 def _part_of(samples: int, ranks: int) -> int:

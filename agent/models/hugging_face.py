@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, default_collate
 from openrecycle.agent.models.data import Evaluation, Loading, of_loader, pad_to
 from openrecycle.agent.models.layers import Tied
 from openrecycle.agent.models.stage_io import StageIO, TensorSpec
+from openrecycle.agent.models.state import dtype_name
 from openrecycle.agent.models.workload import first_readable
 from openrecycle.planner.jobs.errors import InputError
 
@@ -89,7 +90,7 @@ class Pretrained:
 
     def boundaries(self, shape: torch.Size) -> StageIO:
         """What passes from layer to layer, of input_ids of this shape."""
-        hidden = TensorSpec((*shape, self.cut.model.config.hidden_size), str(self.dtype).removeprefix("torch."))
+        hidden = TensorSpec((*shape, self.cut.model.config.hidden_size), dtype_name(self.dtype))
         passed = (TensorSpec(tuple(shape), "int64", gradient=False),) * len(self.passed)
         trained = any(p.requires_grad for p in self.cut.part(0, self.passed).parameters())
         first = replace(hidden, gradient=trained)

@@ -125,13 +125,13 @@ def _way(module: nn.Module, layer: int, ranks: int) -> Way:
 
 def _divided(module: nn.Module, rank: int, mesh: Any) -> nn.Module:
     """The same module, whose parameters are this rank's rows, and are put together when it runs."""
-    units, seen = [], set[int]()
+    units = []
     for part in reversed(compat.fully_sharded_units(module)):  # those inside of others come first
         compat.take_off_hooks(part)
         owners: dict[int, tuple[Any, list[tuple[nn.Module, str]]]] = {}
         for owner in part.modules():
             for name, parameter in owner._parameters.items():
-                if hasattr(parameter, "placements") and id(parameter) not in seen:
+                if hasattr(parameter, "placements"):
                     owners.setdefault(id(parameter), (parameter, []))[1].append((owner, name))
         shards = []
         for parameter, places in owners.values():

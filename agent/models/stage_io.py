@@ -28,6 +28,7 @@ from openrecycle.agent.models.layers import (
     partition_of,
     spans,
 )
+from openrecycle.agent.models.state import dtype_name
 from openrecycle.agent.models.workload import Workload, probe_inputs
 from openrecycle.planner.jobs.errors import InputError
 
@@ -50,7 +51,7 @@ class TensorSpec:
     @classmethod
     def of(cls, tensor: Tensor) -> TensorSpec:
         """Of a stage's output, with its graph still on it."""
-        return cls(tuple(tensor.shape), _name(tensor.dtype), tensor.requires_grad)
+        return cls(tuple(tensor.shape), dtype_name(tensor.dtype), tensor.requires_grad)
 
     def empty(self, device: torch.device | None = None) -> Tensor:
         """A buffer to receive into."""
@@ -58,13 +59,13 @@ class TensorSpec:
 
     def fits(self, tensor: Tensor) -> bool:
         """Has it this shape and type?"""
-        return tuple(tensor.shape) == self.shape and _name(tensor.dtype) == self.dtype
+        return tuple(tensor.shape) == self.shape and dtype_name(tensor.dtype) == self.dtype
 
     def holds(self, tensor: Tensor) -> bool:
         """Is it of this type, and in no dimension larger?"""
         shape = tuple(tensor.shape)
         smaller = len(shape) == len(self.shape) and all(n <= most for n, most in zip(shape, self.shape, strict=True))
-        return smaller and _name(tensor.dtype) == self.dtype
+        return smaller and dtype_name(tensor.dtype) == self.dtype
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}"
@@ -171,7 +172,7 @@ def _layer_io(workload: Workload, layers: int, seed: int, autocast: Autocast | N
         return _checked(declared, layers)
     shape = getattr(workload, "stage_output_shape", None)
     if shape is not None:
-        spec = TensorSpec(tuple(shape), _name(getattr(workload, "stage_output_dtype", torch.float32)))
+        spec = TensorSpec(tuple(shape), dtype_name(getattr(workload, "stage_output_dtype", torch.float32)))
         return ((spec,),) * (layers - 1)
     if layers == 1:
         return ()
@@ -219,7 +220,7 @@ def _chain(workload: Workload, layers: int, seed: int, autocast: Autocast | None
             if x[0].device.type not in ("cpu", "meta"):
                 module = module.to(x[0].device)
             with torch.enable_grad(), precision(autocast, x[0].device):
-                y = tensors_of(form.call(layer, module, tuple(map(_leaf, x))), f"output of {what} {layer}")
+                y = tensors_of(form.call(layer, module, tuple(map(leaf, x))), f"output of {what} {layer}")
         except Exception as error:
             got = ", ".join(str(TensorSpec.of(t)) for t in x)
             raise InputError(
@@ -244,10 +245,12 @@ def _meta() -> Iterator[Callable[[Tensor], Tensor]]:
         yield lambda t: torch.empty_like(t, device="meta")
 
 
-def _leaf(tensor: Tensor) -> Tensor:
-    """As agent.stages.stage.Stage gives it to the module."""
+def nothing(output: Any) -> Tensor:
+    """0, with gradients that are 0: the loss of a micro-batch, or of a part of one, that does not count."""
+    tensors = [t for t in tensors_of(output, "output of the last stage") if t.is_floating_point()]
+    return torch.stack([t.sum() * 0.0 for t in tensors]).sum()
+
+
+def leaf(tensor: Tensor) -> Tensor:
+    """As a stage or a layer gets it: it takes a gradient back if it can."""
     return tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

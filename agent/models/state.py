@@ -27,8 +27,14 @@ from torch import Tensor
 
 from openrecycle.planner.plans.plan import read_json
 
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Such as `float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
 DTYPES = {
-    str(d).removeprefix("torch."): d
+    dtype_name(d): d
     for d in (
         *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex128),
         *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
@@ -110,7 +116,7 @@ def pack(state: StageState) -> tuple[bytes, Tensor]:
     header = {
         "sha256": _checksum(document, body),
         "document": document,
-        "tensors": [[n, str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in state.tensors.items()],
+        "tensors": [[n, dtype_name(t.dtype), list(t.shape)] for n, t in state.tensors.items()],
     }
     return json.dumps(header).encode(), body
 
@@ -178,7 +184,7 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     held |= {name: torch.view_as_real(held[name]) for name in pairs}
     specs = {
         name: TensorSpec(
-            dtype=str(tensor.dtype).removeprefix("torch."),
+            dtype=dtype_name(tensor.dtype),
             shape=tuple(tensor.shape),
             data_ptr=tensor.data_ptr(),
             data_len=tensor.numel() * tensor.element_size(),

@@ -271,8 +271,7 @@ class StageOptimizer:
         out[0] = int(not sums.finite(mine))
         if self._clips:
             bits = sums.norm_parts(mine).cpu().view(torch.int64)
-            place = at = 1
-            at = 0
+            place, at = 1, 0
             for number, count in enumerate(counts):
                 if number in shards.primary:
                     out[place : place + count] = bits[at : at + count]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from openrecycle.agent.config.options import Autocast
 from openrecycle.agent.models.fully_sharded import OverRanks, Sums
 from openrecycle.agent.models.layers import LayerStack
-from openrecycle.agent.models.stage_io import Gradients, Tensors, precision, tensors_of
+from openrecycle.agent.models.stage_io import Gradients, Tensors, leaf, precision, tensors_of
 from openrecycle.agent.stages.backward.buffers import MovingBuffers
 from openrecycle.agent.stages.backward.split import Deferred, MicroBatchState, Strategy
 from openrecycle.agent.stages.gradients import GradientSum, MicroBatch
@@ -74,7 +74,7 @@ class Stage:
         The tensors of `x` are the module's positional arguments. seed: of this micro-batch's
         randomness (dropout), whichever worker runs it and wherever the model is cut.
         """
-        inputs = tuple(_leaf(t) for t in (x if isinstance(x, tuple) else (x,)))
+        inputs = tuple(leaf(t) for t in (x if isinstance(x, tuple) else (x,)))
         state = MicroBatchState(inputs, late=not any(t.requires_grad for t in inputs), several=isinstance(x, tuple))
         with (
             self._over_ranks.op(),
@@ -168,7 +168,3 @@ class Stage:
         if state.weight is not None:
             self.gradients.add_weight(state.weight)
         self.gradients.settle(key)
-
-
-def _leaf(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor

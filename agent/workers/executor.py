@@ -25,7 +25,7 @@ from openrecycle.agent.models.stage_io import (
     StageIOError,
     StageOutput,
     check_output,
-    tensors_of,
+    nothing,
 )
 from openrecycle.agent.models.workload import EvaluationData, Metric, Workload, weight_of
 from openrecycle.agent.monitoring.liveness import AT_REST, DATA, LEAVING, VALIDATION, WAITING, OpProgress
@@ -414,7 +414,7 @@ class Executor:
         counts = weight_of(self._workload, targets)
         self._weights[key] = weight = self._here(counts)
         if not float(counts):  # a mean over nothing is no number
-            return _nothing
+            return nothing
         return lambda y: self._workload.loss(y, there) * (weight[0] * (share / weighted)).float()
 
     def _gradient_of_output(self, key: MicroBatch) -> Any:
@@ -556,12 +556,6 @@ def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
     """Of what counts; NaN where nothing does."""
     total = math.fsum(weights)
     return math.fsum(v * w for v, w in zip(values, weights, strict=True) if w) / total if total else math.nan
-
-
-def _nothing(output: Any) -> Tensor:
-    """The loss of a micro-batch that does not count, with gradients that are 0."""
-    tensors = [t for t in tensors_of(output, "output of the last stage") if t.is_floating_point()]
-    return torch.stack([t.sum() * 0.0 for t in tensors]).sum()
 
 
 def _unknown(tensor: Tensor) -> Tensor:

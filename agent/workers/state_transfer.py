@@ -36,7 +36,17 @@ import torch
 from torch import Tensor
 
 from openrecycle.agent.models.layers import Span, layer_of
-from openrecycle.agent.models.state import DTYPES, StageState, StateError, decode, memory, pack, sha256, unpack
+from openrecycle.agent.models.state import (
+    DTYPES,
+    StageState,
+    StateError,
+    decode,
+    dtype_name,
+    memory,
+    pack,
+    sha256,
+    unpack,
+)
 from openrecycle.agent.stages.optimizer import Shards, StageOptimizer, of_layers
 from openrecycle.agent.transport.communicator import Groups
 from openrecycle.agent.transport.group import TransferError
@@ -212,9 +222,7 @@ class StateServer:
             if shards is not None:
                 names = {*shards.parameter_names, *large_untrained(self._optimizer)}
                 apart = {f"model.{name}" for name in names} & state.tensors.keys()
-            specs = {
-                n: [str(state.tensors[n].dtype).removeprefix("torch."), list(state.tensors[n].shape)] for n in apart
-            }
+            specs = {n: [dtype_name(state.tensors[n].dtype), list(state.tensors[n].shape)] for n in apart}
             description = {
                 "offer": self._offer(),
                 "columns": [[c.name, c.elements, numbers[c.name]] for c in large],
@@ -300,9 +308,7 @@ class StateServer:
         header = {
             "piece": number,
             "version": version,
-            "tensors": [
-                [n, str(p.dtype).removeprefix("torch."), list(p.shape)] for n, p in zip(names, parts, strict=True)
-            ],
+            "tensors": [[n, dtype_name(p.dtype), list(p.shape)] for n, p in zip(names, parts, strict=True)],
             "document": document,
             "sha256": sha256(parts),
         }

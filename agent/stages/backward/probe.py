@@ -50,7 +50,6 @@ class Probe:
 
     inputs: tuple[Tensor, ...]
     loss: Callable[[Any], Tensor] | None = None
-    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -189,7 +188,7 @@ class _Ops:
         self._dys: dict[MicroBatch, tuple[Tensor | None, ...]] = {}
 
     def forward(self, key: MicroBatch) -> tuple[Tensor, ...]:
-        y = self._stage.forward(key, self._inputs[key], seed=self._probe.seed + key[1], loss=self._probe.loss)
+        y = self._stage.forward(key, self._inputs[key], seed=key[1], loss=self._probe.loss)
         self._several[key] = isinstance(y, tuple)
         outputs = y if isinstance(y, tuple) else (y,)
         # Here and not in the backward, so that its making is not counted as work.
