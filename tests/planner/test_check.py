@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrecycle.planner.check import check, claim
+from openrecycle.planner.check import MOST_VIOLATIONS, check, claim, further
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, Worker
 from openrecycle.planner.plans.baseline import gpipe, one_forward_one_backward
 from openrecycle.planner.plans.packed import pack, unpack
@@ -160,6 +160,15 @@ def test_missing_and_doubled_ops(schedule: Schedule) -> None:
     forward = find(schedule, "F", W0_2)
     assert golden("has-no-f") in sentences(with_row(schedule, W0_2, lambda row: [o for o in row if o != forward]))
     assert golden("is-there-twice") in sentences(with_row(schedule, W0_2, lambda row: [*row[:-1], weight, row[-1]]))
+
+
+def test_of_a_million_missing_ops_the_first_are_named() -> None:
+    """A document of one op may be of as many micro-batches as a job can have."""
+    few = {Worker(0, 0): (Op("O", 0, 0, 0, Worker(0, 0), 0, 0),)}
+    found = check(Schedule(Problem(Job.uniform(1, 1, 100_000)), few))
+    assert len(found) == MOST_VIOLATIONS
+    assert further(found) == f"at least {MOST_VIOLATIONS - 1} more"
+    assert further(found[:3]) == "2 more" and further(found[:1]) == ""
 
 
 def test_backward_on_another_worker_than_its_forward(schedule: Schedule) -> None:

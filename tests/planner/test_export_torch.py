@@ -71,6 +71,12 @@ def test_uneven_durations_become_the_order_of_ops_without_bubbles() -> None:
         assert row == [(stage, op.kind, op.micro_batch) for op in ops]
 
 
+def test_an_op_of_a_billion_slots_is_no_billion_cells() -> None:
+    profiles = (StageProfile(0.000001, 500.0, 500.0),)
+    plan = make_plan(Problem(Job(1, 1, 1, profiles=profiles)), solver="list", look_ahead=False)
+    assert len(lines(to_torch_csv(plan))[0]) < 10
+
+
 def test_pipelines_that_differ_need_a_choice() -> None:
     plan = unlike_pipelines()
     with pytest.raises(InputError, match=golden("pipeline-got-none-expected-a")):
