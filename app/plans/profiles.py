@@ -20,7 +20,7 @@ from openrecycle.db import profiles as rows
 from openrecycle.db.session import Database
 from openrecycle.planner.jobs.errors import InputError, PlannerError
 from openrecycle.planner.jobs.job import Job, Worker
-from openrecycle.planner.jobs.profile import StageProfile
+from openrecycle.planner.jobs.profile import MAX_DECIMALS, StageProfile
 from openrecycle.planner.layers.migration import SECONDS
 from openrecycle.planner.plans.plan import JobDoc, LayerDoc, StageDoc, first_problem, job_doc, read_model
 from openrecycle.planner.profiles import Profile, load_profile, shipped
@@ -371,12 +371,27 @@ def measured_profile(nominal: Job, op_times: OpTimesOf) -> JobDoc | None:
 
     A B that is run whole is split as the job's own profile splits it. The rest is the profile's: bytes, transfers
     and the step, which waits for others, so that its reported time is no measure of it; where the profile is in no
-    unit of time, transfers and steps are 0. None: not every stage has reported its ops yet.
+    unit of time, transfers and steps are 0. None: not every stage has reported its ops yet, or they make no job.
     """
-    if nominal.layers:
-        return _by_layer(nominal, op_times)
+    made = _by_layer(nominal, op_times) if nominal.layers else _by_stage(nominal, op_times)
+    if made is None:
+        return None
+    try:
+        job = made.job()
+    except PlannerError:
+        return None
+    return job_doc(job) if job.layers else made
+
+
+def _milliseconds(unit: str) -> Callable[[float], float]:
+    """What turns a planned time into ms."""
+    scale = 1000 * SECONDS.get(unit, 0.0)
+    return lambda time: round(scale * time, MAX_DECIMALS)
+
+
+def _by_stage(nominal: Job, op_times: OpTimesOf) -> JobDoc | None:
     planned = job_doc(nominal)
-    scale = 1000 * SECONDS.get(planned.time_unit, 0.0)  # ms per unit
+    ms = _milliseconds(planned.time_unit)
     stages = []
     for stage, profile in enumerate(planned.profiles):
         took = _medians(nominal, op_times, stage)
@@ -387,15 +402,15 @@ def measured_profile(nominal: Job, op_times: OpTimesOf) -> JobDoc | None:
             "forward": took["F"],
             "input_backward": backward[0],
             "weight_backward": backward[1],
-            "optimizer": scale * profile.optimizer,
-            "reductions": tuple(scale * r for r in profile.reductions),
+            "optimizer": ms(profile.optimizer),
+            "reductions": tuple(map(ms, profile.reductions)),
         }
         stages.append(profile.model_copy(update=changes))
     changed = {
         "profiles": tuple(stages),
         "time_unit": "ms",
-        "transfers": tuple(scale * t for t in planned.transfers),
-        "backward_transfers": tuple(scale * t for t in planned.backward_transfers),
+        "transfers": tuple(map(ms, planned.transfers)),
+        "backward_transfers": tuple(map(ms, planned.backward_transfers)),
         "speeds": {},
     }
     return planned.model_copy(update=changed)
@@ -404,7 +419,7 @@ def measured_profile(nominal: Job, op_times: OpTimesOf) -> JobDoc | None:
 def _by_layer(nominal: Job, op_times: OpTimesOf) -> JobDoc | None:
     """A stage's measured times fall to its layers as the planned ones do, or evenly where those are zero."""
     planned = job_doc(nominal)
-    scale = 1000 * SECONDS.get(planned.time_unit, 0.0)
+    ms = _milliseconds(planned.time_unit)
     layers, at = list[LayerDoc](), 0
     for stage, count in enumerate(nominal.partition):
         whole, members = nominal.profiles[stage], planned.layers[at : at + count]
@@ -415,20 +430,24 @@ def _by_layer(nominal: Job, op_times: OpTimesOf) -> JobDoc | None:
             return None
         for layer in members:
             shares = {
-                name: round(time * getattr(layer, name) / of if (of := getattr(whole, name)) else time / count, 3)
+                name: _share(time, getattr(layer, name) / of if (of := getattr(whole, name)) else 1 / count)
                 for name, time in zip(OPS, (took["F"], *backward), strict=True)
             }
             back = layer.backward_transfer
             rest = {
-                "optimizer": scale * layer.optimizer,
-                "reductions": tuple(scale * r for r in layer.reductions),
-                "transfer": scale * layer.transfer,
-                "backward_transfer": None if back is None else scale * back,
+                "optimizer": ms(layer.optimizer),
+                "reductions": tuple(map(ms, layer.reductions)),
+                "transfer": ms(layer.transfer),
+                "backward_transfer": None if back is None else ms(back),
             }
             layers.append(layer.model_copy(update=shares | rest))
     derived = {"profiles": (), "transfers": (), "backward_transfers": ()}
-    made = planned.model_copy(update=derived | {"layers": tuple(layers), "time_unit": "ms", "speeds": {}})
-    return job_doc(made.job())
+    return planned.model_copy(update=derived | {"layers": tuple(layers), "time_unit": "ms", "speeds": {}})
+
+
+def _share(time: float, part: float) -> float:
+    """To the microsecond, and of what takes any time at least one: no layer's forward takes none."""
+    return max(round(time * part, 3), 0.001) if time * part else 0.0
 
 
 def _medians(nominal: Job, op_times: OpTimesOf, stage: int) -> dict[OpKind, float]:
