@@ -18,7 +18,7 @@ from urllib.parse import parse_qsl, urlencode
 
 from pydantic import ValidationError
 
-from openrecycle.app.plans.profiles import NAME, SavedProfile, job_of, of_layers, on_grid
+from openrecycle.app.plans.profiles import NAME, SavedProfile
 from openrecycle.app.plans.solving_child import MAX_SECONDS, MAX_SOLVED_OPS, MigrationsAsked, PlanAsked
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.planner.jobs.errors import InfeasibleError, InputError, PlannerError
@@ -27,7 +27,7 @@ from openrecycle.planner.jobs.profile import AUTO, parse_partition
 from openrecycle.planner.plans.bounds import Bound, best_bound
 from openrecycle.planner.plans.plan import JobDoc, Plan, PlanError, first_problem, job_doc, read_json, read_model
 from openrecycle.planner.portfolio import SOLVERS
-from openrecycle.planner.profiles import Profile, load_profile, shipped
+from openrecycle.planner.profiles import Profile, job_on, load_profile, of_layers, on_grid, shipped
 
 # Presets of stage times, in slots. uneven: as the planner's benchmark; ends: an embedding that hands no
 # gradient on, and a head that takes longer than the layers do.
@@ -198,7 +198,7 @@ class WhatIf:
         if self.profile in shipped():
             return load_profile(self.profile).job_for(*grid)
         if self.named is not None:
-            return job_of(self.named.document, *grid)
+            return job_on(self.named.document, *grid)
         document = read_profile(self.profile)
         if document.stages != self.stages:
             raise InputError("profile", f"{document.stages} stages", f"one row for each of the {self.stages}")
