@@ -253,6 +253,10 @@ class _WantedJob(PlannedJob):
         self._check()
         return super().rerouted(failures)
 
+    def fewer_pipelines(self, pipelines: int) -> Rate | None:
+        self._check()
+        return super().fewer_pipelines(pipelines)
+
     def with_depth(self, stages: int, workers: int) -> Rate | None:
         self._check()
         return super().with_depth(stages, workers)
