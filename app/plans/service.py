@@ -822,8 +822,8 @@ class PlansService:
             service.close()
 
     def _keep(self, job: LiveJob, plan: Plan) -> None:
-        """Keeps a plan in the catalog of the job's question, unless it is for speeds that were found, which pass."""
-        if job.plans.job is job.plans.nominal:
+        """Keeps a plan in the catalog of the job's question, if it is worth that."""
+        if _lasts(job):
             self._catalogs.keep(job.plans.question, plan)
 
     def _take(self, question: CatalogQuestion, names: list[str]) -> None:

@@ -12,7 +12,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -32,6 +34,7 @@ from openrecycle.planner.plans.plan import INTEGER, JobDoc, Plan, PlanError, fir
 
 INFO = "catalog.json"
 SUFFIX = ".plan"
+_NAME = re.compile(r"[0-9]{6,}-[0-9a-f]{24}")  # as `plan_name` makes it
 _FOR_THESE = "planned ahead for these failures"
 _FOR_AS_MANY = "planned ahead for as many failures on each stage"
 
@@ -86,6 +89,16 @@ class PlanStore(Protocol):
     def get(self, name: str) -> bytes | None: ...
 
 
+def headers_of(store: PlanStore) -> dict[str, Header]:
+    """By name. What is damaged is left out: it counts as not there."""
+    out = {}
+    for name in store.names():
+        with suppress(PlanError):
+            if (blob := store.get(name)) is not None:
+                out[name] = decode_header(blob, source=name)
+    return out
+
+
 class FolderBlobs:
     """The plans of one catalog's folder."""
 
@@ -93,7 +106,8 @@ class FolderBlobs:
         self.path = path
 
     def names(self) -> list[str]:
-        return sorted(p.name.removesuffix(SUFFIX) for p in self.path.glob(f"*{SUFFIX}"))
+        found = (p.name.removesuffix(SUFFIX) for p in self.path.glob(f"*{SUFFIX}"))
+        return sorted(filter(_NAME.fullmatch, found))  # a person may keep other files there
 
     def get(self, name: str) -> bytes | None:
         try:

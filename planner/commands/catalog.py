@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from openrecycle.planner.catalogs.catalog_build import build_catalog
 from openrecycle.planner.catalogs.catalog_engines import make_engine
+from openrecycle.planner.catalogs.catalog_store import headers_of
 from openrecycle.planner.commands.shared import (
     LAYERS_HELP,
     PARTITION_HELP,
@@ -162,8 +163,9 @@ def catalog_command(
             cancelled=lambda: bool(stop),
         )
     catalog = report.catalog
-    headers = [catalog.header(name) for name in catalog.blobs.names()]
-    size = sum(len(catalog.blobs.get(name) or b"") for name in catalog.blobs.names())
+    known = headers_of(catalog.blobs)
+    headers = list(known.values())
+    size = sum(len(catalog.blobs.get(name) or b"") for name in known)
     document = {
         "fingerprint": catalog.info.fingerprint,
         "folder": str(out / catalog.info.fingerprint),
