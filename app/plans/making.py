@@ -7,6 +7,7 @@ pipe in columns (planner.plans.packed).
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from base64 import b64decode, b64encode
@@ -117,6 +118,8 @@ def problem(
 
 MAX_KEPT = 32
 TIME_LIMIT = 5.0
+# Seconds that an answer without a plan stands.
+FAILED_SECONDS = 30.0
 # Above this a page gets the list scheduler's plan at once; better ones are for the Planner page.
 SEARCHED_OPS = 20_000
 
@@ -143,12 +146,21 @@ class PlanQuestion:
 
 @dataclass
 class Answer:
-    """plan or why, once `done`. asked: monotonic seconds."""
+    """plan or why, once `done`. asked, ended: monotonic seconds."""
 
     plan: Plan | None = None
     why: str = ""
     done: bool = False
     asked: float = field(default_factory=time.monotonic)
+    ended: float = math.inf
+
+    def end(self, plan: Plan | None, why: str) -> None:
+        self.plan, self.why, self.ended, self.done = plan, why, time.monotonic(), True
+
+    @property
+    def stale(self) -> bool:
+        """Did it fail some time ago? It may not do so again: its process had died, perhaps."""
+        return self.done and self.plan is None and time.monotonic() - self.ended > FAILED_SECONDS
 
 
 class Making:
@@ -165,7 +177,7 @@ class Making:
         key = repr(question)
         with self._lock:
             known = self._answers.pop(key, None)
-            if known is None:
+            if known is None or known.stale:
                 known = self._begin(question)
             self._answers[key] = known  # the newest last
             while len(self._answers) > MAX_KEPT:
@@ -182,15 +194,10 @@ class Making:
         if question.is_reference:
             # A fixed order of ops: nothing is searched for, so nobody need wait for a process to begin.
             try:
-                answer.plan = reference_plan(question.job.job(), "1f1b")
+                answer.end(reference_plan(question.job.job(), "1f1b"), "")
             except PlannerError as error:
-                answer.why = str(error)
-            answer.done = True
+                answer.end(None, str(error))
             return answer
-
-        def done(plan: Plan | None, why: str) -> None:
-            answer.plan, answer.why, answer.done = plan, why, True
-
         if not self._started:
             self._started = True
             self._maker.start(child=False)
@@ -198,5 +205,5 @@ class Making:
         request = PlanRequest(
             "a page", question.job, question.failed, question.technique, question.memory, solver, TIME_LIMIT
         )
-        self._maker.submit(request, done)
+        self._maker.submit(request, answer.end)
         return answer

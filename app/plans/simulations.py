@@ -93,7 +93,7 @@ class Simulation:
 
     curves: by policy, (hours, samples per second from then on). living: (hours, workers from then
     on). rates: by policy, samples per second at each MTBF of `mtbf`; crossings: sentences.
-    first: set once there is a row, or will be none.
+    watchers: how many pages show it. first: set once there is a row, or will be none.
     """
 
     request: SimulationRequest
@@ -106,6 +106,7 @@ class Simulation:
     error: str = ""
     done: bool = False
     asked: PendingAnswer | None = None
+    watchers: int = 0
     first: threading.Event = field(default_factory=threading.Event)
 
     def take(self, message: bytes | None) -> None:
@@ -150,23 +151,27 @@ class Simulations:
         """Somebody is about to ask for one."""
         self._children.prepare()
 
-    def get(self, request: SimulationRequest) -> Simulation:
-        """The simulation of `request`, started now if there is none."""
+    def get(self, request: SimulationRequest, *, again: bool = False) -> Simulation:
+        """The simulation of `request`, started now if there is none. again: for a page that shows it already."""
         with self._lock:
             known = self._kept.pop(request, None)
             if known is None:
                 known = Simulation(request)
                 self._start(known)
+            known.watchers += not again
             self._kept[request] = known  # the newest last
             while len(self._kept) > MAX_KEPT:
                 self._end(self._kept.pop(next(iter(self._kept))))
             return known
 
     def cancel(self, request: SimulationRequest) -> None:
-        """Ends it if it still runs, and forgets it then."""
+        """A page shows it no more: where none does, it ends if it still runs, and is forgotten then."""
         with self._lock:
             running = self._kept.get(request)
-            if running is not None and not running.done:
+            if running is None:
+                return
+            running.watchers -= 1
+            if running.watchers <= 0 and not running.done:
                 self._end(self._kept.pop(request))
 
     def close(self) -> None:
@@ -285,15 +290,16 @@ def run(
     unknown = [name for name in request.policies if name not in POLICIES]
     if unknown or not request.policies:
         raise InputError("policies", ", ".join(unknown), "one or more of " + ", ".join(POLICIES))
+    grid = request.job or request
+    if grid.pipelines * grid.stages > MAX_WORKERS:
+        raise InputError(
+            "pipelines x stages",
+            grid.pipelines * grid.stages,
+            f"at most {MAX_WORKERS} workers here; `openrecycle simulate` takes more",
+        )
     if request.job is not None:
         job, label = request.job.job(), "job"
     else:
-        if request.pipelines * request.stages > MAX_WORKERS:
-            raise InputError(
-                "pipelines x stages",
-                request.pipelines * request.stages,
-                f"at most {MAX_WORKERS} workers here; `openrecycle simulate` takes more",
-            )
         shape = model_shape(request.model)
         job, label = analytic_job(shape, request.pipelines, request.stages, request.micro_batches), request.model
     samples = request.samples or float(job.pipelines * job.micro_batches)
@@ -310,8 +316,13 @@ def run(
         def play(drawn: Trace) -> Sequence[SimulationOutcome]:
             return [simulate(drawn, planned_policy(name, planned, costs)) for name in policies]
 
-        hours = [request.mtbf * factor for factor in SWEEP]
-        made = sweep(hours, lambda value: _drawn(request, planned.workers, value), play)
+        def rarer(mtbf: float) -> Trace | None:
+            try:
+                return _drawn(request, planned.workers, mtbf)
+            except InputError:  # of too many failures; as they were asked for, there are few enough
+                return None
+
+        made = sweep([request.mtbf * factor for factor in SWEEP], rarer, play)
         yield {
             "mtbf": list(made.hours),
             "rates": {outcome.policy: made.rates(i) for i, outcome in enumerate(made.outcomes[0])},

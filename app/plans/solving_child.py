@@ -140,7 +140,8 @@ class MigrationsAsked(_Asked, MigrationsSettings):
         return 60.0
 
     def cost(self) -> CopyCost:
-        own = tuple(p.weight_bytes + p.optimizer_bytes for p in self.job.profiles)
+        """Raises InputError for a job that is none."""
+        own = tuple(profile.fixed_bytes for profile in self.checked_job().profiles)
         return CopyCost((self.state_bytes,) * self.job.stages if self.state_bytes else own, self.bandwidth)
 
 

@@ -429,7 +429,7 @@ class MetricsDoc(_Model):
 
 
 # Solvers whose search may prove a bound above those of planner.plans.bounds. The proof is not in the document.
-PROVERS = ("cp-sat", "milp")
+PROVERS = ("cp-sat",)
 
 # A solver's name where none made it: no plan, but an iteration as it ran.
 MEASURED = "measured"

@@ -281,7 +281,7 @@ def _claiming(solver: str, bound: float | None = None) -> Plan:
     )
 
 
-@pytest.mark.parametrize("solver", ["list", "list+tuning", "list+windows", "zb-h1", "me"])
+@pytest.mark.parametrize("solver", ["list", "list+tuning", "list+windows", "milp", "zb-h1", "me"])
 def test_a_bound_above_the_proven_one_is_invalid(solver: str) -> None:
     proven = make_plan(OPEN, solver="list", look_ahead=False).metrics.lower_bound
     assert check(_claiming(solver, proven)) == []

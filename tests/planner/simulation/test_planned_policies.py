@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,7 +21,7 @@ from openrecycle.planner.simulation.engine import simulate
 from openrecycle.planner.simulation.outcome import SimulationOutcome
 from openrecycle.planner.simulation.planned import PlannedJob
 from openrecycle.planner.simulation.policies.planned_policies import PLANNED, planned_policy
-from openrecycle.planner.simulation.sensitivity import sweep
+from openrecycle.planner.simulation.sensitivity import Sweep, sweep
 from openrecycle.planner.simulation.trace import Event, Trace
 from openrecycle.planner.simulation.traces import read_trace
 from openrecycle.planner.simulation.traces.generated import Domain, generated
@@ -265,6 +266,17 @@ def test_sensitivity_and_crossings(grid: PlannedJob) -> None:
     assert rates == sorted(rates)
     assert all(6 < crossing.hours < 1000 for crossing in made.crossings)
     assert made.rates(1)[0] < made.rates(0)[0]
+
+
+def test_a_tie_hides_no_crossing() -> None:
+    def outcome(policy: str, rate: float) -> SimulationOutcome:
+        return SimpleNamespace(policy=policy, trace_samples_per_second=rate)  # type: ignore[return-value]
+
+    made = Sweep((1, 10, 100), tuple((outcome("a", rate), outcome("b", 2.0)) for rate in (3.0, 2.0, 1.0)))
+    (crossing,) = made.crossings
+    assert (crossing.before, crossing.after, crossing.hours) == ("a", "b", pytest.approx(10))
+    touching = Sweep((1, 10, 100), tuple((outcome("a", rate), outcome("b", 2.0)) for rate in (3.0, 2.0, 3.0)))
+    assert touching.crossings == []
 
 
 @pytest.mark.parametrize(
