@@ -31,7 +31,7 @@ from openrecycle.planner.plans.schedule import Op, OpsByWorker, Schedule
 Ints = NDArray[np.int64]
 KINDS = "FIWBO"
 F, I, W, B, O = range(5)  # noqa: E741 -- the field's names
-# Beyond every number of a schedule, and so that two of them can be added.
+# Beyond every number of a schedule (planner.jobs.job.MAX_TICKS), and so that two of them can be added.
 _MOST = 1 << 61
 # Nobody reads more, and a small document can be of a job of a million micro-batches that it has no ops of.
 MOST_VIOLATIONS = 1_000
@@ -511,7 +511,7 @@ def _doubtful(plan: Plan, scale: int) -> NDArray[np.bool_]:
 
 def _fingerprint(plan: Plan) -> Iterator[Violation]:
     if plan.fingerprint != (own := plan.compute_fingerprint()):
-        yield Violation(f"fingerprint is {plan.fingerprint}, and that of these ops is {own}")
+        yield Violation(f"fingerprint is {plan.fingerprint!r}, and that of these ops is {own}")
 
 
 def _numbers(plan: Plan, checker: _Checker) -> Iterator[Violation]:

@@ -48,6 +48,8 @@ __all__ = [
 BYTES_PER_OP = 2_000
 MAX_OPS = 4_000_000
 SLOWEST, FASTEST = 0.01, 100.0
+# Of an iteration, were one op to wait for the other: what is added up stays within 64 bits.
+MAX_TICKS = 1 << 60
 MAX_LAYERS = 512
 
 # What a plan was chosen from, and its lower bound is over: all schedules of its problem; those of every partition of
@@ -188,6 +190,7 @@ class Job:
         for s, capacity in enumerate(self.capacity_bytes):
             check_bytes(f"capacity_bytes[{s}]", capacity, least=1)
         self._check_speeds()
+        self._check_length()
 
     def _lay_out(self) -> None:
         """Partition, home, profiles and transfers of a job that has layers."""
@@ -279,6 +282,16 @@ class Job:
                 len(profile.reductions),
                 f"one for each number of living peers, {self.pipelines} in all",
             )
+
+    def _check_length(self) -> None:
+        each = sum(p.forward + p.input_backward + p.weight_backward for p in self.profiles)
+        each += sum(self.transfers) + sum(self.backward_transfers)
+        steps = sum(p.optimizer + max(p.reductions, default=0.0) for p in self.profiles)
+        slowest = min((speed for _, speed in self.speeds), default=1.0)
+        longest = self.pipelines * (self.micro_batches * each + steps) / min(1.0, slowest)
+        if longest * 10**MAX_DECIMALS > MAX_TICKS and longest * self.ticks_per_unit > MAX_TICKS:
+            most = f"at most {MAX_TICKS / self.ticks_per_unit:.3g}, since the shortest has so many decimals"
+            raise InputError("all ops of an iteration together", longest, most)
 
     def _check_speeds(self) -> None:
         """Puts them in one spelling, so that equal jobs are equal."""

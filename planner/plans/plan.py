@@ -457,7 +457,7 @@ class Plan(_Model):
     workers: PlannedOps
     metrics: MetricsDoc
     solver: SolverDoc
-    fingerprint: str
+    fingerprint: Annotated[str, Field(max_length=64, pattern=PRINTABLE)]
 
     # -- from and to the planner's objects ---------------------------------------------------
 

@@ -239,7 +239,8 @@ def test_a_plan_that_lies(plan: Plan, field: str, value: object) -> None:
 
 
 def test_a_plan_with_another_fingerprint_or_status(plan: Plan) -> None:
-    assert "fingerprint is 0" in sentences(plan.model_copy(update={"fingerprint": "0" * 32}))
+    assert "fingerprint is '0" in sentences(plan.model_copy(update={"fingerprint": "0" * 32}))
+    assert "\x1b" not in sentences(plan.model_copy(update={"fingerprint": "\x1b[2J"}))
     other = {"optimal": "feasible", "feasible": "optimal"}[plan.solver.status]
     solver = plan.solver.model_copy(update={"status": other})
     assert "solver.status" in sentences(plan.model_copy(update={"solver": solver}))
