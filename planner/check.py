@@ -762,7 +762,7 @@ def _best_without_failures(job: Job, memory: MemoryLimit) -> tuple[int, Violatio
     # The only thing here that a solver makes; what it makes is checked. Imported for this alone.
     from openrecycle.planner.solvers.fault_free import best_fault_free
 
-    best = _Checker(best_fault_free(job, memory).schedule)
+    best = _Checker(best_fault_free(job, memory))
     wrong = next(best.violations(), None)
     return (0, wrong) if wrong is not None else (best.times()["period"], None)
 

@@ -77,7 +77,7 @@ def test_with_transfers_a_plan_is_no_longer_than_zb_h1(stages: int, micro_batche
 def test_the_baseline_is_the_best_of_all_techniques_and_references(problem: Problem) -> None:
     job, memory = problem.job, problem.memory
     best = best_fault_free(job, memory)
-    assert check(best.schedule) == [] and best.schedule.period == best.period
+    assert check(best) == []
     for technique in (Technique.ADAPTIVE, Technique.DECOUPLED, Technique.STAGGERED):
         question = Problem(job, technique=technique, memory=memory)
         plan = make_plan(question, solver="list", look_ahead=False).metrics
