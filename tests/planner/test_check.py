@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from openrecycle.planner.check import MOST_VIOLATIONS, check, claim, further
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, Worker
-from openrecycle.planner.plans.baseline import gpipe, one_forward_one_backward
+from openrecycle.planner.plans.baseline import one_forward_one_backward, reference_schedule
 from openrecycle.planner.plans.packed import pack, unpack
 from openrecycle.planner.plans.plan import Plan
 from openrecycle.planner.plans.schedule import Op, Schedule
@@ -68,7 +68,7 @@ def test_every_schedule_of_the_list_scheduler_is_valid(problem: Problem) -> None
 @given(problems(techniques=[Technique.FAULT_FREE], memories=["none"]))
 def test_reference_schedules_are_valid(problem: Problem) -> None:
     assert check(one_forward_one_backward(problem)) == []
-    assert check(gpipe(problem)) == []
+    assert check(reference_schedule(problem, "gpipe")) == []
 
 
 @examples(60)
