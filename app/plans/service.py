@@ -33,7 +33,7 @@ from openrecycle.app.plans.simulations import Simulations
 from openrecycle.app.plans.solving import Point, Solve, Solves
 from openrecycle.app.plans.solving_child import PlanAsked
 from openrecycle.app.plans.uploading import Uploads
-from openrecycle.app.runtime.errors import ConsoleError, plain, storing, unknown_plan
+from openrecycle.app.runtime.errors import ConsoleError, plain, storing
 from openrecycle.app.runtime.patches import LARGE_OPS, building
 from openrecycle.app.runtime.task_queue import AHEAD, URGENT, Done
 from openrecycle.db.store import Store
@@ -794,18 +794,10 @@ class PlansService:
         self.uploads = Uploads()
         self.solves = Solves(on_made=on_made)
         self.simulations = Simulations()
-        self.replanning = Replanning(find, self.plan, self.solves, self._keep)
+        self.replanning = Replanning(find, self.cache.plan, self.solves, self._keep)
 
     def start(self) -> None:
         self.ahead.start()
-
-    def plan(self, fingerprint: str) -> Plan:
-        """Raises ConsoleError (404)."""
-        with storing():
-            plan = self.cache.get(plain(fingerprint))
-        if plan is None:
-            raise unknown_plan(fingerprint)
-        return plan
 
     def consider(self, job: LiveJob) -> None:
         """Once a tick."""
