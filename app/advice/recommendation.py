@@ -167,7 +167,7 @@ def candidates(
     stay, moved = options.get(REROUTE), options.get(MIGRATE)
     if stay is None:
         return []
-    large = 3 * planned.workers * planned.job.micro_batches > PLANNED_OPS
+    large = planned.job.ops > PLANNED_OPS
     found = [_candidate(stay, failed, (), "", planned, advice.horizon, None if large else _plan(planned, failed))]
     if moved and moved.migrations and migrate and not large:
         moves = tuple((m.worker, m.takes) for m in moved.migrations)

@@ -210,7 +210,7 @@ class Catalogs:
     def keep(self, question: CatalogQuestion, plan: Plan) -> None:
         """Adds a plan made elsewhere, unless a better one is stored, or it is too large to be taken apart here, or has
         its layers elsewhere than the question's."""
-        if 3 * plan.job.pipelines * plan.job.stages * plan.job.micro_batches > KEPT_OPS:
+        if plan.job.ops > KEPT_OPS:
             return
         if not question.fits(plan.partition):
             return
@@ -520,8 +520,7 @@ def stored_zip(fingerprint: str, info: CatalogInfo, blobs: Mapping[str, bytes]) 
 
 def json_refusal(info: CatalogInfo, plans: int) -> str:
     """Why there is no JSON of so many plans; empty when there is."""
-    job = info.job
-    ops = 3 * job.pipelines * job.stages * job.micro_batches * plans
+    ops = info.job.ops * plans
     return f"{ops:,} ops in all, and a file of documents holds at most {MAX_OPS:,}" if ops > MAX_OPS else ""
 
 

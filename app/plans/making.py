@@ -19,7 +19,8 @@ from openrecycle.app.runtime.processes import Channel, answered
 from openrecycle.app.runtime.task_queue import TaskQueue
 from openrecycle.planner.catalogs.catalog_store import CatalogInfo, MappedBlobs, StoredCatalog
 from openrecycle.planner.jobs.errors import PlannerError
-from openrecycle.planner.jobs.job import MemoryLimit, Problem, Technique, Worker
+from openrecycle.planner.jobs.failures import parse_workers
+from openrecycle.planner.jobs.job import MemoryLimit, Problem, Technique
 from openrecycle.planner.plans.packed import from_bytes, to_bytes
 from openrecycle.planner.plans.plan import JobDoc, Plan, PlanError
 from openrecycle.planner.portfolio import checked_plan_of, make_plan
@@ -100,7 +101,7 @@ def _plan(asked: dict[str, Any]) -> bytes:
 def _looked_up(info: str, failed: Sequence[str], name: str, stored: str, **_: object) -> Plan:
     """Raises PlannerError when the stored plan is damaged, or not for such failures."""
     catalog = StoredCatalog(CatalogInfo.from_json(info), MappedBlobs({name: b64decode(stored)}))
-    found = catalog.find(Worker.parse(worker, field="failed") for worker in failed)
+    found = catalog.find(parse_workers(failed))
     if found is None:
         raise PlanError(f"plan {name} is not for these failures")
     return found.plan
@@ -110,7 +111,7 @@ def problem(
     document: JobDoc, failed: Sequence[str], technique: str, memory: str, partition: Sequence[int] = ()
 ) -> Problem:
     """Raises PlannerError."""
-    workers, job = frozenset(Worker.parse(name, field="failed") for name in failed), document.job()
+    workers, job = parse_workers(failed), document.job()
     return Problem(
         job.with_partition(partition) if partition else job, workers, Technique.of(technique), MemoryLimit.parse(memory)
     )
@@ -137,11 +138,7 @@ class PlanQuestion:
     def is_reference(self) -> bool:
         """Is it fault-free 1F1B of a grid small enough to be laid out at once?"""
         plain = self.technique == Technique.FAULT_FREE and self.memory == "1f1b" and not self.failed
-        return plain and self.ops <= SEARCHED_OPS
-
-    @property
-    def ops(self) -> int:
-        return 3 * self.job.pipelines * self.job.stages * self.job.micro_batches
+        return plain and self.job.ops <= SEARCHED_OPS
 
 
 @dataclass
@@ -201,7 +198,7 @@ class Making:
         if not self._started:
             self._started = True
             self._maker.start(child=False)
-        solver = "auto" if question.ops <= SEARCHED_OPS else "list"
+        solver = "auto" if question.job.ops <= SEARCHED_OPS else "list"
         request = PlanRequest(
             "a page", question.job, question.failed, question.technique, question.memory, solver, TIME_LIMIT
         )

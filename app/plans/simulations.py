@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from openrecycle.app.runtime.processes import Channel, ChildEnded, Children, PendingAnswer
 from openrecycle.planner.jobs.errors import InputError, PlannerError
-from openrecycle.planner.jobs.job import Job
+from openrecycle.planner.jobs.job import Job, count_ops
 from openrecycle.planner.plans.models import SHAPES, analytic_job, model_shape
 from openrecycle.planner.plans.plan import JobDoc
 from openrecycle.planner.simulation.costs import RecoveryCosts
@@ -29,14 +29,13 @@ from openrecycle.planner.simulation.policies.planned_policies import PLANNED, pl
 from openrecycle.planner.simulation.sensitivity import sweep
 from openrecycle.planner.simulation.trace import Trace, scaled
 from openrecycle.planner.simulation.traces import public_traces
-from openrecycle.planner.simulation.traces.generated import Domain, generated
+from openrecycle.planner.simulation.traces.generated import HOST, Domain, generated
 from openrecycle.planner.simulation.traces.history import from_history
 
 log = structlog.get_logger()
 
 POLICIES = (*PLANNED, "spares")
 DRAWN, HISTORY = "drawn", "history"
-HOST = 8
 # Larger grids are planned for too long for a page that somebody waits for; the command line takes them.
 MAX_WORKERS = 4096
 MAX_KEPT = 32
@@ -84,7 +83,7 @@ class SimulationRequest(BaseModel):
     def ops(self) -> int:
         """Of one iteration."""
         grid = self.job or self
-        return 3 * grid.pipelines * grid.stages * grid.micro_batches
+        return count_ops(grid.pipelines, grid.stages, grid.micro_batches)
 
 
 @dataclass

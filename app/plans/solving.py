@@ -237,10 +237,10 @@ class Solves:
 
     def _drop_old(self) -> None:
         over = [s for s in self.all() if s.over]
-        ops = sum(s.request.ops for s in over if s.plan is not None)
+        ops = sum(s.request.job.ops for s in over if s.plan is not None)
         while over and (len(over) > MAX_KEPT or (len(over) > 1 and ops > MAX_KEPT_OPS)):
             oldest = over.pop(0)
-            ops -= oldest.request.ops if oldest.plan is not None else 0
+            ops -= oldest.request.job.ops if oldest.plan is not None else 0
             del self._solves[oldest.id]
 
 

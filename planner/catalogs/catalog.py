@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from openrecycle.planner.jobs.errors import InputError
-from openrecycle.planner.jobs.failures import canonical_pattern, patterns
+from openrecycle.planner.jobs.failures import canonical_pattern, inverse, parse_workers, patterns
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Over, Problem, Technique, Worker
 from openrecycle.planner.jobs.words import percent
 from openrecycle.planner.layers.partition import lay_out
@@ -93,7 +93,7 @@ class Catalog:
         if self.over == "schedules" and plan.partition and plan.partition != self.job.partition:
             self.at(plan.partition).add(plan)
             return
-        pattern, places = canonical_pattern(_failed(plan), self.job)
+        pattern, places = canonical_pattern(parse_workers(plan.failed), self.job)
         kept = self._plans.get(pattern)
         if kept is None or merit(plan.metrics) > merit(kept[0].metrics):
             self._plans[pattern] = plan, tuple(places)
@@ -109,10 +109,8 @@ class Catalog:
         last = self._renamed
         if last is not None and last[0] is plan and last[1] == failed:
             return last[2]
-        inverse = [0] * len(wanted)
-        for pipeline, place in enumerate(wanted):
-            inverse[place] = pipeline
-        renamed = rename_pipelines(plan, (inverse[place] for place in places))
+        names = inverse(wanted)
+        renamed = rename_pipelines(plan, (names[place] for place in places))
         if renamed is not plan:
             self._renamed = plan, failed, renamed
         return renamed
@@ -177,10 +175,6 @@ def rename_pipelines(plan: Plan, names: Iterable[int]) -> Plan:
     """`plan` with each pipeline p called names[p]; the fingerprint is computed anew."""
     new = list(names)
     return plan if new == sorted(new) else plan.renamed(new)
-
-
-def _failed(plan: Plan) -> frozenset[Worker]:
-    return frozenset(Worker.parse(name, field="failed") for name in plan.failed)
 
 
 def _gap(plan: Plan) -> str:

@@ -16,9 +16,9 @@ from typing import Protocol
 
 from openrecycle.planner.catalogs.catalog_engines import Engine
 from openrecycle.planner.catalogs.catalog_store import PlanStore, StoredCatalog, create_folder, headers_of, plan_name
-from openrecycle.planner.catalogs.catalog_task import ReusablePlan, Rows, Target, Task, workers_of
+from openrecycle.planner.catalogs.catalog_task import ReusablePlan, Target, Task, workers_of
 from openrecycle.planner.jobs.errors import InputError
-from openrecycle.planner.jobs.failures import canonical_pattern, patterns
+from openrecycle.planner.jobs.failures import by_stage, canonical_pattern, patterns
 from openrecycle.planner.jobs.job import Job, Worker
 from openrecycle.planner.layers.distribution import Counts, best_distributions, models
 from openrecycle.planner.plans.packed import CatalogQuestion, Effort, Header, decode_header, decode_plan, with_effort
@@ -132,7 +132,7 @@ def targets(question: CatalogQuestion, tolerance: int, per: str = "auto") -> lis
         raise InputError("--per", per, "auto, pattern or count")
     listed = listed_patterns(job, tolerance, per)
     if listed is not None:
-        return [Target(len(p), (_rows(p, job),)) for p in listed]
+        return [Target(len(p), (by_stage(p, job),)) for p in listed]
     if job.speeds:
         raise InputError("--tolerance", tolerance, "fewer failures: workers of unlike speed need a plan per pattern")
     return _by_count(question, tolerance)
@@ -160,13 +160,6 @@ def _by_count(question: CatalogQuestion, tolerance: int) -> list[Target]:
         options = dict.fromkeys(f[count] for f in found if count < len(f))
         out.append(Target(count, tuple(tuple(tuple(range(n)) for n in counts) for counts in options)))
     return out
-
-
-def _rows(failed: frozenset[Worker], job: Job) -> Rows:
-    rows: list[list[int]] = [[] for _ in range(job.stages)]
-    for worker in sorted(failed):
-        rows[worker.stage].append(worker.pipeline)
-    return tuple(map(tuple, rows))
 
 
 def _there(question: CatalogQuestion, folder: PlanStore, effort: Effort) -> set[str]:

@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.jobs.errors import InputError
-from openrecycle.planner.jobs.failures import canonical_pattern, failures_per_stage
+from openrecycle.planner.jobs.failures import canonical_pattern, failures_per_stage, inverse, parse_workers
 from openrecycle.planner.jobs.files import read_whole
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Over, Technique, Worker
 from openrecycle.planner.layers.distribution import Counts
@@ -180,7 +180,7 @@ class StoredCatalog:
         dead = frozenset(job.check_worker(w, field="failed") for w in failed)
         pattern, permutation = canonical_pattern(dead, job)
         own = plan_name(pattern)
-        if own in self.blobs.names() and self._is_of(own, dead, _inverse(permutation)):
+        if own in self.blobs.names() and self._is_of(own, dead, inverse(permutation)):
             return own, _FOR_THESE
         same = [] if job.speeds else self._with_same_counts(dead)
         return (same[0], _FOR_AS_MANY) if same else None
@@ -223,17 +223,17 @@ class StoredCatalog:
 
     def _fitted(self, name: str, blob: bytes, dead: frozenset[Worker], permutation: Sequence[int]) -> Plan | None:
         """The plan of the pattern with its pipelines renamed; None when the name is another's hash."""
-        inverse = _inverse(permutation)
-        if not self._is_of(name, dead, inverse):
+        names = inverse(permutation)
+        if not self._is_of(name, dead, names):
             return None
         plan = decode_plan(blob, self.question, source=name, hashed=False)
-        if inverse == sorted(inverse):
+        if names == sorted(names):
             return plan.hashed()
-        return plan.renamed(inverse)
+        return plan.renamed(names)
 
-    def _is_of(self, name: str, dead: frozenset[Worker], inverse: Sequence[int]) -> bool:
+    def _is_of(self, name: str, dead: frozenset[Worker], names: Sequence[int]) -> bool:
         """Is it a plan for the pattern of `dead`?"""
-        return frozenset(Worker(inverse[w.pipeline], w.stage) for w in self.header(name).workers) == dead
+        return frozenset(Worker(names[w.pipeline], w.stage) for w in self.header(name).workers) == dead
 
     def _for_as_many(self, failures: int) -> list[str]:
         """The plans for so many failures."""
@@ -253,10 +253,10 @@ class StoredCatalog:
         if blob is None:
             raise PlanError(f"the catalog has no plan {name}")
         plan = decode_plan(blob, self.question, source=name, hashed=False)
-        replaced = frozenset(map(Worker.parse, plan.failed))
+        replaced = parse_workers(plan.failed)
         # Pipelines with most failures take the place of such, so that few workers swap parts.
         to_pattern = canonical_pattern(replaced, job)[1]
-        from_pattern = _inverse(canonical_pattern(dead, job)[1])
+        from_pattern = inverse(canonical_pattern(dead, job)[1])
         names = [from_pattern[p] for p in to_pattern]
         planned = {Worker(names[w.pipeline], w.stage) for w in replaced}
         return plan.renamed(names, [_swap(job, stage, planned, dead) for stage in range(job.stages)])
@@ -305,13 +305,6 @@ def _prefix(failures: int) -> str:
 
 def _moves(now: Counts, after: Counts) -> int:
     return sum(max(0, a - b) for a, b in zip(now, after, strict=True))
-
-
-def _inverse(permutation: Sequence[int]) -> list[int]:
-    inverse = [0] * len(permutation)
-    for old, new in enumerate(permutation):
-        inverse[new] = old
-    return inverse
 
 
 def _swap(job: Job, stage: int, planned: set[Worker], dead: frozenset[Worker]) -> list[int]:

@@ -28,9 +28,7 @@ from openrecycle.planner.simulation.policies.published import PUBLISHED, READY_A
 from openrecycle.planner.simulation.sensitivity import Sweep, sweep
 from openrecycle.planner.simulation.trace import Trace
 from openrecycle.planner.simulation.traces import read_trace
-from openrecycle.planner.simulation.traces.generated import Domain, generated
-
-HOST = 8  # workers of one host
+from openrecycle.planner.simulation.traces.generated import HOST, Domain, generated
 
 Run = Callable[[Trace], list[SimulationOutcome]]
 

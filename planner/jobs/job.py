@@ -40,6 +40,7 @@ __all__ = [
     "StageTicks",
     "Technique",
     "Worker",
+    "count_ops",
     "parse_durations",
 ]
 
@@ -334,6 +335,11 @@ class Job:
             time_unit=time_unit,
         )
 
+    @property
+    def ops(self) -> int:
+        """Of an iteration; see `count_ops`."""
+        return count_ops(self.pipelines, self.stages, self.micro_batches)
+
     @cached_property
     def ticks_per_unit(self) -> int:
         """Smallest power of ten that makes every duration a whole number of ticks, whatever the partition."""
@@ -517,12 +523,17 @@ class Problem:
         return [w for w in self.job.workers() if w not in self.failed]
 
 
+def count_ops(pipelines: int, stages: int, micro_batches: int) -> int:
+    """F, I and W of every micro-batch on every stage; steps are left out."""
+    return 3 * pipelines * stages * micro_batches
+
+
 def _check_sizes(pipelines: int, stages: int, micro_batches: int) -> None:
     """Refuses what is no size, and what would not fit in memory, before any is taken."""
     for name, value in (("pipelines", pipelines), ("stages", stages), ("micro_batches", micro_batches)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise InputError(name, value, "a whole number of at least 1")
-    ops = 3 * pipelines * stages * micro_batches
+    ops = count_ops(pipelines, stages, micro_batches)
     if ops > MAX_OPS:
         most = f"at most {MAX_OPS:,} ops, which take up to {MAX_OPS * BYTES_PER_OP / 1e9:.0f} GB"
         raise InputError("pipelines x stages x micro_batches x 3 ops", ops, most)

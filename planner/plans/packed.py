@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from openrecycle.planner.jobs.errors import PlannerError
+from openrecycle.planner.jobs.failures import by_stage
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Over, Problem, Technique, Worker
 from openrecycle.planner.plans.plan import (
     INTEGER,
@@ -413,15 +414,12 @@ def _header(
     rows: tuple[int, ...] = (),
     types: tuple[Literal["i1", "i2", "i4", "i8"], ...] = (),
 ) -> Header:
-    failed: list[list[int]] = [[] for _ in range(problem.job.stages)]
-    for worker in sorted(problem.failed):
-        failed[worker.stage].append(worker.pipeline)
     peaks = [0] * problem.job.stages
     for name, held in metrics.peak_activations.items():
         stage = Worker.parse(name).stage
         peaks[stage] = max(peaks[stage], held)
     return Header(
-        failed=tuple(map(tuple, failed)),
+        failed=by_stage(problem.failed, problem.job),
         partition=problem.job.partition,
         metrics=metrics.model_copy(update={"peak_activations": {}}),
         solver=solver,

@@ -111,7 +111,7 @@ class PlannedJob:
 
     @property
     def _large(self) -> bool:
-        return 3 * self.workers * self.job.micro_batches >= LARGE
+        return self.job.ops >= LARGE
 
     def rerouted(self, failures: int) -> Rate | None:
         """With so many workers dead, wherever they cost least; None where no plan exists."""

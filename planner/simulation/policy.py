@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from openrecycle.planner.jobs.errors import InfeasibleError, InputError
 from openrecycle.planner.jobs.failures import failures_per_stage
 from openrecycle.planner.jobs.job import Problem, Worker
-from openrecycle.planner.jobs.words import DROP, MIGRATE, REROUTE, percent
+from openrecycle.planner.jobs.words import DROP, MIGRATE, REROUTE, milliseconds, percent
 from openrecycle.planner.layers.distribution import CopyCost
 from openrecycle.planner.layers.migration import Migration, normalize
 from openrecycle.planner.plans.baseline import reference_period
@@ -194,7 +194,7 @@ def _repartitioned(failed: frozenset[Worker], planned: PlannedJob, pause: float)
 
 
 def _large(planned: PlannedJob) -> bool:
-    return 3 * planned.workers * planned.job.micro_batches > PLANNED_OPS
+    return planned.job.ops > PLANNED_OPS
 
 
 def _rerouted_here(failed: frozenset[Worker], planned: PlannedJob) -> Rate | None:
@@ -270,6 +270,4 @@ def _sentence(ranked: Sequence[Option], horizon: float, planned: PlannedJob, loa
 
 def span(seconds: float) -> str:
     """A time in words, in the unit that suits it."""
-    if seconds < 120:
-        return f"{seconds:.3g} s"
-    return f"{seconds / 60:.3g} min" if seconds < 7200 else f"{seconds / 3600:.3g} h"
+    return milliseconds(1000 * seconds)

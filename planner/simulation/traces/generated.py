@@ -12,6 +12,8 @@ from openrecycle.planner.simulation.trace import HOUR_MS, MAX_HOURS, Event, Trac
 from openrecycle.planner.simulation.traces import MAX_WORKERS
 
 MOST_FAILURES = 2_000_000
+# Workers of one host.
+HOST = 8
 # Longer than any trace; of much larger numbers there are no whole milliseconds.
 MOST_HOURS = 1e9
 
