@@ -31,7 +31,7 @@ def test_an_iteration_of_more_ticks_than_are_counted_is_refused() -> None:
     """Its plan could be made, and would be no valid one."""
     long = {"F": 1e9, "I": 1e9, "W": 1e9}
     assert Job.uniform(1, 1, 1000, durations={**long, "O": 1}).ticks_per_unit == 1
-    with pytest.raises(InputError, match="all ops of an iteration"):
+    with pytest.raises(InputError, match=r"at most 1\.15e"):
         Job.uniform(1, 1, 1000, durations={**long, "O": 0.000001})
 
 
