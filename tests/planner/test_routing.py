@@ -6,17 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from openrecycle.planner.jobs.job import Job, Problem, Technique, Worker
-from openrecycle.planner.plans.routing import assign
-
-
-def route(problem: Problem) -> dict[tuple[int, int, int], int]:
-    """(stage, pipeline, micro_batch) -> pipeline of the worker that runs it."""
-    count = problem.job.micro_batches
-    return {
-        (stage, *divmod(index, count)): worker
-        for stage, row in enumerate(assign(problem))
-        for index, worker in enumerate(row)
-    }
+from tests.planner.problems import route
 
 
 def test_one_failure_is_spread_round_robin_as_in_the_papers_figure() -> None:
