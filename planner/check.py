@@ -57,6 +57,11 @@ def check(subject: Schedule | Plan, *, hashed: bool = True) -> list[Violation]:
     """
     if isinstance(subject, Schedule):
         return list(islice(_Checker(subject).violations(), MOST_VIOLATIONS))
+    least = 2 * subject.job.ops // 3
+    if subject.op_count < least:  # said before memory is taken for a job that a small document may speak of
+        return [
+            Violation(f"the plan has {subject.op_count:,} ops, and an F and a B of all micro-batches are {least:,}")
+        ]
     try:
         schedule = subject.schedule()
     except PlannerError as error:

@@ -171,6 +171,13 @@ def test_of_a_million_missing_ops_the_first_are_named() -> None:
     assert further(found[:3]) == "2 more" and further(found[:1]) == ""
 
 
+@pytest.mark.parametrize("grid", [{"micro_batches": 1_300_000}, {"pipelines": 1_300_000}])
+def test_a_plan_of_far_too_few_ops_is_refused_at_once(grid: dict[str, int]) -> None:
+    plan = make_plan(Problem(Job.uniform(1, 1, 1)), solver="list", look_ahead=False)
+    (found,) = check(plan.model_copy(update={"job": plan.job.model_copy(update=grid)}))
+    assert "2,600,000" in str(found)
+
+
 def test_backward_on_another_worker_than_its_forward(schedule: Schedule) -> None:
     other = Worker(2, 2)
     weight = find(schedule, "W", W0_2)
