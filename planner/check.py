@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, lru_cache
-from itertools import accumulate
+from itertools import accumulate, chain, islice
 from typing import Any
 
 import numpy as np
@@ -31,8 +31,10 @@ from openrecycle.planner.plans.schedule import Op, OpsByWorker, Schedule
 Ints = NDArray[np.int64]
 KINDS = "FIWBO"
 F, I, W, B, O = range(5)  # noqa: E741 -- the field's names
-# Beyond every number of a schedule, and so that two of them can be added.
+# Beyond every number of a schedule (planner.jobs.job.MAX_TICKS), and so that two of them can be added.
 _MOST = 1 << 61
+# Nobody reads more, and a small document can be of a job of a million micro-batches that it has no ops of.
+MOST_VIOLATIONS = 1_000
 
 
 @dataclass(frozen=True)
@@ -47,20 +49,25 @@ class Violation:
 
 
 def check(subject: Schedule | Plan, *, hashed: bool = True) -> list[Violation]:
-    """Everything that is wrong with a schedule or plan; empty when it is valid.
+    """What is wrong with a schedule or plan, the first MOST_VIOLATIONS of it; empty when it is valid.
 
     A plan's numbers (metrics, fingerprint) are recomputed and compared as well, unless its
     schedule is invalid already: the metrics of an invalid schedule mean nothing. hashed: False for a plan whose
     fingerprint has been computed in this process, which takes as long as all else.
     """
     if isinstance(subject, Schedule):
-        return list(_Checker(subject).violations())
+        return list(islice(_Checker(subject).violations(), MOST_VIOLATIONS))
+    least = 2 * subject.job.ops // 3
+    if subject.op_count < least:  # said before memory is taken for a job that a small document may speak of
+        return [
+            Violation(f"the plan has {subject.op_count:,} ops, and an F and a B of all micro-batches are {least:,}")
+        ]
     try:
         schedule = subject.schedule()
     except PlannerError as error:
         return [Violation(f"the plan describes no problem: {error}")]
     checker = _Checker(schedule)
-    found = [*_document(subject, schedule), *checker.violations()]
+    found = list(islice(chain(_document(subject, schedule), checker.violations()), MOST_VIOLATIONS))
     if found:
         return found
     return [*(_fingerprint(subject) if hashed else ()), *_numbers(subject, checker)]
@@ -71,6 +78,13 @@ def checked(plan: Plan) -> Plan:
     if wrong := check(plan, hashed=False):
         raise PlannerError(f"the plan of {plan.solver.name} is not valid, and is not used: {wrong[0]}")
     return plan
+
+
+def further(found: Sequence[Violation]) -> str:
+    """How many there are beside the first, in words; "": none."""
+    if len(found) < 2:
+        return ""
+    return f"{'at least ' if len(found) == MOST_VIOLATIONS else ''}{len(found) - 1} more"
 
 
 def claim(plan: Plan) -> str | None:
@@ -127,12 +141,15 @@ class _Checker:
             for op in self._where(self.beyond):
                 yield Violation(f"an op of {op.worker} has numbers that no job has", (op,))
             return
-        broken = [*self._stages(), *self._workers(), *self._each_op(), *self._doubled()]
-        yield from broken
+        broken = missing = False
+        for violation in chain(self._stages(), self._workers(), self._each_op(), self._doubled()):
+            broken = True
+            yield violation
         if broken:  # what follows reads the ops by their keys
             return
-        missing = list(self._completeness())
-        yield from missing
+        for violation in self._completeness():
+            missing = True
+            yield violation
         yield from self._overlaps()
         yield from self._memory()
         if not missing:
@@ -267,7 +284,7 @@ class _Checker:
         row = np.append(self.row, -1)[self.at]  # (-1 finds the last: none)
         elsewhere = (there[1:] & forward & (row[1:] != row[F])).any(0)
         wrong = ~forward | (whole == split) | (whole & (there[I] | there[W])) | elsewhere
-        for p, j, s in np.argwhere(wrong).tolist():
+        for p, j, s in (place.tolist() for place in np.argwhere(wrong)):  # (all at once may be a million lists)
             found = [self.op(place) if place >= 0 else None for place in self.at[:, p, j, s].tolist()]
             own, back = found[F], found[B]
             parts = [op for op in (found[I], found[W]) if op is not None]
@@ -499,7 +516,7 @@ def _doubtful(plan: Plan, scale: int) -> NDArray[np.bool_]:
 
 def _fingerprint(plan: Plan) -> Iterator[Violation]:
     if plan.fingerprint != (own := plan.compute_fingerprint()):
-        yield Violation(f"fingerprint is {plan.fingerprint}, and that of these ops is {own}")
+        yield Violation(f"fingerprint is {plan.fingerprint!r}, and that of these ops is {own}")
 
 
 def _numbers(plan: Plan, checker: _Checker) -> Iterator[Violation]:
@@ -750,7 +767,7 @@ def _best_without_failures(job: Job, memory: MemoryLimit) -> tuple[int, Violatio
     # The only thing here that a solver makes; what it makes is checked. Imported for this alone.
     from openrecycle.planner.solvers.fault_free import best_fault_free
 
-    best = _Checker(best_fault_free(job, memory).schedule)
+    best = _Checker(best_fault_free(job, memory))
     wrong = next(best.violations(), None)
     return (0, wrong) if wrong is not None else (best.times()["period"], None)
 

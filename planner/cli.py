@@ -34,6 +34,7 @@ from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.failures import parse_failed
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Over, Problem, Technique, Worker
 from openrecycle.planner.jobs.profile import AUTO
+from openrecycle.planner.jobs.words import plural
 from openrecycle.planner.layers.partition import Layout, lay_out
 from openrecycle.planner.plans.plan import Plan
 from openrecycle.planner.plans.schedule import Schedule
@@ -210,7 +211,7 @@ _BOUND_OVER = {
 def _summary(made: Plan) -> list[str]:
     m, job = made.metrics, made.job
     failed = ", ".join(made.failed[:8]) + (f" and {len(made.failed) - 8} more" if len(made.failed) > 8 else "")
-    unit = job.time_unit if job.time_unit.endswith("s") else f"{job.time_unit}s"
+    unit = plural(job.time_unit)
     proof = "optimal" if made.solver.status == "optimal" else f"gap {m.gap:.2%}"
     lines = [
         f"{job.pipelines} pipelines x {job.stages} stages x {job.micro_batches} micro-batches, "
@@ -274,5 +275,5 @@ def gantt_lines(schedule: Schedule, *, width: int) -> Iterator[Text]:
         yield Text(f"... and {len(schedule.ops) - MAX_ROWS} more workers", "dim")
     slice_of = schedule.problem.job.units(end / columns)
     unit = schedule.problem.job.time_unit
-    unit += "" if slice_of == 1 or unit.endswith("s") else "s"
+    unit = unit if slice_of == 1 else plural(unit)
     yield Text(f"one column is {slice_of:.3g} {unit}; small letters: re-routed micro-batches; dots: bubbles", "dim")

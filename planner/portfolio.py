@@ -161,8 +161,7 @@ def of_more_failures(solution: Solution, *, until: float, cancelled: Cancelled |
 
 def _looks(job: Job) -> int:
     """How many plans for more failures are made at most."""
-    ops = 3 * job.pipelines * job.stages * job.micro_batches
-    return min(LOOKS, max(FEWEST_LOOKS, LOOK_EFFORT // (ops * tries(ops))))
+    return min(LOOKS, max(FEWEST_LOOKS, LOOK_EFFORT // (job.ops * tries(job.ops))))
 
 
 def _one_more(failed: frozenset[Worker], job: Job) -> Iterator[frozenset[Worker]]:
@@ -250,8 +249,7 @@ def _steps(solver: str, problem: Problem, time_limit: float) -> list[Step]:
         return []
     if solver != "auto":
         return [(lambda: _exact(solver), 1.0)]
-    job = problem.job
-    ops = 3 * job.pipelines * job.stages * job.micro_batches
+    ops = problem.job.ops
     exact: Step = (lambda: _exact(solver), 1.0)
     huge = bool(problem.failed) and ops > HUGE
     if ops <= SMALL:

@@ -39,7 +39,7 @@ from openrecycle.planner.simulation.policy import (
     span,
 )
 
-RESTART, SPARES = "restart from the checkpoint", "take spares"
+RESTART = "restart from the checkpoint"
 # Another way is taken, or worth an operator's while, when it trains so much more than re-routing does.
 CLEAR_MARGIN = 0.05
 
@@ -48,7 +48,6 @@ _CANNOT = {
     SHALLOWER: "this job's pipelines keep their stages",
     DROP: "this job doesn't do it, for every update would see fewer samples, and the losses would be others",
     RESTART: "this job can't do it by itself: an operator would have to start it again",
-    SPARES: "this job has none that it could take by itself",
 }
 
 
@@ -168,7 +167,7 @@ def candidates(
     stay, moved = options.get(REROUTE), options.get(MIGRATE)
     if stay is None:
         return []
-    large = 3 * planned.workers * planned.job.micro_batches > PLANNED_OPS
+    large = planned.job.ops > PLANNED_OPS
     found = [_candidate(stay, failed, (), "", planned, advice.horizon, None if large else _plan(planned, failed))]
     if moved and moved.migrations and migrate and not large:
         moves = tuple((m.worker, m.takes) for m in moved.migrations)

@@ -27,7 +27,7 @@ from openrecycle.planner.catalogs.catalog_engines import make_engine
 from openrecycle.planner.catalogs.catalog_store import PLANNER_VERSION, CatalogInfo, plan_name
 from openrecycle.planner.jobs.errors import InputError, PlannerError
 from openrecycle.planner.jobs.failures import patterns
-from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker, count_ops
 from openrecycle.planner.plans.baseline import reference_period
 from openrecycle.planner.plans.packed import CatalogQuestion, Effort, Header
 from openrecycle.planner.plans.plan import INTEGER, PRINTABLE, JobDoc, job_doc
@@ -91,7 +91,7 @@ def most_failures(question: CatalogQuestion) -> int:
 def is_quick(question: CatalogQuestion, tolerance: int) -> bool:
     """Does `needed` take milliseconds, whatever the job's shape is?"""
     job = question.job
-    if 3 * job.pipelines * job.stages * job.micro_batches > QUICK_OPS:
+    if job.ops > QUICK_OPS:
         return False
     workers = job.pipelines * job.stages
     return comb(workers, min(tolerance, most_failures(question), workers // 2)) <= QUICK_SETS
@@ -389,7 +389,8 @@ class CatalogRequest(BaseModel):
     def question(self) -> CatalogQuestion:
         """Raises InputError, also for what is too large for the console."""
         grid = self.job or self
-        workers, ops = grid.pipelines * grid.stages, 3 * grid.pipelines * grid.stages * grid.micro_batches
+        workers = grid.pipelines * grid.stages
+        ops = count_ops(grid.pipelines, grid.stages, grid.micro_batches)
         if not 0 < workers <= MAX_WORKERS:
             raise InputError("pipelines x stages", workers, f"1 to {MAX_WORKERS:,} workers here; {ELSEWHERE}")
         if ops > MAX_OPS:

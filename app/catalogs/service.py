@@ -46,7 +46,15 @@ from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.failures import canonical_pattern
 from openrecycle.planner.jobs.job import Job, Worker
 from openrecycle.planner.jobs.words import percent
-from openrecycle.planner.plans.packed import CatalogQuestion, Effort, Header, decode_header, decode_plan, encode_plan
+from openrecycle.planner.plans.packed import (
+    CatalogQuestion,
+    Effort,
+    Header,
+    decode_header,
+    decode_plan,
+    encode_plan,
+    merit,
+)
 from openrecycle.planner.plans.plan import MetricsDoc, Plan, PlanError, SolverDoc
 
 log = structlog.get_logger()
@@ -77,6 +85,7 @@ class Filling:
     fingerprint: str
     asked: PendingAnswer | None = field(repr=False, compare=False)
     began: float = field(default_factory=time.time)
+    began_at: float = field(default_factory=time.monotonic, repr=False)
     seconds: float = 0.0
     done: int = 0
     total: int = 0
@@ -91,7 +100,7 @@ class Filling:
     @property
     def elapsed(self) -> float:
         """Seconds up to now, or to its end."""
-        return time.time() - self.began if self.running else self.seconds
+        return time.monotonic() - self.began_at if self.running else self.seconds
 
 
 @dataclass(frozen=True)
@@ -104,14 +113,14 @@ class Located:
     origin: str
 
 
-_infos: OrderedDict[tuple[int, str, str], tuple[Job, CatalogInfo]] = OrderedDict()
+_infos: OrderedDict[tuple[int, str, str, str], tuple[Job, CatalogInfo]] = OrderedDict()
 _infos_lock = threading.Lock()
 
 
 def info_of(question: CatalogQuestion) -> CatalogInfo:
     """As CatalogInfo.of, which takes half a second for 16,384 stages: once for each job that is asked about."""
     job = question.job
-    key = id(job), question.technique.value, question.memory.text
+    key = id(job), question.technique.value, question.memory.text, question.over
     with _infos_lock:
         if known := _infos.get(key):  # its job is held, so that no other one has its id
             return known[1]
@@ -169,7 +178,7 @@ class Catalogs:
         except (PlannerError, ConsoleError, SQLAlchemyError) as error:
             log.warning("a catalog is not used", catalog=info.fingerprint, reason=str(error))
             return None
-        if found is None:
+        if found is None or not question.fits(found.plan.partition):
             return None
         return found.plan, _origin(found.reason, found.plan.metrics, found.plan.solver)
 
@@ -188,6 +197,8 @@ class Catalogs:
         if found is None or stored is None:
             return None
         header = catalog.header(found[0])
+        if not question.fits(header.partition):
+            return None
         return Located(info.model_dump_json(), found[0], stored, _origin(found[1], header.metrics, header.solver))
 
     def names(self, question: CatalogQuestion) -> frozenset[str]:
@@ -197,16 +208,16 @@ class Catalogs:
         return frozenset(self._headers_of(info_of(question).fingerprint))
 
     def keep(self, question: CatalogQuestion, plan: Plan) -> None:
-        """Adds a plan made elsewhere, unless a better one is stored, or it is too large to be taken apart here."""
-        if 3 * plan.job.pipelines * plan.job.stages * plan.job.micro_batches > KEPT_OPS:
+        """Adds a plan made elsewhere, unless a better one is stored, or it is too large to be taken apart here, or has
+        its layers elsewhere than the question's."""
+        if plan.job.ops > KEPT_OPS:
+            return
+        if not question.fits(plan.partition):
             return
         info = info_of(question)
         pattern, permutation = canonical_pattern(map(Worker.parse, plan.failed), question.job)
         known = self._headers_of(info.fingerprint).get(plan_name(pattern))
-        if known is not None and (known.metrics.period, -known.metrics.lower_bound) <= (
-            plan.metrics.period,
-            -plan.metrics.lower_bound,
-        ):
+        if known is not None and question.fits(known.partition) and known.merit >= merit(plan.metrics):
             return
         plan = rename_pipelines(plan, permutation)
         self._save(info, {plan_name(pattern): encode_plan(plan, Effort(solver=plan.solver.name.split(" ")[0]))})
@@ -386,7 +397,6 @@ class Catalogs:
 
     def _collect(self, info: CatalogInfo, filling: Filling, asked: PendingAnswer) -> None:
         """Stores what the process makes until it says that it is done, or is gone."""
-        begin = time.monotonic()
         outcome, why = "", ""
         messages = asked.messages()
         try:
@@ -406,7 +416,7 @@ class Catalogs:
                         filling.planned = message.get("planned", filling.planned)
                         why = message.get("error", "")
                         outcome = "failed" if why else "done" if "finished" in message else ""
-                    filling.seconds = time.monotonic() - begin
+                    filling.seconds = time.monotonic() - filling.began_at
                     if not asked.waiting():
                         break
                 if batch:
@@ -510,8 +520,7 @@ def stored_zip(fingerprint: str, info: CatalogInfo, blobs: Mapping[str, bytes]) 
 
 def json_refusal(info: CatalogInfo, plans: int) -> str:
     """Why there is no JSON of so many plans; empty when there is."""
-    job = info.job
-    ops = 3 * job.pipelines * job.stages * job.micro_batches * plans
+    ops = info.job.ops * plans
     return f"{ops:,} ops in all, and a file of documents holds at most {MAX_OPS:,}" if ops > MAX_OPS else ""
 
 

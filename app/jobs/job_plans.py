@@ -101,7 +101,7 @@ class JobPlans:
     @property
     def ops(self) -> int:
         """Of one plan, steps left out."""
-        return 3 * self.job.pipelines * self.job.stages * self.job.micro_batches
+        return self.job.ops
 
     def plan_made(self, failed: tuple[str, ...], made: Plan | None, why: str) -> None:
         """Takes the answer to `want_plan`. why: where the plan is from, or why none exists."""

@@ -269,7 +269,7 @@ class Measuring:
     # -- details ----------------------------------------------------------------------------
 
     def _due(self, found: Measurement, job: LiveJob, now: float) -> bool:
-        generation, ops = job.state.generation, _ops(job)
+        generation, ops = job.state.generation, job.plans.ops
         silent = found.missed >= MOST_MISSED and found.missed_in == generation
         if now < found.watched_until and not silent:
             return now - found.done_at >= max(LEAST_PAUSE, ops / OPS_PER_SECOND)
@@ -324,11 +324,6 @@ def check_ops(message: MeasuredOps, job: LiveJob) -> None:
         raise ConsoleError(422, "invalid", "kinds: each op is expected once, and O at the end")
 
 
-def _ops(job: LiveJob) -> int:
-    spec = job.spec
-    return 3 * spec.pipelines * spec.stages * spec.micro_batches
-
-
 def _keep(kept: list[int], iteration: int, most: int) -> None:
     """Puts it last, and lets go of the first beyond `most`."""
     if iteration in kept:
@@ -338,7 +333,7 @@ def _keep(kept: list[int], iteration: int, most: int) -> None:
 
 
 def _most_kept(job: LiveJob) -> int:
-    return max(1, min(MOST_KEPT, MOST_KEPT_OPS // _ops(job)))
+    return max(1, min(MOST_KEPT, MOST_KEPT_OPS // job.plans.ops))
 
 
 def _foremost(committed: int, beats: list[Heartbeat]) -> int:

@@ -109,8 +109,10 @@ def plan_line(plan: Plan, *, command: str = "plan") -> str:
         for worker in plan.failed:
             words += ["--fail", worker]
     words += ["--technique", plan.technique.value, "--memory", plan.memory]
+    if command == "plan" and plan.partition != plan.job.partition:
+        words += ["--partition", ",".join(map(str, plan.partition))]
     if command == "catalog":
-        words += ["--tolerance", str(max(1, len(plan.failed))), "--out", "catalog"]
+        words += ["--tolerance", str(len(plan.failed)), "--out", "catalog"]
     return shlex.join(words)
 
 

@@ -7,6 +7,7 @@ pipe in columns (planner.plans.packed).
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from base64 import b64decode, b64encode
@@ -18,7 +19,8 @@ from openrecycle.app.runtime.processes import Channel, answered
 from openrecycle.app.runtime.task_queue import TaskQueue
 from openrecycle.planner.catalogs.catalog_store import CatalogInfo, MappedBlobs, StoredCatalog
 from openrecycle.planner.jobs.errors import PlannerError
-from openrecycle.planner.jobs.job import MemoryLimit, Problem, Technique, Worker
+from openrecycle.planner.jobs.failures import parse_workers
+from openrecycle.planner.jobs.job import MemoryLimit, Problem, Technique
 from openrecycle.planner.plans.packed import from_bytes, to_bytes
 from openrecycle.planner.plans.plan import JobDoc, Plan, PlanError
 from openrecycle.planner.portfolio import checked_plan_of, make_plan
@@ -99,7 +101,7 @@ def _plan(asked: dict[str, Any]) -> bytes:
 def _looked_up(info: str, failed: Sequence[str], name: str, stored: str, **_: object) -> Plan:
     """Raises PlannerError when the stored plan is damaged, or not for such failures."""
     catalog = StoredCatalog(CatalogInfo.from_json(info), MappedBlobs({name: b64decode(stored)}))
-    found = catalog.find(Worker.parse(worker, field="failed") for worker in failed)
+    found = catalog.find(parse_workers(failed))
     if found is None:
         raise PlanError(f"plan {name} is not for these failures")
     return found.plan
@@ -109,7 +111,7 @@ def problem(
     document: JobDoc, failed: Sequence[str], technique: str, memory: str, partition: Sequence[int] = ()
 ) -> Problem:
     """Raises PlannerError."""
-    workers, job = frozenset(Worker.parse(name, field="failed") for name in failed), document.job()
+    workers, job = parse_workers(failed), document.job()
     return Problem(
         job.with_partition(partition) if partition else job, workers, Technique.of(technique), MemoryLimit.parse(memory)
     )
@@ -117,6 +119,8 @@ def problem(
 
 MAX_KEPT = 32
 TIME_LIMIT = 5.0
+# Seconds that an answer without a plan stands.
+FAILED_SECONDS = 30.0
 # Above this a page gets the list scheduler's plan at once; better ones are for the Planner page.
 SEARCHED_OPS = 20_000
 
@@ -134,21 +138,26 @@ class PlanQuestion:
     def is_reference(self) -> bool:
         """Is it fault-free 1F1B of a grid small enough to be laid out at once?"""
         plain = self.technique == Technique.FAULT_FREE and self.memory == "1f1b" and not self.failed
-        return plain and self.ops <= SEARCHED_OPS
-
-    @property
-    def ops(self) -> int:
-        return 3 * self.job.pipelines * self.job.stages * self.job.micro_batches
+        return plain and self.job.ops <= SEARCHED_OPS
 
 
 @dataclass
 class Answer:
-    """plan or why, once `done`. asked: monotonic seconds."""
+    """plan or why, once `done`. asked, ended: monotonic seconds."""
 
     plan: Plan | None = None
     why: str = ""
     done: bool = False
     asked: float = field(default_factory=time.monotonic)
+    ended: float = math.inf
+
+    def end(self, plan: Plan | None, why: str) -> None:
+        self.plan, self.why, self.ended, self.done = plan, why, time.monotonic(), True
+
+    @property
+    def stale(self) -> bool:
+        """Did it fail some time ago? It may not do so again: its process had died, perhaps."""
+        return self.done and self.plan is None and time.monotonic() - self.ended > FAILED_SECONDS
 
 
 class Making:
@@ -165,7 +174,7 @@ class Making:
         key = repr(question)
         with self._lock:
             known = self._answers.pop(key, None)
-            if known is None:
+            if known is None or known.stale:
                 known = self._begin(question)
             self._answers[key] = known  # the newest last
             while len(self._answers) > MAX_KEPT:
@@ -182,21 +191,16 @@ class Making:
         if question.is_reference:
             # A fixed order of ops: nothing is searched for, so nobody need wait for a process to begin.
             try:
-                answer.plan = reference_plan(question.job.job(), "1f1b")
+                answer.end(reference_plan(question.job.job(), "1f1b"), "")
             except PlannerError as error:
-                answer.why = str(error)
-            answer.done = True
+                answer.end(None, str(error))
             return answer
-
-        def done(plan: Plan | None, why: str) -> None:
-            answer.plan, answer.why, answer.done = plan, why, True
-
         if not self._started:
             self._started = True
             self._maker.start(child=False)
-        solver = "auto" if question.ops <= SEARCHED_OPS else "list"
+        solver = "auto" if question.job.ops <= SEARCHED_OPS else "list"
         request = PlanRequest(
             "a page", question.job, question.failed, question.technique, question.memory, solver, TIME_LIMIT
         )
-        self._maker.submit(request, done)
+        self._maker.submit(request, answer.end)
         return answer

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from statistics import median
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from pydantic import BaseModel, ValidationError
 
@@ -19,19 +19,17 @@ from openrecycle.app.runtime.errors import ConsoleError, storing
 from openrecycle.db import profiles as rows
 from openrecycle.db.session import Database
 from openrecycle.planner.jobs.errors import InputError, PlannerError
-from openrecycle.planner.jobs.job import Job, Worker
-from openrecycle.planner.jobs.profile import StageProfile
+from openrecycle.planner.jobs.job import Job
+from openrecycle.planner.jobs.profile import MAX_DECIMALS, StageProfile
 from openrecycle.planner.layers.migration import SECONDS
 from openrecycle.planner.plans.plan import JobDoc, LayerDoc, StageDoc, first_problem, job_doc, read_model
-from openrecycle.planner.profiles import Profile, load_profile, shipped
+from openrecycle.planner.profiles import Profile, job_on, load_profile, shipped
 
 # What a profile may be called: it stands in addresses.
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.+-]{0,79}$"
 # Longer documents are no profiles: one of 4,096 stages has some 600 kB.
 MAX_DOCUMENT = 1 << 20
 MOST = 1_000
-
-T = TypeVar("T", bound=StageDoc)
 
 
 class ProfileInfo(BaseModel):
@@ -129,7 +127,7 @@ class NamedProfiles:
         if name in shipped():
             raise ConsoleError(409, "shipped", f"profile: {name!r} comes with the planner; choose another name")
         try:
-            job_of(document)
+            job_on(document)
         except PlannerError as error:
             raise ConsoleError(422, "invalid", str(error)) from None
         text = document.model_dump_json()
@@ -160,7 +158,7 @@ class NamedProfiles:
         """
         document = self.get(name)[1]
         try:
-            return job_of(document, pipelines, stages, micro_batches)
+            return job_on(document, pipelines, stages, micro_batches)
         except PlannerError as error:
             why = str(error).removeprefix("--")
             raise ConsoleError(422, "invalid", f"profile {name!r}: {why}") from None
@@ -172,53 +170,6 @@ def _actor(name: str) -> str:
 
 def unknown_profile(name: str) -> ConsoleError:
     return ConsoleError(404, "unknown_profile", f"profile: got {name!r}, expected the name of one; GET .../profiles")
-
-
-def job_of(
-    document: Profile | JobDoc,
-    pipelines: int | None = None,
-    stages: int | None = None,
-    micro_batches: int | None = None,
-) -> Job:
-    """Sizes that are None are the document's own. Raises PlannerError where it has no job of that size."""
-    own = document.job if isinstance(document, Profile) else document
-    pipelines, micro_batches = pipelines or own.pipelines, micro_batches or own.micro_batches
-    stages = own.stages if stages is None else stages
-    if isinstance(document, Profile):
-        return document.job_for(pipelines, stages, micro_batches)
-    if document.layers:
-        cut = document if stages == own.stages else of_layers(document, stages)
-        return on_grid(cut, pipelines, micro_batches).job()
-    if stages != len(document.profiles):
-        raise InputError("stages", stages, f"{len(document.profiles)}, as the profile has them")
-    return on_grid(document, pipelines, micro_batches).job()
-
-
-def of_layers(document: JobDoc, stages: int, **changes: Any) -> JobDoc:
-    """The same layers, cut as evenly as they can be, with what follows from that left out."""
-    derived = {"profiles": (), "transfers": (), "backward_transfers": ()}
-    capacity = document.capacity_bytes if isinstance(document.capacity_bytes, int) else ()
-    inside = {w: x for w, x in document.speeds.items() if Worker.parse(w).stage < stages}
-    new = {"stages": stages, "partition": (), "capacity_bytes": capacity, "speeds": inside}
-    return document.model_copy(update=derived | new | changes)
-
-
-def on_grid(document: JobDoc, pipelines: int, micro_batches: int) -> JobDoc:
-    """Reductions of fewer peers and speeds of fewer workers are among those of more."""
-
-    def fewer(items: tuple[T, ...]) -> tuple[T, ...]:
-        return tuple(item.model_copy(update={"reductions": item.reductions[:pipelines]}) for item in items)
-
-    changes: dict[str, Any] = {
-        "pipelines": pipelines,
-        "micro_batches": micro_batches,
-        "profiles": () if document.layers else fewer(document.profiles),
-        "transfers": () if document.layers else document.transfers,
-        "backward_transfers": () if document.layers else document.backward_transfers,
-        "layers": fewer(document.layers),
-        "speeds": {w: x for w, x in document.speeds.items() if Worker.parse(w).pipeline < pipelines},
-    }
-    return document.model_copy(update=changes)
 
 
 def _read(text: str) -> Profile | JobDoc:
@@ -371,12 +322,27 @@ def measured_profile(nominal: Job, op_times: OpTimesOf) -> JobDoc | None:
 
     A B that is run whole is split as the job's own profile splits it. The rest is the profile's: bytes, transfers
     and the step, which waits for others, so that its reported time is no measure of it; where the profile is in no
-    unit of time, transfers and steps are 0. None: not every stage has reported its ops yet.
+    unit of time, transfers and steps are 0. None: not every stage has reported its ops yet, or they make no job.
     """
-    if nominal.layers:
-        return _by_layer(nominal, op_times)
+    made = _by_layer(nominal, op_times) if nominal.layers else _by_stage(nominal, op_times)
+    if made is None:
+        return None
+    try:
+        job = made.job()
+    except PlannerError:
+        return None
+    return job_doc(job) if job.layers else made
+
+
+def _milliseconds(unit: str) -> Callable[[float], float]:
+    """What turns a planned time into ms."""
+    scale = 1000 * SECONDS.get(unit, 0.0)
+    return lambda time: round(scale * time, MAX_DECIMALS)
+
+
+def _by_stage(nominal: Job, op_times: OpTimesOf) -> JobDoc | None:
     planned = job_doc(nominal)
-    scale = 1000 * SECONDS.get(planned.time_unit, 0.0)  # ms per unit
+    ms = _milliseconds(planned.time_unit)
     stages = []
     for stage, profile in enumerate(planned.profiles):
         took = _medians(nominal, op_times, stage)
@@ -387,15 +353,15 @@ def measured_profile(nominal: Job, op_times: OpTimesOf) -> JobDoc | None:
             "forward": took["F"],
             "input_backward": backward[0],
             "weight_backward": backward[1],
-            "optimizer": scale * profile.optimizer,
-            "reductions": tuple(scale * r for r in profile.reductions),
+            "optimizer": ms(profile.optimizer),
+            "reductions": tuple(map(ms, profile.reductions)),
         }
         stages.append(profile.model_copy(update=changes))
     changed = {
         "profiles": tuple(stages),
         "time_unit": "ms",
-        "transfers": tuple(scale * t for t in planned.transfers),
-        "backward_transfers": tuple(scale * t for t in planned.backward_transfers),
+        "transfers": tuple(map(ms, planned.transfers)),
+        "backward_transfers": tuple(map(ms, planned.backward_transfers)),
         "speeds": {},
     }
     return planned.model_copy(update=changed)
@@ -404,7 +370,7 @@ def measured_profile(nominal: Job, op_times: OpTimesOf) -> JobDoc | None:
 def _by_layer(nominal: Job, op_times: OpTimesOf) -> JobDoc | None:
     """A stage's measured times fall to its layers as the planned ones do, or evenly where those are zero."""
     planned = job_doc(nominal)
-    scale = 1000 * SECONDS.get(planned.time_unit, 0.0)
+    ms = _milliseconds(planned.time_unit)
     layers, at = list[LayerDoc](), 0
     for stage, count in enumerate(nominal.partition):
         whole, members = nominal.profiles[stage], planned.layers[at : at + count]
@@ -415,20 +381,24 @@ def _by_layer(nominal: Job, op_times: OpTimesOf) -> JobDoc | None:
             return None
         for layer in members:
             shares = {
-                name: round(time * getattr(layer, name) / of if (of := getattr(whole, name)) else time / count, 3)
+                name: _share(time, getattr(layer, name) / of if (of := getattr(whole, name)) else 1 / count)
                 for name, time in zip(OPS, (took["F"], *backward), strict=True)
             }
             back = layer.backward_transfer
             rest = {
-                "optimizer": scale * layer.optimizer,
-                "reductions": tuple(scale * r for r in layer.reductions),
-                "transfer": scale * layer.transfer,
-                "backward_transfer": None if back is None else scale * back,
+                "optimizer": ms(layer.optimizer),
+                "reductions": tuple(map(ms, layer.reductions)),
+                "transfer": ms(layer.transfer),
+                "backward_transfer": None if back is None else ms(back),
             }
             layers.append(layer.model_copy(update=shares | rest))
     derived = {"profiles": (), "transfers": (), "backward_transfers": ()}
-    made = planned.model_copy(update=derived | {"layers": tuple(layers), "time_unit": "ms", "speeds": {}})
-    return job_doc(made.job())
+    return planned.model_copy(update=derived | {"layers": tuple(layers), "time_unit": "ms", "speeds": {}})
+
+
+def _share(time: float, part: float) -> float:
+    """To the microsecond, and of what takes any time at least one: no layer's forward takes none."""
+    return max(round(time * part, 3), 0.001) if time * part else 0.0
 
 
 def _medians(nominal: Job, op_times: OpTimesOf, stage: int) -> dict[OpKind, float]:

@@ -33,7 +33,7 @@ from openrecycle.app.plans.simulations import Simulations
 from openrecycle.app.plans.solving import Point, Solve, Solves
 from openrecycle.app.plans.solving_child import PlanAsked
 from openrecycle.app.plans.uploading import Uploads
-from openrecycle.app.runtime.errors import ConsoleError, plain, storing, unknown_plan
+from openrecycle.app.runtime.errors import ConsoleError, plain, storing
 from openrecycle.app.runtime.patches import LARGE_OPS, building
 from openrecycle.app.runtime.task_queue import AHEAD, URGENT, Done
 from openrecycle.db.store import Store
@@ -794,18 +794,10 @@ class PlansService:
         self.uploads = Uploads()
         self.solves = Solves(on_made=on_made)
         self.simulations = Simulations()
-        self.replanning = Replanning(find, self.plan, self.solves, self._keep)
+        self.replanning = Replanning(find, self.cache.plan, self.solves, self._keep)
 
     def start(self) -> None:
         self.ahead.start()
-
-    def plan(self, fingerprint: str) -> Plan:
-        """Raises ConsoleError (404)."""
-        with storing():
-            plan = self.cache.get(plain(fingerprint))
-        if plan is None:
-            raise unknown_plan(fingerprint)
-        return plan
 
     def consider(self, job: LiveJob) -> None:
         """Once a tick."""
@@ -822,8 +814,8 @@ class PlansService:
             service.close()
 
     def _keep(self, job: LiveJob, plan: Plan) -> None:
-        """Keeps a plan in the catalog of the job's question, unless it is for speeds that were found, which pass."""
-        if job.plans.job is job.plans.nominal:
+        """Keeps a plan in the catalog of the job's question, if it is worth that."""
+        if _lasts(job):
             self._catalogs.keep(job.plans.question, plan)
 
     def _take(self, question: CatalogQuestion, names: list[str]) -> None:

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from openrecycle.app.runtime.processes import Channel, ChildEnded, Children, PendingAnswer
 from openrecycle.planner.jobs.errors import InputError, PlannerError
-from openrecycle.planner.jobs.job import Job
+from openrecycle.planner.jobs.job import Job, count_ops
 from openrecycle.planner.plans.models import SHAPES, analytic_job, model_shape
 from openrecycle.planner.plans.plan import JobDoc
 from openrecycle.planner.simulation.costs import RecoveryCosts
@@ -29,14 +29,13 @@ from openrecycle.planner.simulation.policies.planned_policies import PLANNED, pl
 from openrecycle.planner.simulation.sensitivity import sweep
 from openrecycle.planner.simulation.trace import Trace, scaled
 from openrecycle.planner.simulation.traces import public_traces
-from openrecycle.planner.simulation.traces.generated import Domain, generated
+from openrecycle.planner.simulation.traces.generated import HOST, Domain, generated
 from openrecycle.planner.simulation.traces.history import from_history
 
 log = structlog.get_logger()
 
 POLICIES = (*PLANNED, "spares")
 DRAWN, HISTORY = "drawn", "history"
-HOST = 8
 # Larger grids are planned for too long for a page that somebody waits for; the command line takes them.
 MAX_WORKERS = 4096
 MAX_KEPT = 32
@@ -84,7 +83,7 @@ class SimulationRequest(BaseModel):
     def ops(self) -> int:
         """Of one iteration."""
         grid = self.job or self
-        return 3 * grid.pipelines * grid.stages * grid.micro_batches
+        return count_ops(grid.pipelines, grid.stages, grid.micro_batches)
 
 
 @dataclass
@@ -93,7 +92,7 @@ class Simulation:
 
     curves: by policy, (hours, samples per second from then on). living: (hours, workers from then
     on). rates: by policy, samples per second at each MTBF of `mtbf`; crossings: sentences.
-    first: set once there is a row, or will be none.
+    watchers: how many pages show it. first: set once there is a row, or will be none.
     """
 
     request: SimulationRequest
@@ -106,6 +105,7 @@ class Simulation:
     error: str = ""
     done: bool = False
     asked: PendingAnswer | None = None
+    watchers: int = 0
     first: threading.Event = field(default_factory=threading.Event)
 
     def take(self, message: bytes | None) -> None:
@@ -150,23 +150,27 @@ class Simulations:
         """Somebody is about to ask for one."""
         self._children.prepare()
 
-    def get(self, request: SimulationRequest) -> Simulation:
-        """The simulation of `request`, started now if there is none."""
+    def get(self, request: SimulationRequest, *, again: bool = False) -> Simulation:
+        """The simulation of `request`, started now if there is none. again: for a page that shows it already."""
         with self._lock:
             known = self._kept.pop(request, None)
             if known is None:
                 known = Simulation(request)
                 self._start(known)
+            known.watchers += not again
             self._kept[request] = known  # the newest last
             while len(self._kept) > MAX_KEPT:
                 self._end(self._kept.pop(next(iter(self._kept))))
             return known
 
     def cancel(self, request: SimulationRequest) -> None:
-        """Ends it if it still runs, and forgets it then."""
+        """A page shows it no more: where none does, it ends if it still runs, and is forgotten then."""
         with self._lock:
             running = self._kept.get(request)
-            if running is not None and not running.done:
+            if running is None:
+                return
+            running.watchers -= 1
+            if running.watchers <= 0 and not running.done:
                 self._end(self._kept.pop(request))
 
     def close(self) -> None:
@@ -253,6 +257,10 @@ class _WantedJob(PlannedJob):
         self._check()
         return super().rerouted(failures)
 
+    def fewer_pipelines(self, pipelines: int) -> Rate | None:
+        self._check()
+        return super().fewer_pipelines(pipelines)
+
     def with_depth(self, stages: int, workers: int) -> Rate | None:
         self._check()
         return super().with_depth(stages, workers)
@@ -281,15 +289,16 @@ def run(
     unknown = [name for name in request.policies if name not in POLICIES]
     if unknown or not request.policies:
         raise InputError("policies", ", ".join(unknown), "one or more of " + ", ".join(POLICIES))
+    grid = request.job or request
+    if grid.pipelines * grid.stages > MAX_WORKERS:
+        raise InputError(
+            "pipelines x stages",
+            grid.pipelines * grid.stages,
+            f"at most {MAX_WORKERS} workers here; `openrecycle simulate` takes more",
+        )
     if request.job is not None:
         job, label = request.job.job(), "job"
     else:
-        if request.pipelines * request.stages > MAX_WORKERS:
-            raise InputError(
-                "pipelines x stages",
-                request.pipelines * request.stages,
-                f"at most {MAX_WORKERS} workers here; `openrecycle simulate` takes more",
-            )
         shape = model_shape(request.model)
         job, label = analytic_job(shape, request.pipelines, request.stages, request.micro_batches), request.model
     samples = request.samples or float(job.pipelines * job.micro_batches)
@@ -306,8 +315,13 @@ def run(
         def play(drawn: Trace) -> Sequence[SimulationOutcome]:
             return [simulate(drawn, planned_policy(name, planned, costs)) for name in policies]
 
-        hours = [request.mtbf * factor for factor in SWEEP]
-        made = sweep(hours, lambda value: _drawn(request, planned.workers, value), play)
+        def rarer(mtbf: float) -> Trace | None:
+            try:
+                return _drawn(request, planned.workers, mtbf)
+            except InputError:  # of too many failures; as they were asked for, there are few enough
+                return None
+
+        made = sweep([request.mtbf * factor for factor in SWEEP], rarer, play)
         yield {
             "mtbf": list(made.hours),
             "rates": {outcome.policy: made.rates(i) for i, outcome in enumerate(made.outcomes[0])},

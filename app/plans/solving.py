@@ -52,7 +52,7 @@ class Point(NamedTuple):
 class Solve:
     """One request and what has come of it. error: a sentence, when `failed`. stopped: by somebody.
 
-    asked, begun: POSIX seconds; seconds: how long it ran, once it is over.
+    asked: POSIX seconds; begun: monotonic ones; seconds: how long it ran, once it is over.
     """
 
     id: str
@@ -83,7 +83,7 @@ class Solve:
         """Seconds that it has run."""
         if self.seconds is not None:
             return self.seconds
-        return max(0.0, time.time() - self.begun) if self.begun else 0.0
+        return 0.0 if self.begun is None else time.monotonic() - self.begun
 
 
 class Solves:
@@ -179,7 +179,7 @@ class Solves:
         document = solve.request.model_dump_json().encode()
         # A search that lasts longer than it was asked to ends with its best plan so far.
         solve.child = self._children.begin(document, timeout=solve.request.timeout, grace=STOP_GRACE)
-        solve.state, solve.begun = "running", time.time()
+        solve.state, solve.begun = "running", time.monotonic()
         solve.changed()
         threading.Thread(target=self._collect, args=(solve, solve.child), name="solve", daemon=True).start()
 
@@ -237,10 +237,10 @@ class Solves:
 
     def _drop_old(self) -> None:
         over = [s for s in self.all() if s.over]
-        ops = sum(s.request.ops for s in over if s.plan is not None)
+        ops = sum(s.request.job.ops for s in over if s.plan is not None)
         while over and (len(over) > MAX_KEPT or (len(over) > 1 and ops > MAX_KEPT_OPS)):
             oldest = over.pop(0)
-            ops -= oldest.request.ops if oldest.plan is not None else 0
+            ops -= oldest.request.job.ops if oldest.plan is not None else 0
             del self._solves[oldest.id]
 
 

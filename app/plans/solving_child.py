@@ -13,8 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from openrecycle.app.runtime.processes import Channel
 from openrecycle.planner.jobs.errors import InputError, PlannerError
+from openrecycle.planner.jobs.failures import parse_workers
 from openrecycle.planner.jobs.job import MAX_LAYERS, Job, MemoryLimit, Over, Problem, Technique, Worker
-from openrecycle.planner.layers.distribution import CopyCost
+from openrecycle.planner.layers.distribution import COPY_BANDWIDTH, CopyCost
 from openrecycle.planner.layers.migration import normalize
 from openrecycle.planner.layers.partition import Layout, lay_out
 from openrecycle.planner.plans.packed import to_bytes
@@ -61,7 +62,7 @@ class MigrationsSettings(_Settings):
 
     kind: Literal["migrations"] = "migrations"
     state_bytes: Annotated[int, Field(ge=0, le=1 << 60), INTEGER] = 0
-    bandwidth: Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)] = 10e9
+    bandwidth: Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)] = COPY_BANDWIDTH
     heals_in: Annotated[float, Field(strict=True, ge=0, le=1e9, allow_inf_nan=False)] | None = None
 
 
@@ -75,22 +76,18 @@ class _Asked(_Settings):
         """Equal requests have equal ids."""
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]
 
-    @property
-    def ops(self) -> int:
-        return 3 * self.job.pipelines * self.job.stages * self.job.micro_batches
-
     def checked_job(self) -> Job:
         """Raises InputError, before memory is taken, for a job that is none or too large for here."""
-        if self.job.pipelines > 0 and self.job.stages > 0 and self.ops > MAX_SOLVED_OPS:
+        if self.job.pipelines > 0 and self.job.stages > 0 and self.job.ops > MAX_SOLVED_OPS:
             raise InputError(
                 "pipelines x stages x micro_batches x 3 ops",
-                self.ops,
+                self.job.ops,
                 f"at most {MAX_SOLVED_OPS:,} ops here; `openrecycle plan` takes more",
             )
         return self.job.job()
 
     def dead(self) -> frozenset[Worker]:
-        return frozenset(Worker.parse(name, field="failed") for name in self.failed)
+        return parse_workers(self.failed)
 
 
 class PlanAsked(_Asked, PlanSettings):
@@ -140,7 +137,8 @@ class MigrationsAsked(_Asked, MigrationsSettings):
         return 60.0
 
     def cost(self) -> CopyCost:
-        own = tuple(p.weight_bytes + p.optimizer_bytes for p in self.job.profiles)
+        """Raises InputError for a job that is none."""
+        own = tuple(profile.fixed_bytes for profile in self.checked_job().profiles)
         return CopyCost((self.state_bytes,) * self.job.stages if self.state_bytes else own, self.bandwidth)
 
 

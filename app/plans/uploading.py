@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from openrecycle.app.runtime.errors import ConsoleError, bounded, sentence
 from openrecycle.app.runtime.processes import Channel, ChildEnded, Children
-from openrecycle.planner.check import check
+from openrecycle.planner.check import check, further
 from openrecycle.planner.plans.plan import Plan
 
 log = structlog.get_logger()
@@ -54,7 +54,7 @@ class PlanToSave(BaseModel):
             return "plan, solve: expected one of them"
         if self.plan is None or not (found := check(self.plan)):
             return ""
-        return f"plan: {found[0]}" + (f"; and {len(found) - 1} more" if len(found) > 1 else "")
+        return f"plan: {found[0]}" + (f"; and {more}" if (more := further(found)) else "")
 
 
 class ReadPlan(NamedTuple):

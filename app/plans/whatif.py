@@ -18,22 +18,22 @@ from urllib.parse import parse_qsl, urlencode
 
 from pydantic import ValidationError
 
-from openrecycle.app.plans.profiles import NAME, SavedProfile, job_of, of_layers, on_grid
+from openrecycle.app.plans.profiles import NAME, SavedProfile
 from openrecycle.app.plans.solving_child import MAX_SECONDS, MAX_SOLVED_OPS, MigrationsAsked, PlanAsked
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.planner.jobs.errors import InfeasibleError, InputError, PlannerError
-from openrecycle.planner.jobs.job import Job, MemoryLimit, StageProfile, Technique, Worker
-from openrecycle.planner.jobs.profile import AUTO, parse_partition
+from openrecycle.planner.jobs.job import Job, MemoryLimit, StageProfile, Technique, Worker, count_ops
+from openrecycle.planner.jobs.profile import AUTO, UNEVEN_SCALES, parse_partition
+from openrecycle.planner.layers.distribution import COPY_BANDWIDTH
 from openrecycle.planner.plans.bounds import Bound, best_bound
 from openrecycle.planner.plans.plan import JobDoc, Plan, PlanError, first_problem, job_doc, read_json, read_model
 from openrecycle.planner.portfolio import SOLVERS
-from openrecycle.planner.profiles import Profile, load_profile, shipped
+from openrecycle.planner.profiles import Profile, job_on, load_profile, of_layers, on_grid, shipped
 
 # Presets of stage times, in slots. uneven: as the planner's benchmark; ends: an embedding that hands no
 # gradient on, and a head that takes longer than the layers do.
 EVEN, UNEVEN, ENDS, OWN = "even", "uneven", "ends", "own"
 PRESETS = (EVEN, UNEVEN, ENDS)
-_SCALES = (0.9, 1.0, 1.1, 1.2)
 _HEAD = 1.4
 MAX_PROFILE = 1 << 20
 # Before the name of one that people keep, and between it and the digest of what it was.
@@ -125,7 +125,7 @@ def preset(name: str, stages: int) -> tuple[StageProfile, ...]:
     if name == EVEN:
         return (StageProfile(),) * stages
     if name == UNEVEN:
-        scales = [_SCALES[s % len(_SCALES)] for s in range(stages)]
+        scales = [UNEVEN_SCALES[s % len(UNEVEN_SCALES)] for s in range(stages)]
         return tuple(StageProfile(x, x, x) for x in scales)
     first, last = StageProfile(1.0, 0.0, 2.0), StageProfile(_HEAD, _HEAD, _HEAD)
     return ((first,) + (StageProfile(),) * (stages - 2) + (last,))[:stages]
@@ -176,7 +176,7 @@ class WhatIf:
     solver: str = "auto"
     seconds: float = 20.0
     state_gb: float = 0.0
-    copy_gbs: float = 10.0
+    copy_gbs: float = COPY_BANDWIDTH / 1e9
     heals_in: float = 0.0
     partition: str = ""
     kept: SavedProfile | None = field(default=None, compare=False)
@@ -185,7 +185,7 @@ class WhatIf:
 
     def job(self) -> Job:
         """Raises InputError, before memory is taken for an absurd size, and PlanError."""
-        ops = 3 * self.pipelines * self.stages * self.micro_batches
+        ops = count_ops(self.pipelines, self.stages, self.micro_batches)
         if min(self.pipelines, self.stages, self.micro_batches) > 0 and ops > MAX_SOLVED_OPS:
             raise InputError(
                 "grid",
@@ -198,7 +198,7 @@ class WhatIf:
         if self.profile in shipped():
             return load_profile(self.profile).job_for(*grid)
         if self.named is not None:
-            return job_of(self.named.document, *grid)
+            return job_on(self.named.document, *grid)
         document = read_profile(self.profile)
         if document.stages != self.stages:
             raise InputError("profile", f"{document.stages} stages", f"one row for each of the {self.stages}")
@@ -493,7 +493,7 @@ def checked(question: WhatIf) -> Checked:
     try:
         asked.check()
         # Over all partitions it is another one, which whoever looks for the best of them works out.
-        bound = best_bound(asked.problem()) if asked.ops <= BOUNDED_OPS and asked.over == "schedules" else None
+        bound = best_bound(asked.problem()) if asked.job.ops <= BOUNDED_OPS and asked.over == "schedules" else None
     except InfeasibleError as error:
         return Checked(job, asked, infeasible=f"{error.constraint}; {error.remedy}")
     except InputError as error:

@@ -28,8 +28,9 @@ from openrecycle.app.ui.charts.schedule import MAX_NODES, Strip, comparison, las
 from openrecycle.app.ui.facts import Card
 from openrecycle.app.ui.picker import open_job
 from openrecycle.app.ui.plan_files import export_button, open_file
-from openrecycle.app.ui.plan_source import clock, newest, say_measured, schedule_of, wait_for
+from openrecycle.app.ui.plan_source import clock, newest, say_measured, wait_for
 from openrecycle.app.ui.schedule_view import choose_rows
+from openrecycle.app.ui.schedules import schedule_of
 from openrecycle.app.ui.tables import beside_html, differences
 from openrecycle.app.ui.theme import Palette
 from openrecycle.app.ui.time_range import choose_time

@@ -26,24 +26,12 @@ from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import components, text, url_state
 from openrecycle.app.ui.facts import measured_words
 from openrecycle.planner.jobs.errors import InputError
-from openrecycle.planner.plans.plan import Plan
-from openrecycle.planner.plans.schedule import Schedule
 
 PICKER = "plan-picker"
 # In the URL: the plan beside it is the job's in force, and the page goes on with the job. In the session: which job's.
 FOLLOW, FOLLOWED = "follow", "followed-job"
 TOGGLE = "follow-job"
 WAIT_SECONDS = 0.5
-
-
-def schedule_of(plan: Plan) -> Schedule:
-    """The plan's schedule, shared by all viewers."""
-    return st.cache_resource(_schedule, max_entries=16, show_spinner="Reading the plan …")(plan.fingerprint, plan)  # type: ignore[no-any-return]
-
-
-def _schedule(fingerprint: str, _plan: Plan) -> Schedule:
-    """Keyed by the fingerprint; the plan itself is not hashed."""
-    return _plan.schedule()
 
 
 def pick_plan(console: Console, job_id: str | None, notes: DeltaGenerator) -> Source | None:

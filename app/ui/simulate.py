@@ -59,11 +59,12 @@ def page() -> None:
     if request is None:
         if before is not None:
             console.plans.simulations.cancel(before)
+            del st.session_state[SHOWN]
         return
     if before is not None and before != request:
         console.plans.simulations.cancel(before)
     st.session_state[SHOWN] = request
-    simulation = console.plans.simulations.get(request)
+    simulation = console.plans.simulations.get(request, again=before == request)
     simulation.first.wait(TIMEOUT_SECONDS)
     st.fragment(_results, run_every=None if simulation.done else 0.2)(simulation, colours)
 

@@ -13,10 +13,11 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from openrecycle.planner.jobs.errors import InputError
-from openrecycle.planner.jobs.failures import canonical_pattern, patterns
+from openrecycle.planner.jobs.failures import canonical_pattern, inverse, parse_workers, patterns
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Over, Problem, Technique, Worker
 from openrecycle.planner.jobs.words import percent
 from openrecycle.planner.layers.partition import lay_out
+from openrecycle.planner.plans.packed import merit
 from openrecycle.planner.plans.plan import INTEGER, JobDoc, Plan, PlanError, first_problem, job_doc, read_model
 from openrecycle.planner.portfolio import make_plan
 
@@ -77,7 +78,8 @@ class Catalog:
         return Problem(self.job, frozenset(failed), self.technique, self.memory)
 
     def add(self, plan: Plan) -> None:
-        """Keeps `plan` for its pattern, unless one as short and with as high a bound is kept already.
+        """Keeps `plan` for its pattern, unless one as short and with as high a bound is kept already. One with the
+        layers cut otherwise is kept with those of its partition (`at`), unless this catalog is over them.
 
         Raises InputError for a plan of another job, technique or memory limit.
         """
@@ -88,9 +90,12 @@ class Catalog:
         ):
             if value != expected:
                 raise InputError(field, str(value), f"that of the catalog, {expected}")
-        pattern, places = canonical_pattern(_failed(plan), self.job)
+        if self.over == "schedules" and plan.partition and plan.partition != self.job.partition:
+            self.at(plan.partition).add(plan)
+            return
+        pattern, places = canonical_pattern(parse_workers(plan.failed), self.job)
         kept = self._plans.get(pattern)
-        if kept is None or _merit(plan) > _merit(kept[0]):
+        if kept is None or merit(plan.metrics) > merit(kept[0].metrics):
             self._plans[pattern] = plan, tuple(places)
 
     def find(self, failed: Iterable[Worker]) -> Plan | None:
@@ -104,10 +109,8 @@ class Catalog:
         last = self._renamed
         if last is not None and last[0] is plan and last[1] == failed:
             return last[2]
-        inverse = [0] * len(wanted)
-        for pipeline, place in enumerate(wanted):
-            inverse[place] = pipeline
-        renamed = rename_pipelines(plan, (inverse[place] for place in places))
+        names = inverse(wanted)
+        renamed = rename_pipelines(plan, (names[place] for place in places))
         if renamed is not plan:
             self._renamed = plan, failed, renamed
         return renamed
@@ -172,14 +175,6 @@ def rename_pipelines(plan: Plan, names: Iterable[int]) -> Plan:
     """`plan` with each pipeline p called names[p]; the fingerprint is computed anew."""
     new = list(names)
     return plan if new == sorted(new) else plan.renamed(new)
-
-
-def _merit(plan: Plan) -> tuple[float, float]:
-    return (-plan.metrics.period, plan.metrics.lower_bound)
-
-
-def _failed(plan: Plan) -> frozenset[Worker]:
-    return frozenset(Worker.parse(name, field="failed") for name in plan.failed)
 
 
 def _gap(plan: Plan) -> str:

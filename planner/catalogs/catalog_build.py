@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Protocol
 
 from openrecycle.planner.catalogs.catalog_engines import Engine
-from openrecycle.planner.catalogs.catalog_store import PlanStore, StoredCatalog, create_folder, plan_name
-from openrecycle.planner.catalogs.catalog_task import LARGE as LARGE  # (where it was)
-from openrecycle.planner.catalogs.catalog_task import ReusablePlan, Rows, Target, Task, workers_of
+from openrecycle.planner.catalogs.catalog_store import PlanStore, StoredCatalog, create_folder, headers_of, plan_name
+from openrecycle.planner.catalogs.catalog_task import ReusablePlan, Target, Task, workers_of
 from openrecycle.planner.jobs.errors import InputError
-from openrecycle.planner.jobs.failures import canonical_pattern, patterns
+from openrecycle.planner.jobs.failures import by_stage, canonical_pattern, patterns
 from openrecycle.planner.jobs.job import Job, Worker
 from openrecycle.planner.layers.distribution import Counts, best_distributions, models
-from openrecycle.planner.plans.packed import CatalogQuestion, Effort, Header, decode_header, decode_plan
+from openrecycle.planner.plans.packed import CatalogQuestion, Effort, Header, decode_header, decode_plan, with_effort
 from openrecycle.planner.plans.plan import PlanError, job_doc
 from openrecycle.planner.solvers.base import Cancelled
 
@@ -101,7 +100,7 @@ def fill(
     cancelled: Cancelled | None = None,
 ) -> Filled:
     """Plans those of `wanted` (see `targets`) that `keeper` lacks; see `build_catalog`."""
-    there = _there(keeper, effort)
+    there = _there(question, keeper, effort)
     missing = [t for t in wanted if not any(plan_name(workers_of(a)) in there for a in t.alternatives)]
     done = len(wanted) - len(missing)
     planned = 0
@@ -109,7 +108,7 @@ def fill(
         on_progress(done, len(wanted))
     for blobs in engine.run(_tasks(question, missing, effort), cancelled):
         for name, blob in blobs:
-            keeper.put(name, blob)
+            keeper.put(name, _better(question, keeper, name, blob))
             planned += 1
         if on_progress:
             on_progress(done + planned, len(wanted))
@@ -133,7 +132,7 @@ def targets(question: CatalogQuestion, tolerance: int, per: str = "auto") -> lis
         raise InputError("--per", per, "auto, pattern or count")
     listed = listed_patterns(job, tolerance, per)
     if listed is not None:
-        return [Target(len(p), (_rows(p, job),)) for p in listed]
+        return [Target(len(p), (by_stage(p, job),)) for p in listed]
     if job.speeds:
         raise InputError("--tolerance", tolerance, "fewer failures: workers of unlike speed need a plan per pattern")
     return _by_count(question, tolerance)
@@ -163,25 +162,23 @@ def _by_count(question: CatalogQuestion, tolerance: int) -> list[Target]:
     return out
 
 
-def _rows(failed: frozenset[Worker], job: Job) -> Rows:
-    rows: list[list[int]] = [[] for _ in range(job.stages)]
-    for worker in sorted(failed):
-        rows[worker.stage].append(worker.pipeline)
-    return tuple(map(tuple, rows))
-
-
-def _there(folder: PlanStore, effort: Effort) -> set[str]:
+def _there(question: CatalogQuestion, folder: PlanStore, effort: Effort) -> set[str]:
     """Plans that need not be made again: undamaged, and optimal or made with as much effort."""
-    out = set()
-    for name in folder.names():
-        blob = folder.get(name)
-        try:
-            header = decode_header(blob, source=name) if blob is not None else None
-        except PlanError:
-            header = None
-        if header is not None and _enough(header, effort):
-            out.add(name)
-    return out
+    headers = headers_of(folder)
+    return {name for name, h in headers.items() if question.fits(h.partition) and _enough(h, effort)}
+
+
+def _better(question: CatalogQuestion, folder: PlanStore, name: str, blob: bytes) -> bytes:
+    """What is kept of a new plan and the one that is there, which another solver may have made with more effort."""
+    try:
+        before = folder.get(name)
+        kept = decode_header(before, source=name) if before is not None else None
+    except PlanError:
+        return blob
+    new = decode_header(blob, source=name)
+    if before is None or kept is None or not question.fits(kept.partition) or new.merit > kept.merit:
+        return blob
+    return with_effort(before, new.effort)
 
 
 def _enough(header: Header, effort: Effort) -> bool:
@@ -233,11 +230,12 @@ def _inherit(question: CatalogQuestion, folder: WritablePlanStore, wanted: Seque
     From the largest count down each plan that is longer than the one above it is replaced by that
     one, so no plan of the catalog is beaten by its neighbour.
     """
+    headers = {name: header for name, header in headers_of(folder).items() if question.fits(header.partition)}
     names: dict[int, list[str]] = {}
-    for name in folder.names():
-        names.setdefault(int(name.split("-")[0]), []).append(name)
+    for name, header in headers.items():
+        names.setdefault(header.failures, []).append(name)
     if any(len(row) > 1 for row in names.values()):
-        _inherit_patterns(question, folder, names)
+        _inherit_patterns(question, folder, names, headers)
         return
     reusable: tuple[Header, bytes] | None = None
     for count in range(max((t.failures for t in wanted), default=0), -1, -1):
@@ -245,9 +243,8 @@ def _inherit(question: CatalogQuestion, folder: WritablePlanStore, wanted: Seque
             reusable = None
             continue
         (name,) = names[count]
-        blob = folder.get(name)
+        blob, header = folder.get(name), headers[name]
         assert blob is not None
-        header = decode_header(blob, source=name)
         if reusable is not None and reusable[0].metrics.period < header.metrics.period:
             more = decode_plan(reusable[1], question, hashed=False).schedule()
             made = ReusablePlan(more, count + 1, reusable[0].solver.name).for_fewer(question.problem(header.workers))
@@ -259,19 +256,17 @@ def _inherit(question: CatalogQuestion, folder: WritablePlanStore, wanted: Seque
         reusable = (header, blob)
 
 
-def _inherit_patterns(question: CatalogQuestion, folder: WritablePlanStore, names: Mapping[int, Sequence[str]]) -> None:
+def _inherit_patterns(
+    question: CatalogQuestion,
+    folder: WritablePlanStore,
+    names: Mapping[int, Sequence[str]],
+    headers: dict[str, Header],
+) -> None:
     """The same where each pattern has a plan: one that is longer than that of a pattern with one failure more
     is replaced by it, its pipelines renamed; from the most failures down, so that it holds for any number more."""
     job = question.job
-    headers: dict[str, Header] = {}
-    for name in chain.from_iterable(names.values()):
-        blob = folder.get(name)
-        if blob is not None:
-            headers[name] = decode_header(blob, source=name)
     for count in sorted(names, reverse=True):
         for name in names[count]:
-            if name not in headers:
-                continue
             for worker in sorted(headers[name].workers):
                 failed = headers[name].workers - {worker}
                 pattern, places = canonical_pattern(failed, job)

@@ -12,7 +12,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.jobs.errors import InputError
-from openrecycle.planner.jobs.failures import canonical_pattern, failures_per_stage
+from openrecycle.planner.jobs.failures import canonical_pattern, failures_per_stage, inverse, parse_workers
 from openrecycle.planner.jobs.files import read_whole
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Over, Technique, Worker
 from openrecycle.planner.layers.distribution import Counts
@@ -32,6 +34,7 @@ from openrecycle.planner.plans.plan import INTEGER, JobDoc, Plan, PlanError, fir
 
 INFO = "catalog.json"
 SUFFIX = ".plan"
+_NAME = re.compile(r"[0-9]{6,}-[0-9a-f]{24}")  # as `plan_name` makes it
 _FOR_THESE = "planned ahead for these failures"
 _FOR_AS_MANY = "planned ahead for as many failures on each stage"
 
@@ -86,6 +89,16 @@ class PlanStore(Protocol):
     def get(self, name: str) -> bytes | None: ...
 
 
+def headers_of(store: PlanStore) -> dict[str, Header]:
+    """By name. What is damaged is left out: it counts as not there."""
+    out = {}
+    for name in store.names():
+        with suppress(PlanError):
+            if (blob := store.get(name)) is not None:
+                out[name] = decode_header(blob, source=name)
+    return out
+
+
 class FolderBlobs:
     """The plans of one catalog's folder."""
 
@@ -93,7 +106,8 @@ class FolderBlobs:
         self.path = path
 
     def names(self) -> list[str]:
-        return sorted(p.name.removesuffix(SUFFIX) for p in self.path.glob(f"*{SUFFIX}"))
+        found = (p.name.removesuffix(SUFFIX) for p in self.path.glob(f"*{SUFFIX}"))
+        return sorted(filter(_NAME.fullmatch, found))  # a person may keep other files there
 
     def get(self, name: str) -> bytes | None:
         try:
@@ -166,7 +180,7 @@ class StoredCatalog:
         dead = frozenset(job.check_worker(w, field="failed") for w in failed)
         pattern, permutation = canonical_pattern(dead, job)
         own = plan_name(pattern)
-        if own in self.blobs.names() and self._is_of(own, dead, _inverse(permutation)):
+        if own in self.blobs.names() and self._is_of(own, dead, inverse(permutation)):
             return own, _FOR_THESE
         same = [] if job.speeds else self._with_same_counts(dead)
         return (same[0], _FOR_AS_MANY) if same else None
@@ -209,17 +223,17 @@ class StoredCatalog:
 
     def _fitted(self, name: str, blob: bytes, dead: frozenset[Worker], permutation: Sequence[int]) -> Plan | None:
         """The plan of the pattern with its pipelines renamed; None when the name is another's hash."""
-        inverse = _inverse(permutation)
-        if not self._is_of(name, dead, inverse):
+        names = inverse(permutation)
+        if not self._is_of(name, dead, names):
             return None
         plan = decode_plan(blob, self.question, source=name, hashed=False)
-        if inverse == sorted(inverse):
+        if names == sorted(names):
             return plan.hashed()
-        return plan.renamed(inverse)
+        return plan.renamed(names)
 
-    def _is_of(self, name: str, dead: frozenset[Worker], inverse: Sequence[int]) -> bool:
+    def _is_of(self, name: str, dead: frozenset[Worker], names: Sequence[int]) -> bool:
         """Is it a plan for the pattern of `dead`?"""
-        return frozenset(Worker(inverse[w.pipeline], w.stage) for w in self.header(name).workers) == dead
+        return frozenset(Worker(names[w.pipeline], w.stage) for w in self.header(name).workers) == dead
 
     def _for_as_many(self, failures: int) -> list[str]:
         """The plans for so many failures."""
@@ -239,10 +253,10 @@ class StoredCatalog:
         if blob is None:
             raise PlanError(f"the catalog has no plan {name}")
         plan = decode_plan(blob, self.question, source=name, hashed=False)
-        replaced = frozenset(map(Worker.parse, plan.failed))
+        replaced = parse_workers(plan.failed)
         # Pipelines with most failures take the place of such, so that few workers swap parts.
         to_pattern = canonical_pattern(replaced, job)[1]
-        from_pattern = _inverse(canonical_pattern(dead, job)[1])
+        from_pattern = inverse(canonical_pattern(dead, job)[1])
         names = [from_pattern[p] for p in to_pattern]
         planned = {Worker(names[w.pipeline], w.stage) for w in replaced}
         return plan.renamed(names, [_swap(job, stage, planned, dead) for stage in range(job.stages)])
@@ -291,13 +305,6 @@ def _prefix(failures: int) -> str:
 
 def _moves(now: Counts, after: Counts) -> int:
     return sum(max(0, a - b) for a, b in zip(now, after, strict=True))
-
-
-def _inverse(permutation: Sequence[int]) -> list[int]:
-    inverse = [0] * len(permutation)
-    for old, new in enumerate(permutation):
-        inverse[new] = old
-    return inverse
 
 
 def _swap(job: Job, stage: int, planned: set[Worker], dead: frozenset[Worker]) -> list[int]:

@@ -65,7 +65,7 @@ def work(task: Task) -> Blobs:
     )
     effort = Effort(solver=task.solver, time_limit=task.time_limit)
     job = question.job
-    large = 3 * job.pipelines * job.stages * job.micro_batches >= LARGE
+    large = job.ops >= LARGE
     reusable: ReusablePlan | None = None
     solved = False
     out: list[tuple[str, bytes]] = []

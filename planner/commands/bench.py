@@ -14,6 +14,7 @@ import typer
 
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
+from openrecycle.planner.jobs.profile import UNEVEN_SCALES
 from openrecycle.planner.portfolio import best_solution
 
 GRIDS = ("8x8x16", "16x8x64", "16x16x64", "32x64x128", "64x32x64")
@@ -21,7 +22,6 @@ QUICK_GRIDS = ("4x4x8", "8x8x16")
 FAILED = (0.0, 0.01, 0.05, 0.10, 0.25)
 QUICK_FAILED = (0.0, 0.10)
 TIMES = ((1.0, 1.0, 1.0), (1.0, 1.1, 0.9))
-UNEVEN = (0.9, 1.0, 1.1, 1.2)  # a stage's times, times one of these
 SOLVERS = ("list", "auto")
 HEADER = f"{'grid':>10} {'failed':>7} {'solver':>7} {'period':>9} {'bound':>9} {'gap':>7} {'seconds':>8}  made by"
 
@@ -62,7 +62,7 @@ def bench_problem(
     """
     noise = random.Random(seed)
     pipelines, stages, micro_batches = grid
-    scales = [noise.choice(UNEVEN) if uneven else 1.0 for _ in range(stages)]
+    scales = [noise.choice(UNEVEN_SCALES) if uneven else 1.0 for _ in range(stages)]
     f, i, w = times
     profiles = tuple(StageProfile(round(x * f, 3), round(x * i, 3), round(x * w, 3)) for x in scales)
     job = Job(pipelines, stages, micro_batches, profiles=profiles)

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from openrecycle.planner.catalogs.catalog_build import build_catalog
 from openrecycle.planner.catalogs.catalog_engines import make_engine
+from openrecycle.planner.catalogs.catalog_store import headers_of
 from openrecycle.planner.commands.shared import (
     LAYERS_HELP,
     PARTITION_HELP,
@@ -26,13 +27,12 @@ from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.failures import parse_failed
 from openrecycle.planner.jobs.job import MemoryLimit, Over, Technique
 from openrecycle.planner.jobs.profile import AUTO
-from openrecycle.planner.layers.distribution import check_copy_cost
+from openrecycle.planner.layers.distribution import COPY_BANDWIDTH, check_copy_cost
 from openrecycle.planner.layers.migration import SECONDS, MigrationPlan, normalize
 from openrecycle.planner.plans.packed import CatalogQuestion, Effort
 from openrecycle.planner.portfolio import SOLVERS
 
 MEMORY_HELP = "Activations per worker: 1f1b, uniform, none, a number; or the profile's bytes."
-DEFAULT_BANDWIDTH = 12.5e9  # bytes per second: a 100 Gb/s link
 
 
 def normalize_command(
@@ -47,7 +47,7 @@ def normalize_command(
     state_bytes: Annotated[
         str, typer.Option(help="Bytes of weights and optimizer state to copy; one number, or one per stage: 1e9,2e9.")
     ] = "0",
-    bandwidth: Annotated[float, typer.Option(help="Bytes per second of one copy.")] = DEFAULT_BANDWIDTH,
+    bandwidth: Annotated[float, typer.Option(help="Bytes per second of one copy.")] = COPY_BANDWIDTH,
     heals_in: Annotated[float | None, typer.Option(help="Seconds until the failed workers return, if known.")] = None,
     unit_seconds: Annotated[
         float | None, typer.Option(help="Seconds of one time unit, where its name does not say it (default 1).")
@@ -162,8 +162,9 @@ def catalog_command(
             cancelled=lambda: bool(stop),
         )
     catalog = report.catalog
-    headers = [catalog.header(name) for name in catalog.blobs.names()]
-    size = sum(len(catalog.blobs.get(name) or b"") for name in catalog.blobs.names())
+    known = headers_of(catalog.blobs)
+    headers = list(known.values())
+    size = sum(len(catalog.blobs.get(name) or b"") for name in known)
     document = {
         "fingerprint": catalog.info.fingerprint,
         "folder": str(out / catalog.info.fingerprint),

@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from openrecycle.planner.check import check
+from openrecycle.planner.check import check, further
 from openrecycle.planner.commands.output import check_out, console, write_out
 from openrecycle.planner.export import EXPORTERS, format_named
 from openrecycle.planner.export.compare import ComparisonRow, compare
@@ -69,7 +69,7 @@ def _valid_plan(path: Path) -> Plan:
         plan = Plan.load(path)
     violations = check(plan)
     if violations:
-        more = f" (and {len(violations) - 1} more; see the check command)" if len(violations) > 1 else ""
+        more = f" (and {more}; see the check command)" if (more := further(violations)) else ""
         raise PlanError(f"{path} is not a valid plan: {violations[0]}{more}")
     return plan
 

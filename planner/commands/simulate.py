@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +18,7 @@ from openrecycle.planner.commands.shared import job_of_options
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique
 from openrecycle.planner.plans.models import analytic_job, model_shape
+from openrecycle.planner.profiles import job_on, load
 from openrecycle.planner.simulation.costs import RecoveryCosts
 from openrecycle.planner.simulation.engine import simulate
 from openrecycle.planner.simulation.outcome import SimulationOutcome
@@ -27,9 +28,7 @@ from openrecycle.planner.simulation.policies.published import PUBLISHED, READY_A
 from openrecycle.planner.simulation.sensitivity import Sweep, sweep
 from openrecycle.planner.simulation.trace import Trace
 from openrecycle.planner.simulation.traces import read_trace
-from openrecycle.planner.simulation.traces.generated import Domain, generated
-
-HOST = 8  # workers of one host
+from openrecycle.planner.simulation.traces.generated import HOST, Domain, generated
 
 Run = Callable[[Trace], list[SimulationOutcome]]
 
@@ -170,11 +169,8 @@ def _job(
 ) -> Job:
     """From the profile, the sizes beside it replacing its own; else from the sizes; else a model's shape."""
     if profile is not None:
-        job = job_of_options(None, None, None, durations, profile)
-        if stages is not None and stages != job.stages:
-            raise InputError("--stages", stages, f"{job.stages}, the stages that {profile.name} has profiles of")
-        job = replace(job, pipelines=job.pipelines if pipelines is None else pipelines)
-        return replace(job, micro_batches=job.micro_batches if micro_batches is None else micro_batches)
+        _refuse("beside --profile", {"--durations": durations})
+        return job_on(load(profile), pipelines, stages, micro_batches)
     if model is not None and durations is None:
         sizes = {"--pipelines": pipelines, "--stages": stages, "--micro-batches": micro_batches}
         for option, value in sizes.items():

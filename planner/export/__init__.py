@@ -63,7 +63,7 @@ def to_json(plan: Plan) -> str:
     return plan.to_json() + "\n"
 
 
-__all__ = ["EXPORTERS", "Format", "format_named"]
+__all__ = ["EXPORTERS", "ExportFormat", "format_named"]
 
 EXPORTERS: Mapping[str, ExportFormat] = MappingProxyType(
     {

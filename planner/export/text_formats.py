@@ -212,12 +212,19 @@ def _compute_ops(schedule: Schedule, worker: Worker) -> list[Op]:
     return [op for op in schedule.ops[worker] if op.kind != "O"]
 
 
+# Cells of a file, at most: an op may be a billion times as long as another.
+MOST_CELLS = 1_000_000
+
+
 def _slots(lines: list[list[Op]]) -> list[list[str]] | None:
-    """One cell per slot; None when some op doesn't fill whole slots."""
+    """One cell per slot; None when some op doesn't fill whole slots, or there would be more than MOST_CELLS."""
     slot = min(op.duration for line in lines for op in line)
     if slot == 0 or any(op.start % slot or op.duration % slot for line in lines for op in line):
         return None
-    cells = [[""] * (max(op.end for line in lines for op in line) // slot) for _ in lines]
+    slots = max(op.end for line in lines for op in line) // slot
+    if slots * len(lines) > MOST_CELLS:
+        return None
+    cells = [[""] * slots for _ in lines]
     for row, line in zip(cells, lines, strict=True):
         for op in line:
             row[op.start // slot] = _cell(op)

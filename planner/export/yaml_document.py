@@ -63,8 +63,11 @@ def parse_yaml(text: str | bytes, *, source: str = "plan") -> Plan:
             return found
 
     try:
-        return Plan.model_validate(yaml.load(text, Loader=Loader))
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        document = yaml.load(text, Loader=Loader)
+    # PyYAML lets through what its own constructors raise: of the date 2021-13-45, or `!!bool x`.
+    except (yaml.YAMLError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise PlanError(f"{source} is not YAML: {' '.join(str(error).split())[:200]}") from None
+    try:
+        return Plan.model_validate(document)
     except ValidationError as error:
         raise PlanError(f"{source} is not a plan: {first_problem(error)}") from None

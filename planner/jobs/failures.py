@@ -13,17 +13,35 @@ from itertools import islice
 from openrecycle.planner.jobs.job import Job, Worker
 
 
+def parse_workers(names: Iterable[str], *, field: str = "failed") -> frozenset[Worker]:
+    """By name. Raises InputError."""
+    return frozenset(Worker.parse(name, field=field) for name in names)
+
+
 def parse_failed(names: Iterable[str], job: Job, *, field: str = "--fail") -> frozenset[Worker]:
     """Workers of `job` by name, W<pipeline>_<stage>. Raises InputError for any other text."""
-    return frozenset(job.check_worker(Worker.parse(name, field=field), field=field) for name in names)
+    return frozenset(job.check_worker(worker, field=field) for worker in parse_workers(names, field=field))
 
 
 def failures_per_stage(failed: Iterable[Worker], job: Job) -> tuple[int, ...]:
     """How many workers of each stage are in `failed`."""
-    counts = [0] * job.stages
-    for worker in failed:
-        counts[worker.stage] += 1
-    return tuple(counts)
+    return tuple(map(len, by_stage(failed, job)))
+
+
+def by_stage(failed: Iterable[Worker], job: Job) -> tuple[tuple[int, ...], ...]:
+    """By stage, the pipelines whose worker has failed, ascending."""
+    rows: list[list[int]] = [[] for _ in range(job.stages)]
+    for worker in sorted(failed):
+        rows[worker.stage].append(worker.pipeline)
+    return tuple(map(tuple, rows))
+
+
+def inverse(permutation: Sequence[int]) -> list[int]:
+    """Of which the place in `permutation` it is."""
+    made = [0] * len(permutation)
+    for old, new in enumerate(permutation):
+        made[new] = old
+    return made
 
 
 def canonical_pattern(failed: Iterable[Worker], job: Job) -> tuple[frozenset[Worker], tuple[int, ...]]:

@@ -40,6 +40,7 @@ __all__ = [
     "StageTicks",
     "Technique",
     "Worker",
+    "count_ops",
     "parse_durations",
 ]
 
@@ -48,6 +49,8 @@ __all__ = [
 BYTES_PER_OP = 2_000
 MAX_OPS = 4_000_000
 SLOWEST, FASTEST = 0.01, 100.0
+# Of an iteration, were one op to wait for the other: what is added up stays within 64 bits.
+MAX_TICKS = 1 << 60
 MAX_LAYERS = 512
 
 # What a plan was chosen from, and its lower bound is over: all schedules of its problem; those of every partition of
@@ -188,6 +191,7 @@ class Job:
         for s, capacity in enumerate(self.capacity_bytes):
             check_bytes(f"capacity_bytes[{s}]", capacity, least=1)
         self._check_speeds()
+        self._check_length()
 
     def _lay_out(self) -> None:
         """Partition, home, profiles and transfers of a job that has layers."""
@@ -280,6 +284,16 @@ class Job:
                 f"one for each number of living peers, {self.pipelines} in all",
             )
 
+    def _check_length(self) -> None:
+        each = sum(p.forward + p.input_backward + p.weight_backward for p in self.profiles)
+        each += sum(self.transfers) + sum(self.backward_transfers)
+        steps = sum(p.optimizer + max(p.reductions, default=0.0) for p in self.profiles)
+        slowest = min((speed for _, speed in self.speeds), default=1.0)
+        longest = self.pipelines * (self.micro_batches * each + steps) / min(1.0, slowest)
+        if longest * 10**MAX_DECIMALS > MAX_TICKS and longest * self.ticks_per_unit > MAX_TICKS:
+            most = f"at most {MAX_TICKS / self.ticks_per_unit:.3g}, since the shortest has so many decimals"
+            raise InputError("all ops of an iteration together", longest, most)
+
     def _check_speeds(self) -> None:
         """Puts them in one spelling, so that equal jobs are equal."""
         for worker, speed in self.speeds:
@@ -320,6 +334,11 @@ class Job:
             transfers=(times["transfer"],) * (stages - 1),
             time_unit=time_unit,
         )
+
+    @property
+    def ops(self) -> int:
+        """Of an iteration; see `count_ops`."""
+        return count_ops(self.pipelines, self.stages, self.micro_batches)
 
     @cached_property
     def ticks_per_unit(self) -> int:
@@ -504,12 +523,17 @@ class Problem:
         return [w for w in self.job.workers() if w not in self.failed]
 
 
+def count_ops(pipelines: int, stages: int, micro_batches: int) -> int:
+    """F, I and W of every micro-batch on every stage; steps are left out."""
+    return 3 * pipelines * stages * micro_batches
+
+
 def _check_sizes(pipelines: int, stages: int, micro_batches: int) -> None:
     """Refuses what is no size, and what would not fit in memory, before any is taken."""
     for name, value in (("pipelines", pipelines), ("stages", stages), ("micro_batches", micro_batches)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise InputError(name, value, "a whole number of at least 1")
-    ops = 3 * pipelines * stages * micro_batches
+    ops = count_ops(pipelines, stages, micro_batches)
     if ops > MAX_OPS:
         most = f"at most {MAX_OPS:,} ops, which take up to {MAX_OPS * BYTES_PER_OP / 1e9:.0f} GB"
         raise InputError("pipelines x stages x micro_batches x 3 ops", ops, most)

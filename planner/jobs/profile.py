@@ -16,6 +16,8 @@ MAX_DECIMALS = 6
 # For the best partition of the layers, where numbers could be given.
 AUTO = "auto"
 MAX_BYTES = 1 << 60
+# Of stages that are a little unlike: their times are a plain one's times one of these.
+UNEVEN_SCALES = (0.9, 1.0, 1.1, 1.2)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,9 @@ Counts = tuple[int, ...]
 # and there are at least as many to rank as there are stages.
 MOST_BOUNDED_STAGES = 512
 
+# Of a copy, in bytes per second: a 100 Gb/s link.
+COPY_BANDWIDTH = 12.5e9
+
 
 class PeriodModel:
     """g(s, c) = proven bound of the job with c failed workers, all on stage s; computed on demand.

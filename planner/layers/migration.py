@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from openrecycle.planner.jobs.errors import InfeasibleError, InputError
 from openrecycle.planner.jobs.failures import failures_per_stage
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, Worker
+from openrecycle.planner.jobs.words import planned
 from openrecycle.planner.layers.distribution import CopyCost, Counts, FailureDistribution, candidates, models
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
 
@@ -224,4 +225,4 @@ def _reason(
 
 
 def _span(job: Job, ticks: int) -> str:
-    return f"{job.units(ticks)} {job.time_unit}{'s' if job.time_unit == 'slot' else ''}"
+    return planned(job.units(ticks), job.time_unit, 6)

@@ -645,8 +645,7 @@ class _Choice:
 
     def __init__(self, problem: Problem, present: Partition, effort: int, final: int = FINAL) -> None:
         self.problem, self.present, self.effort, self.final = problem, present, effort, final
-        job = problem.job
-        self.ops = 3 * job.pipelines * job.stages * job.micro_batches
+        self.ops = problem.job.ops
 
     def given(self, bound: Bound) -> Layout:
         return Layout(self.problem, bound, "schedules", self._period(self.problem), 0, (), bound.reason)

@@ -16,41 +16,64 @@ from openrecycle.planner.plans.schedule import Op, Schedule
 Order = list[tuple[str, int]]  # (kind, micro-batch)
 
 
-def one_forward_one_backward(problem: Problem) -> Schedule:
-    """1F1B (PipeDream-Flush): stage s runs stages - s forwards, then alternates B and F.
+class Reference(NamedTuple):
+    """A published schedule: on each stage `depth` forwards, then a backward and a forward in turn.
 
-    Raises InfeasibleError when that holds more activations than the memory limit allows.
+    depth: by job and stage. lag: by stage, how many micro-batches the W's are behind the I's; None: B is not split.
+    technique: the least with which it is as published (the zero-bubble ones step without a barrier). memory: the
+    limit that it keeps, by job.
     """
+
+    depth: Callable[[Job, int], int]
+    lag: Callable[[int], int] | None
+    technique: Technique
+    memory: Callable[[Job], str]
+
+    def orders(self, job: Job) -> list[Order]:
+        """By stage."""
+        m, stages = job.micro_batches, range(job.stages)
+        if self.lag is None:
+            return [_one_f_one_b(m, self.depth(job, s)) for s in stages]
+        return [_zero_bubble(m, self.depth(job, s), self.lag(s)) for s in stages]
+
+    def held(self, job: Job, stage: int) -> int:
+        """Most activations on a stage: F's that may start before the first W or B has ended."""
+        return min(job.micro_batches, self.depth(job, stage) + (self.lag(stage) if self.lag else 0))
+
+
+REFERENCES = {
+    # PipeDream-Flush.
+    "1f1b": Reference(lambda job, s: job.stages - s, None, Technique.FAULT_FREE, lambda _: "1f1b"),
+    # All forwards, then all backwards.
+    "gpipe": Reference(lambda job, _: job.micro_batches, None, Technique.FAULT_FREE, lambda _: "none"),
+    # Qi et al., Zero Bubble Pipeline Parallelism: no stage holds more than 1F1B's first.
+    "zb-h1": Reference(lambda job, s: job.stages - s, lambda s: s, Technique.STAGGERED, lambda _: "uniform"),
+    # As ZB-H1 with 2 stages - 1 activations, which fills the warm-up with forwards.
+    "zb-h2": Reference(
+        lambda job, s: 2 * (job.stages - s) - 1,
+        lambda s: 2 * s,
+        Technique.STAGGERED,
+        lambda job: str(2 * job.stages - 1),
+    ),
+}
+
+
+def reference_schedule(problem: Problem, name: str) -> Schedule:
+    """One of REFERENCES. Memory limits are not looked at."""
+    return _timed(problem, REFERENCES[name].orders(problem.job))
+
+
+def one_forward_one_backward(problem: Problem) -> Schedule:
+    """Raises InfeasibleError when 1F1B holds more activations than the memory limit allows."""
     job = problem.job
     for s, limit in enumerate(problem.limits):
-        held = min(job.micro_batches, job.stages - s)
+        held = REFERENCES["1f1b"].held(job, s)
         if limit is not None and limit < held:
             raise InfeasibleError(
                 f"1F1B holds {held} activations on stage {s} and the memory limit is {limit}",
                 f"allow at least {min(job.micro_batches, job.stages)} (--memory 1f1b), or use the adaptive technique",
             )
-    return _timed(problem, [_one_f_one_b(job.micro_batches, job.stages - s) for s in range(job.stages)])
-
-
-def gpipe(problem: Problem) -> Schedule:
-    """GPipe: every stage runs all forwards, then all backwards. Memory limits are not looked at."""
-    m = problem.job.micro_batches
-    order = [("F", j) for j in range(m)] + [("B", j) for j in range(m)]
-    return _timed(problem, [order] * problem.job.stages)
-
-
-def zb_h1(problem: Problem) -> Schedule:
-    """ZB-H1 (Qi et al., Zero Bubble Pipeline Parallelism): split backward, no stage holds more
-    than 1F1B's first (`stages`). W's fall behind by s on stage s.
-    """
-    stages = problem.job.stages
-    return _timed(problem, [_zero_bubble(problem.job.micro_batches, stages - s, s) for s in range(stages)])
-
-
-def zb_h2(problem: Problem) -> Schedule:
-    """ZB-H2: as ZB-H1 with 2 stages - 1 activations, which fills the warm-up with forwards."""
-    m, stages = problem.job.micro_batches, problem.job.stages
-    return _timed(problem, [_zero_bubble(m, 2 * (stages - s) - 1, 2 * s) for s in range(stages)])
+    return reference_schedule(problem, "1f1b")
 
 
 @lru_cache(maxsize=256)
@@ -60,7 +83,7 @@ def reference_period(job: Job) -> int:
     At the workers' own speeds: the slowest pipeline counts.
     """
     problem = Problem(job, technique=Technique.FAULT_FREE, memory=MemoryLimit("none"))
-    orders = [_one_f_one_b(job.micro_batches, job.stages - s) for s in range(job.stages)]
+    orders = REFERENCES["1f1b"].orders(job)
     rows = {_lengths(problem, pipeline) for pipeline in _unlike(job)}
     ends = [start + length for row in rows for ops in _starts(problem, orders, row) for _, _, start, length in ops]
     return max(ends) + problem.longest_optimizer
@@ -82,19 +105,14 @@ def references(problem: Problem) -> Iterator[Timed]:
     starts: of the first of the pipelines that are unlike each other.
     """
     job = problem.job
-    stages, m = range(job.stages), job.micro_batches
-    known: dict[str, Callable[[int], Order]] = {
-        "1f1b": lambda s: _one_f_one_b(m, job.stages - s),
-        "gpipe": lambda s: [("F", j) for j in range(m)] + [("B", j) for j in range(m)],
-    }
-    if problem.technique.splits:
-        known["zb-h1"] = lambda s: _zero_bubble(m, job.stages - s, s)
-        known["zb-h2"] = lambda s: _zero_bubble(m, 2 * (job.stages - s) - 1, 2 * s)
+    stages = range(job.stages)
     rows = {_lengths(problem, pipeline): pipeline for pipeline in reversed(_unlike(job))}
-    for name, order in known.items():
-        if not all(limit is None or _held(name, job, s) <= limit for s, limit in enumerate(problem.limits)):
+    for name, reference in REFERENCES.items():
+        if reference.lag is not None and not problem.technique.splits:
             continue
-        orders = [order(s) for s in stages]
+        if not all(limit is None or reference.held(job, s) <= limit for s, limit in enumerate(problem.limits)):
+            continue
+        orders = reference.orders(job)
         made = [_starts(problem, orders, row) for row in rows]
         first = [min(starts[s][0][2] for starts in made) for s in stages]
         last = [max(starts[s][-1][2] + starts[s][-1][3] for starts in made) for s in stages]
@@ -103,15 +121,6 @@ def references(problem: Problem) -> Iterator[Timed]:
         else:
             period = max(last) - min(first) + problem.longest_optimizer
         yield Timed(name, period, orders, made[0])
-
-
-def _held(name: str, job: Job, stage: int) -> int:
-    """Most activations that a reference holds on a stage: F's that may start before the first W or B has ended."""
-    below = job.stages - stage
-    depth, lag = {"1f1b": (below, 0), "zb-h1": (below, stage), "zb-h2": (2 * below - 1, 2 * stage)}.get(
-        name, (job.micro_batches, 0)
-    )
-    return min(job.micro_batches, depth + lag)
 
 
 def timed_schedule(problem: Problem, reference: Timed) -> Schedule:

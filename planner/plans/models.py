@@ -8,11 +8,10 @@ without recomputation. An analytic profile is a first guess: a measured one is b
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, StageProfile
-from openrecycle.planner.plans.baseline import reference_period
 
 
 @dataclass(frozen=True)
@@ -146,41 +145,6 @@ def analytic_job(
         time_unit="ms",
         capacity_bytes=(machine.memory,) * stages,
     )
-
-
-def calibrated(
-    shape: ModelShape,
-    pipelines: int,
-    stages: int,
-    micro_batches: int,
-    *,
-    samples: int,
-    throughput: float,
-    hardware: WorkerHardware | None = None,
-) -> WorkerHardware:
-    """The hardware with the efficiency at which fault-free 1F1B reaches `throughput` samples per second.
-
-    By bisection. Raises InputError where no efficiency up to 1 does.
-    """
-    machine = hardware or WorkerHardware()
-    wanted = pipelines * micro_batches * samples / throughput * 1000 if throughput > 0 else 0.0
-
-    def period(efficiency: float) -> float:
-        made = replace(machine, efficiency=efficiency)
-        job = analytic_job(shape, pipelines, stages, micro_batches, samples=samples, hardware=made)
-        return reference_period(job) / job.ticks_per_unit
-
-    low, high = 1e-5, 1.0
-    if not period(high) <= wanted <= period(low):
-        most = pipelines * micro_batches * samples / period(high) * 1000
-        raise InputError("throughput", throughput, f"samples per second above 0, at most {most:.4g} on this hardware")
-    while high / low > 1 + 1e-7:
-        middle = math.sqrt(low * high)
-        if period(middle) > wanted:
-            low = middle
-        else:
-            high = middle
-    return replace(machine, efficiency=high)
 
 
 def _milliseconds(seconds: float) -> float:

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from openrecycle.planner.jobs.errors import PlannerError
+from openrecycle.planner.jobs.failures import by_stage
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Over, Problem, Technique, Worker
 from openrecycle.planner.plans.plan import (
     INTEGER,
@@ -75,6 +76,11 @@ class RequestedPlan(BaseModel):
 _Int = Annotated[int, INTEGER]
 
 
+def merit(metrics: MetricsDoc) -> tuple[float, float]:
+    """Of two plans of one problem the one with more is kept: the shorter, and then the better proven."""
+    return -metrics.period, metrics.lower_bound
+
+
 class Header(BaseModel):
     """failed: by stage, the pipelines whose worker is dead. metrics: without peak_activations.
 
@@ -102,6 +108,10 @@ class Header(BaseModel):
         return sum(map(len, self.failed))
 
     @property
+    def merit(self) -> tuple[float, float]:
+        return merit(self.metrics)
+
+    @property
     def counts(self) -> tuple[int, ...]:
         """Failures per stage."""
         return tuple(map(len, self.failed))
@@ -123,6 +133,10 @@ class CatalogQuestion:
     def problem(self, failed: frozenset[Worker]) -> Problem:
         return Problem(self.job, failed, self.technique, self.memory)
 
+    def fits(self, partition: tuple[int, ...]) -> bool:
+        """Does a plan with its layers cut so answer it? Catalogs that were written before may have others, too."""
+        return self.over != "schedules" or partition in ((), self.job.partition)
+
 
 def encode_plan(plan: Plan, effort: Effort, *, alone: bool = False) -> bytes:
     """Any plan; alone: not for a catalog. Raises PlannerError when its problem is none."""
@@ -136,7 +150,7 @@ def encode_plan(plan: Plan, effort: Effort, *, alone: bool = False) -> bytes:
         plan = plan if plan.fingerprint else plan.hashed()  # only its JSON can hold it
         header = _header(problem, plan.metrics, plan.solver, effort, "json")
         header = header.model_copy(update={"asked": asked, "fingerprint": plan.fingerprint})
-        return _sealed(header, plan.to_json().encode())
+        return _sealed(header, zlib.compress(plan.to_json().encode(), 6))
     waits = _waits(problem, items).reshape(4, job.stages, job.pipelines, job.micro_batches)
     found: dict[bytes, int] = {}
     rows = [found.setdefault(waits[:, :, p].tobytes(), len(found)) for p in range(job.pipelines)]
@@ -144,7 +158,13 @@ def encode_plan(plan: Plan, effort: Effort, *, alone: bool = False) -> bytes:
     types, data = _pack([*distinct, items.split, items.durations, items.step])
     header = _header(problem, plan.metrics, plan.solver, effort, "columns", tuple(rows), types)
     fingerprint = plan.fingerprint if alone else None
-    return _sealed(header.model_copy(update={"asked": asked, "fingerprint": fingerprint}), data)
+    return _sealed(header.model_copy(update={"asked": asked, "fingerprint": fingerprint}), zlib.compress(data, 6))
+
+
+def with_effort(blob: bytes, effort: Effort) -> bytes:
+    """The same stored plan, which so much effort has made no better. Raises PlanError when the blob is damaged."""
+    header, deflated = _opened(blob, "plan")
+    return _sealed(header.model_copy(update={"effort": effort}), deflated)
 
 
 def pack(plan: Plan) -> bytes:
@@ -394,15 +414,12 @@ def _header(
     rows: tuple[int, ...] = (),
     types: tuple[Literal["i1", "i2", "i4", "i8"], ...] = (),
 ) -> Header:
-    failed: list[list[int]] = [[] for _ in range(problem.job.stages)]
-    for worker in sorted(problem.failed):
-        failed[worker.stage].append(worker.pipeline)
     peaks = [0] * problem.job.stages
     for name, held in metrics.peak_activations.items():
         stage = Worker.parse(name).stage
         peaks[stage] = max(peaks[stage], held)
     return Header(
-        failed=tuple(map(tuple, failed)),
+        failed=by_stage(problem.failed, problem.job),
         partition=problem.job.partition,
         metrics=metrics.model_copy(update={"peak_activations": {}}),
         solver=solver,
@@ -414,9 +431,9 @@ def _header(
     )
 
 
-def _sealed(header: Header, data: bytes) -> bytes:
+def _sealed(header: Header, deflated: bytes) -> bytes:
     text = zlib.compress(header.model_dump_json().encode(), 6)
-    body = MAGIC + struct.pack("<I", len(text)) + text + zlib.compress(data, 6)
+    body = MAGIC + struct.pack("<I", len(text)) + text + deflated
     return body + hashlib.sha256(body).digest()
 
 

@@ -35,8 +35,19 @@ from pydantic import (
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
 
 from openrecycle.planner.jobs.errors import InputError, PlannerError
+from openrecycle.planner.jobs.failures import parse_workers
 from openrecycle.planner.jobs.files import PLAN_BYTES, read_whole
-from openrecycle.planner.jobs.job import Job, LayerProfile, MemoryLimit, Over, Problem, StageProfile, Technique, Worker
+from openrecycle.planner.jobs.job import (
+    Job,
+    LayerProfile,
+    MemoryLimit,
+    Over,
+    Problem,
+    StageProfile,
+    Technique,
+    Worker,
+    count_ops,
+)
 from openrecycle.planner.jobs.words import printable
 from openrecycle.planner.plans.schedule import (
     KINDS,
@@ -155,6 +166,11 @@ class JobDoc(_Model):
         if isinstance(data, Mapping) and data.get("layers"):
             return {"profiles": (), "transfers": (), **data}
         return data
+
+    @property
+    def ops(self) -> int:
+        """Of an iteration; see `count_ops`."""
+        return count_ops(self.pipelines, self.stages, self.micro_batches)
 
     def job(self) -> Job:
         """Raises InputError when the document describes no job."""
@@ -429,7 +445,7 @@ class MetricsDoc(_Model):
 
 
 # Solvers whose search may prove a bound above those of planner.plans.bounds. The proof is not in the document.
-PROVERS = ("cp-sat", "milp")
+PROVERS = ("cp-sat",)
 
 # A solver's name where none made it: no plan, but an iteration as it ran.
 MEASURED = "measured"
@@ -457,7 +473,7 @@ class Plan(_Model):
     workers: PlannedOps
     metrics: MetricsDoc
     solver: SolverDoc
-    fingerprint: str
+    fingerprint: Annotated[str, Field(max_length=64, pattern=PRINTABLE)]
 
     # -- from and to the planner's objects ---------------------------------------------------
 
@@ -498,7 +514,7 @@ class Plan(_Model):
 
     def problem(self) -> Problem:
         """Raises PlannerError when the document describes no job."""
-        failed = frozenset(Worker.parse(name, field="failed") for name in self.failed)
+        failed = parse_workers(self.failed)
         job = self.job.job()
         if self.partition:
             job = job.with_partition(self.partition)

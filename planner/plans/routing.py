@@ -81,13 +81,3 @@ def _hosts(problem: Problem, stage: int, guests: int, keeps: dict[int, int]) -> 
     # Peer p's k-th guest of n is due at (2 k + 1) / 2 n of the iteration.
     due = [((2 * k + 1) / (2 * n), place, p) for place, (p, n) in enumerate(share.items()) for k in range(n)]
     return (p for _, _, p in sorted(due))
-
-
-def route(problem: Problem) -> dict[tuple[int, int, int], int]:
-    """(stage, pipeline, micro_batch) -> pipeline of the worker that runs it."""
-    count = problem.job.micro_batches
-    return {
-        (stage, *divmod(index, count)): worker
-        for stage, row in enumerate(assign(problem))
-        for index, worker in enumerate(row)
-    }

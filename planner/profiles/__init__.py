@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.files import read_whole
-from openrecycle.planner.jobs.job import MAX_LAYERS, Job, LayerProfile, StageProfile
+from openrecycle.planner.jobs.job import MAX_LAYERS, Job, LayerProfile, StageProfile, Worker
 from openrecycle.planner.plans.plan import (
     INTEGER,
     PRINTABLE,
     JobDoc,
     PlanError,
+    StageDoc,
     first_problem,
     job_doc,
     read_json,
@@ -35,6 +36,7 @@ Samples = Annotated[int, Field(ge=1), INTEGER]
 Clock = Literal["wall", "cpu"]
 
 _FOLDER = Path(__file__).parent
+T = TypeVar("T", bound=StageDoc)
 
 
 class _Model(BaseModel):
@@ -293,17 +295,48 @@ def job_on(
 ) -> Job:
     """The job of a profile on a grid; what is None is as the document has it. by_layers: with the layers measured.
 
-    Raises InputError, also where the document is of a job on another grid.
+    Raises InputError where there is none of that size: of stages that can't be cut, or of more pipelines than the
+    document has times of reductions for.
     """
     own = document.job if isinstance(document, Profile) else document
-    sizes = {"pipelines": pipelines, "stages": stages, "micro_batches": micro_batches}
-    grid = {name: getattr(own, name) if size is None else size for name, size in sizes.items()}
+    pipelines = own.pipelines if pipelines is None else pipelines
+    stages = own.stages if stages is None else stages
+    micro_batches = own.micro_batches if micro_batches is None else micro_batches
     if isinstance(document, Profile):
-        return document.layered_job_for(**grid) if by_layers else document.job_for(**grid)
-    for name, size in grid.items():
-        if size != getattr(own, name):
-            raise InputError(f"--{name.replace('_', '-')}", size, f"{getattr(own, name)}, as the profile has it")
-    return own.job()
+        if by_layers:
+            return document.layered_job_for(pipelines, stages, micro_batches)
+        return document.job_for(pipelines, stages, micro_batches)
+    if stages != own.stages and not document.layers:
+        raise InputError("--stages", stages, f"{own.stages}, as the profile has them")
+    cut = document if stages == own.stages else of_layers(document, stages)
+    return on_grid(cut, pipelines, micro_batches).job()
+
+
+def of_layers(document: JobDoc, stages: int, **changes: Any) -> JobDoc:
+    """The same layers, cut as evenly as they can be, with what follows from that left out."""
+    derived = {"profiles": (), "transfers": (), "backward_transfers": ()}
+    capacity = document.capacity_bytes if isinstance(document.capacity_bytes, int) else ()
+    inside = {w: x for w, x in document.speeds.items() if Worker.parse(w).stage < stages}
+    new = {"stages": stages, "partition": (), "capacity_bytes": capacity, "speeds": inside}
+    return document.model_copy(update=derived | new | changes)
+
+
+def on_grid(document: JobDoc, pipelines: int, micro_batches: int) -> JobDoc:
+    """Reductions of fewer peers and speeds of fewer workers are among those of more."""
+
+    def fewer(items: tuple[T, ...]) -> tuple[T, ...]:
+        return tuple(item.model_copy(update={"reductions": item.reductions[:pipelines]}) for item in items)
+
+    changes: dict[str, Any] = {
+        "pipelines": pipelines,
+        "micro_batches": micro_batches,
+        "profiles": () if document.layers else fewer(document.profiles),
+        "transfers": () if document.layers else document.transfers,
+        "backward_transfers": () if document.layers else document.backward_transfers,
+        "layers": fewer(document.layers),
+        "speeds": {w: x for w, x in document.speeds.items() if Worker.parse(w).pipeline < pipelines},
+    }
+    return document.model_copy(update=changes)
 
 
 def _read(path: Path) -> bytes:

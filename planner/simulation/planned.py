@@ -25,6 +25,7 @@ from openrecycle.planner.layers.distribution import Counts, best_distributions, 
 from openrecycle.planner.layers.migration import SECONDS
 from openrecycle.planner.layers.partition import Layout, lay_out, staffed, with_stages
 from openrecycle.planner.plans.baseline import reference_period
+from openrecycle.planner.plans.packed import CatalogQuestion
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
 
 # Layers of a stage where nobody says how many there are: what re-partition can move.
@@ -87,6 +88,7 @@ class PlannedJob:
         self.least_stages = least
         self.workers = job.pipelines * job.stages
         self._periods: dict[int, float | None] = {}
+        self._whole: dict[int, float | None] = {}
         self._templates: dict[tuple[int, int], float] = {}
         self._redundant: dict[int, Rate] = {}
         self._morphed: dict[int, tuple[int, Rate] | None] = {}
@@ -109,7 +111,7 @@ class PlannedJob:
 
     @property
     def _large(self) -> bool:
-        return 3 * self.workers * self.job.micro_batches >= LARGE
+        return self.job.ops >= LARGE
 
     def rerouted(self, failures: int) -> Rate | None:
         """With so many workers dead, wherever they cost least; None where no plan exists."""
@@ -123,16 +125,23 @@ class PlannedJob:
             if failures > planned:
                 self._periods[failures] = None
             elif failures == planned:
-                self._periods[failures] = self._plan(failures)
+                self._periods[failures] = self._plan(self._best(failures))
             else:
                 made = self.rerouted(planned)
                 self._periods[failures] = None if made is None else made.seconds
         seconds = self._periods[failures]
         return None if seconds is None else Rate(seconds, self.samples)
 
-    def _plan(self, failures: int) -> float | None:
-        """Seconds of the shortest of the plans for the distributions that the period models find best."""
-        options = dict.fromkeys(found[failures] for found in self._distributions if failures < len(found))
+    def moves(self, failures: int) -> bool:
+        """May `rerouted` have them on other stages than those where they fell? One of equal stages has not."""
+        return failures > 1 or (failures == 1 and len(set(self.job.profiles)) > 1)
+
+    def _best(self, failures: int) -> list[Counts]:
+        """The distributions that the period models find best."""
+        return list(dict.fromkeys(found[failures] for found in self._distributions if failures < len(found)))
+
+    def _plan(self, options: list[Counts]) -> float | None:
+        """Seconds of the shortest of the plans for these distributions."""
         periods = []
         for counts in options:
             dead = frozenset(Worker(p, s) for s, n in enumerate(counts) for p in range(n))
@@ -145,9 +154,9 @@ class PlannedJob:
 
     def _take(self, catalog: StoredCatalog) -> None:
         question = catalog.question
-        asked = (self.job, self.technique, self.memory)
-        if (question.job, question.technique, question.memory) != asked:
-            raise InputError("--catalog", catalog.info.fingerprint, "a catalog of this job, technique and memory limit")
+        if question != CatalogQuestion(self.job, self.technique, self.memory):
+            what = "a catalog of this job, technique and memory limit, with the layers where they are"
+            raise InputError("--catalog", catalog.info.fingerprint, what)
         for name in catalog.blobs.names():
             header = catalog.header(name)
             seconds = header.metrics.period * self.unit
@@ -183,7 +192,16 @@ class PlannedJob:
         """Only so many whole pipelines, which run all micro-batches."""
         if pipelines < 1:
             return None
-        return self.rerouted((self.job.pipelines - pipelines) * self.job.stages)
+        gone = self.job.pipelines - pipelines
+        if gone and not self.technique.reroutes:
+            return None
+        whole = (gone,) * self.job.stages
+        if self._best(sum(whole)) == [whole]:  # which is planned for others, too
+            return self.rerouted(sum(whole))
+        if gone not in self._whole:
+            self._whole[gone] = self._plan([whole])
+        seconds = self._whole[gone]
+        return None if seconds is None else Rate(seconds, self.samples)
 
     @cached_property
     def layered(self) -> Job | None:

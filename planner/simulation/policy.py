@@ -10,12 +10,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from openrecycle.planner.catalogs.catalog import Catalog
-from openrecycle.planner.catalogs.catalog_store import Found, StoredCatalog
 from openrecycle.planner.jobs.errors import InfeasibleError, InputError
 from openrecycle.planner.jobs.failures import failures_per_stage
 from openrecycle.planner.jobs.job import Problem, Worker
-from openrecycle.planner.jobs.words import DROP, MIGRATE, REROUTE, percent
+from openrecycle.planner.jobs.words import DROP, MIGRATE, REROUTE, milliseconds, percent
 from openrecycle.planner.layers.distribution import CopyCost
 from openrecycle.planner.layers.migration import Migration, normalize
 from openrecycle.planner.plans.baseline import reference_period
@@ -68,12 +66,11 @@ class Advice:
 @dataclass(frozen=True)
 class PolicyState:
     """failed: dead places of the grid. since_checkpoint: seconds of work since the last one; None: there
-    is none. spares: workers that stand by.
+    is none.
     """
 
     failed: frozenset[Worker]
     since_checkpoint: float | None = None
-    spares: int = 0
 
 
 def best_option(options: Sequence[Option], horizon: float, before: float) -> list[Option]:
@@ -93,23 +90,20 @@ def advise(
     costs: RecoveryCosts,
     *,
     heals_in: float,
-    catalog: Catalog | StoredCatalog | None = None,
 ) -> Advice:
     """The best of re-routing, re-routing after migrations, re-partitioning, also with one stage less, dropping
-    replicas, a spare, and restarting from the checkpoint.
+    replicas, and restarting from the checkpoint.
 
-    heals_in: seconds until the failed workers are expected back. catalog: plans made ahead.
+    heals_in: seconds until the failed workers are expected back.
     Raises InputError for a worker outside the grid, InfeasibleError when no way leads on.
     """
     if not 0 < heals_in < math.inf:
         raise InputError("heals_in", heals_in, "seconds until the expected repair, above 0")
     if state.since_checkpoint is not None and not 0 <= state.since_checkpoint < math.inf:
         raise InputError("since_checkpoint", state.since_checkpoint, "seconds, at least 0")
-    if isinstance(state.spares, bool) or state.spares < 0:
-        raise InputError("spares", state.spares, "a number of workers of at least 0")
     for worker in state.failed:
         planned.job.check_worker(worker, field="failed")
-    options = _options(state, planned, costs, catalog, heals_in)
+    options = _options(state, planned, costs, heals_in)
     if not options:
         raise InfeasibleError(
             f"{planned.workers - len(state.failed)} living workers can't go on", "bring back a failed worker"
@@ -124,7 +118,6 @@ def _options(
     state: PolicyState,
     planned: PlannedJob,
     costs: RecoveryCosts,
-    catalog: Catalog | StoredCatalog | None,
     heals_in: float,
 ) -> list[Option]:
     failures = len(state.failed)
@@ -137,7 +130,7 @@ def _options(
         if rate is not None:
             out.append(Option(name, pause, rate.per_second, redo))
 
-    here = _rerouted_here(state.failed, planned, catalog)
+    here = _rerouted_here(state.failed, planned)
     offer(REROUTE, seen, here)
     if failures and (moved := _migrated(state.failed, planned, costs, heals_in, here)):
         out.append(moved)
@@ -148,8 +141,6 @@ def _options(
     broken = len({worker.pipeline for worker in state.failed})
     if failures:
         offer(DROP, seen, planned.replicas(planned.job.pipelines - broken))
-        if state.spares >= failures:
-            offer("take spares", seen + costs.rejoin, planned.full)
     if state.since_checkpoint is not None:
         restarted = planned.fewer_pipelines(living // stages)
         offer("restart from the checkpoint", costs.detect + costs.restart, restarted, state.since_checkpoint)
@@ -203,17 +194,11 @@ def _repartitioned(failed: frozenset[Worker], planned: PlannedJob, pause: float)
 
 
 def _large(planned: PlannedJob) -> bool:
-    return 3 * planned.workers * planned.job.micro_batches > PLANNED_OPS
+    return planned.job.ops > PLANNED_OPS
 
 
-def _rerouted_here(
-    failed: frozenset[Worker], planned: PlannedJob, catalog: Catalog | StoredCatalog | None
-) -> Rate | None:
-    """With the failures where they are: as planned ahead, else by the list scheduler now."""
-    found = catalog.find(failed) if catalog is not None else None
-    plan = found.plan if isinstance(found, Found) else found
-    if plan is not None:
-        return Rate(plan.metrics.period * planned.unit, planned.samples)
+def _rerouted_here(failed: frozenset[Worker], planned: PlannedJob) -> Rate | None:
+    """With the failures where they are."""
     if _large(planned):
         return planned.rerouted(len(failed))
     try:
@@ -285,6 +270,4 @@ def _sentence(ranked: Sequence[Option], horizon: float, planned: PlannedJob, loa
 
 def span(seconds: float) -> str:
     """A time in words, in the unit that suits it."""
-    if seconds < 120:
-        return f"{seconds:.3g} s"
-    return f"{seconds / 60:.3g} min" if seconds < 7200 else f"{seconds / 3600:.3g} h"
+    return milliseconds(1000 * seconds)

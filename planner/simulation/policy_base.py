@@ -141,8 +141,3 @@ class Policy(Protocol):
     def pace(self, cluster: Cluster) -> Pace | None:
         """With these workers, from now. None: training can't go on; the job waits for workers."""
         ...
-
-
-def cut_to_milliseconds(seconds: float) -> int:
-    """Microseconds, the rest below a millisecond cut off."""
-    return int(seconds * 1000) * MILLISECOND

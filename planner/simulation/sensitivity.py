@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from openrecycle.planner.simulation.outcome import SimulationOutcome
 from openrecycle.planner.simulation.trace import Trace
@@ -37,19 +38,20 @@ class Sweep:
         names = [outcome.policy for outcome in self.outcomes[0]]
         for a in range(len(names)):
             for b in range(a + 1, len(names)):
-                gaps = [x - y for x, y in zip(self.rates(a), self.rates(b), strict=True)]
-                for i in range(len(gaps) - 1):
-                    if gaps[i] * gaps[i + 1] < 0:
-                        share = gaps[i] / (gaps[i] - gaps[i + 1])
-                        low, high = math.log(self.hours[i]), math.log(self.hours[i + 1])
-                        first, second = (names[a], names[b]) if gaps[i] > 0 else (names[b], names[a])
+                rates = zip(self.hours, self.rates(a), self.rates(b), strict=True)
+                gaps = [(hours, x - y) for hours, x, y in rates if x != y]  # where they are equal nobody leads
+                for (before, lead), (after, behind) in pairwise(gaps):
+                    if (lead > 0) != (behind > 0):
+                        share = lead / (lead - behind)
+                        low, high = math.log(before), math.log(after)
+                        first, second = (names[a], names[b]) if lead > 0 else (names[b], names[a])
                         out.append(Crossing(first, second, math.exp(low + share * (high - low))))
         return sorted(out, key=lambda crossing: crossing.hours)
 
 
 def sweep(
-    hours: Sequence[float], trace: Callable[[float], Trace], run: Callable[[Trace], Sequence[SimulationOutcome]]
+    hours: Sequence[float], trace: Callable[[float], Trace | None], run: Callable[[Trace], Sequence[SimulationOutcome]]
 ) -> Sweep:
-    """trace(mtbf) makes the trace, run(trace) plays all policies against it."""
-    ascending = tuple(sorted(set(hours)))
-    return Sweep(ascending, tuple(tuple(run(trace(value))) for value in ascending))
+    """trace(mtbf) makes the trace, None: that value is left out; run(trace) plays all policies against it."""
+    played = {value: tuple(run(made)) for value in sorted(set(hours)) if (made := trace(value)) is not None}
+    return Sweep(tuple(played), tuple(played.values()))

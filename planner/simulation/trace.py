@@ -85,14 +85,6 @@ class Trace:
         """Most workers that live at once."""
         return max(n for _, n in self.counts)
 
-    @property
-    def average(self) -> float:
-        """Living workers, averaged over time from 0 to the end."""
-        total = 0
-        for (begin, n), (end, _) in zip(self.counts, [*self.counts[1:], (self.end, 0)], strict=True):
-            total += n * (min(end, self.end) - min(begin, self.end))
-        return total / self.end
-
 
 def scaled(trace: Trace, workers: int) -> Trace:
     """The trace with `workers` where it has most: the share of workers that live stays, rounded.

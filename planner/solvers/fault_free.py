@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 
 from openrecycle.planner.jobs.errors import InfeasibleError
@@ -14,21 +14,10 @@ from openrecycle.planner.solvers.list_scheduler import ListScheduler
 _TECHNIQUES = (Technique.ADAPTIVE, Technique.DECOUPLED, Technique.STAGGERED)
 
 
-@dataclass(frozen=True)
-class FaultFreePeriod:
-    """period: ticks, by the technique's own definition. technique: of the plan that has it.
-
-    schedule: that plan, of one pipeline where all are alike, else of the whole grid.
-    """
-
-    period: int
-    technique: Technique
-    schedule: Schedule
-
-
-def best_fault_free(job: Job, memory: MemoryLimit) -> FaultFreePeriod:
-    """The shortest fault-free plan of `job` at a memory limit: the best of all techniques, each the best of the
-    list scheduler's rules and of the published schedules (1F1B, GPipe, ZB-H1, ZB-H2) that it and the limit allow.
+def best_fault_free(job: Job, memory: MemoryLimit) -> Schedule:
+    """The shortest fault-free plan of `job` at a memory limit, of one pipeline where all are alike: the best of all
+    techniques, each the best of the list scheduler's rules and of the published schedules (1F1B, GPipe, ZB-H1, ZB-H2)
+    that it and the limit allow.
 
     Whatever the technique of the plan that is compared: what a job loses by its failures, or by doing without
     a technique, is measured from one mark. It depends on job and limit alone, so all who ask get the same.
@@ -44,11 +33,11 @@ def best_fault_free(job: Job, memory: MemoryLimit) -> FaultFreePeriod:
 
 
 @lru_cache(maxsize=64)
-def _best(job: Job, memory: MemoryLimit) -> FaultFreePeriod:
+def _best(job: Job, memory: MemoryLimit) -> Schedule:
     # Pipelines without failures are independent of each other: where their workers are equally fast,
     # one stands for all.
     alone = job if job.speeds else replace(job, pipelines=1)
-    best: FaultFreePeriod | None = None
+    best: Schedule | None = None
     refused: InfeasibleError | None = None
     for technique in _TECHNIQUES:
         try:
@@ -58,7 +47,7 @@ def _best(job: Job, memory: MemoryLimit) -> FaultFreePeriod:
             refused = error
             continue
         if best is None or schedule.period < best.period:
-            best = FaultFreePeriod(schedule.period, technique, schedule)
+            best = schedule
     if best is None:
         assert refused is not None
         raise refused

@@ -136,9 +136,8 @@ def rules(problem: Problem) -> Iterator[Rule]:
     then shuffled ones.
     """
     job = problem.job
-    ops = 3 * job.pipelines * job.stages * job.micro_batches
     in_step = all(t.forward == t.input_backward == t.weight_backward for t in job.ticks)
-    yield from islice((rule for rule in _endless(problem) if not (rule.alike and in_step)), tries(ops))
+    yield from islice((rule for rule in _endless(problem) if not (rule.alike and in_step)), tries(job.ops))
 
 
 def tries(ops: int) -> int:

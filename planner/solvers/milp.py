@@ -33,6 +33,8 @@ from openrecycle.planner.solvers.reduction import proven_for_routing, routes_of,
 # Above this many 0/1 variables HiGHS takes minutes where CP-SAT takes seconds.
 MAX_VARIABLES = 12_000
 POLL = 0.05
+# Beyond this a limit is none, and HiGHS takes no larger ones.
+MOST_SECONDS = 1e9
 
 _Op = tuple[str, int, int]  # kind, micro-batch index, stage
 
@@ -91,12 +93,12 @@ def _run(model: mathopt.Model, seconds: float, cancelled: Cancelled | None) -> _
     if seconds <= 0:
         return _Outcome(False, False, {})
     script = Path(__file__).with_name("milp_process.py")
-    deadline = time.monotonic() + seconds + 1.0
+    deadline = time.monotonic() + min(seconds, MOST_SECONDS)
     stopped = False
     with tempfile.TemporaryFile() as request:
         request.write(model.export_model().SerializeToString())
         request.seek(0)
-        child = subprocess.Popen([sys.executable, str(script), str(seconds)], stdin=request, stdout=subprocess.PIPE)
+        child = subprocess.Popen([sys.executable, str(script), str(deadline)], stdin=request, stdout=subprocess.PIPE)
     try:
         while True:
             try:
@@ -104,7 +106,7 @@ def _run(model: mathopt.Model, seconds: float, cancelled: Cancelled | None) -> _
                 break
             except subprocess.TimeoutExpired:
                 stopped = bool(cancelled and cancelled())
-                if stopped or time.monotonic() > deadline:
+                if stopped or time.monotonic() > deadline + 1.0:
                     return _Outcome(False, stopped, {})
     finally:
         if child.poll() is None:

@@ -104,7 +104,7 @@ def searched(problem: Problem) -> Problem:
 
 def _table(problem: Problem, time_limit: float) -> Table:
     job = problem.job
-    many = 3 * job.pipelines * job.stages * job.micro_batches >= COMPILED_OPS and time_limit >= COMPILED_SECONDS
+    many = job.ops >= COMPILED_OPS and time_limit >= COMPILED_SECONDS
     return Table(problem, compiled=True if many and find_spec("numba") is not None else None)
 
 

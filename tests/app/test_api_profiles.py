@@ -13,8 +13,8 @@ from ui_console import ConsoleHere
 from openrecycle.app.plans import profiles
 from openrecycle.app.server import create_routes
 from openrecycle.planner.jobs.job import Job, Worker
-from openrecycle.planner.plans.plan import job_doc
-from openrecycle.planner.profiles import load_profile, shipped
+from openrecycle.planner.plans.plan import StageDoc, job_doc
+from openrecycle.planner.profiles import job_on, load_profile, shipped
 
 pytestmark = pytest.mark.processes
 
@@ -149,5 +149,9 @@ def test_speeds_and_reductions_are_those_of_the_grid() -> None:
     doc = job_doc(
         Job.uniform(3, 2, 2, durations={"F": 1}),
     ).model_copy(update={"speeds": {"W0_0": 0.5, "W2_1": 0.5}})
-    assert profiles.job_of(doc, pipelines=2).speeds == ((Worker(0, 0), 0.5),)
-    assert profiles.job_of(doc).speeds == ((Worker(0, 0), 0.5), (Worker(2, 1), 0.5))
+    assert job_on(doc, pipelines=2).speeds == ((Worker(0, 0), 0.5),)
+    assert job_on(doc).speeds == ((Worker(0, 0), 0.5), (Worker(2, 1), 0.5))
+    stages = tuple(
+        StageDoc(forward=1, input_backward=1, weight_backward=1, optimizer=1, reductions=(0, 5, 9)) for _ in range(2)
+    )
+    assert job_on(doc.model_copy(update={"profiles": stages}), pipelines=2).profiles[0].reductions == (0, 5)

@@ -23,11 +23,12 @@ from openrecycle.app.ui.charts.catalog import catalog_curves
 from openrecycle.app.ui.theme import DARK, LIGHT
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
+from openrecycle.planner.catalogs.catalog import rename_pipelines
 from openrecycle.planner.catalogs.catalog_store import PLANNER_VERSION, CatalogInfo, open_folder, plan_name
 from openrecycle.planner.check import check
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.failures import canonical_pattern
-from openrecycle.planner.jobs.job import Worker
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, Worker
 from openrecycle.planner.plans.bounds import period_bound
 from openrecycle.planner.plans.packed import CatalogQuestion, Effort, encode_plan
 from openrecycle.planner.plans.plan import Plan
@@ -217,6 +218,25 @@ def test_a_better_plan_replaces_a_worse_one_and_no_other(catalogs: Catalogs) -> 
         assert check(found[0]) == []
         assert found[1].startswith(golden("from-the-catalog-planned-ahead"))
     assert catalogs.find(request.question, [Worker(0, 1)]) is None
+
+
+def test_plans_of_moved_layers_are_kept_in_no_catalog(catalogs: Catalogs, store: Store) -> None:
+    """Re-routing can't reach their period."""
+    job = Job.uniform(3, 3, 4, layers=12)
+    question = CatalogQuestion(job, Technique.STAGGERED, MemoryLimit("uniform"))
+    problems = [Problem(j, frozenset({Worker(1, 2)})) for j in (job.with_partition((5, 4, 3)), job)]
+    moved, home = (make_plan(problem, solver="list") for problem in problems)
+    assert moved.metrics.period < home.metrics.period
+    catalogs.keep(question, moved)
+    assert not catalogs.names(question)
+    info, (pattern, names) = CatalogInfo.of(question), canonical_pattern([Worker(1, 2)], job)
+    row = (plan_name(pattern), 1, encode_plan(rename_pipelines(moved, names), Effort(solver="list")))
+    store.save_catalog(info.fingerprint, info.model_dump_json(), [row])
+    later = Catalogs(store, processes=1)
+    assert later.find(question, [Worker(1, 2)]) is None, "one that was kept before is not used"
+    later.keep(question, home)
+    found = later.find(question, [Worker(1, 2)])
+    assert found is not None and found[0].partition == (4, 4, 4)
 
 
 @pytest.mark.processes

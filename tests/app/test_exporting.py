@@ -27,6 +27,7 @@ from openrecycle.app.plans.exporting import (
     make_bundle,
     offer_named,
     offers,
+    plan_line,
     render,
 )
 from openrecycle.app.runtime.errors import ConsoleError
@@ -164,6 +165,13 @@ def test_the_bundle_holds_the_catalog_and_lines_that_can_be_run() -> None:
         group = get_command(agent_cli if command == "train" else planner_cli)
         group.commands[command].make_context(command, list(options))  # type: ignore[attr-defined]
     assert "--profile profile.json" in lines[-1]
+
+
+def test_what_is_made_anew_has_the_plans_failures_and_layers() -> None:
+    assert plan_line(make_plan_for(Job.uniform(1, 2, 2)), command="catalog").count("--tolerance 0 ") == 1
+    job = Job.uniform(2, 2, 2, layers=4)
+    assert "--partition" not in plan_line(make_plan_for(job))
+    assert plan_line(make_plan_for(job.with_partition((3, 1)))).endswith("--partition 3,1")
 
 
 def make_plan_for(job: Job) -> Plan:

@@ -8,7 +8,7 @@ import pytest
 
 from openrecycle.app.jobs.measurements import OpTimes
 from openrecycle.app.plans.profiles import measured_profile
-from openrecycle.planner.jobs.job import Job
+from openrecycle.planner.jobs.job import Job, LayerProfile
 from openrecycle.planner.plans.plan import JobDoc
 
 
@@ -51,3 +51,24 @@ def test_units_become_ms_and_what_is_no_time_is_left_out(unit: str, scale: float
 @pytest.mark.parametrize("reports", [{}, {"W0_0": {"F": 9.0}}, {"W0_0": {"I": 8.0, "W": 7.0}}])
 def test_what_is_not_known_yet_is_no_profile(reports: dict[str, dict[str, float]]) -> None:
     assert measured(NOMINAL, reports) is None
+
+
+def test_a_layer_with_the_least_share_still_takes_time() -> None:
+    layers = (LayerProfile(0.01, 1.0, 1.0), LayerProfile(10.0, 1.0, 1.0))
+    found = measured(Job(1, 1, 2, layers=layers, time_unit="ms"), {"W0_0": {"F": 0.4, "I": 1.0, "W": 1.0}})
+    assert found is not None
+    assert [layer.forward for layer in found.layers] == [0.001, 0.4]
+
+
+@pytest.mark.parametrize("layers", [0, 2])
+def test_seconds_that_are_not_binary_become_decimal_milliseconds(layers: int) -> None:
+    """1000 * 1.001 has more decimals than a job may have."""
+    nominal = Job.uniform(1, 2, 2, durations={"O": 1.001, "transfer": 1.001}, time_unit="s", layers=layers)
+    found = measured(nominal, {f"W0_{s}": {"F": 9.0, "I": 8.0, "W": 7.0} for s in range(2)})
+    assert found is not None
+    assert found.job().profiles[0].optimizer == 1001 and found.job().transfers == (1001.0,)
+
+
+def test_times_that_make_no_job_are_no_profile() -> None:
+    """The page that offers the profiles of all jobs goes on without this one."""
+    assert measured(NOMINAL, {"W0_0": {"F": 0.0, "I": 1.0, "W": 1.0}}) is None

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from openrecycle.app.plans.making import PlanRequest, plan_maker
+from openrecycle.app.plans import making
+from openrecycle.app.plans.making import Making, PlanQuestion, PlanRequest, plan_maker
 from openrecycle.app.runtime.task_queue import AHEAD, URGENT, TaskQueue
 from openrecycle.planner.check import check
 from openrecycle.planner.jobs.job import Job
@@ -124,3 +125,17 @@ def test_close_does_not_wait_for_a_long_solve() -> None:
     maker.close()
     assert not child.process.is_alive()
     assert not maker._thread.is_alive()
+
+
+def test_an_answer_without_a_plan_does_not_stand_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process may have died, and does not die again."""
+    job = job_doc(Job.uniform(1, 1, 1))
+    none = job.model_copy(update={"profiles": (job.profiles[0].model_copy(update={"forward": 0}),)})
+    pages = Making()
+    good, bad = (PlanQuestion(document, (), "fault-free", "1f1b") for document in (job, none))
+    made, failed = pages.get(good), pages.get(bad)
+    assert made.plan is not None and failed.plan is None and failed.why
+    assert pages.get(bad) is failed
+    monkeypatch.setattr(making, "FAILED_SECONDS", -1.0)
+    assert pages.get(good) is made and pages.get(bad) is not failed
+    pages.close()

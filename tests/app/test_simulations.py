@@ -20,10 +20,11 @@ from openrecycle.app.plans.simulations import (
 from openrecycle.app.ui.charts.simulation import policy_words, sensitivity, thinned, throughput_over_time
 from openrecycle.app.ui.theme import DARK, LIGHT
 from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.plans.models import analytic_job, model_shape
 from openrecycle.planner.plans.plan import job_doc
 from openrecycle.planner.simulation.trace import scaled
-from openrecycle.planner.simulation.traces import public_traces
+from openrecycle.planner.simulation.traces import generated, public_traces
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes
@@ -65,6 +66,25 @@ def test_a_cancelled_simulation_ends_its_process() -> None:
     simulations.close()
 
 
+def test_what_two_pages_show_ends_when_neither_does() -> None:
+    simulations = Simulations()
+    request = parse_request(model="gpt-145.6b", pipelines=32, stages=16, micro_batches=64, policies=("ours",))
+    running = simulations.get(request)
+    assert simulations.get(request) is simulations.get(request, again=True) is running
+    simulations.cancel(request)
+    assert not running.done
+    simulations.cancel(request)
+    assert running.done
+    simulations.close()
+
+
+def test_of_a_sweep_what_has_too_many_failures_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generated, "MOST_FAILURES", 6 * 24 / 30 * 4)
+    messages = list(run(parse_request(**SMALL, policies=("fault-free",))))
+    (swept,) = (m for m in messages if "mtbf" in m)
+    assert swept["mtbf"] == [30.0 * factor for factor in SWEEP[2:]]
+
+
 def test_one_that_is_not_wanted_any_more_leaves_its_process_to_the_next() -> None:
     simulations = Simulations()
     simulations.prepare()
@@ -101,6 +121,7 @@ def test_requests_name_the_field_that_is_wrong(values: dict[str, float], words: 
         (SimulationRequest(model="gpt-9"), "gpt-9"),
         (SimulationRequest(trace="nowhere/else"), "trace: got nowhere/else"),
         (SimulationRequest(pipelines=1024, stages=32), "at most 4096 workers"),
+        (SimulationRequest(job=job_doc(Job.uniform(1024, 32, 1))), "at most 4096 workers"),
     ],
 )
 def test_a_child_answers_what_can_not_be_simulated_with_a_sentence(request_: SimulationRequest, words: str) -> None:
@@ -116,7 +137,10 @@ def test_public_traces_fit_a_job_of_any_size() -> None:
     assert scaled(trace, trace.most) is trace
     doubled = scaled(trace, 2 * trace.most)
     assert doubled.counts == tuple((at, 2 * n) for at, n in trace.counts)
-    assert abs(scaled(trace, 7).average / 7 - trace.average / trace.most) < 0.05
+    fewer = dict(scaled(trace, 7).counts)
+    assert fewer and all(
+        fewer.get(at, round(7 * n / trace.most)) == round(7 * n / trace.most) for at, n in trace.counts
+    )
 
 
 def test_a_jobs_own_history_is_simulated(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -19,7 +19,7 @@ from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.processes import Channel
 from openrecycle.planner.check import check
 from openrecycle.planner.jobs.errors import InfeasibleError, InputError
-from openrecycle.planner.jobs.job import Job
+from openrecycle.planner.jobs.job import Job, LayerProfile
 from openrecycle.planner.plans.plan import job_doc
 from tests.golden import golden
 
@@ -186,6 +186,11 @@ def test_copies_cost_what_the_profile_or_the_request_says() -> None:
     assert golden("leave-the-2-failures-where") in found["reason"]
     asked = MigrationsAsked(job=SMALL, failed=("W0_2", "W1_2"), memory="none", bandwidth=1e9, state_bytes=5 * 10**9)
     assert json.loads(answer(asked, print, lambda: True))["migrations"]["pause"] == 5.0
+    derived: dict[str, object] = {"profiles": (), "transfers": (), "backward_transfers": ()}
+    layer = LayerProfile(weight_bytes=10**9)  # the stages' profiles follow from those of layers, and are in no document
+    layered = job_doc(Job(3, 4, 6, layers=(layer,) * 8)).model_copy(update=derived)
+    asked = MigrationsAsked(job=layered, failed=("W0_2", "W1_2"), memory="none", bandwidth=1e9)
+    assert json.loads(answer(asked, print, lambda: True))["migrations"]["pause"] == 2.0
 
 
 @pytest.mark.parametrize(

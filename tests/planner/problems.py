@@ -8,11 +8,22 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
+from openrecycle.planner.plans.routing import assign
 
 DURATIONS = (0.0, 0.5, 1.0, 1.25, 2.0, 3.0)
 REROUTING = (Technique.ADAPTIVE, Technique.DECOUPLED, Technique.STAGGERED)
 MEMORIES = ("1f1b", "uniform", "none", "1", "2", "3")
 SPEEDS = (0.5, 0.75, 0.9, 1.5)
+
+
+def route(problem: Problem) -> dict[tuple[int, int, int], int]:
+    """(stage, pipeline, micro_batch) -> pipeline of the worker that runs it."""
+    count = problem.job.micro_batches
+    return {
+        (stage, *divmod(index, count)): worker
+        for stage, row in enumerate(assign(problem))
+        for index, worker in enumerate(row)
+    }
 
 
 @st.composite

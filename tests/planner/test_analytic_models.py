@@ -1,12 +1,11 @@
-"""Analytic profiles: parameter counts, FLOPs, and calibration to a published throughput."""
+"""Analytic profiles: parameter counts, FLOPs, stages."""
 
 from __future__ import annotations
 
 import pytest
 
 from openrecycle.planner.jobs.errors import InputError
-from openrecycle.planner.plans.baseline import reference_period
-from openrecycle.planner.plans.models import SHAPES, WorkerHardware, analytic_job, calibrated, model_shape
+from openrecycle.planner.plans.models import SHAPES, WorkerHardware, analytic_job, model_shape
 
 # Billions of parameters that the names promise.
 SIZES = {
@@ -34,17 +33,6 @@ def test_flops_are_six_per_parameter_and_token() -> None:
     assert 1.0 < flops / (6 * shape.parameters * shape.sequence) < 1.1
 
 
-@pytest.mark.parametrize(
-    ("name", "throughput"), [("gpt-3-medium", 27.58), ("gpt-3-3.35b", 14.87), ("gpt-3-6.7b", 5.33)]
-)
-def test_calibration_to_the_published_fault_free_throughput(name: str, throughput: float) -> None:
-    """24 GPUs, 6 x 4, 8 micro-batches."""
-    hardware = calibrated(SHAPES[name], 6, 4, 8, samples=1, throughput=throughput)
-    job = analytic_job(SHAPES[name], 6, 4, 8, hardware=hardware)
-    assert 48 * 1000 / (reference_period(job) / job.ticks_per_unit) == pytest.approx(throughput, rel=1e-3)
-    assert 0 < hardware.efficiency < 1
-
-
 def test_the_last_stage_has_the_projection_and_the_ends_fewer_layers() -> None:
     job = analytic_job(SHAPES["gpt-145.6b"], 2, 6, 4)
     forwards = [p.forward for p in job.profiles]
@@ -60,8 +48,6 @@ def test_what_can_not_be() -> None:
         model_shape("gpt-9")
     with pytest.raises(InputError, match="stages"):
         analytic_job(SHAPES["gpt-3-medium"], 2, 25, 4)
-    with pytest.raises(InputError, match="at most"):
-        calibrated(SHAPES["gpt-3-6.7b"], 6, 4, 8, samples=1, throughput=1e9)
     with pytest.raises(InputError, match=r"hardware\.efficiency"):
         WorkerHardware(efficiency=0)
     with pytest.raises(InputError, match="micro-batch"):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from openrecycle.planner.check import check
 from openrecycle.planner.jobs.errors import InfeasibleError
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
-from openrecycle.planner.plans.baseline import gpipe, one_forward_one_backward, reference_period, zb_h1, zb_h2
+from openrecycle.planner.plans.baseline import one_forward_one_backward, reference_period, reference_schedule
 from tests.conftest import examples
 from tests.golden import golden
 from tests.planner.problems import jobs
@@ -30,11 +30,12 @@ def test_worked_example() -> None:
 def test_closed_form_of_equal_times(stages: int, extra: int) -> None:
     micro_batches = stages + extra
     assert reference_period(Job.uniform(2, stages, micro_batches)) == 3 * (micro_batches + stages - 1)
-    assert gpipe(fault_free(Job.uniform(2, stages, micro_batches), "none")).period == 3 * (micro_batches + stages - 1)
+    plain = fault_free(Job.uniform(2, stages, micro_batches), "none")
+    assert reference_schedule(plain, "gpipe").period == 3 * (micro_batches + stages - 1)
 
 
 def test_gpipe_holds_every_micro_batch() -> None:
-    assert set(gpipe(fault_free(Job.uniform(1, 3, 5), "none")).peak_activations.values()) == {5}
+    assert set(reference_schedule(fault_free(Job.uniform(1, 3, 5), "none"), "gpipe").peak_activations.values()) == {5}
 
 
 def test_uneven_stages_and_transfers_by_hand() -> None:
@@ -57,7 +58,7 @@ def test_zero_bubble_schedules_reach_their_closed_forms(stages: int, extra: int)
     def staggered(limit: int) -> Problem:
         return Problem(job, technique=Technique.STAGGERED, memory=MemoryLimit(str(limit)))
 
-    h1, h2 = zb_h1(staggered(stages)), zb_h2(staggered(2 * stages - 1))
+    h1, h2 = reference_schedule(staggered(stages), "zb-h1"), reference_schedule(staggered(2 * stages - 1), "zb-h2")
     assert check(h1) == check(h2) == []
     assert h1.period == 3 * micro_batches + stages - 1
     assert h2.period == 3 * micro_batches
@@ -67,5 +68,5 @@ def test_zero_bubble_schedules_reach_their_closed_forms(stages: int, extra: int)
 @given(jobs())
 def test_zero_bubble_schedules_are_valid_for_any_times(job: Job) -> None:
     problem = Problem(job, technique=Technique.DECOUPLED, memory=MemoryLimit(str(2 * job.stages - 1)))
-    assert check(zb_h1(problem)) == []
-    assert check(zb_h2(problem)) == []
+    assert check(reference_schedule(problem, "zb-h1")) == []
+    assert check(reference_schedule(problem, "zb-h2")) == []

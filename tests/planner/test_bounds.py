@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, Worker
-from openrecycle.planner.plans.baseline import gpipe, one_forward_one_backward
+from openrecycle.planner.plans.baseline import one_forward_one_backward, reference_schedule
 from openrecycle.planner.plans.bounds import best_bound, period_bound
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
 from tests.conftest import examples
@@ -55,7 +55,7 @@ def test_no_schedule_of_the_list_scheduler_beats_the_bound(problem: Problem) -> 
 def test_no_reference_schedule_beats_the_bound(problem: Problem) -> None:
     bound = period_bound(problem)
     assert one_forward_one_backward(problem).period >= bound
-    assert gpipe(problem).period >= bound
+    assert reference_schedule(problem, "gpipe").period >= bound
 
 
 @pytest.mark.parametrize("memory", [1, 2, 3])

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from openrecycle.planner.catalogs import catalog_build, catalog_store, catalog_task
-from openrecycle.planner.catalogs.catalog_build import BuildReport, build_catalog, targets
+from openrecycle.planner.catalogs.catalog_build import BuildReport, build_catalog, fill, targets
 from openrecycle.planner.catalogs.catalog_engines import InlineEngine, make_engine
 from openrecycle.planner.catalogs.catalog_store import (
     CatalogInfo,
@@ -34,7 +35,7 @@ from openrecycle.planner.cli import app
 from openrecycle.planner.jobs.errors import InfeasibleError, InputError, PlannerError
 from openrecycle.planner.jobs.failures import failures_per_stage
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
-from openrecycle.planner.plans.packed import CatalogQuestion, Effort
+from openrecycle.planner.plans.packed import CatalogQuestion, Effort, encode_plan
 from openrecycle.planner.plans.plan import PlanError
 from openrecycle.planner.portfolio import make_plan
 from tests.conftest import examples
@@ -114,6 +115,38 @@ def test_more_effort_plans_again_what_is_not_proven(tmp_path: Path) -> None:
     tuned = build(question, 1, tmp_path, effort=Effort(solver="auto", time_limit=0.05))
     assert tuned.planned == len(open_ones)
     assert build(question, 1, tmp_path).planned == 0  # the list scheduler does not undo it
+
+
+def test_a_plan_that_comes_out_worse_replaces_none(tmp_path: Path) -> None:
+    """What an hour of another solver has found is not lost to a try of seconds; nor is that made again and again."""
+    before = build(SMALL, 1, tmp_path).catalog
+    plan = next(p for name in before.blobs.names() if (p := before.plan(name)).failed)
+    worse = plan.model_copy(update={"metrics": plan.metrics.model_copy(update={"period": plan.metrics.period + 1})})
+    name, effort = plan_name(plan.problem().failed), Effort(solver="auto", time_limit=1)
+
+    class Worse(InlineEngine):
+        def run(self, tasks: object, cancelled: object = None) -> Iterator[list[tuple[str, bytes]]]:
+            yield [(name, encode_plan(worse, effort))]
+
+    folder = before.blobs
+    assert isinstance(folder, FolderBlobs)
+    fill(SMALL, targets(SMALL, 1), folder, engine=Worse(), effort=effort)
+    after = open_folder(folder.path)
+    assert after.plan(name) == plan and after.header(name).effort == effort
+
+
+def test_what_is_no_plan_is_passed_over(tmp_path: Path) -> None:
+    """A damaged plan of more failures than are asked for, and a file of somebody's own."""
+    folder = build(SMALL, 2, tmp_path).catalog.blobs
+    assert isinstance(folder, FolderBlobs)
+    last = folder.names()[-1]
+    (folder.path / f"{last}.plan").write_bytes(b"half")
+    (folder.path / "notes.plan").write_text("mine")
+    again = build(SMALL, 1, tmp_path)
+    assert (again.planned, again.kept) == (0, 3)
+    sizes = ["--pipelines", "3", "--stages", "2", "--micro-batches", "3", "--solver", "list", "--tolerance", "1"]
+    found = CliRunner().invoke(app, ["catalog", *sizes, "--out", str(tmp_path), "--json"], catch_exceptions=False)
+    assert found.exit_code == 0 and json.loads(found.stdout)["plans"] == 6
 
 
 def test_by_count_no_plan_is_beaten_by_its_neighbour(by_count: StoredCatalog) -> None:

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrecycle.planner.check import check, claim
+from openrecycle.planner.check import MOST_VIOLATIONS, check, claim, further
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, Worker
-from openrecycle.planner.plans.baseline import gpipe, one_forward_one_backward
+from openrecycle.planner.plans.baseline import one_forward_one_backward, reference_schedule
 from openrecycle.planner.plans.packed import pack, unpack
 from openrecycle.planner.plans.plan import Plan
 from openrecycle.planner.plans.schedule import Op, Schedule
@@ -68,7 +68,7 @@ def test_every_schedule_of_the_list_scheduler_is_valid(problem: Problem) -> None
 @given(problems(techniques=[Technique.FAULT_FREE], memories=["none"]))
 def test_reference_schedules_are_valid(problem: Problem) -> None:
     assert check(one_forward_one_backward(problem)) == []
-    assert check(gpipe(problem)) == []
+    assert check(reference_schedule(problem, "gpipe")) == []
 
 
 @examples(60)
@@ -162,6 +162,22 @@ def test_missing_and_doubled_ops(schedule: Schedule) -> None:
     assert golden("is-there-twice") in sentences(with_row(schedule, W0_2, lambda row: [*row[:-1], weight, row[-1]]))
 
 
+def test_of_a_million_missing_ops_the_first_are_named() -> None:
+    """A document of one op may be of as many micro-batches as a job can have."""
+    few = {Worker(0, 0): (Op("O", 0, 0, 0, Worker(0, 0), 0, 0),)}
+    found = check(Schedule(Problem(Job.uniform(1, 1, 100_000)), few))
+    assert len(found) == MOST_VIOLATIONS
+    assert further(found) == f"at least {MOST_VIOLATIONS - 1} more"
+    assert further(found[:3]) == "2 more" and further(found[:1]) == ""
+
+
+@pytest.mark.parametrize("grid", [{"micro_batches": 1_300_000}, {"pipelines": 1_300_000}])
+def test_a_plan_of_far_too_few_ops_is_refused_at_once(grid: dict[str, int]) -> None:
+    plan = make_plan(Problem(Job.uniform(1, 1, 1)), solver="list", look_ahead=False)
+    (found,) = check(plan.model_copy(update={"job": plan.job.model_copy(update=grid)}))
+    assert "2,600,000" in str(found)
+
+
 def test_backward_on_another_worker_than_its_forward(schedule: Schedule) -> None:
     other = Worker(2, 2)
     weight = find(schedule, "W", W0_2)
@@ -230,7 +246,8 @@ def test_a_plan_that_lies(plan: Plan, field: str, value: object) -> None:
 
 
 def test_a_plan_with_another_fingerprint_or_status(plan: Plan) -> None:
-    assert "fingerprint is 0" in sentences(plan.model_copy(update={"fingerprint": "0" * 32}))
+    assert "fingerprint is '0" in sentences(plan.model_copy(update={"fingerprint": "0" * 32}))
+    assert "\x1b" not in sentences(plan.model_copy(update={"fingerprint": "\x1b[2J"}))
     other = {"optimal": "feasible", "feasible": "optimal"}[plan.solver.status]
     solver = plan.solver.model_copy(update={"status": other})
     assert "solver.status" in sentences(plan.model_copy(update={"solver": solver}))
@@ -272,7 +289,7 @@ def _claiming(solver: str, bound: float | None = None) -> Plan:
     )
 
 
-@pytest.mark.parametrize("solver", ["list", "list+tuning", "list+windows", "zb-h1", "me"])
+@pytest.mark.parametrize("solver", ["list", "list+tuning", "list+windows", "milp", "zb-h1", "me"])
 def test_a_bound_above_the_proven_one_is_invalid(solver: str) -> None:
     proven = make_plan(OPEN, solver="list", look_ahead=False).metrics.lower_bound
     assert check(_claiming(solver, proven)) == []

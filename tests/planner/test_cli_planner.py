@@ -181,6 +181,14 @@ def test_summary_and_gantt_without_out() -> None:
     assert sum(c.islower() for c in rows["W0_2"] + rows["W2_2"]) == 18  # 6 micro-batches, 3 ops each
 
 
+def test_only_slots_have_a_plural(plan_file: Path, tmp_path: Path) -> None:
+    minutes = plan_file.read_text().replace('"time_unit":"slot"', '"time_unit":"min"')
+    job = json.loads(minutes)["job"]
+    (path := tmp_path / "profile.json").write_text(json.dumps(job))
+    shown = invoke("plan", "--profile", str(path), "--solver", "list").output
+    assert " min, lower bound" in shown and "mins" not in shown
+
+
 def test_json_goes_to_stdout_alone() -> None:
     result = invoke("plan", *GRID, "--solver", "list", "--json")
     assert Plan.from_json(result.stdout).metrics.period == 21

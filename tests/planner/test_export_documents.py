@@ -58,6 +58,9 @@ def test_any_unit_and_fingerprint_survive_yaml(name: str) -> None:
         ("!!python/object/apply:os.getcwd []", "plan.yaml is not YAML"),
         ("schema_version: 2", "plan.yaml is not a plan"),
         ("[" * 3000, "plan.yaml is not YAML"),
+        ("a: 2021-13-45", "plan.yaml is not YAML"),
+        ("a: !!bool x", "plan.yaml is not YAML"),
+        ("a: !!timestamp x", "plan.yaml is not YAML"),
         (b"\xff\xfe\x00", "plan.yaml is not YAML"),
     ],
 )

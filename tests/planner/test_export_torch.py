@@ -14,7 +14,7 @@ from openrecycle.planner.export import EXPORTERS
 from openrecycle.planner.export.text_formats import to_torch_csv
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
-from openrecycle.planner.plans.baseline import gpipe, one_forward_one_backward
+from openrecycle.planner.plans.baseline import one_forward_one_backward, reference_schedule
 from openrecycle.planner.plans.plan import Plan
 from openrecycle.planner.plans.schedule import Op, Schedule
 from openrecycle.planner.portfolio import make_plan
@@ -41,7 +41,7 @@ def unlike_pipelines() -> Plan:
     """GPipe in pipeline 0, 1F1B in pipeline 1."""
     problem = Problem(Job.uniform(2, 3, 4), technique=Technique.FAULT_FREE, memory=MemoryLimit("none"))
     ops: list[Op] = []
-    for pipeline, schedule in enumerate((gpipe(problem), one_forward_one_backward(problem))):
+    for pipeline, schedule in enumerate((reference_schedule(problem, "gpipe"), one_forward_one_backward(problem))):
         ops += [op for op in schedule.compute_ops() if op.pipeline == pipeline]
     return as_plan(Schedule.build(problem, ops))
 
@@ -69,6 +69,12 @@ def test_uneven_durations_become_the_order_of_ops_without_bubbles() -> None:
     for stage, row in enumerate(rows):
         ops = [op for op in plan.workers[f"W1_{stage}"] if op.kind != "O"]
         assert row == [(stage, op.kind, op.micro_batch) for op in ops]
+
+
+def test_an_op_of_a_billion_slots_is_no_billion_cells() -> None:
+    profiles = (StageProfile(0.000001, 500.0, 500.0),)
+    plan = make_plan(Problem(Job(1, 1, 1, profiles=profiles)), solver="list", look_ahead=False)
+    assert len(lines(to_torch_csv(plan))[0]) < 10
 
 
 def test_pipelines_that_differ_need_a_choice() -> None:

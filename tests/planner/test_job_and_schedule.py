@@ -27,6 +27,14 @@ def test_absurd_sizes_are_refused_before_memory_is_taken() -> None:
             Job.uniform(*sizes)
 
 
+def test_an_iteration_of_more_ticks_than_are_counted_is_refused() -> None:
+    """Its plan could be made, and would be no valid one."""
+    long = {"F": 1e9, "I": 1e9, "W": 1e9}
+    assert Job.uniform(1, 1, 1000, durations={**long, "O": 1}).ticks_per_unit == 1
+    with pytest.raises(InputError, match=r"at most 1\.15e"):
+        Job.uniform(1, 1, 1000, durations={**long, "O": 0.000001})
+
+
 def test_ticks_are_exact_for_decimal_fractions() -> None:
     job = Job.uniform(1, 2, 1, durations={"F": 0.1, "I": 1.25, "W": 3, "transfer": 0.001})
     assert job.ticks_per_unit == 1000

@@ -60,3 +60,10 @@ def test_a_plan_that_is_made_now(over: Over) -> None:
     assert again.over == over and again.find([Worker(1, 1)]) == plan
     renamed = again.find([Worker(2, 1)])
     assert renamed is not None and renamed.partition == plan.partition and check(renamed) == []
+
+
+def test_a_plan_of_another_partition_is_kept_with_its_own() -> None:
+    catalog = Catalog(JOB, Technique.STAGGERED, MemoryLimit("none"))
+    moved, _ = catalog.at((5, 4, 3)).plan_for([Worker(1, 1)])
+    catalog.add(moved)
+    assert catalog.find([Worker(1, 1)]) is None and catalog.at((5, 4, 3)).find([Worker(1, 1)]) == moved

@@ -108,12 +108,11 @@ def test_a_short_outage_is_not_worth_a_long_pause() -> None:
     assert long.choice.name == "re-partition"
 
 
-def test_spares_and_checkpoints_are_offered_where_there_are_any() -> None:
+def test_a_checkpoint_is_offered_where_there_is_one() -> None:
     plain = {o.name for o in advise(PolicyState(ONE), PLANNED, COSTS, heals_in=60).options}
-    assert "take spares" not in plain and golden("restart-from-the-checkpoint") not in plain
-    state = PolicyState(ONE, since_checkpoint=100, spares=1)
+    assert golden("restart-from-the-checkpoint") not in plain
+    state = PolicyState(ONE, since_checkpoint=100)
     offered = {o.name: o for o in advise(state, PLANNED, COSTS, heals_in=60).options}
-    assert offered["take spares"].rate == pytest.approx(PLANNED.full.per_second)
     assert offered[golden("restart-from-the-checkpoint")].redo == 100
 
 
@@ -131,25 +130,12 @@ def test_nobody_lives() -> None:
         advise(PolicyState(everyone), PLANNED, COSTS, heals_in=60)
 
 
-def test_a_catalogs_plan_is_taken() -> None:
-    """Made ahead by a better solver, it counts instead of the list scheduler's."""
-    catalog = Catalog(JOB, Technique.STAGGERED, MemoryLimit("none"))
-    bare = advise(PolicyState(ONE), PLANNED, COSTS, heals_in=60, catalog=catalog)
-    plan = make_plan(catalog.problem(ONE), solver="list", look_ahead=False)
-    catalog.add(plan)
-    full = advise(PolicyState(frozenset({Worker(0, 2)})), PLANNED, COSTS, heals_in=60, catalog=catalog)
-    for advice in (bare, full):
-        (route,) = [o for o in advice.options if o.name == "re-route"]
-        assert route.rate == pytest.approx(18 / plan.metrics.period)
-
-
 @pytest.mark.parametrize(
     ("state", "heals_in", "field"),
     [
         (PolicyState(ONE), 0, "heals_in"),
         (PolicyState(ONE), float("nan"), "heals_in"),
         (PolicyState(ONE, since_checkpoint=-1), 1, "since_checkpoint"),
-        (PolicyState(ONE, spares=-1), 1, "spares"),
         (PolicyState(frozenset({Worker(9, 9)})), 1, "failed"),
     ],
 )

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from openrecycle.planner.jobs.job import Job, Problem, Technique, Worker
-from openrecycle.planner.plans.routing import route
+from tests.planner.problems import route
 
 
 def test_one_failure_is_spread_round_robin_as_in_the_papers_figure() -> None:

@@ -43,6 +43,7 @@ from openrecycle.app.ui.planning.state import (
     say,
     shown,
 )
+from openrecycle.app.ui.schedules import schedule_of
 from openrecycle.app.ui.tables import beside_html, of_workers, workers_table
 from openrecycle.app.ui.theme import CHART_CONFIG, Palette
 from openrecycle.app.ui.time_range import choose_time
@@ -334,7 +335,7 @@ class Shown:
 
 def result(console: Console, question: WhatIf, plan: Plan, solve: Solve | None, colours: Palette) -> None:
     """solve: the search that made it; None for a saved plan."""
-    schedule = _schedule(plan)
+    schedule = schedule_of(plan)
     link = question.in_a_word() if solve is not None else f"{SAVED}:{plan.fingerprint}"
     before = _before(console, Shown(question_words(question), plan, link))
     large_one = plan.op_count > large.MAX_BARS
@@ -401,7 +402,7 @@ def _chart(compared: dict[str, Shown], colours: Palette) -> None:
         )
         url_state.say(SHOW)
         plan = compared.get(shown or THIS, compared[THIS]).plan
-        schedule = _schedule(plan)
+        schedule = schedule_of(plan)
         end = float(schedule.problem.job.units(schedule.end))
         time = choose_time(f"planner-{plan.fingerprint[:12]}", end, text.plural(plan.job.time_unit), WINDOW)
     drawing = Drawing.of(schedule, out=dict.fromkeys(plan.failed, FAILED))
@@ -448,7 +449,7 @@ def _comparison(plans: Sequence[Plan]) -> list[tuple[str, list[str]]]:
 
 def _peak_memory(plan: Plan) -> str:
     """Empty where the profile does not say what a worker holds."""
-    schedule = _schedule(plan)
+    schedule = schedule_of(plan)
     return text.size(max(schedule.peak_bytes.values())) if schedule.counts_bytes else ""
 
 
@@ -529,15 +530,6 @@ def _sent(console: Console, link: str) -> Shown | None:
         words = "the link does not say which it was"
     components.quiet(f"The plan that the link was compared with is not kept: {words}.")
     return None
-
-
-def _schedule(plan: Plan) -> Schedule:
-    return st.cache_resource(_read, max_entries=16, show_spinner="Reading the plan …")(plan.fingerprint, plan)  # type: ignore[no-any-return]
-
-
-def _read(fingerprint: str, _plan: Plan) -> Schedule:
-    """Keyed by the fingerprint; the plan itself is not hashed."""
-    return _plan.schedule()
 
 
 def _reference(plan: Plan) -> Plan:

@@ -249,6 +249,9 @@ class Bamboo(BambooTable):
         self.name = "bamboo"
         self.fault_free = planned.full.per_second
 
+    def cut(self, iteration: float) -> int:
+        return max(1, round(iteration))
+
     def rate(self, nodes: int) -> float:
         pipelines = min(nodes // self.stages, self.planned.job.pipelines)
         return self.planned.redundant(pipelines).per_second if pipelines else 0.0
@@ -268,7 +271,7 @@ class FaultFree(GridPolicy):
 
 
 class ReCycle(GridPolicy):
-    """Beyond one failure each is taken to fall where it has to be moved from, at the price of one copy."""
+    """A failure that may have to be moved to where it costs least has the price of one copy."""
 
     name = "recycle"
 
@@ -276,7 +279,7 @@ class ReCycle(GridPolicy):
         return self.planned.rerouted(self.workers - workers)
 
     def loss(self, left: int, replaced: int) -> Stop:
-        moved = self.costs.migrate if self.workers - left > 1 else 0.0
+        moved = self.costs.migrate if self.planned.moves(self.workers - left) else 0.0
         return Stop(self.recovery(replaced, moved))
 
 
@@ -389,7 +392,7 @@ class Best(GridPolicy):
     def loss(self, left: int, replaced: int) -> Stop:
         seen = self.costs.detect + self.costs.recover
         copied = self.costs.rejoin if replaced else 0.0
-        moved = self.costs.migrate if self.workers - left > 1 else 0.0
+        moved = self.costs.migrate if self.planned.moves(self.workers - left) else 0.0
         back = self.costs.repartition if self.ran == REPARTITION else 0.0
         again = max(copied, self.costs.repartition)
         pauses = dict.fromkeys((REROUTE, DROP), seen + max(copied, moved, back))

@@ -19,7 +19,6 @@ from openrecycle.planner.simulation.policy_base import (
     Pace,
     Reaction,
     Stop,
-    cut_to_milliseconds,
 )
 
 # -- the tables --------------------------------------------------------------------------------------
@@ -217,6 +216,10 @@ class MeasuredPolicy:
         """Samples per second among so many nodes."""
         return self.throughput.at(nodes)
 
+    def cut(self, iteration: float) -> int:
+        """Microseconds of an iteration as they count: whole milliseconds, as in the published simulations."""
+        return max(1, int(iteration) // MILLISECOND) * MILLISECOND
+
     def start(self, nodes: int) -> Reaction:
         """The first start, and every one after a standstill."""
         return Stop(self.pause(nodes))
@@ -239,7 +242,7 @@ class MeasuredPolicy:
         rate = self.rate(cluster.usable)
         if cluster.usable < self.stages or not rate:
             return None
-        return Pace(cut_to_milliseconds(self.costs.samples / rate), self.costs.samples)
+        return Pace(self.cut(self.costs.samples / rate * SECOND), self.costs.samples)
 
 
 # -- Bamboo ------------------------------------------------------------------------------------------
@@ -302,8 +305,7 @@ class BambooTable(MeasuredPolicy):
             return KeepTraining(ask=self._due())
         self.slowed = True
         assert self.current is not None
-        iteration = int(self.current.iteration * FAIL_OVER) // MILLISECOND * MILLISECOND
-        self.current = replace(self.current, iteration=iteration)
+        self.current = replace(self.current, iteration=self.cut(self.current.iteration * FAIL_OVER))
         return KeepTraining(stretch=FAIL_OVER, pace=self.current, ask=self._due())
 
     def _taken_over(self, places: list[Place]) -> bool:
@@ -383,7 +385,7 @@ class ReCycleTable(MeasuredPolicy):
         rate = self.rate(cluster.usable)
         if not cluster.usable or not rate:
             return None
-        return Pace(cut_to_milliseconds(self.costs.samples / rate), self.costs.samples)
+        return Pace(self.cut(self.costs.samples / rate * SECOND), self.costs.samples)
 
 
 class VarunaTable(MeasuredPolicy):

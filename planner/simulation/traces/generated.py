@@ -12,6 +12,10 @@ from openrecycle.planner.simulation.trace import HOUR_MS, MAX_HOURS, Event, Trac
 from openrecycle.planner.simulation.traces import MAX_WORKERS
 
 MOST_FAILURES = 2_000_000
+# Workers of one host.
+HOST = 8
+# Longer than any trace; of much larger numbers there are no whole milliseconds.
+MOST_HOURS = 1e9
 
 
 @dataclass(frozen=True)
@@ -20,21 +24,19 @@ class Domain:
     a switch), each group with a mean of `mtbf` hours between failures and `repair` hours until it is back.
 
     shape: of the Weibull distribution of times between failures; 1 is Poisson, below 1 failures
-    come in bursts. spread: repair times are exponential around their mean, or all alike.
+    come in bursts.
     """
 
     size: int
     mtbf: float
     repair: float
     shape: float = 1.0
-    spread: bool = False
 
     def check(self, where: str) -> None:
         for name, value, least in (("mtbf", self.mtbf, 0.0), ("repair", self.repair, 0.0), ("shape", self.shape, 0.05)):
-            if not (math.isfinite(value) and value >= least) or (name == "mtbf" and value <= 0):
-                raise InputError(
-                    f"{where} {name}", value, "a number above 0" if name == "mtbf" else f"at least {least:g}"
-                )
+            if not least <= value <= MOST_HOURS or (name == "mtbf" and value == 0):
+                expected = "a number above 0" if name == "mtbf" else f"at least {least:g}"
+                raise InputError(f"{where} {name}", value, f"{expected}, at most {MOST_HOURS:g}")
         if isinstance(self.size, bool) or not 1 <= self.size <= MAX_WORKERS:
             raise InputError(f"{where} size", self.size, f"a whole number of workers from 1 to {MAX_WORKERS}")
 
@@ -76,8 +78,7 @@ def generated(workers: int, hours: float, domains: list[Domain], *, seed: int = 
         if repaired:
             heapq.heappush(heap, (time + _wait(noise, domain), 0, group, d))
         else:
-            rest = domain.repair * (noise.expovariate(1.0) if domain.spread else 1.0)
-            heapq.heappush(heap, (time + max(1, round(rest * HOUR_MS)), 1, group, d))
+            heapq.heappush(heap, (time + max(1, round(domain.repair * HOUR_MS)), 1, group, d))
     return Trace.of(name, events, end=end)
 
 

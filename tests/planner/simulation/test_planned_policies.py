@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import openrecycle.planner.simulation
 from openrecycle.planner.catalogs.catalog_build import build_catalog
 from openrecycle.planner.catalogs.catalog_engines import InlineEngine
+from openrecycle.planner.catalogs.catalog_store import create_folder
 from openrecycle.planner.jobs.errors import InfeasibleError, InputError
-from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
+from openrecycle.planner.jobs.job import Job, MemoryLimit, StageProfile, Technique, Worker
 from openrecycle.planner.plans.packed import CatalogQuestion, Effort
 from openrecycle.planner.plans.plan import JobDoc
 from openrecycle.planner.simulation.costs import RecoveryCosts
@@ -19,7 +21,7 @@ from openrecycle.planner.simulation.engine import simulate
 from openrecycle.planner.simulation.outcome import SimulationOutcome
 from openrecycle.planner.simulation.planned import PlannedJob
 from openrecycle.planner.simulation.policies.planned_policies import PLANNED, planned_policy
-from openrecycle.planner.simulation.sensitivity import sweep
+from openrecycle.planner.simulation.sensitivity import Sweep, sweep
 from openrecycle.planner.simulation.trace import Event, Trace
 from openrecycle.planner.simulation.traces import read_trace
 from openrecycle.planner.simulation.traces.generated import Domain, generated
@@ -140,6 +142,34 @@ def test_what_a_death_costs(grid: PlannedJob) -> None:
         assert after == pytest.approx(rate, rel=1e-5)
 
 
+@pytest.fixture(scope="module")
+def uneven() -> PlannedJob:
+    """A failure costs three times as much on stage 0."""
+    return PlannedJob(Job(3, 2, 4, profiles=(StageProfile(3, 3, 3), StageProfile())), samples=12)
+
+
+def test_fewer_pipelines_are_whole_ones(uneven: PlannedJob) -> None:
+    """Two workers of stage 0 have 12 micro-batches of 9 slots, wherever as many failures would cost less."""
+    whole, anywhere = uneven.fewer_pipelines(2), uneven.rerouted(2)
+    assert whole and anywhere and whole.seconds >= 54 > anywhere.seconds
+    assert uneven.fewer_pipelines(3) == uneven.rerouted(0) and uneven.fewer_pipelines(0) is None
+    assert PlannedJob(uneven.job, samples=12, technique=Technique.FAULT_FREE).fewer_pipelines(2) is None
+
+
+def test_the_first_failure_is_moved_to_where_it_costs_least(uneven: PlannedJob) -> None:
+    events = [Event(0, "add", f"w{i}") for i in range(6)] + [Event(1_000_000, "remove", "w5")]
+    outcome = run(uneven, "recycle", Trace.of("one", events, end=1_200_000), detect=1, recover=1, migrate=7)
+    (begin, _), (end, _) = outcome.rates[-2:]
+    assert (end - begin) / 1e6 == pytest.approx(9)
+
+
+def test_bamboo_counts_iterations_below_a_millisecond() -> None:
+    times = {"F": 0.01, "I": 0.01, "W": 0.01}
+    quick = PlannedJob(Job.uniform(3, 2, 4, durations=times, time_unit="ms"), samples=12)
+    outcome = run(quick, "bamboo", Trace.of("none", [Event(0, "add", f"w{i}") for i in range(6)], end=100_000))
+    assert outcome.rates[-1][1] == pytest.approx(quick.redundant(3).per_second, rel=1e-2)
+
+
 def test_a_return_heals(grid: PlannedJob) -> None:
     for name in ("recycle", "repartition", "drop-replica", "checkpoint-restart", "ours"):
         outcome = run(grid, name, one_death(500_000, back=800_000))
@@ -215,6 +245,10 @@ def test_a_catalogs_periods_are_taken(grid: PlannedJob, tmp_path: Path) -> None:
     assert found is not None and rate.seconds <= found.plan.metrics.period
     with pytest.raises(InputError, match="--catalog"):
         PlannedJob(Job.uniform(2, 2, 4), samples=8, catalog=report.catalog)
+    layered = Job.uniform(2, 2, 3, layers=4)
+    moving = CatalogQuestion(layered, Technique.STAGGERED, MemoryLimit("uniform"), "partitions")
+    with pytest.raises(InputError, match="--catalog"):  # moving layers costs what its periods don't say
+        PlannedJob(layered, samples=6, catalog=create_folder(tmp_path, moving)[0])
 
 
 def test_sensitivity_and_crossings(grid: PlannedJob) -> None:
@@ -232,6 +266,17 @@ def test_sensitivity_and_crossings(grid: PlannedJob) -> None:
     assert rates == sorted(rates)
     assert all(6 < crossing.hours < 1000 for crossing in made.crossings)
     assert made.rates(1)[0] < made.rates(0)[0]
+
+
+def test_a_tie_hides_no_crossing() -> None:
+    def outcome(policy: str, rate: float) -> SimulationOutcome:
+        return SimpleNamespace(policy=policy, trace_samples_per_second=rate)  # type: ignore[return-value]
+
+    made = Sweep((1, 10, 100), tuple((outcome("a", rate), outcome("b", 2.0)) for rate in (3.0, 2.0, 1.0)))
+    (crossing,) = made.crossings
+    assert (crossing.before, crossing.after, crossing.hours) == ("a", "b", pytest.approx(10))
+    touching = Sweep((1, 10, 100), tuple((outcome("a", rate), outcome("b", 2.0)) for rate in (3.0, 2.0, 3.0)))
+    assert touching.crossings == []
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,17 @@ def test_a_profile_and_sizes_beside_it(simulate: Any) -> None:
     assert code == 0 and json.loads(out)["model"] == "grid-6x4-larger.json"
     code, _, err = simulate("--policy", "recycle", *TRACE, "--profile", profile, "--stages", "3")
     assert code == 2 and "--stages: got 3, expected 4" in err
+    code, _, err = simulate("--policy", "recycle", *TRACE, "--profile", profile, "--durations", "F=2")
+    assert code == 2 and "--durations: got 'F=2'" in err
+
+
+def test_a_measured_profile_takes_the_sizes_that_plan_takes(simulate: Any) -> None:
+    code, out, err = simulate(
+        "--policy", "fault-free", *TRACE, "--profile", "gpt3-medium",
+        "--pipelines", "3", "--stages", "8", "--micro-batches", "4", "--json",
+    )  # fmt: skip
+    assert code == 0, err
+    assert json.loads(out)["average_samples_per_second"] > 0
 
 
 def test_a_table_for_people(simulate: Any) -> None:
