@@ -21,6 +21,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from openrecycle.agent.coordination.membership import FailureTimeouts
 from openrecycle.app.history.archive import HistoryError, delete_job, export, import_history
 from openrecycle.app.runtime.errors import ConsoleError, SettingsError
+from openrecycle.app.runtime.processes import start_server
 from openrecycle.app.security.access import AuditLog, Tokens
 from openrecycle.app.security.sign_in import read_oidc
 from openrecycle.app.settings import RetentionLimits, Settings, default_database_url, read_token, seconds
@@ -303,6 +304,7 @@ def serve(
     ] = RetentionLimits.events,
 ) -> None:
     """Serve the pages and the REST API until Ctrl-C."""
+    start_server()  # it takes as long as the imports that follow
     from openrecycle.app.server import serve as run
     from openrecycle.db.session import DatabaseError
 

@@ -64,6 +64,7 @@ from openrecycle.agent.models.layers import Tied
 from openrecycle.agent.models.stage_io import StageIO
 from openrecycle.agent.models.streams import StreamBatches, stream_of
 from openrecycle.agent.models.workload import Workload, first_readable
+from openrecycle.forking import fork_context
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.plans.plan import JobDoc
@@ -696,7 +697,7 @@ def _check_script(workload: SentWorkload) -> None:
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         os._exit(_UNGUARDED)  # this is that process
     start_server(preload(workload))
-    probe = multiprocessing.get_context("forkserver").Process(target=_nothing, daemon=True)
+    probe = fork_context().Process(target=_nothing, daemon=True)
     probe.start()
     probe.join(_IMPORT_SECONDS)
     if probe.exitcode == _UNGUARDED:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import multiprocessing
 import os
 import queue
 import shutil
@@ -28,6 +27,7 @@ from openrecycle.agent.messages.client import Offset
 from openrecycle.agent.messages.protocol import TOKEN_VARIABLE
 from openrecycle.agent.models.workload import WorkloadSource
 from openrecycle.agent.monitoring.liveness import Activity, CurrentOp, activity
+from openrecycle.forking import fork_context
 from openrecycle.planner.jobs.job import Worker
 
 
@@ -193,7 +193,6 @@ def preload(workload: WorkloadSource) -> list[str]:
     """Modules that the server imports once, for all workers. Of torch, those that it imports by itself
     with the first optimizer and the first backward: more than a second, in every worker anew."""
     return [
-        "openrecycle.agent.launcher.fork_server",
         "openrecycle.agent.workers.worker",
         "torch._dynamo",
         "torch.fx.experimental.symbolic_shapes",
@@ -210,7 +209,7 @@ def start_server(preload: list[str]) -> None:
     # A module that asks torch.cuda.is_available() while it is imported must not wake the driver: workers that are
     # forked afterwards could use no GPU.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
+    fork_context(preload)
     # Workers inherit its environment, and the token in ours may be one that operates.
     token = os.environ.pop(TOKEN_VARIABLE, None)
     try:
@@ -227,7 +226,7 @@ class ProcessPool:
 
     def __init__(self, target: Callable[..., None], preload: list[str]) -> None:
         start_server(preload)
-        self.context = multiprocessing.get_context("forkserver")
+        self.context = fork_context()
         self._target = target
         self.running: dict[Worker, WorkerProcess] = {}
         self._spares: dict[int, list[SpareRank]] = {}

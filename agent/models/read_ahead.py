@@ -17,7 +17,6 @@ import threading
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -26,6 +25,7 @@ import torch.multiprocessing  # how tensors go through a pipe
 
 from openrecycle.agent.models.data import own_numbers
 from openrecycle.agent.models.streams import StreamBatches
+from openrecycle.forking import fork_context
 
 log = logging.getLogger("openrecycle")
 
@@ -145,11 +145,7 @@ def _started(read: Read) -> tuple[multiprocessing.process.BaseProcess, Connectio
     it."""
     # A worker is a daemon of its launcher's, and those may have no children; this one ends with it all the same.
     multiprocessing.current_process().daemon = False
-    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
-    if server._forkserver_pid is None and server._forkserver_address is not None:
-        # In a child of the server: it would start another one, which imports everything again.
-        server.ensure_running = lambda: None
-    context = multiprocessing.get_context("forkserver")
+    context = fork_context()
     ours, theirs = context.Pipe(duplex=True)
     # Pickled here: a process's arguments would move the tensors among them to shared memory.
     payload, threads = pickle.dumps(read), torch.get_num_threads()

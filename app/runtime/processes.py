@@ -1,9 +1,9 @@
 """How processes of the console log, and its child processes: what takes long, or much memory, is done in one.
 
-A child answers one question after the other, each with a stream of messages. It is spawned without what Streamlit
-leaves behind in its parent, leads a process group of its own, so that what it starts ends with it, and ends with its
-parent, however that ends. A question is any tuple that can be pickled; messages are bytes. Nothing that comes out of a
-child is unpickled: it may have read what somebody sent.
+A child answers one question after the other, each with a stream of messages. It is forked from a server that has most
+of its imports, without what Streamlit leaves behind in its parent, leads a process group of its own, so that what it
+starts ends with it, and ends with its parent, however that ends. A question is any tuple that can be pickled; messages
+are bytes. Nothing that comes out of a child is unpickled: it may have read what somebody sent.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for
 from multiprocessing.process import BaseProcess
@@ -30,6 +31,7 @@ from typing import Any
 
 import structlog
 
+from openrecycle.forking import fork_context
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.words import printable
 
@@ -64,6 +66,15 @@ def configure_logging() -> None:
 
 
 _SLICE = 0.2
+_PRELOAD = (
+    "openrecycle.app.runtime.processes",
+    "openrecycle.app.plans.making",
+    "openrecycle.app.plans.solving_child",
+    "openrecycle.app.plans.simulations",
+    "openrecycle.app.catalogs.contents",
+    "openrecycle.app.advice.recommendation",
+)
+"""What most children do is imported once, in 0.5 s. A database and solvers are imported where they are needed."""
 
 
 # -- the child ---------------------------------------------------------------------------------
@@ -154,6 +165,12 @@ def answered(request: bytes, make: Callable[[dict[str, Any]], bytes]) -> bytes:
 
 
 # -- the console -------------------------------------------------------------------------------
+
+
+def start_server() -> None:
+    """Has the server that children are forked from begin to import, while this process does other things."""
+    fork_context(_PRELOAD)
+    forkserver.ensure_running()
 
 
 class ChildEnded(Exception):
@@ -310,7 +327,7 @@ class Children:
 
     def prepare(self) -> None:
         """Has a process ready, so that the next question need not wait for its imports."""
-        with self._lock:
+        with self._lock, suppress(OSError):  # there is none: the next question says so
             if self._closed or any(not c.asked and not c.ended() for c in self._children):
                 return
             self._expire(self._begin())
@@ -351,13 +368,17 @@ class Children:
             child.ended(5)
 
     def _begin(self) -> _Child:
-        context = multiprocessing.get_context("spawn")
+        context = fork_context(_PRELOAD)
         ours, theirs = context.Pipe()
         arguments = theirs, self._work, self._setup, self._memory
         # Daemons may have no children of their own.
         process = context.Process(target=_serve, args=arguments, name=self._name, daemon=not self._nested)
-        process.start()
-        theirs.close()
+        try:
+            process.start()
+        except EOFError:
+            raise OSError("a process can't be forked") from None
+        finally:
+            theirs.close()
         child = _Child(process, ours)
         self._children.append(child)
         return child

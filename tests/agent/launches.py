@@ -43,17 +43,22 @@ _WARM = {
 }
 
 
+_warm_server: list[int] = []
+
+
 def warm(*more: str) -> None:
     """The server that forks all of them; its imports go on while the caller does other things. more: modules that it
-    imports, too; where the one that runs has not, another takes its place."""
+    imports, too. Where one runs that has not all of these, as a console in this process has it, another takes its
+    place."""
     if not _WARM.issuperset(more):
         _WARM.update(more)
-        server: Any = forkserver._forkserver  # type: ignore[attr-defined]
-        if server._forkserver_pid is not None:
-            os.close(server._forkserver_alive_fd)  # it ends
-            server._forkserver_pid = server._forkserver_address = server._forkserver_alive_fd = None
-    first = preload(NamedWorkload("builtins:int", {}))[0]
-    start_server([first, *sorted(_WARM - {first})])
+        _warm_server.clear()
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    if server._forkserver_pid is not None and server._forkserver_pid not in _warm_server:
+        os.close(server._forkserver_alive_fd)  # it ends
+        server._forkserver_pid = server._forkserver_address = server._forkserver_alive_fd = None
+    start_server(sorted(_WARM))
+    _warm_server[:] = [server._forkserver_pid]
 
 
 class Launched:

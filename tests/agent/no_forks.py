@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 
-from openrecycle.agent.launcher import fork_server
+from openrecycle import fork_server
 
 _real = fork_server._fork
 _asked = 0

@@ -37,7 +37,7 @@ def test_a_round_of_the_collector_looks_through_what_a_worker_has_made_alone() -
 _ONE_FAILS = """
 import multiprocessing, os
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["openrecycle.agent.launcher.fork_server", "tests.agent.no_forks"])
+context.set_forkserver_preload(["openrecycle.fork_server", "tests.agent.no_forks"])
 def started():
     mine, theirs = context.Pipe()
     process = context.Process(target=mine.recv, daemon=True)
