@@ -116,8 +116,7 @@ class JobView:
     and are not replaced. moved: those that hold another role than at first.
 
     iterations: the newest ones, oldest first. events: the newest ones, newest first.
-    figures: ETTR, goodput and the fault-free rate so far. waits_since: when the wait for a person began that lasts
-    (POSIX seconds), None: nobody is waited for.
+    figures: ETTR, goodput and the fault-free rate so far.
     advice: the best option with the workers that are out, None while nothing is known of it. held: layers per stage as
     the workers have them, () where stages can't be cut; coming: as they will, while layers move. spares: ranks that
     run nothing since another one of their worker has ended.
@@ -141,7 +140,6 @@ class JobView:
     condition: Condition = Condition.RUNNING
     missing: tuple[ProcessState, ...] = ()
     moved: tuple[ProcessState, ...] = ()
-    waits_since: float | None = None
     plan_words: str = ""
     held: tuple[int, ...] = ()
     coming: tuple[int, ...] = ()
@@ -423,7 +421,6 @@ class Queries:
                 condition=worker_states.condition,
                 missing=worker_states.missing,
                 moved=worker_states.moved,
-                waits_since=waited.since,
                 plan_words=run.words if run else "",
                 held=state.held,
                 coming=state.current.partition if state.current and state.moving else (),

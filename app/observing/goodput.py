@@ -139,12 +139,13 @@ def figures(account: Account, job: LiveJob, begin: float, now: float, waited: Wa
     spec, baseline = job.spec, job.baseline
     samples = spec.pipelines * spec.micro_batches * spec.samples_per_micro_batch
     end = account.last_at if job.state.over else now
-    wall = end - begin - waited.total if begin and account.through >= 0 else 0.0
+    out = waited.within(begin, end)
+    wall = end - begin - out if begin and account.through >= 0 else 0.0
     if wall <= 0:
-        return Figures(baseline, None, None, 0.0, 0.0, waited.total)
+        return Figures(baseline, None, None, 0.0, 0.0, out)
     productive = min(account.productive, wall)
     goodput = account.count * samples / (baseline.samples_per_second * wall) if baseline else None
-    return Figures(baseline, productive / wall, goodput, wall, productive, waited.total)
+    return Figures(baseline, productive / wall, goodput, wall, productive, out)
 
 
 def planned_rate(job: LiveJob) -> float | None:
@@ -173,7 +174,7 @@ class Waiting:
         """Raises SQLAlchemyError."""
         if not (waits := job.waits):
             return NOTHING
-        now, iterations = time.time(), dict[int, float]()
+        iterations: dict[int, float] = {}
         whole = joined(waits)
         for wait in whole:
             if wait.end is not None and (found := self._iteration(job.job_id, wait.begin, wait.end)) is not None:
@@ -182,10 +183,8 @@ class Waiting:
         for wait in job.choices:
             if wait.end is not None:
                 chosen[wait.generation] = chosen.get(wait.generation, 0.0) + wait.end - wait.begin
-        total = sum((now if w.end is None else w.end) - w.begin for w in whole)
-        since = next((w.begin for w in whole if w.end is None), None)
         paused = apart((w for w in waits if not w.generation), job.choices)
-        return Waited(iterations, chosen, paused, max(0.0, total), since)
+        return Waited(iterations, chosen, paused, tuple(whole))
 
     def _iteration(self, job_id: str, begin: float, end: float) -> tuple[int, float] | None:
         """Number of the iteration that the wait was in, and how much of it; None: it is not committed yet."""

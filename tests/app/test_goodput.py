@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from ui_console import ConsoleHere, JobHere, until
 
+from openrecycle.agent.messages.protocol import JobFinished
 from openrecycle.app.advice.service import measured_costs
 from openrecycle.app.console.service import Console
 from openrecycle.app.jobs.throughput import Account, Baseline
@@ -180,6 +181,22 @@ def test_an_unsteady_start_is_no_yardstick(here: ConsoleHere) -> None:
     commit(here.console, driven, rows(31, 60, 1.0))
     until(lambda: job.baseline is not None, "a stable window")
     assert job.baseline is not None and job.baseline.first >= 12
+
+
+@pytest.mark.parametrize("held", [[("pause", 110.0)], [("pause", 104.0), ("resume", 5000.0)]])
+def test_a_wait_after_the_last_commit_is_none_of_its_time(here: ConsoleHere, held: list[tuple[str, float]]) -> None:
+    """A job that ended in a pause, or in one that began in its last iteration."""
+    driven = JobHere(here.console, "ended in a pause", iterations=400).register()
+    job = here.console.jobs.find(driven.job_id)
+    job.pin(PINNED)
+    account = account_of([1.0] * 10)
+    account.last_at = 110.0
+    job.commands.held = held
+    here.console.reports.finish(job.job_id, JobFinished(state="stopped"))
+    made = figures(account, job, 100.0, 9000.0, here.console.accounts.waiting.of(job))
+    out = max(0.0, 110.0 - held[0][1])
+    assert (made.waited, made.wall) == (out, 10.0 - out)
+    assert made.ettr is not None and made.ettr <= 1
 
 
 def test_a_persons_time_is_no_cost_and_no_dip(here: ConsoleHere) -> None:
