@@ -84,8 +84,9 @@ def plan_file(fingerprint: str) -> str:
     return f"plans/{fingerprint}.json"
 
 
-def export(database: Database, job_id: str, out: Path) -> Manifest | None:
-    """Writes the file; it is there when it is whole, and not before. None: there is no such job.
+def export(database: Database, job_id: str, out: Path, *, audit: bool = True) -> Manifest | None:
+    """Writes the file; it is there when it is whole, and not before. None: there is no such job. audit: with the lines
+    of the audit log that speak of the job, else with none.
 
     Takes little memory, however long the history is: rows are written as they are read. Raises OSError,
     SQLAlchemyError.
@@ -101,6 +102,8 @@ def export(database: Database, job_id: str, out: Path) -> Manifest | None:
                 for name in EXPORTED:
                     form = format_of(name)
                     rows = [job] if name == "job" else snapshot.rows(name, job_id)
+                    if name == "audit" and not audit:
+                        rows = []
                     lines = (orjson.dumps(form.to_line(row)) + b"\n" for row in rows)
                     digest, size, count = _write(archive, table_file(name), lines)
                     tables[name] = TableEntry(bytes=size, sha256=digest, rows=count)

@@ -72,13 +72,14 @@ class Histories:
 
     # -- out and in -----------------------------------------------------------------------------
 
-    async def export(self, job_id: str) -> Path:
-        """A file of the caller's, who deletes it. Raises ConsoleError."""
+    async def export(self, job_id: str, *, audit: bool) -> Path:
+        """A file of the caller's, who deletes it. audit: with what the audit log says of the job. Raises
+        ConsoleError."""
         self._jobs.find(job_id)
         out = _temporary()
         try:
             out.unlink()
-            if not (await self._run("export", job_id, str(out)))["found"]:
+            if not (await self._run("export", job_id, str(out), *(["audit"] if audit else [])))["found"]:
                 raise unknown_job(job_id)
         except BaseException:
             out.unlink(missing_ok=True)
@@ -174,12 +175,13 @@ class Histories:
 
 
 def work(channel: Channel, url: str, action: str, *arguments: str) -> None:
-    """In a child: `export` JOB OUT, or `import` FILE ACTOR [ID]. Says a line of JSON; refused: with a sentence under
-    `error`."""
+    """In a child: `export` JOB OUT [audit], or `import` FILE ACTOR [ID]. Says a line of JSON; refused: with a sentence
+    under `error`."""
     database = Database(url)
     try:
         if action == "export":
-            said: dict[str, Any] = {"found": export(database, arguments[0], Path(arguments[1])) is not None}
+            made = export(database, arguments[0], Path(arguments[1]), audit="audit" in arguments[2:])
+            said: dict[str, Any] = {"found": made is not None}
         else:
             resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
             new_id = arguments[2] if len(arguments) > 2 else None

@@ -119,6 +119,17 @@ def test_an_imported_job_is_looked_at_as_any_other(origin: tuple[Database, str, 
         console.close()
 
 
+def test_who_may_not_read_the_audit_log_gets_none_of_it_in_the_file(
+    origin: tuple[Database, str, Path], target: Database, tmp_path: Path
+) -> None:
+    source, job_id, _ = origin
+    made = export(source, job_id, tmp_path / "job.zip", audit=False)
+    assert made is not None and made.tables["audit"].rows == 0
+    with zipfile.ZipFile(tmp_path / "job.zip") as archive:
+        assert archive.read(table_file("audit")) == b""
+    assert import_history(target, tmp_path / "job.zip").job_id == job_id
+
+
 def test_a_job_that_runs_is_stopped_where_it_is_imported(
     origin: tuple[Database, str, Path], target: Database, tmp_path: Path
 ) -> None:
