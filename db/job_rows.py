@@ -173,10 +173,11 @@ class JobRows:
     # -- away -----------------------------------------------------------------------------------
 
     def hide(self, job_id: str, audit: Record) -> bool:
-        """The first step of deleting a job. False: there is none. audit: who wanted it."""
+        """The first step of deleting a job, whose idempotency key is free from then on. False: there is none. audit:
+        who wanted it."""
         with self._database.write() as session:
             done = update(JobRow).where(JobRow.id == job_id, JobRow.state.not_in(HIDDEN))
-            if session.scalar(done.values(state=DELETING).returning(JobRow.id)) is None:
+            if session.scalar(done.values(state=DELETING, idempotency_key=None).returning(JobRow.id)) is None:
                 return False
             session.execute(insert(AuditRow).values(audit))
         return True

@@ -122,6 +122,12 @@ class Store:
                 session.execute(insert(WorkerRow), [{"job_id": job_id, **w} for w in workers])
             return row
 
+    def job_of_key(self, idempotency_key: str) -> Record | None:
+        """One of `jobs`: that was created under this key."""
+        query = select(JobRow.__table__).where(JobRow.idempotency_key == idempotency_key)
+        with self.database.read() as session:
+            return next(iter(_rows(session, query.where(JobRow.state.not_in(HIDDEN)))), None)
+
     def jobs(self) -> list[Record]:
         """Every job, oldest first; without those on their way in or out."""
         query = select(JobRow.__table__).where(JobRow.state.not_in(HIDDEN)).order_by(JobRow.created_at, JobRow.id)
@@ -197,6 +203,11 @@ class Store:
                 row[key] = json.loads(row[key])
         return rows
 
+    def generation(self, job_id: str, number: int) -> Record | None:
+        """One of `generations`."""
+        found = self.generations(job_id, after=number - 1, limit=1)
+        return found[0] if found and found[0]["generation"] == number else None
+
     def newest_move(self, job_id: str) -> Record | None:
         """The last generation in which layers came to other stages: its number, `partition` and `moved_at`."""
         row = GenerationRow
@@ -211,7 +222,7 @@ class Store:
         """The last of `generations`."""
         with self.database.read() as session:
             last = session.scalar(select(func.max(GenerationRow.generation)).where(GenerationRow.job_id == job_id))
-        return None if last is None else self.generations(job_id, after=last - 1)[0]
+        return None if last is None else self.generation(job_id, last)
 
     def acknowledgements(
         self, job_id: str, generation: int | None = None, *, after: int = 0, last: int | None = None

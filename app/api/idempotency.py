@@ -1,9 +1,9 @@
 """A POST with an Idempotency-Key is done once: who sends it again gets the first one's answer.
 
 Keys and answers are in the database, so that this holds through a restart of the console, which is when
-requests are sent again. POST /jobs keeps its key with the job itself, for good; heartbeats may come twice; a
-history that is imported is never imported over another one; the answer of POST /tokens is a secret, which is kept
-nowhere.
+requests are sent again. POST /jobs keeps its key with the job itself, as long as that is there; heartbeats may come
+twice; a history that is imported is never imported over another one; the answer of POST /tokens is a secret, which is
+kept nowhere.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -36,7 +37,10 @@ def stored_plan(store: Store, fingerprint: str) -> Plan | None:
             return unpack(data, source=f"plan {fingerprint}")
         except PlanError as error:
             log.warning("the columns of a plan can't be read; its document is", reason=str(error))
-    document = store.plan(fingerprint)
+    try:
+        document = store.plan(fingerprint)
+    except (zlib.error, UnicodeDecodeError) as error:
+        raise PlanError(f"plan {fingerprint}: what is stored of it is damaged ({error})") from None
     if document is None:
         return None
     with building(len(document) // OP_BYTES):

@@ -311,6 +311,23 @@ def test_a_job_that_can_not_be_read_back_does_not_stop_the_others(store: Store) 
         again.close()
 
 
+def test_a_damaged_plan_does_not_stop_its_job(store: Store) -> None:
+    console = Console(store)
+    console.start()
+    created, _ = console.jobs.create(SPEC)
+    register_all(console, created.job_id)
+    console.close()
+    with store.database.write() as session:
+        session.execute(text("delete from plan_columns"))
+        session.execute(text("update plan set document = :rubbish"), {"rubbish": b"rubbish"})
+    again = Console(store)
+    again.start()
+    try:
+        assert again.jobs.find(created.job_id).state.generation == 1
+    finally:
+        again.close()
+
+
 def test_jobs_that_are_over_are_read_when_somebody_asks(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     console = Console(store)
     console.start()
