@@ -100,10 +100,10 @@ def router(console: Console) -> APIRouter:
 
     @api.get("/{job_id}/generations", response_model=Generations)
     async def generations(
-        job_id: str, after: Annotated[int, Query(ge=0, le=2**53)] = 0, limit: Most = None
+        job_id: str, after: Annotated[int, Query(ge=0, le=2**53)] = 0, limit: Limit = 1000
     ) -> Response:
-        """Generations with a number > after, oldest first: read on with `after` = the last one's. Without a limit,
-        all."""
+        """Generations with a number > after, oldest first: read on with `after` = the last one's until there are
+        none. Of a job of thousands of workers there are fewer at once than the limit."""
         return await answer_in_thread(_generations, console, job_id, after, limit)
 
     @api.get("/{job_id}/plans")
@@ -157,7 +157,7 @@ def _workers(console: Console, job_id: str) -> Workers:
     return Workers(workers=[WorkerInfo(**worker._asdict()) for worker in console.queries.view(job_id, 1, 1).workers])
 
 
-def _generations(console: Console, job_id: str, after: int, limit: int | None) -> Generations:
+def _generations(console: Console, job_id: str, after: int, limit: int) -> Generations:
     return Generations(generations=[GenerationInfo(**row) for row in console.queries.generations(job_id, after, limit)])
 
 

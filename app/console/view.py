@@ -265,6 +265,8 @@ def summary(job: LiveJob, sentence: str) -> JobSummary:
 
 
 EVENTS = 20
+# Of the generations that are read at once, so many workers: of thousands, each has what it acknowledged.
+GENERATION_ROWS = 32_768
 # What older versions stored, and how it is called since.
 BEFORE = {"starting": "empty", "re-joining": "joining"}
 _EVENT = ("seq", "at", "severity", "kind", "worker", "text", "count", "last_at")
@@ -578,9 +580,10 @@ class Queries:
             covered = min(covered, seconds)
         return tuple(row for row in rows if row[0] <= covered), covered
 
-    def generations(self, job_id: str, after: int = 0, limit: int | None = None) -> list[Record]:
-        """Generations with a number > after and their acknowledgements, oldest first."""
-        self._find(job_id)
+    def generations(self, job_id: str, after: int = 0, limit: int = 1000) -> list[Record]:
+        """Generations with a number > after and their acknowledgements, oldest first: so many, or fewer of a large
+        job, each of whose workers has some."""
+        limit = min(limit, max(1, GENERATION_ROWS // len(self._find(job_id).state.members)))
         with storing():
             generations = self._store.generations(job_id, after=after, limit=limit)
             last = generations[-1]["generation"] if generations else 0

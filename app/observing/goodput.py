@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from weakref import WeakKeyDictionary
 
 from openrecycle.agent.coordination.events import Note
 from openrecycle.app.jobs.live_job import LiveJob
@@ -31,22 +32,22 @@ class Accounts:
     ) -> None:
         self._store, self._observations, self._plan = store, Observations(store.database), plan
         self.waiting = Waiting(self._observations)
-        self._of: dict[str, tuple[Account, float]] = {}
-        self._windows: dict[str, Window] = {}
+        self._of: WeakKeyDictionary[LiveJob, tuple[Account, float]] = WeakKeyDictionary()
+        self._windows: WeakKeyDictionary[LiveJob, Window] = WeakKeyDictionary()
         self._lock = threading.Lock()
 
     def of(self, job: LiveJob) -> Figures:
         """Raises SQLAlchemyError."""
         waited = self.waiting.of(job)
         with self._lock:
-            account, begin = self._of.get(job.job_id) or (Account(), 0.0)
+            account, begin = self._of.get(job) or (Account(), 0.0)
             account, begin = self._brought_up(account, job, waited), begin or self._begin(job)
-            self._of[job.job_id] = account, begin
+            self._of[job] = account, begin
             return figures(account, job, begin, time.time(), waited)
 
     def _begin(self, job: LiveJob) -> float:
         """When the first generation opened; 0 while none has."""
-        generations = self._store.generations(job.job_id) if job.state.current else []
+        generations = self._store.generations(job.job_id, limit=1) if job.state.current else []
         return float(generations[0]["opened_at"]) if generations else 0.0
 
     def _brought_up(self, account: Account, job: LiveJob, waited: Waited) -> Account:
@@ -84,14 +85,14 @@ class Accounts:
                 known = job.baseline
         if known is not None and known.renew is None:
             if state.current.failed or not self._quicker(state.current.plan_fingerprint, known.plan):
-                self._windows.pop(job.job_id, None)
+                self._windows.pop(job, None)
                 return
             begin = state.committed
         else:
             begin = known.renew or 0 if known else 0
-        window = self._windows.get(job.job_id)
+        window = self._windows.get(job)
         if window is None or window.through < begin - 1:
-            window = self._windows[job.job_id] = Window(begin - 1)
+            window = self._windows[job] = Window(begin - 1)
         if window.through < state.committed - 1:
             self._look(job, window, known)
 
@@ -103,13 +104,10 @@ class Accounts:
             window.add(row["iteration"], row["seconds"], row["generation"], whole=whole)
             if not window.found:
                 continue
-            plan = next(
-                e["plan_fingerprint"]
-                for e in self._store.generations(job.job_id)
-                if e["generation"] == row["generation"]
-            )
+            opened = self._store.generation(job.job_id, row["generation"])
+            plan = opened["plan_fingerprint"] if opened else ""
             made, unsteady = window.baseline(spec.pipelines * spec.micro_batches * spec.samples_per_micro_batch, plan)
-            del self._windows[job.job_id]
+            del self._windows[job]
             if known is not None and known.renew is None and made.samples_per_second <= known.samples_per_second:
                 # By a plan that should be quicker, and is not: the rate stays, and that plan is not tried again.
                 text = f"fault-free stays {_rate(known.samples_per_second)} samples/s: the new fault-free plan was not "
@@ -168,7 +166,7 @@ class Waiting:
 
     def __init__(self, observations: Observations) -> None:
         self._observations = observations
-        self._found: dict[tuple[str, float, float], tuple[int, float] | None] = {}
+        self._found: WeakKeyDictionary[LiveJob, dict[tuple[float, float], tuple[int, float]]] = WeakKeyDictionary()
 
     def of(self, job: LiveJob) -> Waited:
         """Raises SQLAlchemyError."""
@@ -177,7 +175,7 @@ class Waiting:
         iterations: dict[int, float] = {}
         whole = joined(waits)
         for wait in whole:
-            if wait.end is not None and (found := self._iteration(job.job_id, wait.begin, wait.end)) is not None:
+            if wait.end is not None and (found := self._iteration(job, wait.begin, wait.end)) is not None:
                 iterations[found[0]] = iterations.get(found[0], 0.0) + found[1]
         chosen: dict[int, float] = {}
         for wait in job.choices:
@@ -186,13 +184,13 @@ class Waiting:
         paused = apart((w for w in waits if not w.generation), job.choices)
         return Waited(iterations, chosen, paused, tuple(whole))
 
-    def _iteration(self, job_id: str, begin: float, end: float) -> tuple[int, float] | None:
+    def _iteration(self, job: LiveJob, begin: float, end: float) -> tuple[int, float] | None:
         """Number of the iteration that the wait was in, and how much of it; None: it is not committed yet."""
-        key = (job_id, begin, end)
-        if key not in self._found:
-            row = self._observations.committed_after(job_id, end)
+        found, key = self._found.setdefault(job, {}), (begin, end)
+        if key not in found:
+            row = self._observations.committed_after(job.job_id, end)
             if row is None:
                 return None
             seconds = min(end, row["committed_at"]) - max(begin, row["committed_at"] - row["seconds"])
-            self._found[key] = row["iteration"], max(0.0, min(seconds, row["seconds"]))
-        return self._found[key]
+            found[key] = row["iteration"], max(0.0, min(seconds, row["seconds"]))
+        return found[key]
