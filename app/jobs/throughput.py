@@ -17,10 +17,13 @@ line of the event feed.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median, quantiles
 from typing import Literal
+
+from pydantic import TypeAdapter
 
 from openrecycle.app.jobs.waiting import NOTHING, Waited, trained
 from openrecycle.db.store import Record
@@ -57,10 +60,13 @@ class Baseline:
 def read_baseline(stored: str) -> Baseline | None:
     """None: there is none, or what is stored is none (of a file from elsewhere)."""
     try:
-        made = Baseline(**json.loads(stored)) if stored else None
-        return made if made is None or made.samples_per_second > 0 else None
-    except (TypeError, ValueError):
+        made = _BASELINE.validate_json(stored) if stored else None
+        return made if made is None or 0 < made.samples_per_second < math.inf else None
+    except ValueError:
         return None
+
+
+_BASELINE = TypeAdapter(Baseline)
 
 
 @dataclass

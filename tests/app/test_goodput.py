@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from ui_console import ConsoleHere, JobHere, until
 from openrecycle.agent.messages.protocol import JobFinished
 from openrecycle.app.advice.service import measured_costs
 from openrecycle.app.console.service import Console
-from openrecycle.app.jobs.throughput import Account, Baseline
+from openrecycle.app.jobs.throughput import Account, Baseline, read_baseline
 from openrecycle.app.jobs.waiting import Wait, segments
 from openrecycle.app.observing import goodput
 from openrecycle.app.observing.goodput import Accounts, figures
@@ -197,6 +198,12 @@ def test_a_wait_after_the_last_commit_is_none_of_its_time(here: ConsoleHere, hel
     out = max(0.0, 110.0 - held[0][1])
     assert (made.waited, made.wall) == (out, 10.0 - out)
     assert made.ettr is not None and made.ettr <= 1
+
+
+@pytest.mark.parametrize("change", [{"first": "x"}, {"source": "said"}, {"samples_per_second": "many"}, {"plan": 5}])
+def test_a_stored_baseline_is_taken_as_it_is_or_not_at_all(change: dict[str, object]) -> None:
+    assert read_baseline(PINNED.to_json()) == PINNED and read_baseline("") is None
+    assert read_baseline(json.dumps(json.loads(PINNED.to_json()) | change)) is None
 
 
 def test_a_persons_time_is_no_cost_and_no_dip(here: ConsoleHere) -> None:
