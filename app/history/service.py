@@ -10,7 +10,8 @@ import resource
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,6 +31,8 @@ log = structlog.get_logger()
 
 MOST_UPLOAD = 2**30
 """Bytes of a file that is sent to the API; the command line takes larger ones."""
+CHUNK_SECONDS, DRAIN_SECONDS = 60.0, 15.0
+"""For the next bytes of it: others wait for the place. And for which what is refused is thrown away."""
 MOST_MEMORY = 8 * 2**30
 """A file that asks for more than any history needs ends the process that reads it, and harms no other."""
 FOLLOW_SECONDS = 5.0
@@ -55,7 +58,7 @@ class Histories:
     def __init__(self, jobs: JobReader, database: Database) -> None:
         self._jobs, self._database = jobs, database
         self._rows = JobRows(database)
-        self._busy = threading.Lock()
+        self._exporting, self._importing = threading.Lock(), threading.Lock()
         self._children = Children(work, name="history")
         self._stop, self._deleted = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._follow, name="console-histories", daemon=True)
@@ -76,6 +79,10 @@ class Histories:
         """A file of the caller's, who deletes it. audit: with what the audit log says of the job. Raises
         ConsoleError."""
         self._jobs.find(job_id)
+        with _alone(self._exporting, "exported"):
+            return await self._exported(job_id, audit)
+
+    async def _exported(self, job_id: str, audit: bool) -> Path:
         out = _temporary()
         try:
             out.unlink()
@@ -88,10 +95,21 @@ class Histories:
 
     async def take_in(self, chunks: AsyncIterator[bytes], new_id: str | None, actor: str) -> Imported:
         """Imports the job of a file. new_id: instead of its own. Raises ConsoleError."""
+        try:
+            with _alone(self._importing, "imported"):  # from the first byte on: the folder holds one such file
+                return await self._taken_in(chunks, new_id, actor)
+        except ConsoleError:
+            with suppress(TimeoutError):  # whoever sends it comes to read the answer
+                async with asyncio.timeout(DRAIN_SECONDS):
+                    async for _ in chunks:
+                        pass
+            raise
+
+    async def _taken_in(self, chunks: AsyncIterator[bytes], new_id: str | None, actor: str) -> Imported:
         path, size = _temporary(), 0
         try:
             with path.open("wb") as handle:
-                async for chunk in chunks:
+                while chunk := await _next(chunks):
                     size += len(chunk)
                     if size > MOST_UPLOAD:
                         detail = f"the body: got more than {MOST_UPLOAD:,} bytes, expected at most that"
@@ -108,8 +126,6 @@ class Histories:
         return done
 
     async def _run(self, *arguments: str) -> Mapping[str, Any]:
-        if not self._busy.acquire(blocking=False):
-            raise ConsoleError(409, "busy", "another history is being exported or imported; try again when it is done")
         try:
             url = self._database.url.render_as_string(hide_password=False)
             asked = self._children.begin(url, *arguments)
@@ -120,8 +136,6 @@ class Histories:
         except ChildEnded as ended:
             log.error("work on a history failed", reason=str(ended))
             raise ConsoleError(503, "unavailable", "work on this history failed; the console's log says why") from None
-        finally:
-            self._busy.release()
         if "error" in answer:
             taken = "is there already" in answer["error"]
             raise ConsoleError(409 if taken else 422, "job_exists" if taken else "invalid", answer["error"])
@@ -191,6 +205,29 @@ def work(channel: Channel, url: str, action: str, *arguments: str) -> None:
     finally:
         database.close()
     channel.say(json.dumps(said).encode())
+
+
+@contextmanager
+def _alone(place: threading.Lock, done: str) -> Iterator[None]:
+    """Raises ConsoleError (409) where the place is taken. done: what with a history, in a word."""
+    if not place.acquire(blocking=False):
+        raise ConsoleError(409, "busy", f"another history is being {done}; try again when it is done")
+    try:
+        yield
+    finally:
+        place.release()
+
+
+async def _next(chunks: AsyncIterator[bytes]) -> bytes:
+    """The next bytes; none: that was all. Raises ConsoleError (408)."""
+    try:
+        async with asyncio.timeout(CHUNK_SECONDS):
+            while not (chunk := await anext(chunks, None)):
+                if chunk is None:
+                    return b""
+            return chunk
+    except TimeoutError:
+        raise ConsoleError(408, "too_slow", f"the body: nothing of it came within {CHUNK_SECONDS:g} s") from None
 
 
 def _temporary() -> Path:

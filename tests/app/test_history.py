@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import socket
 import subprocess
+import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +31,9 @@ from openrecycle.app.history.archive import (
     import_history,
     table_file,
 )
+from openrecycle.app.history.service import Histories
 from openrecycle.app.history.tables import LEFT_OUT, ProcessLine, format_of
+from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.db.job_rows import MODELS, JobRows, table
 from openrecycle.db.models import AuditRow, Base, JobRow, PlanRow
 from openrecycle.db.session import Database
@@ -300,6 +305,29 @@ def test_a_directory_beyond_all_bounds(target: Database, tmp_path: Path, monkeyp
             archive.writestr(f"file{i}", b"")
     with pytest.raises(HistoryError, match=golden("its-directory-has")):
         import_history(target, tmp_path / "many.zip")
+
+
+def test_one_file_at_a_time_is_taken_in(target: Database, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    taking = Histories(SimpleNamespace(), target)  # type: ignore[arg-type]
+    files: list[int] = []
+
+    async def rest() -> AsyncIterator[bytes]:
+        yield b"begun"
+        with pytest.raises(ConsoleError) as refused:
+            await taking.take_in(all_of_it(), None, "Ann")
+        assert (refused.value.status, refused.value.code) == (409, "busy")
+        files.append(sum("history" in path.name for path in tmp_path.iterdir()))
+        raise ConnectionError("the sender is gone")
+
+    async def all_of_it() -> AsyncIterator[bytes]:
+        yield b"another"
+
+    for _ in range(2):
+        with pytest.raises(ConnectionError):
+            asyncio.run(taking.take_in(rest(), None, "Ann"))
+    assert files == [1, 1], "of the one that is taken in"
 
 
 @pytest.mark.parametrize(
