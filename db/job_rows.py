@@ -17,7 +17,6 @@ from sqlalchemy import (
     String,
     Table,
     and_,
-    case,
     delete,
     func,
     insert,
@@ -43,6 +42,7 @@ from openrecycle.db.models import (
     RecoveryRow,
     WorkerRow,
     WorkerStateRow,
+    listed,
 )
 from openrecycle.db.plan_rows import keep_plan, plan_document
 from openrecycle.db.retention import drop_orphans
@@ -71,9 +71,7 @@ class JobIndex:
             .group_by(GenerationRow.job_id)
             .subquery()
         )
-        # A JSON list of names, which have no commas: it may be long, and there may be thousands.
-        commas = func.length(GenerationRow.living) - func.length(func.replace(GenerationRow.living, ",", ""))
-        living = case((GenerationRow.living.is_(None), 0), (GenerationRow.living == "[]", 0), else_=commas + 1)
+        living = listed(GenerationRow.living)  # it may be long, and there may be thousands
         columns = (JobRow.id, JobRow.name, JobRow.spec, JobRow.state, JobRow.reason, JobRow.created_at)
         query = (
             select(*columns, func.coalesce(newest.c.generation, 0).label("generation"), living.label("living"))

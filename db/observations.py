@@ -19,6 +19,7 @@ from openrecycle.db.models import (
     IterationRow,
     MeasuredIterationRow,
     WorkerStateRow,
+    listed,
 )
 from openrecycle.db.session import Database
 
@@ -113,14 +114,15 @@ class Observations:
     # -- iterations ---------------------------------------------------------------------------
 
     def iteration_sums(self, job_id: str, through: int) -> list[Record]:
-        """Of each generation's iterations up to `through`: generation, living, count, seconds, and of the first
-        one its number and seconds; oldest generation first."""
+        """Of each generation's iterations up to `through`: generation, living, count, seconds, how many micro-batches
+        were skipped, and of the first one its number and seconds; oldest generation first."""
         where = (IterationRow.job_id == job_id, IterationRow.iteration <= through)
         sums = (
             select(
                 IterationRow.generation,
                 func.count().label("count"),
                 func.sum(IterationRow.seconds).label("seconds"),
+                func.sum(listed(IterationRow.skipped)).label("skipped"),
                 func.min(IterationRow.iteration).label("first"),
             )
             .where(*where)
@@ -133,6 +135,7 @@ class Observations:
                 IterationRow.living,
                 sums.c.count,
                 sums.c.seconds,
+                sums.c.skipped,
                 sums.c.first,
                 IterationRow.seconds.label("first_seconds"),
             )

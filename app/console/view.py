@@ -457,13 +457,12 @@ class Queries:
         cached = histories.get(key)
         if cached is not None and cached.version == version:
             return cached
-        samples = job.spec.pipelines * job.spec.micro_batches * job.spec.samples_per_micro_batch
         feed = self._store.events(job.job_id, limit=events, newest=True)
         seen_by = self.observations.seen_events(job.job_id, [row["seq"] for row in feed if row["severity"] != "info"])
         history = _History(
             version,
             tuple(
-                iteration_view(row, samples, waited)
+                iteration_view(row, job.spec, waited)
                 for row in self._store.iterations(job.job_id, limit=iterations, newest=True)
             ),
             tuple(

@@ -33,6 +33,7 @@ class Accounts:
         self._store, self._observations, self._plan = store, Observations(store.database), plan
         self.waiting = Waiting(self._observations)
         self._of: WeakKeyDictionary[LiveJob, tuple[Account, float]] = WeakKeyDictionary()
+        self._compared: WeakKeyDictionary[LiveJob, tuple[str, str, bool]] = WeakKeyDictionary()
         self._windows: WeakKeyDictionary[LiveJob, Window] = WeakKeyDictionary()
         self._lock = threading.Lock()
 
@@ -63,7 +64,7 @@ class Accounts:
         else:
             rows = self._store.iterations(job.job_id, after=account.through, limit=missing)
             for row in rows:
-                account.add(row["iteration"], trained(row, waited), row["generation"])
+                account.add(row["iteration"], trained(row, waited), row["generation"], len(row["skipped"]))
         if rows:
             account.last_at = rows[-1]["committed_at"]
         return account
@@ -84,7 +85,7 @@ class Accounts:
                     job.pin(Baseline(planned, "planned", renew=0))
                 known = job.baseline
         if known is not None and known.renew is None:
-            if state.current.failed or not self._quicker(state.current.plan_fingerprint, known.plan):
+            if state.current.failed or not self._quicker(job, state.current.plan_fingerprint, known.plan):
                 self._windows.pop(job, None)
                 return
             begin = state.committed
@@ -100,13 +101,14 @@ class Accounts:
         waited, spec = self.waiting.of(job), job.spec
         workers = spec.pipelines * spec.stages
         for row in self._store.iterations(job.job_id, after=window.through, limit=BATCH):
-            whole = row["living"] == workers and row["iteration"] not in waited.by_iteration
+            alone = row["iteration"] not in waited.by_iteration
+            whole = row["living"] == workers and alone and not row["skipped"]
             window.add(row["iteration"], row["seconds"], row["generation"], whole=whole)
             if not window.found:
                 continue
             opened = self._store.generation(job.job_id, row["generation"])
             plan = opened["plan_fingerprint"] if opened else ""
-            made, unsteady = window.baseline(spec.pipelines * spec.micro_batches * spec.samples_per_micro_batch, plan)
+            made, unsteady = window.baseline(spec.samples, plan)
             del self._windows[job]
             if known is not None and known.renew is None and made.samples_per_second <= known.samples_per_second:
                 # By a plan that should be quicker, and is not: the rate stays, and that plan is not tried again.
@@ -122,27 +124,31 @@ class Accounts:
                     job.pin(made, Note("info", "job", text))
             return
 
-    def _quicker(self, fingerprint: str, than: str) -> bool:
-        """By its plan, a fault-free iteration is shorter."""
+    def _quicker(self, job: LiveJob, fingerprint: str, than: str) -> bool:
+        """By its plan, a fault-free iteration is shorter. Looked up once: it is asked at each tick, and two large plans
+        would drive each other out of the cache."""
         if fingerprint == than:
             return False
-        plans = self._plan(fingerprint), self._plan(than)
-        if plans[0] is None or plans[1] is None or plans[0].job.time_unit != plans[1].job.time_unit:
-            return False
-        return plans[0].metrics.period < plans[1].metrics.period
+        compared = self._compared.get(job)
+        if compared is None or compared[:2] != (fingerprint, than):
+            a, b = self._plan(fingerprint), self._plan(than)
+            alike = a is not None and b is not None and a.job.time_unit == b.job.time_unit
+            quicker = alike and a.metrics.period < b.metrics.period
+            compared = self._compared[job] = fingerprint, than, quicker
+        return compared[2]
 
 
 def figures(account: Account, job: LiveJob, begin: float, now: float, waited: Waited = NOTHING) -> Figures:
     """begin, now: POSIX seconds."""
     spec, baseline = job.spec, job.baseline
-    samples = spec.pipelines * spec.micro_batches * spec.samples_per_micro_batch
+    samples = account.count * spec.samples - account.skipped * spec.samples_per_micro_batch
     end = account.last_at if job.state.over else now
     out = waited.within(begin, end)
     wall = end - begin - out if begin and account.through >= 0 else 0.0
     if wall <= 0:
         return Figures(baseline, None, None, 0.0, 0.0, out)
     productive = min(account.productive, wall)
-    goodput = account.count * samples / (baseline.samples_per_second * wall) if baseline else None
+    goodput = samples / (baseline.samples_per_second * wall) if baseline else None
     return Figures(baseline, productive / wall, goodput, wall, productive, out)
 
 
@@ -153,8 +159,7 @@ def planned_rate(job: LiveJob) -> float | None:
     plan = job.plans.catalog.find(())
     if plan is None or plan.metrics.period <= 0:
         return None
-    samples = job.spec.pipelines * job.spec.micro_batches * job.spec.samples_per_micro_batch
-    return samples / (plan.metrics.period / 1000)
+    return job.spec.samples / (plan.metrics.period / 1000)
 
 
 def _rate(value: float) -> str:

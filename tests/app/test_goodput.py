@@ -13,7 +13,7 @@ from ui_console import ConsoleHere, JobHere, until
 from openrecycle.agent.messages.protocol import JobFinished
 from openrecycle.app.advice.service import measured_costs
 from openrecycle.app.console.service import Console
-from openrecycle.app.jobs.throughput import Account, Baseline, read_baseline
+from openrecycle.app.jobs.throughput import Account, Baseline, iteration_view, read_baseline
 from openrecycle.app.jobs.waiting import Wait, segments
 from openrecycle.app.observing import goodput
 from openrecycle.app.observing.goodput import Accounts, figures
@@ -128,6 +128,7 @@ def rows(
             "generation": generation,
             "living": living,
             "committed_at": at + seconds * (i - first + 1),
+            "skipped": [],
         }
         for i in range(first, last + 1)
     ]
@@ -182,6 +183,23 @@ def test_an_unsteady_start_is_no_yardstick(here: ConsoleHere) -> None:
     commit(here.console, driven, rows(31, 60, 1.0))
     until(lambda: job.baseline is not None, "a stable window")
     assert job.baseline is not None and job.baseline.first >= 12
+
+
+def test_micro_batches_that_are_left_out_were_not_trained(here: ConsoleHere, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An iteration of 18 micro-batches, of which nine are in no sum."""
+    driven = JobHere(here.console, "left out", iterations=400, paced=False, durations={}).register()
+    job = here.console.jobs.find(driven.job_id)
+    job.pin(PINNED)
+    made = rows(0, 99, 1.0)
+    made[5]["skipped"] = list(range(9))
+    commit(here.console, driven, made)
+    view = iteration_view(made[5], job.spec)
+    assert view.samples_per_second == 9 / view.seconds
+    one_by_one = Accounts(here.console._store).of(job)
+    monkeypatch.setattr(goodput, "BATCH", 10)
+    at_once = Accounts(here.console._store).of(job)
+    for found in (one_by_one, at_once):
+        assert found.goodput == pytest.approx((100 * 18 - 9) / (18 * found.wall))
 
 
 @pytest.mark.parametrize("held", [[("pause", 110.0)], [("pause", 104.0), ("resume", 5000.0)]])
