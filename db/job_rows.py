@@ -166,7 +166,7 @@ class JobRows:
         columns = {"state": job["state"], "reason": job["reason"]}
         with self._database.write() as session:
             session.execute(update(JobRow).where(JobRow.id == job["id"]).values(columns))
-            session.execute(insert(AuditRow).values(audit))
+            self._database.write_audit(session, audit)
 
     # -- away -----------------------------------------------------------------------------------
 
@@ -177,7 +177,7 @@ class JobRows:
             done = update(JobRow).where(JobRow.id == job_id, JobRow.state.not_in(HIDDEN))
             if session.scalar(done.values(state=DELETING, idempotency_key=None).returning(JobRow.id)) is None:
                 return False
-            session.execute(insert(AuditRow).values(audit))
+            self._database.write_audit(session, audit)
         return True
 
     def delete_some(self, job_id: str) -> bool:

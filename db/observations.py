@@ -13,7 +13,6 @@ from typing import Any
 from sqlalchemy import delete, func, insert, select
 
 from openrecycle.db.models import (
-    AuditRow,
     EventRow,
     EventSeenRow,
     IterationRow,
@@ -102,7 +101,7 @@ class Observations:
             if new:
                 detail = ", ".join(str(seq) for seq in sorted(new))
                 audit = {"at": now, "actor": actor, "action": "acknowledge", "job_id": job_id, "target": "events"}
-                session.execute(insert(AuditRow).values(detail=detail, **audit))
+                self._database.write_audit(session, {**audit, "detail": detail})
             return len(new)
 
     def seen_events(self, job_id: str, seqs: Sequence[int]) -> dict[int, tuple[str, float]]:

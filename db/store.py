@@ -19,7 +19,6 @@ from sqlalchemy.orm import Session
 from openrecycle.db.job_rows import HIDDEN
 from openrecycle.db.models import (
     AcknowledgementRow,
-    AuditRow,
     Base,
     CatalogPlanRow,
     CatalogRow,
@@ -168,10 +167,10 @@ class Store:
             if change.acknowledgements:
                 rows = [{"job_id": job_id, **row} for row in change.acknowledgements]
                 session.connection().execute(self._insert_new(AcknowledgementRow), rows)
-            if change.audit:
-                session.execute(insert(AuditRow).values(job_id=job_id, **change.audit))
             if change.states:
                 session.execute(insert(WorkerStateRow), [{"job_id": job_id, **s} for s in change.states])
+            if change.audit:
+                self.database.write_audit(session, {"job_id": job_id, **change.audit})
 
     def heartbeats(self, beats: Mapping[str, Sequence[Record]]) -> None:
         """Writes the latest heartbeat of many workers at once. beats: job -> worker columns."""
@@ -383,23 +382,15 @@ class Store:
             command = {"seq": last + 1, "kind": kind, "worker": worker, "actor": actor, "at": now}
             session.execute(insert(CommandRow).values(job_id=job_id, **command))
             audit = {"at": now, "actor": actor, "action": kind, "job_id": job_id, "target": worker, "detail": ""}
-            session.execute(insert(AuditRow).values(audit))
             if events:
                 session.execute(insert(EventRow), [{"job_id": job_id, **e} for e in events])
+            self.database.write_audit(session, audit)
             return last + 1
 
     def commands(self, job_id: str, *, after: int = 0) -> list[Record]:
         where = (CommandRow.job_id == job_id, CommandRow.seq > after)
         with self.database.read() as session:
             return _rows(session, select(CommandRow.__table__).where(*where).order_by(CommandRow.seq))
-
-    def audit(self, job_id: str | None = None) -> list[Record]:
-        """Oldest first."""
-        query = select(AuditRow.__table__).order_by(AuditRow.at, AuditRow.id)
-        if job_id is not None:
-            query = query.where(AuditRow.job_id == job_id)
-        with self.database.read() as session:
-            return _rows(session, query)
 
     # -- details ----------------------------------------------------------------------------
 

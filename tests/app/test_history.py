@@ -34,6 +34,7 @@ from openrecycle.app.history.archive import (
 from openrecycle.app.history.service import Histories
 from openrecycle.app.history.tables import LEFT_OUT, ProcessLine, format_of
 from openrecycle.app.runtime.errors import ConsoleError
+from openrecycle.db.access import AuditStore
 from openrecycle.db.job_rows import MODELS, JobRows, table
 from openrecycle.db.models import AuditRow, Base, JobRow, PlanRow
 from openrecycle.db.session import Database
@@ -405,7 +406,7 @@ def test_deleting_one_of_two_jobs_that_share_plans(origin: tuple[Database, str, 
     assert rows.hide(job_id, {**audit, "job_id": job_id})
     delete_job(rows, job_id)
     assert not any(counts(target).values()), "plans that nobody has are gone, too"
-    assert {row["action"] for row in Store(target).audit("copy")} == {"import", "delete"}
+    assert {row["action"] for row in AuditStore(target).read(job_id="copy")} == {"import", "delete"}
 
 
 def test_the_manifest_is_one(origin: tuple[Database, str, Path]) -> None:

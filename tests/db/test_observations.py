@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from openrecycle.db.access import AuditStore
 from openrecycle.db.observations import Observations
 from openrecycle.db.session import Database
 from openrecycle.db.store import JobUpdate, Store
@@ -69,7 +70,7 @@ def test_events_are_seen_once_and_by_whoever_saw_them_first(seen: Observations, 
     found = seen.seen_events("a", [1, 2, 3, 77])
     assert {seq: actor for seq, (actor, _) in found.items()} == {1: "Ann", 2: "Ann", 3: "Bob"}
     assert seen.seen_events("b", [1]) == {}
-    audit = store.audit("a")
+    audit = AuditStore(store.database).read(job_id="a")
     assert [(row["actor"], row["action"], row["detail"]) for row in audit] == [
         ("Ann", "acknowledge", "1, 2"),
         ("Bob", "acknowledge", "3"),
