@@ -184,8 +184,8 @@ def delete_command(job: JobId, database_url: DatabaseUrl = "") -> None:
         with nullcontext() if row["state"] in OVER else _no_console(database, job, row["state"]):
             rows = JobRows(database)
             audit = {"at": time.time(), "actor": _history_actor(), "action": "delete", "job_id": job, "target": job}
-            rows.hide(job, {**audit, "detail": row["name"]})
-            delete_job(rows, job)
+            if (hidden := rows.hide(job, {**audit, "detail": row["name"]})) is not None:
+                delete_job(rows, hidden)
     print(f"job {job} is deleted")
 
 

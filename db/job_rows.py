@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from sqlalchemy import (
     ColumnElement,
@@ -92,6 +92,16 @@ Record = dict[str, Any]
 
 IMPORTING, DELETING = "importing", "deleting"
 HIDDEN = (IMPORTING, DELETING)
+
+
+class HiddenJob(NamedTuple):
+    """One on its way in or out. note: of who brings it; of one that is deleted, its reason."""
+
+    job_id: str
+    state: str
+    note: str
+
+
 ROWS = 5_000
 
 # In the order in which they can be written. The first columns of each are its key, in which rows of a
@@ -140,14 +150,14 @@ class JobRows:
 
     # -- in -------------------------------------------------------------------------------------
 
-    def begin(self, job: Record, note: str) -> bool:
-        """Stores the row of a job that is on its way in. note: who brings it. False: there is a job of that id."""
+    def begin(self, job: Record, note: str) -> HiddenJob | None:
+        """Stores the row of a job that is on its way in. note: who brings it. None: there is a job of that id."""
         try:
             with self._database.write() as session:
                 session.execute(insert(JobRow).values({**job, "state": IMPORTING, "reason": note}))
         except IntegrityError:
-            return False
-        return True
+            return None
+        return HiddenJob(job["id"], IMPORTING, note)
 
     def add(self, name: str, job_id: str, rows: Sequence[Record], plans: Iterable[tuple[str, str]] = ()) -> None:
         """plans: (fingerprint, document) that these rows refer to and that may not be stored yet."""
@@ -170,25 +180,28 @@ class JobRows:
 
     # -- away -----------------------------------------------------------------------------------
 
-    def hide(self, job_id: str, audit: Record) -> bool:
-        """The first step of deleting a job, whose idempotency key is free from then on. False: there is none. audit:
+    def hide(self, job_id: str, audit: Record) -> HiddenJob | None:
+        """The first step of deleting a job, whose idempotency key is free from then on. None: there is none. audit:
         who wanted it."""
         with self._database.write() as session:
             done = update(JobRow).where(JobRow.id == job_id, JobRow.state.not_in(HIDDEN))
-            if session.scalar(done.values(state=DELETING, idempotency_key=None).returning(JobRow.id)) is None:
-                return False
+            reason = session.scalar(done.values(state=DELETING, idempotency_key=None).returning(JobRow.reason))
+            if reason is None:
+                return None
             self._database.write_audit(session, audit)
-        return True
+        return HiddenJob(job_id, DELETING, reason)
 
-    def delete_some(self, job_id: str) -> bool:
-        """Deletes a bounded number of a hidden job's rows, at last the job; False when nothing is left of it.
+    def delete_some(self, job: HiddenJob) -> bool:
+        """Deletes a bounded number of a hidden job's rows, at last the job; False when nothing is left of it, or of its
+        id there is another by now.
 
         Plans that others have, or that are kept under a name, stay. The audit log stays.
         """
+        job_id = job.job_id
         place: ColumnElement[Any] = literal_column("rowid" if self._database.is_sqlite else "ctid")
         with self._database.write() as session:
-            hidden = select(JobRow.id).where(JobRow.id == job_id, JobRow.state.in_(HIDDEN))
-            if session.scalar(hidden) is None:
+            same = (JobRow.id == job_id, JobRow.state == job.state, JobRow.reason == job.note)
+            if session.scalar(select(JobRow.id).where(*same).with_for_update()) is None:
                 return drop_orphans(session) > 0
             left = ROWS
             for name in reversed(MODELS):
@@ -200,11 +213,11 @@ class JobRows:
             session.execute(delete(JobRow).where(JobRow.id == job_id))
         return True
 
-    def hidden(self) -> list[tuple[str, str, str]]:
-        """(id, state, note of whoever brings it) of the jobs that are on their way in or out."""
+    def hidden(self) -> list[HiddenJob]:
+        """The jobs that are on their way in or out."""
         query = select(JobRow.id, JobRow.state, JobRow.reason).where(JobRow.state.in_(HIDDEN))
         with self._database.read() as session:
-            return [(row.id, row.state, row.reason) for row in session.execute(query)]
+            return [HiddenJob(*row) for row in session.execute(query)]
 
 
 class Snapshot:

@@ -181,9 +181,9 @@ class Histories:
 
     def _delete_rows(self) -> None:
         """Of jobs that were deleted, and of imports whose process ended half way."""
-        for job_id, state, note in self._rows.hidden():
-            if state == DELETING or abandoned(note):
-                while self._rows.delete_some(job_id):
+        for job in self._rows.hidden():
+            if job.state == DELETING or abandoned(job.note):
+                while self._rows.delete_some(job):
                     if self._stop.wait(REST):
                         return
 

@@ -35,7 +35,7 @@ from openrecycle.app.history.service import Histories
 from openrecycle.app.history.tables import LEFT_OUT, ProcessLine, format_of
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.db.access import AuditStore
-from openrecycle.db.job_rows import MODELS, JobRows, table
+from openrecycle.db.job_rows import MODELS, HiddenJob, JobRows, table
 from openrecycle.db.models import AuditRow, Base, JobRow, PlanRow
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
@@ -376,12 +376,14 @@ def test_an_import_that_breaks_off_leaves_nothing(
         import_history(target, origin[2], rest=broken)
     assert Store(target).jobs() == []
     [(job_id, state, note)] = rows.hidden()
+    assert rows.delete_some(HiddenJob(job_id, "deleting", "")) is False and rows.hidden(), "of a deletion before"
     assert (job_id, state) == (origin[1], "importing") and not histories.abandoned(note), "this process lives"
     with pytest.raises(HistoryError, match=golden("is-there-already")):
         import_history(target, origin[2])
     with subprocess.Popen(["true"]) as ended:
         pass
     gone = f"{socket.gethostname()} {ended.pid} 1"
+    assert histories.abandoned(f"{note.rpartition('/')[0]}/1 {time.time():.0f}"), "another process of that number"
     assert histories.abandoned(gone) and histories.abandoned("other-host 1 1.0")
     assert not histories.abandoned(f"other-host 1 {time.time()}") and not histories.abandoned("")
     with target.write() as session:
@@ -399,12 +401,14 @@ def test_deleting_one_of_two_jobs_that_share_plans(origin: tuple[Database, str, 
     assert counts(target)["plan"] == plans, "equal plans are stored once"
     rows = JobRows(target)
     audit = {"at": 1.0, "actor": "Ann", "action": "delete", "job_id": "copy", "target": "copy", "detail": ""}
-    assert rows.hide("copy", audit) and not rows.hide("copy", audit) and not rows.hide("nobody", audit)
+    copy = rows.hide("copy", audit)
+    assert copy and not rows.hide("copy", audit) and not rows.hide("nobody", audit)
     assert [row["id"] for row in Store(target).jobs()] == [job_id]
-    delete_job(rows, "copy")
+    delete_job(rows, copy)
     assert everything(target, job_id) == before and counts(target)["plan"] == plans
-    assert rows.hide(job_id, {**audit, "job_id": job_id})
-    delete_job(rows, job_id)
+    hidden = rows.hide(job_id, {**audit, "job_id": job_id})
+    assert hidden
+    delete_job(rows, hidden)
     assert not any(counts(target).values()), "plans that nobody has are gone, too"
     assert {row["action"] for row in AuditStore(target).read(job_id="copy")} == {"import", "delete"}
 
