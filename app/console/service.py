@@ -229,6 +229,7 @@ class Console:
                     self.operators.consider(job)
                     self.accounts.consider(job)
                     if job.state.over:
+                        job.plans.let_go()
                         resting.add(job.job_id)
                 except ConsoleError as error:
                     log.warning("a tick could not be stored; it is tried again", job=job.job_id, reason=error.detail)

@@ -328,6 +328,17 @@ def test_a_damaged_plan_does_not_stop_its_job(store: Store) -> None:
         again.close()
 
 
+def test_plans_of_a_job_that_is_over_are_in_the_database_alone(console: Console) -> None:
+    created, _ = console.jobs.create(SPEC)
+    register_all(console, created.job_id)
+    job = console.jobs.find(created.job_id)
+    until(lambda: job.plans.ahead.made == job.plans.ahead.wanted > 0)
+    before = {plan.fingerprint for plan in console.sources.job_catalog(job).plans}
+    console.reports.finish(job.job_id, JobFinished(state="finished"))
+    until(lambda: not len(job.plans.catalog))
+    assert {plan.fingerprint for plan in console.sources.job_catalog(job).plans} == before
+
+
 def test_jobs_that_are_over_are_read_when_somebody_asks(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     console = Console(store)
     console.start()
