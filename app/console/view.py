@@ -525,10 +525,6 @@ class Queries:
     def sentence(self, job: LiveJob) -> str:
         return sentence(job.worker_states(), self._clock(), self._failure_timeouts)
 
-    def plan(self, fingerprint: str) -> Plan:
-        """Raises ConsoleError (404)."""
-        return self._plans.plan(fingerprint)
-
     def plan_document(self, job_id: str, fingerprint: str) -> str:
         """The stored JSON, as it is. Raises ConsoleError (404)."""
         return zlib.decompress(self.deflated_plan(job_id, fingerprint)).decode()

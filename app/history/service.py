@@ -22,7 +22,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from openrecycle.agent.messages.protocol import WorkerState
 from openrecycle.app.history.archive import REST, HistoryError, Imported, abandoned, export, import_history
 from openrecycle.app.jobs.live_job import LiveJob
-from openrecycle.app.runtime.errors import ConsoleError, storing, unknown_job
+from openrecycle.app.runtime.errors import ConsoleError, named, storing, unknown_job
 from openrecycle.app.runtime.processes import Channel, ChildEnded, Children
 from openrecycle.db.job_rows import DELETING, JobRows
 from openrecycle.db.session import Database, DatabaseError
@@ -148,7 +148,7 @@ class Histories:
         if why := self.kept_for(job_id):
             raise ConsoleError(409, "job_runs", f"job: {job_id} {why}, expected one that has ended")
         job = self._jobs.find(job_id)
-        audit = {"at": time.time(), "actor": actor.replace("\0", "")[:80] or "unknown", "action": "delete"}
+        audit = {"at": time.time(), "actor": named(actor), "action": "delete"}
         with job.lock, storing():
             self._rows.hide(job_id, {**audit, "job_id": job_id, "target": job_id, "detail": job.spec.name})
         self._jobs.let_go(job_id)

@@ -132,8 +132,11 @@ class Accounts:
         compared = self._compared.get(job)
         if compared is None or compared[:2] != (fingerprint, than):
             a, b = self._plan(fingerprint), self._plan(than)
-            alike = a is not None and b is not None and a.job.time_unit == b.job.time_unit
-            quicker = alike and a.metrics.period < b.metrics.period
+            quicker = (
+                (a is not None and b is not None)
+                and a.job.time_unit == b.job.time_unit
+                and a.metrics.period < b.metrics.period
+            )
             compared = self._compared[job] = fingerprint, than, quicker
         return compared[2]
 

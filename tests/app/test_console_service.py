@@ -138,7 +138,7 @@ def test_a_plan_for_a_large_grid_comes_from_the_child(
     until(lambda: console.jobs.find(created.job_id).state.generation == 2)
     deployment = console.reports.deployment(created.job_id, 1)
     assert deployment is not None
-    assert console.queries.plan(deployment.plan_fingerprint).failed == ("W2_0",)
+    assert console.plans.cache.plan(deployment.plan_fingerprint).failed == ("W2_0",)
 
 
 def test_a_plan_whose_generation_could_not_be_stored_is_asked_for_again(
@@ -196,7 +196,7 @@ def test_reports_that_come_at_once_are_taken_one_after_the_other(console: Consol
     events = store.events(created.job_id, limit=1000)
     assert [e["seq"] for e in events] == list(range(1, len(events) + 1))
     for generation in generations:
-        assert list(console.queries.plan(generation["plan_fingerprint"]).failed) == generation["failed"]
+        assert list(console.plans.cache.plan(generation["plan_fingerprint"]).failed) == generation["failed"]
 
 
 def test_a_job_that_no_plan_fits_halts_and_says_why(console: Console, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,7 +66,7 @@ class Asking:
     def __init__(self, here: ConsoleHere, job: JobHere) -> None:
         self.now, self.job, self.console = 1000.0, job, here.console
         self.live: LiveJob = here.console.jobs.find(job.job_id)
-        self.measuring = Measuring(Store(here.database), here.console.queries.plan, 1.0, clock=lambda: self.now)
+        self.measuring = Measuring(Store(here.database), here.console.plans.cache.plan, 1.0, clock=lambda: self.now)
         self.committed, self.generation = 0, 1
 
     def run(self, seconds: int) -> int | None:
@@ -97,7 +97,7 @@ def test_an_iteration_ahead_is_asked_for_and_kept(here: ConsoleHere, asking: Ask
     assert asking.measuring.wanted(asking.live) is None
     newest = asking.measuring.newest(asking.live)
     assert newest is not None and (newest.iteration, newest.generation, newest.uncertainty_us) == (wanted, 1, 0)
-    again = Measuring(Store(here.database), here.console.queries.plan, 1.0)
+    again = Measuring(Store(here.database), here.console.plans.cache.plan, 1.0)
     assert again.newest(asking.live) == newest, "it is in the database"
 
 
@@ -119,7 +119,7 @@ def test_what_a_link_names_is_kept_and_the_rest_is_not(
 
     kept = [seen[0], seen[2], seen[3]]
     assert there(asking.measuring) == kept
-    assert there(Measuring(Store(here.database), here.console.queries.plan, 1.0)) == kept, (
+    assert there(Measuring(Store(here.database), here.console.plans.cache.plan, 1.0)) == kept, (
         "a console that is started anew has them, too"
     )
     monkeypatch.setattr(measuring_module, "MOST_KEPT", 2)
