@@ -166,6 +166,17 @@ class JobRegistry:
         self.past.drop(job_id)
         return self._jobs.get(job_id)
 
+    def rest(self, job: LiveJob) -> bool:
+        """Of one that has been over for long its line is enough again; False: somebody follows it. Raises
+        SQLAlchemyError."""
+        if job.topic.followed or job.generation_topic.followed:
+            return False
+        self.past.read([job.job_id])
+        with self._lock:
+            if self._jobs.get(job.job_id) is job:
+                del self._jobs[job.job_id]
+        return True
+
     def let_go(self, job_id: str) -> None:
         """Of a job that is deleted: whoever asks for it from now on learns that there is none."""
         with self._lock:

@@ -16,6 +16,7 @@ from openrecycle.app.jobs.throughput import Account, Baseline, Figures, Window, 
 from openrecycle.app.jobs.waiting import NOTHING, Waited, apart, joined, trained
 from openrecycle.db.observations import Observations
 from openrecycle.db.store import Store
+from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.plans.plan import Plan
 
 # Beyond as many new iterations the database adds them up.
@@ -131,7 +132,10 @@ class Accounts:
             return False
         compared = self._compared.get(job)
         if compared is None or compared[:2] != (fingerprint, than):
-            a, b = self._plan(fingerprint), self._plan(than)
+            try:
+                a, b = self._plan(fingerprint), self._plan(than)
+            except PlannerError:  # what is stored of one is damaged
+                a = b = None
             quicker = (
                 (a is not None and b is not None)
                 and a.job.time_unit == b.job.time_unit

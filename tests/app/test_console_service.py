@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -337,6 +339,26 @@ def test_plans_of_a_job_that_is_over_are_in_the_database_alone(console: Console)
     console.reports.finish(job.job_id, JobFinished(state="finished"))
     until(lambda: not len(job.plans.catalog))
     assert {plan.fingerprint for plan in console.sources.job_catalog(job).plans} == before
+
+
+def test_of_jobs_that_are_over_for_long_a_line_is_kept(console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("OVER_SHOWN", 1), ("FLUSH_SECONDS", 0.0)):
+        monkeypatch.setattr(f"openrecycle.app.console.service.{name}", value)
+    ids = [console.jobs.create(SPEC)[0].job_id for _ in range(4)]
+    for job_id in ids[:3]:
+        console.reports.finish(job_id, JobFinished(state="finished"))
+    before = console.queries.list_jobs()
+    followed = console.jobs.find(ids[0])
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(asyncio.run, followed.topic.wait_for(lambda: None, 30))
+        until(lambda: followed.topic.followed)
+        monkeypatch.setattr("openrecycle.app.console.service.OVER_SECONDS", 0.0)
+        until(lambda: {job.job_id for job in console.jobs.live()} == {ids[0], ids[2], ids[3]})
+        followed.topic.close()
+        waits.result()
+    until(lambda: {job.job_id for job in console.jobs.live()} == set(ids[2:]))
+    assert console.queries.list_jobs() == before
+    assert console.jobs.find(ids[1]).state.over
 
 
 def test_jobs_that_are_over_are_read_when_somebody_asks(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
