@@ -49,8 +49,8 @@ def create(
     with _token_store(database_url) as (made, audit, jobs):
         if job is not None and job not in jobs:
             raise ConsoleError(404, "unknown_job", f"--job: got {job!r}, expected the id of a job of this console")
-        token, text = made.create(role, created_by=_token_actor(), name=name, job_id=job, days=days)
-        audit.record(_token_actor(), "create token", token.id, job_id=job, detail=token.name)
+        token, text = made.create(role, created_by=_actor(), name=name, job_id=job, days=days)
+        audit.record(_actor(), "create token", token.id, job_id=job, detail=token.name)
     print(text)
     ends = "it does not expire" if token.expires_at is None else f"it expires on {_day(token.expires_at)}"
     print(f"{token.name!r} may {_words(token.role, job)}; {ends}. It is not shown again.", file=sys.stderr)
@@ -83,7 +83,7 @@ def revoke(
     """From now on the token is good for nothing; a console that runs notices within two seconds."""
     with _token_store(database_url) as (made, audit, _):
         gone = made.revoke(token)
-        audit.record(_token_actor(), "revoke token", gone.id, job_id=gone.job_id, detail=gone.name)
+        audit.record(_actor(), "revoke token", gone.id, job_id=gone.job_id, detail=gone.name)
     print(f"{gone.name!r} ({gone.id}) is revoked", file=sys.stderr)
 
 
@@ -113,9 +113,9 @@ def _day(at: float) -> str:
     return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
-def _token_actor() -> str:
+def _actor() -> str:
     try:
-        return f"{getpass.getuser()} on the command line"
+        return f"{getpass.getuser()} on the command line"[:80]
     except (KeyError, OSError):
         return "the command line"
 
@@ -172,7 +172,7 @@ def import_command(
 ) -> None:
     """Store the job of a file, all of it or nothing. A console that runs shows it within seconds."""
     with _history_store(database_url) as database:
-        done = import_history(database, file, new_id=as_id, actor=_history_actor())
+        done = import_history(database, file, new_id=as_id, actor=_actor())
     print(f"job {done.job_id}: {done.rows:,} rows, {done.plans:,} plans")
 
 
@@ -184,9 +184,9 @@ def delete_command(job: JobId, database_url: DatabaseUrl = "") -> None:
             fail(f"--job: got {job!r}, expected the id of a job of this database")
         with nullcontext() if row["state"] in OVER else _no_console(database, job, row["state"]):
             rows = JobRows(database)
-            audit = {"at": time.time(), "actor": _history_actor(), "action": "delete", "job_id": job, "target": job}
-            rows.hide(job, {**audit, "detail": row["name"]})
-            delete_job(rows, job)
+            audit = {"at": time.time(), "actor": _actor(), "action": "delete", "job_id": job, "target": job}
+            if (hidden := rows.hide(job, {**audit, "detail": row["name"]})) is not None:
+                delete_job(rows, hidden)
     print(f"job {job} is deleted")
 
 
@@ -226,13 +226,6 @@ def _history_store(database_url: str) -> Iterator[Database]:
         fail(f"the database can't take this now ({type(error).__name__}); nothing of it is left")
     except OSError as error:
         fail(f"{error.filename or 'the file'} can't be written: {error.strerror or error}")
-
-
-def _history_actor() -> str:
-    try:
-        return f"{getpass.getuser()} (command line)"[:80]
-    except (KeyError, OSError):
-        return "command line"
 
 
 cli = typer.Typer(

@@ -13,6 +13,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 import structlog
 from fastapi.routing import APIRoute
@@ -212,9 +213,11 @@ class Distribution:
 
 @dataclass
 class _Seen:
-    """The iterations of a job that were committed since the console began to watch it."""
+    """The iterations of a job that were committed since the console began to watch it. skipped:
+    micro-batches that are in no sum of them."""
 
     through: int
+    skipped: int = 0
     seconds: Distribution = field(default_factory=lambda: Distribution(ITERATION_SECONDS))
 
 
@@ -234,12 +237,12 @@ class JobMetrics(Collector):
         self._waited = waited
         self._past = past
         self._jobs, self._store, self._plan, self._figures = jobs, store, plan, figures
-        self._seen: dict[str, _Seen] = {}
+        self._seen: WeakKeyDictionary[LiveJob, _Seen] = WeakKeyDictionary()
         self._lock = threading.Lock()
 
     def begin(self, job: LiveJob) -> None:
         """Iterations that `job` has committed already are not counted: counters begin with the process."""
-        self._seen[job.job_id] = _Seen(job.state.committed - 1)
+        self._seen[job] = _Seen(job.state.committed - 1)
 
     def describe(self) -> list[Metric]:
         """Nothing: a registry would collect, and so read the database, to see the names."""
@@ -250,7 +253,7 @@ class JobMetrics(Collector):
         with self._lock:
             jobs = list(self._jobs())
             families.count([*(job.state.job_state for job in jobs), *self._past()])
-            for job in _shown(jobs):
+            for job in shown_jobs(jobs):
                 try:
                     self._add(families, job)
                 except SQLAlchemyError as error:
@@ -277,23 +280,24 @@ class JobMetrics(Collector):
 
     def _add_iterations(self, out: _Families, job: LiveJob) -> None:
         key, spec = job.job_id, job.spec
-        seen = self._seen.setdefault(key, _Seen(-1))
+        seen = self._seen.setdefault(job, _Seen(-1))
         for _ in range(READS):
             if seen.through >= job.state.committed - 1:
                 break
             rows = self._store.iterations(key, after=seen.through, limit=READ_AT_ONCE)
             for row in rows:
                 seen.seconds.add(row["seconds"])
+                seen.skipped += len(row["skipped"])
                 seen.through = row["iteration"]
             if not rows:
                 break
         buckets = seen.seconds.buckets()
         out.iteration.add_metric([key], buckets, seen.seconds.total)
-        samples = spec.pipelines * spec.micro_batches * spec.samples_per_micro_batch
-        out.samples.add_metric([key], buckets[-1][1] * samples)
+        left_out = seen.skipped * spec.samples_per_micro_batch
+        out.samples.add_metric([key], buckets[-1][1] * spec.samples - left_out)
         newest = self._store.iterations(key, limit=RECENT, newest=True)
         figures, waited = self._figures(job), self._waited(job)
-        rate = recent_rate([iteration_view(row, samples, waited) for row in newest])
+        rate = recent_rate([iteration_view(row, spec, waited) for row in newest])
         _add_known(out.rate, key, rate)
         _add_known(out.fault_free, key, figures.fault_free)
         _add_known(out.share, key, share_of(rate, figures))
@@ -382,9 +386,11 @@ class _Families:
 _INFO = ("name", "technique", "memory")
 
 
-def _shown(jobs: Sequence[LiveJob]) -> list[LiveJob]:
-    over = sorted((job for job in jobs if job.state.over), key=lambda job: job.created_at)[-OVER_SHOWN:]
-    return [*(job for job in jobs if not job.state.over), *over][-JOBS_SHOWN:]
+def shown_jobs(jobs: Sequence[LiveJob]) -> list[LiveJob]:
+    """Those that run first: of those that are over, as many as there is room for."""
+    live = [job for job in jobs if not job.state.over][-JOBS_SHOWN:]
+    over = sorted((job for job in jobs if job.state.over), key=lambda job: -job.created_at)
+    return [*live, *over[: min(OVER_SHOWN, JOBS_SHOWN - len(live))][::-1]]
 
 
 def _add_known(family: GaugeMetricFamily, key: str, value: float | None) -> None:

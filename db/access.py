@@ -20,7 +20,7 @@ class AuditStore:
     def add(self, row: Record) -> None:
         """row: columns of db.models.AuditRow, without the id."""
         with self._database.write() as session:
-            session.execute(insert(AuditRow).values(row))
+            self._database.write_audit(session, row)
 
     def read(self, *, after: int = 0, limit: int = 200, job_id: str | None = None) -> list[Record]:
         """Lines with an id > after, oldest first. job_id: those of one job alone."""

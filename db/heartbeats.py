@@ -331,10 +331,16 @@ class HeartbeatStore:
             session.execute(insert(HeartbeatRow), rows)
 
     def expire(self, level: Level, before: float, limit: int) -> int:
-        """Deletes up to `limit` blocks of a level that end before this time; returns how many it were."""
+        """Deletes up to `limit` blocks of a level that end before this time; returns how many it were. What is still
+        in parts is made into the next level first, however long nobody was there to do it."""
         old = (
             select(HeartbeatRow.id)
-            .where(HeartbeatRow.level == level, HeartbeatRow.begin < before, HeartbeatRow.end < before)
+            .where(
+                HeartbeatRow.level == level,
+                HeartbeatRow.whole,
+                HeartbeatRow.begin < before,
+                HeartbeatRow.end < before,
+            )
             .order_by(HeartbeatRow.begin)
             .limit(limit)
         )

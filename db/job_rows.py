@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from sqlalchemy import (
     ColumnElement,
@@ -17,7 +17,6 @@ from sqlalchemy import (
     String,
     Table,
     and_,
-    case,
     delete,
     func,
     insert,
@@ -43,6 +42,7 @@ from openrecycle.db.models import (
     RecoveryRow,
     WorkerRow,
     WorkerStateRow,
+    listed,
 )
 from openrecycle.db.plan_rows import keep_plan, plan_document
 from openrecycle.db.retention import drop_orphans
@@ -71,9 +71,7 @@ class JobIndex:
             .group_by(GenerationRow.job_id)
             .subquery()
         )
-        # A JSON list of names, which have no commas: it may be long, and there may be thousands.
-        commas = func.length(GenerationRow.living) - func.length(func.replace(GenerationRow.living, ",", ""))
-        living = case((GenerationRow.living.is_(None), 0), (GenerationRow.living == "[]", 0), else_=commas + 1)
+        living = listed(GenerationRow.living)  # it may be long, and there may be thousands
         columns = (JobRow.id, JobRow.name, JobRow.spec, JobRow.state, JobRow.reason, JobRow.created_at)
         query = (
             select(*columns, func.coalesce(newest.c.generation, 0).label("generation"), living.label("living"))
@@ -94,6 +92,16 @@ Record = dict[str, Any]
 
 IMPORTING, DELETING = "importing", "deleting"
 HIDDEN = (IMPORTING, DELETING)
+
+
+class HiddenJob(NamedTuple):
+    """One on its way in or out. note: of who brings it; of one that is deleted, its reason."""
+
+    job_id: str
+    state: str
+    note: str
+
+
 ROWS = 5_000
 
 # In the order in which they can be written. The first columns of each are its key, in which rows of a
@@ -142,14 +150,14 @@ class JobRows:
 
     # -- in -------------------------------------------------------------------------------------
 
-    def begin(self, job: Record, note: str) -> bool:
-        """Stores the row of a job that is on its way in. note: who brings it. False: there is a job of that id."""
+    def begin(self, job: Record, note: str) -> HiddenJob | None:
+        """Stores the row of a job that is on its way in. note: who brings it. None: there is a job of that id."""
         try:
             with self._database.write() as session:
                 session.execute(insert(JobRow).values({**job, "state": IMPORTING, "reason": note}))
         except IntegrityError:
-            return False
-        return True
+            return None
+        return HiddenJob(job["id"], IMPORTING, note)
 
     def add(self, name: str, job_id: str, rows: Sequence[Record], plans: Iterable[tuple[str, str]] = ()) -> None:
         """plans: (fingerprint, document) that these rows refer to and that may not be stored yet."""
@@ -168,28 +176,32 @@ class JobRows:
         columns = {"state": job["state"], "reason": job["reason"]}
         with self._database.write() as session:
             session.execute(update(JobRow).where(JobRow.id == job["id"]).values(columns))
-            session.execute(insert(AuditRow).values(audit))
+            self._database.write_audit(session, audit)
 
     # -- away -----------------------------------------------------------------------------------
 
-    def hide(self, job_id: str, audit: Record) -> bool:
-        """The first step of deleting a job. False: there is none. audit: who wanted it."""
+    def hide(self, job_id: str, audit: Record) -> HiddenJob | None:
+        """The first step of deleting a job, whose idempotency key is free from then on. None: there is none. audit:
+        who wanted it."""
         with self._database.write() as session:
             done = update(JobRow).where(JobRow.id == job_id, JobRow.state.not_in(HIDDEN))
-            if session.scalar(done.values(state=DELETING).returning(JobRow.id)) is None:
-                return False
-            session.execute(insert(AuditRow).values(audit))
-        return True
+            reason = session.scalar(done.values(state=DELETING, idempotency_key=None).returning(JobRow.reason))
+            if reason is None:
+                return None
+            self._database.write_audit(session, audit)
+        return HiddenJob(job_id, DELETING, reason)
 
-    def delete_some(self, job_id: str) -> bool:
-        """Deletes a bounded number of a hidden job's rows, at last the job; False when nothing is left of it.
+    def delete_some(self, job: HiddenJob) -> bool:
+        """Deletes a bounded number of a hidden job's rows, at last the job; False when nothing is left of it, or of its
+        id there is another by now.
 
         Plans that others have, or that are kept under a name, stay. The audit log stays.
         """
+        job_id = job.job_id
         place: ColumnElement[Any] = literal_column("rowid" if self._database.is_sqlite else "ctid")
         with self._database.write() as session:
-            hidden = select(JobRow.id).where(JobRow.id == job_id, JobRow.state.in_(HIDDEN))
-            if session.scalar(hidden) is None:
+            same = (JobRow.id == job_id, JobRow.state == job.state, JobRow.reason == job.note)
+            if session.scalar(select(JobRow.id).where(*same).with_for_update()) is None:
                 return drop_orphans(session) > 0
             left = ROWS
             for name in reversed(MODELS):
@@ -201,11 +213,11 @@ class JobRows:
             session.execute(delete(JobRow).where(JobRow.id == job_id))
         return True
 
-    def hidden(self) -> list[tuple[str, str, str]]:
-        """(id, state, note of whoever brings it) of the jobs that are on their way in or out."""
+    def hidden(self) -> list[HiddenJob]:
+        """The jobs that are on their way in or out."""
         query = select(JobRow.id, JobRow.state, JobRow.reason).where(JobRow.state.in_(HIDDEN))
         with self._database.read() as session:
-            return [(row.id, row.state, row.reason) for row in session.execute(query)]
+            return [HiddenJob(*row) for row in session.execute(query)]
 
 
 class Snapshot:

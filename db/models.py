@@ -6,9 +6,12 @@ coordinator has accepted.
 
 from __future__ import annotations
 
+from typing import Any
+
 from sqlalchemy import (
     BigInteger,
     Boolean,
+    ColumnElement,
     Double,
     ForeignKey,
     Index,
@@ -17,7 +20,9 @@ from sqlalchemy import (
     MetaData,
     String,
     Text,
+    case,
     false,
+    func,
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
@@ -408,3 +413,9 @@ class IdempotentRequestRow(Base):
     location: Mapped[str] = mapped_column(String(255))
     body: Mapped[bytes] = mapped_column(LargeBinary)
     at: Mapped[float] = mapped_column(Double, index=True)
+
+
+def listed(column: Any) -> ColumnElement[int]:
+    """How many a JSON list has of names or numbers, which hold no commas; 0 where there is none."""
+    commas = func.length(column) - func.length(func.replace(column, ",", ""))
+    return case((column.is_(None), 0), (column == "[]", 0), else_=commas + 1)

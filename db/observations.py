@@ -13,12 +13,12 @@ from typing import Any
 from sqlalchemy import delete, func, insert, select
 
 from openrecycle.db.models import (
-    AuditRow,
     EventRow,
     EventSeenRow,
     IterationRow,
     MeasuredIterationRow,
     WorkerStateRow,
+    listed,
 )
 from openrecycle.db.session import Database
 
@@ -101,7 +101,7 @@ class Observations:
             if new:
                 detail = ", ".join(str(seq) for seq in sorted(new))
                 audit = {"at": now, "actor": actor, "action": "acknowledge", "job_id": job_id, "target": "events"}
-                session.execute(insert(AuditRow).values(detail=detail, **audit))
+                self._database.write_audit(session, {**audit, "detail": detail})
             return len(new)
 
     def seen_events(self, job_id: str, seqs: Sequence[int]) -> dict[int, tuple[str, float]]:
@@ -113,14 +113,15 @@ class Observations:
     # -- iterations ---------------------------------------------------------------------------
 
     def iteration_sums(self, job_id: str, through: int) -> list[Record]:
-        """Of each generation's iterations up to `through`: generation, living, count, seconds, and of the first
-        one its number and seconds; oldest generation first."""
+        """Of each generation's iterations up to `through`: generation, living, count, seconds, how many micro-batches
+        were skipped, and of the first one its number and seconds; oldest generation first."""
         where = (IterationRow.job_id == job_id, IterationRow.iteration <= through)
         sums = (
             select(
                 IterationRow.generation,
                 func.count().label("count"),
                 func.sum(IterationRow.seconds).label("seconds"),
+                func.sum(listed(IterationRow.skipped)).label("skipped"),
                 func.min(IterationRow.iteration).label("first"),
             )
             .where(*where)
@@ -133,6 +134,7 @@ class Observations:
                 IterationRow.living,
                 sums.c.count,
                 sums.c.seconds,
+                sums.c.skipped,
                 sums.c.first,
                 IterationRow.seconds.label("first_seconds"),
             )

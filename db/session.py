@@ -9,23 +9,23 @@ from __future__ import annotations
 
 import fcntl
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from sqlalchemy import URL, Connection, Engine, Table, create_engine, event, make_url, text
+from sqlalchemy import URL, Connection, Engine, Table, create_engine, event, insert, make_url, text
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
 from sqlalchemy.orm import Session
 
-from openrecycle.db.models import Base
+from openrecycle.db.models import AuditRow, Base
 
 if TYPE_CHECKING:
     from alembic.config import Config
 
-# Any number, so that our advisory lock doesn't meet those of other users of the database.
-_MIGRATION_LOCK = 0x0C1E_0001
+# Any numbers, so that our advisory locks don't meet those of other users of the database; db.leadership has another.
+_MIGRATION_LOCK, _AUDIT_LOCK = 0x0C1E_0001, 0x0C1E_0003
 
 NOT_LEADING = -1
 """The term of a console that does not lead: it may read, and write nothing."""
@@ -134,6 +134,13 @@ class Database:
         with self._writing() as connection, Session(connection) as session:
             yield session
             session.flush()
+
+    def write_audit(self, session: Session, line: Mapping[str, Any]) -> None:
+        """Adds a line to the audit log, as the last thing that a transaction does: those who add others wait for its
+        end, so that ids rise as lines come to be seen, and whoever reads on after an id misses none."""
+        if not self.is_sqlite:  # which has one writer anyway
+            session.execute(text("select pg_advisory_xact_lock(:key)"), {"key": _AUDIT_LOCK})
+        session.execute(insert(AuditRow).values(dict(line)))
 
     def insert_new(self, model: type[Base]) -> Any:
         """INSERT that leaves a row alone which is there already."""

@@ -19,7 +19,6 @@ from sqlalchemy.orm import Session
 from openrecycle.db.job_rows import HIDDEN
 from openrecycle.db.models import (
     AcknowledgementRow,
-    AuditRow,
     Base,
     CatalogPlanRow,
     CatalogRow,
@@ -122,6 +121,12 @@ class Store:
                 session.execute(insert(WorkerRow), [{"job_id": job_id, **w} for w in workers])
             return row
 
+    def job_of_key(self, idempotency_key: str) -> Record | None:
+        """One of `jobs`: that was created under this key."""
+        query = select(JobRow.__table__).where(JobRow.idempotency_key == idempotency_key)
+        with self.database.read() as session:
+            return next(iter(_rows(session, query.where(JobRow.state.not_in(HIDDEN)))), None)
+
     def jobs(self) -> list[Record]:
         """Every job, oldest first; without those on their way in or out."""
         query = select(JobRow.__table__).where(JobRow.state.not_in(HIDDEN)).order_by(JobRow.created_at, JobRow.id)
@@ -162,10 +167,10 @@ class Store:
             if change.acknowledgements:
                 rows = [{"job_id": job_id, **row} for row in change.acknowledgements]
                 session.connection().execute(self._insert_new(AcknowledgementRow), rows)
-            if change.audit:
-                session.execute(insert(AuditRow).values(job_id=job_id, **change.audit))
             if change.states:
                 session.execute(insert(WorkerStateRow), [{"job_id": job_id, **s} for s in change.states])
+            if change.audit:
+                self.database.write_audit(session, {"job_id": job_id, **change.audit})
 
     def heartbeats(self, beats: Mapping[str, Sequence[Record]]) -> None:
         """Writes the latest heartbeat of many workers at once. beats: job -> worker columns."""
@@ -197,6 +202,11 @@ class Store:
                 row[key] = json.loads(row[key])
         return rows
 
+    def generation(self, job_id: str, number: int) -> Record | None:
+        """One of `generations`."""
+        found = self.generations(job_id, after=number - 1, limit=1)
+        return found[0] if found and found[0]["generation"] == number else None
+
     def newest_move(self, job_id: str) -> Record | None:
         """The last generation in which layers came to other stages: its number, `partition` and `moved_at`."""
         row = GenerationRow
@@ -211,7 +221,7 @@ class Store:
         """The last of `generations`."""
         with self.database.read() as session:
             last = session.scalar(select(func.max(GenerationRow.generation)).where(GenerationRow.job_id == job_id))
-        return None if last is None else self.generations(job_id, after=last - 1)[0]
+        return None if last is None else self.generation(job_id, last)
 
     def acknowledgements(
         self, job_id: str, generation: int | None = None, *, after: int = 0, last: int | None = None
@@ -372,23 +382,15 @@ class Store:
             command = {"seq": last + 1, "kind": kind, "worker": worker, "actor": actor, "at": now}
             session.execute(insert(CommandRow).values(job_id=job_id, **command))
             audit = {"at": now, "actor": actor, "action": kind, "job_id": job_id, "target": worker, "detail": ""}
-            session.execute(insert(AuditRow).values(audit))
             if events:
                 session.execute(insert(EventRow), [{"job_id": job_id, **e} for e in events])
+            self.database.write_audit(session, audit)
             return last + 1
 
     def commands(self, job_id: str, *, after: int = 0) -> list[Record]:
         where = (CommandRow.job_id == job_id, CommandRow.seq > after)
         with self.database.read() as session:
             return _rows(session, select(CommandRow.__table__).where(*where).order_by(CommandRow.seq))
-
-    def audit(self, job_id: str | None = None) -> list[Record]:
-        """Oldest first."""
-        query = select(AuditRow.__table__).order_by(AuditRow.at, AuditRow.id)
-        if job_id is not None:
-            query = query.where(AuditRow.job_id == job_id)
-        with self.database.read() as session:
-            return _rows(session, query)
 
     # -- details ----------------------------------------------------------------------------
 

@@ -147,6 +147,11 @@ class JobSpec(Message):
     group_timeout: Annotated[Seconds | None, Field(exclude_if=lambda value: value is None)] = None
     ranks_per_worker: Annotated[int, Field(ge=1, le=RANKS, exclude_if=lambda value: value == 1), INTEGER] = 1
 
+    @property
+    def samples(self) -> int:
+        """Of one iteration in which no micro-batch is left out."""
+        return self.pipelines * self.micro_batches * self.samples_per_micro_batch
+
     def job(self) -> Job:
         """What is planned for. Durations are milliseconds, whole microseconds.
 

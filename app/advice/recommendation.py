@@ -53,8 +53,7 @@ _CANNOT = {
 
 @dataclass(frozen=True)
 class Recommendation:
-    """way: what the job does, or is about to do. advised: what it should do. absorbed: do the bubbles hold
-    the load? reason: why, in a few sentences.
+    """way: what the job does, or is about to do. advised: what it should do. reason: why, in a few sentences.
 
     candidates: the ways that the job can take by itself, best first. better: the name of one that is
     clearly better than re-routing, "" where none is. plans: of the candidates, as planner.plans.packed has them, in
@@ -63,7 +62,6 @@ class Recommendation:
 
     way: str
     advised: str
-    absorbed: bool
     reason: str
     candidates: tuple[Candidate, ...] = ()
     better: str = ""
@@ -301,7 +299,7 @@ def decide(
     else:
         text += ", the job has no option that it could take by itself."
     text += _not_here(advice, ranked[0] if ranked else None, can, full, migrate=migrate, relayout=relayout)
-    return Recommendation(way, advised, advice.absorbed, f"{text} {basis}".strip(), tuple(ways), better)
+    return Recommendation(way, advised, f"{text} {basis}".strip(), tuple(ways), better)
 
 
 def _back(
@@ -314,7 +312,7 @@ def _back(
         more = f"{back.rate:.4g} samples/s instead of {taken.rate:.4g}"
         text += f"; with the layers where they were before it trains {more}"
         text += ", and they move back now" if way == better else ", and an operator may move them back"
-    return Recommendation(way, better or way, True, text, tuple(ways), better)
+    return Recommendation(way, better or way, text, tuple(ways), better)
 
 
 def _taken_alone(

@@ -190,7 +190,7 @@ class Advising:
             failed,
             spec.technique,
             spec.memory,
-            samples=float(spec.pipelines * spec.micro_batches * spec.samples_per_micro_batch),
+            samples=float(spec.samples),
             unit_seconds=unit,
             detect=known.detect,
             recover=known.recover,

@@ -91,7 +91,8 @@ def router(console: Console) -> APIRouter:
 
     @api.post("/tokens", status_code=201)
     async def create(wanted: TokenWanted, x_actor: Actor = "API") -> TokenMade:
-        """The token is in the answer, and nowhere else: the console keeps a hash of it."""
+        """The token is in the answer, and nowhere else: the console keeps a hash of it. So no Idempotency-Key is
+        heeded: sent again, the request makes another token."""
         if wanted.job_id is not None:
             console.jobs.find(wanted.job_id)
         token, text = await in_thread(

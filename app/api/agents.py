@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from typing import Annotated, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
 
 from fastapi import APIRouter, Header, Query, Request, Response
 from pydantic import BaseModel
@@ -201,18 +202,18 @@ class Deployments:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._rendered: dict[str, tuple[Deployment, bytes]] = {}
+        self._rendered: WeakKeyDictionary[LiveJob, tuple[Deployment, bytes]] = WeakKeyDictionary()
 
     async def next(self, job_id: str, after: int, wait: float) -> bytes | None:
         """The newest with a generation above `after`, as soon as there is one; None: none in `wait` seconds, or in less
         where many wait. Raises ConsoleError."""
-        topic = self._console.jobs.find(job_id).generation_topic
-        found = await topic.wait_for(lambda: self._console.reports.deployment(job_id, after), wait)
+        job = self._console.jobs.find(job_id)
+        found = await job.generation_topic.wait_for(lambda: self._console.reports.deployment(job_id, after), wait)
         if found is None:
             return None
-        rendered = self._rendered.get(job_id)
+        rendered = self._rendered.get(job)
         if rendered is None or rendered[0] is not found:
-            rendered = self._rendered[job_id] = found, found.model_dump_json().encode()
+            rendered = self._rendered[job] = found, found.model_dump_json().encode()
         return rendered[1]
 
 

@@ -14,7 +14,7 @@ from openrecycle.app.catalogs.contents import MAX_TOLERANCE, CatalogReport, Cata
 from openrecycle.app.catalogs.service import Filling, exported, info_of
 from openrecycle.app.console.service import Console
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.app.runtime.runner import in_thread
+from openrecycle.app.runtime.runner import exporting, in_thread
 from openrecycle.planner.catalogs.catalog_store import CatalogInfo
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Technique
@@ -186,7 +186,7 @@ def router(console: Console) -> APIRouter:
     @api.get("/catalogs/{fingerprint}/export", response_class=Response)
     async def export(fingerprint: Fingerprint, format: Literal["json", "stored"] = "json") -> Response:
         """A zip file: a document per plan, or the folder that the command line keeps and goes on from."""
-        data = await in_thread(exported, catalogs, fingerprint, format)
+        data = await exporting(exported, catalogs, fingerprint, format)
         named = {"Content-Disposition": f'attachment; filename="catalog-{fingerprint[:12]}.{format}.zip"'}
         return Response(data, media_type="application/zip", headers=named)
 

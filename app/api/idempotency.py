@@ -1,8 +1,9 @@
 """A POST with an Idempotency-Key is done once: who sends it again gets the first one's answer.
 
 Keys and answers are in the database, so that this holds through a restart of the console, which is when
-requests are sent again. POST /jobs keeps its key with the job itself, for good; heartbeats may come twice; a
-history that is imported is never imported over another one.
+requests are sent again. POST /jobs keeps its key with the job itself, as long as that is there; heartbeats may come
+twice; a history that is imported is never imported over another one; the answer of POST /tokens is a secret, which is
+kept nowhere.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ MOST_BYTES = 1 << 20
 
 def keeps_keys(path: str) -> bool:
     """path: as in the OpenAPI document, or of a request, below /api/v1."""
-    return path != "/jobs" and not path.endswith(("/heartbeats", "/history/import"))
+    return path not in ("/jobs", "/tokens") and not path.endswith(("/heartbeats", "/history/import"))
 
 
 class Idempotency:

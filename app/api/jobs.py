@@ -49,6 +49,7 @@ from openrecycle.app.jobs.throughput import RECENT
 from openrecycle.app.observing.as_run import MeasuredIteration
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.runner import answer_in_thread, in_thread
+from openrecycle.app.security.access import caller_of
 from openrecycle.db.heartbeats import Level
 from openrecycle.db.store import Record
 from openrecycle.planner.plans.plan import INTEGER, Plan
@@ -99,10 +100,10 @@ def router(console: Console) -> APIRouter:
 
     @api.get("/{job_id}/generations", response_model=Generations)
     async def generations(
-        job_id: str, after: Annotated[int, Query(ge=0, le=2**53)] = 0, limit: Most = None
+        job_id: str, after: Annotated[int, Query(ge=0, le=2**53)] = 0, limit: Limit = 1000
     ) -> Response:
-        """Generations with a number > after, oldest first: read on with `after` = the last one's. Without a limit,
-        all."""
+        """Generations with a number > after, oldest first: read on with `after` = the last one's until there are
+        none. Of a job of thousands of workers there are fewer at once than the limit."""
         return await answer_in_thread(_generations, console, job_id, after, limit)
 
     @api.get("/{job_id}/plans")
@@ -156,7 +157,7 @@ def _workers(console: Console, job_id: str) -> Workers:
     return Workers(workers=[WorkerInfo(**worker._asdict()) for worker in console.queries.view(job_id, 1, 1).workers])
 
 
-def _generations(console: Console, job_id: str, after: int, limit: int | None) -> Generations:
+def _generations(console: Console, job_id: str, after: int, limit: int) -> Generations:
     return Generations(generations=[GenerationInfo(**row) for row in console.queries.generations(job_id, after, limit)])
 
 
@@ -374,9 +375,11 @@ def histories_router(console: Console) -> APIRouter:
     api = APIRouter()
 
     @api.get("/jobs/{job_id}/history.zip", tags=["jobs"], response_class=FileResponse, responses={**ZIP, 409: {}})
-    async def export(job_id: str) -> FileResponse:
-        """All that is stored of the job: JSON lines of each table, its plans, and a manifest with SHA-256 sums."""
-        path = await console.histories.export(job_id)
+    async def export(job_id: str, request: Request) -> FileResponse:
+        """All that is stored of the job: JSON lines of each table, its plans, and a manifest with SHA-256 sums. The
+        table of the audit log is empty for who may not read that."""
+        caller = caller_of(console.security.access, request.headers)
+        path = await console.histories.export(job_id, audit=caller.operates)
         name = f"{job_id}-history.zip"
         return FileResponse(path, media_type="application/zip", filename=name, background=BackgroundTask(path.unlink))
 

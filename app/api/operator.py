@@ -12,10 +12,10 @@ from openrecycle.agent.coordination.membership import CHOICE_TIMEOUT, LEAST_CHOI
 from openrecycle.agent.messages.protocol import WorkerName
 from openrecycle.app.api.models import Actor, ReportOutcome
 from openrecycle.app.api.parsing import ReadBeside
-from openrecycle.app.console.operators import named
 from openrecycle.app.console.service import Console
 from openrecycle.app.plans.service import Outcome as ReplanOutcome
 from openrecycle.app.plans.solving_child import MAX_SECONDS
+from openrecycle.app.runtime.errors import named
 from openrecycle.app.runtime.runner import in_thread
 
 

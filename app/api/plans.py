@@ -31,7 +31,7 @@ from openrecycle.app.plans.solving_child import (
 from openrecycle.app.plans.sources import OfJob, Reference, Saved, Source
 from openrecycle.app.plans.uploading import LARGE, MOST_WAITING, PlanToSave, ReadPlan
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.app.runtime.runner import in_thread
+from openrecycle.app.runtime.runner import exporting, in_thread
 from openrecycle.planner.export import EXPORTERS
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.plans.plan import INTEGER, JobDoc, Plan, job_doc
@@ -285,12 +285,12 @@ def exports_router(console: Console) -> APIRouter:
 
         pipeline: this one alone (torch-csv, svg, png). 413: too large; 422: no file of that format.
         """
-        return await in_thread(_export, console, OfJob(job_id, fingerprint), format, pipeline)
+        return await exporting(_export, console, OfJob(job_id, fingerprint), format, pipeline)
 
     @api.get("/plans/{fingerprint}/export", response_class=Response, responses=FILE)
     async def of_library(fingerprint: str, format: Format, pipeline: Pipeline = None) -> Response:
         """The same of a saved plan."""
-        return await in_thread(_export, console, Saved(fingerprint), format, pipeline)
+        return await exporting(_export, console, Saved(fingerprint), format, pipeline)
 
     return api
 

@@ -14,7 +14,7 @@ from openrecycle.agent.coordination.events import Chosen, DrainAsked, ModeSet, N
 from openrecycle.agent.coordination.membership import LEAST_CHOICE_TIMEOUT, MOST_CHOICE_TIMEOUT, Member, Mode, Offer
 from openrecycle.agent.messages.protocol import Command, WorkerState
 from openrecycle.app.jobs.live_job import LiveJob
-from openrecycle.app.runtime.errors import ConsoleError, plain, storing
+from openrecycle.app.runtime.errors import ConsoleError, named, plain, storing
 from openrecycle.db.observations import Observations
 from openrecycle.db.store import Record, Store
 from openrecycle.planner.jobs.job import Worker
@@ -162,7 +162,7 @@ class Operators:
         """`actor` has taken note of these events; returns how many nobody had before. Raises ConsoleError."""
         job = self._find(job_id)
         with storing():
-            new = self._observations.see_events(job_id, seqs, actor.strip()[:80] or "unknown")
+            new = self._observations.see_events(job_id, seqs, named(actor))
         if new:
             with job.lock:
                 job.feed.unfold()
@@ -194,11 +194,6 @@ class Operators:
             "candidates": [asdict(candidate) for candidate in offer.candidates],
             "better": offer.better,
         }
-
-
-def named(actor: str) -> str:
-    """As the feed and the audit log call who asks."""
-    return plain(actor).strip()[:80] or "unknown"
 
 
 def _audit(actor: str, action: str, target: str) -> Record:

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import orjson
 import structlog
+from sqlalchemy.exc import SQLAlchemyError
 
 from openrecycle.agent.coordination.events import Note
 from openrecycle.agent.coordination.membership import FailureTimeouts
@@ -68,6 +69,10 @@ class JobRegistry:
                 "invalid",
                 f"pipelines x stages: got {spec.pipelines * spec.stages}, expected at most {MAX_WORKERS} workers",
             )
+        with storing():
+            earlier = self._store.job_of_key(idempotency_key) if idempotency_key is not None else None
+        if earlier is not None:
+            return self._created(earlier, spec, idempotency_key), False
         live = sum(len(job.state.members) for job in self.live() if not job.state.over)
         if live + spec.pipelines * spec.stages > MAX_LIVE_WORKERS:
             detail = (
@@ -96,21 +101,24 @@ class JobRegistry:
             new = row["id"] == job_id
             if new:
                 self._jobs[job_id] = job
-        if not new and JobSpec.model_validate_json(row["spec"]) != spec:
-            raise ConsoleError(
-                409, "idempotency_conflict", f"Idempotency-Key: {idempotency_key!r} was used for another job"
-            )
         if new:
             self._life.job_begins(job)
             log.info("job created", job=job_id, name=spec.name, workers=len(members))
+        return self._created(row, spec, idempotency_key), new
+
+    def _created(self, row: Record, spec: JobSpec, idempotency_key: str | None) -> JobCreated:
+        """What is said of a stored job to who asked for one of this spec."""
+        if JobSpec.model_validate_json(row["spec"]) != spec:
+            raise ConsoleError(
+                409, "idempotency_conflict", f"Idempotency-Key: {idempotency_key!r} was used for another job"
+            )
         failure_timeouts = self.failure_timeouts
-        created = JobCreated(
+        return JobCreated(
             job_id=row["id"],
             heartbeat_seconds=failure_timeouts.heartbeat,
             suspect_seconds=failure_timeouts.suspect,
             dead_seconds=failure_timeouts.dead,
         )
-        return created, new
 
     def find(self, job_id: str) -> LiveJob:
         """Raises ConsoleError (404)."""
@@ -150,11 +158,24 @@ class JobRegistry:
                 self._life.job_read(job)
                 with self._lock:
                     self._jobs.setdefault(job_id, job)
-            except (PlannerError, ValueError):
+            except (SQLAlchemyError, ConsoleError):  # it may be read when the database answers again
+                raise
+            except Exception:  # whatever one job's rows are, they keep no console from starting
                 log.exception("a stored job can't be read; it is left out", job=job_id)
                 self._unreadable.add(job_id)
         self.past.drop(job_id)
         return self._jobs.get(job_id)
+
+    def rest(self, job: LiveJob) -> bool:
+        """Of one that has been over for long its line is enough again; False: somebody follows it. Raises
+        SQLAlchemyError."""
+        if job.topic.followed or job.generation_topic.followed:
+            return False
+        self.past.read([job.job_id])
+        with self._lock:
+            if self._jobs.get(job.job_id) is job:
+                del self._jobs[job.job_id]
+        return True
 
     def let_go(self, job_id: str) -> None:
         """Of a job that is deleted: whoever asks for it from now on learns that there is none."""

@@ -89,7 +89,7 @@ class Reports:
         store: Store,
         find: Callable[[str], LiveJob],
         ended: Callable[[LiveJob], None],
-        measure: Callable[[str], int | None],
+        measure: Callable[[LiveJob], int | None],
         waited: Callable[[LiveJob], Waited],
     ) -> None:
         self._store, self._find, self._ended = store, find, ended
@@ -137,7 +137,7 @@ class Reports:
             if isinstance(answer, ConsoleError)
         ]
         taken = len(reports) - len(refused)
-        measure = self._measure(job.job_id)
+        measure = self._measure(job)
         return BatchReply(generation=job.state.generation, measure=measure, taken=taken, refused=tuple(refused))
 
     def failure(self, job_id: str, message: FailureReport) -> str:
@@ -240,8 +240,8 @@ class Reports:
         if count > sum(partition):
             raise ConsoleError(409, "misfit", f"moved_layers: got {count}, expected at most {sum(partition)}")
         with storing():
-            opened = self._store.generations(job_id, after=message.generation - 1, limit=1)
-        if not opened or opened[0]["generation"] != message.generation or tuple(opened[0]["partition"]) != partition:
+            opened = self._store.generation(job_id, message.generation)
+        if opened is None or tuple(opened["partition"]) != partition:
             detail = f"partition: got {list(partition)}, which is not that of generation {message.generation}"
             raise ConsoleError(409, "misfit", detail)
         took = milliseconds(message.stall_ms)

@@ -44,6 +44,8 @@ log = structlog.get_logger()
 
 # What a console that is killed forgets of its workers' newest heartbeats; each sends another within a second.
 FLUSH_SECONDS = 5.0
+# Jobs that are over stay in memory for as long, with what their workers wrote; the newest stay for good.
+OVER_SECONDS = 86_400.0
 # For one job's turn; a database that does not answer takes a tenth of it.
 STUCK_SECONDS = 120.0
 # Between two looks whether the database can be written.
@@ -212,7 +214,7 @@ class Console:
 
     def _keep_time(self) -> None:
         last_flush, turns = time.monotonic(), 0
-        resting: set[str] = set()  # jobs that are over, and of which nothing is left to be done
+        resting: dict[str, float] = {}  # jobs that are over, of which nothing is left to be done; and since when
         while not self._stop.wait(TICK_SECONDS):
             self._got_on = self._clock()
             for job in self.jobs.live():
@@ -229,19 +231,36 @@ class Console:
                     self.operators.consider(job)
                     self.accounts.consider(job)
                     if job.state.over:
-                        resting.add(job.job_id)
+                        job.plans.let_go()
+                        resting.setdefault(job.job_id, time.monotonic())
                 except ConsoleError as error:
                     log.warning("a tick could not be stored; it is tried again", job=job.job_id, reason=error.detail)
                 except Exception:
                     log.exception("a tick failed", job=job.job_id)
             if time.monotonic() - last_flush >= FLUSH_SECONDS:
                 last_flush = time.monotonic()
-                resting &= {job.job_id for job in self.jobs.live()}
+                self._rest(resting)
                 turns = max((len(job.state.members) for job in self.jobs.live()), default=0)
                 turns = max(1, -(-turns // FLUSH_AT_ONCE))
             if turns:
                 turns -= 1
                 self._flush(FLUSH_AT_ONCE)
+
+    def _rest(self, resting: dict[str, float]) -> None:
+        """Keeps a line alone of jobs that have been at rest for long. Lets go of those that are none any more."""
+        live = {job.job_id: job for job in self.jobs.live()}
+        for job_id in resting.keys() - live.keys():
+            del resting[job_id]
+        newest_last = sorted((live[job_id] for job_id in resting), key=lambda job: job.created_at)
+        for job in newest_last[:-OVER_SHOWN]:
+            if time.monotonic() - resting[job.job_id] < OVER_SECONDS:
+                continue
+            try:
+                if self.jobs.rest(job):
+                    del resting[job.job_id]
+            except SQLAlchemyError as error:
+                log.warning("jobs that are over stay in memory for now", reason=type(error).__name__)
+                return
 
     def tick(self, job: LiveJob) -> None:
         """Looks for workers that have fallen silent, unless it is this process that can't hear them: then the next

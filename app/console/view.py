@@ -116,8 +116,7 @@ class JobView:
     and are not replaced. moved: those that hold another role than at first.
 
     iterations: the newest ones, oldest first. events: the newest ones, newest first.
-    figures: ETTR, goodput and the fault-free rate so far. waits_since: when the wait for a person began that lasts
-    (POSIX seconds), None: nobody is waited for.
+    figures: ETTR, goodput and the fault-free rate so far.
     advice: the best option with the workers that are out, None while nothing is known of it. held: layers per stage as
     the workers have them, () where stages can't be cut; coming: as they will, while layers move. spares: ranks that
     run nothing since another one of their worker has ended.
@@ -141,7 +140,6 @@ class JobView:
     condition: Condition = Condition.RUNNING
     missing: tuple[ProcessState, ...] = ()
     moved: tuple[ProcessState, ...] = ()
-    waits_since: float | None = None
     plan_words: str = ""
     held: tuple[int, ...] = ()
     coming: tuple[int, ...] = ()
@@ -267,6 +265,8 @@ def summary(job: LiveJob, sentence: str) -> JobSummary:
 
 
 EVENTS = 20
+# Of the generations that are read at once, so many workers: of thousands, each has what it acknowledged.
+GENERATION_ROWS = 32_768
 # What older versions stored, and how it is called since.
 BEFORE = {"starting": "empty", "re-joining": "joining"}
 _EVENT = ("seq", "at", "severity", "kind", "worker", "text", "count", "last_at")
@@ -423,7 +423,6 @@ class Queries:
                 condition=worker_states.condition,
                 missing=worker_states.missing,
                 moved=worker_states.moved,
-                waits_since=waited.since,
                 plan_words=run.words if run else "",
                 held=state.held,
                 coming=state.current.partition if state.current and state.moving else (),
@@ -458,13 +457,12 @@ class Queries:
         cached = histories.get(key)
         if cached is not None and cached.version == version:
             return cached
-        samples = job.spec.pipelines * job.spec.micro_batches * job.spec.samples_per_micro_batch
         feed = self._store.events(job.job_id, limit=events, newest=True)
         seen_by = self.observations.seen_events(job.job_id, [row["seq"] for row in feed if row["severity"] != "info"])
         history = _History(
             version,
             tuple(
-                iteration_view(row, samples, waited)
+                iteration_view(row, job.spec, waited)
                 for row in self._store.iterations(job.job_id, limit=iterations, newest=True)
             ),
             tuple(
@@ -527,10 +525,6 @@ class Queries:
     def sentence(self, job: LiveJob) -> str:
         return sentence(job.worker_states(), self._clock(), self._failure_timeouts)
 
-    def plan(self, fingerprint: str) -> Plan:
-        """Raises ConsoleError (404)."""
-        return self._plans.plan(fingerprint)
-
     def plan_document(self, job_id: str, fingerprint: str) -> str:
         """The stored JSON, as it is. Raises ConsoleError (404)."""
         return zlib.decompress(self.deflated_plan(job_id, fingerprint)).decode()
@@ -581,9 +575,10 @@ class Queries:
             covered = min(covered, seconds)
         return tuple(row for row in rows if row[0] <= covered), covered
 
-    def generations(self, job_id: str, after: int = 0, limit: int | None = None) -> list[Record]:
-        """Generations with a number > after and their acknowledgements, oldest first."""
-        self._find(job_id)
+    def generations(self, job_id: str, after: int = 0, limit: int = 1000) -> list[Record]:
+        """Generations with a number > after and their acknowledgements, oldest first: so many, or fewer of a large
+        job, each of whose workers has some."""
+        limit = min(limit, max(1, GENERATION_ROWS // len(self._find(job_id).state.members)))
         with storing():
             generations = self._store.generations(job_id, after=after, limit=limit)
             last = generations[-1]["generation"] if generations else 0

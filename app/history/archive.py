@@ -35,7 +35,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from openrecycle.agent.messages.protocol import JobSpec
 from openrecycle.app.history.tables import Fingerprint, TableFormat, format_of
 from openrecycle.db.heartbeats import GROUP, BlockError, unpack
-from openrecycle.db.job_rows import IMPORTING, MODELS, OVER, JobRows, Record
+from openrecycle.db.job_rows import IMPORTING, MODELS, OVER, HiddenJob, JobRows, Record
 from openrecycle.db.session import Database
 from openrecycle.planner.check import check
 from openrecycle.planner.jobs.errors import PlannerError
@@ -84,8 +84,9 @@ def plan_file(fingerprint: str) -> str:
     return f"plans/{fingerprint}.json"
 
 
-def export(database: Database, job_id: str, out: Path) -> Manifest | None:
-    """Writes the file; it is there when it is whole, and not before. None: there is no such job.
+def export(database: Database, job_id: str, out: Path, *, audit: bool = True) -> Manifest | None:
+    """Writes the file; it is there when it is whole, and not before. None: there is no such job. audit: with the lines
+    of the audit log that speak of the job, else with none.
 
     Takes little memory, however long the history is: rows are written as they are read. Raises OSError,
     SQLAlchemyError.
@@ -101,6 +102,8 @@ def export(database: Database, job_id: str, out: Path) -> Manifest | None:
                 for name in EXPORTED:
                     form = format_of(name)
                     rows = [job] if name == "job" else snapshot.rows(name, job_id)
+                    if name == "audit" and not audit:
+                        rows = []
                     lines = (orjson.dumps(form.to_line(row)) + b"\n" for row in rows)
                     digest, size, count = _write(archive, table_file(name), lines)
                     tables[name] = TableEntry(bytes=size, sha256=digest, rows=count)
@@ -468,32 +471,36 @@ def import_history(
             job["reason"] = f"it was {job['state']} when its history was exported; imported, it does not go on"
             job["state"] = "stopped"
         job |= _AT_REST
-        if not rows.begin(job, _note()):
+        hidden = rows.begin(job, _note())
+        if hidden is None:
             raise _taken(job_id)
         try:
             _store(rows, history, job_id, rest)
             audit = {"at": time.time(), "actor": actor, "action": "import", "job_id": job_id, "target": job_id}
             rows.finish(job, {**audit, "detail": f"exported as {history.manifest.job}"[:2000]})
         except BaseException:
-            delete_job(rows, job_id, rest)
+            delete_job(rows, hidden, rest)
             raise
         manifest = history.manifest
     return Imported(job_id, sum(t.rows for n, t in manifest.tables.items() if n != "audit"), len(manifest.plans))
 
 
-def delete_job(rows: JobRows, job_id: str, rest: Callable[[float], None] = time.sleep) -> None:
-    """All of a hidden job (db.job_rows), in small steps. Raises SQLAlchemyError."""
-    while rows.delete_some(job_id):
+def delete_job(rows: JobRows, job: HiddenJob, rest: Callable[[float], None] = time.sleep) -> None:
+    """All of it, in small steps. Raises SQLAlchemyError."""
+    while rows.delete_some(job):
         rest(REST)
 
 
 def abandoned(note: str) -> bool:
     """Has the process ended that left this note with a job on its way in?"""
     try:
-        host, pid, at = note.rsplit(" ", 2)
+        host, process, at = note.rsplit(" ", 2)
         if host != socket.gethostname():
             return time.time() - float(at) > LONGEST
-        os.kill(int(pid), 0)
+        pid, _, began = process.partition("/")
+        if began:
+            return _began(int(pid)) != began
+        os.kill(int(pid), 0)  # of a version that noted no more
     except ProcessLookupError:
         return True
     except (ValueError, OSError):
@@ -502,15 +509,25 @@ def abandoned(note: str) -> bool:
 
 
 def _note() -> str:
-    return f"{socket.gethostname()} {os.getpid()} {time.time():.0f}"
+    pid = os.getpid()
+    return f"{socket.gethostname()} {pid}/{_began(pid)} {time.time():.0f}"
+
+
+def _began(pid: int) -> str:
+    """When the process was started, in ticks since the machine was; "": there is none, or it does not say. A container
+    that is started again has the numbers of its processes again."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""
 
 
 def _clear(rows: JobRows, job_id: str, rest: Callable[[float], None]) -> None:
     """The id is taken: by a job, or by what is left of one."""
-    left = {hidden: (state, note) for hidden, state, note in rows.hidden()}
-    if job_id not in left or (left[job_id][0] == IMPORTING and not abandoned(left[job_id][1])):
+    left = next((hidden for hidden in rows.hidden() if hidden.job_id == job_id), None)
+    if left is None or (left.state == IMPORTING and not abandoned(left.note)):
         raise _taken(job_id)
-    delete_job(rows, job_id, rest)
+    delete_job(rows, left, rest)
 
 
 def _store(rows: JobRows, history: History, job_id: str, rest: Callable[[float], None]) -> None:

@@ -10,7 +10,8 @@ import resource
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,7 +22,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from openrecycle.agent.messages.protocol import WorkerState
 from openrecycle.app.history.archive import REST, HistoryError, Imported, abandoned, export, import_history
 from openrecycle.app.jobs.live_job import LiveJob
-from openrecycle.app.runtime.errors import ConsoleError, storing, unknown_job
+from openrecycle.app.runtime.errors import ConsoleError, named, storing, unknown_job
 from openrecycle.app.runtime.processes import Channel, ChildEnded, Children
 from openrecycle.db.job_rows import DELETING, JobRows
 from openrecycle.db.session import Database, DatabaseError
@@ -30,6 +31,8 @@ log = structlog.get_logger()
 
 MOST_UPLOAD = 2**30
 """Bytes of a file that is sent to the API; the command line takes larger ones."""
+CHUNK_SECONDS, DRAIN_SECONDS = 60.0, 15.0
+"""For the next bytes of it: others wait for the place. And for which what is refused is thrown away."""
 MOST_MEMORY = 8 * 2**30
 """A file that asks for more than any history needs ends the process that reads it, and harms no other."""
 FOLLOW_SECONDS = 5.0
@@ -55,7 +58,7 @@ class Histories:
     def __init__(self, jobs: JobReader, database: Database) -> None:
         self._jobs, self._database = jobs, database
         self._rows = JobRows(database)
-        self._busy = threading.Lock()
+        self._exporting, self._importing = threading.Lock(), threading.Lock()
         self._children = Children(work, name="history")
         self._stop, self._deleted = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._follow, name="console-histories", daemon=True)
@@ -72,13 +75,18 @@ class Histories:
 
     # -- out and in -----------------------------------------------------------------------------
 
-    async def export(self, job_id: str) -> Path:
-        """A file of the caller's, who deletes it. Raises ConsoleError."""
+    async def export(self, job_id: str, *, audit: bool) -> Path:
+        """A file of the caller's, who deletes it. audit: with what the audit log says of the job. Raises
+        ConsoleError."""
         self._jobs.find(job_id)
+        with _alone(self._exporting, "exported"):
+            return await self._exported(job_id, audit)
+
+    async def _exported(self, job_id: str, audit: bool) -> Path:
         out = _temporary()
         try:
             out.unlink()
-            if not (await self._run("export", job_id, str(out)))["found"]:
+            if not (await self._run("export", job_id, str(out), *(["audit"] if audit else [])))["found"]:
                 raise unknown_job(job_id)
         except BaseException:
             out.unlink(missing_ok=True)
@@ -87,10 +95,21 @@ class Histories:
 
     async def take_in(self, chunks: AsyncIterator[bytes], new_id: str | None, actor: str) -> Imported:
         """Imports the job of a file. new_id: instead of its own. Raises ConsoleError."""
+        try:
+            with _alone(self._importing, "imported"):  # from the first byte on: the folder holds one such file
+                return await self._taken_in(chunks, new_id, actor)
+        except ConsoleError:
+            with suppress(TimeoutError):  # whoever sends it comes to read the answer
+                async with asyncio.timeout(DRAIN_SECONDS):
+                    async for _ in chunks:
+                        pass
+            raise
+
+    async def _taken_in(self, chunks: AsyncIterator[bytes], new_id: str | None, actor: str) -> Imported:
         path, size = _temporary(), 0
         try:
             with path.open("wb") as handle:
-                async for chunk in chunks:
+                while chunk := await _next(chunks):
                     size += len(chunk)
                     if size > MOST_UPLOAD:
                         detail = f"the body: got more than {MOST_UPLOAD:,} bytes, expected at most that"
@@ -107,8 +126,6 @@ class Histories:
         return done
 
     async def _run(self, *arguments: str) -> Mapping[str, Any]:
-        if not self._busy.acquire(blocking=False):
-            raise ConsoleError(409, "busy", "another history is being exported or imported; try again when it is done")
         try:
             url = self._database.url.render_as_string(hide_password=False)
             asked = self._children.begin(url, *arguments)
@@ -119,8 +136,6 @@ class Histories:
         except ChildEnded as ended:
             log.error("work on a history failed", reason=str(ended))
             raise ConsoleError(503, "unavailable", "work on this history failed; the console's log says why") from None
-        finally:
-            self._busy.release()
         if "error" in answer:
             taken = "is there already" in answer["error"]
             raise ConsoleError(409 if taken else 422, "job_exists" if taken else "invalid", answer["error"])
@@ -133,7 +148,7 @@ class Histories:
         if why := self.kept_for(job_id):
             raise ConsoleError(409, "job_runs", f"job: {job_id} {why}, expected one that has ended")
         job = self._jobs.find(job_id)
-        audit = {"at": time.time(), "actor": actor.replace("\0", "")[:80] or "unknown", "action": "delete"}
+        audit = {"at": time.time(), "actor": named(actor), "action": "delete"}
         with job.lock, storing():
             self._rows.hide(job_id, {**audit, "job_id": job_id, "target": job_id, "detail": job.spec.name})
         self._jobs.let_go(job_id)
@@ -166,20 +181,21 @@ class Histories:
 
     def _delete_rows(self) -> None:
         """Of jobs that were deleted, and of imports whose process ended half way."""
-        for job_id, state, note in self._rows.hidden():
-            if state == DELETING or abandoned(note):
-                while self._rows.delete_some(job_id):
+        for job in self._rows.hidden():
+            if job.state == DELETING or abandoned(job.note):
+                while self._rows.delete_some(job):
                     if self._stop.wait(REST):
                         return
 
 
 def work(channel: Channel, url: str, action: str, *arguments: str) -> None:
-    """In a child: `export` JOB OUT, or `import` FILE ACTOR [ID]. Says a line of JSON; refused: with a sentence under
-    `error`."""
+    """In a child: `export` JOB OUT [audit], or `import` FILE ACTOR [ID]. Says a line of JSON; refused: with a sentence
+    under `error`."""
     database = Database(url)
     try:
         if action == "export":
-            said: dict[str, Any] = {"found": export(database, arguments[0], Path(arguments[1])) is not None}
+            made = export(database, arguments[0], Path(arguments[1]), audit="audit" in arguments[2:])
+            said: dict[str, Any] = {"found": made is not None}
         else:
             resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
             new_id = arguments[2] if len(arguments) > 2 else None
@@ -189,6 +205,29 @@ def work(channel: Channel, url: str, action: str, *arguments: str) -> None:
     finally:
         database.close()
     channel.say(json.dumps(said).encode())
+
+
+@contextmanager
+def _alone(place: threading.Lock, done: str) -> Iterator[None]:
+    """Raises ConsoleError (409) where the place is taken. done: what with a history, in a word."""
+    if not place.acquire(blocking=False):
+        raise ConsoleError(409, "busy", f"another history is being {done}; try again when it is done")
+    try:
+        yield
+    finally:
+        place.release()
+
+
+async def _next(chunks: AsyncIterator[bytes]) -> bytes:
+    """The next bytes; none: that was all. Raises ConsoleError (408)."""
+    try:
+        async with asyncio.timeout(CHUNK_SECONDS):
+            while not (chunk := await anext(chunks, None)):
+                if chunk is None:
+                    return b""
+            return chunk
+    except TimeoutError:
+        raise ConsoleError(408, "too_slow", f"the body: nothing of it came within {CHUNK_SECONDS:g} s") from None
 
 
 def _temporary() -> Path:

@@ -58,7 +58,8 @@ def exact(text: str, loss: float) -> str:
 
 Fingerprint = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 Workers = list[WorkerName]
-Moment = Annotated[float, Field(ge=0, le=1e11, allow_inf_nan=False)]
+# POSIX seconds that a calendar has a day for.
+Moment = Annotated[float, Field(strict=True, ge=0, le=1e11, allow_inf_nan=False)]
 
 
 def _with_ranks(line: object) -> object:
@@ -210,7 +211,8 @@ def _type(column: Column[Any]) -> Any:
         kind = Annotated[int, Field(strict=True, ge=-(2**31), le=2**31 - 1)]
     else:
         assert isinstance(column.type, Double), column
-        kind = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+        time = column.name == "at" or column.name.endswith("_at")
+        kind = Moment if time else Annotated[float, Field(strict=True, allow_inf_nan=False)]
     return kind | None if column.nullable else kind
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -36,7 +37,10 @@ def stored_plan(store: Store, fingerprint: str) -> Plan | None:
             return unpack(data, source=f"plan {fingerprint}")
         except PlanError as error:
             log.warning("the columns of a plan can't be read; its document is", reason=str(error))
-    document = store.plan(fingerprint)
+    try:
+        document = store.plan(fingerprint)
+    except (zlib.error, UnicodeDecodeError) as error:
+        raise PlanError(f"plan {fingerprint}: what is stored of it is damaged ({error})") from None
     if document is None:
         return None
     with building(len(document) // OP_BYTES):
@@ -77,6 +81,7 @@ class JobPlans:
         self.asked_for: tuple[str, ...] | None = None  # what was to be planned elsewhere last
         self._job_id, self._store, self._lock = job_id, store, lock
         self._look_up, self._answer, self._stored = look_up, answer, stored
+        self._over = False
 
     def cut(self, partition: tuple[int, ...]) -> None:
         """From now on plans are for stages of so many layers; (): as they are."""
@@ -91,7 +96,14 @@ class JobPlans:
 
     def take_plan(self, plan: Plan) -> None:
         """Keeps a plan for the failures and the layers that it is for. Raises InputError for one of another job."""
-        self.catalog.at(plan.partition).add(plan)
+        if not self._over:
+            self.catalog.at(plan.partition).add(plan)
+
+    def let_go(self) -> None:
+        """Of a job that is over: its plans are in the database alone from now on."""
+        with self._lock:
+            self._over = True
+            self.catalog = Catalog(self.job, self.catalog.technique, self.catalog.memory)
 
     @property
     def question(self) -> CatalogQuestion:

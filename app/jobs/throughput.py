@@ -17,11 +17,15 @@ line of the event feed.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median, quantiles
 from typing import Literal
 
+from pydantic import TypeAdapter
+
+from openrecycle.agent.messages.protocol import JobSpec
 from openrecycle.app.jobs.waiting import NOTHING, Waited, trained
 from openrecycle.db.store import Record
 from openrecycle.planner.jobs.words import percent
@@ -57,15 +61,19 @@ class Baseline:
 def read_baseline(stored: str) -> Baseline | None:
     """None: there is none, or what is stored is none (of a file from elsewhere)."""
     try:
-        made = Baseline(**json.loads(stored)) if stored else None
-        return made if made is None or made.samples_per_second > 0 else None
-    except (TypeError, ValueError):
+        made = _BASELINE.validate_json(stored) if stored else None
+        return made if made is None or 0 < made.samples_per_second < math.inf else None
+    except ValueError:
         return None
+
+
+_BASELINE = TypeAdapter(Baseline)
 
 
 @dataclass
 class Window:
-    """The newest iterations with all workers living, one after the other, in one generation: (number, seconds)."""
+    """The newest iterations with all workers living and no micro-batch left out, one after the other, in one
+    generation: (number, seconds)."""
 
     through: int
     generation: int = 0
@@ -73,7 +81,7 @@ class Window:
     newest: list[tuple[int, float]] = field(default_factory=list)
 
     def add(self, iteration: int, seconds: float, generation: int, *, whole: bool) -> None:
-        """The next iteration. whole: all workers lived, and nothing but training was in it."""
+        """The next iteration. whole: all workers lived, and all of it was trained, and nothing else was in it."""
         first = generation != self.generation
         self.through, self.generation = iteration, generation
         if first or not whole or seconds <= 0:
@@ -147,6 +155,8 @@ class Account:
     def __init__(self) -> None:
         self.through = -1
         self.count = 0
+        self.skipped = 0
+        """Micro-batches that are in no sum of them."""
         self.last_at = 0.0
         self._closed = 0.0
         """Productive seconds of generations that are done."""
@@ -154,8 +164,8 @@ class Account:
         self._sum: GenerationSum | None = None
         self._usual: float | None = None
 
-    def add(self, iteration: int, seconds: float, generation: int) -> None:
-        """The next iteration. seconds: without those of waiting for a person."""
+    def add(self, iteration: int, seconds: float, generation: int, skipped: int = 0) -> None:
+        """The next iteration. seconds: without those of waiting for a person. skipped: micro-batches."""
         if self._sum is None or generation != self._generation:
             self._close()
             self._generation, self._sum = generation, GenerationSum(seconds)
@@ -164,6 +174,7 @@ class Account:
             self._sum.others += 1
         self.through = iteration
         self.count += 1
+        self.skipped += skipped
 
     def add_sum(self, row: Record) -> None:
         """A whole generation up to some iteration; see db.observations.iteration_sums."""
@@ -172,6 +183,7 @@ class Account:
         self._generation, self._sum = row["generation"], GenerationSum(first, max(0.0, row["seconds"] - first), others)
         self.through = row["first"] + others
         self.count += row["count"]
+        self.skipped += row["skipped"]
 
     @property
     def productive(self) -> float:
@@ -198,7 +210,7 @@ RECENT = 5
 @dataclass(frozen=True)
 class IterationView:
     """seconds: wall time of the iteration, without waited, for which the job waited for a person in it. skipped:
-    micro-batches, numbered over the pipelines, that are in no sum of it. samples_per_second: global batch / seconds."""
+    micro-batches, numbered over the pipelines, that are in no sum of it. samples_per_second: of the others."""
 
     iteration: int
     loss: float
@@ -211,9 +223,10 @@ class IterationView:
     skipped: tuple[int, ...] = ()
 
 
-def iteration_view(row: Record, samples: int, waited: Waited = NOTHING) -> IterationView:
-    """row: of the database. samples: in one iteration."""
+def iteration_view(row: Record, spec: JobSpec, waited: Waited = NOTHING) -> IterationView:
+    """row: of the database."""
     seconds = trained(row, waited)
+    samples = spec.samples - len(row["skipped"]) * spec.samples_per_micro_batch
     rate = samples / seconds if seconds > 0 else 0.0
     columns = ("iteration", "loss", "generation", "living", "committed_at")
     known = {name: row[name] for name in columns}

@@ -88,21 +88,27 @@ def pauses(held: Iterable[tuple[str, float]]) -> tuple[Wait, ...]:
 @dataclass(frozen=True)
 class Waited:
     """Seconds. by_iteration: of those that were committed after a wait; by_generation: that a choice which led to the
-    generation took; pauses: but for what of them is in a choice. total: all so far. since: when the wait that lasts
-    began (POSIX seconds); None: there is none."""
+    generation took; pauses: but for what of them is in a choice. waits: all of them, in order, of which no two
+    overlap."""
 
     by_iteration: Mapping[int, float] = field(default_factory=dict)
     by_generation: Mapping[int, float] = field(default_factory=dict)
     pauses: tuple[Wait, ...] = ()
-    total: float = 0.0
-    since: float | None = None
+    waits: tuple[Wait, ...] = ()
+
+    def within(self, begin: float, end: float) -> float:
+        """Seconds of waiting between two times (POSIX seconds)."""
+        return _within(self.waits, begin, end)
 
     def in_recovery(self, row: Record) -> tuple[float, float]:
         """Of a recovery (a row of the database): seconds of choosing, which are before anybody took up the plan that
         came of it, and of a pause, which is before training resumed."""
         begin, end = row["at"] - row["resumed_ms"] / 1000, row["at"]
-        paused = sum(max(0.0, min(w.end or end, end) - max(w.begin, begin)) for w in self.pauses)
-        return self.by_generation.get(row["generation"], 0.0), paused
+        return self.by_generation.get(row["generation"], 0.0), _within(self.pauses, begin, end)
+
+
+def _within(waits: Iterable[Wait], begin: float, end: float) -> float:
+    return sum(max(0.0, (end if w.end is None else min(w.end, end)) - max(w.begin, begin)) for w in waits)
 
 
 NOTHING = Waited()

@@ -7,8 +7,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median
+from typing import Annotated
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from openrecycle.agent.messages.protocol import MeasuredOps
 from openrecycle.planner.jobs.job import Job, Problem, StageProfile, Worker
@@ -34,7 +35,7 @@ class IterationAsRun(BaseModel):
     iteration: int
     generation: int
     plan_fingerprint: str
-    at: float
+    at: Annotated[float, Field(ge=0, le=1e11, allow_inf_nan=False)]
     uncertainty_us: int
     workers: dict[str, WorkerOps]
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from weakref import WeakKeyDictionary
 
 from openrecycle.agent.coordination.events import Note
 from openrecycle.app.jobs.live_job import LiveJob
@@ -15,6 +16,7 @@ from openrecycle.app.jobs.throughput import Account, Baseline, Figures, Window, 
 from openrecycle.app.jobs.waiting import NOTHING, Waited, apart, joined, trained
 from openrecycle.db.observations import Observations
 from openrecycle.db.store import Store
+from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.plans.plan import Plan
 
 # Beyond as many new iterations the database adds them up.
@@ -31,22 +33,23 @@ class Accounts:
     ) -> None:
         self._store, self._observations, self._plan = store, Observations(store.database), plan
         self.waiting = Waiting(self._observations)
-        self._of: dict[str, tuple[Account, float]] = {}
-        self._windows: dict[str, Window] = {}
+        self._of: WeakKeyDictionary[LiveJob, tuple[Account, float]] = WeakKeyDictionary()
+        self._compared: WeakKeyDictionary[LiveJob, tuple[str, str, bool]] = WeakKeyDictionary()
+        self._windows: WeakKeyDictionary[LiveJob, Window] = WeakKeyDictionary()
         self._lock = threading.Lock()
 
     def of(self, job: LiveJob) -> Figures:
         """Raises SQLAlchemyError."""
         waited = self.waiting.of(job)
         with self._lock:
-            account, begin = self._of.get(job.job_id) or (Account(), 0.0)
+            account, begin = self._of.get(job) or (Account(), 0.0)
             account, begin = self._brought_up(account, job, waited), begin or self._begin(job)
-            self._of[job.job_id] = account, begin
+            self._of[job] = account, begin
             return figures(account, job, begin, time.time(), waited)
 
     def _begin(self, job: LiveJob) -> float:
         """When the first generation opened; 0 while none has."""
-        generations = self._store.generations(job.job_id) if job.state.current else []
+        generations = self._store.generations(job.job_id, limit=1) if job.state.current else []
         return float(generations[0]["opened_at"]) if generations else 0.0
 
     def _brought_up(self, account: Account, job: LiveJob, waited: Waited) -> Account:
@@ -62,7 +65,7 @@ class Accounts:
         else:
             rows = self._store.iterations(job.job_id, after=account.through, limit=missing)
             for row in rows:
-                account.add(row["iteration"], trained(row, waited), row["generation"])
+                account.add(row["iteration"], trained(row, waited), row["generation"], len(row["skipped"]))
         if rows:
             account.last_at = rows[-1]["committed_at"]
         return account
@@ -83,15 +86,15 @@ class Accounts:
                     job.pin(Baseline(planned, "planned", renew=0))
                 known = job.baseline
         if known is not None and known.renew is None:
-            if state.current.failed or not self._quicker(state.current.plan_fingerprint, known.plan):
-                self._windows.pop(job.job_id, None)
+            if state.current.failed or not self._quicker(job, state.current.plan_fingerprint, known.plan):
+                self._windows.pop(job, None)
                 return
             begin = state.committed
         else:
             begin = known.renew or 0 if known else 0
-        window = self._windows.get(job.job_id)
+        window = self._windows.get(job)
         if window is None or window.through < begin - 1:
-            window = self._windows[job.job_id] = Window(begin - 1)
+            window = self._windows[job] = Window(begin - 1)
         if window.through < state.committed - 1:
             self._look(job, window, known)
 
@@ -99,17 +102,15 @@ class Accounts:
         waited, spec = self.waiting.of(job), job.spec
         workers = spec.pipelines * spec.stages
         for row in self._store.iterations(job.job_id, after=window.through, limit=BATCH):
-            whole = row["living"] == workers and row["iteration"] not in waited.by_iteration
+            alone = row["iteration"] not in waited.by_iteration
+            whole = row["living"] == workers and alone and not row["skipped"]
             window.add(row["iteration"], row["seconds"], row["generation"], whole=whole)
             if not window.found:
                 continue
-            plan = next(
-                e["plan_fingerprint"]
-                for e in self._store.generations(job.job_id)
-                if e["generation"] == row["generation"]
-            )
-            made, unsteady = window.baseline(spec.pipelines * spec.micro_batches * spec.samples_per_micro_batch, plan)
-            del self._windows[job.job_id]
+            opened = self._store.generation(job.job_id, row["generation"])
+            plan = opened["plan_fingerprint"] if opened else ""
+            made, unsteady = window.baseline(spec.samples, plan)
+            del self._windows[job]
             if known is not None and known.renew is None and made.samples_per_second <= known.samples_per_second:
                 # By a plan that should be quicker, and is not: the rate stays, and that plan is not tried again.
                 text = f"fault-free stays {_rate(known.samples_per_second)} samples/s: the new fault-free plan was not "
@@ -124,27 +125,38 @@ class Accounts:
                     job.pin(made, Note("info", "job", text))
             return
 
-    def _quicker(self, fingerprint: str, than: str) -> bool:
-        """By its plan, a fault-free iteration is shorter."""
+    def _quicker(self, job: LiveJob, fingerprint: str, than: str) -> bool:
+        """By its plan, a fault-free iteration is shorter. Looked up once: it is asked at each tick, and two large plans
+        would drive each other out of the cache."""
         if fingerprint == than:
             return False
-        plans = self._plan(fingerprint), self._plan(than)
-        if plans[0] is None or plans[1] is None or plans[0].job.time_unit != plans[1].job.time_unit:
-            return False
-        return plans[0].metrics.period < plans[1].metrics.period
+        compared = self._compared.get(job)
+        if compared is None or compared[:2] != (fingerprint, than):
+            try:
+                a, b = self._plan(fingerprint), self._plan(than)
+            except PlannerError:  # what is stored of one is damaged
+                a = b = None
+            quicker = (
+                (a is not None and b is not None)
+                and a.job.time_unit == b.job.time_unit
+                and a.metrics.period < b.metrics.period
+            )
+            compared = self._compared[job] = fingerprint, than, quicker
+        return compared[2]
 
 
 def figures(account: Account, job: LiveJob, begin: float, now: float, waited: Waited = NOTHING) -> Figures:
     """begin, now: POSIX seconds."""
     spec, baseline = job.spec, job.baseline
-    samples = spec.pipelines * spec.micro_batches * spec.samples_per_micro_batch
+    samples = account.count * spec.samples - account.skipped * spec.samples_per_micro_batch
     end = account.last_at if job.state.over else now
-    wall = end - begin - waited.total if begin and account.through >= 0 else 0.0
+    out = waited.within(begin, end)
+    wall = end - begin - out if begin and account.through >= 0 else 0.0
     if wall <= 0:
-        return Figures(baseline, None, None, 0.0, 0.0, waited.total)
+        return Figures(baseline, None, None, 0.0, 0.0, out)
     productive = min(account.productive, wall)
-    goodput = account.count * samples / (baseline.samples_per_second * wall) if baseline else None
-    return Figures(baseline, productive / wall, goodput, wall, productive, waited.total)
+    goodput = samples / (baseline.samples_per_second * wall) if baseline else None
+    return Figures(baseline, productive / wall, goodput, wall, productive, out)
 
 
 def planned_rate(job: LiveJob) -> float | None:
@@ -154,8 +166,7 @@ def planned_rate(job: LiveJob) -> float | None:
     plan = job.plans.catalog.find(())
     if plan is None or plan.metrics.period <= 0:
         return None
-    samples = job.spec.pipelines * job.spec.micro_batches * job.spec.samples_per_micro_batch
-    return samples / (plan.metrics.period / 1000)
+    return job.spec.samples / (plan.metrics.period / 1000)
 
 
 def _rate(value: float) -> str:
@@ -167,33 +178,31 @@ class Waiting:
 
     def __init__(self, observations: Observations) -> None:
         self._observations = observations
-        self._found: dict[tuple[str, float, float], tuple[int, float] | None] = {}
+        self._found: WeakKeyDictionary[LiveJob, dict[tuple[float, float], tuple[int, float]]] = WeakKeyDictionary()
 
     def of(self, job: LiveJob) -> Waited:
         """Raises SQLAlchemyError."""
         if not (waits := job.waits):
             return NOTHING
-        now, iterations = time.time(), dict[int, float]()
+        iterations: dict[int, float] = {}
         whole = joined(waits)
         for wait in whole:
-            if wait.end is not None and (found := self._iteration(job.job_id, wait.begin, wait.end)) is not None:
+            if wait.end is not None and (found := self._iteration(job, wait.begin, wait.end)) is not None:
                 iterations[found[0]] = iterations.get(found[0], 0.0) + found[1]
         chosen: dict[int, float] = {}
         for wait in job.choices:
             if wait.end is not None:
                 chosen[wait.generation] = chosen.get(wait.generation, 0.0) + wait.end - wait.begin
-        total = sum((now if w.end is None else w.end) - w.begin for w in whole)
-        since = next((w.begin for w in whole if w.end is None), None)
         paused = apart((w for w in waits if not w.generation), job.choices)
-        return Waited(iterations, chosen, paused, max(0.0, total), since)
+        return Waited(iterations, chosen, paused, tuple(whole))
 
-    def _iteration(self, job_id: str, begin: float, end: float) -> tuple[int, float] | None:
+    def _iteration(self, job: LiveJob, begin: float, end: float) -> tuple[int, float] | None:
         """Number of the iteration that the wait was in, and how much of it; None: it is not committed yet."""
-        key = (job_id, begin, end)
-        if key not in self._found:
-            row = self._observations.committed_after(job_id, end)
+        found, key = self._found.setdefault(job, {}), (begin, end)
+        if key not in found:
+            row = self._observations.committed_after(job.job_id, end)
             if row is None:
                 return None
             seconds = min(end, row["committed_at"]) - max(begin, row["committed_at"] - row["seconds"])
-            self._found[key] = row["iteration"], max(0.0, min(seconds, row["seconds"]))
-        return self._found[key]
+            found[key] = row["iteration"], max(0.0, min(seconds, row["seconds"]))
+        return found[key]

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
+from weakref import WeakKeyDictionary
 
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
@@ -41,7 +42,7 @@ WATCH_SECONDS = 15.0
 """How long somebody who has asked counts as looking."""
 # Of a job, the newest so many that somebody has looked at are kept for their links, fewer of large ones.
 MOST_KEPT, MOST_KEPT_OPS = 50, 2_000_000
-# Of all jobs, so many older ones stay read.
+# So many older ones of a job stay read.
 READ = 4
 # Iterations whose schedules stay made; and before and after the measured one, those that its period is the median of.
 DRAWN, AROUND = 8, 4
@@ -84,13 +85,15 @@ class CommitRate:
 
 @dataclass
 class Measurement:
-    """Of one job. request: read by heartbeats without the lock. kept: iterations that links name, oldest first."""
+    """Of one job. request: read by heartbeats without the lock. kept: iterations that links name, oldest first. read:
+    of these, by number, those that were looked at last."""
 
     progress: CommitRate
     request: TimelineRequest | None = None
     parts: dict[str, MeasuredOps] = field(default_factory=dict)
     newest: IterationAsRun | None = None
     kept: list[int] = field(default_factory=list)
+    read: OrderedDict[int, IterationAsRun] = field(default_factory=OrderedDict)
     done_at: float = -math.inf
     watched_until: float = -math.inf
     missed: int = 0
@@ -112,15 +115,14 @@ class Measuring:
         self._store, self._observations, self._plan = store, Observations(store.database), plan
         self._heartbeat, self._clock = heartbeat, clock
         self._made: OrderedDict[tuple[str, int, int, float], tuple[Schedule, Plan]] = OrderedDict()
-        self._of: dict[str, Measurement] = {}
-        self._read: OrderedDict[tuple[str, int], IterationAsRun] = OrderedDict()
+        self._of: WeakKeyDictionary[LiveJob, Measurement] = WeakKeyDictionary()
         self._lock = threading.Lock()
 
     # -- asked ------------------------------------------------------------------------------
 
-    def wanted(self, job_id: str) -> int | None:
+    def wanted(self, job: LiveJob) -> int | None:
         """The iteration that workers are to record, for the reply to a heartbeat. Waits for nothing."""
-        found = self._of.get(job_id)
+        found = self._of.get(job)
         request = found.request if found else None
         return request.iteration if request else None
 
@@ -145,16 +147,15 @@ class Measuring:
             if iteration not in found.kept:
                 return None
             _keep(found.kept, iteration, _most_kept(job))
-            key = (job.job_id, iteration)
-            if key in self._read:
-                self._read.move_to_end(key)
-                return self._read[key]
+            if iteration in found.read:
+                found.read.move_to_end(iteration)
+                return found.read[iteration]
         read = self._stored(job.job_id, iteration)
         if read is not None:
             with self._lock:
-                self._read[key] = read
-                while len(self._read) > READ:
-                    self._read.popitem(last=False)
+                found.read[iteration] = read
+                while len(found.read) > READ:
+                    found.read.popitem(last=False)
         return read
 
     def iteration(
@@ -227,7 +228,7 @@ class Measuring:
             found.newest, found.request, found.parts = measured, None, {}
             found.done_at, found.missed = self._clock(), 0
             # Gone back to a checkpoint, a job may run it twice: its link is to the later one.
-            self._read.pop((job.job_id, measured.iteration), None)
+            found.read.pop(measured.iteration, None)
             keep = tuple(found.kept)
         try:
             self._observations.put_measured(
@@ -278,13 +279,13 @@ class Measuring:
         return found.newest is None or found.newest.generation != generation or now - found.done_at >= UNASKED_SECONDS
 
     def _measurement(self, job: LiveJob) -> Measurement:
-        found = self._of.get(job.job_id)
+        found = self._of.get(job)
         if found is None:
             state = job.state
             found = Measurement(CommitRate(self._clock(), state.committed, state.generation))
             found.newest = self._stored(job.job_id)
             found.kept = self._stored_kept(job)
-            self._of[job.job_id] = found
+            self._of[job] = found
         return found
 
     def _stored_kept(self, job: LiveJob) -> list[int]:

@@ -36,7 +36,8 @@ REST = 0.02
 """Seconds between two transactions of one round."""
 GROUPS, SPANS, BLOCKS = 8, 4, 200
 """Per transaction: groups of workers written; per round: spans packed, blocks of each level deleted."""
-TRIM_SECONDS = 300.0
+TRIM_SECONDS, OVER_AT_ONCE = 300.0, 100
+"""Between two rounds of deleting what no longer counts; and of jobs that are over, so many are seen to in each."""
 _WAITING = 512
 """Parts that the database did not take are tried again; when there are more than these, the oldest are dropped."""
 
@@ -93,6 +94,7 @@ class Recorder:
         self._thread = threading.Thread(target=self._run, name="console-history", daemon=True)
         self._written = 0.0
         self._trimmed = time.monotonic()
+        self._trimmed_over: set[str] = set()
 
     def start(self) -> None:
         self._thread.start()
@@ -171,8 +173,12 @@ class Recorder:
             self.heartbeats.expire(level, now - kept, BLOCKS)
 
     def trim(self) -> None:
-        """Deletes what no longer counts of everything else, until nothing is left to. Raises SQLAlchemyError."""
-        for job_id in self._job_ids():
+        """Deletes what no longer counts of everything else, until nothing is left to. Of a job that is over nothing
+        more comes: once is enough. Raises SQLAlchemyError."""
+        live, job_ids = {job.job_id for job in self._jobs() if not job.state.over}, list(self._job_ids())
+        self._trimmed_over.intersection_update(job_ids)
+        over = [job_id for job_id in job_ids if job_id not in live and job_id not in self._trimmed_over]
+        for job_id in [*live, *over[:OVER_AT_ONCE]]:
             while self._retention.trim_job(
                 job_id,
                 events=self.keep.events,
@@ -182,6 +188,10 @@ class Recorder:
             ):
                 if self._rest():
                     return
+            if job_id not in live:
+                self._trimmed_over.add(job_id)
+            if self._rest():
+                return
         while self._retention.drop_orphans():
             if self._rest():
                 return

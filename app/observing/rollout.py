@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.runtime.errors import storing
@@ -62,20 +63,20 @@ class RollOuts:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._lock = threading.Lock()
-        self._of: dict[str, RollOut] = {}
+        self._of: WeakKeyDictionary[LiveJob, RollOut] = WeakKeyDictionary()
 
     def of(self, job: LiveJob) -> RollOut | None:
         """None before the first generation. Raises ConsoleError."""
         current = job.state.current
         if current is None:
             return None
-        known = self._of.get(job.job_id)
+        known = self._of.get(job)
         if known is not None and known.generation == current.number and known.done:
             return known
         with storing():
             if known is None or known.generation != current.number:
-                rows = (row for row in self._store.generations(job.job_id) if row["generation"] == current.number)
-                opened = next((row["opened_at"] for row in rows), None)
+                row = self._store.generation(job.job_id, current.number)
+                opened = row["opened_at"] if row else None
             else:
                 opened = known.opened_at
             acknowledged = self._store.acknowledgements(job.job_id, current.number)
@@ -92,5 +93,5 @@ class RollOuts:
         )
         found = RollOut(current.number, opened, current.reason, workers)
         with self._lock:
-            self._of[job.job_id] = found
+            self._of[job] = found
         return found

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
+from weakref import WeakKeyDictionary
 
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
@@ -581,8 +582,8 @@ class Replanning:
         keep: Callable[[LiveJob, Plan], None],
     ) -> None:
         self._find, self._plan, self._solves, self._keep = find, plan, solves, keep
-        self._running: dict[str, _Running] = {}
-        self._ended: dict[str, Replan] = {}
+        self._running: WeakKeyDictionary[LiveJob, _Running] = WeakKeyDictionary()
+        self._ended: WeakKeyDictionary[LiveJob, Replan] = WeakKeyDictionary()
 
     def start(self, job_id: str, solver: str, seconds: float, actor: str) -> str:
         """seconds: of the solver, at most. Raises ConsoleError: nothing is planned then."""
@@ -614,13 +615,12 @@ class Replanning:
             text = f"{actor} asked for a new plan{_without(failed)} ({solver}, at most {seconds:g} s)"
             audit = {"at": time.time(), "actor": actor, "action": "replan", "target": solver, "detail": f"{seconds:g}"}
             job.record(Note("warning", "operator", text), audit=audit)
-            self._running[job_id] = _Running(Replan(actor, solver, seconds, failed, time.time()), planned, solve)
+            self._running[job] = _Running(Replan(actor, solver, seconds, failed, time.time()), planned, solve)
         return text
 
     def stop(self, job_id: str) -> str:
         """Has the search end; its best plan so far counts. Raises ConsoleError."""
-        self._find(job_id)
-        running = self._running.get(job_id)
+        running = self._running.get(self._find(job_id))
         if running is None:
             raise ConsoleError(409, "no_choice", "the job is not being planned again")
         self._solves.stop(running.solve.id)
@@ -628,10 +628,10 @@ class Replanning:
 
     def status(self, job_id: str, *, planning: bool = False) -> Replan | None:
         """The newest request; None: there was none (planning: or it has ended). Raises ConsoleError."""
-        self._find(job_id)
-        running = self._running.get(job_id)
+        job = self._find(job_id)
+        running = self._running.get(job)
         if running is None:
-            return None if planning else self._ended.get(job_id)
+            return None if planning else self._ended.get(job)
         last = next((p for p in reversed(running.solve.points) if p.incumbent is not None), None)
         last = last or Point(0.0, None, 0.0, "")
         bound = last.bound if last.bound > 0 else None
@@ -640,7 +640,7 @@ class Replanning:
     def consider(self, job: LiveJob) -> None:
         """Decides on a plan that has been made. For the console's ticks; raises ConsoleError when it can't be
         stored, and is to be called again then."""
-        running = self._running.get(job.job_id)
+        running = self._running.get(job)
         if running is None or not (running.solve.over or job.state.over):
             return
         outcome, reason = self._decide(job, running)
@@ -649,8 +649,8 @@ class Replanning:
             lead = "the plan in force stays" if outcome == "kept" else "no new plan was made"
             job.record(Note("info" if outcome == "kept" else "warning", "plan", f"{lead}: {reason}"))
         ended = replace(replan, outcome=outcome, reason=reason, at=time.time(), elapsed=running.solve.elapsed)
-        self._ended[job.job_id] = ended
-        del self._running[job.job_id]
+        self._ended[job] = ended
+        del self._running[job]
 
     # -- details ----------------------------------------------------------------------------
 

@@ -87,6 +87,11 @@ def plain(text: str) -> str:
     return text.replace("\0", "\N{REPLACEMENT CHARACTER}")
 
 
+def named(actor: str) -> str:
+    """As the feed and the audit log call who asks."""
+    return plain(actor).strip()[:80] or "unknown"
+
+
 _SHORT = reprlib.Repr()
 # More than is shown of any value, and far less than what somebody may send.
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 4, 100, 100, 100

@@ -40,6 +40,11 @@ class Topic:
         self.publish()
 
     @property
+    def followed(self) -> bool:
+        """Does anybody wait?"""
+        return bool(self._waiters)
+
+    @property
     def closed(self) -> bool:
         return self._closed
 

@@ -40,7 +40,7 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(ConsoleError)
     async def _console(request: Request, error: ConsoleError) -> Response:
-        headers = {"Retry-After": "1"} if error.status == 503 else None
+        headers = {"Retry-After": "1"} if error.status in (429, 503) else None
         return problem(error.status, error.code, error.detail, headers)
 
     @app.exception_handler(RequestValidationError)

@@ -30,7 +30,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from starlette.datastructures import Headers
 from starlette.requests import cookie_parser
 
-from openrecycle.app.runtime.errors import ConsoleError, storing
+from openrecycle.app.runtime.errors import ConsoleError, named, storing
 from openrecycle.app.runtime.runner import in_thread
 from openrecycle.app.security.callers import CALLER, LOCAL, Caller, Role, from_header
 from openrecycle.app.security.sign_in import COOKIE, SESSION_SECONDS, Login, role_of, signed_in
@@ -473,7 +473,7 @@ class AuditLog:
 
     def record(self, actor: str, action: str, target: str = "", *, job_id: str | None = None, detail: str = "") -> None:
         """actor: the name of a token or an account. action: a verb and what it is done to."""
-        row = {"actor": actor.strip()[:80] or "unknown", "action": action, "target": target[:255], "detail": detail}
+        row = {"actor": named(actor), "action": action, "target": target[:255], "detail": detail}
         with storing():
             self._store.add({"at": time.time(), "job_id": job_id, **row})
 

@@ -50,6 +50,10 @@ class Caller:
     def operates(self) -> bool:
         return self.role in _OPERATORS
 
+    @property
+    def reports(self) -> bool:
+        return self.role in _REPORTERS
+
     @lru_cache(maxsize=4096)  # noqa: B019 (callers are few and small; agents send the same one each second)
     def to_header(self) -> bytes:
         """ASCII, so that a name of any alphabet passes."""

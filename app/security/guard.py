@@ -355,7 +355,7 @@ class AccessGuard:
         if caller is None:
             rate, key = UNKNOWN, address
         else:
-            rate, key = (AGENTS if agent_route(method, path)[0] else PEOPLE), caller.key
+            rate, key = (AGENTS if caller.reports and agent_route(method, path)[0] else PEOPLE), caller.key
         if wait := self.limits.take(rate, key):
             detail = f"more than {rate.per_second:,.0f} requests a second; try again in {wait} s"
             await refuse(scope, receive, send, problem(429, "too_many", detail, {"Retry-After": str(wait)}))

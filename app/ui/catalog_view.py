@@ -24,7 +24,7 @@ from openrecycle.app.console.service import Console
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import components, text, url_state
 from openrecycle.app.ui.charts.catalog import catalog_curves
-from openrecycle.app.ui.facts import Card
+from openrecycle.app.ui.facts import SOLVER_WORDS, Card
 from openrecycle.app.ui.theme import CHART_CONFIG, Palette
 from openrecycle.app.ui.url_state import CHOSEN
 from openrecycle.planner.catalogs.catalog_store import PLANNER_VERSION
@@ -263,12 +263,6 @@ def open_plan(report: CatalogReport, name: str) -> None:
 
 OWN = "own"
 JOB = "catalog-job"
-SOLVER_WORDS = {
-    "list": "List scheduler (fast)",
-    "auto": "Best within the time",
-    "cp-sat": "CP-SAT (optimal)",
-    "milp": "MILP (the cross-check)",
-}
 
 
 def stored(console: Console) -> CatalogRequest | None:

@@ -6,7 +6,6 @@ from functools import partial
 
 import streamlit as st
 
-from openrecycle.agent.messages.protocol import JobState
 from openrecycle.app.console.service import Console, get_console
 from openrecycle.app.console.view import JobView, WorkerView
 from openrecycle.app.jobs.states import RoleState
@@ -26,6 +25,7 @@ from openrecycle.app.ui import (
 )
 from openrecycle.app.ui.charts.progress import ZOOM, generation_marks, losses, progress_rows, throughput
 from openrecycle.app.ui.charts.worker_grid import PICKED, worker_grid, worker_sentence
+from openrecycle.app.ui.facts import OVER
 from openrecycle.app.ui.live_now import read_now
 from openrecycle.app.ui.picker import open_job
 from openrecycle.app.ui.theme import Palette
@@ -38,7 +38,6 @@ ITERATIONS = 400
 EVENTS = 100
 # Read when the feed is filtered: what is looked for may be a while ago.
 FILTERED_EVENTS = 2000
-OVER = (JobState.FINISHED, JobState.STOPPED)
 
 
 # In the session: what was shown last, for as long as the database does not answer.

@@ -98,7 +98,7 @@ class World:
             workers=members,
         )
         waited = Waiting(Observations(self.store.database)).of
-        self.reports = Reports(self.store, lambda job_id: self.job, lambda job: None, lambda job_id: None, waited)
+        self.reports = Reports(self.store, lambda job_id: self.job, lambda job: None, lambda job: None, waited)
         self.operators = Operators(lambda job_id: self.job, self.store)
         # The launcher's own book of places, without its processes.
         self.pool = ProcessPool.__new__(ProcessPool)

@@ -49,7 +49,7 @@ def test_re_routing_that_is_best_needs_no_operator() -> None:
     recommendation = decide(
         advice(Option("re-route", 1, 9.0), Option("re-partition", 20, 8.0)), ["W1_2"], FULL, "Basis."
     )
-    assert (recommendation.way, recommendation.advised, recommendation.absorbed) == ("re-route", "re-route", True)
+    assert (recommendation.way, recommendation.advised) == ("re-route", "re-route")
     assert recommendation.reason.startswith(golden("with-w1-2-empty-the-best"))
     assert recommendation.reason.endswith("Basis.") and "re-partition" not in recommendation.reason
     assert not recommendation.calls_for_an_operator
@@ -225,7 +225,6 @@ def ask(**given: object) -> tuple[Recommendation | None, str]:
 def test_the_process_says_when_bubbles_can_not_absorb_the_load() -> None:
     recommendation, why = ask()
     assert recommendation is not None, why
-    assert not recommendation.absorbed
     assert golden("the-bubbles-cant-absorb-the-load") in recommendation.reason
     assert recommendation.reason.startswith(golden("with-w0-2-w1-2"))
     assert [c.name for c in recommendation.candidates] == [REROUTE, DROP] and not recommendation.better
@@ -381,11 +380,11 @@ def test_advice_that_comes_during_another_recovery_is_asked_for_again(
     broken = FailureReport(worker="W0_1", incarnation="W0_0-a", cause="transfer", reporter="W0_0", generation=2)
     here.console.reports.failure(job.job_id, broken)
     until(lambda: job.console.queries.view(job.job_id).generation == 3, "all connect anew")
-    asked[0](Recommendation("re-route", "re-route", True, "too late"), "")
+    asked[0](Recommendation("re-route", "re-route", "too late"), "")
     assert here.console.queries.view(job.job_id).advice is None
     job.resume(3)
     until(lambda: len(asked) == 2, "advice is asked for again")
-    asked[1](Recommendation("re-route", "re-route", True, "in time"), "")
+    asked[1](Recommendation("re-route", "re-route", "in time"), "")
     assert here.console.queries.view(job.job_id).advice == "in time"
     assert advised(job) == ["in time"]
 

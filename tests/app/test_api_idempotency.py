@@ -125,4 +125,5 @@ def test_what_was_never_answered_can_be_done_anew(tmp_path_factory: pytest.TempP
 def test_which_requests_keep_keys() -> None:
     assert keeps_keys("/jobs/x/workers/W0_0/kill") and keeps_keys("/plans") and keeps_keys("/solves")
     assert not keeps_keys("/jobs")
+    assert not keeps_keys("/tokens"), "the answer has the token in it"
     assert not keeps_keys("/jobs/x/heartbeats")

@@ -87,7 +87,7 @@ def test_a_plan_is_put_in_force_in_a_job_that_it_fits(console: Console) -> None:
     view = console.queries.view(here.job_id)
     assert view.generation == 2 and view.plan == mine
     assert any(e.text == reason and e.kind == "operator" for e in view.events)
-    row = console._store.audit(here.job_id)[-1]
+    row = console.security.audit.read(job_id=here.job_id)[-1]
     assert (row["actor"], row["action"], row["target"]) == ("ada", "use plan", mine.fingerprint)
     assert misfit(job, mine) == golden("it-is-in-force-already")
     here.resume(2)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -138,7 +140,7 @@ def test_a_plan_for_a_large_grid_comes_from_the_child(
     until(lambda: console.jobs.find(created.job_id).state.generation == 2)
     deployment = console.reports.deployment(created.job_id, 1)
     assert deployment is not None
-    assert console.queries.plan(deployment.plan_fingerprint).failed == ("W2_0",)
+    assert console.plans.cache.plan(deployment.plan_fingerprint).failed == ("W2_0",)
 
 
 def test_a_plan_whose_generation_could_not_be_stored_is_asked_for_again(
@@ -196,7 +198,7 @@ def test_reports_that_come_at_once_are_taken_one_after_the_other(console: Consol
     events = store.events(created.job_id, limit=1000)
     assert [e["seq"] for e in events] == list(range(1, len(events) + 1))
     for generation in generations:
-        assert list(console.queries.plan(generation["plan_fingerprint"]).failed) == generation["failed"]
+        assert list(console.plans.cache.plan(generation["plan_fingerprint"]).failed) == generation["failed"]
 
 
 def test_a_job_that_no_plan_fits_halts_and_says_why(console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,6 +311,54 @@ def test_a_job_that_can_not_be_read_back_does_not_stop_the_others(store: Store) 
         assert [job.job_id for job in again.queries.list_jobs()] == [good.job_id]
     finally:
         again.close()
+
+
+def test_a_damaged_plan_does_not_stop_its_job(store: Store) -> None:
+    console = Console(store)
+    console.start()
+    created, _ = console.jobs.create(SPEC)
+    register_all(console, created.job_id)
+    console.close()
+    with store.database.write() as session:
+        session.execute(text("delete from plan_columns"))
+        session.execute(text("update plan set document = :rubbish"), {"rubbish": b"rubbish"})
+    again = Console(store)
+    again.start()
+    try:
+        assert again.jobs.find(created.job_id).state.generation == 1
+    finally:
+        again.close()
+
+
+def test_plans_of_a_job_that_is_over_are_in_the_database_alone(console: Console) -> None:
+    created, _ = console.jobs.create(SPEC)
+    register_all(console, created.job_id)
+    job = console.jobs.find(created.job_id)
+    until(lambda: job.plans.ahead.made == job.plans.ahead.wanted > 0)
+    before = {plan.fingerprint for plan in console.sources.job_catalog(job).plans}
+    console.reports.finish(job.job_id, JobFinished(state="finished"))
+    until(lambda: not len(job.plans.catalog))
+    assert {plan.fingerprint for plan in console.sources.job_catalog(job).plans} == before
+
+
+def test_of_jobs_that_are_over_for_long_a_line_is_kept(console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("OVER_SHOWN", 1), ("FLUSH_SECONDS", 0.0)):
+        monkeypatch.setattr(f"openrecycle.app.console.service.{name}", value)
+    ids = [console.jobs.create(SPEC)[0].job_id for _ in range(4)]
+    for job_id in ids[:3]:
+        console.reports.finish(job_id, JobFinished(state="finished"))
+    before = console.queries.list_jobs()
+    followed = console.jobs.find(ids[0])
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(asyncio.run, followed.topic.wait_for(lambda: None, 30))
+        until(lambda: followed.topic.followed)
+        monkeypatch.setattr("openrecycle.app.console.service.OVER_SECONDS", 0.0)
+        until(lambda: {job.job_id for job in console.jobs.live()} == {ids[0], ids[2], ids[3]})
+        followed.topic.close()
+        waits.result()
+    until(lambda: {job.job_id for job in console.jobs.live()} == set(ids[2:]))
+    assert console.queries.list_jobs() == before
+    assert console.jobs.find(ids[1]).state.over
 
 
 def test_jobs_that_are_over_are_read_when_somebody_asks(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

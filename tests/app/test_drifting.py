@@ -44,7 +44,7 @@ class Workers:
     def plan(self) -> Plan:
         current = self.job.state.current
         assert current is not None
-        return self.console.queries.plan(current.plan_fingerprint)
+        return self.console.plans.cache.plan(current.plan_fingerprint)
 
     def texts(self) -> list[str]:
         return [event.text for event in self.console.queries.view(self.job_id).events]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from types import SimpleNamespace
@@ -9,9 +10,10 @@ from types import SimpleNamespace
 import pytest
 from ui_console import ConsoleHere, JobHere, until
 
+from openrecycle.agent.messages.protocol import JobFinished
 from openrecycle.app.advice.service import measured_costs
 from openrecycle.app.console.service import Console
-from openrecycle.app.jobs.throughput import Account, Baseline
+from openrecycle.app.jobs.throughput import Account, Baseline, iteration_view, read_baseline
 from openrecycle.app.jobs.waiting import Wait, segments
 from openrecycle.app.observing import goodput
 from openrecycle.app.observing.goodput import Accounts, figures
@@ -126,6 +128,7 @@ def rows(
             "generation": generation,
             "living": living,
             "committed_at": at + seconds * (i - first + 1),
+            "skipped": [],
         }
         for i in range(first, last + 1)
     ]
@@ -182,6 +185,45 @@ def test_an_unsteady_start_is_no_yardstick(here: ConsoleHere) -> None:
     assert job.baseline is not None and job.baseline.first >= 12
 
 
+def test_micro_batches_that_are_left_out_were_not_trained(here: ConsoleHere, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An iteration of 18 micro-batches, of which nine are in no sum."""
+    driven = JobHere(here.console, "left out", iterations=400, paced=False, durations={}).register()
+    job = here.console.jobs.find(driven.job_id)
+    job.pin(PINNED)
+    made = rows(0, 99, 1.0)
+    made[5]["skipped"] = list(range(9))
+    commit(here.console, driven, made)
+    view = iteration_view(made[5], job.spec)
+    assert view.samples_per_second == 9 / view.seconds
+    one_by_one = Accounts(here.console._store).of(job)
+    monkeypatch.setattr(goodput, "BATCH", 10)
+    at_once = Accounts(here.console._store).of(job)
+    for found in (one_by_one, at_once):
+        assert found.goodput == pytest.approx((100 * 18 - 9) / (18 * found.wall))
+
+
+@pytest.mark.parametrize("held", [[("pause", 110.0)], [("pause", 104.0), ("resume", 5000.0)]])
+def test_a_wait_after_the_last_commit_is_none_of_its_time(here: ConsoleHere, held: list[tuple[str, float]]) -> None:
+    """A job that ended in a pause, or in one that began in its last iteration."""
+    driven = JobHere(here.console, "ended in a pause", iterations=400).register()
+    job = here.console.jobs.find(driven.job_id)
+    job.pin(PINNED)
+    account = account_of([1.0] * 10)
+    account.last_at = 110.0
+    job.commands.held = held
+    here.console.reports.finish(job.job_id, JobFinished(state="stopped"))
+    made = figures(account, job, 100.0, 9000.0, here.console.accounts.waiting.of(job))
+    out = max(0.0, 110.0 - held[0][1])
+    assert (made.waited, made.wall) == (out, 10.0 - out)
+    assert made.ettr is not None and made.ettr <= 1
+
+
+@pytest.mark.parametrize("change", [{"first": "x"}, {"source": "said"}, {"samples_per_second": "many"}, {"plan": 5}])
+def test_a_stored_baseline_is_taken_as_it_is_or_not_at_all(change: dict[str, object]) -> None:
+    assert read_baseline(PINNED.to_json()) == PINNED and read_baseline("") is None
+    assert read_baseline(json.dumps(json.loads(PINNED.to_json()) | change)) is None
+
+
 def test_a_persons_time_is_no_cost_and_no_dip(here: ConsoleHere) -> None:
     """An operator pauses for a minute, and takes another to choose: both are shown apart."""
     console = here.console
@@ -201,7 +243,7 @@ def test_a_persons_time_is_no_cost_and_no_dip(here: ConsoleHere) -> None:
     assert view.iterations[20].waited == pytest.approx(60, abs=1)
     made_of = figures(account_of([1.0] * 30), job, now - 200, now, console.accounts.waiting.of(job))
     assert made_of.waited == pytest.approx(60.5, abs=0.1) and made_of.wall == pytest.approx(200 - made_of.waited)
-    assert console.accounts.of(job).waited == made_of.waited
+    assert console.accounts.of(job).waited == 0, "its first generation opened after the pause"
     # A choice of a minute that led to generation 2.
     job.choices = (Wait(now - 90, now - 30, 2),)
     recovery = {"worker": "W1_2", "generation": 2, "death_known": True, "at": now - 28, "resumed_ms": 61_000.0}

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import socket
 import subprocess
+import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,8 +31,11 @@ from openrecycle.app.history.archive import (
     import_history,
     table_file,
 )
+from openrecycle.app.history.service import Histories
 from openrecycle.app.history.tables import LEFT_OUT, ProcessLine, format_of
-from openrecycle.db.job_rows import MODELS, JobRows, table
+from openrecycle.app.runtime.errors import ConsoleError
+from openrecycle.db.access import AuditStore
+from openrecycle.db.job_rows import MODELS, HiddenJob, JobRows, table
 from openrecycle.db.models import AuditRow, Base, JobRow, PlanRow
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
@@ -117,6 +123,17 @@ def test_an_imported_job_is_looked_at_as_any_other(origin: tuple[Database, str, 
         assert len(console.queries.iterations(job_id, -1, 100)) == 7
     finally:
         console.close()
+
+
+def test_who_may_not_read_the_audit_log_gets_none_of_it_in_the_file(
+    origin: tuple[Database, str, Path], target: Database, tmp_path: Path
+) -> None:
+    source, job_id, _ = origin
+    made = export(source, job_id, tmp_path / "job.zip", audit=False)
+    assert made is not None and made.tables["audit"].rows == 0
+    with zipfile.ZipFile(tmp_path / "job.zip") as archive:
+        assert archive.read(table_file("audit")) == b""
+    assert import_history(target, tmp_path / "job.zip").job_id == job_id
 
 
 def test_a_job_that_runs_is_stopped_where_it_is_imported(
@@ -217,6 +234,9 @@ def other_plan(parts: dict[str, bytes], manifest: dict[str, Any]) -> None:
         (twice, "expected more than the row before has"),
         (row("event", seq=1.5), "seq"),
         (row("event", at="later"), "at: "),
+        (row("event", at=1e20), "at: "),
+        (row("job", created_at=1e20), "created_at: "),
+        (row("worker", heard_at=-1.0), "heard_at: "),
         (row("event", text="a\0b"), "without NUL"),
         (row("event", worker="W9_9"), "expected one of the job's grid"),
         (row("event", severity="loud"), "severity"),
@@ -288,6 +308,29 @@ def test_a_directory_beyond_all_bounds(target: Database, tmp_path: Path, monkeyp
         import_history(target, tmp_path / "many.zip")
 
 
+def test_one_file_at_a_time_is_taken_in(target: Database, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    taking = Histories(SimpleNamespace(), target)  # type: ignore[arg-type]
+    files: list[int] = []
+
+    async def rest() -> AsyncIterator[bytes]:
+        yield b"begun"
+        with pytest.raises(ConsoleError) as refused:
+            await taking.take_in(all_of_it(), None, "Ann")
+        assert (refused.value.status, refused.value.code) == (409, "busy")
+        files.append(sum("history" in path.name for path in tmp_path.iterdir()))
+        raise ConnectionError("the sender is gone")
+
+    async def all_of_it() -> AsyncIterator[bytes]:
+        yield b"another"
+
+    for _ in range(2):
+        with pytest.raises(ConnectionError):
+            asyncio.run(taking.take_in(rest(), None, "Ann"))
+    assert files == [1, 1], "of the one that is taken in"
+
+
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
@@ -333,12 +376,14 @@ def test_an_import_that_breaks_off_leaves_nothing(
         import_history(target, origin[2], rest=broken)
     assert Store(target).jobs() == []
     [(job_id, state, note)] = rows.hidden()
+    assert rows.delete_some(HiddenJob(job_id, "deleting", "")) is False and rows.hidden(), "of a deletion before"
     assert (job_id, state) == (origin[1], "importing") and not histories.abandoned(note), "this process lives"
     with pytest.raises(HistoryError, match=golden("is-there-already")):
         import_history(target, origin[2])
     with subprocess.Popen(["true"]) as ended:
         pass
     gone = f"{socket.gethostname()} {ended.pid} 1"
+    assert histories.abandoned(f"{note.rpartition('/')[0]}/1 {time.time():.0f}"), "another process of that number"
     assert histories.abandoned(gone) and histories.abandoned("other-host 1 1.0")
     assert not histories.abandoned(f"other-host 1 {time.time()}") and not histories.abandoned("")
     with target.write() as session:
@@ -356,14 +401,16 @@ def test_deleting_one_of_two_jobs_that_share_plans(origin: tuple[Database, str, 
     assert counts(target)["plan"] == plans, "equal plans are stored once"
     rows = JobRows(target)
     audit = {"at": 1.0, "actor": "Ann", "action": "delete", "job_id": "copy", "target": "copy", "detail": ""}
-    assert rows.hide("copy", audit) and not rows.hide("copy", audit) and not rows.hide("nobody", audit)
+    copy = rows.hide("copy", audit)
+    assert copy and not rows.hide("copy", audit) and not rows.hide("nobody", audit)
     assert [row["id"] for row in Store(target).jobs()] == [job_id]
-    delete_job(rows, "copy")
+    delete_job(rows, copy)
     assert everything(target, job_id) == before and counts(target)["plan"] == plans
-    assert rows.hide(job_id, {**audit, "job_id": job_id})
-    delete_job(rows, job_id)
+    hidden = rows.hide(job_id, {**audit, "job_id": job_id})
+    assert hidden
+    delete_job(rows, hidden)
     assert not any(counts(target).values()), "plans that nobody has are gone, too"
-    assert {row["action"] for row in Store(target).audit("copy")} == {"import", "delete"}
+    assert {row["action"] for row in AuditStore(target).read(job_id="copy")} == {"import", "delete"}
 
 
 def test_the_manifest_is_one(origin: tuple[Database, str, Path]) -> None:

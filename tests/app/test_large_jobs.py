@@ -104,10 +104,11 @@ def test_workers_of_all_live_jobs_together_have_a_limit(tmp_path: Path, monkeypa
     console = Console(Store(database), tolerance=0)
     try:
         spec = JobSpec.model_validate(body(4, 4))
-        first, _ = console.jobs.create(spec)
+        first, _ = console.jobs.create(spec, "its key")
         with pytest.raises(ConsoleError, match="at most 20") as refused:
             console.jobs.create(spec)
         assert (refused.value.status, refused.value.code) == (409, "full")
+        assert console.jobs.create(spec, "its key") == (first, False), "whoever knows the job may join it"
         console.jobs.let_go(first.job_id)
         console.jobs.create(spec)
     finally:

@@ -60,7 +60,7 @@ def test_layers_move_after_a_death_and_back_after_the_return(here: ConsoleHere) 
     current = job.live.state.current
     assert current is not None and current.failed == ("W1_1",)
     assert sum(current.partition) == 12 and current.partition != HOME
-    plan = here.console.queries.plan(current.plan_fingerprint)
+    plan = here.console.plans.cache.plan(current.plan_fingerprint)
     assert plan.partition == current.partition
     assert job.live.state.moving and job.live.state.held == HOME
     job.resume(3)
@@ -101,7 +101,7 @@ def test_who_fails_while_layers_move_is_planned_for_with_those_that_come(here: C
     job.resume(4)
     current = job.live.state.current
     assert current is not None and current.failed == ("W0_0", "W1_1") and current.partition == moving.partition
-    assert here.console.queries.plan(current.plan_fingerprint).partition == moving.partition
+    assert here.console.plans.cache.plan(current.plan_fingerprint).partition == moving.partition
 
 
 def test_in_manual_mode_an_operator_is_asked(here: ConsoleHere) -> None:

@@ -66,7 +66,7 @@ class Asking:
     def __init__(self, here: ConsoleHere, job: JobHere) -> None:
         self.now, self.job, self.console = 1000.0, job, here.console
         self.live: LiveJob = here.console.jobs.find(job.job_id)
-        self.measuring = Measuring(Store(here.database), here.console.queries.plan, 1.0, clock=lambda: self.now)
+        self.measuring = Measuring(Store(here.database), here.console.plans.cache.plan, 1.0, clock=lambda: self.now)
         self.committed, self.generation = 0, 1
 
     def run(self, seconds: int) -> int | None:
@@ -76,7 +76,7 @@ class Asking:
             self.committed += 1
             self.now += 1.0
             self.measuring.consider(self.live)
-        return self.measuring.wanted(self.job.job_id)
+        return self.measuring.wanted(self.live)
 
     def post(self, plan: Plan, iteration: int) -> list[str]:
         parts = parts_of(plan.schedule(), iteration=iteration, generation=self.generation)
@@ -94,10 +94,10 @@ def test_an_iteration_ahead_is_asked_for_and_kept(here: ConsoleHere, asking: Ask
     assert wanted is not None and wanted >= asking.committed + 3, "far enough for a heartbeat of everybody's"
     said = asking.post(plan_of(here, asking.job), wanted)
     assert said[0] == golden("1-of-12-workers-are") and said[-1] == f"iteration {wanted} is measured"
-    assert asking.measuring.wanted(asking.job.job_id) is None
+    assert asking.measuring.wanted(asking.live) is None
     newest = asking.measuring.newest(asking.live)
     assert newest is not None and (newest.iteration, newest.generation, newest.uncertainty_us) == (wanted, 1, 0)
-    again = Measuring(Store(here.database), here.console.queries.plan, 1.0)
+    again = Measuring(Store(here.database), here.console.plans.cache.plan, 1.0)
     assert again.newest(asking.live) == newest, "it is in the database"
 
 
@@ -119,7 +119,7 @@ def test_what_a_link_names_is_kept_and_the_rest_is_not(
 
     kept = [seen[0], seen[2], seen[3]]
     assert there(asking.measuring) == kept
-    assert there(Measuring(Store(here.database), here.console.queries.plan, 1.0)) == kept, (
+    assert there(Measuring(Store(here.database), here.console.plans.cache.plan, 1.0)) == kept, (
         "a console that is started anew has them, too"
     )
     monkeypatch.setattr(measuring_module, "MOST_KEPT", 2)
@@ -138,7 +138,7 @@ def test_more_often_while_somebody_looks(here: ConsoleHere, asking: Asking) -> N
     assert asking.run(20) is None, "nobody looks, nothing has changed"
     asking.measuring.newest(asking.live, watch=True)
     assert asking.run(3) is not None
-    asking.post(plan_of(here, asking.job), asking.measuring.wanted(asking.job.job_id) or 0)
+    asking.post(plan_of(here, asking.job), asking.measuring.wanted(asking.live) or 0)
     asking.now += UNASKED_SECONDS
     assert asking.run(3) is not None, "once in a while also unasked"
 
@@ -149,10 +149,10 @@ def test_what_does_not_come_is_given_up_and_asked_for_further_ahead(asking: Aski
     lead = first - asking.committed
     while asking.run(1) == first:
         assert asking.committed < 100
-    second = asking.measuring.wanted(asking.job.job_id)
+    second = asking.measuring.wanted(asking.live)
     assert second is not None and second - asking.committed > lead
     asking.run(1000)
-    assert asking.measuring.wanted(asking.job.job_id) is None, f"after {MOST_MISSED} it is left alone"
+    assert asking.measuring.wanted(asking.live) is None, f"after {MOST_MISSED} it is left alone"
 
 
 def test_only_what_is_asked_for_counts(here: ConsoleHere, asking: Asking) -> None:
@@ -185,7 +185,7 @@ def test_a_change_of_members_makes_a_wish_void(here: ConsoleHere) -> None:
     asking.generation = 2
     asking.now += 1
     asking.measuring.consider(asking.live)
-    again = asking.measuring.wanted(job.job_id)
+    again = asking.measuring.wanted(asking.live)
     for iteration in {wanted, again}:
         part = parts_of(plan.schedule(), iteration=iteration or 0)[0]
         assert golden("not-asked-for") in asking.measuring.take(asking.live, part), "of the generation before"
@@ -268,7 +268,7 @@ def test_the_real_period_beside_the_planned_one(here: ConsoleHere) -> None:
         if live.state.committed < 3000:
             job.commit(done, done + 1, 1)
             done += 2
-        return console.measuring.wanted(job.job_id)
+        return console.measuring.wanted(console.jobs.find(job.job_id))
 
     until(lambda: wanted() is not None, "the console's own clock asks for an iteration")
     iteration = wanted()

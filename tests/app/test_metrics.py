@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import requests
@@ -17,6 +18,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from ui_console import until
 
 from openrecycle.agent.messages.protocol import Iteration, JobSpec
+from openrecycle.app import metrics
 from openrecycle.app.console.service import Console
 from openrecycle.app.jobs.throughput import recent_rate
 from openrecycle.app.metrics import Distribution, quantiles, route_of
@@ -233,3 +235,17 @@ def test_a_path_that_somebody_made_up_is_no_label() -> None:
     assert route_of("/api/v1/jobs/x/heartbeats") == "other"
     assert route_of("/_stcore/stream") == "pages"
     assert recent_rate(()) is None
+
+
+def test_jobs_that_run_are_shown_before_those_that_are_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "JOBS_SHOWN", 4)
+
+    def job(name: str, over: bool) -> object:
+        return SimpleNamespace(job_id=name, state=SimpleNamespace(over=over), created_at=float(name[1:]))
+
+    def shown(*jobs: object) -> list[str]:
+        return [job.job_id for job in metrics.shown_jobs(jobs)]  # type: ignore[arg-type, attr-defined]
+
+    over = [job(f"o{n}", True) for n in range(3)]
+    assert shown(*over, job("l3", False), job("l4", False)) == ["l3", "l4", "o1", "o2"]
+    assert shown(*over, *(job(f"l{n}", False) for n in range(3, 8))) == ["l4", "l5", "l6", "l7"]

@@ -54,7 +54,9 @@ def returning(here: ConsoleHere, name: str) -> JobHere:
     return job
 
 
-def test_while_a_newcomer_takes_its_state_the_plan_that_is_run_is_shown(here: ConsoleHere) -> None:
+def test_while_a_newcomer_takes_its_state_the_plan_that_is_run_is_shown(
+    here: ConsoleHere, monkeypatch: pytest.MonkeyPatch
+) -> None:
     console, job = here.console, returning(here, "returns")
     plan = interim_plan(job)
     fields = {"generation": 3, "plan_fingerprint": plan.fingerprint, "failed": plan.failed}
@@ -88,6 +90,10 @@ def test_while_a_newcomer_takes_its_state_the_plan_that_is_run_is_shown(here: Co
     assert console.sources.generations_by_plan(job.job_id)[plan.fingerprint][-1] == 3
     (told,) = [row for row in console.queries.generations(job.job_id) if row["generation"] == 3]
     assert (told["interim_plan"], told["interim_failed"]) == (plan.fingerprint, [BACK])
+    # Of a large job a few generations are told at a time.
+    monkeypatch.setattr("openrecycle.app.console.view.GENERATION_ROWS", 2 * len(full.living))
+    told_at_once = [[row["generation"] for row in console.queries.generations(job.job_id, after)] for after in (0, 2)]
+    assert told_at_once == [[1, 2], [3]]
 
 
 def test_an_interim_plan_that_was_too_large_to_be_sent_is_not_taken_for_the_one_in_force(here: ConsoleHere) -> None:

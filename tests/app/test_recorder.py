@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from sqlalchemy import text
 
-from openrecycle.agent.messages.protocol import Heartbeat, JobSpec, Registration
+from openrecycle.agent.coordination.events import Note
+from openrecycle.agent.messages.protocol import Heartbeat, JobFinished, JobSpec, Registration
 from openrecycle.app.console.service import Console
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.observing.recorder import MAX_SAMPLES, Recorder, clock_offset
@@ -147,6 +148,19 @@ def test_old_samples_expire(console: Console, job: LiveJob, database: Database) 
     recorder.tidy(ten_past + keep.hours + 90_000)
     assert sizes(job.job_id) == {}
     recorder.trim()
+
+
+def test_of_a_job_that_is_over_nothing_more_is_looked_for(console: Console, job: LiveJob, database: Database) -> None:
+    recorder = Recorder(database, lambda: [job], RetentionLimits(events=1000), lambda: [job.job_id])
+
+    def kept(more: int) -> int:
+        job.record(*(Note("info", "job", f"line {job.feed.last} {n}") for n in range(more)))
+        recorder.trim()
+        return len(console.queries.events(job.job_id, 0, 2000))
+
+    assert (kept(1200), kept(4)) == (1000, 1000)
+    console.reports.finish(job.job_id, JobFinished(state="stopped"))
+    assert (kept(1), kept(2)) == (1000, 1002)
 
 
 def test_the_step_follows_what_is_asked_for(console: Console, job: LiveJob) -> None:

@@ -17,6 +17,7 @@ from starlette.testclient import TestClient
 
 from openrecycle.app.console.service import Console
 from openrecycle.app.runtime import runner
+from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.server import create_routes
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
@@ -111,3 +112,22 @@ def test_threads_that_stand_still_are_said_to_whoever_starts_it_again(
         release.set()
         console.close()
         database.close()
+
+
+def test_more_exports_than_are_made_at_once_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, release = runner.Threads(2, "exports"), threading.Event()
+    monkeypatch.setattr(runner, "_exporter", threads)
+
+    async def ask() -> None:
+        made = [asyncio.ensure_future(runner.exporting(release.wait)) for _ in range(2)]
+        while len(threads._began) < 2:
+            await asyncio.sleep(0.01)
+        with pytest.raises(ConsoleError) as refused:
+            await runner.exporting(release.wait)
+        assert (refused.value.status, refused.value.code) == (429, "too_many")
+        assert await runner.in_thread(lambda: 1) == 1, "others have threads"
+        release.set()
+        assert await asyncio.gather(*made) == [True, True]
+        assert await runner.exporting(release.wait), "there is room again"
+
+    asyncio.run(ask())

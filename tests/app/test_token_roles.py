@@ -236,9 +236,16 @@ def test_a_page_without_the_guards_word_gets_no_name(tokens: Tokens) -> None:
     assert Access().operator(None) == golden("operator-in-the-browser")
 
 
-@pytest.mark.parametrize(("path", "rate"), [("/api/v1/jobs", PEOPLE), (f"/api/v1/jobs/{JOB}/commands", AGENTS)])
+@pytest.mark.parametrize(
+    ("path", "whose", "rate"),
+    [
+        ("/api/v1/jobs", "o", PEOPLE),
+        (f"/api/v1/jobs/{JOB}/commands", "o", AGENTS),
+        (f"/api/v1/jobs/{JOB}/commands", "v", PEOPLE),
+    ],
+)
 def test_who_asks_too_often_is_told_when_to_come_back(
-    path: str, rate: object, tokens: Tokens, by_letter: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    path: str, whose: str, rate: object, tokens: Tokens, by_letter: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[object, str]] = []
 
@@ -247,6 +254,6 @@ def test_who_asks_too_often_is_told_when_to_come_back(
         return 7
 
     monkeypatch.setattr(RateLimits, "take", take)
-    refused = guarded(Access(TOKEN, tokens)).get(path, headers=bearer(by_letter["o"]))
+    refused = guarded(Access(TOKEN, tokens)).get(path, headers=bearer(by_letter[whose]))
     assert (refused.status_code, refused.headers["Retry-After"], refused.json()["code"]) == (429, "7", "too_many")
-    assert seen == [(rate, "token:" + by_letter["o"].split("_")[1])]
+    assert seen == [(rate, "token:" + by_letter[whose].split("_")[1])]

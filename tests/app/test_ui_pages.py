@@ -268,7 +268,7 @@ def test_schedule_of_another_plan(console: Console, jobs: dict[str, JobHere]) ->
     picker.select(fault_free).run()
     assert not test.exception
     chosen = parse_reference(str(test.query_params["plan"]))
-    assert isinstance(chosen, OfJob) and console.queries.plan(chosen.fingerprint).failed == ()
+    assert isinstance(chosen, OfJob) and console.plans.cache.plan(chosen.fingerprint).failed == ()
     assert not any(t["meta"].get("rerouted") for t in figure(test)["data"])  # type: ignore[attr-defined]
 
 

@@ -229,10 +229,10 @@ def measure(console: Console, job: JobHere) -> int:
 
     def asked() -> bool:
         job.commit(live.state.committed, live.state.committed, live.state.generation)
-        return console.measuring.wanted(job.job_id) is not None
+        return console.measuring.wanted(live) is not None
 
     until(asked, "an iteration is asked for")
-    iteration, plan = console.measuring.wanted(job.job_id), console.queries.view(job.job_id).plan
+    iteration, plan = console.measuring.wanted(live), console.queries.view(job.job_id).plan
     assert iteration is not None and plan is not None
     for name in job.living:
         ops = plan.workers[name]

@@ -50,3 +50,10 @@ def test_a_pause_in_a_choice_is_counted_once() -> None:
     paused = apart([Wait(15.0, 24.0)], choices)
     waited = Waited(by_generation={2: 10.0}, pauses=paused)
     assert waited.in_recovery({"at": 26.0, "resumed_ms": 18_000.0, "generation": 2}) == (10.0, 4.0)
+
+
+def test_of_a_wait_counts_what_is_between_two_times() -> None:
+    waited = Waited(waits=(Wait(5.0, 12.0), Wait(20.0, 22.0), Wait(28.0, None)))
+    assert waited.within(10.0, 30.0) == 2.0 + 2.0 + 2.0
+    assert waited.within(10.0, 20.0) == 2.0, "what begins later is none of it"
+    assert waited.within(30.0, 31.0) == 1.0

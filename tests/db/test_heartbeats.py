@@ -102,6 +102,17 @@ def test_what_is_old_is_deleted_a_little_at_a_time(beats: HeartbeatStore, databa
     assert beats.read("a", Level.SECOND, 0, 0, HOUR + 300).at.min() == HOUR + 120
 
 
+def test_parts_are_made_into_hours_before_they_go(beats: HeartbeatStore, database: Database) -> None:
+    """A console that was away for longer than minutes are kept."""
+    add_minutes(beats, HOUR, 2, length=3)
+    late = HOUR + 30 * 86_400
+    assert beats.expire(Level.MINUTE, late, 99) == 0
+    for span in beats.spans_to_pack(late, 99):
+        beats.pack(span)
+    assert beats.expire(Level.MINUTE, late, 99) == 2
+    assert beats.read("a", Level.HOUR, 0, HOUR, HOUR + 3600).beats.tolist() == [6]
+
+
 def test_a_damaged_block_costs_no_more_than_itself(beats: HeartbeatStore, database: Database) -> None:
     add_minutes(beats, HOUR, 3, length=2)
     with database.write() as session:

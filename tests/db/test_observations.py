@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from openrecycle.db.access import AuditStore
 from openrecycle.db.observations import Observations
 from openrecycle.db.session import Database
 from openrecycle.db.store import JobUpdate, Store
@@ -69,7 +70,7 @@ def test_events_are_seen_once_and_by_whoever_saw_them_first(seen: Observations, 
     found = seen.seen_events("a", [1, 2, 3, 77])
     assert {seq: actor for seq, (actor, _) in found.items()} == {1: "Ann", 2: "Ann", 3: "Bob"}
     assert seen.seen_events("b", [1]) == {}
-    audit = store.audit("a")
+    audit = AuditStore(store.database).read(job_id="a")
     assert [(row["actor"], row["action"], row["detail"]) for row in audit] == [
         ("Ann", "acknowledge", "1, 2"),
         ("Bob", "acknowledge", "3"),
@@ -78,8 +79,9 @@ def test_events_are_seen_once_and_by_whoever_saw_them_first(seen: Observations, 
 
 
 def test_sums_of_iterations_by_generation(seen: Observations, store: Store) -> None:
-    def row(iteration: int, seconds: float, generation: int, living: int) -> dict[str, object]:
+    def row(iteration: int, seconds: float, generation: int, living: int, *skipped: int) -> dict[str, object]:
         return {
+            "skipped": skipped,
             "iteration": iteration,
             "loss": 1.0,
             "loss_hex": (1.0).hex(),
@@ -90,7 +92,7 @@ def test_sums_of_iterations_by_generation(seen: Observations, store: Store) -> N
         }
 
     store.add_iterations("a", [row(0, 9.0, 1, 4), row(1, 1.0, 1, 4), row(2, 1.5, 1, 4), row(3, 5.0, 2, 3)])
-    store.add_iterations("a", [row(4, 2.0, 2, 3), row(5, 7.0, 3, 4), row(6, 1.25, 3, 4)])
+    store.add_iterations("a", [row(4, 2.0, 2, 3, 17, 3), row(5, 7.0, 3, 4, 0), row(6, 1.25, 3, 4)])
     sums = seen.iteration_sums("a", 5)
     assert [
         tuple(s[k] for k in ("generation", "living", "count", "seconds", "first", "first_seconds")) for s in sums
@@ -99,6 +101,7 @@ def test_sums_of_iterations_by_generation(seen: Observations, store: Store) -> N
         (2, 3, 2, 7.0, 3, 5.0),
         (3, 4, 1, 7.0, 5, 7.0),
     ]
+    assert [s["skipped"] for s in sums] == [0, 2, 1]
     assert seen.committed_after("a", 2.0) is None
     assert seen.committed_after("a", 1.0) == {"iteration": 0, "generation": 1, "seconds": 9.0, "committed_at": 1.0}
     assert seen.iteration_sums("b", 5) == []

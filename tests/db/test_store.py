@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from sqlalchemy.exc import IntegrityError
 
+from openrecycle.db.access import AuditStore
+from openrecycle.db.job_rows import JobRows
 from openrecycle.db.plan_rows import PlanColumns
 from openrecycle.db.store import JobUpdate, Store
 from openrecycle.planner.plans.packed import Packed
@@ -47,6 +49,16 @@ def iteration(number: int, loss: float = 0.5) -> dict[str, Any]:
         "living": 4,
         "committed_at": 3.0,
     }
+
+
+def test_a_job_that_is_being_deleted_has_no_key(store: Store) -> None:
+    make_job(store, "a", key="k")
+    found = store.job_of_key("k")
+    assert found is not None and found["id"] == "a" and store.job_of_key("another") is None
+    audit = {"at": 1.0, "actor": "Ann", "action": "delete", "job_id": "a", "target": "a", "detail": ""}
+    assert JobRows(store.database).hide("a", audit)
+    assert store.job_of_key("k") is None
+    assert make_job(store, "b", key="k")["id"] == "b"
 
 
 def test_a_job_starts_with_its_workers(store: Store) -> None:
@@ -213,11 +225,10 @@ def test_commands_are_numbered_and_audited(store: Store) -> None:
     two = store.add_command("job", kind="restart", worker="W0_1", actor="bob", events=[])
     assert (one, two) == (1, 2)
     assert [(r["seq"], r["kind"]) for r in store.commands("job", after=1)] == [(2, "restart")]
-    assert [(r["actor"], r["action"], r["target"]) for r in store.audit("job")] == [
+    assert [(r["actor"], r["action"], r["target"]) for r in AuditStore(store.database).read(job_id="job")] == [
         ("ada", "kill", "W0_1"),
         ("bob", "restart", "W0_1"),
     ]
-    assert store.audit() == store.audit("job")
     assert len(store.events("job")) == 1
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor, wait
+
 import pytest
 from sqlalchemy.exc import IntegrityError
 
@@ -72,3 +74,15 @@ def test_the_audit_log_is_read_on_from_any_line(database: Database) -> None:
     assert [line["id"] for line in audit.read(after=ids[1])] == ids[2:]
     assert [line["id"] for line in audit.read(limit=1)] == ids[:1]
     assert [line["at"] for line in audit.read(job_id="one")] == [1.0, 3.0]
+
+
+def test_who_reads_the_audit_log_on_misses_no_line_of_a_longer_transaction(database: Database) -> None:
+    audit = AuditStore(database)
+    line = {"actor": "ada", "action": "pause", "job_id": None, "target": "", "detail": ""}
+    with ThreadPoolExecutor(1) as pool:
+        with database.write() as session:
+            database.write_audit(session, {**line, "at": 1.0})
+            later = pool.submit(audit.add, {**line, "at": 2.0})
+            assert not wait([later], 0.1).done and audit.read() == []
+        later.result()
+    assert [found["at"] for found in audit.read()] == [1.0, 2.0]
