@@ -6,23 +6,50 @@ By multiprocessing's own fork server: nothing is forked from a process that has 
 
 from __future__ import annotations
 
-import multiprocessing
+import os
+import threading
 from collections.abc import Sequence
-from multiprocessing import forkserver
-from multiprocessing.context import ForkServerContext
+from multiprocessing import forkserver, popen_forkserver
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.process import BaseProcess
 from typing import Any
+
+_READING = threading.Lock()
+
+
+class _Popen(popen_forkserver.Popen):  # type: ignore[misc]
+    def poll(self, flag: int = os.WNOHANG) -> int | None:
+        """An exit status is in a pipe, once: of two threads that read it, one would take 255 for it."""
+        if flag != os.WNOHANG and self.returncode is None:
+            wait([self.sentinel])
+        with _READING:
+            status: int | None = super().poll(os.WNOHANG)
+            return status
+
+
+class _Process(ForkServerProcess):
+    @staticmethod
+    def _Popen(process_obj: BaseProcess) -> _Popen:
+        return _Popen(process_obj)
+
+
+class _Context(ForkServerContext):
+    Process = _Process
+
+
+_CONTEXT = _Context()
 
 
 def fork_context(preload: Sequence[str] = ()) -> ForkServerContext:
     """What starts them. preload: modules that the server imports, where none runs yet. In a process that is itself
     forked from one, that one serves."""
-    context = multiprocessing.get_context("forkserver")
     server: Any = forkserver._forkserver  # type: ignore[attr-defined]
     if server._forkserver_pid is not None:
-        return context
+        return _CONTEXT
     if server._forkserver_address is not None:
         # A forked process knows its server's address, and would start another one, which imports everything again.
         server.ensure_running = lambda: None
     elif preload:
-        context.set_forkserver_preload(["openrecycle.fork_server", *preload])
-    return context
+        _CONTEXT.set_forkserver_preload(["openrecycle.fork_server", *preload])
+    return _CONTEXT

@@ -198,19 +198,9 @@ class _Child:
     turn: threading.Lock = field(default_factory=threading.Lock)
 
     def ended(self, timeout: float = 0.0) -> bool:
-        """Waits so many seconds. By its sentinel, not by `join` and `is_alive`: these may say of a process that
-        another thread is just waiting for, or has just started one beside, that it lives."""
-        if not wait_for([self.process.sentinel], timeout):
-            return False
-        self.exitcode()
-        return True
-
-    def exitcode(self) -> int | None:
-        """Of one that has ended; takes it off the system's table. None if that can't be known."""
-        deadline = time.monotonic() + 1
-        while (code := self.process.exitcode) is None and time.monotonic() < deadline:
-            time.sleep(0.001)  # another thread has it, and writes it down
-        return code
+        """Waits so many seconds. Its sentinel alone would not do: it is a pipe, which is empty for a moment once the
+        exit status has been read."""
+        return self.process.exitcode is not None or bool(wait_for([self.process.sentinel], timeout))
 
     def kill(self) -> None:
         """With the processes that it may have started."""
@@ -259,7 +249,7 @@ class PendingAnswer:
                         whole = True
                         return
             except (EOFError, OSError):
-                raise ChildEnded(exitcode=child.exitcode() if child.ended(5) else None) from None
+                raise ChildEnded(exitcode=child.process.exitcode if child.ended(5) else None) from None
             finally:
                 self._children._rest(self, whole=whole)
 
