@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import signal
 from typing import Any
 
 import pytest
 
 from openrecycle.agent.coordination.local import LocalCoordination
+from openrecycle.agent.launcher.processes import ProcessPool
 from openrecycle.planner.jobs.job import Worker
-from tests.agent.local_jobs import LocalJob, fault_free_losses
+from tests.agent.local_jobs import LocalJob, Message, fault_free_losses
 from tests.conftest import at_length
 
 pytestmark = pytest.mark.processes
@@ -83,3 +86,19 @@ def test_a_death_while_a_newcomer_enters(victim: str) -> None:
     assert job.losses == fault_free_losses(len(job.losses), **grid)
     assert job.dead == sorted(["W1_1", victim])
     assert job.iterations[-1]["living"] == 5
+
+
+def test_a_newcomer_whose_process_can_not_be_started_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no memory for it: the others go on, and it is said."""
+
+    def no_memory(*arguments: Any, **options: Any) -> Any:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    def act(job: LocalJob, line: Message) -> None:
+        if line.get("iteration") == 4:
+            monkeypatch.setattr(ProcessPool, "start", no_memory)
+            job.start("W1_1")
+
+    job = LocalJob(**GRID, iterations=8, kills=("W1_1@2:F1",), on_line=act).run()
+    assert job.losses == fault_free_losses(8, **GRID) and job.dead == ["W1_1"]
+    assert any(os.strerror(errno.ENOMEM) in line.get("warning", "") for line in job.lines)

@@ -29,6 +29,7 @@ from openrecycle.agent.workers.state_transfer import (
     StateServer,
     StateTransferError,
     StateTransferFailed,
+    columns,
     send_no_offer,
 )
 from openrecycle.planner.jobs.job import Worker
@@ -466,3 +467,14 @@ def _end_of(connection: socket.socket) -> bytes:
         return connection.recv(1)
     except ConnectionResetError:
         return b""
+
+
+def test_a_buffer_that_a_forward_changes_is_not_read_beside_it() -> None:
+    """It comes with the description, between two iterations, however large it is."""
+    module = nn.Sequential(nn.BatchNorm1d(2048), nn.Linear(2048, 2))
+    gradients = GradientSum(module.parameters(), terms=1)
+    state = StageOptimizer(module, torch.optim.SGD(module.parameters()), gradients).state()
+    moving = {name for name, buffer in module.named_buffers() if buffer.is_floating_point()}
+    found = {column.name.removeprefix("model.") for column in columns(state, moving)}
+    assert found and not found & moving
+    assert {column.name.removeprefix("model.") for column in columns(state, ())} >= moving

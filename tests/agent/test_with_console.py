@@ -20,8 +20,9 @@ from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique
 from openrecycle.planner.plans.plan import Plan
 from tests.agent.consoles import JobConsole, console, until
 from tests.agent.launches import Launched
-from tests.agent.local_jobs import LocalJob
-from tests.agent.runs import GRID, ITERATIONS, TINY, Run, fault_free, small
+from tests.agent.local_jobs import TINY as MODEL
+from tests.agent.local_jobs import LocalJob, fault_free_losses
+from tests.agent.runs import GRID, ITERATIONS, TINY, Run, fault_free, forked, small
 from tests.golden import golden
 
 # One test process for all of these: they share the fault-free run they compare with.
@@ -98,6 +99,20 @@ def test_a_worker_that_hangs_is_fenced(reference: Run, tmp_path: Path) -> None:
         assert [line["failure"]["worker"] for line in lines if "failure" in line] == ["W0_1"]
         assert any("W0_1" in event["text"] for event in _events(server, job_id) if event["kind"] == "failure")
         assert not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().split()[2]
+
+
+def test_a_library_that_lets_nobody_speak_is_no_silence_for_a_console(tmp_path: Path) -> None:
+    """It hears of it from the launcher, which looks at what the process does."""
+    once = tmp_path / "once"
+    once.touch()
+    options = {"once": str(once), "iteration": 5, "pipeline": 0, "seconds": 7.0, "gil": True}
+    workload = ("--workload", "tests.agent.hanging:SlowForward", "--workload-options", json.dumps({**MODEL, **options}))
+    grid = ("--pipelines", "2", "--stages", "2", "--micro-batches", "2", "--iterations", "10")
+    with console(tmp_path, "--heartbeat", "0.3", "--suspect", "1.5", "--dead", "4") as server:
+        run = forked(tmp_path / "run.jsonl", *grid, *workload, "--console", server.root)
+        assert run.status == 0, run.errors
+        assert not once.exists() and not run.failures
+        assert run.losses == fault_free_losses(10, pipelines=2, stages=2, micro_batches=2)
 
 
 def test_a_refusing_or_absent_console_is_told_in_a_sentence(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_a_large_plan_is_fitted_beside_the_console(
     located = here.console.catalogs.located(live.plans.question, ("W1_2",))
     assert located is not None
     if damaged:
-        broken = replace(located, stored=located.stored[:-1] + b"x")
+        broken = replace(located, stored=located.stored[:-1] + bytes([located.stored[-1] ^ 1]))
         monkeypatch.setattr(here.console.catalogs, "located", lambda question, failed: broken)
     job.die("W1_2")
     wait(lambda: here.console.queries.view(job.job_id).generation == 2)
