@@ -9,7 +9,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,7 +21,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from openrecycle.agent.coordination.membership import FailureTimeouts
 from openrecycle.app.history.archive import HistoryError, delete_job, export, import_history
 from openrecycle.app.runtime.errors import ConsoleError, SettingsError
-from openrecycle.app.runtime.processes import start_server
+from openrecycle.app.runtime.processes import prepare_children
 from openrecycle.app.security.access import AuditLog, Tokens
 from openrecycle.app.security.sign_in import read_oidc
 from openrecycle.app.settings import RetentionLimits, Settings, default_database_url, read_token, seconds
@@ -297,7 +297,8 @@ def serve(
     ] = RetentionLimits.events,
 ) -> None:
     """Serve the pages and the REST API until Ctrl-C."""
-    start_server()  # it takes as long as the imports that follow
+    with suppress(OSError):  # who needs a child says why there is none
+        prepare_children()  # it takes as long as the imports that follow
     from openrecycle.app.server import serve as run
     from openrecycle.db.session import DatabaseError
 

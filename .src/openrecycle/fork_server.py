@@ -1,4 +1,4 @@
-"""Imported first by the server that workers are forked from.
+"""Imported first by the server that workers, and children of a console, are forked from.
 
 Python's collector leaves alone what was imported there: a worker's first full round went through all objects of torch,
 and so copied every page that they are on: 0.3 s of CPU and about 150 MB for each worker, in the midst of its training.
@@ -35,7 +35,7 @@ def _fork_or_go_on() -> int:
     try:
         return _fork()
     except OSError as error:
-        asked = sys._getframe(1).f_locals
+        asked = dict(sys._getframe(1).f_locals)
         if os.getpid() != _SERVER or not asked.keys() >= {"child_r", "child_w", "fds"}:
             raise
         print(f"a process can't be forked: {error}", file=sys.stderr, flush=True)

@@ -17,7 +17,7 @@ from openrecycle.agent.commands.shared import import_from_here, json_object, rea
 from openrecycle.agent.config.options import Planning, TrainingOptions
 from openrecycle.agent.config.settings import build, leaves
 from openrecycle.agent.jobs.start import check_writable, make_launcher, take_over
-from openrecycle.agent.launcher.processes import preload, start_server
+from openrecycle.agent.launcher.processes import preload, start_worker_server
 from openrecycle.agent.launcher.record import is_remark, sentence_of
 from openrecycle.agent.messages.delivery import Delivery, Line, RecordFile
 from openrecycle.agent.models.workload import NamedWorkload, WorkloadSource
@@ -234,7 +234,7 @@ def serve_node(
     workload: what the lead will most likely ask for; its modules are imported meanwhile. stopped: gets the numbers of
     signals that came. lead: where it listens, if not where `role` says.
     """
-    start_server(preload(workload))
+    start_worker_server(preload(workload))
     from openrecycle.agent.nodes.server import LeadLost, NodeServer
     from openrecycle.agent.nodes.wire import find_lead
 

@@ -16,8 +16,8 @@ from pydantic import ValidationError
 
 from openrecycle.agent.config.options import TrainingOptions
 from openrecycle.agent.config.settings import spelled
-from openrecycle.agent.config.timeouts import Timeouts
-from openrecycle.agent.launcher.processes import preload, start_server
+from openrecycle.agent.config.timeouts import ALIVE_SECONDS, Timeouts
+from openrecycle.agent.launcher.processes import preload, start_worker_server
 from openrecycle.agent.messages.client import ConsoleClient
 from openrecycle.agent.messages.protocol import JobSpec
 from openrecycle.agent.nodes.role import NodeRole
@@ -82,7 +82,7 @@ def make_launcher(
     """
     options.check()
     # It takes as long to import torch as this process does, so both do it at the same time.
-    start_server(preload(source))
+    start_worker_server(preload(source))
     if shared := options.platform.check(_workers_here(options.job, role)):
         say(shared)
     from openrecycle.agent.jobs.preflight import check_workload
@@ -157,7 +157,10 @@ def make_launcher(
         created = create_job(client, spec)
         # A console that does not know of them has not checked them.
         timeouts.check_above(created.dead_seconds)
-        timeouts = replace(timeouts, silence=max(timeouts.silence, created.dead_seconds))
+        # No sooner than the console; and soon enough to tell it in time of a worker that can't speak (see `pause`).
+        dead = created.dead_seconds
+        borne = min(max(timeouts.silence, dead), max(2 * dead, 4 * ALIVE_SECONDS))
+        timeouts = replace(timeouts, silence=borne)
         options = replace(options, faults=replace(options.faults, timeouts=timeouts))
         # From here on with the job's own token: what a launcher holds must open nothing else.
         token = client.issued or token

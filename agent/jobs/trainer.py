@@ -54,7 +54,7 @@ from openrecycle.agent.jobs.callables import (
 from openrecycle.agent.jobs.callbacks import Callback, TrainingStart
 from openrecycle.agent.jobs.preflight import check_workload
 from openrecycle.agent.jobs.start import check_writable, make_launcher
-from openrecycle.agent.launcher.processes import preload, start_server
+from openrecycle.agent.launcher.processes import preload, start_worker_server
 from openrecycle.agent.launcher.record import EvaluationResult, is_remark, iteration_of, sentence_of
 from openrecycle.agent.messages.delivery import Delivery, RecordFile
 from openrecycle.agent.messages.protocol import Iteration, Recovery
@@ -347,7 +347,8 @@ class ResilientTrainer:
         """Trains from the initial parameters, or from a checkpoint, until so many iterations are committed, or
         `stop` is called.
 
-        What is worth a remark on the way goes to the log `openrecycle`.
+        What is worth a remark on the way goes to the log `openrecycle`. Where nobody else heeds SIGTERM, it ends the
+        job in order, and this raises SystemExit.
 
         Raises InputError, JobFailed where the job can't go on (no process is left behind), ConsoleUnavailable
         or ConsoleRefused where a console was asked for and does not take it, and what a callback raised (see
@@ -398,7 +399,10 @@ class ResilientTrainer:
                 try:
                     callbacks.each("on_start", start)
                     try:
-                        launcher.run()
+                        try:
+                            launcher.run()
+                        finally:
+                            self._launcher = None
                     except JobFailed:
                         delivery.close()
                         raise
@@ -452,8 +456,17 @@ class ResilientTrainer:
 def _when_terminated(handle: Callable[[int], None]) -> Iterator[None]:
     """`handle` gets SIGTERM, where it would end this process without a word."""
     mine = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    process = os.getpid()
+
+    def heed(number: int, frame: object) -> None:
+        if os.getpid() == process:
+            handle(number)
+        else:  # a process that a callback has forked: whoever ends it means it
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
     if mine:
-        signal.signal(signal.SIGTERM, lambda number, frame: handle(number))
+        signal.signal(signal.SIGTERM, heed)
     try:
         yield
     finally:
@@ -696,7 +709,7 @@ def _check_script(workload: SentWorkload) -> None:
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         os._exit(_UNGUARDED)  # this is that process
-    start_server(preload(workload))
+    start_worker_server(preload(workload))
     probe = fork_context().Process(target=_nothing, daemon=True)
     probe.start()
     probe.join(_IMPORT_SECONDS)

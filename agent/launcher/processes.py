@@ -18,7 +18,6 @@ import threading
 import uuid
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -27,7 +26,7 @@ from openrecycle.agent.messages.client import Offset
 from openrecycle.agent.messages.protocol import TOKEN_VARIABLE
 from openrecycle.agent.models.workload import WorkloadSource
 from openrecycle.agent.monitoring.liveness import Activity, CurrentOp, activity
-from openrecycle.forking import fork_context
+from openrecycle.forking import fork_context, start_server
 from openrecycle.planner.jobs.job import Worker
 
 
@@ -200,7 +199,7 @@ def preload(workload: WorkloadSource) -> list[str]:
     ]
 
 
-def start_server(preload: list[str]) -> None:
+def start_worker_server(preload: list[str]) -> None:
     """Starts the server that forks workers, unless it runs; it imports `preload` while the caller goes on."""
     # Before the server starts: its libraries size their thread pools from the environment.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -209,14 +208,8 @@ def start_server(preload: list[str]) -> None:
     # A module that asks torch.cuda.is_available() while it is imported must not wake the driver: workers that are
     # forked afterwards could use no GPU.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    fork_context(preload)
     # Workers inherit its environment, and the token in ours may be one that operates.
-    token = os.environ.pop(TOKEN_VARIABLE, None)
-    try:
-        forkserver.ensure_running()
-    finally:
-        if token is not None:
-            os.environ[TOKEN_VARIABLE] = token
+    start_server(preload, without=[TOKEN_VARIABLE])
 
 
 class ProcessPool:
@@ -225,7 +218,7 @@ class ProcessPool:
     host = "127.0.0.1"
 
     def __init__(self, target: Callable[..., None], preload: list[str]) -> None:
-        start_server(preload)
+        start_worker_server(preload)
         self.context = fork_context()
         self._target = target
         self.running: dict[Worker, WorkerProcess] = {}

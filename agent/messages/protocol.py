@@ -193,7 +193,8 @@ class JobStatus(BaseModel):
 class Registration(Message):
     """POST /jobs/{job_id}/workers -> Registered. The first thing a worker process says. ranks: the process ids of all
     its ranks, in order, where it has several; pid is that of rank 0. made_of: of other workers the ranks, as
-    (incarnation, rank), that were spare and in whose place its own are."""
+    (incarnation, rank), that were spare and in whose place its own are. own_loop: it has no launcher, and follows
+    generations itself."""
 
     worker: WorkerName
     incarnation: Identifier
@@ -206,15 +207,16 @@ class Registration(Message):
         tuple[tuple[Identifier, RankNumber], ...],
         Field(max_length=RANKS, fail_fast=True, exclude_if=lambda value: not value),
     ] = ()
+    own_loop: Annotated[bool, Field(exclude_if=lambda value: not value)] = False
 
 
 class Registered(Message):
-    """generation: the newest one of the job (0: none yet). before: the newest one that this process is not in; the one
-    before it in its place may have been."""
+    """generation: the newest one of the job (0: none yet). before: for who follows generations itself, the newest one
+    that this process is not in; the one before it in its place may have been."""
 
     worker: WorkerName
     generation: Count
-    before: Count = 0
+    before: Annotated[Count | None, Field(exclude_if=lambda value: value is None)] = None
 
 
 class Doing(Message):

@@ -376,6 +376,9 @@ class ConsoleCoordination:
 
     def poll(self, now: float) -> list[Event]:
         self._tell(now)
+        # First: an event that comes meanwhile is either taken now, or wakes again.
+        with contextlib.suppress(BlockingIOError):
+            self._woken.recv(4096)
         out = []
         while not self._events.empty():
             out.append(event := self._events.get())
@@ -383,9 +386,6 @@ class ConsoleCoordination:
                 self._generation = event.deployment.generation
             elif isinstance(event, Command):
                 self._command = event.seq
-        # Also where there is nothing: an event may have been taken before the byte that tells of it was there.
-        with contextlib.suppress(BlockingIOError):
-            self._woken.recv(4096)
         return out
 
     def close(self, hurried: Callable[[], bool]) -> None:

@@ -100,7 +100,7 @@ class WorkerReports(threading.Thread):
 
     fenced: called with an incarnation when the console says that it no longer counts. measure: called with an
     iteration whose ops are to be recorded, again until they are. gather: called before each batch of heartbeats.
-    registered: called with what the console answers to the registration of each.
+    registered: called with what the console answers to the registration of each, again where it refuses.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class WorkerReports(threading.Thread):
         fenced: Callable[[str], None],
         measure: Callable[[int], None] = lambda _iteration: None,
         gather: Callable[[], None] = lambda: None,
-        registered: Callable[[Registered], None] = lambda _answer: None,
+        registered: Callable[[Registered | ConsoleRefused], None] = lambda _answer: None,
     ) -> None:
         super().__init__(name="heartbeats", daemon=True)
         self._client, self._path, self._interval = client, f"/jobs/{job_id}", interval
@@ -238,22 +238,26 @@ class WorkerReports(threading.Thread):
         for process in self._all():
             if not process.registered:
                 message = process.registration
-                if self._of_one(message.incarnation, "workers", message, Registered, self._registered):
+                try:
+                    answer = self._client.post(f"{self._path}/workers", message, Registered)
+                except ConsoleRefused as refusal:
+                    self._refused(message.incarnation, refusal)
+                    self._registered(refusal)
+                else:
                     process.registered = True
+                    if answer is not None:
+                        self._registered(answer)
 
-    def _of_one(
-        self, incarnation: str, route: str, message: Any, reply: Any = None, take: Callable[[Any], None] | None = None
-    ) -> bool:
-        """Posts what one process has to say; was it taken? take: gets the answer. Raises ConsoleUnavailable."""
+    def _of_one(self, incarnation: str, route: str, message: Any) -> None:
+        """Posts what one process has to say. Raises ConsoleUnavailable."""
         try:
-            answer = self._client.post(f"{self._path}/{route}", message, reply)
-            if take is not None:
-                take(answer)
+            self._client.post(f"{self._path}/{route}", message)
         except ConsoleRefused as refusal:
-            if refusal.problem.code == "fenced":
-                self._fence(incarnation)
-            return False  # out of date by now; the next message may not be
-        return True
+            self._refused(incarnation, refusal)  # out of date by now; the next message may not be
+
+    def _refused(self, incarnation: str, refusal: ConsoleRefused) -> None:
+        if refusal.problem.code == "fenced":
+            self._fence(incarnation)
 
     def _fence(self, incarnation: str) -> None:
         with self._lock:

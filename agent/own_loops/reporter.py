@@ -282,12 +282,18 @@ class Reporter:
             except ConsoleUnavailable:
                 self._closing.wait(backoff.seconds())
             except ConsoleRefused as refusal:
-                self._refusal = str(refusal)
-                self._say_once(f"the console refuses: {refusal}")
+                self._refused(refusal)
                 self._closing.wait(backoff.seconds())
 
-    def _know_place(self, answer: Registered) -> None:
-        self._before = answer.before
+    def _refused(self, refusal: ConsoleRefused) -> None:
+        self._refusal = str(refusal)
+        self._say_once(f"the console refuses: {refusal}")
+
+    def _know_place(self, answer: Registered | ConsoleRefused) -> None:
+        if isinstance(answer, ConsoleRefused):
+            self._refused(answer)
+        else:
+            self._before = answer.before or 0
 
     def _join(self, client: ConsoleClient) -> None:
         """The first process of the run makes the job; the console gives the others the same one."""
@@ -305,7 +311,11 @@ class Reporter:
         )
         reports.add(
             Registration(
-                worker=str(self._me), incarnation=self._incarnation, host=socket.gethostname(), pid=os.getpid()
+                worker=str(self._me),
+                incarnation=self._incarnation,
+                host=socket.gethostname(),
+                pid=os.getpid(),
+                own_loop=True,
             )
         )
         self._reports = reports

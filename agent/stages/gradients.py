@@ -234,7 +234,7 @@ class GradientSum:
         self._take_back()
         self._read = None
         term = loss.detach().reshape(-1)
-        large = term.abs() * _SCALE >= self._limit
+        large = term.abs() >= self._limit / _SCALE
         self._add(self._buffer[_LOSS:_REJECTED], torch.where(large, 0.0, term))
         self._add(self._buffer[_LARGE_LOSS:_LOSS], torch.where(large, term, 0.0), _LARGE_LOSS_SCALE)
 

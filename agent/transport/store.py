@@ -35,16 +35,17 @@ class RendezvousStore:
         ours, theirs = context.Pipe(duplex=True)
         # BaseContext has no type for Process: each start method brings its own.
         self.process = context.Process(target=serve, args=(host, theirs), name="store", daemon=True)  # type: ignore[attr-defined]
-        self.process.start()
-        theirs.close()
         self._pipe = ours
         try:
+            self.process.start()
+            theirs.close()
             # Second by second: it counts for one, however long this process and the store are suspended.
             if not any(ours.poll(1.0) for _ in range(round(START_SECONDS))):
                 raise StoreError(f"the store on {host} did not come up in {START_SECONDS:.0f} s")
             self.address: tuple[str, int] = (host, int(ours.recv_bytes()))
-        except (EOFError, OSError, ValueError):
-            raise StoreError(f"the store could not listen on {host}") from None
+        except (EOFError, OSError, ValueError) as error:
+            theirs.close()
+            raise StoreError(f"the store could not be started, or listen, on {host} ({type(error).__name__})") from None
 
     def kill(self) -> None:
         if self.process.is_alive():

@@ -457,7 +457,15 @@ class Catalogs:
                 return dict(headers)
 
     def _save(self, info: CatalogInfo, blobs: Mapping[str, bytes]) -> None:
-        headers = decoded(blobs)
+        stored = self._headers_of(info.fingerprint)
+        headers = {
+            name: header
+            for name, header in decoded(blobs).items()
+            # A running job may have stored a better one meanwhile.
+            if (known := stored.get(name)) is None
+            or not info.question.fits(known.partition)
+            or header.merit >= known.merit
+        }
         rows = [(name, header.failures, blobs[name]) for name, header in headers.items()]
         with self._access:
             with storing():

@@ -107,7 +107,7 @@ class Reports:
         state = job.state
         member = state.members[message.worker]
         mine = member.generation if member.incarnation == message.incarnation else 0
-        before = mine - 1 if mine else state.generation
+        before = (mine - 1 if mine else state.generation) if message.own_loop else None
         return Registered(worker=message.worker, generation=state.generation, before=before)
 
     def registration(self, job_id: str, message: Registration) -> tuple[LiveJob, IncomingReport]:

@@ -128,7 +128,7 @@ class Histories:
     async def _run(self, *arguments: str) -> Mapping[str, Any]:
         try:
             url = self._database.url.render_as_string(hide_password=False)
-            asked = self._children.begin(url, *arguments)
+            asked = await asyncio.to_thread(self._children.begin, url, *arguments)
             try:
                 answer = json.loads(await asyncio.to_thread(lambda: b"".join(asked.messages())))
             finally:

@@ -155,7 +155,7 @@ class Simulations:
         with self._lock:
             known = self._kept.pop(request, None)
             if known is None:
-                known = Simulation(request)
+                known, again = Simulation(request), False
                 self._start(known)
             known.watchers += not again
             self._kept[request] = known  # the newest last

@@ -22,16 +22,16 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import structlog
 
-from openrecycle.forking import fork_context
+from openrecycle.forking import start_server
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.words import printable
 
@@ -167,10 +167,14 @@ def answered(request: bytes, make: Callable[[dict[str, Any]], bytes]) -> bytes:
 # -- the console -------------------------------------------------------------------------------
 
 
-def start_server() -> None:
-    """Has the server that children are forked from begin to import, while this process does other things."""
-    fork_context(_PRELOAD)
-    forkserver.ensure_running()
+def prepare_children() -> ForkServerContext:
+    """Has the server that children are forked from begin to import, unless it has, while this process does other
+    things. Raises OSError."""
+    return start_server(_PRELOAD, safe_path=True)
+
+
+_UNKNOWN = 255
+"""Instead of an exit status, where the server that a process was forked from is gone; the process may live."""
 
 
 class ChildEnded(Exception):
@@ -204,7 +208,7 @@ class _Child:
 
     def kill(self) -> None:
         """With the processes that it may have started."""
-        if self.process.pid is not None and not self.ended():
+        if self.process.pid is not None and (not self.ended() or self.process.exitcode == _UNKNOWN):
             with suppress(OSError):
                 if os.getpgid(self.process.pid) == self.process.pid:
                     os.killpg(self.process.pid, signal.SIGKILL)
@@ -328,6 +332,8 @@ class Children:
         with self._lock:
             if self._closed:
                 raise ChildEnded
+            for child in [child for child in self._children if not child.asked and child.ended()]:
+                self._drop(child)
             alive = [child for child in self._children if not child.ended()]
             # One that was told to stop is ready in a moment, and begins with what it knows.
             free = (c for c in alive if not c.asked or (self._keep and len(c.asked) == 1 and c.asked[0].stopped))
@@ -358,7 +364,7 @@ class Children:
             child.ended(5)
 
     def _begin(self) -> _Child:
-        context = fork_context(_PRELOAD)
+        context = prepare_children()
         ours, theirs = context.Pipe()
         arguments = theirs, self._work, self._setup, self._memory
         # Daemons may have no children of their own.

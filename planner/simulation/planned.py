@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from openrecycle.planner.catalogs.catalog_store import StoredCatalog
+from openrecycle.planner.catalogs.catalog_store import StoredCatalog, headers_of
 from openrecycle.planner.catalogs.catalog_task import LARGE
 from openrecycle.planner.jobs.errors import InfeasibleError, InputError
 from openrecycle.planner.jobs.job import (
@@ -157,8 +157,9 @@ class PlannedJob:
         if question != CatalogQuestion(self.job, self.technique, self.memory):
             what = "a catalog of this job, technique and memory limit, with the layers where they are"
             raise InputError("--catalog", catalog.info.fingerprint, what)
-        for name in catalog.blobs.names():
-            header = catalog.header(name)
+        for header in headers_of(catalog.blobs).values():
+            if not question.fits(header.partition):
+                continue
             seconds = header.metrics.period * self.unit
             known = self._periods.get(len(header.workers))
             self._periods[len(header.workers)] = seconds if known is None else min(known, seconds)

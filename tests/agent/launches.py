@@ -23,7 +23,7 @@ from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
 
-from openrecycle.agent.launcher.processes import preload, start_server
+from openrecycle.agent.launcher.processes import preload, start_worker_server
 from openrecycle.agent.models.workload import NamedWorkload
 from openrecycle.agent.workers import worker
 
@@ -57,7 +57,7 @@ def warm(*more: str) -> None:
     if server._forkserver_pid is not None and server._forkserver_pid not in _warm_server:
         os.close(server._forkserver_alive_fd)  # it ends
         server._forkserver_pid = server._forkserver_address = server._forkserver_alive_fd = None
-    start_server(sorted(_WARM))
+    start_worker_server(sorted(_WARM))
     _warm_server[:] = [server._forkserver_pid]
 
 

@@ -100,5 +100,6 @@ def test_a_newcomer_whose_process_can_not_be_started_ends_nothing(monkeypatch: p
             job.start("W1_1")
 
     job = LocalJob(**GRID, iterations=8, kills=("W1_1@2:F1",), on_line=act).run()
+    monkeypatch.undo()
     assert job.losses == fault_free_losses(8, **GRID) and job.dead == ["W1_1"]
     assert any(os.strerror(errno.ENOMEM) in line.get("warning", "") for line in job.lines)

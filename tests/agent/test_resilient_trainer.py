@@ -75,7 +75,7 @@ class Local:
         ({"planning": Planning(memory="bytes")}, ["capacity_bytes: got None"]),
         ({"planning": Planning(pace="profile")}, ["planning.pace: got 'profile'", "its time unit is slot"]),
         ({"profile": "no/such.json"}, ["profile: got 'no/such.json'", "can't be read"]),
-        ({"profile": job_doc(Job(3, 2, 2))}, ["pipelines: got 2, expected 3"]),
+        ({"profile": job_doc(Job(2, 3, 3))}, ["stages: got 2, expected 3"]),
         ({"profile": job_doc(Job(2, 2, 3)), "planning": PACED}, ["planning.pace: got", "beside `profile`"]),
         ({"profile": "gpt3-medium", "job": Job.uniform(2, 2, 3, durations={"F": 2})}, ["profile: got 'gpt3-medium'"]),
         ({"faults": Faults(kill=["W7_0@1:F0"])}, ["faults.kill: got 'W7_0'", "W0_0 to W1_1"]),

@@ -472,9 +472,10 @@ def _end_of(connection: socket.socket) -> bytes:
 def test_a_buffer_that_a_forward_changes_is_not_read_beside_it() -> None:
     """It comes with the description, between two iterations, however large it is."""
     module = nn.Sequential(nn.BatchNorm1d(2048), nn.Linear(2048, 2))
-    gradients = GradientSum(module.parameters(), terms=1)
-    state = StageOptimizer(module, torch.optim.SGD(module.parameters()), gradients).state()
-    moving = {name for name, buffer in module.named_buffers() if buffer.is_floating_point()}
-    found = {column.name.removeprefix("model.") for column in columns(state, moving)}
-    assert found and not found & moving
-    assert {column.name.removeprefix("model.") for column in columns(state, ())} >= moving
+    buffers = [buffer for buffer in module.buffers() if buffer.is_floating_point()]
+    gradients = GradientSum(module.parameters(), terms=1, buffers=buffers)
+    optimizer = StageOptimizer(module, torch.optim.SGD(module.parameters()), gradients)
+    moving = set(optimizer.moving_names())
+    found = {column.name for column in columns(optimizer.state(), optimizer.moving_names())}
+    assert moving and found and not found & moving
+    assert {column.name for column in columns(optimizer.state(), ())} >= moving

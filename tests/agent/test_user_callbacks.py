@@ -182,6 +182,7 @@ def test_a_death_while_the_job_comes_to_its_early_end() -> None:
 )
 def test_a_script_that_is_ended_keeps_its_record(number: int, raised: type[BaseException], tmp_path: Path) -> None:
     """And its callbacks hear of it, and no worker is left."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # test processes beside each other ignore it
     record, told = tmp_path / "run.jsonl", []
 
     class Told(Callback):
@@ -192,8 +193,11 @@ def test_a_script_that_is_ended_keeps_its_record(number: int, raised: type[BaseE
         def on_exception(self, error: BaseException) -> None:
             told.append(type(error))
 
-    with pytest.raises(raised) as ended:
-        own_jobs.trainer(callbacks=[Told()], record=record).fit(iterations=ENDLESS)
+    try:
+        with pytest.raises(raised) as ended:
+            own_jobs.trainer(callbacks=[Told()], record=record).fit(iterations=ENDLESS)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert told == [raised]
     assert number != signal.SIGTERM or ended.value.args == (128 + number,)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -13,9 +13,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 SCRIPT = """
 import multiprocessing, os, subprocess
-from openrecycle.agent.launcher.processes import start_server
+from openrecycle.agent.launcher.processes import start_worker_server
 
-start_server([])
+start_worker_server([])
 worker = multiprocessing.get_context("forkserver").Process(target=subprocess.check_call, args=(["env"],))
 worker.start()
 worker.join()

@@ -60,7 +60,7 @@ def test_a_worker_dies_and_comes_back(agents: Agents) -> None:
     assert [(r["index"], r["worker"], r["code"]) for r in fenced.json()["refused"]] == [(0, "W1_2", "fenced")]
 
     agents.resume(survivors, 2)
-    assert agents.register("W1_2", "W1_2-b").json() == {"worker": "W1_2", "generation": 3, "before": 2}
+    assert agents.register("W1_2", "W1_2-b").json() == {"worker": "W1_2", "generation": 3}
     third = agents.deployment(after=2)
     assert (third["generation"], third["failed"], third["joining"]) == (3, [], ["W1_2"])
     agents.resume(agents.names, 3)
