@@ -28,6 +28,10 @@ def ended(agents: Agents) -> Agents:
     agents.heartbeat("W1_2", op_milliseconds={"F": 12.5}, resident_bytes=2**30)
     iteration = {"iteration": 0, "loss": 0.5, "loss_hex": (0.5).hex(), "seconds": 0.1, "generation": 1, "living": 12}
     assert agents.server.post(agents.path("/iterations"), {"iterations": [iteration]}).status_code == 204
+    end = time.monotonic() + 60
+    while (job := agents.job())["planned_ahead"] < job["plans_to_make"]:  # none is stored while it is read
+        assert time.monotonic() < end
+        time.sleep(0.1)
     assert agents.server.post(agents.path("/finish"), {"state": "finished"}).status_code == 204
     return agents
 
