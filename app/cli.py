@@ -77,7 +77,7 @@ def listed(database_url: DatabaseUrl = "") -> None:
 
 @tokens.command()
 def revoke(
-    token: Annotated[str, typer.Argument(help="Its id: the middle part of it, as list shows.")],
+    token: Annotated[str, typer.Argument(help="The token's id, as `openrecycle token list` shows it.")],
     database_url: DatabaseUrl = "",
 ) -> None:
     """From now on the token is good for nothing; a console that runs notices within two seconds."""
@@ -223,7 +223,7 @@ def _history_store(database_url: str) -> Iterator[Database]:
     except (HistoryError, DatabaseError) as error:
         fail(str(error))
     except SQLAlchemyError as error:
-        fail(f"the database can't take this now ({type(error).__name__}); nothing of it is left")
+        fail(f"the database can't take this now ({type(error).__name__}); try again")
     except OSError as error:
         fail(f"{error.filename or 'the file'} can't be written: {error.strerror or error}")
 

@@ -25,6 +25,7 @@ from openrecycle.planner.commands.output import check_out, console, is_stdout, r
 from openrecycle.planner.commands.shared import (
     LAYERS_HELP,
     PARTITION_HELP,
+    PROFILE_HELP,
     best_at_home,
     interruptible,
     job_of_options,
@@ -81,7 +82,8 @@ def plan(
     memory: Annotated[
         str | None,
         typer.Option(
-            help="Activations per worker: 1f1b, uniform (the default), none, a number; or the profile's bytes."
+            help="Activations per worker: 1f1b, uniform (the default), none, a number, or bytes (what fits by the "
+            "profile)."
         ),
     ] = None,
     durations: Annotated[str | None, typer.Option(help="Op times, F=1,I=1,W=1,O=0,transfer=0.")] = None,
@@ -90,7 +92,7 @@ def plan(
     migrate: Annotated[
         bool, typer.Option("--migrate", help="With --partition auto: workers may change their stage, too.")
     ] = False,
-    profile: Annotated[Path | None, typer.Option(help="JSON file with the plan document's `job`.")] = None,
+    profile: Annotated[Path | None, typer.Option(help=PROFILE_HELP)] = None,
     solver: Annotated[str, typer.Option(help="auto, list, cp-sat or milp.")] = "auto",
     time_limit: Annotated[float, typer.Option(help="Seconds at most.")] = 60.0,
     out: Annotated[Path | None, typer.Option(help="Write the plan document here.")] = None,

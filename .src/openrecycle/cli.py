@@ -8,8 +8,8 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import NoReturn
 
-_ROOMS = {"agent": "openrecycle", "app": "openrecycle[console]", "planner": "openrecycle[planner]"}
-"""What pip installs for each."""
+_ROOMS = {"agent": "", "app": "[console]", "planner": "[planner]"}
+"""What is behind the folder of the clone that pip installs, for each."""
 
 COMMANDS = {
     "demo": ("app", "The console and a real training job on this machine."),
@@ -22,7 +22,7 @@ COMMANDS = {
     "catalog": ("planner", "Plans for all failures that may come, ahead."),
     "compare": ("planner", "Plans side by side."),
     "export": ("planner", "A plan in another format."),
-    "normalize": ("planner", "Move the failures of a plan together."),
+    "normalize": ("planner", "Say which workers should change their stage after failures."),
     "schema": ("planner", "The JSON Schema of a plan."),
     "bench": ("planner", "How good the plans of this machine are."),
     "token": ("app", "Make, list and revoke the console's tokens."),
@@ -42,7 +42,7 @@ def main(room: str | None = None) -> NoReturn:
         name = (error.name or "").partition(".")[0]
         if name in ("", "openrecycle"):
             raise
-        _end(f"error: this needs {name}: pip install '{_ROOMS[room]}'", 2)
+        _end(f"error: this needs {name}: pip install '<clone of OpenReCycle>{_ROOMS[room]}'", 2)
     program.main()
     raise SystemExit(0)
 

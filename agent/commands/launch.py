@@ -59,12 +59,21 @@ def launch(
         str, typer.Option(help="module:factory of what is trained.")
     ] = "openrecycle.agent.examples.gpt:Gpt",
     workload_options: Annotated[str, typer.Option(help="JSON object with the factory's arguments.")] = "{}",
-    token_file: Annotated[Path | None, typer.Option(help="The console's token (or OPENRECYCLE_TOKEN).")] = None,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="File with the token of the console, which is also the secret that all nodes share. Default: "
+            "OPENRECYCLE_TOKEN."
+        ),
+    ] = None,
     nodes: Annotated[int | None, typer.Option(help="Launchers of this job, one per node.")] = None,
     node_rank: Annotated[int | None, typer.Option(help="This one's number; 0 leads.")] = None,
     lead: Annotated[str | None, typer.Option(help="HOST:PORT of node 0, as every node reaches it.")] = None,
     node_address: Annotated[
-        str | None, typer.Option(help="Of this node's workers, if not what leads to node 0.")
+        str | None,
+        typer.Option(
+            help="Address at which other nodes reach this node's workers. Default: the one that leads to node 0."
+        ),
     ] = None,
     *,
     given: dict[str, Any],

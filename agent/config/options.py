@@ -103,7 +103,8 @@ class Planning(OptionGroup):
         None, "Layers per stage: 11,11,11,11. By default as even as op times allow.", parse=parse_partition
     )
     relayout: MayMove = option(
-        "auto", "May layers change their stage after a failure? auto: if an hour of it saves more than it costs."
+        "auto",
+        "May layers change their stage after a failure? auto: if that saves more than one iteration in an hour.",
     )
 
     @property
@@ -224,7 +225,8 @@ class Checkpoints(OptionGroup):
     keep: int = option(3, "Newest checkpoints that stay.", flag="--checkpoint-keep", least=1)
     resume: str | int | None = option(
         None,
-        "Of these: newest, newest-intact (passes over damaged), if-any (or else from the start) or an iteration.",
+        "Checkpoint to go on from: newest; newest-intact (skips damaged ones); if-any (the newest, or from the start "
+        "where there is none); or an iteration's number.",
         flag="--resume",
     )
 
@@ -280,7 +282,9 @@ class Faults(OptionGroup):
     rejoin: Sequence[str] = option((), "W1_2@15: start it anew after that iteration.")
     slow: Sequence[str] = option((), "W1_2@10:2: from that iteration its paced ops take twice as long.")
     on_bad_sample: OnBadSample = option(
-        "halt", "On a micro-batch that raises on every worker: halt (the job) or skip (the micro-batch)."
+        "halt",
+        "On a micro-batch that raises on two workers of a stage (or twice on its only one): halt (the job) or skip "
+        "(the micro-batch).",
     )
     bad_sample_limit: int = option(100, "Micro-batches that may be skipped so; one more halts.", least=0)
     # It costs the interrupted iteration one small reduction more, and saves nothing once some stage has taken its step.
@@ -309,7 +313,7 @@ class Console(OptionGroup):
     )
     token: str | None = option(None, "Its token, and its standby's.", flag=None, secret=True)
     name: str = option("job", "What the console calls the job.")
-    demo: bool = option(False, "Let the console kill and restart these processes.")
+    demo: bool = option(False, "Let people kill workers from the console. (They can restart them in any job.)")
 
 
 @dataclass(frozen=True, kw_only=True)

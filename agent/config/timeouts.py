@@ -38,7 +38,9 @@ class Timeouts(OptionGroup):
 
     form: float = _seconds(15.0, "--form-timeout", "in which the workers of a generation must have connected.")
     transfer: float = _seconds(
-        120.0, "--transfer-timeout", "to wait for a peer's data; longer than any silence that is borne."
+        120.0,
+        "--transfer-timeout",
+        "to wait for another worker's data; longer than the silence after which a worker is out.",
     )
     group: float = _seconds(
         150.0, "--group-timeout", "to wait for a sum over a stage's workers; longer than for a transfer."
@@ -49,7 +51,11 @@ class Timeouts(OptionGroup):
     )
     start: float = _seconds(120.0, "--start-timeout", "in which a new worker process must have said something.")
     # However quick ops have been: TIMES_LONGEST times 40 ms would be less than a busy machine may cost.
-    op: float = _seconds(10.0, "--op-timeout", "that an op may always take; beyond, 20 times its longest so far.")
+    op: float = _seconds(
+        10.0,
+        "--op-timeout",
+        "that an op may take, or 20 times its longest so far, whichever is more; then it hangs.",
+    )
     # Also, what the last worker of a stage may take.
     first_op: float = _seconds(
         600.0, "--first-op-timeout", "for an op that was not measured yet: it may be compiled first."

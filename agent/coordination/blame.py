@@ -151,7 +151,7 @@ def judge(
         out = max(able, key=lambda name: (complainers[name], _holders_beside(name, holders), Worker.parse(name)))
         for_good = out in links.taken_out
         counts = ", ".join(f"{complainers[name]} of {name}" for name in pair)
-        text += f": {out} is taken out (peers that complain: {counts})" + (
+        text += f": {out} is taken out (workers that complain: {counts})" + (
             ", for good: it was taken out for this before" if for_good else "; it may re-join"
         )
         links = replace(

@@ -46,7 +46,7 @@ from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.jobs.words import REROUTE, names
 
 RUNNING, FAILED = WorkerState.RUNNING, WorkerState.FAILED
-_STANDS_BY = "stands by for "
+STANDS_BY = "stands by for "
 """Begins the detail of a worker that was let go with the rest of its pipeline; the lost ones follow."""
 
 # What it costs that layers move, in iterations: those who give or take any, and the groups that form anew.
@@ -189,7 +189,7 @@ def overdue(state: State, notes: list[Decision], why: str = "") -> Transition:
     best = state.offer.candidates[0] if state.offer and state.offer.failed == pending.failed else None
     name = best.name if best else REROUTE
     why = why or f"nobody chose within {state.choice_timeout:g} s"
-    notes.append(Note("warning", "operator", f"{why}: the job goes on with the best way, {name}" + _numbers(best)))
+    notes.append(Note("warning", "operator", f"{why}: the job goes on with the first option, {name}" + _numbers(best)))
     return _resolve(state, best, f"{why}: {name}", notes)
 
 
@@ -303,13 +303,13 @@ def _is_present(state: State, name: str) -> bool:
 
 def _stands_by(lost: Iterable[str], way: str) -> str:
     """The detail of a worker that is let go, by a candidate of this name, with the lost ones of its pipeline."""
-    return f"{_STANDS_BY}{', '.join(lost)} ({way})"
+    return f"{STANDS_BY}{', '.join(lost)} ({way})"
 
 
 def _stood_by_for(member: Member) -> list[str]:
-    if not member.detail.startswith(_STANDS_BY):
+    if not member.detail.startswith(STANDS_BY):
         return []
-    return member.detail.removeprefix(_STANDS_BY).rpartition(" (")[0].split(", ")
+    return member.detail.removeprefix(STANDS_BY).rpartition(" (")[0].split(", ")
 
 
 def _is_frozen(state: State) -> Transition:

@@ -64,7 +64,7 @@ LEAST_CHOICE_TIMEOUT, MOST_CHOICE_TIMEOUT = 1.0, 86_400.0
 
 class Mode(StrEnum):
     """AUTOMATIC: the coordinator decides at once. MANUAL: when workers are lost, the job waits for an
-    operator to choose how it goes on, and the best way is taken when nobody does."""
+    operator to choose how it goes on, and the first option is taken when nobody does."""
 
     AUTOMATIC = "automatic"
     MANUAL = "manual"
@@ -362,7 +362,7 @@ def _unready(member: Member) -> bool:
 
 def peer_of(reporter: str, worker: str) -> str:
     """Whom a transfer failed with; a reporter that can't tell names itself."""
-    return "a peer" if worker == reporter else worker
+    return "another worker" if worker == reporter else worker
 
 
 def returned(state: State) -> list[str]:

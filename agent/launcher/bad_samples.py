@@ -24,10 +24,11 @@ Run = tuple[str, tuple[str, ...]]
 """A worker, and the workers of its stage whose part of the plan it does; (): it takes part in sums and steps only."""
 
 
-def named(samples: Sequence[int]) -> str:
-    """Which they are, behind the micro-batch that they are in; nothing where that is not known."""
+def named(samples: Sequence[int], how: str = "") -> str:
+    """Which they are, behind the micro-batch that they are in; nothing where that is not known. how: said before."""
     few = ", ".join(map(str, samples[:8])) + (", …" if len(samples) > 8 else "")
-    return f" (samples {few})" if few else ""
+    said = "; ".join(part for part in (how, f"samples {few}" if few else "") if part)
+    return f" ({said})" if said else ""
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,8 @@ class FailedOp:
 
     @property
     def what(self) -> str:
-        return f"iteration {self.iteration}, micro-batch {self.micro_batch}{named(self.samples)}"
+        which = named(self.samples, "counted over all pipelines")
+        return f"iteration {self.iteration}, micro-batch {self.micro_batch}{which}"
 
 
 @dataclass(frozen=True)

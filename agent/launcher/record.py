@@ -499,10 +499,11 @@ def sentence_of(line: dict[str, Any]) -> str:
     if "final" in line:
         return f"parameters {line['final']['parameters_sha256']}"
     loss = float.fromhex(line["loss"])
+    skipped = ", ".join(map(str, line.get("skipped") or ()))
     return (
         f"iteration {line['iteration']:>5}  loss {loss:.4f}  {1000 * line['seconds']:7.1f} ms  "
         f"generation {line['generation']}  {line['living']} workers"
-    ) + (f"  without micro-batches {', '.join(map(str, line['skipped']))}" if line.get("skipped") else "")
+    ) + (f"  without micro-batches {skipped} (counted over all pipelines)" if skipped else "")
 
 
 def is_remark(line: dict[str, Any]) -> bool:

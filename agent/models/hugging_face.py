@@ -36,7 +36,7 @@ try:
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 except ImportError as error:
     raise InputError(
-        "model", f"no transformers that can be imported ({error})", "pip install 'openrecycle[transformers]'"
+        "model", f"no transformers that can be imported ({error})", "pip install '<clone of OpenReCycle>[transformers]'"
     ) from None
 
 FAMILIES = "GPT-2, Llama, Mistral, Mixtral, OLMo 1 and 2, Phi 3, Pythia, Qwen 2 and 3, Gemma 1 to 3"

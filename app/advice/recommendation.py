@@ -44,9 +44,9 @@ RESTART = "restart from the checkpoint"
 CLEAR_MARGIN = 0.05
 
 _CANNOT = {
-    REPARTITION: "its layers, or its workers too, would have to move further than this job may have them",
+    REPARTITION: "layers and workers would have to move together, which this job can't do, or the job is too large",
     SHALLOWER: "this job's pipelines keep their stages",
-    DROP: "this job doesn't do it, for every update would see fewer samples, and the losses would be others",
+    DROP: "it would leave micro-batches out, so every update would see fewer samples",
     RESTART: "this job can't do it by itself: an operator would have to start it again",
 }
 
@@ -352,7 +352,8 @@ def _why_not(name: str, migrate: bool, relayout: MayMove) -> str:
     if name == REPARTITION and relayout == "never":
         return "this job's layers can't change their stage"
     if name == MIGRATE:
-        return "this job is too large for it" if migrate else "this job may not, as it was started"
+        kept = "this job keeps workers on their stage: --no-migrate, a sharded optimizer, or a Reporter"
+        return "this job is too large for it" if migrate else kept
     return _CANNOT.get(name, "this job can't do it")
 
 

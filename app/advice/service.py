@@ -267,7 +267,7 @@ def measured_costs(
         median(copies) if copies else assumed.migrate,
         median(moves) if moves else None,
         repair if repair > 0 else REPAIR_SECONDS,
-        f"Recovery costs are {recovery}, the time to repair is {repaired}, that of a copy {copied}.",
+        f"Recovery costs are {recovery}; the time to repair is {repaired}; the time of a copy is {copied}.",
     )
 
 

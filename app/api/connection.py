@@ -142,7 +142,8 @@ class ConnectionLimit:
         now = self._clock()
         if now - self._said >= QUIET_SECONDS:
             log.warning(
-                "connections are refused: as many are open as the limit on open files (ulimit -n) allows",
+                "connections are refused: the limit on open files (ulimit -n) or the share of one address "
+                "(--connections-per-address) is reached",
                 open=self.most,
                 refused=self._refused,
             )
@@ -156,7 +157,7 @@ class ConnectionLimit:
     @property
     def answer(self) -> bytes:
         """To whatever is asked over a connection that is refused."""
-        detail = f"{self.most} connections are open, as many as the console takes; try again in a second"
+        detail = "there is no room for this connection; try again in a second"
         body = (
             ProblemDetails(title="Service Unavailable", status=503, code="crowded", detail=detail)
             .model_dump_json()

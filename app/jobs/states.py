@@ -15,6 +15,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
+from openrecycle.agent.coordination.choosing import STANDS_BY
 from openrecycle.agent.coordination.coordinator import nobody_heard
 from openrecycle.agent.coordination.membership import FailureTimeouts, Member, State, peer_of, returned
 from openrecycle.agent.messages.protocol import JobState, WorkerState
@@ -428,8 +429,8 @@ def _text(worker_states: WorkerStates, now: float, failure_timeouts: FailureTime
         return state.halted
     if (nobody := nobody_heard(state, now)) > failure_timeouts.dead:
         return (
-            f"Waiting for all workers: none has been heard for {nobody:.0f} s, so they have ended together with their "
-            f"launcher, are suspended, or cut off from here; the job is given up at {failure_timeouts.lost:g} s."
+            f"Waiting for all workers: none has been heard for {nobody:.0f} s. Look at their launcher: it has ended, "
+            f"is suspended, or can't reach this console. The job is given up at {failure_timeouts.lost:g} s."
         )
     if silent := _overdue(state, now, failure_timeouts):
         first, others = silent[0], len(silent) - 1
@@ -493,7 +494,7 @@ def _in_a_generation(worker_states: WorkerStates, share: float | None) -> str:
     if living < len(state.members) and share is not None:
         text += f", at {percent(share)} of the fault-free throughput"
     out = _who_is_out(worker_states)
-    work = "Living peers of the same stage do the work." if out else ""
+    work = "The other workers do the work." if out else ""
     moving = _moving(state) if state.moving else ""
     frozen = _frozen(state) if state.frozen_by else ""
     return " ".join(part for part in (f"{text}.", moving, out, work, frozen) if part)
@@ -513,14 +514,18 @@ def _who_is_out(worker_states: WorkerStates) -> str:
     if state.current is None or not state.current.failed:
         return ""
     named = {p: lost_name(p, p.slot in state.current.lives_in) for p in missing}
-    failed, drained = ([name for p, name in named.items() if p.ended == how] for how in ("failed", "drained"))
+    failed, left = ([name for p, name in named.items() if p.ended == how] for how in ("failed", "drained"))
+    standing = [named[p] for p in missing if p.ended == "drained" and p.detail.startswith(STANDS_BY)]
+    drained = [name for name in left if name not in standing]
     gone = [f"{names(failed, last=' and ')} failed"] if failed else []
     gone += [f"{names(drained, last=' and ')} {'was' if len(drained) == 1 else 'were'} drained"] if drained else []
-    text = "; ".join(gone)
+    gone += [f"{names(standing, last=' and ')} stand{'s' if len(standing) == 1 else ''} by"] if standing else []
+    empty = state.current.failed
+    text = "; ".join(gone) or f"{names(empty)} {'is' if len(empty) == 1 else 'are'} empty"
     moved = [f"{p.slot}'s process holds {p.role} now" for p in worker_states.moved if p.role in state.current.lives_in]
     if len(moved) > MOST_MOVES:
         moved = [*moved[:MOST_MOVES], f"and {len(moved) - MOST_MOVES:,} more have moved"]
-    sentences = [text or f"{names(state.current.failed)} are empty", ", ".join(moved), _spare(worker_states)]
+    sentences = [text, ", ".join(moved), _spare(worker_states)]
     return ". ".join(part for part in sentences if part) + "."
 
 
@@ -532,15 +537,16 @@ def _spare(worker_states: WorkerStates) -> str:
     ranks = max(len(process.ranks) for process in worker_states.known.values())
     total, (first, *others) = on.total(), sorted(on)
     where = names([f"{on[host]} on {host}" for host in sorted(on)]) if others else f"on {first}"
-    left = "1 of its ranks is" if total == 1 else f"{total} of their ranks are"
-    return f"{left} spare ({where}): {ranks} on one node make a worker"
+    left = "1 rank is" if total == 1 else f"{total} ranks are"
+    return f"{left} spare ({where}); {ranks} on one node become a worker again"
 
 
 def _frozen(state: State) -> str:
     text = f"The plan is frozen by {state.frozen_by}"
     if back := returned(state):
-        return f"{text}: {names(back)} {'is' if len(back) == 1 else 'are'} back, and can re-join once it is not."
-    return f"{text}: a better one waits until it is not."
+        there = "is back, and joins" if len(back) == 1 else "are back, and join"
+        return f"{text}: {names(back)} {there} when somebody unfreezes the plan."
+    return f"{text}: a better plan waits until somebody unfreezes it."
 
 
 def _overdue(state: State, now: float, failure_timeouts: FailureTimeouts) -> list[Member]:

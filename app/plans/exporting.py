@@ -148,7 +148,8 @@ def _readme(plan: Plan, name: str, spec: JobSpec | None, files: dict[str, str], 
     ]
     lines += [plan_line(plan), plan_line(plan, command="catalog"), "```", ""]
     lines += [
-        "Start the job (add `--console http://HOST:PORT` to watch it):",
+        "Start a job with this grid and these op times. Add `--workload MODULE:FACTORY` for your model: without it, "
+        "the example GPT is trained. Add `--console http://HOST:PORT` to watch it:",
         "",
         "```sh",
         launch_line(plan, spec),

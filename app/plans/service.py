@@ -84,7 +84,7 @@ def compare_plans(now: Plan, other: Plan, job: Job, iterations: int) -> PlanComp
     asked = job_doc(job)
     unit = job.time_unit
     if other.fingerprint == now.fingerprint:
-        return PlanComparison(False, f"it is the one that was found again{_proof(now)}")
+        return PlanComparison(False, f"the search found the same plan again{_proof(now)}")
     if now.job == asked and other.job == asked:
         gained = now.metrics.period / other.metrics.period - 1
         periods = f"{other.metrics.period:.6g} {unit} against {now.metrics.period:.6g} {unit}"
@@ -101,10 +101,9 @@ def compare_plans(now: Plan, other: Plan, job: Job, iterations: int) -> PlanComp
     saved = gained / (1 + gained)
     words = f"{percent(saved, 2)} of an iteration ({periods})"
     if saved * iterations <= 1:
-        left = f"the {iterations} iterations that are left" if iterations != 1 else "the iteration that is left"
-        return PlanComparison(
-            False, f"the new one saves {words}; in {left} that is less than the one that a change costs"
-        )
+        left = f"{iterations} iterations" if iterations != 1 else "iteration"
+        why = f"over the {left} left, that is no more than the one iteration that a change costs"
+        return PlanComparison(False, f"the new one saves {words}; {why}")
     return PlanComparison(True, f"it saves {words}")
 
 
@@ -716,7 +715,7 @@ def misfit(job: LiveJob, plan: Plan) -> str:
         grids = [f"{d.pipelines} × {d.stages} × {d.micro_batches}" for d in (document, own)]
         return f"the plan is for a grid of {grids[0]}, the job's is {grids[1]}"
     if own != document:
-        return "the plan was made for another profile; take the job over and plan again"
+        return 'the plan was made for other op times. On Planner, choose the job under "Take over", and plan again'
     current = job.state.current
     if current is None:
         return "its workers have not all registered"

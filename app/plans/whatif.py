@@ -84,7 +84,7 @@ def follow(word: str, keeper: Keeper, before: Callable[[], str] | None) -> Named
     what = "was deleted" if kept is None else f"was saved anew by {kept.saved_by}"
     if before is not None:
         with suppress(PlannerError):  # it made no job of that grid: there is nothing to go on with
-            note = f"The profile {name} {what} meanwhile. What you had of it is shown on as your own."
+            note = f"The profile {name} {what} meanwhile. The op times that you had stay here, as your own."
             return NamedProfile(before(), None, note)
     if kept is None:
         return NamedProfile(word)

@@ -187,7 +187,9 @@ class BodyLimit:
             await self._limited(scope, receive, send, limit)
         elif self._large >= MOST_LARGE:
             why = f"{MOST_LARGE} bodies of more than {LARGE_BODY:,} bytes, or of unknown size, are being read already"
-            await _refuse(problem(429, "too_many", f"{why}; try again later"), scope, receive, send)
+            await _refuse(
+                problem(429, "too_many", f"{why}; try again later", {"Retry-After": "1"}), scope, receive, send
+            )
         else:
             self._large += 1
             try:

@@ -81,7 +81,7 @@ def _catalog(console: Console, request: CatalogRequest, colours: Palette) -> Non
     if not report.plans:
         components.quiet(
             f"Nothing is planned ahead for this question yet: {report.wanted:,} plans are to be made. Press Fill; "
-            "with the list scheduler they take milliseconds each."
+            "with the list scheduler a plan takes milliseconds, for thousands of workers up to a second."
         )
         return
     components.cards(catalog_view.cards(report))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,10 +32,10 @@ ROLLING = {"adopted": "has the plan", "formed": "in its groups"}
 DRAG_WORDS = "Drag over a part of a chart to see it large; double-click for all."
 
 SOLVER_WORDS = {
-    "auto": "Best of all, within the time",
-    "list": "List scheduler (milliseconds)",
-    "cp-sat": "CP-SAT (optimal)",
-    "milp": "MILP (the cross-check)",
+    "auto": "All solvers, the best plan in the time",
+    "list": "List scheduler (fast)",
+    "cp-sat": "CP-SAT (may prove the plan optimal)",
+    "milp": "MILP (small grids)",
 }
 
 
@@ -284,18 +285,28 @@ def process_words(worker: WorkerView) -> str:
 def consequence_of_kill(view: JobView, worker: WorkerView, share: float | None = None) -> tuple[str, bool]:
     """What killing `worker` does, in a sentence, and whether the job survives it. share: of the fault-free throughput
     that is left then, where it is known."""
-    peers = living_peers(view, worker)
-    if not peers:
+    peers, others = living_peers(view, worker), f"No other worker of stage {worker.stage} lives"
+    if not view.generation:
+        return "The job has not begun. It waits until this worker is started again.", True
+    if not peers and view.spec.checkpoints and _can_spare(view, worker.stage):
         return (
-            f"No other worker of stage {worker.stage} is living: its weights go with it, nobody can take over its "
-            "micro-batches, and the job halts.",
-            False,
+            f"{others}. A worker of another stage takes its place, and all go back to the newest checkpoint; the "
+            "iterations since then are run again.",
+            True,
         )
+    if not peers:
+        return f"{others}: its weights go with it, nobody can take over its micro-batches, and the job halts.", False
     return (
         f"{_load(view, worker, peers, share)} The iteration in flight is redone; no update is lost, and the other "
         "workers keep their processes.",
         True,
     )
+
+
+def _can_spare(view: JobView, stage: int) -> bool:
+    """Has another stage two workers or more, so that one can go?"""
+    living = Counter(w.stage for w in view.workers if w.state in ALIVE and w.stage != stage)
+    return max(living.values(), default=0) > 1
 
 
 def _load(view: JobView, worker: WorkerView, peers: list[str], share: float | None) -> str:
@@ -314,9 +325,13 @@ def consequence_of_drain(view: JobView, worker: WorkerView, share: float | None 
 
 def consequence_of_restart(view: JobView, worker: WorkerView) -> tuple[str, bool]:
     """What starting `worker` again does, in a sentence, and whether it can help."""
-    peers = living_peers(view, worker)
+    peers, nobody = living_peers(view, worker), f"No worker of stage {worker.stage} lives"
+    if not view.generation:
+        return "A new process is started. The job begins when all workers have registered.", True
+    if not peers and view.spec.checkpoints:
+        return f"{nobody}. Once this one is back, all workers go back to the newest checkpoint.", True
     if not peers:
-        return f"No worker of stage {worker.stage} is living, so there is nobody to take the weights from.", False
+        return f"{nobody}, so nobody can give it the weights. Start the job again.", False
     return (
         f"A new process takes weights, optimizer state and iteration from a living peer of stage {worker.stage} "
         f"({names(peers, 6, ' and ')}) and joins at an iteration boundary. It then runs its own micro-batches again.",
@@ -414,7 +429,8 @@ def critical_words(schedule: Schedule) -> str:
         f"end to end; each op starts when the one before it lets it."
     )
     if still:
-        return words + f" For {text.planned(job.units(still), unit)} of that it waits (outlined): an order or a limit."
+        idle = text.planned(job.units(still), unit)
+        return f"{words} For {idle} of that nothing runs on it (outlined): an op waits for its turn, or for memory."
     return words + " It never waits, so only shorter ops, or another order, would make the period shorter."
 
 

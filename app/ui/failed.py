@@ -24,7 +24,7 @@ def page_failed(error: Exception) -> bool:
     log.error("a page could not be drawn", mark=mark, exc_info=error)
     st.error(
         f"This part of the page could not be drawn: an error of the console, in its log under {mark}. "
-        "No job is touched by it. Load the page again; if that does not help, restart the console: jobs train on, "
-        "and what they report meanwhile is kept."
+        "No job is touched by it. Load the page again; if that does not help, restart the console. Training goes on "
+        "meanwhile, unless a worker dies: then the others wait for the console. What jobs report is kept."
     )
     return True

@@ -12,7 +12,7 @@ from openrecycle.app.plans.introduction import JOB, IntroductionPicture, picture
 from openrecycle.app.ui import components, url_state
 from openrecycle.app.ui.charts.worker_grid import LOOKS
 from openrecycle.app.ui.theme import Palette
-from openrecycle.app.ui.words import SECTIONS, WORDS, launch_line, reporter, token_line, trainer
+from openrecycle.app.ui.words import SECTIONS, WORDS, demo_line, launch_line, reporter, token_line, trainer
 from openrecycle.planner.export.picture import small
 from openrecycle.planner.export.svg import draw_svg
 from openrecycle.planner.plans.drawing import OP_WORDS
@@ -73,10 +73,13 @@ def _drawn(theme: str, _colours: Palette) -> list[tuple[str, str, str, str]]:
 
 def _steps(colours: Palette) -> None:
     demo = any(job.state != "finished" for job in get_console().queries.list_jobs())
-    first = "A job is here already: open **Live**." if demo else "Start the demo job, 12 real processes: `make run`."
+    first = f"Start a demo job for this console, in a second terminal: `{demo_line(_address())}`."
+    if demo:
+        first = "A job is here already: open **Live**."
     st.markdown(
         f"1. {first}\n"
-        "2. On **Live**, click a worker, say `W1_2`, then **Kill**, and confirm. A demo job's process really dies.\n"
+        "2. On **Live**, click a worker, say `W1_2`, then **Kill**, and confirm. Only demo jobs have this button: the "
+        "process really dies.\n"
         "3. Watch: the worker turns to *failed*, its peers take re-routed work, the sentence says why, and "
         "*Latest recovery* shows each step in milliseconds. The loss goes on as if nothing had happened.\n"
         "4. **Schedule** shows the plan now in force. Hatched bars are re-routed, grey is idle.\n"
@@ -89,8 +92,13 @@ def _steps(colours: Palette) -> None:
     components.quiet("What a page shows is in its address: send the link, and others see the same.")
 
 
+def _address() -> str:
+    """Of this console, as the reader's browser reaches it."""
+    return (st.context.url or "http://127.0.0.1:8501").split("?")[0].removesuffix("/help").rstrip("/")
+
+
 def _own(colours: Palette) -> None:
-    address = (st.context.url or "http://127.0.0.1:8501").split("?")[0].removesuffix("/help").rstrip("/")
+    address = _address()
     if get_console().security.access.guarded:
         st.markdown("This console asks for a token. Processes that report to it find it in their environment:")
         st.code(token_line(), language="bash")
@@ -103,7 +111,8 @@ def _own(colours: Palette) -> None:
     st.markdown("A trainer that keeps its own loop reports to the console and gets its plans:")
     st.code(reporter(address), language="python")
     components.quiet(
-        "Training never waits for the console: when it is away, reports are kept and sent later. "
+        "While the console is away, training goes on, and reports are kept and sent later. But if a worker dies then, "
+        "the others wait until the console is back. "
         f"The REST API is described at {address}/api/v1/openapi.json."
     )
 

@@ -88,7 +88,7 @@ def _live(
         if not in_doubt:
             st.warning(
                 f"{str(error)[:1].upper()}{str(error)[1:]}. What is shown here is that of "
-                f"{text.clock(now.at, st.context.timezone)}; training goes on, and the page tries again by itself."
+                f"{text.clock(now.at, st.context.timezone)}; the page tries again by itself. {standby.TRAINING}"
             )
     view = now.view
     if (view.state in OVER) != over or operating.said_by_controls(now.choice) != said:

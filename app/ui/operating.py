@@ -50,8 +50,8 @@ def mode_switch(console: Console, job_id: str, choice: dict[str, Any], *, over: 
             index=list(Mode).index(mode),
             format_func=WORDS.__getitem__,
             captions=[
-                "The console takes the best option at once.",
-                "The job waits for you to choose. The best way is taken when you do not in time.",
+                "The console re-routes at once. Then it moves workers or layers, if that pays.",
+                "The job waits for you to choose. If you don't in time, the first option in the list is taken.",
             ],
             key=f"mode-choice-{mode}",
             label_visibility="collapsed",
@@ -135,8 +135,8 @@ def _card(console: Console, job_id: str, choice: dict[str, Any], way: dict[str, 
     head = "h3" if choice["waiting"] else "h2"  # below a heading, or folded up below none
     st.html(
         f'<div class="or-way"><{head}>{escape(name)} <span class="or-aside">{badge}</span></{head}>'
-        f"<p><b>{text.percent(way['share'])}</b> of fault-free · period "
-        f"{text.percent(way['slowdown_vs_1f1b'], sign=True)} vs 1F1B</p>"
+        f"<p><b>{text.percent(way['share'])}</b> of the fault-free plan's throughput · period "
+        f"{text.percent(way['slowdown_vs_1f1b'], sign=True)} vs fault-free 1F1B</p>"
         + (f"<p>Moves {escape(moves)}</p>" if moves else "")
         + (f"<p>Layers per stage {text.counts(way['partition'])}</p>" if way["partition"] else "")
         + f"<p class='or-aside'>{escape(way['text'])}.</p></div>"
@@ -237,16 +237,20 @@ def plan_menu(console: Console, job_id: str, *, over: bool) -> None:
         st.markdown("**Fault-free throughput**")
         known = console.jobs.find(job_id).baseline
         if known is None:
-            st.caption("What throughput is measured by is not known yet.")
+            st.caption("The fault-free throughput is not known yet.")
         else:
             st.caption(
-                f"{text.rate(known.samples_per_second)} samples/s, {known.words}. It stays until it is measured anew."
+                f"{text.rate(known.samples_per_second)} samples/s, {known.words}. A predicted rate is replaced by the "
+                "first measured one. A measured rate stays until you press *Measure again*, or a better fault-free "
+                "plan has proved quicker."
             )
             st.button(
                 "Measure again",
                 key="measure-anew",
                 disabled=known.renew is not None,
-                help="It is about to be measured." if known.renew is not None else None,
+                help="It is measured as soon as all workers have trained 20 steady iterations."
+                if known.renew is not None
+                else None,
                 on_click=_try,
                 args=(lambda: console.operators.measure_anew(job_id, actor(console)),),
             )
@@ -338,8 +342,8 @@ def roll_out_html(found: RollOut | None) -> str:
     return (
         f'<details class="or-roll-out"{"" if found.done else " open"}><summary>Generation '
         f"{found.generation}: {summary}</summary>"
-        f'<table class="or-table"><caption>Acknowledged so long after the generation was opened, the '
-        f"slowest first</caption>"
+        f'<table class="or-table"><caption>Time after the generation was opened, the slowest worker '
+        f"first</caption>"
         f"<thead><tr>{heads}</tr></thead><tbody>{rows}</tbody>{rest}</table></details>"
     )
 

@@ -149,7 +149,7 @@ def _follows(
     if not known and follows and linked:
         return True
     if linked and not wanted:
-        notes.info("The job runs another plan by now. This is the one that the link was made at.")
+        notes.info("The job runs another plan by now. This is the plan that was in force when the link was made.")
         notes.button("Show the plan in force", on_click=_show, args=(in_force.reference,), key="show-in-force")
     return wanted
 

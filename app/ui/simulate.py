@@ -48,7 +48,7 @@ def page() -> None:
     console = get_console()
     st.html(
         '<h1 class="or-title">Simulate</h1><div class="or-about">One job, one sequence of failures, '
-        "and what each way of living with them would have trained. Each throughput is that of a plan.</div>"
+        "and what each policy would have trained. Each throughput is that of a plan.</div>"
     )
     try:
         request = _ask(console)
@@ -231,13 +231,13 @@ def _cards(simulation: Simulation) -> list[Card]:
             policy_words(best["policy"]),
             note=f"{text.rate(best['trace_samples_per_second'])} samples/s on average",
         ),
-        Card("Goodput", text.percent(best["goodput"]), note="of what the job would train without failures"),
-        Card("ETTR", text.percent(best["ettr"]), note="share of time in iterations that count"),
+        Card("Goodput of the best", text.percent(best["goodput"]), note="of what the job would train without failures"),
+        Card("ETTR of the best", text.percent(best["ettr"]), note="share of time in iterations that count"),
     ]
     if others:
         worst = min(others, key=lambda row: row["trace_samples_per_second"])
         ratio = ratio_words(best["trace_samples_per_second"], worst["trace_samples_per_second"])
-        cards.append(Card("Against the last", ratio, note=policy_words(worst["policy"])))
+        cards.append(Card("Best / worst (samples/s)", ratio, note=policy_words(worst["policy"])))
     return cards
 
 

@@ -8,6 +8,9 @@ from openrecycle.app.leadership.host import standing_by
 from openrecycle.app.leadership.lease import LeaderStatus
 from openrecycle.app.ui.components import use_style
 
+TRAINING = "Training goes on, unless a worker dies: then the others wait for a console."
+"""While no console is known to lead."""
+
 
 def show(status: LeaderStatus) -> None:
     """Until this console leads; then the page that was asked for comes by itself."""
@@ -17,14 +20,14 @@ def show(status: LeaderStatus) -> None:
         st.fragment(run_every=1)(_state)(doubt=True)
         st.caption(
             "It led until the database did not answer it any more, and changes nothing before it is sure again. "
-            "Training goes on meanwhile, reports wait at the agents, and this page changes by itself."
+            f"{TRAINING} Reports wait at the agents, and this page changes by itself."
         )
         return
     st.title("This console is a standby")
     st.fragment(run_every=1)(_state)(doubt=False)
     st.caption(
         "Two consoles share one database, and one of them leads: it decides, and shows the jobs. This one takes "
-        "over within ten seconds when the leader is gone. Training goes on meanwhile, and this page changes by itself."
+        f"over within ten seconds when the leader is gone. {TRAINING} This page changes by itself."
     )
 
 
@@ -39,7 +42,7 @@ def on_open_page() -> bool:
     words = status.sentence
     st.warning(
         f"{words[:1].upper()}{words[1:]}. It changes nothing before it is sure again, and what is shown here may be "
-        "out of date. Training goes on."
+        f"out of date. {TRAINING}"
     )
     return True
 

@@ -32,7 +32,10 @@ WORDS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
             ("O", "A stage's reduction of its gradients and its optimizer step."),
             ("1F1B", "The usual order: some forwards, then one forward and one backward in turn."),
             ("Profile", "How long each stage's ops take, and what they keep in memory; may be kept by name."),
-            ("Slot", "The unit of time where ops have none: in the worked example F, I and W take one each."),
+            (
+                "Slot",
+                "The unit of op times that are given without one: in the worked example F, I and W take one slot each.",
+            ),
             ("Bubble", "Time in which a worker waits."),
             ("Period", "The time from one iteration to the next, when they follow each other at once."),
             ("Makespan", "From an iteration's first op to its last. With staggering the period can be shorter."),
@@ -47,12 +50,9 @@ WORDS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
                 "A living worker takes the place of a dead one of another stage, with the weights of a peer there.",
             ),
             (
-                "Normalization",
-                "Workers change their stage (migrations), so that as many failures cost less.",
-            ),
-            (
-                "Candidate",
-                "One option when workers are lost: re-route, move layers, migrate and re-route, or drop the replica.",
+                "Option",
+                "What the job can do when workers are lost: re-route, re-partition (move layers to other stages), "
+                "migrate and re-route (a worker changes its stage), or drop the replica (its pipeline stands by).",
             ),
         ),
     ),
@@ -60,12 +60,25 @@ WORDS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
         "The run",
         (
             ("Heartbeat", "A worker's sign of life, once a second. Its age is shown on hover."),
-            ("Suspect", "A worker that has been silent for too long to be well, and not long enough to be dead."),
-            ("Generation", "One membership and one plan. Each failure and each return opens the next one."),
+            (
+                "Suspect",
+                "A worker that has been silent for longer than 5 s (serve --suspect). After 20 s (--dead) it is out.",
+            ),
+            (
+                "Generation",
+                "Who takes part, and with which plan. Each failure, return, drain, move of layers or change of the "
+                "plan opens the next one.",
+            ),
+            ("Plan in force", "The plan that the workers run now."),
+            ("Interim plan", "What they run until a worker that joins has its state, or layers have moved."),
+            ("Groups", "The connections over which workers exchange data; each generation has its own."),
             ("Fenced", "A worker of an old generation: nothing that it says counts until it re-joins."),
             ("Re-join", "A worker comes back: it takes its state from a peer, and joins between two iterations."),
             ("Drain", "A worker leaves after the iteration in hand: nothing is redone, and it counts as no failure."),
-            ("Frozen plan", "What the workers run changes for a failure or a drain alone, until it is unfrozen."),
+            (
+                "Frozen plan",
+                "A plan that stays in force until somebody unfreezes it. Only a failure or a drain changes it.",
+            ),
             ("Standby", "A second console on the same database, which takes over when the one that leads is gone."),
             ("Throughput", "Samples per second, and as a share of what the job did with all workers."),
             ("Goodput", "Training that counts, over what the same time would have given without any failure."),
@@ -100,6 +113,13 @@ if __name__ == "__main__":
         console=Console(url="{address}"),
     )
     trainer.fit(iterations=1000)"""
+
+
+def demo_line(address: str) -> str:
+    return (
+        f"openrecycle train --console {address} --demo --pipelines 3 --stages 4 --micro-batches 6 --iterations 1000 "
+        "--pace F=40ms,I=40ms,W=40ms"
+    )
 
 
 def launch_line(address: str) -> str:

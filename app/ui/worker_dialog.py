@@ -62,7 +62,7 @@ def facts_html(detail: WorkerDetail) -> str:
 
 def doing(at: Doing, *, limit: bool = True) -> str:
     """What its training thread is at: `forward of micro-batch 1.3 for 2.1 s, may take 10.0 s`. limit: with the last."""
-    words = {"waiting": "waiting for a peer", "data": "loading data", "validation": "settling the last step"}
+    words = {"waiting": "waiting for another worker", "data": "loading data", "validation": "settling the last step"}
     what = OP_WORDS.get(at.kind, words.get(at.kind, at.kind))
     of = "" if at.micro_batch is None or at.kind == "waiting" else f" of micro-batch {at.pipeline}.{at.micro_batch}"
     most = "" if at.limit is None or not limit else f", may take {at.limit:.1f} s"
@@ -402,7 +402,7 @@ def _offered(console: Console, view: JobView, worker: WorkerView) -> list[_Actio
                 f"{verb} {name}",
                 f"**{verb} {name}?** {consequence}",
                 helps,
-                f"Starting a new process for {name}",
+                f"The launcher is asked to start {name}",
                 lambda: console.operators.restart(job_id, name, actor(console)),
             )
         )

@@ -18,7 +18,9 @@ from openrecycle.planner.catalogs.catalog_engines import make_engine
 from openrecycle.planner.catalogs.catalog_store import headers_of
 from openrecycle.planner.commands.shared import (
     LAYERS_HELP,
+    MEMORY_HELP,
     PARTITION_HELP,
+    PROFILE_HELP,
     best_at_home,
     interruptible,
     job_of_options,
@@ -32,8 +34,6 @@ from openrecycle.planner.layers.migration import SECONDS, MigrationPlan, normali
 from openrecycle.planner.plans.packed import CatalogQuestion, Effort
 from openrecycle.planner.portfolio import SOLVERS
 
-MEMORY_HELP = "Activations per worker: 1f1b, uniform, none, a number; or the profile's bytes."
-
 
 def normalize_command(
     pipelines: Annotated[int | None, typer.Option(help="Data-parallel pipelines.")] = None,
@@ -43,7 +43,7 @@ def normalize_command(
     technique: Annotated[str, typer.Option(help="adaptive, decoupled or staggered.")] = "staggered",
     memory: Annotated[str, typer.Option(help=MEMORY_HELP)] = "uniform",
     durations: Annotated[str | None, typer.Option(help="Op times, F=1,I=1,W=1,O=0,transfer=0.")] = None,
-    profile: Annotated[Path | None, typer.Option(help="JSON file with the plan document's `job`.")] = None,
+    profile: Annotated[Path | None, typer.Option(help=PROFILE_HELP)] = None,
     state_bytes: Annotated[
         str, typer.Option(help="Bytes of weights and optimizer state to copy; one number, or one per stage: 1e9,2e9.")
     ] = "0",
@@ -124,7 +124,7 @@ def catalog_command(
     relayout: Annotated[
         str | None, typer.Option(help="auto: each plan has a partition of its own (where there are layers); or never.")
     ] = None,
-    profile: Annotated[Path | None, typer.Option(help="JSON file with the plan document's `job`.")] = None,
+    profile: Annotated[Path | None, typer.Option(help=PROFILE_HELP)] = None,
     solver: Annotated[str, typer.Option(help="list, auto, cp-sat or milp.")] = "list",
     time_limit: Annotated[float, typer.Option(help="Seconds per plan, for other solvers than list.")] = 10.0,
     per: Annotated[str, typer.Option(help="A plan per failure `pattern`, per `count`, or `auto`.")] = "auto",

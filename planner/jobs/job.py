@@ -447,12 +447,12 @@ class Problem:
             )
         for stage in range(self.job.stages):
             if not self.living_peers(stage):
-                raise InfeasibleError(f"stage {stage} has no living peer", self._remedy(stage))
+                raise InfeasibleError(f"stage {stage} has no living worker", self._remedy(stage))
         if self.memory.text == "bytes":
             _ = self.limits  # raises
 
     def _remedy(self, stage: int) -> str:
-        """What would give `stage` a living peer."""
+        """What would give `stage` a living worker."""
         last = self.job.pipelines - 1
         back = f"bring back one of W0_{stage} to W{last}_{stage}" if last else f"bring back W0_{stage}"
         donor = max(range(self.job.stages), key=lambda s: len(self.living_peers(s)))

@@ -149,7 +149,7 @@ def test_the_command_line_plans_and_checks(bare: Path, tmp_path: Path) -> None:
 @pytest.mark.processes
 def test_what_needs_an_extra_says_which(bare: Path) -> None:
     done = run(bare, "-m", "openrecycle", "serve")
-    sentence = "error: this needs sqlalchemy: pip install 'openrecycle[console]'\n"
+    sentence = "error: this needs sqlalchemy: pip install '<clone of OpenReCycle>[console]'\n"
     assert (done.returncode, done.stderr) == (2, sentence)
 
 

@@ -101,7 +101,7 @@ def test_a_stage_that_is_dead_is_given_other_workers(client: TestClient) -> None
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"failed": ["W0_2", "W1_2", "W2_2"]}, "stage 2 has no living peer"),
+        ({"failed": ["W0_2", "W1_2", "W2_2"]}, "stage 2 has no living worker"),
         ({"failed": ["W7_7"]}, "failed: got 'W7_7'"),
         ({"failed": ["x"]}, "failed.0: got 'x'"),
         ({"job": {**JOB, "pipelines": 10**9}}, "at most 400,000 ops here"),
@@ -113,7 +113,7 @@ def test_a_stage_that_is_dead_is_given_other_workers(client: TestClient) -> None
         ({"surprise": 1}, "surprise: got 1, expected no field of that name"),
         ({"over": "layouts"}, "over: got 'layouts'"),
         ({"job": LAYERED, "over": "layouts", "failed": ["W7_7"]}, "failed: got 'W7_7'"),
-        ({"job": LAYERED, "over": "partitions", "failed": ["W0_2", "W1_2", "W2_2"]}, "stage 2 has no living peer"),
+        ({"job": LAYERED, "over": "partitions", "failed": ["W0_2", "W1_2", "W2_2"]}, "stage 2 has no living worker"),
     ],
 )
 def test_what_can_not_be_planned_is_refused_at_once(client: TestClient, change: dict[str, Any], words: str) -> None:
@@ -229,6 +229,7 @@ def test_few_bodies_of_many_megabytes_are_held_at_once() -> None:
             async def send(message: Any) -> None:
                 if message["type"] == "http.response.start":
                     statuses.append(message["status"])
+                    assert message["status"] != 429 or (b"retry-after", b"1") in message["headers"]
 
             headers = [(b"content-length", str(size).encode())]
             scope = {"type": "http", "method": "POST", "path": f"{API}/plans", "headers": headers}

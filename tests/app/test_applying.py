@@ -107,7 +107,7 @@ def test_what_does_not_fit_is_said(console: Console) -> None:
         (starting, plan(), "its workers have not all registered"),
         (finished, plan(), "it has finished"),
         (running, plan(grid=(3, 4, 7)), "the plan is for a grid of 3 × 4 × 7, the job's is 3 × 4 × 6"),
-        (running, plan(unit="slot"), "the plan was made for another profile"),
+        (running, plan(unit="slot"), "the plan was made for other op times"),
         (running, plan(("W1_2",)), "the plan is for a job without W1_2, and this one trains with all workers"),
         (running, plan(memory="none"), "activations, and the job's memory limit uniform allows 4"),
     ):

@@ -367,6 +367,21 @@ def test_who_moved_has_not_failed(database: FlakyDatabase) -> None:
     assert golden("w0-1s-process-trains-as") in said and golden("w2-0-has-re-joined-the") not in said
 
 
+def test_who_stands_by_is_not_called_drained(database: FlakyDatabase) -> None:
+    """W2_0 is killed, and its pipeline is dropped."""
+    world = World(database, SPEC).begin()
+    killed, leaver = world.at("W2_0"), world.at("W2_1")
+    assert killed is not None and leaver is not None
+    world.die(killed)
+    world.take_up()
+    after = ("W2_0", "W2_1")
+    world.job.apply(Offered(("W2_0",), Offer(("W2_0",), (Candidate(DROP, after), Candidate(REROUTE, ("W2_0",))), DROP)))
+    world.take_up()
+    world.die(leaver, "ended with exit code 0")
+    sentence = view_of(world).sentence
+    assert "W2_0 failed" in sentence and "W2_1 stands by" in sentence and "drained" not in sentence
+
+
 def test_the_job_is_not_called_running_while_nobody_hears_a_worker(database: FlakyDatabase) -> None:
     world = World(database, SPEC).begin()
     world.tick(2, world.living)

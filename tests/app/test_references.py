@@ -121,7 +121,7 @@ def test_the_papers_worked_example_is_made_on_the_spot(here: ConsoleHere) -> Non
         ("measured:nobody", 404, "job: got 'nobody'"),
         ("made:staggered:none:nobody", 404, "job: got 'nobody'"),
         ("made:staggered:none:2x2x2:W7_0", 422, "failed: got 'W7_0'"),
-        ("made:staggered:none:2x2x2:W0_0+W1_0", 422, "stage 0 has no living peer"),
+        ("made:staggered:none:2x2x2:W0_0+W1_0", 422, "stage 0 has no living worker"),
     ],
 )
 def test_what_nothing_stands_behind(here: ConsoleHere, text: str, status: int, words: str) -> None:

@@ -132,6 +132,19 @@ def test_kill_tells_who_takes_over_and_when_nobody_can() -> None:
     assert not survives and "halts" in sentence
 
 
+def test_the_last_worker_of_a_stage_can_be_replaced_where_there_are_checkpoints_or_the_job_has_not_begun() -> None:
+    view = factory.halted()
+    dead = next(w for w in view.workers if w.name == "W1_2")
+    last, kept = dead._replace(state=RoleState.RUNNING), replace(view, spec=factory.spec(checkpoints=True))
+    assert not facts.consequence_of_restart(view, dead)[1]
+    for said, helps in (facts.consequence_of_restart(kept, dead), facts.consequence_of_kill(kept, last)):
+        assert helps and "checkpoint" in said
+    alone = replace(kept, workers=tuple(w for w in kept.workers if w.pipeline == 1))
+    assert not facts.consequence_of_kill(alone, last)[1], "no stage has a worker to spare"
+    begins = replace(view, generation=0)
+    assert facts.consequence_of_restart(begins, dead)[1] and facts.consequence_of_kill(begins, last)[1]
+
+
 def test_tables_hold_what_the_chart_shows() -> None:
     plan = factory.plan(("W1_2",))
     schedule = plan.schedule()

@@ -85,7 +85,7 @@ def test_the_idea_shows_five_pictures_with_words(here: ConsoleHere) -> None:
 @pytest.mark.parametrize(
     ("section", "expected"),
     [
-        ("steps", ["make run", "Restart"]),
+        ("steps", ["--demo", "Restart"]),
         ("colours", ["Forward", "Failed", "Joining", "or-look-suspect", "or-op-moved"]),
         ("words", ["Period", "Lower bound", "ETTR", "Fenced"]),
         ("keys", ["Shift+Tab", "Esc"]),

@@ -101,7 +101,7 @@ def test_each_workers_step_is_seen_as_a_plan_rolls_out(console: Console) -> None
     assert golden("generation-2-of-11-workers") in page
     assert golden("has-the-plan") in test.button(key="worker-W0_0").label
     assert golden("in-its-groups") in test.button(key="worker-W0_1").label
-    rows = page.split('<table class="or-table"><caption>Acknowledged')[1].split("<tr>")[2:]
+    rows = page.split('<table class="or-table"><caption>Time after')[1].split("<tr>")[2:]
     assert [row.count("waits") for row in rows] == [3] * 8 + [2, 1, 0], "who is furthest behind comes first"
     job.resume(2)
     assert golden("generation-2-all-11-workers") in html(open_live(job.job_id))

@@ -197,7 +197,7 @@ def halted() -> JobView:
         state=JobState.HALTED,
         condition=Condition.HALTED,
         missing=tuple(lost(name) for name in states),
-        sentence="stage 2 has no living peer; bring back one of W0_2, W1_2, W2_2",
+        sentence="stage 2 has no living worker; bring back one of W0_2, W1_2, W2_2",
         workers=worker_views(base.spec, base.plan, states, 30),
     )
 

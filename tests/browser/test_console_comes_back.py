@@ -62,7 +62,7 @@ def test_an_open_page_comes_back_with_a_killed_console(browser: Browser, server:
     link = follows.url
 
     server.stop(signal.SIGKILL)
-    page.wait_for_function(f"{SAID}.includes('The console does not answer. Training goes on without it')")
+    page.wait_for_function(f"{SAID}.includes('The console does not answer. Training goes on, unless a worker dies')")
     expect(done).to_be_visible()
     expect(page.get_by_role("dialog")).to_be_hidden()
     follows.context.set_offline(True)
@@ -87,7 +87,7 @@ def test_an_open_page_comes_back_with_a_killed_console(browser: Browser, server:
     expect(follows.get_by_text(gone).first).to_be_visible()
     assert follows.url != link and "follow=1" in follows.url
     follows.goto(link)
-    expect(follows.get_by_text("This is the one that the link was made at")).to_be_visible()
+    expect(follows.get_by_text("This is the plan that was in force when the link was made")).to_be_visible()
     expect(follows.get_by_text(gone)).to_have_count(0)
     follows.close()
     assert broken == []

@@ -38,7 +38,7 @@ def test_filled_cancelled_gone_on_with_and_opened(page: Page) -> None:
     failures.press("Enter")
     expect(page.get_by_text("yet: 65 plans are to be made")).to_be_visible()
     page.get_by_role("combobox", name="Solver").click()
-    page.get_by_role("option", name="CP-SAT (optimal)").click()
+    page.get_by_role("option", name="CP-SAT (may prove the plan optimal)").click()
     seconds = page.get_by_role("spinbutton", name="Seconds per plan")
     seconds.fill("30")
     seconds.press("Enter")
@@ -49,7 +49,7 @@ def test_filled_cancelled_gone_on_with_and_opened(page: Page) -> None:
     expect(page.get_by_text("What was made is kept; Fill goes on from there.")).to_be_visible()
 
     page.get_by_role("combobox", name="Solver").click()
-    page.get_by_role("option", name="List scheduler (milliseconds)").click()
+    page.get_by_role("option", name="List scheduler (fast)").click()
     expect(page.get_by_role("spinbutton", name="Seconds per plan")).to_have_count(0)
     page.get_by_role("button", name="Fill", exact=True).click()
     expect(page.get_by_text(re.compile(r"\d+ plans? made in "))).to_be_visible()

@@ -117,7 +117,7 @@ def test_unreadable_files_exit_2_without_a_traceback(tmp_path: Path, plan_file: 
     [
         (["--fail", "W9_9"], "--fail", "W9_9"),
         (["--fail", "bogus"], "--fail", "bogus"),
-        (["--fail", "W0_1", "--fail", "W1_1", "--fail", "W2_1"], "stage 1", "no living peer"),
+        (["--fail", "W0_1", "--fail", "W1_1", "--fail", "W2_1"], "stage 1", "no living worker"),
         (["--memory", "0"], "--memory", "'0'"),
         (["--memory", "lots"], "--memory", "'lots'"),
         (["--technique", "magic"], "--technique", "'magic'"),

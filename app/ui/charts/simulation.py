@@ -21,7 +21,7 @@ POLICIES: dict[str, tuple[str, str]] = {
     "recycle": ("Re-route (ReCycle)", "solid"),
     "repartition": ("Re-partition layers", "solid"),
     "oobleck": ("Oobleck's templates", "dash"),
-    "drop-replica": ("Drop the replica", "solid"),
+    "drop-replica": ("Drop the replica (fewer samples)", "solid"),
     "checkpoint-restart": ("Checkpoint and restart", "dashdot"),
     "spares": ("Spares stand by", "dash"),
     "fault-free": ("Nothing ever fails", "dot"),

@@ -137,7 +137,7 @@ def _follow(console: Console, solve_id: str, unit: str, colours: Palette) -> Non
     with st.container(horizontal=True, vertical_alignment="center", horizontal_alignment="distribute"):
         components.heading("Planning", _search_status(solve))
         st.button(
-            "Stopping …" if solve.state == "stopping" else "Cancel",
+            "Stopping …" if solve.state == "stopping" else "Stop",
             key="planner-cancel",
             icon=":material/stop_circle:",
             disabled=solve.state == "stopping",
@@ -175,7 +175,7 @@ def others(console: Console, shown: Sequence[str]) -> None:
                 f"{text.count(len(solve.request.failed), 'worker')} dead, {solve.request.technique.value} "
                 f"({_search_status(solve)})."
             )
-            st.button("Cancel", key=f"planner-cancel-{solve.id}", on_click=_stop, args=(console, solve.id))
+            st.button("Stop", key=f"planner-cancel-{solve.id}", on_click=_stop, args=(console, solve.id))
 
 
 def _search_status(solve: Solve) -> str:
@@ -255,10 +255,10 @@ def _found(question: WhatIf, job: Job, found: Migrations, colours: Palette) -> N
     if not found.migrations:
         return
     unit = job.time_unit
-    before = "there is none where they are"
+    before = "no plan without migrations"
     if found.period_now is not None:
         saved = text.percent(found.period / found.period_now - 1, sign=True)
-        before = f"{text.planned(found.period_now, unit)} where they are; {saved}"
+        before = f"{text.planned(found.period_now, unit)} without migrations; {saved}"
     gained = "–" if found.gained is None else f"{found.gained:,.3g}"
     components.cards(
         [
