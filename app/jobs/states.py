@@ -427,7 +427,7 @@ def _text(worker_states: WorkerStates, now: float, failure_timeouts: FailureTime
         return over_sentence(state.over, state.over_reason)
     if state.halted:
         return state.halted
-    if (nobody := nobody_heard(state, now)) > failure_timeouts.dead:
+    if (nobody := nobody_heard(state, now)) > failure_timeouts.suspect:
         return (
             f"Waiting for all workers: none has been heard for {nobody:.0f} s. Look at their launcher: it has ended, "
             f"is suspended, or can't reach this console. The job is given up at {failure_timeouts.lost:g} s."

@@ -176,7 +176,7 @@ def test_suspect_workers_show(tmp_path: Path) -> None:
         until(lambda: here.console.queries.view(job.job_id).workers[0].state == "suspect", "silence makes suspect")
         test = open_page(job.job_id)
         assert "suspect" in cell(test, "W0_0")
-        assert "last heard" in words(test)
+        assert golden("waiting-for-all-workers") in words(test)
     finally:
         set_console(None)
         here.close()
