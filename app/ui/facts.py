@@ -32,7 +32,7 @@ ROLLING = {"adopted": "has the plan", "formed": "in its groups"}
 DRAG_WORDS = "Drag over a part of a chart to see it large; double-click for all."
 
 SOLVER_WORDS = {
-    "auto": "All solvers, the best plan in the time",
+    "auto": "All, the best in the time",
     "list": "List scheduler (fast)",
     "cp-sat": "CP-SAT (may prove the plan optimal)",
     "milp": "MILP (small grids)",
