@@ -128,6 +128,7 @@ def test_a_script_survives_its_kill(name: str, tmp_path: Path) -> None:
 # -- on several -------------------------------------------------------------------------------------
 
 
+@pytest.mark.chaos
 @pytest.mark.processes
 def test_several_nodes(calm: Run, tmp_path: Path) -> None:
     script, *_ = blocks("bash")

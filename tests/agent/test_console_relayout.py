@@ -59,6 +59,7 @@ def held(job: Job) -> list[int] | None:
     return None if status["moving_to"] or status["state"] != "running" else list(status["partition"])
 
 
+@pytest.mark.chaos
 def test_layers_move_and_move_back_and_the_bits_stay(reference: Run, running: Job) -> None:
     until(lambda: held(running) not in (None, HOME), "layers are on other stages")
     rerouted, moved = running.generations()[-2:]

@@ -327,6 +327,7 @@ def test_what_is_frozen_stays_as_it_is_tied_or_not() -> None:
     assert changed == trained and 0 < len(trained) < len(after)
 
 
+@pytest.mark.chaos
 @pytest.mark.processes
 def test_the_example_survives_its_kill(tmp_path: Path) -> None:
     done = subprocess.run(
@@ -369,6 +370,7 @@ with contextlib.ExitStack() as files:
 """
 
 
+@pytest.mark.chaos
 @pytest.mark.processes
 def test_a_layer_takes_its_own_memory_not_the_models(tmp_path: Path) -> None:
     """Of 130 MB on disk, in several files, a block of 13 MB."""
@@ -426,7 +428,7 @@ def test_transformers_own_collator_and_its_padding() -> None:
 
 @pytest.mark.usefixtures("models_are_there")
 @pytest.mark.processes
-@pytest.mark.parametrize("name", [at_length("gpt2"), "mixtral, balanced"])
+@pytest.mark.parametrize("name", [at_length("gpt2"), at_length("mixtral, balanced")])
 def test_batches_may_be_of_several_lengths(name: str) -> None:
     """Bitwise as where the model is not cut. What routers say is of (samples * tokens)."""
     pad = PadCollate((8, TOKENS), {"input_ids": 0, "attention_mask": 0, "labels": -100})

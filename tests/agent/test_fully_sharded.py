@@ -167,6 +167,7 @@ def test_the_death_of_a_rank(kill: str, kept: tuple[str, ...], reference: Run, t
     assert {failure["worker"] for failure in run.failures} == {kill[:4]}
 
 
+@pytest.mark.chaos
 @pytest.mark.processes
 def test_a_checkpoint_knows_no_ranks(reference: Run, tmp_path: Path) -> None:
     """A job of whole workers goes on from it; and two hurt workers, made one, from what a peer has."""

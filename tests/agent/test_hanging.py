@@ -82,6 +82,7 @@ def test_a_library_that_lets_nobody_speak_while_it_computes_is_no_silence(tmp_pa
     assert job.losses == fault_free_losses(12, **GRID)
 
 
+@pytest.mark.chaos
 def test_one_that_never_lets_go_is_ended(tmp_path: Path) -> None:
     once = tmp_path / "once"
     once.touch()

@@ -141,6 +141,7 @@ def test_the_lead_is_lost_while_a_worker_takes_its_state(reference: Run, tmp_pat
     assert run.losses == reference.losses and run.final == reference.final
 
 
+@pytest.mark.chaos
 def test_the_node_that_led_comes_back_as_one_of_the_others(reference: Run, tmp_path: Path) -> None:
     """With the same command; one of its workers starts there again."""
     last = 40  # a launcher starts meanwhile

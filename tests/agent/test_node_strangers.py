@@ -34,6 +34,7 @@ def join(hub: NodeHub, rank: int) -> tuple[Frames, dict[str, object]]:
     return met, met.receive(time.monotonic() + 10)
 
 
+@pytest.mark.chaos
 def test_silent_connections_shut_no_node_out(hub: NodeHub) -> None:
     with contextlib.ExitStack() as stack:
         silent = [stack.enter_context(socket.create_connection((hub.host, hub.port))) for _ in range(2 * MAX_STRANGERS)]

@@ -125,6 +125,7 @@ def test_the_whole_job_is_killed_while_it_writes(unbroken: Run, tmp_path: Path) 
         assert run.final == unbroken.final
 
 
+@pytest.mark.chaos
 def test_a_full_disk_is_a_warning(unbroken: Run, tmp_path: Path) -> None:
     """No file may grow beyond 16 KB; a stage's part is larger."""
     record = tmp_path / "run.jsonl"

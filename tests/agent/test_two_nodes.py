@@ -67,6 +67,7 @@ def test_before_training_a_node_does_not_outlive_its_lead(tmp_path: Path) -> Non
         until(lambda: not members(lead.pid), "the end of the lead's workers", 30)
 
 
+@pytest.mark.chaos
 def test_under_torchrun(reference: Run, tmp_path: Path) -> None:
     """torchrun names the nodes, and its store says where the lead listens."""
     torchrun = ("-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "0")

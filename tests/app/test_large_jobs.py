@@ -67,7 +67,7 @@ def test_long_pipelines_stop_neither_the_console_nor_its_next_start(server: Cons
 
 @pytest.mark.timeout(300)
 @pytest.mark.xdist_group("large jobs")
-@pytest.mark.parametrize(("pipelines", "stages"), [SHAPES[0], *itertools.starmap(at_length, SHAPES[1:])])
+@pytest.mark.parametrize(("pipelines", "stages"), [*itertools.starmap(at_length, SHAPES)])
 def test_no_answer_waits_for_jobs_that_are_created(server: ConsoleServer, pipelines: int, stages: int) -> None:
     asker, _ = measure(server, pipelines, stages, jobs=3)
     assert asker.refused == []

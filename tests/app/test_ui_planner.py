@@ -349,6 +349,7 @@ def test_a_grid_too_large_for_buttons_is_a_heat_map_with_names(console: Console)
     assert params(test)["fail"] == "W0_0.W19_7"
 
 
+@pytest.mark.chaos
 def test_a_plan_too_large_for_bars_is_a_picture(console: Console) -> None:
     test = planned(open_page(grid="16x8x24", fail="W3_2", solver="list"), console)
     assert golden("alt-overview-of-128-workers") in words(test)

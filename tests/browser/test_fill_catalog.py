@@ -30,6 +30,7 @@ def page(tab: Page, server: ConsoleServer) -> Iterator[Page]:
         yield page
 
 
+@pytest.mark.chaos
 def test_filled_cancelled_gone_on_with_and_opened(page: Page) -> None:
     page.get_by_role("link", name="Catalog").click()
     expect(page.get_by_text("Nothing is planned ahead for this question yet: 21 plans")).to_be_visible()

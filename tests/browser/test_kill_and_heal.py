@@ -276,7 +276,7 @@ def at_rest(job: dict[str, Any]) -> bool:
     return bool(ahead and job["condition"] == "running" and job["living"] == job["workers"] and not job["moving_to"])
 
 
-@pytest.mark.parametrize(("scheme", "width", "height"), [at_length("light", 1440, 900), *SCREENS[1:]])
+@pytest.mark.parametrize(("scheme", "width", "height"), [*(at_length(*screen) for screen in SCREENS[:2]), *SCREENS[2:]])
 def test_nothing_is_cut_or_pushed_out(browser: Browser, demo: Demo, scheme: Any, width: int, height: int) -> None:
     """Both pages fit the screen's width in both themes, and say in words what their charts show."""
     demo.wait(lambda: at_rest(demo.get("")), "the deaths of the tests before are history")

@@ -28,6 +28,7 @@ def _gpu(*arguments: str) -> tuple[int, list[dict[str, Any]]]:
         pytest.fail(done.stderr)
 
 
+@pytest.mark.chaos
 def test_it_trains_through_a_death_and_says_so(tmp_path: Path) -> None:
     only = [part for name in ("environment", "nccl-4", "train", "profile") for part in ("--only", name)]
     status, results = _gpu("--device", "cpu", "--out", str(tmp_path), *only)

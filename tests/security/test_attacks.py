@@ -32,6 +32,7 @@ def test_without_a_token(attack: Attack, without_token: ConsoleServer) -> None:
     assert attack(without_token)
 
 
+@pytest.mark.chaos
 def test_those_that_wait_for_a_limit(without_token: ConsoleServer) -> None:
     """Beside each other."""
     with ThreadPoolExecutor(len(WAITING)) as pool:
