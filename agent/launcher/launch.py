@@ -922,6 +922,8 @@ class Launcher:
         except (OSError, EOFError) as error:
             if not joins:
                 raise JobFailed(f"a process for {cell} can't be started ({error})") from None
+            if spares is not None:
+                self._pool.put_back(spares)
             self._listener({"warning": f"a process for {cell} can't be started ({error}); the others go on"})
 
     def _end_workers(self) -> None:

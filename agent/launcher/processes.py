@@ -72,7 +72,11 @@ class Spares(NamedTuple):
     """Promised to whoever has them. node: where all of them are."""
 
     node: int
-    ranks: tuple[RankOf, ...]
+    left: tuple[SpareRank, ...]
+
+    @property
+    def ranks(self) -> tuple[RankOf, ...]:
+        return tuple(spare.rank for spare in self.left)
 
 
 @dataclass
@@ -295,13 +299,22 @@ class ProcessPool:
         node = next((node for node, spare in sorted(self._spares.items()) if len(spare) >= ranks), None)
         return None if node is None else Spares(node, self._take(node, self._spares[node][:ranks]))
 
+    def put_back(self, spares: Spares) -> None:
+        """No worker came of them."""
+        self._spares.setdefault(spares.node, [])[:0] = spares.left
+
+    def spares_here(self) -> tuple[list[SpareRank], set[int]]:
+        """Of this node, and the slots of its ranks that have ended by themselves."""
+        return self._spares.get(0, []), self._hurt
+
     def _fill(self, node: int, slots: Collection[int]) -> tuple[RankOf, ...]:
         """Of the spare ranks of a node those in these slots, which are spare no more."""
-        return self._take(node, [spare for spare in self._spares.get(node, ()) if spare.slot in slots])
+        taken = self._take(node, [spare for spare in self._spares.get(node, ()) if spare.slot in slots])
+        return tuple(spare.rank for spare in taken)
 
-    def _take(self, node: int, spares: Sequence[SpareRank]) -> tuple[RankOf, ...]:
+    def _take(self, node: int, spares: Sequence[SpareRank]) -> tuple[SpareRank, ...]:
         self._spares[node] = [spare for spare in self._spares.get(node, ()) if spare not in spares]
-        return tuple(spare.rank for spare in spares)
+        return tuple(spares)
 
     def node_of(self, entry: WorkerProcess) -> int:
         return 0

@@ -15,12 +15,12 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any, ClassVar
 
-from openrecycle.agent.launcher.processes import ProcessPool, Spares, WorkerProcess, preload
+from openrecycle.agent.launcher.processes import ProcessPool, SpareRank, Spares, WorkerProcess, preload
 from openrecycle.agent.messages.client import Offset
 from openrecycle.agent.models.workload import WorkloadSource
 from openrecycle.agent.monitoring.liveness import MOST_OF_A_TURN, LoopLag
@@ -661,6 +661,18 @@ class SpreadPool(ProcessPool):
         self._where[incarnation] = link.rank
         return entry
 
+    def know_spares(
+        self, told: Iterable[tuple[int, str, int]], here: Sequence[SpareRank], hurt: Collection[int]
+    ) -> None:
+        """Of a lead that is lost. told: node, incarnation and rank of each that it knew of. here, hurt: of this node,
+        as it knows it itself."""
+        own = self._hub.standing.rank
+        for node, incarnation, rank in told:
+            if node != own:
+                self._spares.setdefault(node, []).append(SpareRank((incarnation, rank), -1))
+        self._spares[own] = list(here)
+        self._hurt |= set(hurt)
+
     def count(self, nodes: Iterable[int]) -> None:
         """So many know already that they belong to the job."""
         self._counted = set(nodes)
@@ -745,12 +757,13 @@ class SpreadPool(ProcessPool):
             | {"incarnation": entry.incarnation, "node": self._where[entry.incarnation]}
             for entry in self.running.values()
         ]
+        spares = [(node, *spare.rank) for node, left in self._spares.items() for spare in left]
         heard = {entry.incarnation: entry.heard for entry in self.entries}
         plan = document.pop("plan")
         own = self._hub.host, self._hub.port
         return Copy(
             *(standing.run, standing.term, self._copies, standing.rank, 0, {**nodes, standing.rank: own}),
-            *(heard, len(self._record), pack(document | {"workers": workers}), plan, self._job),
+            *(heard, len(self._record), pack(document | {"workers": workers, "spares": spares}), plan, self._job),
         )
 
     def _hold_back(self, entry: WorkerProcess) -> None:
@@ -768,7 +781,7 @@ class SpreadPool(ProcessPool):
         if spares is not None:
             entry.made_of = spares.ranks
         elif spec.joins and 1 < spec.ranks <= len(there):  # as the node does it (agent.nodes.server)
-            entry.made_of = self._take(link.rank, there[: spec.ranks])
+            entry.made_of = tuple(spare.rank for spare in self._take(link.rank, there[: spec.ranks]))
         return entry
 
     def _remote(

@@ -176,3 +176,19 @@ def test_the_job_of_a_console_goes_on(reference: Run, tmp_path: Path) -> None:
         assert state["state"] == "finished" and state["committed"] == ITERATIONS
         rows = server.read(f"/jobs/{job_id}/iterations?limit=100")["iterations"]
         assert [row["loss_hex"] for row in rows] == reference.losses
+
+
+@pytest.mark.chaos
+def test_spare_ranks_are_known_to_who_leads_next(tmp_path: Path) -> None:
+    """One is left on node 1 before the lead is lost, another one after it: they make a worker again."""
+    ranks = ("--ranks-per-worker", "2", "--workload", "agent.examples.tensor_parallel:Gpt")
+    calm = forked(tmp_path / "calm.jsonl", *GRID, *TINY, *ranks, timeout=300)
+    assert calm.status == 0, calm.errors
+    kills = ("--kill", "W1_0.1@1:F0", "--kill", f"W1_1.1@{ITERATIONS - 5}:F0")
+    with nodes(tmp_path, 3, *PACED, *ranks, *kills) as launchers:
+        until(lambda: any("failure" in line for line in record_of(tmp_path, 0).lines), "the first death", 120)
+        os.kill(launchers[0].pid, signal.SIGKILL)
+        run = ended(tmp_path, launchers, (1, 2))
+    living = [line["living"] for line in run.iterations]
+    assert living[living.index(2) :][-1] == 3, living
+    assert run.losses == calm.losses and run.final == calm.final
