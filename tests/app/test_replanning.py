@@ -64,7 +64,7 @@ def test_the_better_plan_comes_in_force_and_then_no_other(console: Console) -> N
     job.resume(4)
     console.plans.replanning.start(job.job_id, "list", 10.0, "ada")
     second = ended(console, job)
-    assert second.outcome == "kept" and "same plan again" in second.reason
+    assert second.outcome == "kept" and golden("same-plan-again") in second.reason
     assert texts(console, job)[0].startswith(golden("the-plan-in-force-stays"))
     assert console.queries.view(job.job_id).generation == 4
 
@@ -137,7 +137,7 @@ def test_a_plan_is_worth_a_generation_if_it_saves_more_than_one_iteration() -> N
         not compare_plans(good, poor, job, 10_000).better
         and "no shorter" in compare_plans(good, poor, job, 10_000).reason
     )
-    assert "same plan again" in compare_plans(good, good, job, 10_000).reason
+    assert golden("same-plan-again") in compare_plans(good, good, job, 10_000).reason
 
 
 def test_with_other_speeds_the_orders_are_played_through() -> None:

@@ -1,6 +1,6 @@
 """The sentences that tests expect, all in wording.json: whoever words one better edits no test.
 
-A test names one: `assert golden("no-living-peer") in error`. What is there for `match=` is a pattern.
+A test names one: `assert golden("all-workers-are-gone") in error`. What is there for `match=` is a pattern.
 `pytest --golden -n 0` writes the words that were found into the file where a comparison by == or `in` finds others; of
 all other sentences the failing test shows what there is now.
 `python -m tests.golden` moves sentences that asserts quote there.
