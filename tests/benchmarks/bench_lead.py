@@ -39,7 +39,7 @@ def lost(folder: Path) -> tuple[float, float, float, int]:
 
         until(opened, "an iteration of the next generation", 60)
         trained = time.monotonic() - died
-        new = next(rank for rank in (1, 2) if any("leads from here on" in log_of(folder, r) for r in (rank,)))
+        new = next(rank for rank in (1, 2) if "leads from here on" in log_of(folder, rank))
         for rank in (1, 2):
             assert launchers[rank].wait(90) == 0, log_of(folder, rank)
         record = record_of(folder, new)
@@ -57,9 +57,8 @@ def main() -> None:
     for _ in range(times):
         with tempfile.TemporaryDirectory() as folder:
             found.append(lost(Path(folder)))
-    for what, values in zip(
-        ("another leads", "all are in groups again", "an iteration more"), zip(*found), strict=False
-    ):
+    for place, what in enumerate(("another leads", "all are in groups again", "an iteration more")):
+        values = [one[place] for one in found]
         print(f"{what} after {median(values):.2f} s (median of {times}; {min(values):.2f} to {max(values):.2f})")
     print(f"iterations that the lead had recorded and that were done again: {sum(again for *_, again in found)}")
     print(describe())
