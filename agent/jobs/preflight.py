@@ -6,6 +6,7 @@ few numbers.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -358,7 +359,7 @@ def _check_memory(by_stage: list[NamedParameters], kept: _Kept, options: Trainin
     def needs(peers: int) -> list[int]:
         return [beside_activations(mine, kept.each, kept.apart, options.optimization, peers) for mine in by_stage]
 
-    together, has = round(share * pipelines * sum(needs(pipelines))), _machine_bytes()
+    together, has = round(share * pipelines * sum(needs(pipelines))), memory_limit()
     fewer = ""
     if options.optimization.sharding == "zero1" and pipelines > 2:
         left = f"{_size(max(needs(2)))} with two workers of its stage left"
@@ -371,7 +372,7 @@ def _check_memory(by_stage: list[NamedParameters], kept: _Kept, options: Trainin
         raise InputError(
             "job",
             f"{workers} workers on this machine, which take {_size(together)} beside activations",
-            f"what goes into its {_size(has)}: fewer pipelines, a smaller model, or more machines",
+            f"what goes into the {_size(has)} that they may have: fewer pipelines, a smaller model, or more machines",
         )
     return text
 
@@ -384,10 +385,25 @@ def _size(count: int) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
 
 
-def _machine_bytes() -> int | None:
-    """Memory and swap of this machine; None where it does not say."""
+def memory_limit(root: Path = Path("/")) -> int | None:
+    """Bytes that the processes of this one's group may have: the memory and swap of the machine, or less, where a
+    container, Slurm or systemd gives less (cgroup v2, or v1). None where the system does not say. root: of its files."""
+    limits = []
     try:
-        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        return sum(1024 * int(lines[name].split()[0]) for name in ("MemTotal", "SwapTotal"))
+        lines = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())
+        limits.append(sum(1024 * int(lines[name].split()[0]) for name in ("MemTotal", "SwapTotal")))
+        groups = (root / "proc/self/cgroup").read_text().splitlines()
     except (OSError, KeyError, ValueError, IndexError):
-        return None
+        groups = []
+    for _, controllers, path in (group.split(":", 2) for group in groups if group.count(":") >= 2):
+        names = ("memory.max",) if not controllers else ("memory.limit_in_bytes",)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        home = root / "sys/fs/cgroup" / ("memory" if controllers else "")
+        own = home / path.lstrip("/")
+        # In a container the path may be one that is not there; its own group is mounted at the top then.
+        for folder in {own, *(parent for parent in own.parents if parent.is_relative_to(home)), home}:
+            for name in names:
+                with contextlib.suppress(OSError, ValueError):  # "max": no limit
+                    limits.append(int((folder / name).read_text()))
+    return min(limits, default=None)

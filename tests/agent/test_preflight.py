@@ -12,7 +12,7 @@ from torch import nn
 
 from openrecycle import Checkpoints, Faults, JobFailed, Timeouts
 from openrecycle.agent.config.options import Mode, Optimization, TrainingOptions
-from openrecycle.agent.jobs.preflight import check_workload
+from openrecycle.agent.jobs.preflight import check_workload, memory_limit
 from openrecycle.agent.models.workload import NamedWorkload
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job
@@ -106,6 +106,27 @@ def test_memory_that_will_not_do_is_said(optimizer: Any, mode: Mode, each: int) 
     elements = 2 * largest + (1 << 36) + W
     size = each * elements + 4 * (elements if optimizer is Together else largest)
     assert f"{4 * size / 1e9:.1f} GB" in str(caught.value.value)
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "limit"),
+    [
+        ("0::/\n", {}, 3 << 20),
+        ("0::/a/b\n", {"a/memory.max": "2097152\n", "a/b/memory.max": "max\n"}, 2 << 20),
+        ("0::/gone\n", {"memory.max": "1048576\n"}, 1 << 20),
+        ("4:cpu,memory:/job\n2:cpuset:/\n", {"memory/job/memory.limit_in_bytes": "4096\n"}, 4096),
+        ("4:memory:/\n", {"memory/memory.limit_in_bytes": "9223372036854771712\n"}, 3 << 20),
+    ],
+)
+def test_a_container_s_limit_is_the_memory_that_there_is(
+    groups: str, files: dict[str, str], limit: int, tmp_path: Path
+) -> None:
+    written = {"proc/meminfo": "MemTotal: 2048 kB\nMemFree: 1 kB\nSwapTotal: 1024 kB\n", "proc/self/cgroup": groups}
+    for name, text in (written | {f"sys/fs/cgroup/{name}": text for name, text in files.items()}).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert memory_limit(tmp_path) == limit
+    assert memory_limit(tmp_path / "nothing") is None
 
 
 @pytest.mark.parametrize(

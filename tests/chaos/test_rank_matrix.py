@@ -1,4 +1,4 @@
-"""A SIGKILL before every op of one iteration, of every rank of every worker: no bit differs, nobody restarts.
+"""A SIGKILL before every op of two iterations, of every rank of every worker: no bit differs, nobody restarts.
 
 `make chaos`. Samples of the same lie in tests/agent/test_ranks.py (tensor parallel) and test_fully_sharded.py.
 """
@@ -16,7 +16,8 @@ from tests.agent.test_ranks import two_ranks
 pytestmark = pytest.mark.processes
 
 OPS = [f"{kind}{micro_batch}" for kind in "FIW" for micro_batch in range(3)] + ["R", "O", "V"]
-KILLS = [f"W{p}_{s}.{rank}@2:{op}" for rank in range(2) for p in range(3) for s in range(2) for op in OPS]
+PLACES = [(rank, p, s, i) for rank in range(2) for p in range(3) for s in range(2) for i in (2, 3)]
+KILLS = [f"W{p}_{s}.{rank}@{i}:{op}" for rank, p, s, i in PLACES for op in OPS]
 
 
 @pytest.fixture(scope="module")
