@@ -257,8 +257,8 @@ def plan_menu(console: Console, job_id: str, *, over: bool) -> None:
         st.divider()
         st.markdown("**Plan again**")
         st.caption(
-            "For the workers that are out now. The new plan is put in force if it saves more than the iteration that "
-            "a change costs."
+            "For the workers that are out now. The new plan is used if it saves more time than one iteration takes: "
+            "a change costs about that."
         )
         solver = st.selectbox("Solver", SOLVERS, format_func=lambda s: SOLVER_WORDS.get(s, s), key="replan-solver")
         seconds = st.number_input("Seconds at most", 1.0, MAX_SECONDS, 20.0, step=10.0, key="replan-seconds")
