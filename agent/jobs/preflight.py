@@ -387,7 +387,7 @@ def _size(count: int) -> str:
 
 def memory_limit(root: Path = Path("/")) -> int | None:
     """Bytes that the processes of this one's group may have: the memory and swap of the machine, or less, where a
-    container, Slurm or systemd gives less (cgroup v2, or v1). None where the system does not say. root: of its files."""
+    container, Slurm or systemd gives less (cgroup v2, or v1). None where the system does not say. root: its files'."""
     limits = []
     try:
         lines = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())
