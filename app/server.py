@@ -43,16 +43,15 @@ from openrecycle.app.leadership.host import ConsoleHost, Gate, make_host, set_ho
 from openrecycle.app.metrics import Metering, NamedRoutes
 from openrecycle.app.runtime import problems, runner
 from openrecycle.app.runtime.errors import PLAN_MIB, ConsoleError, SettingsError
-from openrecycle.app.runtime.event_loop_watch import EventLoopWatch
 from openrecycle.app.runtime.patches import PAGES, GarbageCollection, PageBase, StaticFiles, tune_process
-from openrecycle.app.runtime.preload import BUSY_SECONDS, CALM_SECONDS, Preload
 from openrecycle.app.runtime.problems import problem
 from openrecycle.app.runtime.processes import configure_logging
-from openrecycle.app.runtime.runner import in_thread
+from openrecycle.app.runtime.runner import EventLoopWatch, in_thread
 from openrecycle.app.security.access import Access, Tokens
 from openrecycle.app.security.guard import AccessGuard, BodyLimit, HostGuard
 from openrecycle.app.security.sign_in import Login
 from openrecycle.app.settings import Settings
+from openrecycle.app.ui.warm import BUSY_SECONDS, CALM_SECONDS, Preload
 from openrecycle.db.idempotency import IdempotentRequests
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
@@ -354,7 +353,7 @@ def _streamlit(settings: Settings) -> Any:
     from streamlit import config
     from streamlit.web import bootstrap
 
-    from openrecycle.app.ui.failed import page_failed
+    from openrecycle.app.ui.hooks import page_failed
 
     # App.run() would set these; we run the server ourselves, for its graceful stop and our own routes.
     config._main_script_path = str(HERE / "__main__.py")
@@ -402,7 +401,7 @@ def _static() -> Path:
 def _sign_in(settings: Settings) -> Login | None:
     if settings.oidc is None:
         return None
-    from openrecycle.app.ui.streamlit_login import StreamlitLogin
+    from openrecycle.app.ui.hooks import StreamlitLogin
 
     return StreamlitLogin()
 

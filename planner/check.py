@@ -765,7 +765,7 @@ def _best_without_failures(job: Job, memory: MemoryLimit) -> tuple[int, Violatio
     """Period in ticks, and what is wrong with the plan that has it. Kept, as `best_fault_free` keeps that plan: all
     plans of a job are compared with the same."""
     # The only thing here that a solver makes; what it makes is checked. Imported for this alone.
-    from openrecycle.planner.solvers.fault_free import best_fault_free
+    from openrecycle.planner.solvers.list_scheduler import best_fault_free
 
     best = _Checker(best_fault_free(job, memory))
     wrong = next(best.violations(), None)

@@ -29,8 +29,7 @@ from openrecycle.agent.models.stage_io import (
 )
 from openrecycle.agent.models.workload import EvaluationData, Metric, Workload, weight_of
 from openrecycle.agent.monitoring.liveness import AT_REST, DATA, LEAVING, VALIDATION, WAITING, OpProgress
-from openrecycle.agent.monitoring.timeline import Timeline
-from openrecycle.agent.stages.op_times import OpSeconds
+from openrecycle.agent.monitoring.timeline import OpSeconds, Timeline
 from openrecycle.agent.stages.stage import MicroBatch, Stage
 from openrecycle.agent.transport.communicator import Groups
 from openrecycle.agent.transport.group import TransferError, first_line

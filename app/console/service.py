@@ -33,8 +33,8 @@ from openrecycle.app.observing.rollout import RollOuts
 from openrecycle.app.plans.service import PlansService
 from openrecycle.app.plans.sources import PlanSources
 from openrecycle.app.runtime.errors import ConsoleError, storing
-from openrecycle.app.runtime.event_loop_watch import EventLoopWatch
 from openrecycle.app.runtime.patches import begin_without_pages
+from openrecycle.app.runtime.runner import EventLoopWatch
 from openrecycle.app.security.access import Security
 from openrecycle.app.settings import RetentionLimits
 from openrecycle.db.session import Database

@@ -22,15 +22,15 @@ from openrecycle.app.plans.sources import (
     stage_table,
 )
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.app.ui import chart_revision, components, facts, text, url_state
+from openrecycle.app.ui import components, facts, text, time_range, url_state
 from openrecycle.app.ui.charts.overview import MAX_BARS
 from openrecycle.app.ui.charts.schedule import MAX_NODES, Strip, comparison, last_time, short_unit, time_factors
+from openrecycle.app.ui.components import schedule_of
 from openrecycle.app.ui.facts import Card
 from openrecycle.app.ui.picker import open_job
 from openrecycle.app.ui.plan_files import export_button, open_file
 from openrecycle.app.ui.plan_source import clock, newest, say_measured, wait_for
 from openrecycle.app.ui.schedule_view import choose_rows
-from openrecycle.app.ui.schedules import schedule_of
 from openrecycle.app.ui.tables import beside_html, differences
 from openrecycle.app.ui.theme import Palette
 from openrecycle.app.ui.time_range import choose_time
@@ -219,7 +219,7 @@ def _compare(console: Console, sources: list[Source], colours: Palette) -> None:
     components.cards(_cards(labels, sources))
     what = " ".join([colours.name, named, *labels, *(",".join(map(str, s.drawing.rows.workers)) for s in strips)])
     what += "".join(f" {sorted(s.drawing.out.items())}" for s in strips)
-    shown, turn = chart_revision.drawn_with("compare-chart", what, time.shown)
+    shown, turn = time_range.drawn_with("compare-chart", what, time.shown)
     pictured = sum(strip.ops for strip in strips) > MAX_BARS
     if pictured:
         components.quiet("So many ops are shown as pictures; the Schedule page shows each plan's ops.")

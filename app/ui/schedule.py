@@ -13,12 +13,12 @@ from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import components, facts, url_state
 from openrecycle.app.ui.charts.overview import MAX_BARS, Detail
 from openrecycle.app.ui.charts.schedule import MAX_NODES
+from openrecycle.app.ui.components import schedule_of
 from openrecycle.app.ui.facts import critical_words, many_words
 from openrecycle.app.ui.picker import open_job
 from openrecycle.app.ui.plan_files import export_button, open_file
 from openrecycle.app.ui.plan_source import pick_plan, say_measured, show_instead, title_of
 from openrecycle.app.ui.schedule_view import ScheduleView, bars, choose_view, choose_workers, large_chart
-from openrecycle.app.ui.schedules import schedule_of
 from openrecycle.app.ui.tables import Table, of_workers, operations_table, workers_table
 from openrecycle.app.ui.theme import Palette
 from openrecycle.planner.jobs.job import Technique, Worker

@@ -438,8 +438,8 @@ class MetricsDoc(_Model):
     gap: StrictFloat
     bubble_fraction: StrictFloat
     slowdown_vs_1f1b: StrictFloat
-    # Against planner.solvers.fault_free.best_fault_free; against this very plan where it is shorter than that, since
-    # a plan around failures is one without them too.
+    # Against solvers.list_scheduler.best_fault_free; against this very plan where it is shorter than that, since a plan
+    # around failures is one without them too.
     slowdown_vs_best: StrictFloat
     peak_activations: dict[WorkerName, Annotated[int, INTEGER]]
 

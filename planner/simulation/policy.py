@@ -17,8 +17,8 @@ from openrecycle.planner.jobs.words import DROP, MIGRATE, REROUTE, milliseconds,
 from openrecycle.planner.layers.distribution import CopyCost
 from openrecycle.planner.layers.migration import Migration, normalize
 from openrecycle.planner.plans.baseline import reference_period
-from openrecycle.planner.simulation.costs import RecoveryCosts
 from openrecycle.planner.simulation.planned import PlannedJob, Rate
+from openrecycle.planner.simulation.policy_base import RecoveryCosts
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
 
 # Ops above which nothing is planned while a failure waits: the count's own period stands for it.

@@ -24,7 +24,7 @@ from openrecycle.agent.coordination.events import TransferBroken
 from openrecycle.agent.messages.protocol import JobSpec, WorkerState
 from openrecycle.app.console.service import Console
 from openrecycle.app.jobs.live_job import TICK_SECONDS, LiveJob
-from openrecycle.app.runtime.event_loop_watch import EventLoopWatch
+from openrecycle.app.runtime.runner import EventLoopWatch
 from openrecycle.app.server import create_routes
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store

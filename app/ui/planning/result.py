@@ -20,11 +20,12 @@ from openrecycle.app.plans.solving import Solve
 from openrecycle.app.plans.solving_child import Migrations
 from openrecycle.app.plans.whatif import WhatIf, parse_word
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.app.ui import chart_revision, components, facts, text, url_state
+from openrecycle.app.ui import components, facts, text, time_range, url_state
 from openrecycle.app.ui.access import acting, actor
 from openrecycle.app.ui.charts import overview as large
 from openrecycle.app.ui.charts.planning import migrations_chart, search_chart, search_words
 from openrecycle.app.ui.charts.schedule import MAX_NODES, gantt
+from openrecycle.app.ui.components import schedule_of
 from openrecycle.app.ui.facts import Card, gap_words, many_words
 from openrecycle.app.ui.plan_files import export_button
 from openrecycle.app.ui.planning import state
@@ -43,7 +44,6 @@ from openrecycle.app.ui.planning.state import (
     say,
     shown,
 )
-from openrecycle.app.ui.schedules import schedule_of
 from openrecycle.app.ui.tables import beside_html, of_workers, workers_table
 from openrecycle.app.ui.theme import CHART_CONFIG, Palette
 from openrecycle.app.ui.time_range import choose_time
@@ -53,7 +53,7 @@ from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.plans.drawing import FAILED, Drawing
 from openrecycle.planner.plans.plan import Plan
 from openrecycle.planner.plans.schedule import Schedule
-from openrecycle.planner.reference import reference_plan
+from openrecycle.planner.portfolio import reference_plan
 
 
 def example_steps(items: list[tuple[str, str, Solve | None, bool]]) -> None:
@@ -407,7 +407,7 @@ def _chart(compared: dict[str, Shown], colours: Palette) -> None:
         time = choose_time(f"planner-{plan.fingerprint[:12]}", end, text.plural(plan.job.time_unit), WINDOW)
     drawing = Drawing.of(schedule, out=dict.fromkeys(plan.failed, FAILED))
     components.legend_of([drawing], ghost=True)
-    part, turn = chart_revision.drawn_with(GANTT, f"{plan.fingerprint} {colours.name}", time.shown)
+    part, turn = time_range.drawn_with(GANTT, f"{plan.fingerprint} {colours.name}", time.shown)
     figure = gantt(drawing, colours, shown=part, revision=str(turn))
     components.schedule_chart(figure, GANTT, time, facts.schedule_words(plan, schedule), place="wide-chart-planner")
     if plan.op_count > MAX_NODES:

@@ -10,7 +10,6 @@ from dataclasses import replace
 
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.words import DROP, REROUTE
-from openrecycle.planner.simulation.costs import RecoveryCosts
 from openrecycle.planner.simulation.planned import PlannedJob, Rate
 from openrecycle.planner.simulation.policies.published import BambooTable, Costs, NodeTable
 from openrecycle.planner.simulation.policy import REPARTITION, Option, best_option
@@ -22,6 +21,7 @@ from openrecycle.planner.simulation.policy_base import (
     Pace,
     Policy,
     Reaction,
+    RecoveryCosts,
     Stop,
 )
 
