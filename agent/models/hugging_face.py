@@ -88,7 +88,7 @@ class Pretrained:
         last = self.layer_count - 1
         return tuple((f"0.{source}", f"{last}.{name}") for name, source in self.cut.tied.items())
 
-    def boundaries(self, shape: torch.Size) -> StageIO:
+    def stage_io(self, shape: torch.Size) -> StageIO:
         """What passes from layer to layer, of input_ids of this shape."""
         hidden = TensorSpec((*shape, self.cut.model.config.hidden_size), dtype_name(self.dtype))
         passed = (TensorSpec(tuple(shape), "int64", gradient=False),) * len(self.passed)

@@ -225,7 +225,7 @@ def set_host(host: ConsoleHost | None) -> None:
     _host = host
 
 
-def standing_by() -> LeaderStatus | None:
+def standby_status() -> LeaderStatus | None:
     """Who leads, where it is not this process; None where it is, or where nobody else could."""
     return None if _host is None or _host.console is not None else _host.status
 
