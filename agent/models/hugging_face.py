@@ -331,7 +331,7 @@ def pretrained_job(
 # -- how a model is cut ------------------------------------------------------------------------
 
 
-class Gate(nn.Module):
+class PassThrough(nn.Module):
     """In the place of a module: gives back `instead`, or what it is given first. notes: and keeps what it is given."""
 
     def __init__(self, instead: Tensor | None = None, *, notes: bool = False) -> None:
@@ -406,20 +406,20 @@ class Cut:
         part: nn.Module = _part_class(type(self.model))(self.model.config, self, layer, passed)
         return part
 
-    def fill(self, part: PreTrainedModel, layer: int) -> tuple[nn.Module, Gate, nn.Module | None]:
+    def fill(self, part: PreTrainedModel, layer: int) -> tuple[nn.Module, PassThrough, nn.Module | None]:
         """Makes `part` the layer. Returns the body whose forward is to run, the last gate in it or the block's own, and
         the block."""
         part.__dict__.update(_bare(self.model).__dict__)
         part.all_tied_weights_keys = {}
         whole = getattr(self.model, self.base)
         base, number = _bare(whole), layer - 1
-        gates = [Gate(notes=k == number) for k in range(len(self.blocks))]
+        gates = [PassThrough(notes=k == number) for k in range(len(self.blocks))]
         head = number == len(gates)
         kept = self.before if layer == 0 else self.after if head else ()
         children = dict[str, nn.Module]()
         for name, child in whole.named_children():
             if name in (*self.before, *self.after) and name not in kept:
-                children[name] = Gate()
+                children[name] = PassThrough()
             elif name != self.holder:
                 # It draws random numbers.
                 elsewhere = layer and name not in self.after and isinstance(child, nn.Dropout)
@@ -466,9 +466,9 @@ def _order(whole: nn.Module, name: str, others: Sequence[str]) -> tuple[tuple[st
     base = _bare(whole)
     for child_name, child in whole.named_children():
         if child_name == name:
-            base.add_module(name, nn.ModuleList(Gate(each, notes=True) for each in hidden))
+            base.add_module(name, nn.ModuleList(PassThrough(each, notes=True) for each in hidden))
         elif child_name in others:
-            base.add_module(child_name, Gate())
+            base.add_module(child_name, PassThrough())
         else:
             base.add_module(child_name, _real(copy.deepcopy(child), whole))
     called: list[str] = []

@@ -12,7 +12,7 @@ import math
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.files import read_whole
@@ -20,6 +20,7 @@ from openrecycle.planner.jobs.job import MAX_LAYERS, Job, LayerProfile, StagePro
 from openrecycle.planner.plans.plan import (
     INTEGER,
     PRINTABLE,
+    DocumentModel,
     JobDoc,
     PlanError,
     StageDoc,
@@ -39,11 +40,7 @@ _FOLDER = Path(__file__).parent
 T = TypeVar("T", bound=StageDoc)
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Timing(_Model):
+class Timing(DocumentModel):
     """Milliseconds over `repeats` runs."""
 
     median: Milliseconds
@@ -63,7 +60,7 @@ class Timing(_Model):
         return (self.p90 - self.p10) / self.median if self.median else 0.0
 
 
-class Part(_Model):
+class Part(DocumentModel):
     """A measured piece of a model: its ops for one micro-batch, its step, and the bytes it keeps.
 
     The bytes are those of planner.jobs.job.StageProfile. reduced_bytes: what its peers all-reduce.
@@ -88,7 +85,7 @@ class Part(_Model):
         return max((t.spread * t.median / longest for t in timings), default=0.0) if longest else 0.0
 
 
-class Reductions(_Model):
+class Reductions(DocumentModel):
     """All-reduce of `bytes` among 2, 3, ... peers, in order; all of them on the profiled machine."""
 
     bytes: Annotated[int, Field(ge=1), INTEGER]
@@ -104,7 +101,7 @@ class Reductions(_Model):
         return self.by_peers[known - 2].median * traffic * size / self.bytes
 
 
-class Hardware(_Model):
+class Hardware(DocumentModel):
     """accelerator: empty when the ops ran on the processor. clock: `wall`, or `cpu` for processor
     time, which other programs on the machine hardly lengthen. load: of the machine while measuring."""
 
@@ -120,7 +117,7 @@ class Hardware(_Model):
     measured_on: Annotated[str, Field(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}$")]
 
 
-class Measurements(_Model):
+class Measurements(DocumentModel):
     """What was measured of a model, whatever grid it will train on.
 
     cut: `stages` (each part is one) or `layers` (parts: first, layer, last; `layers` of the middle
