@@ -355,7 +355,8 @@ def _streamlit(settings: Settings) -> Any:
 
     from openrecycle.app.ui.hooks import page_failed
 
-    # App.run() would set these; we run the server ourselves, for its graceful stop and our own routes.
+    # App.run() would set these; we run the server ourselves, for its graceful stop and our own routes. The path is
+    # where .streamlit/config.toml is looked for.
     config._main_script_path = str(HERE / "__main__.py")
     bootstrap.load_config_options(
         {
