@@ -38,7 +38,8 @@ def obeyed(text: str) -> list[str]:
 
 def test_a_line_of_the_log_stays_one_line() -> None:
     script = (
-        "import json, sys, structlog; from app.runtime.processes import configure_logging; configure_logging();"
+        "import json, sys, structlog; from openrecycle.app.runtime.processes import configure_logging;"
+        "configure_logging();"
         "structlog.get_logger().warning(json.loads(sys.argv[1]), actor=json.loads(sys.argv[1]), number=3)"
     )
     command = [sys.executable, "-c", script, json.dumps(OBEYED)]
