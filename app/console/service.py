@@ -54,7 +54,7 @@ PROBE_SECONDS = 1.0
 FLUSH_AT_ONCE = 512
 
 
-class Console:
+class ConsoleService:
     """One per process and database. `start` before use, `close` at the end.
 
     tolerance: plans are made ahead for up to this many failures. keep: how much of its history. loop_watch: of the
@@ -279,16 +279,16 @@ class Console:
                 log.warning("heartbeats could not be stored", reason=type(error).__name__)
 
 
-_console: Console | None = None
+_console: ConsoleService | None = None
 
 
-def get_console() -> Console:
+def get_console() -> ConsoleService:
     """The console of this process. Raises RuntimeError before `set_console`."""
     if _console is None:
         raise RuntimeError("no console runs in this process")
     return _console
 
 
-def set_console(console: Console | None) -> None:
+def set_console(console: ConsoleService | None) -> None:
     global _console
     _console = console

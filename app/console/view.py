@@ -1,5 +1,5 @@
 """What people, pages and dashboards see of jobs: plain data, made here, drawn by app.ui. A part of
-app.console.service.Console.
+app.console.service.ConsoleService.
 
 Times: `*_at` are POSIX seconds (wall clock, for display); `*_age` are seconds by the monotonic
 clock of the console.

@@ -7,7 +7,7 @@ from functools import partial
 
 import streamlit as st
 
-from openrecycle.app.console.service import Console, get_console
+from openrecycle.app.console.service import ConsoleService, get_console
 from openrecycle.app.console.view import JobHead
 from openrecycle.app.plans.sources import (
     MOST,
@@ -78,7 +78,7 @@ def _title(head: JobHead) -> bool:
     return True
 
 
-def _choose(console: Console, job_id: str | None) -> list[Source | PendingPlan]:
+def _choose(console: ConsoleService, job_id: str | None) -> list[Source | PendingPlan]:
     """What is compared, the baseline first. It is in the URL: `?plans=` once each, and `?baseline=`."""
     wanted = _wanted(console, job_id)
     options = console.sources.candidates(job_id, clock)
@@ -139,7 +139,7 @@ def _choose(console: Console, job_id: str | None) -> list[Source | PendingPlan]:
     return list(found.values())
 
 
-def _wanted(console: Console, job_id: str | None) -> list[Reference]:
+def _wanted(console: ConsoleService, job_id: str | None) -> list[Reference]:
     texts = st.query_params.get_all("plans")
     if not texts:
         return [] if st.session_state.get(PICKER) == [] else console.sources.first_choice(job_id)
@@ -205,7 +205,7 @@ def _nothing_yet() -> None:
     st.button("Compare the techniques on the paper's worked example", on_click=_show_worked_example, key="worked")
 
 
-def _compare(console: Console, sources: list[Source], colours: Palette) -> None:
+def _compare(console: ConsoleService, sources: list[Source], colours: Palette) -> None:
     schedules = [schedule_of(source.plan) for source in sources]
     labels = _labels(sources)
     named = "-".join(s.plan.fingerprint[:12] for s in sources)
@@ -278,7 +278,7 @@ def _grid(plan: Plan) -> str:
     return f"{plan.job.pipelines} × {plan.job.stages} × {plan.job.micro_batches}"
 
 
-def _tables(console: Console, sources: list[Source], schedules: list[Schedule], labels: list[str]) -> None:
+def _tables(console: ConsoleService, sources: list[Source], schedules: list[Schedule], labels: list[str]) -> None:
     components.heading("What differs", "changes are against the baseline, the first column")
     plans, stages, files = url_state.tabs(["Plans", "Stages", "Files"], key="figures")
     with plans:

@@ -6,7 +6,7 @@ from functools import partial
 
 import streamlit as st
 
-from openrecycle.app.console.service import Console, get_console
+from openrecycle.app.console.service import ConsoleService, get_console
 from openrecycle.app.console.view import JobView, WorkerView
 from openrecycle.app.jobs.states import RoleState
 from openrecycle.app.observing.as_run import MeasuredIteration
@@ -68,7 +68,7 @@ def page() -> None:
 
 
 def _live(
-    console: Console, job_id: str, colours: Palette, *, over: bool, moving: bool, said: tuple[object, ...]
+    console: ConsoleService, job_id: str, colours: Palette, *, over: bool, moving: bool, said: tuple[object, ...]
 ) -> None:
     page_wanted()
     in_doubt = standby.on_open_page()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from openrecycle.app.console.service import Console
+from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.console.view import JobView
 from openrecycle.app.observing.as_run import MeasuredIteration
 from openrecycle.app.observing.rollout import RollOut
@@ -31,7 +31,7 @@ class Now:
     at: float
 
 
-def read_now(console: Console, job_id: str, iterations: int, events: int) -> Now:
+def read_now(console: ConsoleService, job_id: str, iterations: int, events: int) -> Now:
     """The newest so many iterations and events. Raises ConsoleError: 404; 503, also when it takes seconds."""
 
     def read() -> Now:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import streamlit as st
 
-from openrecycle.app.console.service import Console, get_console
+from openrecycle.app.console.service import ConsoleService, get_console
 from openrecycle.app.plans.sources import Made, OfJob, Source
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import components, facts, url_state
@@ -72,7 +72,7 @@ def _workers_table(fingerprint: str, names: str, out: dict[str, str], _schedule:
     return workers_table(_schedule, [Worker.parse(name) for name in names.split(",")], out)
 
 
-def _follow(console: Console, job_id: str, shown: tuple[str | None, str]) -> None:
+def _follow(console: ConsoleService, job_id: str, shown: tuple[str | None, str]) -> None:
     """Runs the page again when another plan is run."""
     try:
         run = console.jobs.find(job_id).plan_run
@@ -115,7 +115,7 @@ def _comparison(source: Source) -> dict[str, str | list[str]]:
 
 
 def _tables(
-    console: Console,
+    console: ConsoleService,
     source: Source,
     schedule: Schedule,
     workers: list[Worker],
