@@ -274,10 +274,10 @@ class Here:
     granted: bool
 
 
-Seen = Here | Literal["gone", "silent"]
+Reply = Here | Literal["gone", "silent"]
 
 
-def ask(address: Address, token: str, run: str, question: Mapping[str, Any] | None = None) -> Seen:
+def ask(address: Address, token: str, run: str, question: Mapping[str, Any] | None = None) -> Reply:
     """What is at the address of a launcher of this run? `gone`: its process is not there any more; `silent`: that can't
     be known, as of one that is stopped, or whose host does not answer. question: a vote; None: how it stands."""
     until = time.monotonic() + LOOK_SECONDS
@@ -408,7 +408,7 @@ class Search(threading.Thread):
             return why
         return Lead(term, frozenset(here), frozenset(self._gone))
 
-    def _ask_all(self, ranks: Iterable[int], question: Mapping[str, Any] | None = None) -> dict[int, Seen]:
+    def _ask_all(self, ranks: Iterable[int], question: Mapping[str, Any] | None = None) -> dict[int, Reply]:
         nodes, run = self._copy.nodes, self._copy.run
         with ThreadPoolExecutor(16) as several:
             asked = {rank: several.submit(ask, nodes[rank], self._token, run, question) for rank in ranks}

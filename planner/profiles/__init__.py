@@ -33,7 +33,7 @@ from openrecycle.planner.plans.plan import (
 Milliseconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Bytes = Annotated[int, Field(ge=0), INTEGER]
 Text = Annotated[str, Field(max_length=300, pattern=PRINTABLE)]
-Samples = Annotated[int, Field(ge=1), INTEGER]
+Count = Annotated[int, Field(ge=1), INTEGER]
 Clock = Literal["wall", "cpu"]
 
 _FOLDER = Path(__file__).parent
@@ -46,7 +46,7 @@ class Timing(DocumentModel):
     median: Milliseconds
     p10: Milliseconds
     p90: Milliseconds
-    repeats: Samples
+    repeats: Count
 
     @model_validator(mode="after")
     def _ordered(self) -> Timing:
@@ -106,11 +106,11 @@ class Hardware(DocumentModel):
     time, which other programs on the machine hardly lengthen. load: of the machine while measuring."""
 
     processor: Text
-    cores: Samples
+    cores: Count
     accelerator: Text = ""
     system: Text
     torch: Text
-    threads: Samples
+    threads: Count
     dtype: Text
     clock: Clock
     load: Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -128,7 +128,7 @@ class Measurements(DocumentModel):
     profile_version: Annotated[Literal[1], INTEGER] = 1
     model: Text
     about: Text
-    samples_per_micro_batch: Samples
+    samples_per_micro_batch: Count
     mode: Literal["deterministic", "fast"]
     hardware: Hardware
     cut: Literal["stages", "layers"]
