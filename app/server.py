@@ -38,21 +38,20 @@ from openrecycle.app.api.connection import connections
 from openrecycle.app.api.document import POLICY, page
 from openrecycle.app.api.idempotency import Idempotency
 from openrecycle.app.api.parsing import ReadBeside, known_query
-from openrecycle.app.console.service import Console
+from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.leadership.host import ConsoleHost, Gate, make_host, set_host
 from openrecycle.app.metrics import Metering, NamedRoutes
 from openrecycle.app.runtime import problems, runner
 from openrecycle.app.runtime.errors import PLAN_MIB, ConsoleError, SettingsError
-from openrecycle.app.runtime.event_loop_watch import EventLoopWatch
 from openrecycle.app.runtime.patches import PAGES, GarbageCollection, PageBase, StaticFiles, tune_process
-from openrecycle.app.runtime.preload import BUSY_SECONDS, CALM_SECONDS, Preload
 from openrecycle.app.runtime.problems import problem
 from openrecycle.app.runtime.processes import configure_logging
-from openrecycle.app.runtime.runner import in_thread
+from openrecycle.app.runtime.runner import EventLoopWatch, in_thread
 from openrecycle.app.security.access import Access, Tokens
 from openrecycle.app.security.guard import AccessGuard, BodyLimit, HostGuard
 from openrecycle.app.security.sign_in import Login
 from openrecycle.app.settings import Settings
+from openrecycle.app.ui.warm import BUSY_SECONDS, CALM_SECONDS, Preload
 from openrecycle.db.idempotency import IdempotentRequests
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
@@ -60,7 +59,7 @@ from openrecycle.db.store import Store
 log = structlog.get_logger()
 
 
-def create_api(console: Console) -> FastAPI:
+def create_api(console: ConsoleService) -> FastAPI:
     api = FastAPI(
         title="OpenReCycle",
         version="1",
@@ -93,7 +92,7 @@ def create_api(console: Console) -> FastAPI:
     return api
 
 
-def create_routes(console: Console) -> list[BaseRoute]:
+def create_routes(console: ConsoleService) -> list[BaseRoute]:
     api = create_api(console)
     usual = Mount(API, NamedRoutes(Idempotency(api, IdempotentRequests(console.database))))
 
@@ -180,7 +179,7 @@ def create_app(host: ConsoleHost, settings: Settings, standby: Access) -> Starle
         lifespan, pages = streamlit.lifespan(), PageBase(files, static, preload.page_asked_for)
         preload.start()
 
-    def leading(console: Console) -> ASGIApp:
+    def leading(console: ConsoleService) -> ASGIApp:
         return _application(console, settings, pages)
 
     def guarded(app: ASGIApp) -> ASGIApp:
@@ -191,7 +190,7 @@ def create_app(host: ConsoleHost, settings: Settings, standby: Access) -> Starle
     return whole
 
 
-def _application(console: Console, settings: Settings, pages: ASGIApp | None) -> Starlette:
+def _application(console: ConsoleService, settings: Settings, pages: ASGIApp | None) -> Starlette:
     """What is served while `console` leads."""
     console.security.access = Access(settings.token, console.security.tokens, settings.oidc, _sign_in(settings))
     routes: list[BaseRoute] = create_routes(console)
@@ -220,9 +219,9 @@ def serve(settings: Settings, *, on_ready: Callable[[Settings], None] | None = N
     loop_watch = EventLoopWatch()
     loop_watch.expect()
 
-    def make(database: Database) -> Console:
+    def make(database: Database) -> ConsoleService:
         tolerance, keep = settings.tolerance, settings.keep
-        return Console(
+        return ConsoleService(
             Store(database),
             failure_timeouts=settings.failure_timeouts,
             tolerance=tolerance,
@@ -354,9 +353,10 @@ def _streamlit(settings: Settings) -> Any:
     from streamlit import config
     from streamlit.web import bootstrap
 
-    from openrecycle.app.ui.failed import page_failed
+    from openrecycle.app.ui.hooks import page_failed
 
-    # App.run() would set these; we run the server ourselves, for its graceful stop and our own routes.
+    # App.run() would set these; we run the server ourselves, for its graceful stop and our own routes. The path is
+    # where .streamlit/config.toml is looked for.
     config._main_script_path = str(HERE / "__main__.py")
     bootstrap.load_config_options(
         {
@@ -378,12 +378,12 @@ def _streamlit(settings: Settings) -> Any:
     return st.App(str(UI_SCRIPT), on_script_error=page_failed)
 
 
-def _prepare_simulations(console: Console | None) -> None:
+def _prepare_simulations(console: ConsoleService | None) -> None:
     if console is not None:
         console.plans.simulations.prepare()
 
 
-def _trains(console: Console | None) -> bool:
+def _trains(console: ConsoleService | None) -> bool:
     return console is not None and any(not job.state.over for job in console.jobs.live())
 
 
@@ -402,7 +402,7 @@ def _static() -> Path:
 def _sign_in(settings: Settings) -> Login | None:
     if settings.oidc is None:
         return None
-    from openrecycle.app.ui.streamlit_login import StreamlitLogin
+    from openrecycle.app.ui.hooks import StreamlitLogin
 
     return StreamlitLogin()
 

@@ -1,11 +1,15 @@
 """Says whether a schedule is valid, and whether a plan tells the truth about itself.
 
-Written from the definitions and nothing else: no code is shared with the solvers or with the
-metrics of planner.plans.schedule, so that a mistake in one is not repeated in the other. Two numbers are no
-matter of the ops alone. The baseline of `slowdown_vs_best` is looked for anew, and its schedule checked here like
-any other. Of the lower bound, what planner.plans.bounds proves is established; a search that went further left no
-proof in the document, so a bound above that is believed of PROVERS only, and `claim` says so. A bound over all
-partitions of the layers is proven anew (`_Layouts`).
+The rules and the metrics are written here from the definitions, without code of the solvers or of the metrics of
+planner.plans.schedule, so that a mistake in one is not repeated in the other. Three numbers are no matter of the ops
+alone, and their code is shared with those who make plans; a mistake there is not found here:
+
+- `period_bound` (planner.plans.bounds) proves a lower bound. A search that went further left no proof in the document,
+  so a bound above that is believed of PROVERS only, and `claim` says so. A bound over all partitions of the layers is
+  proven anew (`_Layouts`).
+- `reference_period` (planner.plans.baseline) is the period of 1F1B, for `slowdown_vs_1f1b`.
+- `best_fault_free` (planner.solvers.list_scheduler) looks for the baseline of `slowdown_vs_best`: the list scheduler
+  makes it, and its schedule is checked here like any other. That there is no better one is not.
 """
 
 from __future__ import annotations
@@ -765,7 +769,7 @@ def _best_without_failures(job: Job, memory: MemoryLimit) -> tuple[int, Violatio
     """Period in ticks, and what is wrong with the plan that has it. Kept, as `best_fault_free` keeps that plan: all
     plans of a job are compared with the same."""
     # The only thing here that a solver makes; what it makes is checked. Imported for this alone.
-    from openrecycle.planner.solvers.fault_free import best_fault_free
+    from openrecycle.planner.solvers.list_scheduler import best_fault_free
 
     best = _Checker(best_fault_free(job, memory))
     wrong = next(best.violations(), None)

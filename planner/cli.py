@@ -19,7 +19,7 @@ from rich.text import Text
 from openrecycle.planner.check import check as find_violations
 from openrecycle.planner.check import claim
 from openrecycle.planner.commands.bench import bench_command
-from openrecycle.planner.commands.catalog import catalog_command, normalize_command
+from openrecycle.planner.commands.catalog import catalog_command, migrations_command
 from openrecycle.planner.commands.export import compare_command, export_command
 from openrecycle.planner.commands.output import check_out, console, is_stdout, run, write_out
 from openrecycle.planner.commands.shared import (
@@ -39,8 +39,7 @@ from openrecycle.planner.jobs.words import plural
 from openrecycle.planner.layers.partition import Layout, lay_out
 from openrecycle.planner.plans.plan import Plan
 from openrecycle.planner.plans.schedule import Schedule
-from openrecycle.planner.portfolio import make_plan
-from openrecycle.planner.reference import reference_plan
+from openrecycle.planner.portfolio import make_plan, reference_plan
 from openrecycle.planner.solvers.base import SolverProgress
 
 SHOWN_VIOLATIONS = 20
@@ -53,7 +52,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command("normalize")(normalize_command)
+app.command("migrations")(migrations_command)
 app.command("catalog")(catalog_command)
 app.command("export")(export_command)
 app.command("compare")(compare_command)

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Protocol
 from openrecycle.planner.check import checked
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.failures import failures_per_stage, with_one_more
-from openrecycle.planner.jobs.job import Job, Problem, Worker
-from openrecycle.planner.plans.baseline import reference_period
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Worker
+from openrecycle.planner.plans.baseline import REFERENCES, reference_period, reference_schedule
 from openrecycle.planner.plans.bounds import period_bound
 from openrecycle.planner.plans.plan import MetricsDoc, Plan, SolverDoc
 from openrecycle.planner.solvers.base import Cancelled, ProgressCallback, Solution, Solver
-from openrecycle.planner.solvers.fault_free import best_fault_free
-from openrecycle.planner.solvers.list_scheduler import SELECTIVE_ITEMS, ListScheduler, tries
+from openrecycle.planner.solvers.list_scheduler import SELECTIVE_ITEMS, ListScheduler, best_fault_free, tries
 from openrecycle.planner.solvers.rearranger import Rearranger, rearrangeable
 from openrecycle.planner.solvers.tuning import COMPILED_SECONDS, Tuner
 
@@ -268,3 +267,18 @@ def _better(first: Solution, second: Solution) -> Solution:
         return replace(second, bound=bound)
     name = second.solver if bound > first.bound else first.solver
     return replace(first, bound=bound, solver=name, message=second.message)
+
+
+def reference_plan(job: Job, name: str) -> Plan:
+    """A published fault-free schedule (see planner.plans.baseline) as a plan.
+
+    name: 1f1b, gpipe, zb-h1 or zb-h2. Raises InputError.
+    """
+    if name not in REFERENCES:
+        raise InputError("--reference", name, "one of " + ", ".join(REFERENCES))
+    begin = time.perf_counter()
+    published = REFERENCES[name]
+    problem = Problem(job, technique=published.technique, memory=MemoryLimit(published.memory(job)))
+    schedule = reference_schedule(problem, name)
+    seconds = time.perf_counter() - begin
+    return plan_of(Solution(schedule, period_bound(problem), name, seconds), seconds=seconds)

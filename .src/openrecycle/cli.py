@@ -22,7 +22,7 @@ COMMANDS = {
     "catalog": ("planner", "Plans for all failures that may come, ahead."),
     "compare": ("planner", "Plans side by side."),
     "export": ("planner", "A plan in another format."),
-    "normalize": ("planner", "Say which workers should change their stage after failures."),
+    "migrations": ("planner", "Say which workers should change their stage after failures."),
     "schema": ("planner", "The JSON Schema of a plan."),
     "bench": ("planner", "How good the plans of this machine are."),
     "token": ("app", "Make, list and revoke the console's tokens."),

@@ -44,7 +44,7 @@ from openrecycle.agent.messages.protocol import Iteration, Recovery, Relayout, V
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.job import MayMove, Worker
-from openrecycle.planner.layers.migration import normalize
+from openrecycle.planner.layers.migration import best_migrations
 from openrecycle.planner.layers.partition import Layout, lay_out
 from openrecycle.planner.plans.plan import Plan
 
@@ -262,8 +262,8 @@ class LocalCoordination(Coordination):
             return ()
         catalog = self._catalog
         lost = map(Worker.parse, failed)
-        normal = normalize(catalog.job, lost, technique=catalog.technique, memory=catalog.memory)
-        moves = tuple((str(m.worker), str(m.takes)) for m in normal.migrations)
+        best = best_migrations(catalog.job, lost, technique=catalog.technique, memory=catalog.memory)
+        moves = tuple((str(m.worker), str(m.takes)) for m in best.migrations)
         return () if why_not(self._state, moves) else moves
 
     def _open(self, generation: Generation) -> None:

@@ -334,7 +334,7 @@ class ResilientTrainer:
             batches, split = _batches(arguments["data"], job, seed, batch_size, arguments["loading"])
             made, pads = first_readable(batches), arguments["loading"].collate
             ids = split.split(pads.widest(made) if getattr(pads, "varies", False) else made)[0][0]
-            arguments |= {"batch_size": batch_size, "seed": seed, "stage_io": source.boundaries(ids.shape)}
+            arguments |= {"batch_size": batch_size, "seed": seed, "stage_io": source.stage_io(ids.shape)}
             trainer = cls(optimizer=optimizer, job=job, **arguments, **others)
             failed.pop_all()
         weakref.finalize(trainer, ending.close)

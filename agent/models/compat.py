@@ -1,8 +1,11 @@
 """The private names of torch that the agent uses, and why; known to work in the versions KNOWN.
 
 A group of our own is made for each generation, which torch's public functions can't do without a default group; so its
-options are set here. The rest is speed: what public names do the same takes longer, as is said with each. (Two modules
-of torch's are named in agent.launcher.processes, which has no torch itself: they are imported early.)
+options are set here. The rest is speed: what public names do the same takes longer, as is said with each.
+
+Named elsewhere: two modules that agent.launcher.processes, which has no torch itself, has imported early;
+`torch.cuda._is_in_bad_fork` in agent.config.devices, which stands below this file; and `_allgather_base` and
+`_reduce_scatter_base` in agent.transport.ranks, methods that a subclass of ProcessGroup must have.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy as shallow_copy
 from datetime import timedelta
 from typing import Any
 
@@ -109,6 +113,24 @@ def imagined_ranks(size: int) -> Iterator[Any]:
         yield DeviceMesh("cpu", list(range(size)), mesh_dim_names=("ranks",))
     finally:
         dist.destroy_process_group()
+
+
+def own_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
+    """Those of `module` without its children, by name. The dict itself: what is put in it takes a parameter's place, of
+    any type, and no `__setattr__` looks at it."""
+    return module._parameters
+
+
+def own_buffers(module: torch.nn.Module) -> dict[str, Tensor | None]:
+    """As `own_parameters`; a buffer that is put in another's place stays persistent, or not, as that was."""
+    return module._buffers
+
+
+def without_children(module: Any) -> Any:
+    """A copy that shares the parameters and buffers of `module` itself."""
+    copied = shallow_copy(module)
+    copied._modules = {}
+    return copied
 
 
 def fully_sharded_units(module: torch.nn.Module) -> list[torch.nn.Module]:

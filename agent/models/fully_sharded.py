@@ -138,7 +138,7 @@ class Unit:
     def _show(self, *, whole: bool) -> None:
         for shard in self.shards:
             for module, name in shard.owners:
-                module._parameters[name] = shard.whole if whole else shard.local
+                compat.own_parameters(module)[name] = shard.whole if whole else shard.local
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.gather()

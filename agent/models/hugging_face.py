@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
 
+from openrecycle.agent.models import compat
 from openrecycle.agent.models.data import Evaluation, Loading, of_loader, pad_to
 from openrecycle.agent.models.layers import Tied
 from openrecycle.agent.models.stage_io import StageIO, TensorSpec
@@ -88,7 +89,7 @@ class Pretrained:
         last = self.layer_count - 1
         return tuple((f"0.{source}", f"{last}.{name}") for name, source in self.cut.tied.items())
 
-    def boundaries(self, shape: torch.Size) -> StageIO:
+    def stage_io(self, shape: torch.Size) -> StageIO:
         """What passes from layer to layer, of input_ids of this shape."""
         hidden = TensorSpec((*shape, self.cut.model.config.hidden_size), dtype_name(self.dtype))
         passed = (TensorSpec(tuple(shape), "int64", gradient=False),) * len(self.passed)
@@ -331,7 +332,7 @@ def pretrained_job(
 # -- how a model is cut ------------------------------------------------------------------------
 
 
-class Gate(nn.Module):
+class PassThrough(nn.Module):
     """In the place of a module: gives back `instead`, or what it is given first. notes: and keeps what it is given."""
 
     def __init__(self, instead: Tensor | None = None, *, notes: bool = False) -> None:
@@ -406,20 +407,20 @@ class Cut:
         part: nn.Module = _part_class(type(self.model))(self.model.config, self, layer, passed)
         return part
 
-    def fill(self, part: PreTrainedModel, layer: int) -> tuple[nn.Module, Gate, nn.Module | None]:
+    def fill(self, part: PreTrainedModel, layer: int) -> tuple[nn.Module, PassThrough, nn.Module | None]:
         """Makes `part` the layer. Returns the body whose forward is to run, the last gate in it or the block's own, and
         the block."""
-        part.__dict__.update(_bare(self.model).__dict__)
+        part.__dict__.update(compat.without_children(self.model).__dict__)
         part.all_tied_weights_keys = {}
         whole = getattr(self.model, self.base)
-        base, number = _bare(whole), layer - 1
-        gates = [Gate(notes=k == number) for k in range(len(self.blocks))]
+        base, number = compat.without_children(whole), layer - 1
+        gates = [PassThrough(notes=k == number) for k in range(len(self.blocks))]
         head = number == len(gates)
         kept = self.before if layer == 0 else self.after if head else ()
         children = dict[str, nn.Module]()
         for name, child in whole.named_children():
             if name in (*self.before, *self.after) and name not in kept:
-                children[name] = Gate()
+                children[name] = PassThrough()
             elif name != self.holder:
                 # It draws random numbers.
                 elsewhere = layer and name not in self.after and isinstance(child, nn.Dropout)
@@ -435,7 +436,7 @@ class Cut:
             base.add_module(self.holder, nn.ModuleList(gates))
             return base, gates[-1], None
         # Beside the part's own tree, where the block has its place: it only says what the block is given.
-        notes = _bare(whole)
+        notes = compat.without_children(whole)
         for name, child in children.items():
             notes.add_module(name, child)
         notes.add_module(self.holder, nn.ModuleList(gates))
@@ -450,25 +451,18 @@ def _uncuttable(model: PreTrainedModel, reason: str) -> InputError:
     return InputError("model", type(model).__name__, f"one that can be cut into blocks, such as {FAMILIES} ({reason})")
 
 
-def _bare(module: Any) -> Any:
-    """A copy without children."""
-    copied = copy.copy(module)
-    copied._modules = {}
-    return copied
-
-
 def _order(whole: nn.Module, name: str, others: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Which of `others` come before the blocks, and which after them. Runs the body without its parameters, on a few
     numbers, and raises ValueError where a block is given anything but what the one before gives."""
     config: Any = whole.config
     generator = torch.Generator(device="cpu").manual_seed(0)
     hidden = [torch.randn(1, 2, config.hidden_size, generator=generator, device="cpu") for _ in getattr(whole, name)]
-    base = _bare(whole)
+    base = compat.without_children(whole)
     for child_name, child in whole.named_children():
         if child_name == name:
-            base.add_module(name, nn.ModuleList(Gate(each, notes=True) for each in hidden))
+            base.add_module(name, nn.ModuleList(PassThrough(each, notes=True) for each in hidden))
         elif child_name in others:
-            base.add_module(child_name, Gate())
+            base.add_module(child_name, PassThrough())
         else:
             base.add_module(child_name, _real(copy.deepcopy(child), whole))
     called: list[str] = []

@@ -130,7 +130,7 @@ def _divided(module: nn.Module, rank: int, mesh: Any) -> nn.Module:
         compat.take_off_hooks(part)
         owners: dict[int, tuple[Any, list[tuple[nn.Module, str]]]] = {}
         for owner in part.modules():
-            for name, parameter in owner._parameters.items():
+            for name, parameter in compat.own_parameters(owner).items():
                 if hasattr(parameter, "placements"):
                     owners.setdefault(id(parameter), (parameter, []))[1].append((owner, name))
         shards = []
@@ -138,7 +138,7 @@ def _divided(module: nn.Module, rank: int, mesh: Any) -> nn.Module:
             local = _part_of(parameter, rank)
             shards.append(Shard(local, parameter.shape, places))
             for owner, name in places:
-                owner._parameters[name] = local
+                compat.own_parameters(owner)[name] = local
         if shards:
             units.append(Unit(part, shards, mesh.get_group()))
     held = {id(shard.local) for unit in units for shard in unit.shards}
@@ -167,7 +167,7 @@ def _local(module: nn.Module, rank: int) -> nn.Module:
     parts: dict[int, nn.Parameter] = {}
     for part in list(module.modules()):
         split: dict[str, _SplitOf] = {}
-        for name, parameter in list(part._parameters.items()):
+        for name, parameter in list(compat.own_parameters(part).items()):
             if parameter is None:
                 continue
             if not isinstance(parameter, DTensor):
@@ -175,7 +175,7 @@ def _local(module: nn.Module, rank: int) -> nn.Module:
                 continue
             if id(parameter) not in parts:
                 parts[id(parameter)] = _part_of(parameter, rank)
-            part._parameters[name] = own = parts[id(parameter)]
+            compat.own_parameters(part)[name] = own = parts[id(parameter)]
             split[name] = own.placed  # type: ignore[attr-defined]
         if split:
             part.__class__ = _reading(type(part), split)
@@ -252,6 +252,11 @@ def _reading(kind: type[nn.Module], split: Mapping[str, _SplitOf]) -> type[nn.Mo
     """A class like `kind` that gives DTensors for the names of `split`."""
 
     def reader(name: str) -> property:
-        return property(lambda self: split[name].of_part(self._parameters[name]))
+        def read(module: nn.Module) -> Any:
+            part = compat.own_parameters(module)[name]
+            assert part is not None
+            return split[name].of_part(part)
+
+        return property(read)
 
     return type(kind.__name__, (kind,), {name: reader(name) for name in split} | {"__module__": kind.__module__})

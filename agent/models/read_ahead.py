@@ -202,14 +202,14 @@ def _sendable(error: Exception) -> bytes:
     for sent in (error, RuntimeError(f"{type(error).__name__}: {error}")):
         sent.__notes__ = list(getattr(error, "__notes__", ()))
         with contextlib.suppress(Exception):
-            payload = pickle.dumps(_Raised(sent, where))
+            payload = pickle.dumps(_RaisedByReader(sent, where))
             pickle.loads(payload)
             return payload
     raise error
 
 
 @dataclass
-class _Raised:
+class _RaisedByReader:
     error: Exception
     where: _InReader
 

@@ -32,7 +32,7 @@ _POSITIONS = 2
 """Of so many iterations before the one in hand it is kept where they began, beside its own."""
 
 
-class Source(Protocol):
+class StreamSource(Protocol):
     """What can be read from its beginning, or from a state on, epoch after epoch."""
 
     @property
@@ -41,7 +41,7 @@ class Source(Protocol):
     @property
     def batch_size(self) -> int | None: ...
 
-    def copied(self) -> Source:
+    def copied(self) -> StreamSource:
         """One that has not been read."""
 
     def set_epoch(self, epoch: int) -> None: ...
@@ -61,7 +61,7 @@ class Source(Protocol):
 
 
 @dataclass
-class Samples:
+class IterableSource:
     """An iterable data set, and how its samples become micro-batches. batch_size: None where each sample is one."""
 
     dataset: Iterable[Any]
@@ -73,8 +73,8 @@ class Samples:
     def name(self) -> str:
         return type(self.dataset).__name__
 
-    def copied(self) -> Samples:
-        return Samples(copy.deepcopy(self.dataset), self.batch_size, self.collate)
+    def copied(self) -> IterableSource:
+        return IterableSource(copy.deepcopy(self.dataset), self.batch_size, self.collate)
 
     def set_epoch(self, epoch: int) -> None:
         _set_epoch(epoch, self.dataset)
@@ -171,7 +171,7 @@ class _Raised:
 class _Reading:
     """One way through a source. item: the number of the micro-batch that comes next."""
 
-    def __init__(self, source: Source, seed: int, position: StageState | None = None) -> None:
+    def __init__(self, source: StreamSource, seed: int, position: StageState | None = None) -> None:
         self._source, self._seed = source.copied(), seed
         self.item = self._epoch = self._read = 0
         self._failed: _Raised | None = None
@@ -227,7 +227,7 @@ class _Reading:
         return StageState(document, {name: tensor.clone() for name, tensor in tensors.items()})
 
 
-def _too_short(source: Source) -> InputError:
+def _too_short(source: StreamSource) -> InputError:
     size = "one item" if source.batch_size is None else f"{source.batch_size} samples, one micro-batch"
     return InputError("data", source.name, f"at least {size}, each time it is iterated")
 
@@ -237,7 +237,7 @@ class StreamBatches:
     """Micro-batches of a stream: a data function for ResilientTrainer. kept: iterations before the one of the newest
     micro-batch asked for, of which all are kept."""
 
-    source: Source
+    source: StreamSource
     pipelines: int
     micro_batches: int
     seed: int
@@ -368,10 +368,10 @@ class StreamBatches:
 
 def stream_of(data: Any, batch_size: int | None, loading: Loading, job: Job, seed: int) -> StreamBatches | None:
     """Of data that is a stream; None of other data. Raises InputError."""
-    source: Source
+    source: StreamSource
     if isinstance(data, DataLoader):
         if isinstance(data.dataset, IterableDataset):
-            source = Samples(data.dataset, data.batch_size, data.collate_fn)
+            source = IterableSource(data.dataset, data.batch_size, data.collate_fn)
         elif _keeps_state(data):
             source = Loader.of(data)
         else:
@@ -382,7 +382,7 @@ def stream_of(data: Any, batch_size: int | None, loading: Loading, job: Job, see
             raise InputError("batch_size", None, "the number of samples in a micro-batch where data is a stream")
         if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
             raise InputError("batch_size", batch_size, "a whole number of at least 1")
-        source = Samples(data, batch_size, loading.collate)
+        source = IterableSource(data, batch_size, loading.collate)
     else:
         return None
     if loading.sampler is not None:

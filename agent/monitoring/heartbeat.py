@@ -82,7 +82,7 @@ class Status:
 
 
 @dataclass
-class _Process:
+class _ReportedProcess:
     """One worker process. said: fields of its newest Heartbeat, None once that is posted; said_at: when it said so."""
 
     registration: Registration
@@ -117,7 +117,7 @@ class WorkerReports(threading.Thread):
         super().__init__(name="heartbeats", daemon=True)
         self._client, self._path, self._interval = client, f"/jobs/{job_id}", interval
         self._fenced, self._measure, self._gather, self._registered = fenced, measure, gather, registered
-        self._processes: dict[str, _Process] = {}
+        self._processes: dict[str, _ReportedProcess] = {}
         self._lock = threading.Lock()
         self._outbox: Outbox[Acknowledgements | FailureReport] = Outbox(QUEUE)
         self._measured: Outbox[tuple[dict[str, Any], Offset]] = Outbox(QUEUE)
@@ -129,7 +129,7 @@ class WorkerReports(threading.Thread):
         """Of a process, from now on. seq: of its newest heartbeat. worker: its place, if it has another by now."""
         with self._lock:
             place = worker or registration.worker
-            self._processes[registration.incarnation] = _Process(registration, worker=place, seq=seq)
+            self._processes[registration.incarnation] = _ReportedProcess(registration, worker=place, seq=seq)
         self._wake.set()
 
     def saved(self) -> list[dict[str, Any]]:
@@ -230,7 +230,7 @@ class WorkerReports(threading.Thread):
         self._outbox.put(message)
         self._wake.set()
 
-    def _all(self) -> list[_Process]:
+    def _all(self) -> list[_ReportedProcess]:
         with self._lock:
             return list(self._processes.values())
 
@@ -265,7 +265,7 @@ class WorkerReports(threading.Thread):
         if known is not None:
             self._fenced(incarnation)
 
-    def _beat(self, which: Callable[[_Process], bool]) -> None:
+    def _beat(self, which: Callable[[_ReportedProcess], bool]) -> None:
         old = time.monotonic() - max(STALE_SECONDS, 2 * self._interval)
         with self._lock:
             heard = [

@@ -1,4 +1,4 @@
-"""When each op of one iteration ran, as this worker saw it. No torch here.
+"""When each op of one iteration ran, as this worker saw it, and how long ops take on average. No torch here.
 
 An iteration is recorded when the console has asked for it by its number, ahead of time, so that all
 workers record the same one; any other costs a comparison per op.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from openrecycle.planner.plans.schedule import Op
 
@@ -82,3 +82,21 @@ class Timeline:
     def drop(self) -> None:
         """The iteration in flight is abandoned, or its numbers count no more."""
         self.recording = False
+
+
+@dataclass
+class OpSeconds:
+    """Seconds spent per op kind since the last `take`; waiting for inputs does not count."""
+
+    total: dict[str, float] = field(default_factory=dict)
+    count: dict[str, int] = field(default_factory=dict)
+
+    def add(self, kind: str, seconds: float) -> None:
+        self.total[kind] = self.total.get(kind, 0.0) + seconds
+        self.count[kind] = self.count.get(kind, 0) + 1
+
+    def take(self) -> dict[str, float]:
+        """Mean milliseconds per kind; starts anew."""
+        total, count = self.total, self.count
+        self.total, self.count = {}, {}
+        return {kind: 1000 * total[kind] / count[kind] for kind in total if kind in count}

@@ -31,8 +31,8 @@ from openrecycle.agent.nodes.succession import (
     Address,
     Copy,
     Here,
+    LeadStatus,
     Spool,
-    Standing,
     ask,
     may_go_on,
     pack,
@@ -319,11 +319,11 @@ class NodeHub:
     come back; the others, until they lead, for those that ask how they stand."""
 
     def __init__(
-        self, host: str, port: int, nodes: int, token: str, say: Say, standing: Standing | None = None
+        self, host: str, port: int, nodes: int, token: str, say: Say, lead_status: LeadStatus | None = None
     ) -> None:
-        """standing: of this launcher; None: it leads from the start. Raises OSError when it can't listen there."""
+        """lead_status: of this launcher; None: it leads from the start. Raises OSError when it can't listen there."""
         self._nodes, self._token, self._say = nodes, token, say
-        self.standing = standing or Standing(0, lead=0, term=1, run=uuid.uuid4().hex)
+        self.lead_status = lead_status or LeadStatus(0, lead=0, term=1, run=uuid.uuid4().hex)
         self.links: dict[int, NodeLink] = {}
         self.members: dict[int, Address] = {}
         """Where the other nodes listen that are in the job, and not known to be gone."""
@@ -331,7 +331,7 @@ class NodeHub:
         """Where the lead listens, if that is another launcher, as far as is known."""
         self.deposed = ""
         """Why this launcher may not lead any more; "": it may."""
-        self._expected: frozenset[int] | None = frozenset() if standing is None else None
+        self._expected: frozenset[int] | None = frozenset() if lead_status is None else None
         """Nodes that have followed the lead before this one, and are to follow it: no others are let in meanwhile.
         None: this launcher does not lead."""
         self.news = threading.Condition()
@@ -441,7 +441,7 @@ class NodeHub:
             frames = greet(connection, self._token, "lead", until)
             hello = frames.receive(until, most=HELLO_BYTES)
             if hello.get("kind") in ("look", "vote"):
-                frames.send(self.standing.answer(hello))
+                frames.send(self.lead_status.answer(hello))
                 frames.close()
                 return
             if hello.get("kind") == "led":
@@ -497,21 +497,21 @@ class NodeHub:
         """It does not matter to who leads a job that has begun."""
         host, port = message["lead"]
         with self.news:
-            if not (self.standing.leads and self._began):
+            if not (self.lead_status.leads and self._began):
                 self.lead = str(host), int(port)
             self.news.notify_all()
 
     def _not_now(self, hello: Mapping[str, Any]) -> str:
         """Why a node can't take part yet; empty when it can."""
         if self._expected is None:
-            return f"node {self.standing.rank} does not lead"
+            return f"node {self.lead_status.rank} does not lead"
         if self._expected and "resumes" not in hello:
-            return f"node {self.standing.rank} is about to take the lead"
+            return f"node {self.lead_status.rank} is about to take the lead"
         return ""
 
     def _objection(self, hello: Mapping[str, Any]) -> str:
         """Why a node can't take part; empty when it can."""
-        rank, own = hello.get("rank"), self.standing.rank
+        rank, own = hello.get("rank"), self.lead_status.rank
         if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < self._nodes or rank == own:
             others = f"from 1 to {self._nodes - 1}" if own == 0 else f"below {self._nodes}, and not {own}, which leads"
             return f"--node-rank: got {rank!r}, expected a whole number {others}"
@@ -543,13 +543,13 @@ class NodeHub:
 
     def _find_out(self, rank: int, address: Address) -> None:
         """Until a node that is lost is known to be gone, it may follow another lead, or be one."""
-        standing = self.standing
+        lead_status = self.lead_status
         while not self._closing and rank not in self.links and self.members.get(rank) == address:
-            seen = ask(address, self._token, standing.run)
+            seen = ask(address, self._token, lead_status.run)
             with self.news:
                 if seen == "gone" and self.members.get(rank) == address and rank not in self.links:
                     del self.members[rank]
-                elif isinstance(seen, Here) and seen.term > standing.term and seen.lead is not None:
+                elif isinstance(seen, Here) and seen.term > lead_status.term and seen.lead is not None:
                     self.deposed = f"node {seen.lead} leads the job by now: this one was not heard for too long"
                 self.news.notify_all()
             time.sleep(0.5)
@@ -627,7 +627,7 @@ class SpreadPool(ProcessPool):
     ) -> WorkerProcess:
         links = dict(self._hub.links)
         where = {w: self._where[entry.incarnation] for w, entry in self.running.items()}
-        own = self._hub.standing.rank
+        own = self._hub.lead_status.rank
         node = stand_in(worker, self._homes[worker], {own, *links}, where) if spares is None else spares.node
         if node == own:
             entry = super().start(worker, lambda i: replace(make_spec(i), address=self._hub.host), now, spares)
@@ -639,19 +639,19 @@ class SpreadPool(ProcessPool):
         return entry
 
     def take_spares(self, ranks: int) -> Spares | None:
-        there = {self._hub.standing.rank, *self._hub.links}
+        there = {self._hub.lead_status.rank, *self._hub.links}
         self._spares = {node: spares for node, spares in self._spares.items() if node in there}
         return super().take_spares(ranks)
 
     def node_of(self, entry: WorkerProcess) -> int:
         node = entry.node if isinstance(entry, RemoteWorker) else None
-        return self._hub.standing.rank if node is None else node.rank
+        return self._hub.lead_status.rank if node is None else node.rank
 
     def adopt(self, entry: WorkerProcess) -> None:
         """A worker of this node, which was started for the lead before."""
         self._hold_back(entry)
         self.running[entry.worker] = entry
-        self._where[entry.incarnation] = self._hub.standing.rank
+        self._where[entry.incarnation] = self._hub.lead_status.rank
 
     def adopt_there(self, link: NodeLink, worker: Worker, incarnation: str, now: float) -> RemoteWorker:
         """As `adopt`, of another node's."""
@@ -666,7 +666,7 @@ class SpreadPool(ProcessPool):
     ) -> None:
         """Of a lead that is lost. told: node, incarnation and rank of each that it knew of. here, hurt: of this node,
         as it knows it itself."""
-        own = self._hub.standing.rank
+        own = self._hub.lead_status.rank
         for node, incarnation, rank in told:
             if node != own:
                 self._spares.setdefault(node, []).append(SpareRank((incarnation, rank), -1))
@@ -748,7 +748,7 @@ class SpreadPool(ProcessPool):
             return not hub.deposed and enough()
 
     def _copy(self, run: RunSpec, document: dict[str, Any], nodes: Mapping[int, Address]) -> Copy:
-        standing = self._hub.standing
+        lead_status = self._hub.lead_status
         self._job = self._job or encode_run(run)
         about = ("member", "since", "whole", "spoke", "op_limit")
         workers = [
@@ -762,7 +762,7 @@ class SpreadPool(ProcessPool):
         plan = document.pop("plan")
         own = self._hub.host, self._hub.port
         return Copy(
-            *(standing.run, standing.term, self._copies, standing.rank, 0, {**nodes, standing.rank: own}),
+            *(lead_status.run, lead_status.term, self._copies, lead_status.rank, 0, {**nodes, lead_status.rank: own}),
             *(heard, len(self._record), pack(document | {"workers": workers, "spares": spares}), plan, self._job),
         )
 

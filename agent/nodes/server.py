@@ -24,7 +24,7 @@ from openrecycle.agent.messages.client import Backoff
 from openrecycle.agent.monitoring.liveness import MOST_OF_A_TURN, LoopLag
 from openrecycle.agent.nodes.frames import Frames, NotTrusted, greet
 from openrecycle.agent.nodes.pool import NodeHub, SpreadPool, place
-from openrecycle.agent.nodes.succession import Copy, Follow, Lead, Search, Spool, Standing
+from openrecycle.agent.nodes.succession import Copy, Follow, Lead, LeadStatus, Search, Spool
 from openrecycle.agent.nodes.wire import MACHINE, decode_run, decode_spec
 from openrecycle.agent.workers import worker
 from openrecycle.agent.workers.spec import RunSpec
@@ -55,7 +55,7 @@ class NodeServer:
     ) -> None:
         self._rank, self._nodes, self._front, self._token, self._say = rank, nodes, front, token or "", say
         self._address, self._lead = address, lead or front
-        self._standing = Standing(rank)
+        self._lead_status = LeadStatus(rank)
         self._hub: NodeHub | None = None
         self._frames: Frames | None = None
         """The connection with the lead; None: there is none, and it is found out who leads next."""
@@ -150,7 +150,7 @@ class NodeServer:
         if self._hub is None:
             address = self._address or connection.getsockname()[0]
             host, port = self._front if self._rank == 0 else (address, 0)
-            self._hub = NodeHub(host, port, self._nodes, self._token, self._say, self._standing)
+            self._hub = NodeHub(host, port, self._nodes, self._token, self._say, self._lead_status)
             self._address = self._hub.host if self._rank == 0 else address
         about |= {"rank": self._rank, "address": self._address, "port": self._hub.port}
         frames.send({"kind": "hello", **about, **MACHINE})
@@ -162,7 +162,7 @@ class NodeServer:
                 raise _Later(answer["reason"])
             raise LeadLost(f"the lead turned this node away: {answer['reason']}")
         if not about.get("resumes"):
-            self._standing.follow(0, 0)
+            self._lead_status.follow(0, 0)
         self._frames, self._heard_at = frames, time.monotonic_ns()
 
     # -- the lead is lost ---------------------------------------------------------------------
@@ -177,21 +177,21 @@ class NodeServer:
         if self._copy is None:
             raise LeadLost(f"the connection with the lead broke ({why}); this node's workers are ended")
         self._say(f"the connection with the lead broke ({why}); the nodes find out who leads next")
-        self._standing.lose_lead()
+        self._lead_status.lose_lead()
 
     def _look_for_lead(self) -> Succession | None:
         """Where the lead is gone, or silent: what has come of it. Returns what this node leads with, if it is to."""
-        copy, standing = self._copy, self._standing
+        copy, lead_status = self._copy, self._lead_status
         if copy is None:
             return None
         silent = (time.monotonic_ns() - self._heard_at) / 1e9 > self._silence and len(copy.nodes) > 2
-        if self._frames is not None and standing.lead is None:
+        if self._frames is not None and lead_status.lead is None:
             self._leave("it was silent, and the nodes choose another")
         if self._frames is not None and not silent:
             return None
-        standing.lose_lead()
+        lead_status.lose_lead()
         if self._search is None:
-            self._search = Search(standing, copy, self._token)
+            self._search = Search(lead_status, copy, self._token)
         if (found := self._search.outcome) is None:
             return None
         self._search = None
@@ -218,7 +218,7 @@ class NodeServer:
         except (NotTrusted, KeyError) as error:
             connection.close()
             raise LeadLost(f"no understanding with node {found.rank}, which leads: {error}") from None
-        if not self._standing.follow(found.rank, found.term):
+        if not self._lead_status.follow(found.rank, found.term):
             self._leave("it leads no more")
             return
         self._resuming = True
@@ -268,7 +268,7 @@ class NodeServer:
 
     def _tell(self, message: dict[str, Any]) -> None:
         """The lead, if there is one that is to know."""
-        if self._frames is None or self._resuming or self._standing.lead is None:
+        if self._frames is None or self._resuming or self._lead_status.lead is None:
             return
         try:
             self._frames.send(message)
@@ -316,10 +316,10 @@ class NodeServer:
 
     def _obey(self, frames: Frames, message: dict[str, Any]) -> None:
         self._heard_at = time.monotonic_ns()
-        if self._search is not None and self._standing.hear():
+        if self._search is not None and self._lead_status.hear():
             self._search.cancel()
             self._search = None
-        if self._standing.lead is None:
+        if self._lead_status.lead is None:
             return  # another leads next
         entry = self._entries.get(str(message.get("incarnation")))
         match message["kind"]:
@@ -348,7 +348,7 @@ class NodeServer:
                 raise _Bye
 
     def _take(self, frames: Frames, copy: Copy) -> None:
-        if not self._standing.take(copy):
+        if not self._lead_status.take(copy):
             return
         if self._copy is None:
             self._silence = decode_run(copy.job).options.faults.timeouts.silence
@@ -444,7 +444,7 @@ class Succession:
         lost = dict[Worker, str]()
         for about in document["workers"]:
             cell, incarnation, node = Worker.parse(about["worker"]), about["incarnation"], about["node"]
-            if node == hub.standing.rank and incarnation in self.entries:
+            if node == hub.lead_status.rank and incarnation in self.entries:
                 entry = self.entries[incarnation]
                 entry.worker, entry.heard_at = cell, now
                 pool.adopt(entry)
@@ -474,7 +474,7 @@ class Succession:
                     hub.news.wait(0.02)
             return bool(waiting) and time.monotonic() < until
 
-        text = f"node {copy.lead}, which led, is lost: node {hub.standing.rank} leads from here on"
+        text = f"node {copy.lead}, which led, is lost: node {hub.lead_status.rank} leads from here on"
         return pool, Takeover(
             document=document,
             ahead=copy.ahead,

@@ -187,7 +187,7 @@ class Spool:
         return list(deque(((line["iteration"], line["loss"]) for line in self.lines() if "loss" in line), most))
 
 
-class Standing:
+class LeadStatus:
     """What a launcher has promised: whom it follows (`lead`; itself where it leads), and in which term. For any thread.
 
     lead is None from when it promises to follow another until that one leads: what the one before says is not heard.
@@ -265,7 +265,7 @@ class Standing:
 
 @dataclass(frozen=True)
 class Here:
-    """A launcher of the job that lives; see Standing."""
+    """A launcher of the job that lives; see LeadStatus."""
 
     term: int
     lead: int | None
@@ -274,10 +274,10 @@ class Here:
     granted: bool
 
 
-Seen = Here | Literal["gone", "silent"]
+Reply = Here | Literal["gone", "silent"]
 
 
-def ask(address: Address, token: str, run: str, question: Mapping[str, Any] | None = None) -> Seen:
+def ask(address: Address, token: str, run: str, question: Mapping[str, Any] | None = None) -> Reply:
     """What is at the address of a launcher of this run? `gone`: its process is not there any more; `silent`: that can't
     be known, as of one that is stopped, or whose host does not answer. question: a vote; None: how it stands."""
     until = time.monotonic() + LOOK_SECONDS
@@ -351,9 +351,9 @@ class Search(threading.Thread):
     copy: the newest that this node has.
     """
 
-    def __init__(self, standing: Standing, copy: Copy, token: str) -> None:
+    def __init__(self, lead_status: LeadStatus, copy: Copy, token: str) -> None:
         super().__init__(name="who leads", daemon=True)
-        self._standing, self._copy, self._token = standing, copy, token
+        self._lead_status, self._copy, self._token = lead_status, copy, token
         self._cancelled = threading.Event()
         self._began = time.monotonic()
         self._gone = set[int]()
@@ -379,36 +379,36 @@ class Search(threading.Thread):
 
     def _round(self) -> Outcome | str:
         """A sentence: not yet, since."""
-        standing, copy = self._standing, self._copy
-        seen = self._ask_all(copy.nodes.keys() - self._gone - {standing.rank})
+        lead_status, copy = self._lead_status, self._copy
+        seen = self._ask_all(copy.nodes.keys() - self._gone - {lead_status.rank})
         here = {rank: it for rank, it in seen.items() if isinstance(it, Here)}
         self._gone |= {rank for rank, it in seen.items() if it == "gone"}
         for rank, it in here.items():
             if it.lead != rank:
                 continue
-            if it.term > copy.term and it.term >= standing.term:
+            if it.term > copy.term and it.term >= lead_status.term:
                 return Follow(rank, it.term)
-            if it.term == copy.term and standing.term == copy.term:
+            if it.term == copy.term and lead_status.term == copy.term:
                 return GiveUp(f"node {rank} leads on without this one")
         nodes = len(copy.nodes) - len(self._gone)
         free = {rank: it.age for rank, it in here.items() if it.free}
         enough, why = may_lead(1 + len(free), nodes)
         if not enough:
             return why
-        first, why = first_to_lead({standing.rank: standing.age, **free})
-        if first != standing.rank and time.monotonic() < self._began + STAND_SECONDS:
+        first, why = first_to_lead({lead_status.rank: lead_status.age, **free})
+        if first != lead_status.rank and time.monotonic() < self._began + STAND_SECONDS:
             return why
-        term = 1 + max(standing.term, *(it.term for it in here.values()), 0)
-        if self._cancelled.is_set() or not standing.stand(term):
+        term = 1 + max(lead_status.term, *(it.term for it in here.values()), 0)
+        if self._cancelled.is_set() or not lead_status.stand(term):
             return "it follows another"
-        votes = self._ask_all(free, {"term": term, "age": standing.age})
+        votes = self._ask_all(free, {"term": term, "age": lead_status.age})
         voters = [rank for rank, it in votes.items() if isinstance(it, Here) and it.granted]
         enough, why = may_lead(1 + len(voters), nodes)
-        if not enough or not standing.win(term):
+        if not enough or not lead_status.win(term):
             return why
         return Lead(term, frozenset(here), frozenset(self._gone))
 
-    def _ask_all(self, ranks: Iterable[int], question: Mapping[str, Any] | None = None) -> dict[int, Seen]:
+    def _ask_all(self, ranks: Iterable[int], question: Mapping[str, Any] | None = None) -> dict[int, Reply]:
         nodes, run = self._copy.nodes, self._copy.run
         with ThreadPoolExecutor(16) as several:
             asked = {rank: several.submit(ask, nodes[rank], self._token, run, question) for rank in ranks}

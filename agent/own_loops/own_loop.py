@@ -33,8 +33,8 @@ from openrecycle.agent.messages.protocol import Deployment
 from openrecycle.agent.models.stage_io import CPU, StageOutput, TensorSpec
 from openrecycle.agent.monitoring.heartbeat import Status
 from openrecycle.agent.monitoring.liveness import AT_REST
+from openrecycle.agent.monitoring.timeline import OpSeconds
 from openrecycle.agent.own_loops.own_group import GroupLost
-from openrecycle.agent.stages.op_times import OpSeconds
 from openrecycle.agent.transport.communicator import TaggedTransfers
 from openrecycle.agent.transport.group import GivenGlooGroup, TransferError, first_line
 from openrecycle.agent.transport.script import Lane, MicroBatch, Script

@@ -48,8 +48,8 @@ from openrecycle.agent.messages.protocol import (
 from openrecycle.agent.monitoring.console_link import LONG_POLL_SECONDS, next_deployment
 from openrecycle.agent.monitoring.heartbeat import Status, WorkerReports
 from openrecycle.agent.monitoring.liveness import AT_REST
+from openrecycle.agent.monitoring.timeline import OpSeconds
 from openrecycle.agent.own_loops.own_group import Membership
-from openrecycle.agent.stages.op_times import OpSeconds
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
 from openrecycle.planner.plans.plan import JobDoc, Plan

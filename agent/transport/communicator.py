@@ -40,7 +40,7 @@ from openrecycle.agent.transport.ranks import Ranks
 from openrecycle.agent.transport.script import MicroBatch
 from openrecycle.agent.transport.store import StoreClient
 from openrecycle.agent.transport.transfers import Lines, OrderedTransfers, TransferLayout, Transfers, connect
-from openrecycle.planner.jobs.job import Member, Worker
+from openrecycle.planner.jobs.job import Worker, WorkerRank
 
 dist: Any = torch.distributed
 LOOPBACK = "127.0.0.1"
@@ -263,12 +263,12 @@ class Groups:
         if self._lines.peers is not None:
             self._lines.peers.sum(tensor)
 
-    def gather_rows(self, values: Sequence[int]) -> dict[Member, tuple[int, ...]]:
+    def gather_rows(self, values: Sequence[int]) -> dict[WorkerRank, tuple[int, ...]]:
         """Everybody's `values`, on everybody: of each rank of each worker. All must bring equally many."""
         rows = self._control.gather(torch.tensor(values, dtype=torch.int64), [self._rank[w] for w in self._living])
         planes = self.ranks.gather(rows).tolist()
         return {
-            Member(w, k): tuple(row)
+            WorkerRank(w, k): tuple(row)
             for k, plane in enumerate(planes)
             for w, row in zip(self._living, plane, strict=True)
         }

@@ -29,8 +29,7 @@ from openrecycle.agent.models.stage_io import (
 )
 from openrecycle.agent.models.workload import EvaluationData, Metric, Workload, weight_of
 from openrecycle.agent.monitoring.liveness import AT_REST, DATA, LEAVING, VALIDATION, WAITING, OpProgress
-from openrecycle.agent.monitoring.timeline import Timeline
-from openrecycle.agent.stages.op_times import OpSeconds
+from openrecycle.agent.monitoring.timeline import OpSeconds, Timeline
 from openrecycle.agent.stages.stage import MicroBatch, Stage
 from openrecycle.agent.transport.communicator import Groups
 from openrecycle.agent.transport.group import TransferError, first_line
@@ -38,7 +37,7 @@ from openrecycle.agent.transport.ranks import SiblingError
 from openrecycle.agent.transport.script import Script
 from openrecycle.agent.transport.transfers import TransferLayout, Transfers
 from openrecycle.agent.workers.kept_micro_batches import Redo
-from openrecycle.agent.workers.reduction import Reduction
+from openrecycle.agent.workers.reduction import GradientReduction
 from openrecycle.agent.workers.relayout import Exchange
 from openrecycle.agent.workers.sharding import ShardedStage
 from openrecycle.agent.workers.tied import TiedSums
@@ -117,7 +116,7 @@ class Executor:
         self._transfers: Transfers
         self._reduction_seconds = float("inf")
         self._void = self._reducing = False
-        self._reduction: Reduction | None = None
+        self._reduction: GradientReduction | None = None
         """Of the iteration in flight, where its step has not been taken."""
         self._keeps_finished = keeps_finished
         self._incomplete = incomplete
@@ -163,7 +162,7 @@ class Executor:
         self.data_seconds = 0.0
         self.timeline.begin(iteration, 0 if redo or left_out else len(script.ops))
         self._transfers.begin(iteration, script)
-        self._reduction = Reduction(self._stage.gradients, self._transfers.begin_reduce)
+        self._reduction = GradientReduction(self._stage.gradients, self._transfers.begin_reduce)
         keys = {(op.pipeline, op.micro_batch) for op in script.ops if op.kind == "F"}
         self._stage.expect(sum(not self._stage.counted(key) for key in keys), self._reduction)
         self._announce(iteration, script, whole)

@@ -32,14 +32,14 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-from openrecycle.planner.jobs.job import Member, Worker
+from openrecycle.planner.jobs.job import Worker, WorkerRank
 
 
 class NoAgreementError(RuntimeError):
     """The survivors can't go on together; the sentence says why."""
 
 
-class Holder(Protocol):
+class StateHolder(Protocol):
     """Of a stage's state: a worker, or one of its ranks, which holds a part of it. stage: alike of those that hold the
     same."""
 
@@ -49,7 +49,7 @@ class Holder(Protocol):
     def __lt__(self, other: Any, /) -> bool: ...
 
 
-H = TypeVar("H", bound=Holder)
+H = TypeVar("H", bound=StateHolder)
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,10 @@ class Agreement(Generic[H]):
     rolls_back: bool = False
     hands_over: bool = False
 
-    def of_rank(self: Agreement[Member], rank: int) -> Agreement[Worker]:
+    def of_rank(self: Agreement[WorkerRank], rank: int) -> Agreement[Worker]:
         """What of it concerns the ranks of this number."""
 
-        def mine(members: Iterable[Member]) -> frozenset[Worker]:
+        def mine(members: Iterable[WorkerRank]) -> frozenset[Worker]:
             return frozenset(m.worker for m in members if m.rank == rank)
 
         state_from = {

@@ -17,7 +17,7 @@ from openrecycle.agent.stages.gradients import GradientSum
 from openrecycle.agent.transport.group import PendingTransfer, TransferError
 
 
-class Reduction:
+class GradientReduction:
     """Of one iteration. Takes the terms of the last micro-batch (agent.models.fully_sharded.Sums), and passes them on.
 
     begin: starts the sum of a tensor over the peers, in place; None from it: there is nobody else. What it raises, a

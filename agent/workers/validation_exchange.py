@@ -27,7 +27,7 @@ from openrecycle.agent.stages.optimizer import NonFiniteError, StageOptimizer
 from openrecycle.agent.stages.post_validation import MAX_SKIPPED, Slot, ValidationResult, judge
 from openrecycle.agent.transport.communicator import Groups
 from openrecycle.agent.transport.group import PendingTransfer, TransferError
-from openrecycle.planner.jobs.job import Member, Worker
+from openrecycle.planner.jobs.job import Worker, WorkerRank
 
 _TAG = 2**29
 # As in agent.workers.executor: a slot of the iteration before may still be under way.
@@ -248,7 +248,7 @@ class Steps:
         return 2 + (sum(self._norms) - len(self._norms) + 1 if any(self._norms) else 0)
 
     def begin(
-        self, groups: Groups, living: Sequence[Worker], committed: int, holders: Mapping[Member, tuple[int, ...]]
+        self, groups: Groups, living: Sequence[Worker], committed: int, holders: Mapping[WorkerRank, tuple[int, ...]]
     ) -> bool:
         """Takes up a generation's groups; every step of an iteration before `committed` is settled then.
 
@@ -261,7 +261,7 @@ class Steps:
         self._exchange = None
         self._sent.clear()
         self.complete_since = None
-        if self._optimizer.settled or Member(self._me, groups.ranks.rank) not in holders:
+        if self._optimizer.settled or WorkerRank(self._me, groups.ranks.rank) not in holders:
             return False
         slots = {}
         for worker, (count, in_doubt, *numbers) in sorted(holders.items()):

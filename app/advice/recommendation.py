@@ -22,7 +22,6 @@ from openrecycle.planner.layers.partition import lay_out
 from openrecycle.planner.plans.packed import to_bytes
 from openrecycle.planner.plans.plan import JobDoc, Plan
 from openrecycle.planner.portfolio import checked_plan_of, make_plan
-from openrecycle.planner.simulation.costs import RecoveryCosts
 from openrecycle.planner.simulation.planned import PlannedJob, Rate
 from openrecycle.planner.simulation.policy import (
     PLANNED_OPS,
@@ -38,6 +37,7 @@ from openrecycle.planner.simulation.policy import (
     shares,
     span,
 )
+from openrecycle.planner.simulation.policy_base import RecoveryCosts
 
 RESTART = "restart from the checkpoint"
 # Another way is taken, or worth an operator's while, when it trains so much more than re-routing does.

@@ -30,7 +30,7 @@ from openrecycle.db.store import Record, Store
 from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.plans.packed import from_bytes, storable
 from openrecycle.planner.plans.plan import job_doc
-from openrecycle.planner.simulation.costs import RecoveryCosts
+from openrecycle.planner.simulation.policy_base import RecoveryCosts
 
 log = structlog.get_logger()
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from openrecycle.agent.messages.protocol import Identifier
 from openrecycle.app.api.models import Actor
 from openrecycle.app.api.parsing import ReadBeside
-from openrecycle.app.console.service import Console
+from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.runtime.runner import in_thread
 from openrecycle.app.security.access import MAX_DAYS, Token, caller_of
 
@@ -74,7 +74,7 @@ class AuditLines(BaseModel):
     audit: list[AuditLine]
 
 
-def router(console: Console) -> APIRouter:
+def router(console: ConsoleService) -> APIRouter:
     api = APIRouter(tags=["access"], route_class=ReadBeside)
     tokens = console.security.tokens
 

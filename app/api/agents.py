@@ -30,7 +30,7 @@ from openrecycle.agent.messages.protocol import (
 )
 from openrecycle.app.api.models import Actor, ProfileName, ReportOutcome, Wait
 from openrecycle.app.api.parsing import ReadBeside, beside
-from openrecycle.app.console.service import Console
+from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.jobs.live_job import IncomingReport, LiveJob
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.runner import in_thread, in_turn
@@ -100,7 +100,7 @@ class JobWanted(JobSpec):
     profile_name: ProfileName | None = None
 
 
-def router(console: Console) -> APIRouter:
+def router(console: ConsoleService) -> APIRouter:
     batcher, deployments = ReportBatcher(), Deployments(console)
     api = APIRouter(prefix="/jobs", tags=["agents"], route_class=ReadBeside)
 
@@ -200,7 +200,7 @@ def router(console: Console) -> APIRouter:
 class Deployments:
     """Of one console. What many ask for is rendered once."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: ConsoleService) -> None:
         self._console = console
         self._rendered: WeakKeyDictionary[LiveJob, tuple[Deployment, bytes]] = WeakKeyDictionary()
 
@@ -226,7 +226,7 @@ def _json(message: BaseModel) -> Response:
     return Response(message.model_dump_json(), media_type="application/json")
 
 
-def _spec(console: Console, wanted: JobWanted) -> JobSpec:
+def _spec(console: ConsoleService, wanted: JobWanted) -> JobSpec:
     """What is stored, and compared with what an Idempotency-Key has brought before. Raises ConsoleError."""
     fields = {name: getattr(wanted, name) for name in JobSpec.model_fields}
     if wanted.profile_name is not None:

@@ -12,7 +12,7 @@ from openrecycle.app.api.models import Actor, ProfileName
 from openrecycle.app.api.parsing import After, Most, ReadBeside, page
 from openrecycle.app.catalogs.contents import MAX_TOLERANCE, CatalogReport, CatalogRequest, CatalogSummary, CountLine
 from openrecycle.app.catalogs.service import Filling, exported, info_of
-from openrecycle.app.console.service import Console
+from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.runner import exporting, in_thread
 from openrecycle.planner.catalogs.catalog_store import CatalogInfo
@@ -121,7 +121,7 @@ class CatalogLines(BaseModel):
     next: str | None = None
 
 
-def router(console: Console) -> APIRouter:
+def router(console: ConsoleService) -> APIRouter:
     api = APIRouter(tags=["catalogs"], route_class=ReadBeside)
     catalogs = console.catalogs
 
@@ -200,7 +200,7 @@ def router(console: Console) -> APIRouter:
     return api
 
 
-def _request(console: Console, asked: CatalogAsked) -> CatalogRequest:
+def _request(console: ConsoleService, asked: CatalogAsked) -> CatalogRequest:
     values = asked.model_dump(exclude={"job_id", "profile_name"})
     if asked.profile_name is not None:
         if asked.job_id is not None or asked.job is not None or asked.durations:

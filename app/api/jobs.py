@@ -42,7 +42,7 @@ from openrecycle.app.api.models import (
     Workers,
 )
 from openrecycle.app.api.parsing import After, Most, ReadBeside, page
-from openrecycle.app.console.service import Console
+from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.console.view import summary
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.jobs.throughput import RECENT
@@ -58,7 +58,7 @@ _DEFLATE = re.compile(r"\bdeflate\b(?! *; *q *= *0(?:\.0*)?(?:,|$))", re.IGNOREC
 Limit = Annotated[int, Query(ge=1, le=5000)]
 
 
-def router(console: Console) -> APIRouter:
+def router(console: ConsoleService) -> APIRouter:
     api = APIRouter(prefix="/jobs", tags=["jobs"])
 
     @api.get("", response_model=JobsPage)
@@ -148,16 +148,16 @@ def router(console: Console) -> APIRouter:
     return api
 
 
-def _jobs(console: Console, after: str | None, limit: int | None) -> bytes:
+def _jobs(console: ConsoleService, after: str | None, limit: int | None) -> bytes:
     rows, following = page("jobs", console.queries.list_jobs(), lambda job: (-job.created_at, job.job_id), after, limit)
     return orjson.dumps({"jobs": rows, "next": following})
 
 
-def _workers(console: Console, job_id: str) -> Workers:
+def _workers(console: ConsoleService, job_id: str) -> Workers:
     return Workers(workers=[WorkerInfo(**worker._asdict()) for worker in console.queries.view(job_id, 1, 1).workers])
 
 
-def _generations(console: Console, job_id: str, after: int, limit: int) -> Generations:
+def _generations(console: ConsoleService, job_id: str, after: int, limit: int) -> Generations:
     return Generations(generations=[GenerationInfo(**row) for row in console.queries.generations(job_id, after, limit)])
 
 
@@ -165,7 +165,7 @@ def _place_of_plan(row: Record) -> tuple[float, str, float, str]:
     return float(len(row["failed"])), ".".join(row["failed"]), row["created_at"], row["fingerprint"]
 
 
-def _detail(console: Console, job_id: str) -> JobDetail:
+def _detail(console: ConsoleService, job_id: str) -> JobDetail:
     job = console.jobs.find(job_id)
     view = console.queries.view(job_id, RECENT, 1, workers=False)
     line = summary(job, view.sentence)
@@ -207,7 +207,7 @@ class MeasuredInfo(BaseModel):
     plan: Plan
 
 
-def measured_router(console: Console) -> APIRouter:
+def measured_router(console: ConsoleService) -> APIRouter:
     api = APIRouter(tags=["measured"], route_class=ReadBeside)
 
     @api.get("/clock", tags=["agents"])
@@ -229,7 +229,7 @@ def measured_router(console: Console) -> APIRouter:
     return api
 
 
-def _newest(console: Console, job_id: str, watch: bool) -> MeasuredIteration | None:
+def _newest(console: ConsoleService, job_id: str, watch: bool) -> MeasuredIteration | None:
     return console.measuring.iteration(console.jobs.find(job_id), watch=watch)
 
 
@@ -301,7 +301,7 @@ class WorkerHistory(BaseModel):
     log: list[LogLine]
 
 
-def observed_router(console: Console) -> APIRouter:
+def observed_router(console: ConsoleService) -> APIRouter:
     api = APIRouter(prefix="/jobs", tags=["jobs"], route_class=ReadBeside)
 
     @api.post("/{job_id}/logs", status_code=204, tags=["agents"])
@@ -339,7 +339,7 @@ def observed_router(console: Console) -> APIRouter:
 
 
 def _history(
-    console: Console, job: LiveJob, worker: str, since: float, until: float, step: Level | None
+    console: ConsoleService, job: LiveJob, worker: str, since: float, until: float, step: Level | None
 ) -> WorkerHistory:
     if worker not in job.state.members:
         raise ConsoleError(404, "unknown_worker", f"worker: got {worker!r}, expected one of the job's grid")
@@ -371,7 +371,7 @@ class ImportedJob(BaseModel):
     plans: int
 
 
-def histories_router(console: Console) -> APIRouter:
+def histories_router(console: ConsoleService) -> APIRouter:
     api = APIRouter()
 
     @api.get("/jobs/{job_id}/history.zip", tags=["jobs"], response_class=FileResponse, responses={**ZIP, 409: {}})

@@ -12,7 +12,7 @@ from openrecycle.agent.coordination.membership import CHOICE_TIMEOUT, LEAST_CHOI
 from openrecycle.agent.messages.protocol import WorkerName
 from openrecycle.app.api.models import Actor, ReportOutcome
 from openrecycle.app.api.parsing import ReadBeside
-from openrecycle.app.console.service import Console
+from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.plans.service import Outcome as ReplanOutcome
 from openrecycle.app.plans.solving_child import MAX_SECONDS
 from openrecycle.app.runtime.errors import named
@@ -114,7 +114,7 @@ class ReplanInfo(BaseModel):
     bound: float | None
 
 
-def router(console: Console) -> APIRouter:
+def router(console: ConsoleService) -> APIRouter:
     api = APIRouter(prefix="/jobs", tags=["operator"], route_class=ReadBeside)
     operators = console.operators
 

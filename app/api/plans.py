@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 from openrecycle.agent.messages.protocol import Memory
 from openrecycle.app.api.models import Actor, ProfileName, ReportOutcome, SolveInfo, solve_info
 from openrecycle.app.api.parsing import After, Most, ReadBeside, is_json, page
-from openrecycle.app.console.service import Console
+from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.plans.exporting import BUNDLE, BUNDLE_TYPE, offer_named, render
 from openrecycle.app.plans.profiles import NAME, ProfileInfo
 from openrecycle.app.plans.service import use_plan
@@ -110,7 +110,7 @@ class MigrationsWanted(_WhoseJob, MigrationsSettings):
     memory: Memory = "uniform"
 
 
-def router(console: Console) -> APIRouter:
+def router(console: ConsoleService) -> APIRouter:
     api = APIRouter(route_class=ReadBeside)
 
     @api.get("/plans", tags=["plans"])
@@ -189,7 +189,7 @@ def router(console: Console) -> APIRouter:
     return api
 
 
-def _start(console: Console, message: PlanWanted | MigrationsWanted) -> Solve:
+def _start(console: ConsoleService, message: PlanWanted | MigrationsWanted) -> Solve:
     job, own = _job_of(console, message), set(_WhoseJob.model_fields)
     settings = {name: getattr(message, name) for name in type(message).model_fields if name not in own}
     asked: Request
@@ -205,7 +205,7 @@ def _start(console: Console, message: PlanWanted | MigrationsWanted) -> Solve:
     return console.plans.solves.start(asked)
 
 
-def _job_of(console: Console, asked: _WhoseJob) -> JobDoc:
+def _job_of(console: ConsoleService, asked: _WhoseJob) -> JobDoc:
     sizes = asked.pipelines, asked.stages, asked.micro_batches
     if (asked.job is None) == (asked.profile_name is None):
         raise ConsoleError(422, "invalid", "job, profile_name: expected one of them")
@@ -236,7 +236,7 @@ class ReadElsewhere(ReadBeside):
             body = await request.body()
             if len(body) <= LARGE or not is_json(request):
                 return await usual(request)
-            console: Console = request.app.state.console
+            console: ConsoleService = request.app.state.console
             actor = request.headers.get("X-Actor", "API")
             kept = asyncio.get_running_loop().run_in_executor(_uploads, _upload, console, body, actor)
             return Response(await kept, 201, media_type="application/json")
@@ -244,14 +244,14 @@ class ReadElsewhere(ReadBeside):
         return handler
 
 
-def _upload(console: Console, body: bytes, actor: str) -> str:
+def _upload(console: ConsoleService, body: bytes, actor: str) -> str:
     found = console.plans.uploads.read(body)
     saved = console.plans.library.save_read(found) if isinstance(found, ReadPlan) else _save(console, found)
     console.security.audit.record(actor, "save plan", saved, detail=found.name)
     return SavedPlanReply(fingerprint=saved).model_dump_json()
 
 
-def _save(console: Console, message: PlanToSave) -> str:
+def _save(console: ConsoleService, message: PlanToSave) -> str:
     if wrong := message.wrong:
         raise ConsoleError(422, "invalid", wrong)
     if message.solve is not None:
@@ -260,7 +260,7 @@ def _save(console: Console, message: PlanToSave) -> str:
     return console.plans.library.save(message.plan, message.name)
 
 
-def _plan_of(console: Console, solve_id: str) -> Plan:
+def _plan_of(console: ConsoleService, solve_id: str) -> Plan:
     solve = console.plans.solves.get(solve_id)
     if solve.plan is None:
         why = solve.error or ("it made no plan" if solve.over else "it is not done")
@@ -276,7 +276,7 @@ FILE: dict[int | str, dict[str, Any]] = {
 }
 
 
-def exports_router(console: Console) -> APIRouter:
+def exports_router(console: ConsoleService) -> APIRouter:
     api = APIRouter(tags=["plans"])
 
     @api.get("/jobs/{job_id}/plans/{fingerprint}/export", response_class=Response, responses=FILE)
@@ -295,7 +295,7 @@ def exports_router(console: Console) -> APIRouter:
     return api
 
 
-def _export(console: Console, reference: Reference, wanted: str, pipeline: int | None) -> Response:
+def _export(console: ConsoleService, reference: Reference, wanted: str, pipeline: int | None) -> Response:
     source = console.sources.find(reference)
     assert isinstance(source, Source), "plans of jobs and of the library are there or are not"
     export = console.sources.export_of(source)
@@ -336,7 +336,7 @@ class ProfileList(BaseModel):
     next: str | None = None
 
 
-def profiles_router(console: Console) -> APIRouter:
+def profiles_router(console: ConsoleService) -> APIRouter:
     api = APIRouter(prefix="/profiles", tags=["profiles"], route_class=ReadBeside)
     profiles = console.plans.profiles
 
@@ -370,6 +370,6 @@ def profiles_router(console: Console) -> APIRouter:
     return api
 
 
-def _detail(console: Console, name: str) -> ProfileDetail:
+def _detail(console: ConsoleService, name: str) -> ProfileDetail:
     line, document = console.plans.profiles.get(name)
     return ProfileDetail(**line.model_dump(), document=document, job=job_doc(console.plans.profiles.job(name)))

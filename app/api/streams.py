@@ -13,7 +13,7 @@ from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
 from openrecycle.app.api.models import EventInfo, solve_info
-from openrecycle.app.console.service import Console
+from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.plans.solving import Solve
 from openrecycle.app.runtime.errors import ConsoleError
@@ -54,7 +54,7 @@ async def _while_valid(request: Request, messages: AsyncIterator[str]) -> AsyncI
         yield text
 
 
-def router(console: Console) -> APIRouter:
+def router(console: ConsoleService) -> APIRouter:
     api = APIRouter()
 
     @api.get("/jobs/{job_id}/events/stream", tags=["jobs"], response_class=EventStream, responses=STREAM)
@@ -85,7 +85,7 @@ def message(number: int, document: str) -> str:
     return f"id: {number}\ndata: {document}\n\n"
 
 
-async def _events(console: Console, job: LiveJob, known: int) -> AsyncIterator[str]:
+async def _events(console: ConsoleService, job: LiveJob, known: int) -> AsyncIterator[str]:
     yield "retry: 2000\n\n"
     while not job.topic.closed:
         try:

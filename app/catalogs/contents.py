@@ -59,7 +59,7 @@ class PlansNeeded:
 
 
 @dataclass(frozen=True)
-class OutlookRequest:
+class PlansNeededRequest:
     """Asks for the PlansNeeded of a question."""
 
     owner: str
@@ -71,7 +71,7 @@ class OutlookRequest:
     makes: bool = False
 
     @classmethod
-    def of(cls, owner: str, info: CatalogInfo, tolerance: int) -> OutlookRequest:
+    def of(cls, owner: str, info: CatalogInfo, tolerance: int) -> PlansNeededRequest:
         return cls(owner, info.job, info.technique.value, info.memory, tolerance, TIMEOUT)
 
     def to_json(self) -> bytes:
@@ -106,11 +106,11 @@ def needed(question: CatalogQuestion, tolerance: int) -> PlansNeeded:
 
 def serve_needed(channel: Channel, request: bytes) -> None:
     """In a child process."""
-    channel.say(answered(request, lambda asked: outlook_document(asked).encode()))
+    channel.say(answered(request, lambda asked: needed_document(asked).encode()))
 
 
-def outlook_document(asked: dict[str, Any]) -> str:
-    """In the child: what `OutlookRequest.read` reads. Raises PlannerError."""
+def needed_document(asked: dict[str, Any]) -> str:
+    """In the child: what `PlansNeededRequest.read` reads. Raises PlannerError."""
     job = JobDoc.model_validate(asked["job"]).job()
     question = CatalogQuestion(job, Technique.of(asked["technique"]), MemoryLimit.parse(asked["memory"]))
     found = needed(question, asked["tolerance"])

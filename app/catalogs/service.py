@@ -24,8 +24,8 @@ from openrecycle.app.catalogs.contents import (
     CatalogReport,
     CatalogRequest,
     CatalogSummary,
-    OutlookRequest,
     PlansNeeded,
+    PlansNeededRequest,
     is_quick,
     most_failures,
     needed,
@@ -64,7 +64,7 @@ MAX_FILLING = 2
 MAX_KEPT = 16
 # Plans beyond this are not encoded in the console's process, which would hold up its heartbeats.
 KEPT_OPS = 20_000
-# Outlooks that readers may have ahead of them, and seconds for which one that failed is not tried again.
+# Questions for PlansNeeded that readers may have ahead of them, and seconds for which a failed one is not tried again.
 MAX_WAITING, FAILED_SECONDS = 16, 30.0
 # Plans that are stored at once.
 BATCH = 64
@@ -144,10 +144,10 @@ class Catalogs:
         self._fillings: OrderedDict[str, Filling] = OrderedDict()
         self._children = Children(serve_filling, name="catalog", nested=True)
         self._threads: list[threading.Thread] = []
-        self._outlooks: OrderedDict[tuple[str, int], PlansNeeded] = OrderedDict()
-        self._outlooks_wanted: dict[tuple[str, int], Waiting] = {}
-        self._outlooks_failed: dict[tuple[str, int], tuple[str, float]] = {}  # why, and until when (monotonic seconds)
-        self._outlook_maker: TaskQueue | None = None
+        self._needed_known: OrderedDict[tuple[str, int], PlansNeeded] = OrderedDict()
+        self._needed_waiting: dict[tuple[str, int], Waiting] = {}
+        self._needed_failed: dict[tuple[str, int], tuple[str, float]] = {}  # why, and until when (monotonic seconds)
+        self._needed_queue: TaskQueue | None = None
         self._closed = False
         self.on_plans: Callable[[CatalogQuestion, list[str]], None] = lambda question, names: None
 
@@ -155,7 +155,7 @@ class Catalogs:
         """Ends every filling; what they have made is kept."""
         with self._lock:
             threads = list(self._threads)
-            self._closed, maker = True, self._outlook_maker
+            self._closed, maker = True, self._needed_queue
         if maker is not None:
             maker.close()
         self._children.close()
@@ -284,7 +284,7 @@ class Catalogs:
             return
         key = info_of(question).fingerprint, min(tolerance, most_failures(question))
         with self._lock:
-            known, why = self._outlooks.get(key), ""
+            known, why = self._needed_known.get(key), ""
             if known is None:
                 why = self._why_not(key, most)
             if known is None and not why:
@@ -294,37 +294,37 @@ class Catalogs:
 
     def _why_not(self, key: tuple[str, int], most: int | None) -> str:
         """Under the lock."""
-        why, until = self._outlooks_failed.get(key, ("", 0.0))
+        why, until = self._needed_failed.get(key, ("", 0.0))
         if until > time.monotonic():
             return why
         if self._closed:
             return "the console is stopping"
-        if most is not None and key not in self._outlooks_wanted and len(self._outlooks_wanted) >= most:
+        if most is not None and key not in self._needed_waiting and len(self._needed_waiting) >= most:
             return "others are being worked out"
         return ""
 
     def _want(self, key: tuple[str, int], question: CatalogQuestion) -> Waiting:
         """Who waits for it. Under the lock."""
-        if key not in self._outlooks_wanted:
-            self._outlooks_wanted[key] = []
-            if self._outlook_maker is None:
-                self._outlook_maker = TaskQueue(serve_needed, "needed")
-                self._outlook_maker.start(child=False)
-            request = OutlookRequest.of("needed", info_of(question), key[1])
-            self._outlook_maker.submit(request, partial(self._outlook_made, key))
-        return self._outlooks_wanted[key]
+        if key not in self._needed_waiting:
+            self._needed_waiting[key] = []
+            if self._needed_queue is None:
+                self._needed_queue = TaskQueue(serve_needed, "needed")
+                self._needed_queue.start(child=False)
+            request = PlansNeededRequest.of("needed", info_of(question), key[1])
+            self._needed_queue.submit(request, partial(self._needed_made, key))
+        return self._needed_waiting[key]
 
-    def _outlook_made(self, key: tuple[str, int], found: PlansNeeded | None, why: str) -> None:
+    def _needed_made(self, key: tuple[str, int], found: PlansNeeded | None, why: str) -> None:
         with self._lock:
-            waiting = self._outlooks_wanted.pop(key)
+            waiting = self._needed_waiting.pop(key)
             if found is not None:
-                self._outlooks[key] = found
-                while len(self._outlooks) > MAX_KEPT:
-                    self._outlooks.popitem(last=False)
+                self._needed_known[key] = found
+                while len(self._needed_known) > MAX_KEPT:
+                    self._needed_known.popitem(last=False)
             else:
                 now = time.monotonic()
-                self._outlooks_failed = {k: said for k, said in self._outlooks_failed.items() if said[1] > now}
-                self._outlooks_failed[key] = why, now + FAILED_SECONDS
+                self._needed_failed = {k: said for k, said in self._needed_failed.items() if said[1] > now}
+                self._needed_failed[key] = why, now + FAILED_SECONDS
         for done in waiting:
             done(found, why)
 

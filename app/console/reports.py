@@ -1,4 +1,4 @@
-"""What agents and launchers say and ask, of every job. A part of app.console.service.Console.
+"""What agents and launchers say and ask, of every job. A part of app.console.service.ConsoleService.
 
 Every report goes through the coordinator of its job and into the database before it is answered;
 heartbeats alone are kept in memory and written behind.

@@ -33,8 +33,8 @@ from openrecycle.app.observing.rollout import RollOuts
 from openrecycle.app.plans.service import PlansService
 from openrecycle.app.plans.sources import PlanSources
 from openrecycle.app.runtime.errors import ConsoleError, storing
-from openrecycle.app.runtime.event_loop_watch import EventLoopWatch
 from openrecycle.app.runtime.patches import begin_without_pages
+from openrecycle.app.runtime.runner import EventLoopWatch
 from openrecycle.app.security.access import Security
 from openrecycle.app.settings import RetentionLimits
 from openrecycle.db.session import Database
@@ -54,7 +54,7 @@ PROBE_SECONDS = 1.0
 FLUSH_AT_ONCE = 512
 
 
-class Console:
+class ConsoleService:
     """One per process and database. `start` before use, `close` at the end.
 
     tolerance: plans are made ahead for up to this many failures. keep: how much of its history. loop_watch: of the
@@ -279,16 +279,16 @@ class Console:
                 log.warning("heartbeats could not be stored", reason=type(error).__name__)
 
 
-_console: Console | None = None
+_console: ConsoleService | None = None
 
 
-def get_console() -> Console:
+def get_console() -> ConsoleService:
     """The console of this process. Raises RuntimeError before `set_console`."""
     if _console is None:
         raise RuntimeError("no console runs in this process")
     return _console
 
 
-def set_console(console: Console | None) -> None:
+def set_console(console: ConsoleService | None) -> None:
     global _console
     _console = console

@@ -1,5 +1,5 @@
 """What people, pages and dashboards see of jobs: plain data, made here, drawn by app.ui. A part of
-app.console.service.Console.
+app.console.service.ConsoleService.
 
 Times: `*_at` are POSIX seconds (wall clock, for display); `*_age` are seconds by the monotonic
 clock of the console.
@@ -195,7 +195,7 @@ class _Line:
 
 
 @dataclass
-class Seen:
+class KeptViews:
     """What was made of a job for those who looked last, for those who look next."""
 
     line: _Line | None = None
@@ -365,7 +365,7 @@ class Queries:
         self.observations = Observations(store.database)
         self._plans = plans
         self._figures, self._waited, self._advice = figures, waited, advice
-        self._seen: WeakKeyDictionary[LiveJob, Seen] = WeakKeyDictionary()
+        self._seen: WeakKeyDictionary[LiveJob, KeptViews] = WeakKeyDictionary()
 
     def list_jobs(self) -> list[JobSummary]:
         """Newest first."""
@@ -384,10 +384,10 @@ class Queries:
         seen.line = _Line(bool(over), version, now + shared, made)
         return made
 
-    def _seen_of(self, job: LiveJob) -> Seen:
+    def _seen_of(self, job: LiveJob) -> KeptViews:
         found = self._seen.get(job)
         if found is None:
-            found = self._seen[job] = Seen()
+            found = self._seen[job] = KeptViews()
         return found
 
     def head(self, job_id: str) -> JobHead:

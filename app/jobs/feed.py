@@ -28,7 +28,7 @@ _NUMBER = re.compile(r"(?<!\w)\d+(?:[.,]\d+)*")
 Key = tuple[str, str, str | None, str]
 
 
-class _Line(NamedTuple):
+class _FoldedLine(NamedTuple):
     seq: int
     times: int
     last_at: float
@@ -37,18 +37,18 @@ class _Line(NamedTuple):
 class Folding:
     """The lines of one job that may still be repeated. Immutable."""
 
-    def __init__(self, lines: dict[Key, _Line] | None = None) -> None:
+    def __init__(self, lines: dict[Key, _FoldedLine] | None = None) -> None:
         self._lines = lines or {}
 
     @classmethod
     def read(cls, newest: Iterable[Record]) -> Folding:
         """newest: rows of the feed, newest first."""
-        lines: dict[Key, _Line] = {}
+        lines: dict[Key, _FoldedLine] = {}
         for row in newest:
             key = _key(row["kind"], row["severity"], row["worker"], row["text"])
             if key is None:
                 break
-            lines.setdefault(key, _Line(row["seq"], row["count"], row["last_at"]))
+            lines.setdefault(key, _FoldedLine(row["seq"], row["count"], row["last_at"]))
         return cls(lines)
 
     def split(self, notes: Iterable[Note], now: float) -> tuple[list[Note], list[Record]]:
@@ -74,7 +74,7 @@ class Folding:
             return self
         counted = {row["seq"]: row for row in repeats}
         lines = {
-            key: _Line(line.seq, counted[line.seq]["count"], counted[line.seq]["last_at"])
+            key: _FoldedLine(line.seq, counted[line.seq]["count"], counted[line.seq]["last_at"])
             if line.seq in counted
             else line
             for key, line in self._lines.items()
@@ -84,7 +84,7 @@ class Folding:
             if key is None:
                 lines = {}
             else:
-                lines[key] = _Line(row["seq"], 1, row["at"])
+                lines[key] = _FoldedLine(row["seq"], 1, row["at"])
         newest = sorted(lines.items(), key=lambda item: item[1].seq)[-LOOK_BACK:]
         return Folding(dict(newest))
 

@@ -38,7 +38,7 @@ from openrecycle.agent.coordination.membership import FailureTimeouts, Member, S
 from openrecycle.agent.messages.protocol import Heartbeat, JobSpec
 from openrecycle.app.jobs.feed import LOOK_BACK, JobFeed
 from openrecycle.app.jobs.job_plans import JobPlans, LookUp, stored_plan
-from openrecycle.app.jobs.measurements import Measurements
+from openrecycle.app.jobs.measurements import JobMeasurements
 from openrecycle.app.jobs.records import (
     differs,
     generation_row,
@@ -53,7 +53,7 @@ from openrecycle.app.jobs.records import (
 )
 from openrecycle.app.jobs.states import Arrival, ProcessState, WorkerStates, follow
 from openrecycle.app.jobs.throughput import Baseline, read_baseline
-from openrecycle.app.jobs.waiting import Commands, Wait, after_change, pauses, read_waits
+from openrecycle.app.jobs.waiting import CommandQueue, Wait, after_change, pauses, read_waits
 from openrecycle.app.runtime.errors import ConsoleError, refused, unavailable, unknown_job
 from openrecycle.app.runtime.notify import Topic
 from openrecycle.db.store import JobUpdate, Record, Store
@@ -157,9 +157,9 @@ class LiveJob:
             partition=self.plans.nominal.partition,
         )
         self.processes: dict[str, ProcessState] = {}  # by incarnation, those that came first first
-        self.measurements = Measurements(self.state.members, spec.stages)
+        self.measurements = JobMeasurements(self.state.members, spec.stages)
         self.feed = JobFeed()
-        self.commands = Commands()
+        self.commands = CommandQueue()
         self.choices: tuple[Wait, ...] = ()
         self.baseline: Baseline | None = None
         self._store = store

@@ -25,7 +25,7 @@ from openrecycle.db.store import Record
 from openrecycle.planner.jobs.job import Worker
 
 
-class Measurements:
+class JobMeasurements:
     """Of one job. workers: the names of its grid. stages: of its pipelines.
 
     Heartbeats are appended to `fresh` by any thread, each with the monotonic time at which it was heard; one thread

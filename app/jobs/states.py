@@ -515,11 +515,11 @@ def _who_is_out(worker_states: WorkerStates) -> str:
         return ""
     named = {p: lost_name(p, p.slot in state.current.lives_in) for p in missing}
     failed, left = ([name for p, name in named.items() if p.ended == how] for how in ("failed", "drained"))
-    standing = [named[p] for p in missing if p.ended == "drained" and p.detail.startswith(STANDS_BY)]
-    drained = [name for name in left if name not in standing]
+    standbys = [named[p] for p in missing if p.ended == "drained" and p.detail.startswith(STANDS_BY)]
+    drained = [name for name in left if name not in standbys]
     gone = [f"{names(failed, last=' and ')} failed"] if failed else []
     gone += [f"{names(drained, last=' and ')} {'was' if len(drained) == 1 else 'were'} drained"] if drained else []
-    gone += [f"{names(standing, last=' and ')} stand{'s' if len(standing) == 1 else ''} by"] if standing else []
+    gone += [f"{names(standbys, last=' and ')} stand{'s' if len(standbys) == 1 else ''} by"] if standbys else []
     empty = state.current.failed
     text = "; ".join(gone) or f"{names(empty)} {'is' if len(empty) == 1 else 'are'} empty"
     moved = [f"{p.slot}'s process holds {p.role} now" for p in worker_states.moved if p.role in state.current.lives_in]

@@ -14,7 +14,7 @@ from openrecycle.agent.messages.protocol import Command
 from openrecycle.db.store import Record
 
 
-class Commands:
+class CommandQueue:
     """What operators have asked the launchers and workers of one job for. Written under the job's lock.
 
     sent: oldest first. held: `pause` or `resume`, and when (POSIX seconds).
@@ -32,7 +32,7 @@ class Commands:
 
     def read(self, rows: Iterable[Record]) -> None:
         """As the database has them."""
-        read = Commands()
+        read = CommandQueue()
         for row in rows:
             read.add(Command(seq=row["seq"], kind=row["kind"], worker=row["worker"] or None), row["at"])
         self.sent, self.held = read.sent, read.held

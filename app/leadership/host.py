@@ -22,7 +22,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from openrecycle.app.console.service import Console, set_console
+from openrecycle.app.console.service import ConsoleService, set_console
 from openrecycle.app.leadership.lease import Leadership, LeaderStatus
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.notify import Topic
@@ -39,7 +39,7 @@ log = structlog.get_logger()
 class ActiveConsole:
     """A console that is up, its database, and the term in which it leads (None: nobody else could)."""
 
-    console: Console
+    console: ConsoleService
     database: Database
     term: int | None
 
@@ -57,7 +57,7 @@ class ConsoleHost:
         self,
         open_database: Callable[[int | None], Database],
         leadership: Leadership | None,
-        make: Callable[[Database], Console],
+        make: Callable[[Database], ConsoleService],
         *,
         shown_url: str = "",
         guarded: bool = False,
@@ -76,7 +76,7 @@ class ConsoleHost:
     # -- for others -----------------------------------------------------------------------------
 
     @property
-    def console(self) -> Console | None:
+    def console(self) -> ConsoleService | None:
         """The console, as long as this process leads beyond doubt."""
         active = self._seat
         if active is None or self._leadership is None or active.term is None:
@@ -225,13 +225,13 @@ def set_host(host: ConsoleHost | None) -> None:
     _host = host
 
 
-def standing_by() -> LeaderStatus | None:
+def standby_status() -> LeaderStatus | None:
     """Who leads, where it is not this process; None where it is, or where nobody else could."""
     return None if _host is None or _host.console is not None else _host.status
 
 
 def make_host(
-    settings: Settings, make: Callable[[Database], Console], standby_tokens: Callable[[Tokens], None]
+    settings: Settings, make: Callable[[Database], ConsoleService], standby_tokens: Callable[[Tokens], None]
 ) -> ConsoleHost:
     """Not yet started. Raises DatabaseError for an address that is none."""
     url, me = settings.database_url or default_database_url(), secrets.token_hex(8)
@@ -271,7 +271,7 @@ _RESTARTS = 1012
 
 class Host(Protocol):
     @property
-    def console(self) -> Console | None: ...
+    def console(self) -> ConsoleService | None: ...
 
     @property
     def status(self) -> LeaderStatus: ...
@@ -290,13 +290,13 @@ class Gate:
     def __init__(
         self,
         host: Host,
-        leading: Callable[[Console], ASGIApp],
+        leading: Callable[[ConsoleService], ASGIApp],
         guarded: Callable[[ASGIApp], ASGIApp],
         pages: ASGIApp | None,
     ) -> None:
         self._host, self._leading, self._pages = host, leading, pages
         self._standby = guarded(self._stand_by)
-        self._made: tuple[Console, ASGIApp] | None = None
+        self._made: tuple[ConsoleService, ASGIApp] | None = None
         self._losses = 0
         self._lost = Topic()
         host.on_lost(self._disconnect)

@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 from openrecycle.app.plans.whatif import WhatIf
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, Worker
 from openrecycle.planner.jobs.words import percent
-from openrecycle.planner.layers.migration import normalize
+from openrecycle.planner.layers.migration import best_migrations
 from openrecycle.planner.plans import drawing as model
 from openrecycle.planner.plans.plan import Plan
 from openrecycle.planner.portfolio import make_plan
@@ -60,7 +60,7 @@ def pictures() -> tuple[IntroductionPicture, ...]:
     staggered = _plan(FAILED, Technique.STAGGERED, "none")
     bounded = _plan(FAILED, Technique.STAGGERED, "uniform")
     crowded = _plan(TWO, Technique.STAGGERED, "uniform")
-    moved = normalize(JOB, TWO)
+    moved = best_migrations(JOB, TWO)
     spread = _plan(moved.failed, Technique.STAGGERED, "uniform")
     migrations = "; ".join(map(str, moved.migrations))
     return (

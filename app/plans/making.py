@@ -23,8 +23,7 @@ from openrecycle.planner.jobs.failures import parse_workers
 from openrecycle.planner.jobs.job import MemoryLimit, Problem, Technique
 from openrecycle.planner.plans.packed import from_bytes, to_bytes
 from openrecycle.planner.plans.plan import JobDoc, Plan, PlanError
-from openrecycle.planner.portfolio import checked_plan_of, make_plan
-from openrecycle.planner.reference import reference_plan
+from openrecycle.planner.portfolio import checked_plan_of, make_plan, reference_plan
 
 
 @dataclass(frozen=True)

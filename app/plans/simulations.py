@@ -21,16 +21,14 @@ from openrecycle.planner.jobs.errors import InputError, PlannerError
 from openrecycle.planner.jobs.job import Job, count_ops
 from openrecycle.planner.plans.models import SHAPES, analytic_job, model_shape
 from openrecycle.planner.plans.plan import JobDoc
-from openrecycle.planner.simulation.costs import RecoveryCosts
 from openrecycle.planner.simulation.engine import simulate
-from openrecycle.planner.simulation.outcome import HOUR, SimulationOutcome
+from openrecycle.planner.simulation.outcome import HOUR, SimulationOutcome, sweep
 from openrecycle.planner.simulation.planned import PlannedJob, Rate
 from openrecycle.planner.simulation.policies.planned_policies import PLANNED, planned_policy
-from openrecycle.planner.simulation.sensitivity import sweep
+from openrecycle.planner.simulation.policy_base import RecoveryCosts
 from openrecycle.planner.simulation.trace import Trace, scaled
-from openrecycle.planner.simulation.traces import public_traces
+from openrecycle.planner.simulation.traces import from_history, public_traces
 from openrecycle.planner.simulation.traces.generated import HOST, Domain, generated
-from openrecycle.planner.simulation.traces.history import from_history
 
 log = structlog.get_logger()
 

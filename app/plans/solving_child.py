@@ -16,7 +16,7 @@ from openrecycle.planner.jobs.errors import InputError, PlannerError
 from openrecycle.planner.jobs.failures import parse_workers
 from openrecycle.planner.jobs.job import MAX_LAYERS, Job, MemoryLimit, Over, Problem, Technique, Worker
 from openrecycle.planner.layers.distribution import COPY_BANDWIDTH, CopyCost
-from openrecycle.planner.layers.migration import normalize
+from openrecycle.planner.layers.migration import best_migrations
 from openrecycle.planner.layers.partition import Layout, lay_out
 from openrecycle.planner.plans.packed import to_bytes
 from openrecycle.planner.plans.plan import INTEGER, JobDoc, WorkerName
@@ -226,7 +226,7 @@ def answer(request: Request, report: Any, wanted: Callable[[], bool]) -> bytes:
 
 def _migrations(request: MigrationsAsked) -> Migrations:
     job = request.checked_job()
-    found = normalize(
+    found = best_migrations(
         job,
         request.dead(),
         technique=request.technique,

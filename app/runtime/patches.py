@@ -1,7 +1,6 @@
-"""Everything that changes how Python and Streamlit work, beyond what they offer as options. One file, so that a new
-release of theirs is checked in one place: `python -m tests.benchmarks.bench_patches` prints what each gives, and what
-gives nothing any more goes. (What uvicorn lacks, limits for whoever connects, is a protocol class of our own, for which
-it has an option: app.api.connection.)
+"""All that changes how Python and Streamlit work in a console, beyond what they offer as options. One file, so that a
+new release of theirs is checked in one place: `python -m tests.benchmarks.bench_patches` prints what each gives, and
+what gives nothing any more goes. What is changed elsewhere is listed below.
 
 Measured on two cores with Python 3.11 and Streamlit 1.67; under load is with 2,048 workers and one viewer of Live:
 
@@ -17,6 +16,31 @@ Measured on two cores with Python 3.11 and Streamlit 1.67; under load is with 2,
   tests/app/test_frontend.py fails where Streamlit's page or its files are not what this expects; then nothing is added.
 - Streamlit's files are sent in one piece. To open a page for the first time takes the console 0.19 s of processor time,
   else 0.29 s.
+
+What else changes the platform, or uses private names of it, where, and for which version:
+
+openrecycle.fork_server     Python 3.11 (multiprocessing's fork server)
+    Gives: no garbage collection while the server imports, and what it has imported is frozen: 0.3 s of processor time
+    and 150 MB for each worker. A fork that fails does not end the server.
+    Not needed once tests/agent/test_fork_server.py passes without it.
+openrecycle.forking         Python 3.11 (multiprocessing's fork server)
+    Gives: of two threads that wait for a process both see its exit status; a forked process uses the server it is from.
+    Not needed once tests/app/test_children.py (all who wait see it end) and test_fork_server.py pass without it.
+openrecycle.cli             Python 3.11 (thresholds of garbage collection, for every command)
+    Gives: torch is imported in five sixths of the time.
+    Not needed once `python -m tests.benchmarks.bench_start` is as fast without it.
+planner.commands.output     Typer 0.29 (the base of its errors by name; how an option reads a number)
+    Gives: a wrong command line is one sentence, and a number is digits: not 1_000, nor digits of other scripts.
+    Not needed once Typer exports that base, and refuses such numbers: tests/app/test_command_lines.py is to pass.
+app.server                  Streamlit 1.67 (`config._main_script_path`)
+    Gives: app/.streamlit/config.toml is read, before st.App is made, which would look beside app/ui/main.py for it.
+    Not needed once pages have the theme of that file without it; no test says so.
+app.ui.hooks                Streamlit 1.67 (reads the cookie of its login, makes the token that starts one)
+    Gives: the guard knows who asks before a page's WebSocket is open.
+    Not needed once Streamlit has public functions for both; tests/app/test_oidc.py fails where the private ones change.
+app.api.connection          uvicorn 0.54 (a subclass of its protocol over httptools, given by its option `http`)
+    Gives: limits on connections, heads, time, and answers that nobody reads.
+    Not needed once uvicorn has options for them: tests/app/test_connection.py and test_connection_limit.py say which.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import streamlit as st
 
 from openrecycle.app.catalogs.contents import CatalogReport, CatalogRequest, CatalogSummary, stale
 from openrecycle.app.catalogs.service import exported, json_refusal
-from openrecycle.app.console.service import Console, get_console
+from openrecycle.app.console.service import ConsoleService, get_console
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import catalog_view, components, url_state
 from openrecycle.app.ui.access import acting
@@ -57,7 +57,7 @@ def page() -> None:
     _others(console, report)
 
 
-def _wait(console: Console, request: CatalogRequest) -> None:
+def _wait(console: ConsoleService, request: CatalogRequest) -> None:
     """What there is to plan for a large job is worked out by another process."""
     try:
         report = console.catalogs.report(request.question, request.tolerance, st.query_params.get("catalog"))
@@ -71,7 +71,7 @@ def _wait(console: Console, request: CatalogRequest) -> None:
     )
 
 
-def _catalog(console: Console, request: CatalogRequest, colours: Palette) -> None:
+def _catalog(console: ConsoleService, request: CatalogRequest, colours: Palette) -> None:
     """All that changes while it is filled."""
     report = console.catalogs.report(request.question, request.tolerance, st.query_params.get("catalog"))
     if report is None:  # it is not remembered any more
@@ -102,7 +102,7 @@ def _catalog(console: Console, request: CatalogRequest, colours: Palette) -> Non
     _plans(report)
 
 
-def _fill(console: Console, request: CatalogRequest, report: CatalogReport) -> None:
+def _fill(console: ConsoleService, request: CatalogRequest, report: CatalogReport) -> None:
     """Fill, its progress and Cancel. A stale catalog is shown as it is."""
     current = st.query_params.get("catalog") in (None, CatalogInfo.of(request.question).fingerprint)
     filling = console.catalogs.filling(report.fingerprint)
@@ -196,7 +196,7 @@ def _choose_plan(count: int) -> None:
     url_state.put(PLAN, st.session_state[f"{PLAN}-{count}"])
 
 
-def _exports(console: Console, report: CatalogReport) -> None:
+def _exports(console: ConsoleService, report: CatalogReport) -> None:
     """The whole catalog; made when its button is pressed."""
     with st.popover("Export", icon=":material/download:", key="export-catalog"):
         try:
@@ -221,7 +221,7 @@ def _exports(console: Console, report: CatalogReport) -> None:
             )
 
 
-def _others(console: Console, report: CatalogReport) -> None:
+def _others(console: ConsoleService, report: CatalogReport) -> None:
     """Every stored catalog; what is stale, and why."""
     catalogs = console.catalogs.list()
     if not catalogs:

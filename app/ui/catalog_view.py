@@ -20,7 +20,7 @@ from openrecycle.app.catalogs.contents import (
     whole_counts,
 )
 from openrecycle.app.catalogs.service import Filling
-from openrecycle.app.console.service import Console
+from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import components, text, url_state
 from openrecycle.app.ui.charts.catalog import catalog_curves
@@ -213,7 +213,7 @@ DRAWN = "catalog-drawn"
 SCHEDULE = Path(__file__).resolve().parent / "schedule.py"
 
 
-def show(console: Console, report: CatalogReport, colours: Palette) -> None:
+def show(console: ConsoleService, report: CatalogReport, colours: Palette) -> None:
     drawn = _drawn(console, report)
     if drawn.plans:
         _curves(drawn, colours)
@@ -221,7 +221,7 @@ def show(console: Console, report: CatalogReport, colours: Palette) -> None:
         components.quiet("Here is drawn what each number of failures costs, once all its plans are there.")
 
 
-def _drawn(console: Console, report: CatalogReport) -> CatalogReport:
+def _drawn(console: ConsoleService, report: CatalogReport) -> CatalogReport:
     """The same one at each refresh of a filling until more can be drawn: a chart that is drawn anew takes no
     click meanwhile."""
     filling = console.catalogs.filling(report.fingerprint)
@@ -265,7 +265,7 @@ OWN = "own"
 JOB = "catalog-job"
 
 
-def stored(console: Console) -> CatalogRequest | None:
+def stored(console: ConsoleService) -> CatalogRequest | None:
     """A stored catalog by the URL's `catalog`."""
     fingerprint = st.query_params["catalog"]
     try:
@@ -291,7 +291,7 @@ def _leave_button(label: str) -> None:
         st.rerun()
 
 
-def ask(console: Console) -> CatalogRequest:
+def ask(console: ConsoleService) -> CatalogRequest:
     """The controls; their state is in the URL. Raises InputError."""
     jobs = {job.job_id: job.name for job in console.queries.list_jobs()}
     wanted = st.query_params.get("job") or st.session_state.get(CHOSEN) or next(iter(jobs), OWN)

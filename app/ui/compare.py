@@ -7,7 +7,7 @@ from functools import partial
 
 import streamlit as st
 
-from openrecycle.app.console.service import Console, get_console
+from openrecycle.app.console.service import ConsoleService, get_console
 from openrecycle.app.console.view import JobHead
 from openrecycle.app.plans.sources import (
     MOST,
@@ -22,15 +22,15 @@ from openrecycle.app.plans.sources import (
     stage_table,
 )
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.app.ui import chart_revision, components, facts, text, url_state
+from openrecycle.app.ui import components, facts, text, time_range, url_state
 from openrecycle.app.ui.charts.overview import MAX_BARS
 from openrecycle.app.ui.charts.schedule import MAX_NODES, Strip, comparison, last_time, short_unit, time_factors
+from openrecycle.app.ui.components import schedule_of
 from openrecycle.app.ui.facts import Card
 from openrecycle.app.ui.picker import open_job
 from openrecycle.app.ui.plan_files import export_button, open_file
 from openrecycle.app.ui.plan_source import clock, newest, say_measured, wait_for
 from openrecycle.app.ui.schedule_view import choose_rows
-from openrecycle.app.ui.schedules import schedule_of
 from openrecycle.app.ui.tables import beside_html, differences
 from openrecycle.app.ui.theme import Palette
 from openrecycle.app.ui.time_range import choose_time
@@ -78,7 +78,7 @@ def _title(head: JobHead) -> bool:
     return True
 
 
-def _choose(console: Console, job_id: str | None) -> list[Source | PendingPlan]:
+def _choose(console: ConsoleService, job_id: str | None) -> list[Source | PendingPlan]:
     """What is compared, the baseline first. It is in the URL: `?plans=` once each, and `?baseline=`."""
     wanted = _wanted(console, job_id)
     options = console.sources.candidates(job_id, clock)
@@ -139,7 +139,7 @@ def _choose(console: Console, job_id: str | None) -> list[Source | PendingPlan]:
     return list(found.values())
 
 
-def _wanted(console: Console, job_id: str | None) -> list[Reference]:
+def _wanted(console: ConsoleService, job_id: str | None) -> list[Reference]:
     texts = st.query_params.get_all("plans")
     if not texts:
         return [] if st.session_state.get(PICKER) == [] else console.sources.first_choice(job_id)
@@ -205,7 +205,7 @@ def _nothing_yet() -> None:
     st.button("Compare the techniques on the paper's worked example", on_click=_show_worked_example, key="worked")
 
 
-def _compare(console: Console, sources: list[Source], colours: Palette) -> None:
+def _compare(console: ConsoleService, sources: list[Source], colours: Palette) -> None:
     schedules = [schedule_of(source.plan) for source in sources]
     labels = _labels(sources)
     named = "-".join(s.plan.fingerprint[:12] for s in sources)
@@ -219,7 +219,7 @@ def _compare(console: Console, sources: list[Source], colours: Palette) -> None:
     components.cards(_cards(labels, sources))
     what = " ".join([colours.name, named, *labels, *(",".join(map(str, s.drawing.rows.workers)) for s in strips)])
     what += "".join(f" {sorted(s.drawing.out.items())}" for s in strips)
-    shown, turn = chart_revision.drawn_with("compare-chart", what, time.shown)
+    shown, turn = time_range.drawn_with("compare-chart", what, time.shown)
     pictured = sum(strip.ops for strip in strips) > MAX_BARS
     if pictured:
         components.quiet("So many ops are shown as pictures; the Schedule page shows each plan's ops.")
@@ -278,7 +278,7 @@ def _grid(plan: Plan) -> str:
     return f"{plan.job.pipelines} × {plan.job.stages} × {plan.job.micro_batches}"
 
 
-def _tables(console: Console, sources: list[Source], schedules: list[Schedule], labels: list[str]) -> None:
+def _tables(console: ConsoleService, sources: list[Source], schedules: list[Schedule], labels: list[str]) -> None:
     components.heading("What differs", "changes are against the baseline, the first column")
     plans, stages, files = url_state.tabs(["Plans", "Stages", "Files"], key="figures")
     with plans:

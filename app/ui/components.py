@@ -1,4 +1,4 @@
-"""The console's own pieces of HTML: cards, the coordinator's sentence, recovery, legend.
+"""The console's own pieces of HTML: cards, the coordinator's sentence, recovery, legend; and what pages share.
 
 Every text that comes from outside is escaped here.
 """
@@ -27,6 +27,7 @@ from openrecycle.app.ui.time_range import FOLLOWED_CONFIG, TimeRange, follow
 from openrecycle.planner.plans.drawing import Drawing
 from openrecycle.planner.plans.drawing import legend as op_keys
 from openrecycle.planner.plans.plan import Plan
+from openrecycle.planner.plans.schedule import Schedule
 
 JOB_TONE = {
     Condition.STARTING: "wait",
@@ -249,3 +250,13 @@ def no_job(address: str) -> None:
         "No job is needed to [plan for failures](planner), to [make plans ahead](catalog), to "
         "[simulate what failures cost](simulate), or to read [how it works](help)."
     )
+
+
+def schedule_of(plan: Plan) -> Schedule:
+    """The plan's schedule, read once and shared by all viewers."""
+    return st.cache_resource(_schedule, max_entries=16, show_spinner="Reading the plan …")(plan.fingerprint, plan)  # type: ignore[no-any-return]
+
+
+def _schedule(fingerprint: str, _plan: Plan) -> Schedule:
+    """Keyed by the fingerprint; the plan itself is not hashed."""
+    return _plan.schedule()

@@ -8,7 +8,7 @@ from html import escape
 
 import streamlit as st
 
-from openrecycle.app.console.service import Console
+from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.console.view import EventView, JobView
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import text, url_state
@@ -103,7 +103,7 @@ def needs_look(event: EventView) -> bool:
     return event.severity != "info" and event.kind != "console" and not event.seen_by
 
 
-def feed(console: Console, view: JobView, events: list[EventView], zone: str | None) -> None:
+def feed(console: ConsoleService, view: JobView, events: list[EventView], zone: str | None) -> None:
     """The list, and a button that takes note of what nobody has yet."""
     st.html(feed_html(events, zone))
     open_ones = [e.seq for e in events if needs_look(e)]
@@ -119,7 +119,7 @@ def feed(console: Console, view: JobView, events: list[EventView], zone: str | N
     )
 
 
-def _acknowledge(console: Console, job_id: str, seqs: list[int]) -> None:
+def _acknowledge(console: ConsoleService, job_id: str, seqs: list[int]) -> None:
     try:
         console.operators.acknowledge(job_id, seqs, actor(console))
     except ConsoleError as error:

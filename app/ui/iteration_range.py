@@ -12,9 +12,9 @@ import re
 
 import streamlit as st
 
-from openrecycle.app.ui import chart_revision, url_state
-from openrecycle.app.ui.chart_revision import Range
+from openrecycle.app.ui import time_range, url_state
 from openrecycle.app.ui.charts.progress import ZOOM
+from openrecycle.app.ui.time_range import Range
 
 ITERATIONS = "iterations"
 _WORD = re.compile(r"([0-9]{1,12})-([0-9]{1,12})")
@@ -47,5 +47,5 @@ def zoomed(chart: str, key: str) -> None:
         if low >= high:
             return
         part = float(low), float(high)
-    chart_revision.moved(chart, part)
+    time_range.moved(chart, part)
     url_state.put(ITERATIONS, f"{part[0]:.0f}-{part[1]:.0f}" if part else None)

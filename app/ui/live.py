@@ -6,13 +6,12 @@ from functools import partial
 
 import streamlit as st
 
-from openrecycle.app.console.service import Console, get_console
+from openrecycle.app.console.service import ConsoleService, get_console
 from openrecycle.app.console.view import JobView, WorkerView
 from openrecycle.app.jobs.states import RoleState
 from openrecycle.app.observing.as_run import MeasuredIteration
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import (
-    chart_revision,
     components,
     event_feed,
     facts,
@@ -21,6 +20,7 @@ from openrecycle.app.ui import (
     standby,
     tables,
     text,
+    time_range,
     url_state,
 )
 from openrecycle.app.ui.charts.progress import ZOOM, generation_marks, losses, progress_rows, throughput
@@ -68,7 +68,7 @@ def page() -> None:
 
 
 def _live(
-    console: Console, job_id: str, colours: Palette, *, over: bool, moving: bool, said: tuple[object, ...]
+    console: ConsoleService, job_id: str, colours: Palette, *, over: bool, moving: bool, said: tuple[object, ...]
 ) -> None:
     page_wanted()
     in_doubt = standby.on_open_page()
@@ -192,7 +192,7 @@ def _progress(view: JobView, colours: Palette) -> None:
         ("throughput", throughput, "Throughput by iteration, in samples per second."),
         ("loss", losses, "Loss by iteration."),
     ):
-        drawn, turn = chart_revision.drawn_with(name, f"{view.job_id} {colours.name}", shown)
+        drawn, turn = time_range.drawn_with(name, f"{view.job_id} {colours.name}", shown)
         key = f"{name}-{turn}"
         with st.container(key=f"progress-{name}"):
             st.vega_lite_chart(

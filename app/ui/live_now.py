@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from openrecycle.app.console.service import Console
+from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.console.view import JobView
 from openrecycle.app.observing.as_run import MeasuredIteration
 from openrecycle.app.observing.rollout import RollOut
@@ -31,7 +31,7 @@ class Now:
     at: float
 
 
-def read_now(console: Console, job_id: str, iterations: int, events: int) -> Now:
+def read_now(console: ConsoleService, job_id: str, iterations: int, events: int) -> Now:
     """The newest so many iterations and events. Raises ConsoleError: 404; 503, also when it takes seconds."""
 
     def read() -> Now:
@@ -50,7 +50,7 @@ def read_now(console: Console, job_id: str, iterations: int, events: int) -> Now
 
 
 @dataclass
-class _Read:
+class _PendingRead:
     """One read under way. began: monotonic seconds."""
 
     began: float = field(default_factory=time.monotonic)
@@ -65,7 +65,7 @@ class SharedReads:
 
     def __init__(self, seconds: float = READ_SECONDS) -> None:
         self._seconds = seconds
-        self._reads: dict[Hashable, _Read] = {}
+        self._reads: dict[Hashable, _PendingRead] = {}
         self._lock = threading.Lock()
 
     def read(self, what: Hashable, read: Callable[[], Result]) -> Result:
@@ -73,7 +73,7 @@ class SharedReads:
         with self._lock:
             found = self._reads.get(what)
             if found is None:
-                found = self._reads[what] = _Read()
+                found = self._reads[what] = _PendingRead()
                 threading.Thread(target=self._run, args=(what, found, read), name="page read", daemon=True).start()
         if not found.over.wait(self._seconds):
             seconds = time.monotonic() - found.began
@@ -82,7 +82,7 @@ class SharedReads:
             raise found.error
         return found.made  # type: ignore[no-any-return]
 
-    def _run(self, what: Hashable, found: _Read, read: Callable[[], object]) -> None:
+    def _run(self, what: Hashable, found: _PendingRead, read: Callable[[], object]) -> None:
         try:
             found.made = read()
         except BaseException as error:  # whoever waits raises it

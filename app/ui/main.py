@@ -6,7 +6,7 @@ from pathlib import Path
 
 import streamlit as st
 
-from openrecycle.app.leadership.host import standing_by
+from openrecycle.app.leadership.host import standby_status
 from openrecycle.app.ui import standby, url_state
 
 _HERE = Path(__file__).resolve().parent
@@ -14,7 +14,7 @@ _LOGO = str(_HERE / "assets" / "logo.svg")
 
 st.set_page_config(page_title="OpenReCycle", page_icon=_LOGO, layout="wide", initial_sidebar_state="collapsed")
 st.logo(_LOGO, size="medium")
-_standing = standing_by()
+_standby_status = standby_status()
 _page = st.navigation(
     [
         st.Page(_HERE / "live.py", title="Live", default=True),
@@ -25,12 +25,12 @@ _page = st.navigation(
         st.Page(_HERE / "simulate.py", title="Simulate", url_path="simulate"),
         st.Page(_HERE / "help.py", title="Help", url_path="help"),
     ],
-    position="top" if _standing is None else "hidden",
+    position="top" if _standby_status is None else "hidden",
 )
-if _standing is None:
+if _standby_status is None:
     st.set_page_config(page_title=f"{_page.title} · OpenReCycle")
     url_state.enter(_page.url_path)
     url_state.say_unknown()
     _page.run()
 else:
-    standby.show(_standing)
+    standby.show(_standby_status)

@@ -13,7 +13,7 @@ import streamlit as st
 
 from openrecycle.agent.coordination.membership import LEAST_CHOICE_TIMEOUT, MOST_CHOICE_TIMEOUT, Mode
 from openrecycle.agent.messages.protocol import API
-from openrecycle.app.console.service import Console
+from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.console.view import JobHead, JobView
 from openrecycle.app.jobs.states import OUT
 from openrecycle.app.observing.rollout import RollOut
@@ -38,7 +38,7 @@ def said_by_controls(choice: dict[str, Any]) -> tuple[object, ...]:
     return tuple(choice[key] for key in ("mode", "choice_timeout", "paused", "stopped", "frozen_by"))
 
 
-def mode_switch(console: Console, job_id: str, choice: dict[str, Any], *, over: bool) -> None:
+def mode_switch(console: ConsoleService, job_id: str, choice: dict[str, Any], *, over: bool) -> None:
     """Says who decides; changing it takes effect only when it is applied. Pauses the job, and lets it go on."""
     mode, paused, stopped = Mode(choice["mode"]), bool(choice["paused"]), bool(choice["stopped"])
     said = "Paused" if stopped else "Pausing" if paused else WORDS[mode]
@@ -91,7 +91,7 @@ def mode_switch(console: Console, job_id: str, choice: dict[str, Any], *, over: 
             st.rerun()
 
 
-def options(console: Console, view: JobView, choice: dict[str, Any]) -> None:
+def options(console: ConsoleService, view: JobView, choice: dict[str, Any]) -> None:
     """The options side by side: in full while the job waits for one, else folded up while workers are out, with which
     of them is best. While there is nothing to choose, a line in its place, so that a loss moves nothing on the page."""
     with st.container(key="ways", gap="xsmall"):
@@ -115,7 +115,7 @@ def _best(choice: dict[str, Any]) -> str:
     return str(choice["candidates"][0]["name"])
 
 
-def _cards(console: Console, job_id: str, choice: dict[str, Any], verb: str) -> None:
+def _cards(console: ConsoleService, job_id: str, choice: dict[str, Any], verb: str) -> None:
     ways = choice["candidates"]
     with st.container(key="ways-on"):
         for begin in range(0, len(ways), MOST_COLUMNS):
@@ -125,7 +125,7 @@ def _cards(console: Console, job_id: str, choice: dict[str, Any], verb: str) -> 
                     _card(console, job_id, choice, way, verb)
 
 
-def _card(console: Console, job_id: str, choice: dict[str, Any], way: dict[str, Any], verb: str) -> None:
+def _card(console: ConsoleService, job_id: str, choice: dict[str, Any], way: dict[str, Any], verb: str) -> None:
     name, best = way["name"], way["name"] == _best(choice)
     # `in force` is the one whose plan the job runs while it trains.
     run = console.jobs.find(job_id).plan_run
@@ -154,7 +154,7 @@ def _card(console: Console, job_id: str, choice: dict[str, Any], way: dict[str, 
     )
 
 
-def _choose(console: Console, job_id: str, name: str, failed: tuple[str, ...]) -> None:
+def _choose(console: ConsoleService, job_id: str, name: str, failed: tuple[str, ...]) -> None:
     try:
         console.operators.choose(job_id, name, failed, actor(console))
         say_later(f"The job goes on: {name}")
@@ -165,7 +165,7 @@ def _choose(console: Console, job_id: str, name: str, failed: tuple[str, ...]) -
 NAME = "delete-name"
 
 
-def job_menu(console: Console, head: JobHead) -> None:
+def job_menu(console: ConsoleService, head: JobHead) -> None:
     """Draws the button; what is behind it acts only after it was confirmed."""
     name, job_id = head.spec.name, head.job_id
     with st.popover("Job", icon=":material/folder:", key=f"job-menu-{job_id}"):
@@ -195,7 +195,7 @@ def job_menu(console: Console, head: JobHead) -> None:
         )
 
 
-def _delete(console: Console, job_id: str, name: str) -> None:
+def _delete(console: ConsoleService, job_id: str, name: str) -> None:
     try:
         console.histories.delete(job_id, actor(console))
     except ConsoleError as error:
@@ -212,7 +212,7 @@ MOST_ROWS = 24
 HEADS = ("has the plan", "in its groups", "trains")
 
 
-def plan_menu(console: Console, job_id: str, *, over: bool) -> None:
+def plan_menu(console: ConsoleService, job_id: str, *, over: bool) -> None:
     """Freezes the plan in force, and has the job planned again."""
     frozen_by = str(console.operators.choice(job_id)["frozen_by"])
     with st.popover(
@@ -272,7 +272,7 @@ def plan_menu(console: Console, job_id: str, *, over: bool) -> None:
         )
 
 
-def replan_line(console: Console, view: JobView) -> None:
+def replan_line(console: ConsoleService, view: JobView) -> None:
     """How far the search for a new plan is, or what became of it."""
     replan = console.plans.replanning.status(view.job_id)
     if replan is None:
@@ -292,7 +292,7 @@ def replan_line(console: Console, view: JobView) -> None:
         st.html(f'<div class="or-quiet" role="status">{escape(_outcome(replan, st.context.timezone))}</div>')
 
 
-def _stop(console: Console, job_id: str) -> str:
+def _stop(console: ConsoleService, job_id: str) -> str:
     with acting(console, "stop planning again", job_id):
         return console.plans.replanning.stop(job_id)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import streamlit as st
 from streamlit.delta_generator import DeltaGenerator
 
-from openrecycle.app.console.service import Console
+from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.console.view import JobHead
 from openrecycle.app.jobs.states import JobSummary
 from openrecycle.app.ui import components, url_state
@@ -19,7 +19,7 @@ PICKER = "job-picker"
 
 
 def open_job(
-    console: Console, *, pace: bool = True, title: Callable[[JobHead], bool] = lambda head: False
+    console: ConsoleService, *, pace: bool = True, title: Callable[[JobHead], bool] = lambda head: False
 ) -> tuple[JobHead, DeltaGenerator] | None:
     """Draws the page's head; returns the job and the place for the page's own controls.
 
@@ -61,7 +61,7 @@ def open_job(
 
 
 def _titled(
-    place: DeltaGenerator, console: Console, job_id: str, title: Callable[[JobHead], bool], *, pace: bool
+    place: DeltaGenerator, console: ConsoleService, job_id: str, title: Callable[[JobHead], bool], *, pace: bool
 ) -> JobHead:
     head = console.queries.head(job_id)
     with place.container():
@@ -98,7 +98,7 @@ def _remember(known: frozenset[str]) -> None:
             st.query_params.pop(name, None)
 
 
-def _wait_for_job(console: Console) -> None:
+def _wait_for_job(console: ConsoleService) -> None:
     if console.queries.list_jobs():
         st.rerun()
     st.caption("This page changes by itself once a job is there.")

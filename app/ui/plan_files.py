@@ -10,7 +10,7 @@ from functools import partial
 
 import streamlit as st
 
-from openrecycle.app.console.service import Console
+from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.plans.exporting import Export, offers, render
 from openrecycle.app.plans.sources import Saved
 from openrecycle.app.plans.uploading import Reading, ReadPlan
@@ -41,7 +41,7 @@ TURN, READING = "plan-upload-turn", "plan-upload-reading"
 LOOK_SECONDS = 0.5
 
 
-def open_file(console: Console, show: Callable[[str], None]) -> None:
+def open_file(console: ConsoleService, show: Callable[[str], None]) -> None:
     """The button, and beside it how far the reading is and what was wrong with the file.
 
     show: what the page does with the reference of the plan, once it is there.
@@ -62,7 +62,7 @@ def open_file(console: Console, show: Callable[[str], None]) -> None:
     show_reading(show)
 
 
-def read_file(console: Console, name: str, document: bytes) -> None:
+def read_file(console: ConsoleService, name: str, document: bytes) -> None:
     """For a callback: begins to read it. Raises ConsoleError for who may only look on."""
     by = actor(console)
     st.session_state[READING] = console.plans.uploads.begin(name, document, partial(_keep, console, by))
@@ -83,7 +83,7 @@ def show_reading(show: Callable[[str], None]) -> None:
         st.rerun()
 
 
-def _begin(console: Console) -> None:
+def _begin(console: ConsoleService) -> None:
     turn = st.session_state.get(TURN, 0)
     file = st.session_state[f"{TURN}-{turn}"]
     if file is None:
@@ -96,7 +96,7 @@ def _begin(console: Console) -> None:
         failed.error = str(error)
 
 
-def _keep(console: Console, by: str, plan: ReadPlan) -> str:
+def _keep(console: ConsoleService, by: str, plan: ReadPlan) -> str:
     kept = console.plans.library.save_read(plan)
     console.security.audit.record(by, "save plan", kept, detail=plan.name)
     return kept

@@ -9,7 +9,7 @@ from dataclasses import replace
 import streamlit as st
 from streamlit.delta_generator import DeltaGenerator
 
-from openrecycle.app.console.service import Console
+from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.console.view import JobHead
 from openrecycle.app.plans.sources import (
     NOT_KEPT,
@@ -34,7 +34,7 @@ TOGGLE = "follow-job"
 WAIT_SECONDS = 0.5
 
 
-def pick_plan(console: Console, job_id: str | None, notes: DeltaGenerator) -> Source | None:
+def pick_plan(console: ConsoleService, job_id: str | None, notes: DeltaGenerator) -> Source | None:
     """One plan out of the job's and the library's; the one that `?plan=` names first. Raises ConsoleError.
 
     notes: where what is wrong with a link is said. None: there is no plan to show yet, or it is being made; the page
@@ -67,7 +67,7 @@ def pick_plan(console: Console, job_id: str | None, notes: DeltaGenerator) -> So
     return found
 
 
-def title_of(console: Console, head: JobHead) -> bool:
+def title_of(console: ConsoleService, head: JobHead) -> bool:
     """For `open_job`: the head names the plan that the address asks for, where that is not the job's."""
     said = st.query_params.get("plan", "")
     try:
@@ -97,7 +97,9 @@ def clock(at: float) -> str:
     return text.moment(at, st.context.timezone, time.time())
 
 
-def _wanted(console: Console, job_id: str | None, notes: DeltaGenerator) -> tuple[Source | PendingPlan | None, bool]:
+def _wanted(
+    console: ConsoleService, job_id: str | None, notes: DeltaGenerator
+) -> tuple[Source | PendingPlan | None, bool]:
     """What the URL asks for, else the plan in force; a bare fingerprint is one of the job's. False: what the URL
     asks for can't be shown; it stays as it is."""
     said = st.query_params.get("plan")
@@ -124,7 +126,7 @@ def _wanted(console: Console, job_id: str | None, notes: DeltaGenerator) -> tupl
 
 
 def _follows(
-    console: Console, found: Source | PendingPlan | None, in_force: Source, job_id: str, notes: DeltaGenerator
+    console: ConsoleService, found: Source | PendingPlan | None, in_force: Source, job_id: str, notes: DeltaGenerator
 ) -> bool:
     """Does the page show the plan in force, whichever that is? A link says so of the plan that was in force when it
     was made, and shows that one as long as it is; the page that the link was copied from goes on with the job."""
@@ -164,7 +166,7 @@ def newest(reference: Reference) -> MeasuredReference:
     return MeasuredReference(reference.job_id)
 
 
-def ready(console: Console, reference: Reference) -> Source | None:
+def ready(console: ConsoleService, reference: Reference) -> Source | None:
     """The plan behind it; None while it is made, which the page then says and waits for."""
     found = console.sources.find(reference)
     if isinstance(found, Source):
@@ -173,7 +175,7 @@ def ready(console: Console, reference: Reference) -> Source | None:
     return None
 
 
-def say_measured(console: Console, source: Source, show: Callable[[Reference, Reference], None]) -> None:
+def say_measured(console: ConsoleService, source: Source, show: Callable[[Reference, Reference], None]) -> None:
     """Of an iteration as it ran: which one it is, and the way to the newest. It stays the same until that is asked
     for. show: a callback, with the reference that is shown and the one to show in its place."""
     shown = source.measured
@@ -191,13 +193,13 @@ def say_measured(console: Console, source: Source, show: Callable[[Reference, Re
             )
 
 
-def wait_for(console: Console, references: Sequence[Reference]) -> None:
+def wait_for(console: ConsoleService, references: Sequence[Reference]) -> None:
     """Says what is waited for, and runs the page again when something of it has come."""
     if references:
         st.fragment(_wait, run_every=WAIT_SECONDS)(console, references)
 
 
-def _wait(console: Console, references: Sequence[Reference]) -> None:
+def _wait(console: ConsoleService, references: Sequence[Reference]) -> None:
     for reference in references:
         try:
             found = console.sources.find(reference)

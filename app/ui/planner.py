@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import streamlit as st
 
-from openrecycle.app.console.service import Console, get_console
+from openrecycle.app.console.service import ConsoleService, get_console
 from openrecycle.app.plans.introduction import STEPS, step_of
 from openrecycle.app.plans.solving import Solve
 from openrecycle.app.plans.solving_child import PlanAsked
@@ -66,7 +66,7 @@ def page() -> None:
         migrations(console, question, found.job, colours)
 
 
-def _saved(console: Console) -> Plan | None:
+def _saved(console: ConsoleService) -> Plan | None:
     """The plan that a link names. Without a question beside it, the question is the plan's."""
     fingerprint = st.query_params.get(state.SAVED)
     if fingerprint is None:
@@ -90,7 +90,7 @@ def _answer(asked: PlanAsked | None, saved: Plan | None, solve: Solve | None) ->
     return solve.plan if solve is not None else None
 
 
-def _go(console: Console, found: Checked, solve: Solve | None, plan: Plan | None, *, running: bool) -> None:
+def _go(console: ConsoleService, found: Checked, solve: Solve | None, plan: Plan | None, *, running: bool) -> None:
     """Plan; before that, what can be said at once."""
     answered = not running and solve is not None and solve.plan is not None and not solve.stopped
     with st.container(horizontal=True, vertical_alignment="center", key="planner-go"):
@@ -112,7 +112,7 @@ def _go(console: Console, found: Checked, solve: Solve | None, plan: Plan | None
             components.quiet("What is marked ✕ stands in the way of a plan.")
 
 
-def _plan(console: Console) -> None:
+def _plan(console: ConsoleService) -> None:
     question = state.now()
     try:
         with acting(console, "plan"):
@@ -123,7 +123,7 @@ def _plan(console: Console) -> None:
         state.say(state.PAGE, str(error))
 
 
-def _example(console: Console, question: WhatIf) -> None:
+def _example(console: ConsoleService, question: WhatIf) -> None:
     """The paper's example: its steps side by side, one of them shown in full below."""
     solves = [console.plans.solves.find(step.question.asked()) for step in STEPS]
     chosen = step_of(question)
@@ -144,7 +144,7 @@ def _example(console: Console, question: WhatIf) -> None:
             st.button("Plan all four", key="planner-example-go", on_click=controls.example, args=(console,))
 
 
-def _steps(console: Console, chosen: str | None, going: bool) -> None:
+def _steps(console: ConsoleService, chosen: str | None, going: bool) -> None:
     solves = [console.plans.solves.find(step.question.asked()) for step in STEPS]
     if going and all(s is None or s.over for s in solves):
         st.rerun()

@@ -7,18 +7,18 @@ from pathlib import Path
 
 import streamlit as st
 
-from openrecycle.app.console.service import Console, get_console
+from openrecycle.app.console.service import ConsoleService, get_console
 from openrecycle.app.plans.sources import Made, OfJob, Source
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import components, facts, url_state
 from openrecycle.app.ui.charts.overview import MAX_BARS, Detail
 from openrecycle.app.ui.charts.schedule import MAX_NODES
+from openrecycle.app.ui.components import schedule_of
 from openrecycle.app.ui.facts import critical_words, many_words
 from openrecycle.app.ui.picker import open_job
 from openrecycle.app.ui.plan_files import export_button, open_file
 from openrecycle.app.ui.plan_source import pick_plan, say_measured, show_instead, title_of
 from openrecycle.app.ui.schedule_view import ScheduleView, bars, choose_view, choose_workers, large_chart
-from openrecycle.app.ui.schedules import schedule_of
 from openrecycle.app.ui.tables import Table, of_workers, operations_table, workers_table
 from openrecycle.app.ui.theme import Palette
 from openrecycle.planner.jobs.job import Technique, Worker
@@ -72,7 +72,7 @@ def _workers_table(fingerprint: str, names: str, out: dict[str, str], _schedule:
     return workers_table(_schedule, [Worker.parse(name) for name in names.split(",")], out)
 
 
-def _follow(console: Console, job_id: str, shown: tuple[str | None, str]) -> None:
+def _follow(console: ConsoleService, job_id: str, shown: tuple[str | None, str]) -> None:
     """Runs the page again when another plan is run."""
     try:
         run = console.jobs.find(job_id).plan_run
@@ -115,7 +115,7 @@ def _comparison(source: Source) -> dict[str, str | list[str]]:
 
 
 def _tables(
-    console: Console,
+    console: ConsoleService,
     source: Source,
     schedule: Schedule,
     workers: list[Worker],

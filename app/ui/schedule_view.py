@@ -12,14 +12,13 @@ from pathlib import Path
 import streamlit as st
 from streamlit.components.v2.types import ComponentRenderer
 
-from openrecycle.app.ui import chart_revision, components, text, url_state
-from openrecycle.app.ui.chart_revision import Range
+from openrecycle.app.ui import components, text, time_range, url_state
 from openrecycle.app.ui.charts import overview as large
 from openrecycle.app.ui.charts.overview import Detail
 from openrecycle.app.ui.charts.schedule import MAX_NODES, gantt
 from openrecycle.app.ui.facts import many_words
 from openrecycle.app.ui.theme import Palette
-from openrecycle.app.ui.time_range import TimeRange, choose_time, show_all, within
+from openrecycle.app.ui.time_range import Range, TimeRange, choose_time, show_all, within
 from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.plans.drawing import Drawing, pipeline_workers, stage_workers, touched_workers
 from openrecycle.planner.plans.plan import Plan
@@ -198,7 +197,7 @@ def bars(
     """Op by op, in a chart in which a click shows a micro-batch's path. what: names the schedule and its rows. shown:
     the part of the time. ghost: with the next iteration."""
     what += f" {sorted(wish.draw)} {wish.path} {colours.name} {sorted(drawing.out.items())}"
-    part, turn = chart_revision.drawn_with(key, what, shown)
+    part, turn = time_range.drawn_with(key, what, shown)
     figure = gantt(
         drawing,
         colours,

@@ -6,7 +6,7 @@ from typing import Any
 
 import streamlit as st
 
-from openrecycle.app.console.service import Console, get_console
+from openrecycle.app.console.service import ConsoleService, get_console
 from openrecycle.app.jobs.records import Row
 from openrecycle.app.plans.simulations import (
     DRAWN,
@@ -69,7 +69,7 @@ def page() -> None:
     st.fragment(_results, run_every=None if simulation.done else 0.2)(simulation, colours)
 
 
-def _ask(console: Console) -> SimulationRequest | None:
+def _ask(console: ConsoleService) -> SimulationRequest | None:
     """The controls; their state is in the URL. None: there is nothing to simulate, and the page has said why.
     Raises InputError."""
     jobs = {job.job_id: job.name for job in reversed(console.queries.list_jobs())}
@@ -140,7 +140,7 @@ def _ask(console: Console) -> SimulationRequest | None:
     return parse_request(**values)
 
 
-def _history(console: Console, job_id: str) -> tuple[tuple[Row, ...], float]:
+def _history(console: ConsoleService, job_id: str) -> tuple[tuple[Row, ...], float]:
     """The job's own up to when the page was opened, or its sender's was: `?covers=<job>:<seconds>`."""
 
     def accept(word: str) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import streamlit as st
 
-from openrecycle.app.leadership.host import standing_by
+from openrecycle.app.leadership.host import standby_status
 from openrecycle.app.leadership.lease import LeaderStatus
 from openrecycle.app.ui.components import use_style
 
@@ -34,7 +34,7 @@ def show(status: LeaderStatus) -> None:
 def on_open_page() -> bool:
     """On a page that was open when the console stopped being sure that it leads: what is shown stays, and this says
     so. Once another leads, the page of a standby comes in its place. False: there is nothing to say."""
-    status = standing_by()
+    status = standby_status()
     if status is None:
         return False
     if not status.doubt:
@@ -48,7 +48,7 @@ def on_open_page() -> bool:
 
 
 def _state(*, doubt: bool) -> None:
-    status = standing_by()
+    status = standby_status()
     if status is None or status.doubt != doubt:
         st.rerun()
         return

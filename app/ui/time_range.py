@@ -1,4 +1,8 @@
-"""The part of a schedule's time that is shown: chosen by a slider or by dragging over the chart, and in the address."""
+"""The part of a schedule's time that is shown: chosen by a slider or by dragging over the chart, and in the address.
+
+Also which part each chart was drawn with, and which it shows since somebody moved it: it is drawn anew only where it
+does not show the part that is asked for, so what somebody drags does not come back to be drawn again meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,10 @@ from pathlib import Path
 import streamlit as st
 from streamlit.components.v2.types import ComponentRenderer
 
-from openrecycle.app.ui import chart_revision, url_state
-from openrecycle.app.ui.chart_revision import Range
+from openrecycle.app.ui import url_state
 from openrecycle.app.ui.theme import CHART_CONFIG
+
+Range = tuple[float, float]
 
 TIME = "time"
 # Of a chart that is followed: a double click is for `chart_zoom.js`.
@@ -84,14 +89,14 @@ def dragged(chart: str, time: TimeRange) -> None:
         return
     if not sent:
         part = None
-        chart_revision.forget(chart)  # the browser waits for it
+        forget(chart)  # the browser waits for it
     else:
         low, high = (min(max(edge, 0.0), time.end) for edge in (sent[0], sent[-1]))
         if low >= high:
             return
         digits = max(0, 3 - math.floor(math.log10(high - low)))
         part = narrowed((round(low, digits), min(time.end, round(high, digits))), time.end)
-        chart_revision.moved(chart, part)
+        moved(chart, part)
     st.session_state[time.key] = part or (0.0, time.end)
     _remember(time.name, part)
 
@@ -139,3 +144,44 @@ def _key(chart: str) -> str:
 @cache
 def _component() -> ComponentRenderer:
     return st.components.v2.component("chart-zoom", js=_SCRIPT.read_text(), isolate_styles=False)
+
+
+# -- charts that somebody may have moved since -------------------------------------------------------
+
+
+@dataclass
+class _ChartRevision:
+    """what: is in it. drawn: the part that it was drawn with, None: all; showing: that it shows. turn: counts
+    drawings."""
+
+    what: str
+    drawn: Range | None
+    showing: Range | None
+    turn: int
+
+
+def drawn_with(chart: str, what: str, shown: Range | None) -> tuple[Range | None, int]:
+    """The part to draw the chart of that key with so that it shows `shown`, and a number that is another one whenever
+    the browser is to forget what somebody has moved. what: names all else that is in the chart."""
+    key = _revision_key(chart)
+    chart_revision: _ChartRevision | None = st.session_state.get(key)
+    if chart_revision is None or chart_revision.what != what or chart_revision.showing != shown:
+        turn = chart_revision.turn + 1 if chart_revision is not None else 0
+        chart_revision = st.session_state[key] = _ChartRevision(what, shown, shown, turn)
+    return chart_revision.drawn, chart_revision.turn
+
+
+def moved(chart: str, showing: Range | None) -> None:
+    """For a callback: somebody has moved it, and it shows that part by now."""
+    if (chart_revision := st.session_state.get(_revision_key(chart))) is not None:
+        chart_revision.showing = showing
+
+
+def forget(chart: str) -> None:
+    """For a callback: it is drawn anew in any case."""
+    if (chart_revision := st.session_state.get(_revision_key(chart))) is not None:
+        chart_revision.what = ""
+
+
+def _revision_key(chart: str) -> str:
+    return f"{chart}-revision"

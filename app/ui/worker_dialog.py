@@ -14,7 +14,7 @@ from itertools import groupby
 import streamlit as st
 
 from openrecycle.agent.messages.protocol import Doing
-from openrecycle.app.console.service import Console
+from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.console.view import JobView, StateInterval, WorkerDetail, WorkerView
 from openrecycle.app.jobs.states import ALIVE, HOLDING, OUT, RankState, RoleState
 from openrecycle.app.observing.recorder import Series
@@ -245,7 +245,7 @@ def page_wanted() -> None:
         st.rerun()
 
 
-def show_opened(console: Console, job_id: str) -> None:
+def show_opened(console: ConsoleService, job_id: str) -> None:
     """Shows the dialog of the opened worker, if one is. Call it from the page's main run, not from a
     fragment that runs again by itself: that would close it."""
     st.session_state.pop(ASKED, None)
@@ -272,7 +272,7 @@ def _close() -> None:
     st.query_params.pop(IN_ADDRESS, None)
 
 
-def _detail(console: Console, job_id: str, name: str) -> None:
+def _detail(console: ConsoleService, job_id: str, name: str) -> None:
     try:
         view = console.queries.view(job_id)
         now = time.time()
@@ -297,7 +297,7 @@ def _detail(console: Console, job_id: str, name: str) -> None:
         st.html(log_html(detail, zone, now))
 
 
-def _over_time(console: Console, job_id: str, detail: WorkerDetail) -> None:
+def _over_time(console: ConsoleService, job_id: str, detail: WorkerDetail) -> None:
     """Op times against the plan's and memory, as charts and in figures."""
     name = detail.worker.name
     span = url_state.segmented_control(
@@ -338,7 +338,7 @@ class _Action:
     warning: str = ""
 
 
-def _actions(console: Console, view: JobView, worker: WorkerView) -> None:
+def _actions(console: ConsoleService, view: JobView, worker: WorkerView) -> None:
     """What can be done with it. Each button asks first, in its place; nothing is armed before one is clicked."""
     offered = _offered(console, view, worker)
     if worker.state in ALIVE and not view.spec.demo:
@@ -363,7 +363,7 @@ def _arm(wanted: tuple[str, str] | None) -> None:
     st.session_state[ARMED] = wanted
 
 
-def _offered(console: Console, view: JobView, worker: WorkerView) -> list[_Action]:
+def _offered(console: ConsoleService, view: JobView, worker: WorkerView) -> list[_Action]:
     """What can be done with it, the mildest first."""
     name, job_id = worker.name, view.job_id
     process, made = facts.process_words(worker), []

@@ -1,4 +1,4 @@
-"""`openrecycle catalog` and `normalize`."""
+"""`openrecycle catalog` and `migrations`."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from openrecycle.planner.jobs.failures import parse_failed
 from openrecycle.planner.jobs.job import MemoryLimit, Over, Technique
 from openrecycle.planner.jobs.profile import AUTO
 from openrecycle.planner.layers.distribution import COPY_BANDWIDTH, check_copy_cost
-from openrecycle.planner.layers.migration import SECONDS, MigrationPlan, normalize
+from openrecycle.planner.layers.migration import SECONDS, MigrationPlan, best_migrations
 from openrecycle.planner.plans.packed import CatalogQuestion, Effort
 from openrecycle.planner.portfolio import SOLVERS
 
 
-def normalize_command(
+def migrations_command(
     pipelines: Annotated[int | None, typer.Option(help="Data-parallel pipelines.")] = None,
     stages: Annotated[int | None, typer.Option(help="Stages of each pipeline.")] = None,
     micro_batches: Annotated[int | None, typer.Option(help="Micro-batches per pipeline and iteration.")] = None,
@@ -57,7 +57,7 @@ def normalize_command(
     """Say whether failures should move to other stages, which workers to migrate, and why."""
 
     job = job_of_options(pipelines, stages, micro_batches, durations, profile)
-    result = normalize(
+    result = best_migrations(
         job,
         parse_failed((name for text in fail or [] for name in text.split(",")), job),
         technique=Technique.of(technique),

@@ -19,13 +19,12 @@ from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique
 from openrecycle.planner.plans.models import analytic_job, model_shape
 from openrecycle.planner.profiles import job_on, load
-from openrecycle.planner.simulation.costs import RecoveryCosts
 from openrecycle.planner.simulation.engine import simulate
-from openrecycle.planner.simulation.outcome import SimulationOutcome
+from openrecycle.planner.simulation.outcome import SimulationOutcome, Sweep, sweep
 from openrecycle.planner.simulation.planned import LAYERS_PER_STAGE, PlannedJob
 from openrecycle.planner.simulation.policies.planned_policies import PLANNED, planned_policy
 from openrecycle.planner.simulation.policies.published import PUBLISHED, READY_AFTER, published
-from openrecycle.planner.simulation.sensitivity import Sweep, sweep
+from openrecycle.planner.simulation.policy_base import RecoveryCosts
 from openrecycle.planner.simulation.trace import Trace
 from openrecycle.planner.simulation.traces import read_trace
 from openrecycle.planner.simulation.traces.generated import HOST, Domain, generated

@@ -81,7 +81,7 @@ class Worker(NamedTuple):
 
 
 @dataclass(frozen=True, order=True)
-class Member:
+class WorkerRank:
     """One process of a job: a rank of a worker. stage: alike of those that hold the same."""
 
     worker: Worker

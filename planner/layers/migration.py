@@ -1,4 +1,4 @@
-"""Failure normalization: moving failures to the stages where they cost least.
+"""Migration of workers: moving failures to the stages where they cost least.
 
 Only the number of failures per stage matters for the period. A living worker that takes the
 weights of another stage moves a failure from that stage to its own; that costs the copy of weights
@@ -71,7 +71,7 @@ class _Option:
     moved: int
 
 
-def normalize(
+def best_migrations(
     job: Job,
     failed: Iterable[Worker],
     *,

@@ -99,7 +99,9 @@ class PlanError(PlannerError):
     """A plan file that can't be read as a plan. The sentence names the field and what is wrong."""
 
 
-class _Model(BaseModel):
+class DocumentModel(BaseModel):
+    """Part of a document: fields that it does not know are refused, and none is changed."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
@@ -113,7 +115,7 @@ def _some_at_a_time(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
     return found
 
 
-class StageDoc(_Model):
+class StageDoc(DocumentModel):
     """Op times of one stage, in `time_unit`, and what it keeps in memory; see planner.jobs.job.StageProfile."""
 
     forward: Time
@@ -138,7 +140,7 @@ class LayerDoc(StageDoc):
 _Size = Annotated[int, INTEGER, Field(json_schema_extra={"minimum": 1})]
 
 
-class JobDoc(_Model):
+class JobDoc(DocumentModel):
     """See planner.jobs.job.Job. `capacity_bytes`: one number for all workers, or one per stage.
 
     partition: layers per stage without failures; a plan has its own. With `layers`, profiles and transfers follow from
@@ -205,7 +207,7 @@ class JobDoc(_Model):
         return made
 
 
-class OpDoc(_Model):
+class OpDoc(DocumentModel):
     """`micro_batch` counts from 0 inside its home `pipeline`; null for O, which belongs to none."""
 
     kind: Literal["F", "I", "W", "B", "O"]
@@ -425,7 +427,7 @@ def _ticks(job: Job, times: Numbers) -> Numbers:
     return whole([round(v * scale) for v in times.tolist()])
 
 
-class MetricsDoc(_Model):
+class MetricsDoc(DocumentModel):
     """All as defined in planner.plans.schedule; `gap` and the slowdowns are fractions (0.08 = +8 %).
 
     bound_over: see planner.jobs.job.Over. The slowdowns are against the job as it is cut without failures.
@@ -438,8 +440,8 @@ class MetricsDoc(_Model):
     gap: StrictFloat
     bubble_fraction: StrictFloat
     slowdown_vs_1f1b: StrictFloat
-    # Against planner.solvers.fault_free.best_fault_free; against this very plan where it is shorter than that, since
-    # a plan around failures is one without them too.
+    # Against solvers.list_scheduler.best_fault_free; against this very plan where it is shorter than that, since a plan
+    # around failures is one without them too.
     slowdown_vs_best: StrictFloat
     peak_activations: dict[WorkerName, Annotated[int, INTEGER]]
 
@@ -451,7 +453,7 @@ PROVERS = ("cp-sat",)
 MEASURED = "measured"
 
 
-class SolverDoc(_Model):
+class SolverDoc(DocumentModel):
     """status: `optimal` when the bound equals the period, else `feasible`."""
 
     name: Annotated[str, Field(max_length=80, pattern=PRINTABLE)]
@@ -460,7 +462,7 @@ class SolverDoc(_Model):
     message: Annotated[str, Field(max_length=2000, pattern=PRINTABLE)] = ""
 
 
-class Plan(_Model):
+class Plan(DocumentModel):
     """See the module. `fingerprint` is a hash of the problem and the ops; equal plans share it."""
 
     schema_version: Annotated[Literal[1], INTEGER] = SCHEMA_VERSION

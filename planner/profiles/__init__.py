@@ -12,7 +12,7 @@ import math
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.files import read_whole
@@ -20,6 +20,7 @@ from openrecycle.planner.jobs.job import MAX_LAYERS, Job, LayerProfile, StagePro
 from openrecycle.planner.plans.plan import (
     INTEGER,
     PRINTABLE,
+    DocumentModel,
     JobDoc,
     PlanError,
     StageDoc,
@@ -32,24 +33,20 @@ from openrecycle.planner.plans.plan import (
 Milliseconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Bytes = Annotated[int, Field(ge=0), INTEGER]
 Text = Annotated[str, Field(max_length=300, pattern=PRINTABLE)]
-Samples = Annotated[int, Field(ge=1), INTEGER]
+Count = Annotated[int, Field(ge=1), INTEGER]
 Clock = Literal["wall", "cpu"]
 
 _FOLDER = Path(__file__).parent
 T = TypeVar("T", bound=StageDoc)
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Timing(_Model):
+class Timing(DocumentModel):
     """Milliseconds over `repeats` runs."""
 
     median: Milliseconds
     p10: Milliseconds
     p90: Milliseconds
-    repeats: Samples
+    repeats: Count
 
     @model_validator(mode="after")
     def _ordered(self) -> Timing:
@@ -63,7 +60,7 @@ class Timing(_Model):
         return (self.p90 - self.p10) / self.median if self.median else 0.0
 
 
-class Part(_Model):
+class Part(DocumentModel):
     """A measured piece of a model: its ops for one micro-batch, its step, and the bytes it keeps.
 
     The bytes are those of planner.jobs.job.StageProfile. reduced_bytes: what its peers all-reduce.
@@ -88,7 +85,7 @@ class Part(_Model):
         return max((t.spread * t.median / longest for t in timings), default=0.0) if longest else 0.0
 
 
-class Reductions(_Model):
+class Reductions(DocumentModel):
     """All-reduce of `bytes` among 2, 3, ... peers, in order; all of them on the profiled machine."""
 
     bytes: Annotated[int, Field(ge=1), INTEGER]
@@ -104,23 +101,23 @@ class Reductions(_Model):
         return self.by_peers[known - 2].median * traffic * size / self.bytes
 
 
-class Hardware(_Model):
+class Hardware(DocumentModel):
     """accelerator: empty when the ops ran on the processor. clock: `wall`, or `cpu` for processor
     time, which other programs on the machine hardly lengthen. load: of the machine while measuring."""
 
     processor: Text
-    cores: Samples
+    cores: Count
     accelerator: Text = ""
     system: Text
     torch: Text
-    threads: Samples
+    threads: Count
     dtype: Text
     clock: Clock
     load: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     measured_on: Annotated[str, Field(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}$")]
 
 
-class Measurements(_Model):
+class Measurements(DocumentModel):
     """What was measured of a model, whatever grid it will train on.
 
     cut: `stages` (each part is one) or `layers` (parts: first, layer, last; `layers` of the middle
@@ -131,7 +128,7 @@ class Measurements(_Model):
     profile_version: Annotated[Literal[1], INTEGER] = 1
     model: Text
     about: Text
-    samples_per_micro_batch: Samples
+    samples_per_micro_batch: Count
     mode: Literal["deterministic", "fast"]
     hardware: Hardware
     cut: Literal["stages", "layers"]

@@ -15,10 +15,10 @@ from openrecycle.planner.jobs.failures import failures_per_stage
 from openrecycle.planner.jobs.job import Problem, Worker
 from openrecycle.planner.jobs.words import DROP, MIGRATE, REROUTE, milliseconds, percent
 from openrecycle.planner.layers.distribution import CopyCost
-from openrecycle.planner.layers.migration import Migration, normalize
+from openrecycle.planner.layers.migration import Migration, best_migrations
 from openrecycle.planner.plans.baseline import reference_period
-from openrecycle.planner.simulation.costs import RecoveryCosts
 from openrecycle.planner.simulation.planned import PlannedJob, Rate
+from openrecycle.planner.simulation.policy_base import RecoveryCosts
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
 
 # Ops above which nothing is planned while a failure waits: the count's own period stands for it.
@@ -163,7 +163,7 @@ def _migrated(
     # One copy takes `migrate` seconds; the peers of a stage send one each at a time.
     cost = CopyCost((1,) * planned.job.stages, 1 / costs.migrate) if costs.migrate else None
     try:
-        moved = normalize(
+        moved = best_migrations(
             planned.job,
             failed,
             technique=planned.technique,

@@ -10,10 +10,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate, chain, count, islice
 
+from openrecycle.planner.jobs.errors import InfeasibleError
 from openrecycle.planner.jobs.failures import levelled
-from openrecycle.planner.jobs.job import Problem, Worker
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, Worker
 from openrecycle.planner.plans.baseline import Timed, one_forward_one_backward, references, timed_schedule
 from openrecycle.planner.plans.bounds import period_bound
 from openrecycle.planner.plans.schedule import Schedule
@@ -296,3 +298,49 @@ def reference_result(table: Table, reference: Timed) -> Result:
     starts = [[own[kind][s][k] for s in range(job.stages) for k in place] for kind in "FIW"]
     splits = any(kind == "W" for kind, _ in reference.orders[0])
     return table.timed(starts[0], starts[1], starts[2], "all" if splits else "none")
+
+
+# -- what is best without failures -------------------------------------------------------------------
+
+# Of one period the plainest: what comes first asks least of the job.
+_TECHNIQUES = (Technique.ADAPTIVE, Technique.DECOUPLED, Technique.STAGGERED)
+
+
+def best_fault_free(job: Job, memory: MemoryLimit) -> Schedule:
+    """The shortest fault-free plan of `job` at a memory limit, of one pipeline where all are alike: the best of all
+    techniques, each the best of the list scheduler's rules and of the published schedules (1F1B, GPipe, ZB-H1, ZB-H2)
+    that it and the limit allow.
+
+    Whatever the technique of the plan that is compared: what a job loses by its failures, or by doing without
+    a technique, is measured from one mark. It depends on job and limit alone, so all who ask get the same.
+    A job that has layers is cut as it is without failures, or, where that does not fit in memory, as it is.
+    Raises InputError, and InfeasibleError where no technique has a plan.
+    """
+    try:
+        return _best(job.at_home, memory)
+    except InfeasibleError:
+        if job.at_home is job:
+            raise
+        return _best(job, memory)
+
+
+@lru_cache(maxsize=64)
+def _best(job: Job, memory: MemoryLimit) -> Schedule:
+    # Pipelines without failures are independent of each other: where their workers are equally fast,
+    # one stands for all.
+    alone = job if job.speeds else replace(job, pipelines=1)
+    best: Schedule | None = None
+    refused: InfeasibleError | None = None
+    for technique in _TECHNIQUES:
+        try:
+            problem = Problem(alone, technique=technique, memory=memory)
+            schedule = ListScheduler().solve(problem).schedule
+        except InfeasibleError as error:
+            refused = error
+            continue
+        if best is None or schedule.period < best.period:
+            best = schedule
+    if best is None:
+        assert refused is not None
+        raise refused
+    return best

@@ -285,7 +285,7 @@ class Rearranger:
         # A schedule for more failures has other routes, so it is searched by itself, in turn with this problem's own.
         starts = [warm_start, *([warm_start.made_for] if warm_start.made_for else [])]
         searches = [
-            _Search(
+            _OrderSearch(
                 problem if start is warm_start else start.problem,
                 start,
                 bound,
@@ -313,7 +313,7 @@ class Rearranger:
         return Solution(schedule, bound, self.name, elapsed())
 
 
-class _Search:
+class _OrderSearch:
     """The orders in hand, the best first."""
 
     def __init__(

@@ -15,8 +15,8 @@ import torch.distributed
 
 from openrecycle.agent.messages.protocol import Deployment
 from openrecycle.agent.monitoring.heartbeat import Status
+from openrecycle.agent.monitoring.timeline import OpSeconds
 from openrecycle.agent.own_loops.own_loop import OwnLoop
-from openrecycle.agent.stages.op_times import OpSeconds
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, Worker
 from openrecycle.planner.plans.plan import Plan
 from openrecycle.planner.portfolio import make_plan

@@ -121,7 +121,7 @@ def test_a_layer_has_its_own_parameters_by_the_models_names() -> None:
 def test_what_passes_between_layers_is_what_is_said_beforehand(family: str, autocast: bool) -> None:
     ids, mask = tokens(padded=True)
     with cut(CONFIGS[family], "attention_mask") as source:
-        said = source.boundaries(ids.shape)
+        said = source.stage_io(ids.shape)
         layers = [source(k, LAST + 1) for k in range(LAST + 1)]
     passed: tuple[Tensor, ...] = (ids, 1 - mask)
     for layer, boundary in zip(layers[:-1], said, strict=True):

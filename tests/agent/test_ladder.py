@@ -9,7 +9,7 @@ import pytest
 from openrecycle.agent.config.timeouts import Timeouts
 from openrecycle.agent.coordination.membership import FailureTimeouts
 from openrecycle.agent.messages.protocol import JobSpec
-from openrecycle.app.console.service import Console
+from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
@@ -21,10 +21,10 @@ pytestmark = pytest.mark.processes
 SPEC = JobSpec(name="a job", pipelines=1, stages=1, micro_batches=1, iterations=10)
 
 
-def open_console(path: Path, **rungs: float) -> tuple[Console, Database]:
+def open_console(path: Path, **rungs: float) -> tuple[ConsoleService, Database]:
     database = Database(f"sqlite:///{path / 'console.db'}")
     database.upgrade()
-    return Console(Store(database), failure_timeouts=FailureTimeouts(**rungs)), database
+    return ConsoleService(Store(database), failure_timeouts=FailureTimeouts(**rungs)), database
 
 
 def spec(timeouts: Timeouts) -> JobSpec:

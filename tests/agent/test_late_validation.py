@@ -18,7 +18,7 @@ from openrecycle.agent.stages.optimizer import StageOptimizer
 from openrecycle.agent.stages.post_validation import Slot, ValidationResult
 from openrecycle.agent.transport.ranks import Ranks
 from openrecycle.agent.workers.validation_exchange import Steps
-from openrecycle.planner.jobs.job import Member, Worker
+from openrecycle.planner.jobs.job import Worker, WorkerRank
 from tests.agent.nan_model import NanModel
 from tests.agent.runs import Run, nan_model
 from tests.conftest import at_length
@@ -148,7 +148,7 @@ def test_what_is_in_doubt_after_a_death_is_settled_by_the_survivors() -> None:
     doubts.step(None)
     assert next(doubts.module.parameters()).item() == 1.0 - 4.0
     knows.settle(ValidationResult(1.0 / (5.0 + 1e-6)))
-    holders = {Member(w): (1, *s.numbers()) for w, s in zip(workers, (informed, uninformed), strict=True)}
+    holders = {WorkerRank(w): (1, *s.numbers()) for w, s in zip(workers, (informed, uninformed), strict=True)}
     for steps in (informed, uninformed):
         steps.begin(_Unused(), list(workers), 1, holders)  # type: ignore[arg-type]
     assert next(knows.module.parameters()).item() == pytest.approx(1.0 - 3.0 / 5.0)
@@ -167,7 +167,7 @@ def test_who_has_gone_further_still_tells_of_the_step_in_doubt() -> None:
     ahead.gradients.add(ahead.gradients.parameters[0], torch.tensor([[100.0]]))
     ahead.step(None)
     assert ahead.slot == Slot((10000.0,)) and ahead.slot_before == Slot((9.0,))
-    holders = {Member(workers[0]): (2, *further.numbers()), Member(workers[1]): (1, *uninformed.numbers())}
+    holders = {WorkerRank(workers[0]): (2, *further.numbers()), WorkerRank(workers[1]): (1, *uninformed.numbers())}
     ahead.roll_back()
     for steps in (further, uninformed):
         steps.begin(_Unused(), list(workers), 1, holders)  # type: ignore[arg-type]

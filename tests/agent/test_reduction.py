@@ -16,7 +16,7 @@ from openrecycle.agent.stages.backward.split import STRATEGIES, StrategyName
 from openrecycle.agent.stages.gradients import GradientSum, gradient_sum
 from openrecycle.agent.stages.stage import Stage
 from openrecycle.agent.transport.group import LateGroup, TransferError
-from openrecycle.agent.workers.reduction import Reduction
+from openrecycle.agent.workers.reduction import GradientReduction
 from tests.agent.runs import Run, fault_free, small
 from tests.conftest import at_length
 
@@ -71,7 +71,7 @@ def test_each_bucket_begins_once_it_is_complete(split: StrategyName) -> None:
         pass
     sums = GradientSum(module.parameters(), terms=3, bucket_bytes=2 * ROW)
     stage, begun = Stage(module, sums, split=STRATEGIES[split](module)), Begun()
-    reduction = Reduction(sums, begun)
+    reduction = GradientReduction(sums, begun)
     stage.expect(len(KEYS), reduction)
     for m in backward(stage):
         assert not begun.sums or (split == "fused" and m == len(KEYS) - 1), "nothing begins before the last one"
@@ -86,7 +86,7 @@ def test_each_bucket_begins_once_it_is_complete(split: StrategyName) -> None:
 def test_without_micro_batches_all_begin_at_the_step_in_the_same_order() -> None:
     module = layers()
     sums, begun = GradientSum(module.parameters(), terms=1, bucket_bytes=ROW), Begun()
-    reduction = Reduction(sums, begun)
+    reduction = GradientReduction(sums, begun)
     assert not reduction.begun
     reduction.finish()
     assert [t.numel() for t in begun.sums] == [ROW // 8] * 4 + [sums.buffer.numel() - 4 * ROW // 8]
@@ -113,7 +113,7 @@ def test_buckets_are_whole_parameters_from_the_end_and_cover_everything_once(buc
 def test_a_parameter_without_a_gradient_holds_its_bucket_back_until_the_step() -> None:
     module = layers()
     sums, begun = GradientSum(module.parameters(), terms=1, bucket_bytes=ROW), Begun()
-    reduction = Reduction(sums, begun)
+    reduction = GradientReduction(sums, begun)
     for parameter in list(module.parameters())[:-1]:  # all but the last layer's bias
         reduction.add(parameter, torch.ones_like(parameter))
     assert not begun.sums
@@ -124,7 +124,7 @@ def test_a_parameter_without_a_gradient_holds_its_bucket_back_until_the_step() -
 def test_what_can_not_begin_is_raised_at_the_step() -> None:
     module = layers()
     sums, begun = GradientSum(module.parameters(), terms=1, bucket_bytes=ROW), Begun(fails=1)
-    reduction = Reduction(sums, begun)
+    reduction = GradientReduction(sums, begun)
     for parameter in module.parameters():
         reduction.add(parameter, torch.ones_like(parameter))
     with pytest.raises(TransferError, match="a peer has died"):

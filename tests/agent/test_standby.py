@@ -18,7 +18,7 @@ from openrecycle.agent.transport import communicator
 from openrecycle.agent.transport.communicator import Communicator, Groups
 from openrecycle.agent.transport.group import GlooGroup, TransferError
 from openrecycle.agent.transport.store import RendezvousStore
-from openrecycle.planner.jobs.job import Member, Worker
+from openrecycle.planner.jobs.job import Worker, WorkerRank
 from tests.agent.launches import warm
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(100)]
@@ -85,7 +85,7 @@ class Job:
         def work(me: Worker) -> None:
             mine = groups[me]
             rows = mine.gather_rows((me.pipeline, me.stage))
-            assert rows == {Member(w, 0): (w.pipeline, w.stage) for w in living}
+            assert rows == {WorkerRank(w, 0): (w.pipeline, w.stage) for w in living}
             others = [w for w in living if w.stage != me.stage]
             coming = [mine.receive(w, torch.zeros(1), 7) for w in others]
             for pending in [mine.send(w, torch.full((1,), float(me.pipeline)), 7) for w in others]:

@@ -16,9 +16,9 @@ from openrecycle.agent.nodes.succession import (
     Follow,
     GiveUp,
     Lead,
+    LeadStatus,
     Search,
     Spool,
-    Standing,
     ask,
     first_to_lead,
     may_go_on,
@@ -110,16 +110,16 @@ def test_a_copy_needs_to_tell_the_plan_once() -> None:
 
 
 def test_a_node_that_has_promised_to_follow_hears_the_old_lead_no_more() -> None:
-    standing = Standing(1)
-    standing.follow(0, 0)
-    assert standing.take(copy_of({}))
+    lead_status = LeadStatus(1)
+    lead_status.follow(0, 0)
+    assert lead_status.take(copy_of({}))
     vote = {"kind": "vote", "run": RUN, "term": 2, "age": [1, 1]}
-    assert not standing.answer(vote)["granted"], "its lead is there"
-    standing.lose_lead()
-    assert not standing.answer(vote | {"age": [1, 0]})["granted"], "it knows more"
-    assert standing.answer(vote)["granted"] and not standing.answer(vote)["granted"]
-    assert not standing.take(copy_of({}, number=2)) and not standing.hear() and not standing.stand(2)
-    assert standing.follow(2, 2) and standing.take(copy_of({}, 2, 1, 2)) and not standing.follow(0, 1)
+    assert not lead_status.answer(vote)["granted"], "its lead is there"
+    lead_status.lose_lead()
+    assert not lead_status.answer(vote | {"age": [1, 0]})["granted"], "it knows more"
+    assert lead_status.answer(vote)["granted"] and not lead_status.answer(vote)["granted"]
+    assert not lead_status.take(copy_of({}, number=2)) and not lead_status.hear() and not lead_status.stand(2)
+    assert lead_status.follow(2, 2) and lead_status.take(copy_of({}, 2, 1, 2)) and not lead_status.follow(0, 1)
 
 
 def test_times_and_workers_of_the_record_are_taken_over() -> None:
@@ -146,7 +146,7 @@ def test_times_and_workers_of_the_record_are_taken_over() -> None:
 
 
 def launcher(rank: int) -> NodeHub:
-    return NodeHub("127.0.0.1", 0, 3, "", lambda _: None, Standing(rank))
+    return NodeHub("127.0.0.1", 0, 3, "", lambda _: None, LeadStatus(rank))
 
 
 def found(search: Search) -> Lead | Follow | GiveUp:
@@ -163,11 +163,11 @@ def test_the_lowest_of_those_that_are_left_leads_and_the_others_find_it() -> Non
     searches = {}
     try:
         for hub in hubs.values():
-            hub.standing.follow(0, 0)
-            assert hub.standing.take(copy_of(nodes))
-            hub.standing.lose_lead()
+            hub.lead_status.follow(0, 0)
+            assert hub.lead_status.take(copy_of(nodes))
+            hub.lead_status.lose_lead()
         for rank, hub in hubs.items():
-            searches[rank] = Search(hub.standing, copy_of(nodes), "")
+            searches[rank] = Search(hub.lead_status, copy_of(nodes), "")
         assert found(searches[1]) == Lead(2, frozenset({2}), frozenset({0}))
         assert found(searches[2]) == Follow(1, 2)
     finally:
@@ -181,26 +181,26 @@ def test_one_that_is_silent_is_not_gone_and_two_do_not_lead_without_each_other()
         try:
             assert ask(silent.getsockname(), "", RUN) == "silent"
             nodes = {0: silent.getsockname(), 1: (hub.host, hub.port)}
-            hub.standing.follow(0, 0)
-            assert hub.standing.take(copy_of(nodes))
-            hub.standing.lose_lead()
-            search = Search(hub.standing, copy_of(nodes), "")
+            hub.lead_status.follow(0, 0)
+            assert hub.lead_status.take(copy_of(nodes))
+            hub.lead_status.lose_lead()
+            search = Search(hub.lead_status, copy_of(nodes), "")
             search.join(6)
-            assert search.outcome is None and not hub.standing.leads
-            assert hub.standing.hear(), "it is its lead still"
+            assert search.outcome is None and not hub.lead_status.leads
+            assert hub.lead_status.hear(), "it is its lead still"
             search.cancel()
         finally:
             hub.close("")
 
 
 def test_a_lead_that_is_there_leads_on() -> None:
-    hub, lead = launcher(1), NodeHub("127.0.0.1", 0, 2, "", lambda _: None, Standing(0, lead=0, term=1, run=RUN))
+    hub, lead = launcher(1), NodeHub("127.0.0.1", 0, 2, "", lambda _: None, LeadStatus(0, lead=0, term=1, run=RUN))
     try:
         nodes = {0: (lead.host, lead.port), 1: (hub.host, hub.port)}
-        hub.standing.follow(0, 0)
-        assert hub.standing.take(copy_of(nodes))
-        hub.standing.lose_lead()
-        assert isinstance(found(Search(hub.standing, copy_of(nodes), "")), GiveUp)
+        hub.lead_status.follow(0, 0)
+        assert hub.lead_status.take(copy_of(nodes))
+        hub.lead_status.lose_lead()
+        assert isinstance(found(Search(hub.lead_status, copy_of(nodes), "")), GiveUp)
         assert ask((lead.host, lead.port), "", "another run") == "gone"
     finally:
         hub.close("")

@@ -22,7 +22,7 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 
 from openrecycle.agent.messages.protocol import Acknowledgement, Iteration, JobSpec, Registration
-from openrecycle.app.console.service import Console
+from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.security.guard import BodyLimit
 from openrecycle.app.server import create_routes
 from openrecycle.db.session import Database
@@ -73,7 +73,7 @@ class Api:
     def __init__(self, folder: Path) -> None:
         self._database = Database(f"sqlite:///{folder / 'console.db'}")
         self._database.upgrade()
-        self.console = Console(Store(self._database), tolerance=0)
+        self.console = ConsoleService(Store(self._database), tolerance=0)
         self.console.start()
         self.app = Starlette(routes=create_routes(self.console), middleware=[Middleware(BodyLimit)])
         self._listener = socket.create_server(("127.0.0.1", 0))

@@ -8,7 +8,7 @@ from console_server import Agents, ConsoleServer, ForkedConsole
 from streamlit.components.v2 import manifest_scanner
 from ui_console import ConsoleHere
 
-from openrecycle.app.console.service import Console, set_console
+from openrecycle.app.console.service import ConsoleService, set_console
 from tests.conftest import new_database
 
 # Streamlit's AppTest looks at all installed packages for components anew for each page: 0.15 s of 0.25.
@@ -43,7 +43,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsoleHere]:
 
 
 @pytest.fixture
-def console(here: ConsoleHere) -> Iterator[Console]:
+def console(here: ConsoleHere) -> Iterator[ConsoleService]:
     """That one, as the pages find it."""
     set_console(here.console)
     yield here.console

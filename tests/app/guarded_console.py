@@ -8,7 +8,7 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from ui_console import JobHere
 
-from openrecycle.app.console.service import Console
+from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.metrics import Metering
 from openrecycle.app.security.access import Access
 from openrecycle.app.security.guard import AccessGuard, BodyLimit, HostGuard
@@ -18,7 +18,7 @@ from openrecycle.app.server import create_routes
 class Served:
     """A console behind its guards."""
 
-    def __init__(self, console: Console, job: JobHere) -> None:
+    def __init__(self, console: ConsoleService, job: JobHere) -> None:
         self.console, self.job = console, job
         console.security.access = Access("the console's own", console.security.tokens)
         guards = [

@@ -18,7 +18,7 @@ from openrecycle.agent.messages.protocol import (
     Recovery,
     Registration,
 )
-from openrecycle.app.console.service import Console
+from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.history.tables import LEFT_OUT
 from openrecycle.app.observing.as_run import IterationAsRun, WorkerOps
 from openrecycle.db.job_rows import MODELS, table
@@ -28,7 +28,7 @@ SPEC = JobSpec(name="job", pipelines=2, stages=2, micro_batches=2, iterations=50
 NAMES = [f"W{p}_{s}" for p in range(2) for s in range(2)]
 
 
-def lived_job(console: Console, *, finished: bool = True) -> str:
+def lived_job(console: ConsoleService, *, finished: bool = True) -> str:
     """Workers register, one dies and comes back, an operator looks on; it ends."""
     job_id = console.jobs.create(SPEC)[0].job_id
     for name in NAMES:
@@ -85,7 +85,7 @@ def lived_job(console: Console, *, finished: bool = True) -> str:
     return job_id
 
 
-def _resume(console: Console, job_id: str, names: list[str], generation: int) -> None:
+def _resume(console: ConsoleService, job_id: str, names: list[str], generation: int) -> None:
     for name in names:
         for state in ("adopted", "formed", "resumed"):
             message = Acknowledgement(worker=name, incarnation=f"{name}-a", generation=generation, state=state)  # type: ignore[arg-type]

@@ -10,13 +10,13 @@ from typing import Any
 from streamlit.testing.v1 import AppTest
 from ui_console import MAIN, ConsoleHere, until
 
-from openrecycle.app.console.service import Console, set_console
+from openrecycle.app.console.service import ConsoleService, set_console
 from openrecycle.app.plans.solving import Solves
 from openrecycle.app.plans.whatif import PARAMS
 from openrecycle.app.ui.planning.state import EXAMPLE, SAVED
 
 
-def page_console(here: ConsoleHere) -> Iterator[Console]:
+def page_console(here: ConsoleHere) -> Iterator[ConsoleService]:
     """The console that the page talks to; what it was asked to plan is forgotten afterwards."""
     set_console(here.console)
     yield here.console
@@ -64,7 +64,7 @@ def compared(test: AppTest) -> dict[str, list[str]]:
     return {name: cells for name, *cells in rows}
 
 
-def settled(test: AppTest, console: Console) -> AppTest:
+def settled(test: AppTest, console: ConsoleService) -> AppTest:
     until(lambda: all(s.over for s in console.plans.solves.all()), "all is planned")
     return run(test)
 
@@ -73,5 +73,5 @@ def figure(test: AppTest, index: int = 0) -> dict[str, Any]:
     return json.loads(test.get("plotly_chart")[index].proto.spec)  # type: ignore[no-any-return]
 
 
-def planned(test: AppTest, console: Console) -> AppTest:
+def planned(test: AppTest, console: ConsoleService) -> AppTest:
     return settled(click(test, "planner-plan"), console)

@@ -11,7 +11,7 @@ from ui_console import ConsoleHere, JobHere
 from ui_factory import plan
 
 from openrecycle.agent.coordination.events import Exited, PlanReady, UsePlan
-from openrecycle.app.console.service import Console
+from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.plans.service import misfit, use_plan
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.server import create_routes
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.processes
 
 
 @pytest.fixture(scope="module")
-def console(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Console]:
+def console(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsoleService]:
     here = ConsoleHere(tmp_path_factory.mktemp("applying"))
     yield here.console
     here.close()
@@ -77,7 +77,7 @@ def test_a_plan_for_others_or_at_the_wrong_moment_is_refused() -> None:
 # -- the console --------------------------------------------------------------------------------
 
 
-def test_a_plan_is_put_in_force_in_a_job_that_it_fits(console: Console) -> None:
+def test_a_plan_is_put_in_force_in_a_job_that_it_fits(console: ConsoleService) -> None:
     here = JobHere(console, "applied").register().commit(0, 3, 1)
     job = console.jobs.find(here.job_id)
     mine = plan(memory="4", technique="decoupled")
@@ -99,7 +99,7 @@ def test_a_plan_is_put_in_force_in_a_job_that_it_fits(console: Console) -> None:
     assert console.queries.view(here.job_id).plan.technique == "adaptive"  # type: ignore[union-attr]
 
 
-def test_what_does_not_fit_is_said(console: Console) -> None:
+def test_what_does_not_fit_is_said(console: ConsoleService) -> None:
     starting = JobHere(console, "not yet")
     running = JobHere(console, "running").register()
     finished = JobHere(console, "finished", iterations=4).register().commit(0, 3, 1).finish()
@@ -118,7 +118,7 @@ def test_what_does_not_fit_is_said(console: Console) -> None:
     assert console.queries.view(running.job_id).generation == 1
 
 
-def test_over_http_a_saved_plan_is_put_in_force(console: Console) -> None:
+def test_over_http_a_saved_plan_is_put_in_force(console: ConsoleService) -> None:
     client = TestClient(Starlette(routes=create_routes(console)), raise_server_exceptions=False)
     here = JobHere(console, "by HTTP").register()
     mine = plan(memory="3")

@@ -23,7 +23,7 @@ from openrecycle.agent.messages.protocol import (
     JobState,
     Registration,
 )
-from openrecycle.app.console.service import Console, get_console, set_console
+from openrecycle.app.console.service import ConsoleService, get_console, set_console
 from openrecycle.app.jobs.states import RoleState
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.db.session import Database
@@ -45,19 +45,19 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 
 @pytest.fixture
-def console(store: Store) -> Iterator[Console]:
-    console = Console(store)
+def console(store: Store) -> Iterator[ConsoleService]:
+    console = ConsoleService(store)
     console.start()
     yield console
     console.close()
 
 
-def register_all(console: Console, job_id: str) -> None:
+def register_all(console: ConsoleService, job_id: str) -> None:
     for name in NAMES:
         console.reports.register(job_id, Registration(worker=name, incarnation=f"{name}-a", host="h", pid=7))
 
 
-def resume(console: Console, job_id: str, generation: int, names: list[str]) -> None:
+def resume(console: ConsoleService, job_id: str, generation: int, names: list[str]) -> None:
     for name in names:
         for state in ("adopted", "formed", "resumed"):
             message = Acknowledgement(worker=name, incarnation=f"{name}-a", generation=generation, state=state)  # type: ignore[arg-type]
@@ -76,7 +76,7 @@ def until(true: Callable[[], bool], seconds: float = 30) -> None:
 
 
 def test_what_can_not_be_stored_has_not_happened(
-    console: Console, store: Store, monkeypatch: pytest.MonkeyPatch
+    console: ConsoleService, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     created, _ = console.jobs.create(SPEC)
     register_all(console, created.job_id)
@@ -102,7 +102,7 @@ def test_what_can_not_be_stored_has_not_happened(
 
 
 def test_a_commit_whose_answer_was_lost_is_found_again(
-    console: Console, store: Store, monkeypatch: pytest.MonkeyPatch
+    console: ConsoleService, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     created, _ = console.jobs.create(SPEC)
     register_all(console, created.job_id)
@@ -129,7 +129,7 @@ def test_a_commit_whose_answer_was_lost_is_found_again(
 
 
 def test_a_plan_for_a_large_grid_comes_from_the_child(
-    console: Console, store: Store, monkeypatch: pytest.MonkeyPatch
+    console: ConsoleService, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("openrecycle.app.jobs.job_plans.INLINE_OPS", 0)
     monkeypatch.setattr(console.plans.ahead, "make_ahead", lambda job: None)
@@ -144,7 +144,7 @@ def test_a_plan_for_a_large_grid_comes_from_the_child(
 
 
 def test_a_plan_whose_generation_could_not_be_stored_is_asked_for_again(
-    console: Console, store: Store, monkeypatch: pytest.MonkeyPatch
+    console: ConsoleService, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("openrecycle.app.jobs.job_plans.INLINE_OPS", 0)
     monkeypatch.setattr(console.plans.ahead, "make_ahead", lambda job: None)
@@ -166,7 +166,7 @@ def test_a_plan_whose_generation_could_not_be_stored_is_asked_for_again(
     until(lambda: console.jobs.find(created.job_id).state.generation == 2)
 
 
-def test_reports_that_come_at_once_are_taken_one_after_the_other(console: Console, store: Store) -> None:
+def test_reports_that_come_at_once_are_taken_one_after_the_other(console: ConsoleService, store: Store) -> None:
     spec = SPEC.model_copy(update={"pipelines": 5})
     created, _ = console.jobs.create(spec)
     names = [f"W{p}_{s}" for p in range(5) for s in range(2)]
@@ -201,7 +201,7 @@ def test_reports_that_come_at_once_are_taken_one_after_the_other(console: Consol
         assert list(console.plans.cache.plan(generation["plan_fingerprint"]).failed) == generation["failed"]
 
 
-def test_a_job_that_no_plan_fits_halts_and_says_why(console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_no_plan_fits_halts_and_says_why(console: ConsoleService, monkeypatch: pytest.MonkeyPatch) -> None:
     created, _ = console.jobs.create(SPEC)
     job = console.jobs.find(created.job_id)
     monkeypatch.setattr(job.plans, "plan_now", lambda failed: None)
@@ -215,7 +215,7 @@ def test_a_job_that_no_plan_fits_halts_and_says_why(console: Console, monkeypatc
 
 
 def test_after_each_failure_beyond_the_tolerance_the_next_is_planned(store: Store) -> None:
-    console = Console(store, tolerance=0)
+    console = ConsoleService(store, tolerance=0)
     console.start()
     try:
         created, _ = console.jobs.create(SPEC)
@@ -231,7 +231,7 @@ def test_after_each_failure_beyond_the_tolerance_the_next_is_planned(store: Stor
         console.close()
 
 
-def test_a_view_shows_what_is_known(console: Console) -> None:
+def test_a_view_shows_what_is_known(console: ConsoleService) -> None:
     created, _ = console.jobs.create(SPEC)
     job_id = created.job_id
     register_all(console, job_id)
@@ -263,7 +263,7 @@ def test_a_view_shows_what_is_known(console: Console) -> None:
 
 
 def test_heartbeats_are_stored_some_at_a_time_and_none_is_forgotten(store: Store) -> None:
-    console = Console(store)  # not started: nobody else stores
+    console = ConsoleService(store)  # not started: nobody else stores
     created, _ = console.jobs.create(SPEC)
     register_all(console, created.job_id)
     job = console.jobs.find(created.job_id)
@@ -284,7 +284,7 @@ def test_heartbeats_are_stored_some_at_a_time_and_none_is_forgotten(store: Store
     assert job.measurements.unsaved(1) == []
 
 
-def test_the_rate_that_a_paced_job_can_reach_is_predicted(console: Console) -> None:
+def test_the_rate_that_a_paced_job_can_reach_is_predicted(console: ConsoleService) -> None:
     times = {"F": 40.0, "I": 40.0, "W": 40.0}
     spec = SPEC.model_copy(update={"paced": True, "durations": times, "samples_per_micro_batch": 4})
     created, _ = console.jobs.create(spec)
@@ -298,14 +298,14 @@ def test_the_rate_that_a_paced_job_can_reach_is_predicted(console: Console) -> N
 
 
 def test_a_job_that_can_not_be_read_back_does_not_stop_the_others(store: Store) -> None:
-    console = Console(store)
+    console = ConsoleService(store)
     console.start()
     good, _ = console.jobs.create(SPEC)
     bad, _ = console.jobs.create(SPEC)
     console.close()
     with store.database.write() as session:
         session.execute(text("update job set spec = '{}' where id = :id"), {"id": bad.job_id})
-    again = Console(store, failure_timeouts=FailureTimeouts())
+    again = ConsoleService(store, failure_timeouts=FailureTimeouts())
     again.start()
     try:
         assert [job.job_id for job in again.queries.list_jobs()] == [good.job_id]
@@ -314,7 +314,7 @@ def test_a_job_that_can_not_be_read_back_does_not_stop_the_others(store: Store) 
 
 
 def test_a_damaged_plan_does_not_stop_its_job(store: Store) -> None:
-    console = Console(store)
+    console = ConsoleService(store)
     console.start()
     created, _ = console.jobs.create(SPEC)
     register_all(console, created.job_id)
@@ -322,7 +322,7 @@ def test_a_damaged_plan_does_not_stop_its_job(store: Store) -> None:
     with store.database.write() as session:
         session.execute(text("delete from plan_columns"))
         session.execute(text("update plan set document = :rubbish"), {"rubbish": b"rubbish"})
-    again = Console(store)
+    again = ConsoleService(store)
     again.start()
     try:
         assert again.jobs.find(created.job_id).state.generation == 1
@@ -330,7 +330,7 @@ def test_a_damaged_plan_does_not_stop_its_job(store: Store) -> None:
         again.close()
 
 
-def test_plans_of_a_job_that_is_over_are_in_the_database_alone(console: Console) -> None:
+def test_plans_of_a_job_that_is_over_are_in_the_database_alone(console: ConsoleService) -> None:
     created, _ = console.jobs.create(SPEC)
     register_all(console, created.job_id)
     job = console.jobs.find(created.job_id)
@@ -341,7 +341,9 @@ def test_plans_of_a_job_that_is_over_are_in_the_database_alone(console: Console)
     assert {plan.fingerprint for plan in console.sources.job_catalog(job).plans} == before
 
 
-def test_of_jobs_that_are_over_for_long_a_line_is_kept(console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_jobs_that_are_over_for_long_a_line_is_kept(
+    console: ConsoleService, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in (("OVER_SHOWN", 1), ("FLUSH_SECONDS", 0.0)):
         monkeypatch.setattr(f"openrecycle.app.console.service.{name}", value)
     ids = [console.jobs.create(SPEC)[0].job_id for _ in range(4)]
@@ -362,7 +364,7 @@ def test_of_jobs_that_are_over_for_long_a_line_is_kept(console: Console, monkeyp
 
 
 def test_jobs_that_are_over_are_read_when_somebody_asks(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    console = Console(store)
+    console = ConsoleService(store)
     console.start()
     ids = [console.jobs.create(SPEC.model_copy(update={"name": f"job {n}"}))[0].job_id for n in range(4)]
     register_all(console, ids[0])
@@ -372,7 +374,7 @@ def test_jobs_that_are_over_are_read_when_somebody_asks(store: Store, monkeypatc
     assert before[-1].sentence == golden("the-job-has-finished-as") and before[-1].living == 6
     console.close()
     monkeypatch.setattr("openrecycle.app.console.service.OVER_SHOWN", 1)
-    again = Console(store)
+    again = ConsoleService(store)
     again.start()
     try:
         assert {job.job_id for job in again.jobs.live()} == {ids[3], ids[2]}, "the one that is not over; the newest"
@@ -388,7 +390,7 @@ def test_jobs_that_are_over_are_read_when_somebody_asks(store: Store, monkeypatc
         again.close()
 
 
-def test_the_console_of_this_process(console: Console) -> None:
+def test_the_console_of_this_process(console: ConsoleService) -> None:
     set_console(None)
     with pytest.raises(RuntimeError, match=golden("no-console-runs-in-this")):
         get_console()

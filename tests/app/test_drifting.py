@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from openrecycle.agent.messages.protocol import Acknowledgement, FailureReport, Heartbeat, JobSpec, Registration
-from openrecycle.app.console.service import Console
+from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.plans.service import Drifting
 from openrecycle.db.session import Database
@@ -33,7 +33,7 @@ SLOW = Worker(1, 1)
 class Workers:
     """The workers of one job, as the console hears them."""
 
-    def __init__(self, console: Console, job_id: str) -> None:
+    def __init__(self, console: ConsoleService, job_id: str) -> None:
         self.console, self.job_id, self.seq = console, job_id, 0
 
     @property
@@ -87,8 +87,8 @@ def until(true: Callable[[], object], seconds: float = 30) -> None:
         time.sleep(0.02)
 
 
-def started(store: Store) -> Console:
-    console = Console(store)
+def started(store: Store) -> ConsoleService:
+    console = ConsoleService(store)
     console.plans.drifting = Drifting(
         console.plans.ahead, console.plans.cache.get, 1.0, limits=DriftLimits(slow=1.3, window=WINDOW)
     )

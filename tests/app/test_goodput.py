@@ -12,7 +12,7 @@ from ui_console import ConsoleHere, JobHere, until
 
 from openrecycle.agent.messages.protocol import JobFinished
 from openrecycle.app.advice.service import measured_costs
-from openrecycle.app.console.service import Console
+from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.jobs.throughput import Account, Baseline, iteration_view, read_baseline
 from openrecycle.app.jobs.waiting import Wait, segments
 from openrecycle.app.observing import goodput
@@ -111,7 +111,7 @@ def test_adding_up_in_the_database_gives_the_same(here: ConsoleHere, monkeypatch
     assert Accounts(store).of(job).productive == pytest.approx(more.productive)
 
 
-def feed(console: Console, job_id: str) -> list[str]:
+def feed(console: ConsoleService, job_id: str) -> list[str]:
     return [e["text"] for e in console.queries.events(job_id, 0, 1000) if "fault-free" in e["text"]]
 
 
@@ -134,7 +134,7 @@ def rows(
     ]
 
 
-def commit(console: Console, job: JobHere, made: list[Record]) -> None:
+def commit(console: ConsoleService, job: JobHere, made: list[Record]) -> None:
     console._store.add_iterations(job.job_id, made)
     job.commit(made[-1]["iteration"], made[-1]["iteration"], 1)
 
@@ -162,7 +162,7 @@ def test_the_yardstick_is_pinned_and_no_slower_machine_moves_it(here: ConsoleHer
     assert job.baseline is not None and job.baseline.first > 700
     assert job.baseline.samples_per_second == pytest.approx(9 / 1.01, rel=0.02)
     assert "until now 17" in feed(console, job.job_id)[-1] and "ada" in feed(console, job.job_id)[-2]
-    again = Console(console._store)
+    again = ConsoleService(console._store)
     try:
         read = again.jobs.take_up(job.job_id)
         assert read is not None and read.baseline == job.baseline

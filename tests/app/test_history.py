@@ -20,7 +20,7 @@ from history_job import NAMES, everything, lived_job
 from pydantic import TypeAdapter, ValidationError
 from sqlalchemy import func, select, update
 
-from openrecycle.app.console.service import Console
+from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.history import archive as histories
 from openrecycle.app.history.archive import (
     EXPORTED,
@@ -56,7 +56,7 @@ def origin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Database,
     """A database with a finished job and another, the id of the first, and its file. Not to be changed."""
     folder = tmp_path_factory.mktemp("origin")
     database = opened(f"sqlite:///{folder / 'origin.db'}")
-    console = Console(Store(database))
+    console = ConsoleService(Store(database))
     try:
         job_id = lived_job(console)
         lived_job(console, finished=False)
@@ -114,7 +114,7 @@ def test_there_and_back_again_equal_row_by_row(
 def test_an_imported_job_is_looked_at_as_any_other(origin: tuple[Database, str, Path], target: Database) -> None:
     _, job_id, path = origin
     import_history(target, path)
-    console = Console(Store(target))
+    console = ConsoleService(Store(target))
     console.start()
     try:
         view = console.queries.view(job_id)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from openrecycle.agent.messages.protocol import JobSpec
-from openrecycle.app.console.service import Console
+from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
@@ -43,7 +43,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 
 def test_a_profile_outlives_its_console(store: Store) -> None:
-    first = Console(store)
+    first = ConsoleService(store)
     first.start()
     created, _ = first.jobs.create(SPEC, "key")
     assert first.queries.view(created.job_id).spec.profile == job_doc(UNEVEN)
@@ -52,7 +52,7 @@ def test_a_profile_outlives_its_console(store: Store) -> None:
     with pytest.raises(ConsoleError, match=golden("used-for-another-job")):
         first.jobs.create(SPEC.model_copy(update={"memory": "uniform"}), "key")
     first.close()
-    second = Console(store)
+    second = ConsoleService(store)
     second.start()
     job = second.jobs.find(created.job_id)
     assert job.plans.job == UNEVEN and job.spec == SPEC and job.plans.catalog.memory.limits(job.plans.job) == (2, 3)
@@ -60,7 +60,7 @@ def test_a_profile_outlives_its_console(store: Store) -> None:
 
 
 def test_bytes_that_hold_nothing_are_refused_with_what_would_help(store: Store) -> None:
-    console = Console(store)
+    console = ConsoleService(store)
     small = SPEC.profile.model_copy(update={"capacity_bytes": 1050}) if SPEC.profile else None
     with pytest.raises(ConsoleError, match=golden("memory-holds-0-5-of-one")):
         console.jobs.create(SPEC.model_copy(update={"profile": small}))

@@ -18,7 +18,7 @@ from openrecycle.agent.messages.protocol import JobSpec
 from openrecycle.app.catalogs.contents import is_quick
 from openrecycle.app.cli import cli
 from openrecycle.app.console.registry import MAX_WORKERS
-from openrecycle.app.console.service import Console
+from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
@@ -101,7 +101,7 @@ def test_workers_of_all_live_jobs_together_have_a_limit(tmp_path: Path, monkeypa
     monkeypatch.setattr("openrecycle.app.console.registry.MAX_LIVE_WORKERS", 20)
     database = Database(f"sqlite:///{tmp_path / 'console.db'}")
     database.upgrade()
-    console = Console(Store(database), tolerance=0)
+    console = ConsoleService(Store(database), tolerance=0)
     try:
         spec = JobSpec.model_validate(body(4, 4))
         first, _ = console.jobs.create(spec, "its key")

@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 from starlette.types import ASGIApp
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from openrecycle.app.console.service import Console
+from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.leadership.host import Gate
 from openrecycle.app.leadership.lease import LeaderStatus
 from tests.golden import golden
@@ -38,7 +38,7 @@ class Seat:
             callback()
 
 
-def application(console: Console) -> ASGIApp:
+def application(console: ConsoleService) -> ASGIApp:
     async def echo(socket: WebSocket) -> None:
         await socket.accept()
         try:

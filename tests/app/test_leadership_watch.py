@@ -12,7 +12,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import OperationalError
 
-from openrecycle.app.console.service import Console
+from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.leadership.host import ActiveConsole, ConsoleHost
 from openrecycle.app.leadership.lease import Leadership, LeaseTimes
 from openrecycle.db.leadership import LeaderSession
@@ -163,7 +163,7 @@ def test_a_console_that_is_up_and_not_confirmed_says_for_how_long(stack: ExitSta
     clock = Clock()
     only = watch(stack, url, "a", LeaseTimes(renew=LONG, lease=4.0, poll=LONG), clock)
     only.start()
-    host = ConsoleHost(lambda term: Database(url), only, lambda database: Console(Store(database)))
+    host = ConsoleHost(lambda term: Database(url), only, lambda database: ConsoleService(Store(database)))
     assert host.status.sentence.endswith(golden("this-console-leads-term-1"))
     up: Any = "a console"
     host._seat = ActiveConsole(up, up, 1)

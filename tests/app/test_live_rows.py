@@ -11,7 +11,7 @@ import ui_factory as factory
 from ui_console import JobHere
 
 from openrecycle.app.console import view as views
-from openrecycle.app.console.service import Console
+from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.ui.charts.progress import generation_marks, progress_rows, throughput
 from openrecycle.app.ui.charts.vega import arrow
 from openrecycle.app.ui.charts.worker_grid import worker_grid
@@ -48,7 +48,7 @@ def test_rows_come_out_of_arrow_as_they_went_in() -> None:
 
 
 def test_all_who_look_at_a_large_job_within_a_second_share_what_they_see(
-    console: Console, monkeypatch: pytest.MonkeyPatch
+    console: ConsoleService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = JobHere(console, "shared").register().commit(0, 9, 1)
     own = console.queries.view(job.job_id).workers

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from openrecycle.agent.coordination.events import LastHeartbeat
 from openrecycle.agent.coordination.membership import State
 from openrecycle.agent.messages.protocol import Heartbeat, LogLine, LogLines
-from openrecycle.app.jobs.measurements import NEWEST, LogBook, Measurements, OpTimes
+from openrecycle.app.jobs.measurements import NEWEST, JobMeasurements, LogBook, OpTimes
 
 
 def beat(
@@ -24,13 +24,13 @@ def beat(
 GRID = State.new(2, 1, 10)
 
 
-def heard(measurements: Measurements, *beats: Heartbeat, at: float = 5.0) -> dict[str, LastHeartbeat]:
+def heard(measurements: JobMeasurements, *beats: Heartbeat, at: float = 5.0) -> dict[str, LastHeartbeat]:
     measurements.fresh.extend((each, at) for each in beats)
     return measurements.take()
 
 
 def test_the_newest_heartbeat_counts_and_an_old_one_that_comes_late_shows_that_the_worker_lives() -> None:
-    measurements = Measurements(GRID.members, stages=1)
+    measurements = JobMeasurements(GRID.members, stages=1)
     assert heard(measurements) == {}
     taken = heard(measurements, beat("W0_0", "a", {"F": 40.0}, seq=7), beat("W0_0", "a", {"F": 90.0}, seq=6), at=9.0)
     assert taken == {"W0_0": LastHeartbeat("a", 9.0, False)}
@@ -41,20 +41,20 @@ def test_the_newest_heartbeat_counts_and_an_old_one_that_comes_late_shows_that_t
 
 
 def test_each_worker_that_was_heard_is_written_once_those_first_that_wait_longest() -> None:
-    measurements = Measurements(GRID.members, stages=1)
+    measurements = JobMeasurements(GRID.members, stages=1)
     heard(measurements, beat("W1_0", "b", {"F": 1.5}, seq=1), beat("W0_0", "a", {}, seq=1))
     heard(measurements, beat("W1_0", "b", {"F": 1.5}, seq=2))
     (row,) = measurements.unsaved(1)
     assert (row["name"], row["seq"]) == ("W1_0", 2)
     assert [each["name"] for each in measurements.unsaved(9)] == ["W0_0"] and measurements.unsaved(9) == []
-    again = Measurements(GRID.members, stages=1)
+    again = JobMeasurements(GRID.members, stages=1)
     again.read([{**row, "incarnation": "b"}, {"name": "W0_0", "incarnation": None, "heard_at": None}])
     assert again.contacts == {"W1_0": measurements.contacts["W1_0"]}, "as the database has it"
 
 
 def test_who_has_stopped_has_said_so_since_and_holds_its_place() -> None:
     members = {**GRID.members, "W0_0": replace(GRID.members["W0_0"], incarnation="a")}
-    measurements = Measurements(members, stages=1)
+    measurements = JobMeasurements(members, stages=1)
     begin = time.time()
     heard(measurements, beat("W0_0", "a", {}, phase="paused"), beat("W1_0", "gone", {}, phase="paused"))
     assert measurements.stopped(begin, members) == {"W0_0"}

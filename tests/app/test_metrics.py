@@ -19,7 +19,7 @@ from ui_console import until
 
 from openrecycle.agent.messages.protocol import Iteration, JobSpec
 from openrecycle.app import metrics
-from openrecycle.app.console.service import Console
+from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.jobs.throughput import recent_rate
 from openrecycle.app.metrics import Distribution, quantiles, route_of
 from openrecycle.db.session import Database
@@ -188,22 +188,22 @@ def test_a_restarted_console_begins_anew(tmp_path: Path) -> None:
     database = Database(f"sqlite:///{tmp_path / 'console.db'}")
     database.upgrade()
 
-    def committed(console: Console, job_id: str, number: int) -> None:
+    def committed(console: ConsoleService, job_id: str, number: int) -> None:
         row = Iteration(iteration=number, loss=1.0, loss_hex="0x1p+0", seconds=0.2, generation=1, living=4)
         console.reports.committed(job_id, [row])
 
-    def counted(console: Console) -> float | None:
+    def counted(console: ConsoleService) -> float | None:
         return console.metrics.registry.get_sample_value(
             "openrecycle_job_iteration_duration_seconds_count", {"job": job_id}
         )
 
-    first = Console(Store(database), tolerance=0)
+    first = ConsoleService(Store(database), tolerance=0)
     job_id = first.jobs.create(JobSpec(name="n", pipelines=2, stages=2, micro_batches=2, iterations=9))[0].job_id
     for number in range(3):
         committed(first, job_id, number)
     assert counted(first) == 3
     first.close()
-    second = Console(Store(database), tolerance=0)
+    second = ConsoleService(Store(database), tolerance=0)
     try:
         second.start()
         assert counted(second) == 0

@@ -8,7 +8,7 @@ from streamlit.testing.v1 import AppTest
 from ui_console import MAIN, ConsoleHere, JobHere, until
 
 from openrecycle.agent.messages.protocol import Acknowledgement, Heartbeat, InterimPlan, Iteration, Registration
-from openrecycle.app.console.service import Console
+from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.jobs.states import Condition, RoleState
 from openrecycle.app.plans.sources import OfJob, Source
 from openrecycle.app.runtime.errors import ConsoleError
@@ -24,11 +24,11 @@ pytestmark = pytest.mark.processes
 BACK = "W1_2"
 
 
-def card(console: Console, job: JobHere, label: str) -> Card:
+def card(console: ConsoleService, job: JobHere, label: str) -> Card:
     return next(c for c in facts.live_cards(console.queries.view(job.job_id)) if c.label.startswith(label))
 
 
-def in_force(console: Console, job: JobHere) -> Source:
+def in_force(console: ConsoleService, job: JobHere) -> Source:
     found = console.sources.find(OfJob(job.job_id))
     assert isinstance(found, Source)
     return found
@@ -77,7 +77,7 @@ def test_while_a_newcomer_takes_its_state_the_plan_that_is_run_is_shown(
     assert next(iter(console.sources.names(job.job_id).values())) == "Interim, generation 3: without W1_2 (joining)"
     assert console.queries.head(job.job_id).plan == plan.fingerprint
     # A console that is started anew knows it too.
-    again = Console(console._store)
+    again = ConsoleService(console._store)
     try:
         read = again.jobs.take_up(job.job_id)
         assert read is not None and read.plan_run == console.jobs.find(job.job_id).plan_run
@@ -172,7 +172,9 @@ def test_what_an_iteration_left_out_is_stored_and_said_once(here: ConsoleHere) -
     assert console.queries.iterations(job.job_id, 3, 10)[0]["skipped"] == [3, 13]
 
 
-def test_a_job_that_has_ended_has_nothing_in_force_and_is_not_followed(here: ConsoleHere, console: Console) -> None:
+def test_a_job_that_has_ended_has_nothing_in_force_and_is_not_followed(
+    here: ConsoleHere, console: ConsoleService
+) -> None:
     job = JobHere(console, "ended").register().commit(0, 39, 1)
 
     def page() -> AppTest:

@@ -10,8 +10,7 @@ import pytest
 
 import openrecycle.app.ui
 from openrecycle.app.runtime.patches import PAGES
-from openrecycle.app.runtime.preload import Preload
-from openrecycle.app.ui.warm import warm_up
+from openrecycle.app.ui.warm import Preload, warm_up
 
 CHOICE_TIMEOUT = 60.0
 

@@ -13,7 +13,7 @@ from sqlalchemy import text
 
 from openrecycle.agent.coordination.events import Note
 from openrecycle.agent.messages.protocol import Heartbeat, JobFinished, JobSpec, Registration
-from openrecycle.app.console.service import Console
+from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.observing.recorder import MAX_SAMPLES, Recorder, clock_offset
 from openrecycle.app.runtime.errors import ConsoleError, SettingsError
@@ -37,15 +37,15 @@ def database(tmp_path: Path) -> Iterator[Database]:
 
 
 @pytest.fixture
-def console(database: Database) -> Iterator[Console]:
+def console(database: Database) -> Iterator[ConsoleService]:
     """Its threads do not run: the tests say when a minute is over."""
-    console = Console(Store(database))
+    console = ConsoleService(Store(database))
     yield console
     console.close()
 
 
 @pytest.fixture
-def job(console: Console) -> LiveJob:
+def job(console: ConsoleService) -> LiveJob:
     created, _ = console.jobs.create(SPEC)
     for place in range(4):
         name = f"W{place // 2}_{place % 2}"
@@ -58,7 +58,7 @@ def beat(job: LiveJob, seq: int, worker: str = "W1_0", incarnation: str = "a", *
     job.heard(Heartbeat(worker=worker, incarnation=incarnation, seq=seq, generation=1, iteration=seq, **fields))  # type: ignore[arg-type]
 
 
-def test_what_is_not_written_yet_is_read_too(console: Console, job: LiveJob) -> None:
+def test_what_is_not_written_yet_is_read_too(console: ConsoleService, job: LiveJob) -> None:
     for seq in range(3):
         beat(job, seq)
     beat(job, 1)  # comes late: it shows that the worker lives, and no more
@@ -77,7 +77,7 @@ def test_what_is_not_written_yet_is_read_too(console: Console, job: LiveJob) -> 
     assert console.recorder.series(job, "W1_0", now - 60, now + 60, Level.HOUR).step == 3600
 
 
-def test_only_minutes_that_are_over_are_written(console: Console, job: LiveJob) -> None:
+def test_only_minutes_that_are_over_are_written(console: ConsoleService, job: LiveJob) -> None:
     beat(job, 0)
     job.take_heartbeats()
     console.recorder.write(time.time() - 10)
@@ -87,7 +87,7 @@ def test_only_minutes_that_are_over_are_written(console: Console, job: LiveJob) 
     assert len(job.measurements.recording.peek(2, clock_offset())) == 0
 
 
-def test_a_process_that_is_new_has_not_been_silent(console: Console, job: LiveJob) -> None:
+def test_a_process_that_is_new_has_not_been_silent(console: ConsoleService, job: LiveJob) -> None:
     beat(job, 0)
     job.take_heartbeats()
     console.reports.register(job.job_id, Registration(worker="W1_0", incarnation="b", host="h", pid=8))
@@ -97,7 +97,7 @@ def test_a_process_that_is_new_has_not_been_silent(console: Console, job: LiveJo
     assert len(rows) == 2 and rows.counts[:, 6].tolist() == [0, 0]
 
 
-def test_heartbeats_wait_for_a_database_that_fails(console: Console, job: LiveJob, database: Database) -> None:
+def test_heartbeats_wait_for_a_database_that_fails(console: ConsoleService, job: LiveJob, database: Database) -> None:
     with database.engine.begin() as connection:
         connection.execute(text("alter table heartbeat rename to elsewhere"))
     beat(job, 0)
@@ -111,7 +111,7 @@ def test_heartbeats_wait_for_a_database_that_fails(console: Console, job: LiveJo
 
 
 def test_a_console_that_ends_writes_the_rest(database: Database) -> None:
-    console = Console(Store(database))
+    console = ConsoleService(Store(database))
     console.start()
     try:
         created, _ = console.jobs.create(SPEC)
@@ -119,7 +119,7 @@ def test_a_console_that_ends_writes_the_rest(database: Database) -> None:
         beat(console.jobs.find(created.job_id), 0)
     finally:
         console.close()
-    again = Console(Store(database))
+    again = ConsoleService(Store(database))
     again.start()
     try:
         now = time.time()
@@ -128,7 +128,7 @@ def test_a_console_that_ends_writes_the_rest(database: Database) -> None:
         again.close()
 
 
-def test_old_samples_expire(console: Console, job: LiveJob, database: Database) -> None:
+def test_old_samples_expire(console: ConsoleService, job: LiveJob, database: Database) -> None:
     """At a fixed time of day: what is rolled up when depends on where in its hour a sample lies."""
     beat(job, 0)
     job.take_heartbeats()
@@ -150,7 +150,9 @@ def test_old_samples_expire(console: Console, job: LiveJob, database: Database) 
     recorder.trim()
 
 
-def test_of_a_job_that_is_over_nothing_more_is_looked_for(console: Console, job: LiveJob, database: Database) -> None:
+def test_of_a_job_that_is_over_nothing_more_is_looked_for(
+    console: ConsoleService, job: LiveJob, database: Database
+) -> None:
     recorder = Recorder(database, lambda: [job], RetentionLimits(events=1000), lambda: [job.job_id])
 
     def kept(more: int) -> int:
@@ -163,7 +165,7 @@ def test_of_a_job_that_is_over_nothing_more_is_looked_for(console: Console, job:
     assert (kept(1), kept(2)) == (1000, 1002)
 
 
-def test_the_step_follows_what_is_asked_for(console: Console, job: LiveJob) -> None:
+def test_the_step_follows_what_is_asked_for(console: ConsoleService, job: LiveJob) -> None:
     now = time.time()
     for since, step in ((now - 600, 1), (now - 3600, 60), (now - 86_400, 60), (now - 3 * 86_400, 3600)):
         assert console.recorder.series(job, "W0_0", since, now).step == step
@@ -186,7 +188,7 @@ def test_how_long_things_are_kept() -> None:
         RetentionLimits(events=5)
 
 
-def test_a_worker_that_has_not_come_yet_has_a_detail(console: Console) -> None:
+def test_a_worker_that_has_not_come_yet_has_a_detail(console: ConsoleService) -> None:
     job_id = console.jobs.create(SPEC)[0].job_id
     detail = console.queries.worker_detail(console.queries.view(job_id), "W1_1", time.time())
     assert detail.stays == () and detail.op_times == ()

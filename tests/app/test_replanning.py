@@ -10,7 +10,7 @@ from starlette.testclient import TestClient
 from ui_console import JobHere, until
 from ui_factory import plan
 
-from openrecycle.app.console.service import Console
+from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.plans.service import Replan, compare_plans, use_plan
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.server import create_routes
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.processes
 LOST = ("W1_2",)
 
 
-def ended(console: Console, job: JobHere) -> Replan:
+def ended(console: ConsoleService, job: JobHere) -> Replan:
     def over() -> bool:
         found = console.plans.replanning.status(job.job_id)
         return found is not None and found.outcome != "planning"
@@ -35,7 +35,7 @@ def ended(console: Console, job: JobHere) -> Replan:
     return found
 
 
-def with_a_poor_plan(console: Console, name: str) -> tuple[JobHere, Plan]:
+def with_a_poor_plan(console: ConsoleService, name: str) -> tuple[JobHere, Plan]:
     """W1_2 is out, and by an operator's wish all go by a plan that does not decouple the backward."""
     job = JobHere(console, name).register().commit(0, 9, 1).die("W1_2")
     job.resume(2)
@@ -49,11 +49,11 @@ def with_a_poor_plan(console: Console, name: str) -> tuple[JobHere, Plan]:
     return job, poor
 
 
-def texts(console: Console, job: JobHere) -> list[str]:
+def texts(console: ConsoleService, job: JobHere) -> list[str]:
     return [e.text for e in console.queries.view(job.job_id).events]
 
 
-def test_the_better_plan_comes_in_force_and_then_no_other(console: Console) -> None:
+def test_the_better_plan_comes_in_force_and_then_no_other(console: ConsoleService) -> None:
     job, poor = with_a_poor_plan(console, "again")
     console.plans.replanning.start(job.job_id, "list", 10.0, "ada")
     first = ended(console, job)
@@ -69,7 +69,7 @@ def test_the_better_plan_comes_in_force_and_then_no_other(console: Console) -> N
     assert console.queries.view(job.job_id).generation == 4
 
 
-def test_a_gain_below_the_cost_of_a_change_changes_nothing(console: Console) -> None:
+def test_a_gain_below_the_cost_of_a_change_changes_nothing(console: ConsoleService) -> None:
     job, _ = with_a_poor_plan(console, "nearly done")
     job.commit(10, 38, 3)
     console.plans.replanning.start(job.job_id, "list", 10.0, "ada")
@@ -81,7 +81,7 @@ def test_a_gain_below_the_cost_of_a_change_changes_nothing(console: Console) -> 
     assert kept is not None and kept.technique is Technique.STAGGERED
 
 
-def test_what_comes_too_late_says_so(console: Console) -> None:
+def test_what_comes_too_late_says_so(console: ConsoleService) -> None:
     slow = {"F": 40.0, "I": 52.0, "W": 28.0}
     job = JobHere(console, "large", pipelines=6, stages=6, micro_batches=12, durations=slow, memory="7")
     job.register().commit(0, 3, 1).die("W0_1")
@@ -102,7 +102,7 @@ def test_what_comes_too_late_says_so(console: Console) -> None:
     assert console.queries.view(job.job_id).generation == 3
 
 
-def test_requests_that_make_no_sense_are_refused(console: Console) -> None:
+def test_requests_that_make_no_sense_are_refused(console: ConsoleService) -> None:
     job = JobHere(console, "refused").register().commit(0, 3, 1)
     client = TestClient(Starlette(routes=create_routes(console)), base_url="http://127.0.0.1")
     path = f"/api/v1/jobs/{job.job_id}/replan"

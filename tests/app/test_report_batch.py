@@ -13,7 +13,7 @@ from sqlalchemy.exc import OperationalError
 from openrecycle.agent.messages.protocol import Acknowledgement, FailureReport, JobSpec, Registration
 from openrecycle.app.api import agents
 from openrecycle.app.api.agents import ReportBatcher
-from openrecycle.app.console.service import Console
+from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.jobs.live_job import IncomingReport, LiveJob
 from openrecycle.app.jobs.records import read_processes
 from openrecycle.app.runtime.errors import ConsoleError
@@ -47,26 +47,26 @@ class Counting(Store):
 
 
 @pytest.fixture
-def console(tmp_path: Path) -> Iterator[Console]:
+def console(tmp_path: Path) -> Iterator[ConsoleService]:
     database = Database(f"sqlite:///{tmp_path / 'console.db'}")
     database.upgrade()
-    console = Console(Counting(database))
+    console = ConsoleService(Counting(database))
     yield console
     console.close()
     database.close()
 
 
-def store_of(console: Console) -> Counting:
+def store_of(console: ConsoleService) -> Counting:
     assert isinstance(console._store, Counting)
     return console._store
 
 
-def registrations(console: Console, job_id: str) -> list[IncomingReport]:
+def registrations(console: ConsoleService, job_id: str) -> list[IncomingReport]:
     messages = [Registration(worker=name, incarnation=f"{name}-a", host="h", pid=7) for name in NAMES]
     return [console.reports.registration(job_id, message)[1] for message in messages]
 
 
-def acknowledgements(console: Console, job_id: str, generation: int) -> list[IncomingReport]:
+def acknowledgements(console: ConsoleService, job_id: str, generation: int) -> list[IncomingReport]:
     messages = [
         Acknowledgement(worker=name, incarnation=f"{name}-a", generation=generation, state=state)  # type: ignore[arg-type]
         for state in STATES
@@ -75,7 +75,7 @@ def acknowledgements(console: Console, job_id: str, generation: int) -> list[Inc
     return console.reports.acknowledgements(job_id, messages)[1]
 
 
-def test_the_state_and_the_history_are_those_of_reports_that_come_alone(console: Console) -> None:
+def test_the_state_and_the_history_are_those_of_reports_that_come_alone(console: ConsoleService) -> None:
     jobs: list[LiveJob] = [console.jobs.find(console.jobs.create(SPEC)[0].job_id) for _ in range(2)]
     together, alone = jobs
     answers = together.apply_all(registrations(console, together.job_id))
@@ -99,7 +99,7 @@ def test_the_state_and_the_history_are_those_of_reports_that_come_alone(console:
 
 @pytest.mark.parametrize(("most", "expected"), [(1024, [1, 11]), (4, [1, 4, 4, 3])])
 def test_what_comes_together_is_stored_in_few_transactions(
-    console: Console, monkeypatch: pytest.MonkeyPatch, most: int, expected: list[int]
+    console: ConsoleService, monkeypatch: pytest.MonkeyPatch, most: int, expected: list[int]
 ) -> None:
     monkeypatch.setattr(agents, "MOST", most)
     job_id = console.jobs.create(SPEC)[0].job_id
@@ -123,7 +123,7 @@ def test_what_comes_together_is_stored_in_few_transactions(
     assert [len(change.acknowledgements) for change in store.changes if change.acknowledgements] == expected
 
 
-def test_a_refused_report_does_not_keep_out_the_others(console: Console) -> None:
+def test_a_refused_report_does_not_keep_out_the_others(console: ConsoleService) -> None:
     job_id = console.jobs.create(SPEC)[0].job_id
     job = console.jobs.find(job_id)
     job.apply_all(registrations(console, job_id))
@@ -138,7 +138,7 @@ def test_a_refused_report_does_not_keep_out_the_others(console: Console) -> None
     assert len(console.queries.generations(job_id)[0]["acknowledgements"]) == 12
 
 
-def test_without_a_database_all_are_told_and_nothing_has_changed(console: Console) -> None:
+def test_without_a_database_all_are_told_and_nothing_has_changed(console: ConsoleService) -> None:
     job_id = console.jobs.create(SPEC)[0].job_id
     job, store = console.jobs.find(job_id), store_of(console)
     job.apply_all(registrations(console, job_id))
@@ -152,7 +152,7 @@ def test_without_a_database_all_are_told_and_nothing_has_changed(console: Consol
     assert job.state.settled
 
 
-def test_acknowledgements_do_not_wake_those_that_wait_for_a_generation(console: Console) -> None:
+def test_acknowledgements_do_not_wake_those_that_wait_for_a_generation(console: ConsoleService) -> None:
     job_id = console.jobs.create(SPEC)[0].job_id
     job = console.jobs.find(job_id)
     job.apply_all(registrations(console, job_id))

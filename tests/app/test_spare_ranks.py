@@ -11,7 +11,7 @@ import pytest
 
 from openrecycle.agent.messages.protocol import Acknowledgement, FailureReport, JobSpec, Registration
 from openrecycle.app.api.models import WorkerInfo
-from openrecycle.app.console.service import Console
+from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.console.view import JobView, WorkerDetail
 from openrecycle.app.jobs.records import process_rows, read_processes
 from openrecycle.app.jobs.states import ProcessState, RankState
@@ -34,7 +34,7 @@ class Job:
     def __init__(self, path: Path, job_id: str | None = None) -> None:
         self._database = Database(f"sqlite:///{path}")
         self._database.upgrade()
-        self.console = Console(Store(self._database))
+        self.console = ConsoleService(Store(self._database))
         self.id = job_id or self.console.jobs.create(SPEC)[0].job_id
         self.console.jobs.take_up(self.id)
 

@@ -22,9 +22,9 @@ from ui_console import JobHere, until
 
 from openrecycle.agent.coordination.events import TransferBroken
 from openrecycle.agent.messages.protocol import JobSpec, WorkerState
-from openrecycle.app.console.service import Console
+from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.jobs.live_job import TICK_SECONDS, LiveJob
-from openrecycle.app.runtime.event_loop_watch import EventLoopWatch
+from openrecycle.app.runtime.runner import EventLoopWatch
 from openrecycle.app.server import create_routes
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
@@ -111,7 +111,7 @@ class DeafConsole:
         self.database = Database(f"sqlite:///{folder / 'console.db'}")
         self.database.upgrade()
         loop_watch = EventLoopWatch(0.01, lambda: self.now)
-        self.console = Console(
+        self.console = ConsoleService(
             Store(self.database), failure_timeouts=LADDER, tolerance=0, loop_watch=loop_watch, clock=lambda: self.now
         )
         self.console.start()

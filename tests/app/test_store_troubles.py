@@ -17,7 +17,7 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
 from openrecycle.agent.messages.protocol import Iteration, JobSpec
-from openrecycle.app.console.service import Console
+from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.history.tables import exact
 from openrecycle.app.server import create_routes
 from openrecycle.db.session import Database, DatabaseError
@@ -52,7 +52,7 @@ def fill(database: Database) -> None:
 
 def test_on_a_full_disk_it_is_not_ready_and_says_why(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("openrecycle.app.console.service.PROBE_SECONDS", 0.0)
-    console = Console(Store(database), tolerance=0)
+    console = ConsoleService(Store(database), tolerance=0)
     try:
         asked = TestClient(Starlette(routes=create_routes(console)), base_url="http://localhost")
         assert asked.get("/readyz").status_code == 200
@@ -81,7 +81,7 @@ def test_a_full_disk_of_postgresql_is_said_in_words_too(monkeypatch: pytest.Monk
         database = Database(new_database(cluster.enter_context(postgres_cluster(disk_mib=128))))
         stack.callback(database.close)
         database.upgrade()
-        console = Console(Store(database), tolerance=0)
+        console = ConsoleService(Store(database), tolerance=0)
         stack.callback(console.close)
         asked = TestClient(Starlette(routes=create_routes(console)), base_url="http://localhost")
         for _ in range(3):
@@ -112,13 +112,13 @@ def test_a_file_that_may_not_grow_is_said_in_words(tmp_path: Path) -> None:
     """As above, with the system's own limit, in a process of its own."""
     script = """
 import resource, sys
-from openrecycle.app.console.service import Console
+from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 database = Database(sys.argv[1])
 database.upgrade()
-console = Console(Store(database), tolerance=0)
+console = ConsoleService(Store(database), tolerance=0)
 console.ready()
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 import openrecycle.app.console.service
@@ -147,7 +147,7 @@ def test_a_database_of_a_newer_version_is_one_sentence(database: Database, tmp_p
 
 
 def test_a_plan_of_another_job_is_none_of_this_ones(database: Database) -> None:
-    console = Console(Store(database), tolerance=0)
+    console = ConsoleService(Store(database), tolerance=0)
     try:
         asked = TestClient(Starlette(routes=create_routes(console)), base_url="http://localhost")
         made = [console.jobs.create(JobSpec.model_validate(SPEC | {"micro_batches": n}))[0].job_id for n in (2, 3)]

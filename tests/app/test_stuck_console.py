@@ -15,7 +15,7 @@ from console_server import ROOT
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
-from openrecycle.app.console.service import Console
+from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.runtime import runner
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.server import create_routes
@@ -72,7 +72,7 @@ def test_threads_that_stand_still_are_said_to_whoever_starts_it_again(
 ) -> None:
     database = Database(f"sqlite:///{tmp_path / 'console.db'}")
     database.upgrade()
-    console = Console(Store(database), tolerance=0)
+    console = ConsoleService(Store(database), tolerance=0)
     console.start()
     release = threading.Event()
     threads = runner.Threads(2, "some threads")

@@ -12,7 +12,7 @@ from streamlit.testing.v1 import AppTest
 from ui_console import MAIN, ConsoleHere, JobHere, until
 
 from openrecycle.app.catalogs.contents import parse_request
-from openrecycle.app.console.service import Console, set_console
+from openrecycle.app.console.service import ConsoleService, set_console
 from openrecycle.planner.catalogs.catalog_store import PLANNER_VERSION, CatalogInfo, plan_name
 from openrecycle.planner.plans.packed import Effort, encode_plan
 from openrecycle.planner.portfolio import make_plan
@@ -56,7 +56,7 @@ def own(micro_batches: int) -> dict[str, str]:
     return {"job": "own", "cat_micro_batches": str(micro_batches), **query}
 
 
-def filled(console: Console, **changes: object) -> str:
+def filled(console: ConsoleService, **changes: object) -> str:
     filling = console.catalogs.fill(parse_request(**QUESTION | changes))
     until(lambda: not filling.running, "the catalog is filled")
     assert filling.state == "done", filling.why

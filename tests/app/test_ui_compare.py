@@ -13,7 +13,7 @@ import ui_factory as factory
 from streamlit.testing.v1 import AppTest
 from ui_console import DEADLINE, MAIN, ConsoleHere, JobHere, until
 
-from openrecycle.app.console.service import Console, set_console
+from openrecycle.app.console.service import ConsoleService, set_console
 from openrecycle.app.plans.sources import MOST, WORKED_EXAMPLE, stage_table
 from openrecycle.app.ui import text
 from openrecycle.app.ui.charts import schedule as charts
@@ -85,7 +85,7 @@ def test_without_a_job_the_page_says_what_to_do_and_shows_the_papers_example(tmp
         empty.close()
 
 
-def test_a_job_begins_with_fault_free_1f1b_and_the_plan_in_force(console: Console, job: JobHere) -> None:
+def test_a_job_begins_with_fault_free_1f1b_and_the_plan_in_force(console: ConsoleService, job: JobHere) -> None:
     test = open_page(job=job.job_id)
     assert titles(test) == ["Fault-free 1F1B", "compared job in force: without W1_2"]
     table = next(e.proto.body for e in test.get("html") if "or-beside" in e.proto.body)
@@ -98,7 +98,7 @@ def test_a_job_begins_with_fault_free_1f1b_and_the_plan_in_force(console: Consol
     assert len(test.dataframe[0].value) == 2 * 4, "a row per stage and plan"
 
 
-def test_the_baseline_can_be_pinned(console: Console, job: JobHere) -> None:
+def test_the_baseline_can_be_pinned(console: ConsoleService, job: JobHere) -> None:
     test = open_page(job=job.job_id)
     second = test.selectbox(key="compare-baseline").options[1]
     test.selectbox(key="compare-baseline").select(second)
@@ -108,7 +108,7 @@ def test_the_baseline_can_be_pinned(console: Console, job: JobHere) -> None:
     assert titles(open_page(**link)) == titles(test), "the link says which"
 
 
-def test_a_link_compares_what_its_sender_saw_when_the_job_runs_another_plan(console: Console) -> None:
+def test_a_link_compares_what_its_sender_saw_when_the_job_runs_another_plan(console: ConsoleService) -> None:
     job = JobHere(console, "changed job").register()
     test = open_page(job=job.job_id, baseline=f"job:{job.job_id}:in-force")
     link = {name: test.query_params[name] for name in ("job", "plans", "baseline")}
@@ -122,7 +122,7 @@ def test_a_link_compares_what_its_sender_saw_when_the_job_runs_another_plan(cons
     assert "other job in force: fault-free" in titles(settled(test)), "what nobody has chosen changes with the job"
 
 
-def test_plans_of_any_kind_and_unit_stand_on_one_axis(console: Console, job: JobHere) -> None:
+def test_plans_of_any_kind_and_unit_stand_on_one_axis(console: ConsoleService, job: JobHere) -> None:
     saved = console.plans.library.save(factory.plan(("W0_1",), unit="slot", memory="none"), "in <b>slots</b>")
     test = open_page(job=job.job_id, plans=[f"job:{job.job_id}:in-force", f"saved:{saved}"])
     assert RELATIVE in chart(test)["layout"]["xaxis"]["title"]["text"]
@@ -139,13 +139,15 @@ def test_plans_of_any_kind_and_unit_stand_on_one_axis(console: Console, job: Job
         ([f"made:staggered:{n}:2x2x2" for n in range(4, 9)], f"plans: got 5, expected at most {MOST}"),
     ],
 )
-def test_what_a_link_has_wrong_is_said_and_the_rest_is_shown(console: Console, plans: list[str], said: str) -> None:
+def test_what_a_link_has_wrong_is_said_and_the_rest_is_shown(
+    console: ConsoleService, plans: list[str], said: str
+) -> None:
     test = open_page(plans=plans)
     assert any(said in error.value for error in test.error)
     assert len(test.multiselect(key="compare-picker").value) == min(len(plans) - 1, MOST)
 
 
-def test_choosing_goes_into_the_link(console: Console, job: JobHere) -> None:
+def test_choosing_goes_into_the_link(console: ConsoleService, job: JobHere) -> None:
     test = open_page(job=job.job_id)
     picker = test.multiselect(key="compare-picker")
     picker.select(next(option for option in picker.options if option == "fault-free"))
@@ -156,7 +158,7 @@ def test_choosing_goes_into_the_link(console: Console, job: JobHere) -> None:
     assert golden("choose-two-to-four-plans") in words(test), "an empty choice stays empty"
 
 
-def test_filters_hold_for_all(console: Console, job: JobHere) -> None:
+def test_filters_hold_for_all(console: ConsoleService, job: JobHere) -> None:
     test = open_page(job=job.job_id)
     test.get_by_key("show").set_value("failure")  # type: ignore[attr-defined]
     settled(test)
@@ -225,7 +227,7 @@ def test_stages_add_up() -> None:
 
 
 def test_a_file_with_a_plan_is_compared_and_what_is_of_another_grid_is_said_to_be(
-    console: Console, job: JobHere
+    console: ConsoleService, job: JobHere
 ) -> None:
     plan = factory.plan(grid=(2, 3, 4))
     test = open_page(job=job.job_id)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from openrecycle.app.ui import chart_revision, iteration_range, url_state
+from openrecycle.app.ui import iteration_range, time_range, url_state
 from openrecycle.app.ui.charts.progress import ZOOM, losses, progress_rows, throughput
 from openrecycle.app.ui.theme import LIGHT
 from tests.golden import golden
@@ -17,7 +17,7 @@ from tests.golden import golden
 def page(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """What Streamlit keeps between two runs of a page."""
     kept = SimpleNamespace(session_state={}, query_params={})
-    for module in (iteration_range, chart_revision, url_state):
+    for module in (iteration_range, time_range, url_state):
         monkeypatch.setattr(module, "st", kept)
     return kept
 
@@ -63,7 +63,7 @@ def test_what_the_job_leaves_behind_is_shown_no_more_without_a_word(page: Simple
 def test_both_curves_show_what_one_is_moved_to_and_that_one_is_not_drawn_anew(page: SimpleNamespace) -> None:
     def drawn() -> list[tuple[Any, int]]:
         shown = iteration_range.asked_for(0, 399)
-        return [chart_revision.drawn_with(chart, "job", shown) for chart in ("throughput", "loss")]
+        return [time_range.drawn_with(chart, "job", shown) for chart in ("throughput", "loss")]
 
     assert drawn() == [(None, 0), (None, 0)]
     move(page, "throughput", {"before": [120.4, 180.2]})

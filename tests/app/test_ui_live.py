@@ -14,7 +14,7 @@ from ui_console import MAIN, JobHere, until
 
 from openrecycle.agent.coordination.membership import FailureTimeouts, Mode
 from openrecycle.agent.messages.protocol import LogLine, LogLines, Registration
-from openrecycle.app.console.service import Console, set_console
+from openrecycle.app.console.service import ConsoleService, set_console
 from openrecycle.app.jobs.states import Condition
 from openrecycle.app.ui import live_now
 from openrecycle.app.ui.live_now import SharedReads
@@ -42,12 +42,12 @@ def feed(test: AppTest) -> str:
     return next(e.proto.body for e in test.get("html") if "or-feed" in e.proto.body)
 
 
-def failed_job(console: Console, name: str) -> JobHere:
+def failed_job(console: ConsoleService, name: str) -> JobHere:
     job = JobHere(console, name).register().commit(0, 9, 1).die("W1_2").heal("W1_2", 2)
     return job.commit(10, 15, 2).beat(15, 2)
 
 
-def test_goodput_and_age_of_data_are_on_the_page(console: Console) -> None:
+def test_goodput_and_age_of_data_are_on_the_page(console: ConsoleService) -> None:
     job = JobHere(console, "figures").register().commit(0, 9, 1).beat(10, 1)
     page = html(open_live(job.job_id))
     for label in ("Iterations done", "Throughput", "Goodput so far", "Living workers", "Plan in force", "Age of data"):
@@ -55,7 +55,7 @@ def test_goodput_and_age_of_data_are_on_the_page(console: Console) -> None:
     assert "ETTR" in page and "vs 1F1B" in page
 
 
-def test_events_are_filtered_and_acknowledged(console: Console) -> None:
+def test_events_are_filtered_and_acknowledged(console: ConsoleService) -> None:
     job = failed_job(console, "events")
     until(lambda: console.queries.view(job.job_id).advice is not None, "the advice, which is an event too, is there")
     test = open_live(job.job_id)
@@ -76,7 +76,7 @@ def test_events_are_filtered_and_acknowledged(console: Console) -> None:
     assert lines and all("W1_2" in line for line in lines)
 
 
-def test_a_worker_shows_its_history_op_times_and_log(console: Console) -> None:
+def test_a_worker_shows_its_history_op_times_and_log(console: ConsoleService) -> None:
     job = failed_job(console, "history")
     line = LogLine(at=time.time(), text="<b>hello</b>")
     console.reports.printed(job.job_id, LogLines(worker="W0_2", incarnation="W0_2-a", lines=(line,), skipped=0))
@@ -94,7 +94,7 @@ def test_a_worker_shows_its_history_op_times_and_log(console: Console) -> None:
     assert golden("expected-one-of-the-jobs") in open_live(job.job_id, worker="W9_9").error[0].value
 
 
-def test_a_workers_reports_over_time_are_drawn_and_in_a_table(console: Console) -> None:
+def test_a_workers_reports_over_time_are_drawn_and_in_a_table(console: ConsoleService) -> None:
     job = JobHere(console, "over time").register().commit(0, 9, 1).beat(10, 1)
     until(
         lambda: bool(console.jobs.find(job.job_id).measurements.op_times.smoothed("W0_2")),
@@ -116,7 +116,7 @@ def test_a_workers_reports_over_time_are_drawn_and_in_a_table(console: Console) 
     assert golden("it-has-reported-nothing-in") in html(open_live(silent.job_id, worker="W0_0"))
 
 
-def test_a_worker_is_drained_after_confirmation(console: Console) -> None:
+def test_a_worker_is_drained_after_confirmation(console: ConsoleService) -> None:
     job = JobHere(console, "drain", demo=False).register().commit(0, 9, 1).beat(10, 1)
     test = open_live(job.job_id)
     test.button(key="worker-W2_1").click().run()
@@ -135,7 +135,7 @@ def test_a_worker_is_drained_after_confirmation(console: Console) -> None:
 def test_a_page_without_the_database_says_so_and_comes_back(tmp_path: Path, page: str) -> None:
     database = FlakyDatabase(f"sqlite:///{tmp_path / 'console.db'}")
     database.upgrade()
-    console = Console(Store(database), failure_timeouts=FailureTimeouts(1.0, 80_000.0, 86_000.0))
+    console = ConsoleService(Store(database), failure_timeouts=FailureTimeouts(1.0, 80_000.0, 86_000.0))
     console.start()
     set_console(console)
     try:
@@ -157,7 +157,7 @@ def test_a_page_without_the_database_says_so_and_comes_back(tmp_path: Path, page
 
 
 def test_an_open_page_says_that_the_database_hangs_and_shows_what_it_last_knew(
-    console: Console, monkeypatch: pytest.MonkeyPatch
+    console: ConsoleService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = JobHere(console, "hung database").register().commit(0, 9, 1)
     test = open_live(job.job_id)
@@ -186,7 +186,7 @@ def test_shared_reads_hand_on_results_and_errors() -> None:
     assert reads.read("sum", lambda: 3) == 3, "each is read anew"
 
 
-def test_who_decides_can_be_changed(console: Console) -> None:
+def test_who_decides_can_be_changed(console: ConsoleService) -> None:
     job = JobHere(console, "mode").register().commit(0, 9, 1)
     test = open_live(job.job_id)
     assert test.button(key="mode-apply").disabled, "nothing has been changed yet"
@@ -196,7 +196,7 @@ def test_who_decides_can_be_changed(console: Console) -> None:
     assert console.operators.choice(job.job_id)["mode"] == Mode.MANUAL
 
 
-def test_a_job_is_paused_and_goes_on(console: Console) -> None:
+def test_a_job_is_paused_and_goes_on(console: ConsoleService) -> None:
     job = JobHere(console, "pause").register().commit(0, 9, 1)
     test = open_live(job.job_id)
     test.button(key="pause").click().run()
@@ -209,7 +209,7 @@ def test_a_job_is_paused_and_goes_on(console: Console) -> None:
     assert not test.exception and not console.jobs.find(job.job_id).paused
 
 
-def test_the_ways_on_stand_side_by_side_until_one_is_chosen(console: Console) -> None:
+def test_the_ways_on_stand_side_by_side_until_one_is_chosen(console: ConsoleService) -> None:
     job = JobHere(console, "manual").register().commit(0, 9, 1).beat(10, 1)
     console.operators.set_mode(job.job_id, Mode.MANUAL, 3600.0, "test")
     job.die("W1_2")
@@ -229,7 +229,7 @@ def test_the_ways_on_stand_side_by_side_until_one_is_chosen(console: Console) ->
     until(lambda: console.queries.view(job.job_id).generation == 2, "the job goes on")
 
 
-def test_the_filter_of_the_address_is_the_filter_of_the_page(console: Console) -> None:
+def test_the_filter_of_the_address_is_the_filter_of_the_page(console: ConsoleService) -> None:
     job = failed_job(console, "link")
     test = open_live(job.job_id, events="failure", find="W1_2")
     lines = feed(test).split("<li")[1:]
@@ -249,7 +249,7 @@ def looks(test: AppTest) -> dict[str, str]:
     }
 
 
-def test_each_state_of_a_worker_has_its_look(console: Console) -> None:
+def test_each_state_of_a_worker_has_its_look(console: ConsoleService) -> None:
     job = JobHere(console, "all looks").register().commit(0, 9, 1).die("W1_2")
     job.resume(2)
     console.jobs.find(job.job_id).measurements.slow = {"W0_0": 1.8}
@@ -274,7 +274,7 @@ def test_each_state_of_a_worker_has_its_look(console: Console) -> None:
     )
 
 
-def test_a_job_that_has_ended_can_be_deleted(console: Console) -> None:
+def test_a_job_that_has_ended_can_be_deleted(console: ConsoleService) -> None:
     JobHere(console, "goes on").register()
     job = JobHere(console, "ends", iterations=10).register().commit(0, 9, 1)
     test = open_live(job.job_id)
@@ -298,7 +298,7 @@ def test_a_job_that_has_ended_can_be_deleted(console: Console) -> None:
     assert [line["actor"] for line in audit if line["action"] == "delete"] == [golden("operator-in-the-browser")]
 
 
-def test_2048_workers_are_one_map_with_a_way_to_each(console: Console) -> None:
+def test_2048_workers_are_one_map_with_a_way_to_each(console: ConsoleService) -> None:
     job = JobHere(console, "2048 workers", pipelines=64, stages=32, micro_batches=2)
     console.reports.register(job.job_id, Registration(worker="W63_31", incarnation="a", host="node1", pid=7))
     test = open_live(job.job_id)

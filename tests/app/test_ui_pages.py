@@ -14,7 +14,7 @@ from streamlit.testing.v1 import AppTest
 from ui_console import MAIN, ConsoleHere, JobHere, until
 
 from openrecycle.agent.coordination.membership import FailureTimeouts
-from openrecycle.app.console.service import Console, set_console
+from openrecycle.app.console.service import ConsoleService, set_console
 from openrecycle.app.plans.sources import OfJob, parse_reference
 from tests.golden import golden
 
@@ -86,7 +86,7 @@ def test_without_a_job_both_pages_say_what_to_do(tmp_path: Path) -> None:
         empty.close()
 
 
-def test_starting(console: Console, jobs: dict[str, JobHere]) -> None:
+def test_starting(console: ConsoleService, jobs: dict[str, JobHere]) -> None:
     test = open_page(jobs["starting"].job_id)
     assert golden("waiting-for-12-of-12") in words(test)
     assert "empty" in cell(test, "W2_3")
@@ -94,7 +94,7 @@ def test_starting(console: Console, jobs: dict[str, JobHere]) -> None:
     assert golden("no-plan-is-in-force") in words(open_page(jobs["starting"].job_id, "schedule"))
 
 
-def test_running(console: Console, jobs: dict[str, JobHere]) -> None:
+def test_running(console: ConsoleService, jobs: dict[str, JobHere]) -> None:
     test = open_page(jobs["running"].job_id)
     page = words(test)
     assert golden("training-in-generation-1-with-all") in page
@@ -105,7 +105,7 @@ def test_running(console: Console, jobs: dict[str, JobHere]) -> None:
     assert len(rows(test, "throughput")) == 10
 
 
-def test_failed_worker(console: Console, jobs: dict[str, JobHere]) -> None:
+def test_failed_worker(console: ConsoleService, jobs: dict[str, JobHere]) -> None:
     test = open_page(jobs["failed"].job_id)
     page = words(test)
     assert "failed: W1_2" in page
@@ -117,7 +117,7 @@ def test_failed_worker(console: Console, jobs: dict[str, JobHere]) -> None:
     assert list(marks[marks != ""].items()) == [(10, "✕ W1_2")]
 
 
-def test_while_workers_are_out_the_best_way_on_is_said(console: Console, jobs: dict[str, JobHere]) -> None:
+def test_while_workers_are_out_the_best_way_on_is_said(console: ConsoleService, jobs: dict[str, JobHere]) -> None:
     job = jobs["failed"].job_id
     until(lambda: console.queries.view(job).advice is not None, "the advice comes")
     test = open_page(job)
@@ -126,7 +126,7 @@ def test_while_workers_are_out_the_best_way_on_is_said(console: Console, jobs: d
     assert [folded.label for folded in test.expander][:1] == ["Options with W1_2 empty"]
 
 
-def test_while_all_live_the_same_place_says_what_is_ready(console: Console, jobs: dict[str, JobHere]) -> None:
+def test_while_all_live_the_same_place_says_what_is_ready(console: ConsoleService, jobs: dict[str, JobHere]) -> None:
     job = jobs["running"].job_id
     until(
         lambda: 0 < console.queries.view(job).plans_to_make == console.queries.view(job).planned_ahead,
@@ -140,7 +140,7 @@ def test_while_all_live_the_same_place_says_what_is_ready(console: Console, jobs
     assert golden("the-options-are-shown-here") not in words(open_page(jobs["finished"].job_id))
 
 
-def test_halted_says_why(console: Console, jobs: dict[str, JobHere]) -> None:
+def test_halted_says_why(console: ConsoleService, jobs: dict[str, JobHere]) -> None:
     test = open_page(jobs["halted"].job_id)
     page = words(test)
     assert "or-tone-bad" in page and ">halted<" in page
@@ -150,14 +150,14 @@ def test_halted_says_why(console: Console, jobs: dict[str, JobHere]) -> None:
     assert not [b for b in test.button if b.key == "worker-confirm"], "a restart that can't help is not offered"
 
 
-def test_finished(console: Console, jobs: dict[str, JobHere]) -> None:
+def test_finished(console: ConsoleService, jobs: dict[str, JobHere]) -> None:
     test = open_page(jobs["finished"].job_id)
     assert "all done" in words(test)
     test.button(key="worker-W0_0").click().run()
     assert not test.exception
 
 
-def test_unknown_job_in_the_address(console: Console, jobs: dict[str, JobHere]) -> None:
+def test_unknown_job_in_the_address(console: ConsoleService, jobs: dict[str, JobHere]) -> None:
     for page in ("live", "schedule"):
         test = open_page("no-such-job", page)
         assert "job: got 'no-such-job'" in test.error[0].value
@@ -182,7 +182,7 @@ def test_suspect_workers_show(tmp_path: Path) -> None:
         here.close()
 
 
-def test_kill_needs_confirmation_and_says_what_happens(console: Console, jobs: dict[str, JobHere]) -> None:
+def test_kill_needs_confirmation_and_says_what_happens(console: ConsoleService, jobs: dict[str, JobHere]) -> None:
     job = jobs["running"]
     # What is left without it is known once its plan is there.
     until(lambda: console.operators.share_without(job.job_id, "W2_1") is not None, "a plan without W2_1")
@@ -205,7 +205,7 @@ def test_kill_needs_confirmation_and_says_what_happens(console: Console, jobs: d
     assert [(c.kind, c.worker) for c in console.reports.commands(job.job_id, 0)] == [("kill", "W2_1")]
 
 
-def test_restart_is_offered_for_a_failed_worker(console: Console, jobs: dict[str, JobHere]) -> None:
+def test_restart_is_offered_for_a_failed_worker(console: ConsoleService, jobs: dict[str, JobHere]) -> None:
     job = jobs["failed"]
     test = open_page(job.job_id)
     test.button(key="worker-W1_2").click().run()
@@ -215,7 +215,7 @@ def test_restart_is_offered_for_a_failed_worker(console: Console, jobs: dict[str
     assert [(c.kind, c.worker) for c in console.reports.commands(job.job_id, 0)] == [("restart", "W1_2")]
 
 
-def test_cancel_does_nothing(console: Console, jobs: dict[str, JobHere]) -> None:
+def test_cancel_does_nothing(console: ConsoleService, jobs: dict[str, JobHere]) -> None:
     job = jobs["failed"]
     before = console.reports.commands(job.job_id, 0)
     test = open_page(job.job_id)
@@ -229,7 +229,7 @@ def test_cancel_does_nothing(console: Console, jobs: dict[str, JobHere]) -> None
     assert console.reports.commands(job.job_id, 0) == before
 
 
-def test_last_peer_warns_of_the_halt(console: Console, jobs: dict[str, JobHere]) -> None:
+def test_last_peer_warns_of_the_halt(console: ConsoleService, jobs: dict[str, JobHere]) -> None:
     job = JobHere(console, "thin job").register().commit(0, 3, 1)
     job.die("W0_1").resume(2)
     job.die("W1_1").resume(3)
@@ -240,7 +240,7 @@ def test_last_peer_warns_of_the_halt(console: Console, jobs: dict[str, JobHere])
     assert golden("stops-the-job") in test.warning[0].value
 
 
-def test_no_kill_outside_a_demo(console: Console, jobs: dict[str, JobHere]) -> None:
+def test_no_kill_outside_a_demo(console: ConsoleService, jobs: dict[str, JobHere]) -> None:
     test = open_page(jobs["strict"].job_id)
     assert golden("the-computation-inside-is-real") not in words(test), "not paced: nothing to say"
     test.button(key="worker-W0_0").click().run()
@@ -248,7 +248,7 @@ def test_no_kill_outside_a_demo(console: Console, jobs: dict[str, JobHere]) -> N
     assert not [b for b in test.button if b.key == "ask-kill"]
 
 
-def test_schedule_of_the_plan_in_force(console: Console, jobs: dict[str, JobHere]) -> None:
+def test_schedule_of_the_plan_in_force(console: ConsoleService, jobs: dict[str, JobHere]) -> None:
     job = jobs["failed"]
     plan = console.queries.view(job.job_id).plan
     assert plan is not None
@@ -261,7 +261,7 @@ def test_schedule_of_the_plan_in_force(console: Console, jobs: dict[str, JobHere
     assert len(test.dataframe[1].value) == bars
 
 
-def test_schedule_of_another_plan(console: Console, jobs: dict[str, JobHere]) -> None:
+def test_schedule_of_another_plan(console: ConsoleService, jobs: dict[str, JobHere]) -> None:
     test = open_page(jobs["failed"].job_id, "schedule")
     picker = test.selectbox(key="plan-picker")
     fault_free = next(v for v in picker.options if v == "fault-free")
@@ -273,14 +273,14 @@ def test_schedule_of_another_plan(console: Console, jobs: dict[str, JobHere]) ->
 
 
 @pytest.mark.parametrize(("show", "rows"), [("failure", 3), ("pipeline", 4), ("stage", 3), ("all", 12)])
-def test_schedule_filters(console: Console, jobs: dict[str, JobHere], show: str, rows: int) -> None:
+def test_schedule_filters(console: ConsoleService, jobs: dict[str, JobHere], show: str, rows: int) -> None:
     test = open_page(jobs["failed"].job_id, "schedule")
     test.get_by_key("show").set_value(show).run()  # type: ignore[attr-defined]
     assert not test.exception
     assert len(figure(test)["layout"]["yaxis"]["ticktext"]) == rows  # type: ignore[index]
 
 
-def test_unknown_plan_in_the_address(console: Console, jobs: dict[str, JobHere]) -> None:
+def test_unknown_plan_in_the_address(console: ConsoleService, jobs: dict[str, JobHere]) -> None:
     test = AppTest.from_file(MAIN, default_timeout=TIMEOUT)
     test.query_params["job"] = jobs["failed"].job_id
     test.run()
@@ -290,7 +290,7 @@ def test_unknown_plan_in_the_address(console: Console, jobs: dict[str, JobHere])
     assert test.get("plotly_chart")
 
 
-def test_a_large_schedule_opens_as_overview_and_detail(console: Console, jobs: dict[str, JobHere]) -> None:
+def test_a_large_schedule_opens_as_overview_and_detail(console: ConsoleService, jobs: dict[str, JobHere]) -> None:
     job = JobHere(console, "large job", pipelines=8, stages=8, micro_batches=48).register()
     test = open_page(job.job_id, "schedule")
     assert 'src="data:image/png;base64,' in words(test) and 'alt="Overview of 64 workers' in words(test)
@@ -304,7 +304,7 @@ def test_a_large_schedule_opens_as_overview_and_detail(console: Console, jobs: d
     assert live.button(key="worker-W7_7"), "64 workers are still one button each"
 
 
-def test_a_grid_too_large_for_buttons_is_a_heat_map(console: Console, jobs: dict[str, JobHere]) -> None:
+def test_a_grid_too_large_for_buttons_is_a_heat_map(console: ConsoleService, jobs: dict[str, JobHere]) -> None:
     job = JobHere(console, "wide job", pipelines=20, stages=4, micro_batches=4).register()
     test = open_page(job.job_id)
     assert not [b for b in test.button if str(b.key).startswith("worker-W")]
@@ -318,7 +318,7 @@ def test_a_grid_too_large_for_buttons_is_a_heat_map(console: Console, jobs: dict
 def test_a_page_that_fails_says_so_in_a_sentence_and_the_log_has_it(capsys: pytest.CaptureFixture[str]) -> None:
     def script() -> None:
         from openrecycle.app.runtime.errors import ConsoleError
-        from openrecycle.app.ui.failed import page_failed
+        from openrecycle.app.ui.hooks import page_failed
 
         for error in (KeyError("secret"), ConsoleError(404, "unknown", "job: got 'x', expected one that is there")):
             assert page_failed(error)

@@ -7,7 +7,7 @@ from streamlit.testing.v1 import AppTest
 from ui_console import MAIN, JobHere, until
 
 from openrecycle.agent.messages.protocol import Acknowledgement
-from openrecycle.app.console.service import Console
+from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.observing.rollout import RollOut, Taken
 from openrecycle.app.ui.operating import roll_out_html
 from tests.golden import golden
@@ -28,7 +28,7 @@ def html(test: AppTest) -> str:
     return "\n".join(parts + [m.value for kind in ("markdown", "caption") for m in test.get(kind)])
 
 
-def test_the_plan_is_frozen_and_thawed(console: Console) -> None:
+def test_the_plan_is_frozen_and_thawed(console: ConsoleService) -> None:
     job = JobHere(console, "frozen").register().commit(0, 9, 1)
     test = open_live(job.job_id)
     assert not test.button(key="replan").disabled
@@ -43,7 +43,7 @@ def test_the_plan_is_frozen_and_thawed(console: Console) -> None:
     assert "frozen" not in html(test).split('class="or-cards"')[0].split("or-says")[1]
 
 
-def test_a_plan_is_asked_for_and_the_page_says_what_became_of_it(console: Console) -> None:
+def test_a_plan_is_asked_for_and_the_page_says_what_became_of_it(console: ConsoleService) -> None:
     job = JobHere(console, "asked").register().commit(0, 9, 1)
     test = open_live(job.job_id)
     test.selectbox(key="replan-solver").select("list").run()
@@ -63,7 +63,7 @@ def test_a_plan_is_asked_for_and_the_page_says_what_became_of_it(console: Consol
     assert golden("asked-for-a-new-plan") in page
 
 
-def test_the_search_is_seen_and_stopped(console: Console) -> None:
+def test_the_search_is_seen_and_stopped(console: ConsoleService) -> None:
     slow = {"F": 40.0, "I": 52.0, "W": 28.0}
     job = JobHere(console, "long search", pipelines=6, stages=6, micro_batches=12, durations=slow, memory="7")
     job.register().commit(0, 3, 1)
@@ -82,7 +82,7 @@ def test_the_search_is_seen_and_stopped(console: Console) -> None:
     assert not [b for b in open_live(job.job_id).button if b.key == "replan-stop"]
 
 
-def test_each_workers_step_is_seen_as_a_plan_rolls_out(console: Console) -> None:
+def test_each_workers_step_is_seen_as_a_plan_rolls_out(console: ConsoleService) -> None:
     job = JobHere(console, "rolling").register().commit(0, 9, 1)
     assert golden("generation-1-all-12-workers") in html(open_live(job.job_id))
     job.die("W1_2")

@@ -12,7 +12,7 @@ from planner_page import click, compared, figure, open_page, page_console, param
 from ui_console import ConsoleHere, JobHere, until
 from ui_factory import plan
 
-from openrecycle.app.console.service import Console
+from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.plans.solving import Solves
 from openrecycle.app.plans.whatif import WhatIf, parse
 from openrecycle.planner.jobs.job import Job
@@ -23,14 +23,14 @@ pytestmark = pytest.mark.processes
 
 
 @pytest.fixture
-def console(here: ConsoleHere) -> Iterator[Console]:
+def console(here: ConsoleHere) -> Iterator[ConsoleService]:
     yield from page_console(here)
 
 
 # -- asking -------------------------------------------------------------------------------------
 
 
-def test_without_a_job_the_page_asks_and_starts_nothing(console: Console) -> None:
+def test_without_a_job_the_page_asks_and_starts_nothing(console: ConsoleService) -> None:
     test = open_page()
     assert golden("no-plan-can-be-shorter-than-21") in words(test)
     assert console.plans.solves.all() == [] and params(test) == {}
@@ -38,7 +38,7 @@ def test_without_a_job_the_page_asks_and_starts_nothing(console: Console) -> Non
     assert all("alive" in test.button(key=f"worker-W{p}_{s}").label for p in range(3) for s in range(4))
 
 
-def test_a_click_kills_and_another_revives(console: Console) -> None:
+def test_a_click_kills_and_another_revives(console: ConsoleService) -> None:
     test = click(open_page(), "worker-W1_2")
     assert "dead" in test.button(key="worker-W1_2").label and params(test) == {"fail": "W1_2"}
     assert golden("no-plan-can-be-shorter-than") in words(test)
@@ -51,7 +51,7 @@ def test_a_click_kills_and_another_revives(console: Console) -> None:
     assert console.plans.solves.all() == []
 
 
-def test_each_technique_includes_the_ones_before(console: Console) -> None:
+def test_each_technique_includes_the_ones_before(console: ConsoleService) -> None:
     test = open_page()
 
     def switches() -> list[bool]:
@@ -72,7 +72,7 @@ def test_each_technique_includes_the_ones_before(console: Console) -> None:
     assert switches() == [True, True, True] and params(test) == {}
 
 
-def test_every_control_is_in_the_link_and_a_link_sets_every_control(console: Console) -> None:
+def test_every_control_is_in_the_link_and_a_link_sets_every_control(console: ConsoleService) -> None:
     test = open_page()
     test.number_input(key="planner-pipelines").set_value(4)
     run(test)
@@ -105,7 +105,7 @@ def test_every_control_is_in_the_link_and_a_link_sets_every_control(console: Con
     assert console.plans.solves.all() == []
 
 
-def test_some_at_random(console: Console) -> None:
+def test_some_at_random(console: ConsoleService) -> None:
     test = open_page(grid="8x4x4")
     test.number_input(key="planner-random-count").set_value(5)
     test.number_input(key="planner-random-seed").set_value(3)
@@ -119,13 +119,13 @@ def test_some_at_random(console: Console) -> None:
 # -- what is wrong ------------------------------------------------------------------------------
 
 
-def test_what_a_link_says_wrongly_is_said_and_the_usual_taken(console: Console) -> None:
+def test_what_a_link_says_wrongly_is_said_and_the_usual_taken(console: ConsoleService) -> None:
     test = open_page(grid="3x4", fail="W1_2")
     assert "grid: got '3x4'" in words(test)
     assert "dead" in test.button(key="worker-W1_2").label
 
 
-def test_an_absurd_size_is_refused_beside_the_grid(console: Console) -> None:
+def test_an_absurd_size_is_refused_beside_the_grid(console: ConsoleService) -> None:
     test = open_page(grid="99999x99999x9")
     assert golden("expected-at-most-400-000") in words(test)
     assert test.button(key="planner-plan").disabled
@@ -137,13 +137,13 @@ def test_an_absurd_size_is_refused_beside_the_grid(console: Console) -> None:
     assert not test.button(key="planner-plan").disabled
 
 
-def test_a_failure_without_a_technique_is_said_beside_the_switches(console: Console) -> None:
+def test_a_failure_without_a_technique_is_said_beside_the_switches(console: ConsoleService) -> None:
     test = open_page(fail="W1_2", technique="fault-free")
     assert escape(golden("technique-got-fault-free-expected-adaptive")) in words(test)
     assert test.button(key="planner-plan").disabled
 
 
-def test_bytes_without_a_profile_that_has_them_is_said_beside_the_limit(console: Console) -> None:
+def test_bytes_without_a_profile_that_has_them_is_said_beside_the_limit(console: ConsoleService) -> None:
     test = open_page()
     test.selectbox(key="planner-memory").select("bytes")
     run(test)
@@ -151,7 +151,7 @@ def test_bytes_without_a_profile_that_has_them_is_said_beside_the_limit(console:
     assert test.button(key="planner-plan").disabled
 
 
-def test_a_dead_stage_has_no_plan_but_a_migration_gives_it_one(console: Console) -> None:
+def test_a_dead_stage_has_no_plan_but_a_migration_gives_it_one(console: ConsoleService) -> None:
     test = open_page(fail="W0_2.W1_2.W2_2", memory="none")
     assert golden("stage-2-has-no-living") in words(test) and test.button(key="planner-plan").disabled
     settled(click(test, "planner-look"), console)
@@ -161,7 +161,7 @@ def test_a_dead_stage_has_no_plan_but_a_migration_gives_it_one(console: Console)
     assert len(parse(params(test))[0].failed) == 3
 
 
-def test_a_plan_of_another_grid_is_not_set_beside_it(console: Console) -> None:
+def test_a_plan_of_another_grid_is_not_set_beside_it(console: ConsoleService) -> None:
     planned(open_page(solver="list"), console)
     test = open_page(solver="list")
     test.number_input(key="planner-stages").set_value(5)
@@ -179,7 +179,7 @@ def test_a_plan_of_another_grid_is_not_set_beside_it(console: Console) -> None:
 # -- planning -----------------------------------------------------------------------------------
 
 
-def test_a_plan_with_its_figures_chart_and_comparison(console: Console) -> None:
+def test_a_plan_with_its_figures_chart_and_comparison(console: ConsoleService) -> None:
     test = planned(open_page(fail="W1_2", memory="none"), console)
     page = words(test)
     assert "27 slots" in page and "proven optimal: 27 slots" in page
@@ -217,7 +217,7 @@ def test_a_plan_with_its_figures_chart_and_comparison(console: Console) -> None:
     assert "plan 3 × 4 × 6" in words(unknown) and "This plan" in words(unknown)
 
 
-def test_the_papers_example_is_one_click(console: Console) -> None:
+def test_the_papers_example_is_one_click(console: ConsoleService) -> None:
     test = settled(click(open_page(), "planner-example"), console)
     strip = next(e.proto.body for e in test.get("html") if "or-steps" in e.proto.body)
     assert [strip.index(f">{n} slots<") for n in (27, 36, 29)] == sorted(
@@ -233,7 +233,7 @@ def test_the_papers_example_is_one_click(console: Console) -> None:
     assert "example" not in params(test)
 
 
-def test_a_search_under_way_is_shown_and_cancelled(console: Console) -> None:
+def test_a_search_under_way_is_shown_and_cancelled(console: ConsoleService) -> None:
     hard = job_doc(Job.uniform(6, 6, 12, durations={"F": 1, "I": 1.3, "W": 0.7, "transfer": 0.4}))
     question = WhatIf.of(hard.job(), ("W0_1", "W1_4", "W2_4"), WhatIf().technique, "7")
     test = click(open_page(**question.params(), solver="cp-sat", time="300"), "planner-plan")
@@ -250,7 +250,7 @@ def test_a_search_under_way_is_shown_and_cancelled(console: Console) -> None:
     assert test.button(key="planner-plan").label == "Plan again"
 
 
-def test_a_planning_process_that_dies_is_an_error_on_the_page(console: Console) -> None:
+def test_a_planning_process_that_dies_is_an_error_on_the_page(console: ConsoleService) -> None:
     test = open_page(fail="W1_2")
     # Whatever the process may say or not: it is gone.
     click(test, "planner-plan")
@@ -267,7 +267,7 @@ def test_a_planning_process_that_dies_is_an_error_on_the_page(console: Console) 
 # -- keeping and applying -----------------------------------------------------------------------
 
 
-def test_a_plan_is_kept_and_its_link_shows_it(console: Console) -> None:
+def test_a_plan_is_kept_and_its_link_shows_it(console: ConsoleService) -> None:
     test = planned(open_page(fail="W1_2", memory="none"), console)
     next(field for field in test.text_input if field.label == "Name").set_value("the paper's")
     run(test)
@@ -291,7 +291,7 @@ def test_a_plan_is_kept_and_its_link_shows_it(console: Console) -> None:
     assert golden("expected-the-fingerprint-of-a") in words(open_page(saved=link["saved"]))
 
 
-def test_a_jobs_question_is_taken_over_and_the_answer_applied(console: Console) -> None:
+def test_a_jobs_question_is_taken_over_and_the_answer_applied(console: ConsoleService) -> None:
     job = JobHere(console, "to be helped").register().commit(0, 3, 1).die("W1_2").heal("W1_2", 2)
     test = open_page()
     test.selectbox(key="planner-take").select(f"job {job.job_id}")
@@ -310,7 +310,7 @@ def test_a_jobs_question_is_taken_over_and_the_answer_applied(console: Console) 
     assert golden("it-is-in-force-already") in words(run(test))
 
 
-def test_a_plan_that_does_not_fit_says_why(console: Console) -> None:
+def test_a_plan_that_does_not_fit_says_why(console: ConsoleService) -> None:
     JobHere(console, "another grid", pipelines=2, stages=2).register()
     test = planned(open_page(fail="W1_2"), console)
     options = test.selectbox(key="planner-apply-job").options
@@ -320,7 +320,7 @@ def test_a_plan_that_does_not_fit_says_why(console: Console) -> None:
     assert test.button(key="planner-apply-go").disabled
 
 
-def test_a_saved_plan_is_taken_over(console: Console) -> None:
+def test_a_saved_plan_is_taken_over(console: ConsoleService) -> None:
     console.plans.library.save(plan(("W2_1",), unit="slot"), "two one")
     test = open_page()
     test.selectbox(key="planner-take").select(f"saved {plan(('W2_1',), unit='slot').fingerprint}")
@@ -332,7 +332,7 @@ def test_a_saved_plan_is_taken_over(console: Console) -> None:
 # -- size ---------------------------------------------------------------------------------------
 
 
-def test_a_grid_too_large_for_buttons_is_a_heat_map_with_names(console: Console) -> None:
+def test_a_grid_too_large_for_buttons_is_a_heat_map_with_names(console: ConsoleService) -> None:
     test = open_page(grid="20x8x4")
 
     def names() -> Any:
@@ -350,7 +350,7 @@ def test_a_grid_too_large_for_buttons_is_a_heat_map_with_names(console: Console)
 
 
 @pytest.mark.chaos
-def test_a_plan_too_large_for_bars_is_a_picture(console: Console) -> None:
+def test_a_plan_too_large_for_bars_is_a_picture(console: ConsoleService) -> None:
     test = planned(open_page(grid="16x8x24", fail="W3_2", solver="list"), console)
     assert golden("alt-overview-of-128-workers") in words(test)
     assert compared(test)["figure"] == ["This plan"]

@@ -12,7 +12,7 @@ from streamlit.testing.v1 import AppTest
 from ui_console import ConsoleHere, JobHere, until
 
 from openrecycle.agent.messages.protocol import Heartbeat
-from openrecycle.app.console.service import Console
+from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.plans.profiles import measured_profile
 from openrecycle.app.plans.whatif import parse
 from openrecycle.app.security.callers import Caller, Role
@@ -24,11 +24,11 @@ pytestmark = pytest.mark.processes
 
 
 @pytest.fixture
-def console(here: ConsoleHere) -> Iterator[Console]:
+def console(here: ConsoleHere) -> Iterator[ConsoleService]:
     yield from page_console(here)
 
 
-def test_a_file_brings_its_profile_and_a_wrong_one_is_refused_beside_it(console: Console) -> None:
+def test_a_file_brings_its_profile_and_a_wrong_one_is_refused_beside_it(console: ConsoleService) -> None:
     test = open_page(memory="none")
     job = Job.uniform(2, 3, 5, durations={"F": 2, "I": 2, "W": 1}, time_unit="ms")
     test.file_uploader[0].set_value(("mine.json", job_doc(job).model_dump_json().encode(), "application/json"))
@@ -66,7 +66,7 @@ def choose(test: AppTest, value: str) -> AppTest:
     return run(test)
 
 
-def test_a_profile_is_saved_chosen_replaced_and_deleted(console: Console) -> None:
+def test_a_profile_is_saved_chosen_replaced_and_deleted(console: ConsoleService) -> None:
     test = save_as(open_page(profile="uneven"), "not a name")
     assert escape("name: got 'not a name', expected 1 to 80 letters") in words(test) and not test.success
     assert golden("comes-with-the-planner-choose") in words(save_as(test, "gpt3-medium"))
@@ -103,7 +103,7 @@ def test_a_profile_is_saved_chosen_replaced_and_deleted(console: Console) -> Non
     assert told[-3:] == [("save profile", ""), ("save profile", "replaced"), ("delete profile", "")]
 
 
-def test_what_a_job_measures_is_a_profile(console: Console) -> None:
+def test_what_a_job_measures_is_a_profile(console: ConsoleService) -> None:
     job = JobHere(console, "measures").register()
     test = open_page()
     option = f"measured:{job.job_id}"
@@ -135,7 +135,9 @@ def test_what_a_job_measures_is_a_profile(console: Console) -> None:
     console.plans.profiles.delete("as-measured")
 
 
-def test_whoever_may_only_look_on_chooses_and_does_not_save(console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whoever_may_only_look_on_chooses_and_does_not_save(
+    console: ConsoleService, monkeypatch: pytest.MonkeyPatch
+) -> None:
     console.plans.profiles.put("theirs", job_doc(Job.uniform(1, 2, 1)), "ada")
     viewer = Caller("oidc:grace", "grace", Role.VIEW)
     monkeypatch.setattr(console.security.access, "guarded", True)

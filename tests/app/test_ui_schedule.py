@@ -17,7 +17,7 @@ from streamlit.testing.v1.element_tree import Selectbox
 from ui_console import DEADLINE, MAIN, ConsoleHere, JobHere, until
 
 from openrecycle.agent.messages.protocol import MeasuredOps
-from openrecycle.app.console.service import Console, set_console
+from openrecycle.app.console.service import ConsoleService, set_console
 from openrecycle.app.ui import schedule_view, time_range, url_state
 from openrecycle.app.ui.charts import overview
 from openrecycle.app.ui.facts import critical_words
@@ -63,7 +63,7 @@ def words(test: AppTest) -> str:
 
 
 def test_memory_and_the_next_iteration_are_drawn_and_the_critical_path_on_request(
-    console: Console, job: JobHere
+    console: ConsoleService, job: JobHere
 ) -> None:
     test = open_page(job=job.job_id)
     assert {"memory", "memory limit", "ghost"} <= kinds(test) and "critical" not in kinds(test)
@@ -74,7 +74,7 @@ def test_memory_and_the_next_iteration_are_drawn_and_the_critical_path_on_reques
 
 
 def test_a_plan_is_drawn_without_reading_what_its_job_does(
-    console: Console, job: JobHere, monkeypatch: pytest.MonkeyPatch
+    console: ConsoleService, job: JobHere, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a busy job of thousands of workers that takes seconds, and none of it is on the page."""
 
@@ -89,7 +89,7 @@ def test_a_plan_is_drawn_without_reading_what_its_job_does(
 
 
 def test_a_path_is_chosen_kept_in_the_link_and_dropped_where_there_is_no_such_micro_batch(
-    console: Console, job: JobHere
+    console: ConsoleService, job: JobHere
 ) -> None:
     test = open_page(job=job.job_id, path="1.2")
     ahead = [t for t in drawn(test)[0] if t["meta"]["kind"] in OP_WORDS and not t["meta"]["aside"]]
@@ -117,7 +117,7 @@ def test_a_click_toggles_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
     assert query == {}
 
 
-def test_time_range_in_the_link(console: Console, job: JobHere) -> None:
+def test_time_range_in_the_link(console: ConsoleService, job: JobHere) -> None:
     test = open_page(job=job.job_id, time="200-400")
     assert drawn(test)[1]["xaxis"]["range"] == [200, 400]
     for nonsense in ("400-200", "a-b", "200", "-5-10", "0-99999"):
@@ -132,7 +132,7 @@ class Late(Selectbox[Any]):
         return WidgetState(id=self.id, string_value="In force, generation 1: fault-free")
 
 
-def test_the_plan_in_force_is_called_otherwise_once_another_one_is(console: Console) -> None:
+def test_the_plan_in_force_is_called_otherwise_once_another_one_is(console: ConsoleService) -> None:
     """The browser still sends what it was called before, which is no plan that anybody asks for."""
     job = JobHere(console, "renamed").register()
     test = open_page(job=job.job_id)
@@ -162,7 +162,7 @@ def test_a_saved_plan_is_shown_without_any_job(tmp_path: Path) -> None:
         empty.close()
 
 
-def test_a_plan_by_technique_is_made_while_the_page_waits(console: Console, job: JobHere) -> None:
+def test_a_plan_by_technique_is_made_while_the_page_waits(console: ConsoleService, job: JobHere) -> None:
     test = open_page(job=job.job_id, plan="made:staggered:none:2x3x5")
     deadline = time.monotonic() + DEADLINE
     while not test.get("plotly_chart"):
@@ -173,7 +173,7 @@ def test_a_plan_by_technique_is_made_while_the_page_waits(console: Console, job:
     assert drawn(test)[1]["yaxis"]["ticktext"] == [f"W{p}_{s}" for p in range(2) for s in range(3)]
 
 
-def test_every_format_is_offered_and_what_is_refused_says_why(console: Console, job: JobHere) -> None:
+def test_every_format_is_offered_and_what_is_refused_says_why(console: ConsoleService, job: JobHere) -> None:
     test = open_page(job=job.job_id)
     buttons = {b.proto.label: b for b in test.get("download_button")}
     assert set(buttons) == {
@@ -190,7 +190,9 @@ def test_every_format_is_offered_and_what_is_refused_says_why(console: Console, 
     assert "one rank" in words(test)
 
 
-def test_a_box_in_the_link_chooses_the_detail(console: Console, job: JobHere, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_box_in_the_link_chooses_the_detail(
+    console: ConsoleService, job: JobHere, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(overview, "MAX_BARS", 100)
     test = open_page(job=job.job_id, box="400,800,8,11")
     _, layout = drawn(test)
@@ -222,7 +224,7 @@ def test_a_box_that_is_drawn_goes_into_the_link(monkeypatch: pytest.MonkeyPatch)
         assert query == {"box": "10,30.5,3,7"}
 
 
-def measure(console: Console, job: JobHere) -> int:
+def measure(console: ConsoleService, job: JobHere) -> int:
     """The job's workers record the iteration that the console asks for, exactly as planned; returns which."""
     live = console.jobs.find(job.job_id)
     console.measuring.newest(live, watch=True)
@@ -255,7 +257,7 @@ def measure(console: Console, job: JobHere) -> int:
     return iteration
 
 
-def test_an_iteration_as_it_ran_stands_still_until_a_newer_one_is_asked_for(console: Console) -> None:
+def test_an_iteration_as_it_ran_stands_still_until_a_newer_one_is_asked_for(console: ConsoleService) -> None:
     job = JobHere(console, "measured job", iterations=20_000).register().die("W0_1").heal("W0_1", 2)
     waiting = open_page(job=job.job_id, plan=f"measured:{job.job_id}")
     assert any(golden("waiting-for-all-workers") in c.value for c in waiting.caption)
@@ -288,7 +290,9 @@ def test_an_iteration_as_it_ran_stands_still_until_a_newer_one_is_asked_for(cons
     assert golden("iteration-as-it-ran", newer) in words(unknown) and not unknown.error
 
 
-def test_a_link_shows_the_plan_that_was_in_force_and_the_page_itself_goes_on_with_the_job(console: Console) -> None:
+def test_a_link_shows_the_plan_that_was_in_force_and_the_page_itself_goes_on_with_the_job(
+    console: ConsoleService,
+) -> None:
     job = JobHere(console, "followed job").register()
     test = open_page(job=job.job_id)
     before, _ = drawn(test)
@@ -312,14 +316,14 @@ def test_a_link_shows_the_plan_that_was_in_force_and_the_page_itself_goes_on_wit
     assert drawn(later)[0] == before and "follow" not in later.query_params
 
 
-def test_a_job_that_ended_unmeasured_says_so(console: Console) -> None:
+def test_a_job_that_ended_unmeasured_says_so(console: ConsoleService) -> None:
     job = JobHere(console, "over").register().finish()
     test = open_page(job=job.job_id, plan=f"measured:{job.job_id}")
     assert golden("no-iteration-of-job-over") in test.error[0].value
     assert test.get("plotly_chart"), "the plan in force is shown instead"
 
 
-def test_the_head_names_the_plan_that_is_shown(console: Console, job: JobHere) -> None:
+def test_the_head_names_the_plan_that_is_shown(console: ConsoleService, job: JobHere) -> None:
     def head(test: AppTest) -> str:
         return next(e.proto.body for e in test.get("html") if '<h1 class="or-title">' in e.proto.body)
 
@@ -330,7 +334,7 @@ def test_the_head_names_the_plan_that_is_shown(console: Console, job: JobHere) -
     assert f'<h1 class="or-title">{job.spec.name}</h1>' in head(open_page(job=job.job_id))
 
 
-def test_a_file_with_a_plan_is_read_and_shown(console: Console, job: JobHere) -> None:
+def test_a_file_with_a_plan_is_read_and_shown(console: ConsoleService, job: JobHere) -> None:
     plan = factory.plan(("W0_1",), grid=(2, 3, 4))
     test = open_page(job=job.job_id)
     test.file_uploader[0].set_value(("mine.json", plan.to_json().encode(), "application/json")).run()

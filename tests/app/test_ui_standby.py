@@ -8,7 +8,7 @@ import pytest
 from streamlit.testing.v1 import AppTest
 from ui_console import MAIN
 
-from openrecycle.app.console.service import Console
+from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.leadership.host import ConsoleHost, set_host
 from openrecycle.app.leadership.lease import LeaderStatus
 from tests.golden import golden
@@ -20,11 +20,11 @@ class Waiting(ConsoleHost):
     """A host that says what the test wants it to, about a real console or none."""
 
     def __init__(self) -> None:
-        self.up: Console | None = None
+        self.up: ConsoleService | None = None
         self.stands = LeaderStatus(None, "http://a:8501", "http://a:8501 leads (term 2); it was heard 0.4 s ago")
 
     @property
-    def console(self) -> Console | None:
+    def console(self) -> ConsoleService | None:
         return self.up
 
     @property
@@ -77,7 +77,7 @@ def test_an_open_page_says_that_the_lead_is_in_doubt(host: Waiting) -> None:
     assert said.value.startswith(golden("this-consoles-lead-is-in-doubt-the-database"))
 
 
-def test_the_pages_are_there_when_this_console_leads(host: Waiting, console: Console) -> None:
+def test_the_pages_are_there_when_this_console_leads(host: Waiting, console: ConsoleService) -> None:
     page = AppTest.from_file(MAIN, default_timeout=60).run()
     assert page.title[0].value == golden("this-console-is-a-standby")
     host.up = console

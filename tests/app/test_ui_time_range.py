@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from openrecycle.app.ui import chart_revision, time_range, url_state
+from openrecycle.app.ui import time_range, url_state
 
 CHART, SLIDER, END = "gantt", "time-plan", 840.0
 
@@ -19,7 +19,7 @@ class Page:
         self.state: dict[str, Any] = {SLIDER: (0.0, END)}
         self.address: dict[str, str] = {}
         kept = SimpleNamespace(session_state=self.state, query_params=self.address)
-        for module in (time_range, chart_revision, url_state):
+        for module in (time_range, url_state):
             monkeypatch.setattr(module, "st", kept)
 
     def drag(self, sent: object) -> None:
@@ -32,7 +32,7 @@ class Page:
 
     def draw(self, what: str = "a plan") -> tuple[tuple[float, float] | None, int]:
         shown = time_range.narrowed(self.state[SLIDER], END)
-        return chart_revision.drawn_with(CHART, what, shown)
+        return time_range.drawn_with(CHART, what, shown)
 
 
 @pytest.fixture

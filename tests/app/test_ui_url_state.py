@@ -11,7 +11,7 @@ from streamlit.testing.v1 import AppTest
 from ui_console import MAIN, ConsoleHere, JobHere, until
 
 from openrecycle.app.catalogs.contents import parse_request
-from openrecycle.app.console.service import Console
+from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.plans.whatif import WhatIf
 from openrecycle.app.ui import url_state
 from tests.golden import golden
@@ -202,7 +202,7 @@ EVERY_PAGE: list[tuple[str, dict[str, str], list[str]]] = [
 
 @pytest.mark.parametrize(("page", "rest", "bad"), EVERY_PAGE)
 def test_every_page_says_what_of_its_link_cannot_be(
-    here: ConsoleHere, console: Console, job: JobHere, page: str, rest: dict[str, str], bad: list[str]
+    here: ConsoleHere, console: ConsoleService, job: JobHere, page: str, rest: dict[str, str], bad: list[str]
 ) -> None:
     filling = console.catalogs.fill(parse_request(pipelines=2, stages=2, tolerance=1))
     until(lambda: not filling.running, "the catalog is filled")
@@ -259,7 +259,9 @@ def test_a_name_that_a_page_has_nothing_for_is_said() -> None:
 
 
 @pytest.mark.parametrize("page", list(url_state.NAMES))
-def test_what_the_pages_put_into_their_addresses_they_know(page: str, here: ConsoleHere, console: Console) -> None:
+def test_what_the_pages_put_into_their_addresses_they_know(
+    page: str, here: ConsoleHere, console: ConsoleService
+) -> None:
     """Opened as people open them; nothing of what is in an address afterwards, or has a control, is called unknown."""
     JobHere(console, "known names").register().commit(0, 9, 1)
     test = AppTest.from_file(MAIN, default_timeout=60).run()

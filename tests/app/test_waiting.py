@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from openrecycle.agent.messages.protocol import Command
-from openrecycle.app.jobs.waiting import Commands, Wait, Waited, after_change, apart, pauses
+from openrecycle.app.jobs.waiting import CommandQueue, Wait, Waited, after_change, apart, pauses
 
 
 def test_commands_are_kept_in_order_and_the_last_word_on_a_pause_counts() -> None:
-    commands = Commands()
+    commands = CommandQueue()
     assert commands.paused_at is None and commands.after(0) == []
     commands.add(Command(seq=1, kind="kill", worker="W0_1"), 10.0)
     commands.add(Command(seq=2, kind="pause", worker=None), 20.0)
     assert commands.paused_at == 20.0 and [c.kind for c in commands.after(1)] == ["pause"]
     commands.add(Command(seq=3, kind="resume", worker=None), 30.0)
     assert commands.paused_at is None and pauses(commands.held) == (Wait(20.0, 30.0),)
-    again = Commands()
+    again = CommandQueue()
     again.read(
         [
             {"seq": 1, "kind": "kill", "worker": "W0_1", "at": 10.0},

@@ -17,7 +17,7 @@ from openrecycle.agent.messages.protocol import (
     Recovery,
     Registration,
 )
-from openrecycle.app.console.service import Console
+from openrecycle.app.console.service import ConsoleService
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 
@@ -32,7 +32,7 @@ class ConsoleHere:
         self.database = Database(f"sqlite:///{folder / 'console.db'}")
         self.database.upgrade()
         # No silence is ever too long here: tests pause as they like.
-        self.console = Console(
+        self.console = ConsoleService(
             Store(self.database),
             failure_timeouts=failure_timeouts or FailureTimeouts(1.0, 80_000.0, 86_000.0),
             tolerance=1,
@@ -47,7 +47,7 @@ class ConsoleHere:
 class JobHere:
     """A job of 3 pipelines x 4 stages, driven as its launcher and its workers would."""
 
-    def __init__(self, console: Console, name: str, **changes: object) -> None:
+    def __init__(self, console: ConsoleService, name: str, **changes: object) -> None:
         self.console = console
         values: dict[str, object] = {
             "name": name,

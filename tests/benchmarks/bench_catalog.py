@@ -19,7 +19,7 @@ from openrecycle.planner.catalogs.catalog_build import build_catalog
 from openrecycle.planner.catalogs.catalog_engines import make_engine
 from openrecycle.planner.catalogs.catalog_store import StoredCatalog
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
-from openrecycle.planner.layers.migration import normalize
+from openrecycle.planner.layers.migration import best_migrations
 from openrecycle.planner.plans.packed import CatalogQuestion, Effort
 from tests.benchmarks.machine import describe
 
@@ -78,12 +78,12 @@ def survivable(job: Job, noise: random.Random, workers: list[Worker], count: int
             return failed
 
 
-def normalization(job: Job, failures: int) -> None:
+def migrations(job: Job, failures: int) -> None:
     failed = survivable(job, random.Random(1), list(job.workers()), failures)
     begin = time.perf_counter()
-    result = normalize(job, failed)
+    result = best_migrations(job, failed)
     print(
-        f"normalization of {failures} failures on {job.pipelines} x {job.stages}: {time.perf_counter() - begin:.2f} s; "
+        f"migrations for {failures} failures on {job.pipelines} x {job.stages}: {time.perf_counter() - begin:.2f} s; "
         f"{result.reason}"
     )
 
@@ -93,8 +93,8 @@ def main() -> None:
     large, small = Job.uniform(64, 32, 64), Job.uniform(3, 4, 6)
     catalog(small, 3)
     catalog(large, 512)
-    normalization(small, 3)
-    normalization(large, 40)
+    migrations(small, 3)
+    migrations(large, 40)
     print(describe())
 
 

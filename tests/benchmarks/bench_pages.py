@@ -24,7 +24,7 @@ from pathlib import Path
 from playwright.sync_api import Browser, CDPSession, Page, expect, sync_playwright
 
 from openrecycle.app.catalogs.contents import parse_request
-from openrecycle.app.console.service import Console
+from openrecycle.app.console.service import ConsoleService
 from openrecycle.db.plan_rows import PlanColumns
 from openrecycle.planner.jobs.job import Job, Problem, Worker
 from openrecycle.planner.plans.plan import job_doc
@@ -101,7 +101,7 @@ def main() -> None:
             browser.close()
 
 
-def fill_catalog(console: Console, job_id: str) -> None:
+def fill_catalog(console: ConsoleService, job_id: str) -> None:
     question = console.jobs.find(job_id).plans.question
     filling = console.catalogs.fill(
         parse_request(

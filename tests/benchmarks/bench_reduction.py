@@ -22,7 +22,7 @@ from openrecycle.agent.stages.backward.split import Deferred
 from openrecycle.agent.stages.gradients import BUCKET_BYTES, GradientSum
 from openrecycle.agent.stages.stage import Stage
 from openrecycle.agent.transport.communicator import Communicator
-from openrecycle.agent.workers.reduction import Reduction
+from openrecycle.agent.workers.reduction import GradientReduction
 from openrecycle.planner.jobs.job import Worker
 from tests.benchmarks.machine import describe
 
@@ -71,7 +71,7 @@ def _peer(place: int, size: tuple[int, int, int], store: tuple[str, int], answer
         seconds = []
         for these in sums:
             stage = Stage(module, these, split=split)
-            reduction = Reduction(these, group.begin_sum)
+            reduction = GradientReduction(these, group.begin_sum)
             stage.expect(1, reduction)
             stage.forward((0, 0), torch.randn(tokens, width), seed=0, loss=lambda y: y.square().mean())
             stage.input_backward((0, 0), None)

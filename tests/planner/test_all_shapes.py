@@ -15,7 +15,7 @@ from openrecycle.planner.check import check
 from openrecycle.planner.jobs.failures import canonical_pattern, failures_per_stage, patterns
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, Worker
 from openrecycle.planner.layers.distribution import MOST_BOUNDED_STAGES
-from openrecycle.planner.layers.migration import normalize
+from openrecycle.planner.layers.migration import best_migrations
 from openrecycle.planner.plans.bounds import CountBounds, period_bound
 from openrecycle.planner.plans.packed import CatalogQuestion
 from openrecycle.planner.portfolio import make_plan
@@ -53,7 +53,7 @@ WORK: dict[str, Callable[[Job], Any]] = {
     "bound": lambda job: period_bound(Problem(job, _dead(job))),
     "list scheduler": lambda job: ListScheduler().solve(Problem(job, _dead(job))).schedule.period,
     "plan and check": lambda job: check(make_plan(Problem(job, _dead(job)), solver="list", look_ahead=False)),
-    "normalize": lambda job: normalize(job, _dead(job)),
+    "migrations": lambda job: best_migrations(job, _dead(job)),
     "pattern": lambda job: canonical_pattern(_dead(job), job),
 }
 
@@ -98,5 +98,5 @@ def test_the_bounds_by_count_are_the_bounds(technique: Technique, memory: str) -
 
 def test_beyond_some_stages_failures_are_moved_by_load_alone() -> None:
     job = Job.uniform(2, MOST_BOUNDED_STAGES + 1, 1)
-    moved = normalize(job, [Worker(0, 0), Worker(1, 0)])
+    moved = best_migrations(job, [Worker(0, 0), Worker(1, 0)])
     assert sum(moved.counts) == 2 and max(moved.counts) == 1

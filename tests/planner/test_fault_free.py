@@ -11,8 +11,7 @@ from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, StageProfile
 from openrecycle.planner.plans.baseline import REFERENCES, reference_schedule
 from openrecycle.planner.plans.schedule import Schedule
 from openrecycle.planner.portfolio import make_plan
-from openrecycle.planner.solvers.fault_free import best_fault_free
-from openrecycle.planner.solvers.list_scheduler import ListScheduler
+from openrecycle.planner.solvers.list_scheduler import ListScheduler, best_fault_free
 from tests.conftest import at_length, examples
 
 TIMES = st.integers(1, 9).map(float)

@@ -22,7 +22,7 @@ from openrecycle.planner.layers.distribution import (
     candidates,
     check_copy_cost,
 )
-from openrecycle.planner.layers.migration import MigrationPlan, normalize
+from openrecycle.planner.layers.migration import MigrationPlan, best_migrations
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
 from tests.conftest import examples
 from tests.golden import golden
@@ -147,7 +147,7 @@ def test_never_worse_than_staying_and_always_possible(
     most = job.stages * (job.pipelines - 1)
     failed = frozenset(data.draw(st.sets(st.sampled_from(list(job.workers())), max_size=most)))
     limit = MemoryLimit(memory)
-    result = normalize(
+    result = best_migrations(
         job, failed, technique=technique, memory=limit, cost=CopyCost((size,) * job.stages, 1.0), heals_in=horizon
     )
     check_possible(job, failed, result)
@@ -172,7 +172,7 @@ def test_never_worse_than_staying_and_always_possible(
 
 
 def test_two_failures_on_one_stage_are_parted() -> None:
-    result = normalize(GRID, workers("W0_2", "W1_2"))
+    result = best_migrations(GRID, workers("W0_2", "W1_2"))
     assert (GRID.units(result.period_now or 0), GRID.units(result.period)) == (55, 29)
     assert len(result.migrations) == 1
     assert result.reason == golden("1-migration-shortens-the-period")
@@ -180,55 +180,55 @@ def test_two_failures_on_one_stage_are_parted() -> None:
 
 def test_a_job_that_heals_soon_is_left_alone() -> None:
     cost = CopyCost((10**9,) * 4, 1e8)
-    soon = normalize(GRID, workers("W0_2", "W1_2"), cost=cost, heals_in=10)
+    soon = best_migrations(GRID, workers("W0_2", "W1_2"), cost=cost, heals_in=10)
     assert soon.migrations == ()
     assert soon.reason.startswith(golden("leave-the-2-failures-where-they"))
     assert "heals in 10 s" in soon.reason
-    late = normalize(GRID, workers("W0_2", "W1_2"), cost=cost, heals_in=1000)
+    late = best_migrations(GRID, workers("W0_2", "W1_2"), cost=cost, heals_in=1000)
     assert len(late.migrations) == 1
     assert (late.pause, late.period) == (10.0, 29)
     assert late.iterations_gained == pytest.approx(990 / 29 - 1000 / 55)
     assert golden("gains-16-iterations-in-the") in late.reason
     # The same question in milliseconds: 55 ms an iteration, so that 10 s are worth the copy of a small state.
     ms = Job.uniform(3, 4, 6, time_unit="ms")
-    assert normalize(ms, workers("W0_2", "W1_2"), cost=CopyCost((10**8,) * 4, 1e8), heals_in=10).migrations
+    assert best_migrations(ms, workers("W0_2", "W1_2"), cost=CopyCost((10**8,) * 4, 1e8), heals_in=10).migrations
 
 
 def test_a_stage_without_peers_is_staffed_again_from_the_checkpoint() -> None:
-    result = normalize(GRID, workers("W0_2", "W1_2", "W2_2"))
+    result = best_migrations(GRID, workers("W0_2", "W1_2", "W2_2"))
     assert result.period_now is None
     assert result.iterations_gained is None
     assert result.migrations and all(m.source is None and m.takes.stage == 2 for m in result.migrations)
     assert result.reason.startswith(golden("no-peer-lives-on-stage-2"))
     # Too little time for two loads one after the other: a single one is enough to train.
-    one = normalize(GRID, workers("W0_2", "W1_2", "W2_2"), cost=CopyCost((10**9,) * 4, 1e9 / 4), heals_in=9)
+    one = best_migrations(GRID, workers("W0_2", "W1_2", "W2_2"), cost=CopyCost((10**9,) * 4, 1e9 / 4), heals_in=9)
     assert len(one.migrations) == 1
 
 
 def test_nothing_failed() -> None:
-    result = normalize(GRID, [])
+    result = best_migrations(GRID, [])
     assert (result.migrations, result.reason) == ((), golden("nothing-has-failed"))
 
 
 def test_a_slow_stage_gives_its_failure_away() -> None:
     profiles = (StageProfile(), StageProfile(3, 3, 3), StageProfile())
     job = Job(4, 3, 8, profiles=profiles)
-    result = normalize(job, workers("W3_1"))
+    result = best_migrations(job, workers("W3_1"))
     assert result.counts[1] == 0
     assert [m.takes for m in result.migrations] == workers("W3_1")
 
 
 def test_bad_input() -> None:
     with pytest.raises(InputError, match="W3_0"):
-        normalize(GRID, [Worker(3, 0)])
+        best_migrations(GRID, [Worker(3, 0)])
     with pytest.raises(InputError, match=r"--heals-in: got -1"):
-        normalize(GRID, [], heals_in=-1)
+        best_migrations(GRID, [], heals_in=-1)
     with pytest.raises(InputError, match="--unit-seconds"):
-        normalize(GRID, [], unit_seconds=0)
+        best_migrations(GRID, [], unit_seconds=0)
     with pytest.raises(InputError, match="--technique"):
-        normalize(GRID, workers("W0_0"), technique=Technique.FAULT_FREE)
+        best_migrations(GRID, workers("W0_0"), technique=Technique.FAULT_FREE)
     with pytest.raises(InfeasibleError, match=golden("3-living-workers-cant-staff")):
-        normalize(GRID, list(GRID.workers())[:9])
+        best_migrations(GRID, list(GRID.workers())[:9])
     with pytest.raises(InputError, match=golden("state-bytes-got-2-expected-one")):
         check_copy_cost(GRID, [1, 2], 1)
     with pytest.raises(InputError, match="--bandwidth"):
@@ -237,7 +237,7 @@ def test_bad_input() -> None:
         check_copy_cost(GRID, [-1], 1)
 
 
-ARGS = ["normalize", "--pipelines", "3", "--stages", "4", "--micro-batches", "6", "--fail", "W0_2,W1_2"]
+ARGS = ["migrations", "--pipelines", "3", "--stages", "4", "--micro-batches", "6", "--fail", "W0_2,W1_2"]
 
 
 def test_the_command() -> None:
@@ -263,7 +263,7 @@ def test_speeds_and_reductions_count_in_what_is_compared() -> None:
     slow = Worker(0, 3)
     profiles = tuple(StageProfile(reductions=(0, 3, 3)) if s == 1 else StageProfile() for s in range(4))
     job = Job(3, 4, 6, profiles=profiles, speeds=((slow, 0.5),))
-    result = normalize(job, [slow, Worker(1, 3)])
+    result = best_migrations(job, [slow, Worker(1, 3)])
     assert result.period == ListScheduler().solve(Problem(job, result.failed)).schedule.period
     assert slow in [m.takes for m in result.migrations]
     assert golden("as-fast-as-those-whose") in result.reason

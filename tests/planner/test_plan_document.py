@@ -113,9 +113,9 @@ def test_numbers_are_plain(plan: Plan) -> None:
 def test_planning_with_the_list_scheduler_loads_no_heavy_package() -> None:
     code = (
         "import sys\n"
-        "from planner.jobs.job import Job, Problem\n"
-        "from planner.portfolio import make_plan\n"
-        "import planner.catalogs.catalog, planner.check\n"
+        "from openrecycle.planner.jobs.job import Job, Problem\n"
+        "from openrecycle.planner.portfolio import make_plan\n"
+        "import openrecycle.planner.catalogs.catalog, openrecycle.planner.check\n"
         "make_plan(Problem(Job.uniform(2, 2, 2)), solver='list')\n"
         "print([m for m in ('torch', 'ortools', 'streamlit', 'sqlalchemy', 'fastapi', 'typer') if m in sys.modules])\n"
     )

@@ -12,9 +12,9 @@ from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.jobs.errors import InfeasibleError, InputError
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
 from openrecycle.planner.portfolio import make_plan
-from openrecycle.planner.simulation.costs import RecoveryCosts
 from openrecycle.planner.simulation.planned import PlannedJob
 from openrecycle.planner.simulation.policy import Option, PolicyState, advise, best_option
+from openrecycle.planner.simulation.policy_base import RecoveryCosts
 from tests.conftest import examples
 from tests.golden import golden
 

@@ -148,8 +148,8 @@ def test_beyond_the_most_ops_a_job_is_refused_with_what_it_would_take() -> None:
 def test_an_op_takes_no_more_memory_than_is_counted() -> None:
     """From a small plan to a larger one, made, written and read by a process of its own."""
     program = (
-        "import resource, sys\nfrom planner.jobs.job import Job, Problem\nfrom planner.plans.plan import Plan\n"
-        "from planner.portfolio import make_plan\n"
+        "import resource, sys\nfrom openrecycle.planner.jobs.job import Job, Problem\n"
+        "from openrecycle.planner.plans.plan import Plan\nfrom openrecycle.planner.portfolio import make_plan\n"
         "plan = make_plan(Problem(Job.uniform(1, 1, int(sys.argv[1]))), solver='list')\n"
         "sys.stdout.write(str(len(plan.to_json())) + ' ')\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)\n"

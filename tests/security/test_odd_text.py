@@ -15,7 +15,7 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
 from openrecycle.agent.messages.protocol import JobSpec, Registration
-from openrecycle.app.console.service import Console
+from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.server import create_routes
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
@@ -38,7 +38,8 @@ def obeyed(text: str) -> list[str]:
 
 def test_a_line_of_the_log_stays_one_line() -> None:
     script = (
-        "import json, sys, structlog; from app.runtime.processes import configure_logging; configure_logging();"
+        "import json, sys, structlog; from openrecycle.app.runtime.processes import configure_logging;"
+        "configure_logging();"
         "structlog.get_logger().warning(json.loads(sys.argv[1]), actor=json.loads(sys.argv[1]), number=3)"
     )
     command = [sys.executable, "-c", script, json.dumps(OBEYED)]
@@ -81,7 +82,7 @@ def client(
     server = request.param == "postgresql"
     database = Database(new_database(request.getfixturevalue("postgres_url")) if server else f"sqlite:///{file}")
     database.upgrade()
-    console = Console(Store(database), tolerance=0)
+    console = ConsoleService(Store(database), tolerance=0)
     console.start()
     spec = {"name": "x", "pipelines": 2, "stages": 2, "micro_batches": 2, "iterations": 9, "demo": True}
     job = console.jobs.create(JobSpec.model_validate(spec))[0].job_id

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from openrecycle.agent.models import compat
+
 Move = tuple[Tensor, Tensor]
 """(buffer, what a forward added to it: fp64, the same shape)."""
 
@@ -31,7 +33,7 @@ class MovingBuffers:
         entries = {
             id(buffer): (owner, name, buffer)
             for owner in module.modules()
-            for name, buffer in owner._buffers.items()
+            for name, buffer in compat.own_buffers(owner).items()
             if buffer is not None and (wanted is None or id(buffer) in wanted)
         }
         self._entries = list(entries.values())
@@ -44,10 +46,11 @@ class MovingBuffers:
             yield
         finally:
             for (owner, name, buffer), value in zip(self._entries, before, strict=True):
+                present = compat.own_buffers(owner)
                 if moves is not None:
-                    moves.append((buffer, _difference(owner._buffers[name], value)))
+                    moves.append((buffer, _difference(present[name], value)))
                 # A forward may also have put another tensor in its place.
-                owner._buffers[name] = buffer
+                present[name] = buffer
                 # Through .data, since backwards still to come may have saved this tensor.
                 buffer.data.copy_(value)
 

@@ -269,7 +269,7 @@ class DeferredLayers:
 
 def _deferred_forward(layer: nn.Module) -> Callable[[Tensor, DeferredGradients], Tensor] | None:
     """(input, deferred) → output; None for a layer that can't be deferred."""
-    own = layer._parameters
+    own = compat.own_parameters(layer)
     computed = own.get("weight") is None or (hasattr(layer, "bias") and "bias" not in own)
     if computed or not any(p is not None and p.requires_grad for p in own.values()):
         return None

@@ -9,7 +9,7 @@ from typing import Any
 
 import streamlit as st
 
-from openrecycle.app.console.service import Console
+from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.plans.introduction import STEPS
 from openrecycle.app.plans.solving_child import MAX_SECONDS
 from openrecycle.app.plans.sources import without
@@ -56,7 +56,7 @@ MEMORY_HELP = (
 TAKE = "planner-take"
 
 
-def sources(console: Console) -> None:
+def sources(console: ConsoleService) -> None:
     """Questions to begin with: the paper's example, a job's, a saved plan's."""
     jobs = {f"job {job.job_id}": f"{job.name} · {job.job_id}" for job in console.queries.list_jobs()}
     saved = {f"saved {row['fingerprint']}": f"Saved: {row['name']}" for row in console.plans.library.saved()}
@@ -84,7 +84,7 @@ def sources(console: Console) -> None:
             )
 
 
-def example(console: Console) -> None:
+def example(console: ConsoleService) -> None:
     change(STEPS[-1].question, example=True)
     for step in STEPS:
         try:
@@ -94,7 +94,7 @@ def example(console: Console) -> None:
             say(PAGE, str(error))
 
 
-def _take(console: Console) -> None:
+def _take(console: ConsoleService) -> None:
     kind, _, name = (st.session_state[TAKE] or "").partition(" ")
     st.session_state[TAKE] = None
     if not kind:

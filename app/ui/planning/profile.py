@@ -11,7 +11,7 @@ from typing import Any
 
 import streamlit as st
 
-from openrecycle.app.console.service import Console
+from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.plans.profiles import HELP, ProfileInfo, edited, measured_profile, row_name, table
 from openrecycle.app.plans.whatif import (
     ENDS,
@@ -58,7 +58,7 @@ def remember_measured(word: str, read: Profile) -> None:
     st.session_state[_MEASURED] = (word, read)
 
 
-def keep(console: Console, question: WhatIf, known: Sequence[ProfileInfo]) -> None:
+def keep(console: ConsoleService, question: WhatIf, known: Sequence[ProfileInfo]) -> None:
     """The button and what is behind it. known: the profiles that have names."""
     lines = {line.name: line for line in known}
     named = question.named
@@ -107,7 +107,7 @@ def _about(line: ProfileInfo) -> str:
     return f"{what}; saved by {text.plain_markdown(line.saved_by)}, {at}."
 
 
-def _save(console: Console, key: str, replaced: ProfileInfo | None) -> None:
+def _save(console: ConsoleService, key: str, replaced: ProfileInfo | None) -> None:
     """replaced: what the user has seen under the name, and wants to put this in the place of."""
     name, question = st.session_state[key].strip(), now()
     seen = replaced.updated_at if replaced is not None and replaced.name == name else None
@@ -124,7 +124,7 @@ def _save(console: Console, key: str, replaced: ProfileInfo | None) -> None:
     say(KEPT, f"Saved as **{text.plain_markdown(name)}**. The link to this page names it.")
 
 
-def _delete_button(console: Console, name: str, refused: str) -> None:
+def _delete_button(console: ConsoleService, name: str, refused: str) -> None:
     if st.session_state.get(ASKED) != name:
         st.button(
             "Delete it …",
@@ -145,7 +145,7 @@ def _ask(name: str) -> None:
     st.session_state[ASKED] = name
 
 
-def _delete(console: Console, name: str) -> None:
+def _delete(console: ConsoleService, name: str) -> None:
     """What is on the page stays there, as the user's own."""
     question = now()
     _ask("")
@@ -175,7 +175,7 @@ MEASURED = "measured"
 ROWS = 12
 
 
-def profile(console: Console, question: WhatIf, found: Checked) -> None:
+def profile(console: ConsoleService, question: WhatIf, found: Checked) -> None:
     known = console.plans.profiles.list()
     options = _options(console, known)
     named = question.profile if question.profile in options else OWN
@@ -232,7 +232,7 @@ def profile(console: Console, question: WhatIf, found: Checked) -> None:
             _editor(question, found.job)
 
 
-def _options(console: Console, known: Sequence[ProfileInfo]) -> dict[str, str]:
+def _options(console: ConsoleService, known: Sequence[ProfileInfo]) -> dict[str, str]:
     """What may be chosen, and what it is called."""
     options = {name: NAMES[name] for name in PRESETS}
     options |= {f"{SAVED}:{line.name}": f"Saved: {line.name}" for line in known if line.source == "saved"}
@@ -292,7 +292,7 @@ def _editor(question: WhatIf, job: Job) -> None:
         st.caption(f"Weights and optimizer state of all stages: {text.size(fixed)}.")
 
 
-def _choose(console: Console) -> None:
+def _choose(console: ConsoleService) -> None:
     name = entered("planner-profile")
     kind, _, of = name.partition(":")
     try:
@@ -306,7 +306,7 @@ def _choose(console: Console) -> None:
         say(PROFILE, str(error))
 
 
-def _take_measured(console: Console, job_id: str) -> None:
+def _take_measured(console: ConsoleService, job_id: str) -> None:
     """As it is now: later on the job's op times may be others, and the question stays what it was."""
     live = console.jobs.find(job_id)
     document = measured_profile(live.plans.nominal, live.measurements.op_times.smoothed)
@@ -333,13 +333,13 @@ def _edit(key: str, document: JobDoc) -> None:
         say("table", str(error))
 
 
-def _show_plan(console: Console, reference: str) -> None:
+def _show_plan(console: ConsoleService, reference: str) -> None:
     """Asks what the plan answers, and shows it as the answer."""
     fingerprint = reference.partition(":")[2]
     change(WhatIf.of_plan(console.plans.library.saved_plan(fingerprint)), saved=fingerprint)
 
 
-def _upload(console: Console) -> None:
+def _upload(console: ConsoleService) -> None:
     turn = st.session_state.get(UPLOAD, 0)
     file = st.session_state[f"{UPLOAD}-{turn}"]
     if file is None:

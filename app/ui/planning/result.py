@@ -13,18 +13,19 @@ from typing import Any
 import streamlit as st
 
 from openrecycle.agent.messages.protocol import JobState
-from openrecycle.app.console.service import Console
+from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.plans.exporting import Export
 from openrecycle.app.plans.service import misfit, use_plan
 from openrecycle.app.plans.solving import Solve
 from openrecycle.app.plans.solving_child import Migrations
 from openrecycle.app.plans.whatif import WhatIf, parse_word
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.app.ui import chart_revision, components, facts, text, url_state
+from openrecycle.app.ui import components, facts, text, time_range, url_state
 from openrecycle.app.ui.access import acting, actor
 from openrecycle.app.ui.charts import overview as large
 from openrecycle.app.ui.charts.planning import migrations_chart, search_chart, search_words
 from openrecycle.app.ui.charts.schedule import MAX_NODES, gantt
+from openrecycle.app.ui.components import schedule_of
 from openrecycle.app.ui.facts import Card, gap_words, many_words
 from openrecycle.app.ui.plan_files import export_button
 from openrecycle.app.ui.planning import state
@@ -43,7 +44,6 @@ from openrecycle.app.ui.planning.state import (
     say,
     shown,
 )
-from openrecycle.app.ui.schedules import schedule_of
 from openrecycle.app.ui.tables import beside_html, of_workers, workers_table
 from openrecycle.app.ui.theme import CHART_CONFIG, Palette
 from openrecycle.app.ui.time_range import choose_time
@@ -53,7 +53,7 @@ from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.plans.drawing import FAILED, Drawing
 from openrecycle.planner.plans.plan import Plan
 from openrecycle.planner.plans.schedule import Schedule
-from openrecycle.planner.reference import reference_plan
+from openrecycle.planner.portfolio import reference_plan
 
 
 def example_steps(items: list[tuple[str, str, Solve | None, bool]]) -> None:
@@ -122,12 +122,12 @@ def search_cards(solve: Solve, unit: str) -> list[Card]:
 REFRESH = 0.5
 
 
-def search(console: Console, solve: Solve, unit: str, colours: Palette) -> None:
+def search(console: ConsoleService, solve: Solve, unit: str, colours: Palette) -> None:
     """Follows a solve by itself until it is over; then the page is drawn anew, with the result."""
     st.fragment(_follow, run_every=REFRESH)(console, solve.id, unit, colours)
 
 
-def _follow(console: Console, solve_id: str, unit: str, colours: Palette) -> None:
+def _follow(console: ConsoleService, solve_id: str, unit: str, colours: Palette) -> None:
     try:
         solve = console.plans.solves.get(solve_id)
     except ConsoleError:
@@ -163,7 +163,7 @@ def drawn(solve: Solve, unit: str, colours: Palette, *, key: str) -> None:
     log(log_lines(solve, unit))
 
 
-def others(console: Console, shown: Sequence[str]) -> None:
+def others(console: ConsoleService, shown: Sequence[str]) -> None:
     """What else is being made, by whomever, and the way to end it. shown: ids of those the page has elsewhere."""
     for solve in console.plans.solves.all():
         if solve.over or solve.id in shown or solve.request.kind != "plan":
@@ -184,7 +184,7 @@ def _search_status(solve: Solve) -> str:
     return f"{text.seconds(solve.elapsed)} of at most {text.seconds(solve.request.timeout)}"
 
 
-def _stop(console: Console, solve_id: str) -> None:
+def _stop(console: ConsoleService, solve_id: str) -> None:
     try:
         with acting(console, "stop solve", solve_id):
             console.plans.solves.stop(solve_id)
@@ -199,7 +199,7 @@ COSTS = (
 )
 
 
-def migrations(console: Console, question: WhatIf, job: Job, colours: Palette) -> None:
+def migrations(console: ConsoleService, question: WhatIf, job: Job, colours: Palette) -> None:
     components.heading("Migrations", "a living worker may take a dead one's place, with a copy of its peers' weights")
     with st.container(horizontal=True, vertical_alignment="bottom", key="planner-costs"):
         for name, label, note in COSTS:
@@ -235,7 +235,7 @@ def migrations(console: Console, question: WhatIf, job: Job, colours: Palette) -
         _found(question, job, known.migrations, colours)
 
 
-def look(console: Console) -> None:
+def look(console: ConsoleService) -> None:
     """Begins to look, in the background."""
     try:
         with acting(console, "look for migrations"):
@@ -244,7 +244,7 @@ def look(console: Console) -> None:
         say(PAGE, str(error))
 
 
-def _price(console: Console, name: str) -> None:
+def _price(console: ConsoleService, name: str) -> None:
     changes: dict[str, Any] = {name: float(entered(f"planner-{name}"))}
     change(replace(now(), **changes))
     look(console)
@@ -333,7 +333,7 @@ class Shown:
     link: str = ""
 
 
-def result(console: Console, question: WhatIf, plan: Plan, solve: Solve | None, colours: Palette) -> None:
+def result(console: ConsoleService, question: WhatIf, plan: Plan, solve: Solve | None, colours: Palette) -> None:
     """solve: the search that made it; None for a saved plan."""
     schedule = schedule_of(plan)
     link = question.in_a_word() if solve is not None else f"{SAVED}:{plan.fingerprint}"
@@ -407,7 +407,7 @@ def _chart(compared: dict[str, Shown], colours: Palette) -> None:
         time = choose_time(f"planner-{plan.fingerprint[:12]}", end, text.plural(plan.job.time_unit), WINDOW)
     drawing = Drawing.of(schedule, out=dict.fromkeys(plan.failed, FAILED))
     components.legend_of([drawing], ghost=True)
-    part, turn = chart_revision.drawn_with(GANTT, f"{plan.fingerprint} {colours.name}", time.shown)
+    part, turn = time_range.drawn_with(GANTT, f"{plan.fingerprint} {colours.name}", time.shown)
     figure = gantt(drawing, colours, shown=part, revision=str(turn))
     components.schedule_chart(figure, GANTT, time, facts.schedule_words(plan, schedule), place="wide-chart-planner")
     if plan.op_count > MAX_NODES:
@@ -456,7 +456,7 @@ def _peak_memory(plan: Plan) -> str:
 # -- keeping ------------------------------------------------------------------------------------
 
 
-def _save(console: Console, plan: Plan, question: WhatIf) -> None:
+def _save(console: ConsoleService, plan: Plan, question: WhatIf) -> None:
     kept = next((row for row in console.plans.library.saved() if row["fingerprint"] == plan.fingerprint), None)
     with st.popover("Saved" if kept else "Save", icon=":material/bookmark:", key="planner-save"):
         if kept:
@@ -473,7 +473,7 @@ def _save(console: Console, plan: Plan, question: WhatIf) -> None:
                     st.switch_page(page, query_params={word: f"saved:{plan.fingerprint}"})
 
 
-def _keep(console: Console, plan: Plan, key: str) -> None:
+def _keep(console: ConsoleService, plan: Plan, key: str) -> None:
     name = st.session_state[key]
     try:
         with acting(console, "save plan", plan.fingerprint):
@@ -485,7 +485,7 @@ def _keep(console: Console, plan: Plan, key: str) -> None:
     say(SAVED, f"Saved as “{' '.join(name.split())}”. The link to this page shows the same.")
 
 
-def _forget(console: Console, plan: Plan) -> None:
+def _forget(console: ConsoleService, plan: Plan) -> None:
     try:
         with acting(console, "forget plan", plan.fingerprint):
             console.plans.library.forget(plan.fingerprint)
@@ -497,7 +497,7 @@ def _forget(console: Console, plan: Plan) -> None:
 # -- details ------------------------------------------------------------------------------------
 
 
-def _before(console: Console, shown: Shown) -> Shown | None:
+def _before(console: ConsoleService, shown: Shown) -> Shown | None:
     """Notes what is shown; returns the newest plan that was shown before it, here or to whoever sent the link, is
     another one, and of the same grid and unit."""
     known: list[Shown] = st.session_state.setdefault(RESULTS, [])
@@ -515,7 +515,7 @@ def _before(console: Console, shown: Shown) -> Shown | None:
     return before
 
 
-def _sent(console: Console, link: str) -> Shown | None:
+def _sent(console: ConsoleService, link: str) -> Shown | None:
     """The plan that a link was compared with; where it is not there, that is said."""
     try:
         if link.startswith(f"{SAVED}:"):
@@ -545,7 +545,7 @@ def _plain(words: str) -> str:
 JOB = "planner-apply-job"
 
 
-def apply(console: Console, plan: Plan) -> None:
+def apply(console: ConsoleService, plan: Plan) -> None:
     """A button that asks which job; where the plan does not fit, why not."""
     over = (JobState.FINISHED, JobState.STOPPED)
     jobs = {job.job_id: job.name for job in console.queries.list_jobs() if job.state not in over}
@@ -568,7 +568,7 @@ def apply(console: Console, plan: Plan) -> None:
         )
 
 
-def _apply(console: Console, plan: Plan) -> None:
+def _apply(console: ConsoleService, plan: Plan) -> None:
     try:
         reason = use_plan(console.jobs.find(st.session_state[JOB]), plan, actor(console))
     except ConsoleError as error:

@@ -10,7 +10,6 @@ from dataclasses import replace
 
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.words import DROP, REROUTE
-from openrecycle.planner.simulation.costs import RecoveryCosts
 from openrecycle.planner.simulation.planned import PlannedJob, Rate
 from openrecycle.planner.simulation.policies.published import BambooTable, Costs, NodeTable
 from openrecycle.planner.simulation.policy import REPARTITION, Option, best_option
@@ -22,6 +21,7 @@ from openrecycle.planner.simulation.policy_base import (
     Pace,
     Policy,
     Reaction,
+    RecoveryCosts,
     Stop,
 )
 
@@ -283,7 +283,7 @@ class ReCycle(GridPolicy):
         return Stop(self.recovery(replaced, moved))
 
 
-class Spares(GridPolicy):
+class SpareWorkers(GridPolicy):
     """`spares` workers beside those of the trace. They don't fail, so the policy comes off a little
     better than it would. Once more are dead than there are spares, the job has only as many whole
     pipelines as the rest makes, each with its own micro-batches.
@@ -459,7 +459,7 @@ PLANNED: dict[str, Callable[[PlannedJob, RecoveryCosts], Policy]] = {
 def planned_policy(name: str, planned: PlannedJob, costs: RecoveryCosts, *, spares: int = 1) -> Policy:
     """A fresh policy for one run. Raises InputError."""
     if name == "spares":
-        return Spares(planned, costs, spares)
+        return SpareWorkers(planned, costs, spares)
     if name not in PLANNED:
         raise InputError("--policy", name, "with a profile one of " + ", ".join((*PLANNED, "spares")))
     return PLANNED[name](planned, costs)

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 import openrecycle.planner.simulation
 from openrecycle.planner.jobs.job import Job
-from openrecycle.planner.simulation.costs import RecoveryCosts
 from openrecycle.planner.simulation.engine import simulate
 from openrecycle.planner.simulation.outcome import SimulationOutcome
 from openrecycle.planner.simulation.planned import PlannedJob
 from openrecycle.planner.simulation.policies.planned_policies import PLANNED, planned_policy
 from openrecycle.planner.simulation.policies.published import PUBLISHED, READY_AFTER, published
+from openrecycle.planner.simulation.policy_base import RecoveryCosts
 from openrecycle.planner.simulation.trace import Event, Trace
 from tests.conftest import examples
 

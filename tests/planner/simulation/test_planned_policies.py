@@ -16,12 +16,11 @@ from openrecycle.planner.jobs.errors import InfeasibleError, InputError
 from openrecycle.planner.jobs.job import Job, MemoryLimit, StageProfile, Technique, Worker
 from openrecycle.planner.plans.packed import CatalogQuestion, Effort
 from openrecycle.planner.plans.plan import JobDoc
-from openrecycle.planner.simulation.costs import RecoveryCosts
 from openrecycle.planner.simulation.engine import simulate
-from openrecycle.planner.simulation.outcome import SimulationOutcome
+from openrecycle.planner.simulation.outcome import SimulationOutcome, Sweep, sweep
 from openrecycle.planner.simulation.planned import PlannedJob
 from openrecycle.planner.simulation.policies.planned_policies import PLANNED, planned_policy
-from openrecycle.planner.simulation.sensitivity import Sweep, sweep
+from openrecycle.planner.simulation.policy_base import RecoveryCosts
 from openrecycle.planner.simulation.trace import Event, Trace
 from openrecycle.planner.simulation.traces import read_trace
 from openrecycle.planner.simulation.traces.generated import Domain, generated

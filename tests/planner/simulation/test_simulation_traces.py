@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 import openrecycle.planner.simulation
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.simulation.trace import Event, Trace
-from openrecycle.planner.simulation.traces import parse_trace, read_trace
+from openrecycle.planner.simulation.traces import from_history, parse_trace, read_trace
 from openrecycle.planner.simulation.traces.generated import Domain, generated, periodic
-from openrecycle.planner.simulation.traces.history import from_history
 from tests.golden import golden
 
 DATA = Path(openrecycle.planner.simulation.__file__).parent / "data"
