@@ -190,6 +190,7 @@ def test_two_hurt_workers_make_a_whole_one(tmp_path: Path) -> None:
     assert hurt.iterations[-1]["living"] == 5
 
 
+@pytest.mark.chaos
 @pytest.mark.processes
 def test_an_evaluation_is_of_the_whole_micro_batch(tmp_path: Path) -> None:
     """With dropout switched off it is that of workers of one process, up to rounding."""

@@ -130,6 +130,7 @@ def test_a_lead_that_was_stopped_for_long_leads_no_more(reference: Run, tmp_path
     assert run.losses == reference.losses and run.final == reference.final
 
 
+@pytest.mark.chaos
 def test_the_lead_is_lost_while_a_worker_takes_its_state(reference: Run, tmp_path: Path) -> None:
     slowly = ("--hand-over-rate", "20KB", "--kill", "W1_1@1:F1", "--rejoin", "W1_1@1")
     with nodes(tmp_path, 3, *PACED, *slowly) as launchers:

@@ -189,6 +189,7 @@ def test_whoever_waits_for_a_worker_that_hangs_is_woken(tmp_path: Path) -> None:
         assert golden("the-console-goes-on-without") in silent.error.splitlines()[-1]
 
 
+@pytest.mark.chaos
 @pytest.mark.processes
 def test_a_worker_that_is_started_again_takes_its_state_from_a_peer(tmp_path: Path) -> None:
     holding = {worker: {"hold": [12, "W1_0"]} for worker in WORKERS} | {"W1_0": {"at": [7, 3, "after"]}}

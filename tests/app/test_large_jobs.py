@@ -121,7 +121,7 @@ def test_a_grid_beyond_the_limit_is_refused(server: ConsoleServer) -> None:
         assert server.post("/jobs", body(pipelines, stages)).status_code == 422
 
 
-@pytest.mark.parametrize("backend", [at_length("sqlite"), "postgresql"])
+@pytest.mark.parametrize("backend", [at_length("sqlite"), at_length("postgresql")])
 def test_a_job_of_a_console_that_is_down_can_be_deleted(
     backend: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
