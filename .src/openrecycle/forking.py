@@ -16,6 +16,7 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+_SERVER: Any = forkserver._forkserver  # type: ignore[attr-defined]
 _READING = threading.Lock()
 
 
@@ -45,13 +46,11 @@ _CONTEXT = _Context()
 def fork_context(preload: Sequence[str] = ()) -> ForkServerContext:
     """What starts them. preload: modules that the server imports, where none runs yet. In a process that is itself
     forked from one of ours, that one serves."""
-    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
-    if server._forkserver_pid is not None:
+    if _SERVER._forkserver_pid is not None:
         return _CONTEXT
-    ours = server._forkserver_address is not None and "openrecycle.fork_server" in sys.modules
-    if ours and getattr(server, "_forkserver_authkey", "") is not None:  # from Python 3.14 on nobody else knows the key
+    if _forked_from_ours():
         # A forked process knows its server's address, and would start another one, which imports everything again.
-        server.ensure_running = lambda: None
+        _SERVER.ensure_running = lambda: None
     else:
         _CONTEXT.set_forkserver_preload(["openrecycle.fork_server", *preload])
     return _CONTEXT
@@ -62,12 +61,30 @@ def start_server(preload: Sequence[str], without: Sequence[str] = (), *, safe_pa
     that it, and with it all processes, does not get. safe_path: it imports nothing from the current folder. Raises
     OSError."""
     context = fork_context(preload)
+    if _runs() or _forked_from_ours():
+        return context  # the environment is the whole process's: it is changed for no more than a start
     kept = {name: os.environ.pop(name, None) for name in (*without, "PYTHONSAFEPATH")}
     if safe_path or kept["PYTHONSAFEPATH"] is not None:
         os.environ["PYTHONSAFEPATH"] = kept["PYTHONSAFEPATH"] or "1"
     try:
-        forkserver._forkserver.ensure_running()  # type: ignore[attr-defined]
+        _SERVER.ensure_running()
     finally:
         os.environ.pop("PYTHONSAFEPATH", None)
         os.environ.update({name: value for name, value in kept.items() if value is not None})
     return context
+
+
+def _runs() -> bool:
+    """Has this process started a server that has not ended?"""
+    if _SERVER._forkserver_pid is None:
+        return False
+    try:
+        return os.waitid(os.P_PID, _SERVER._forkserver_pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+    except ChildProcessError:
+        return False
+
+
+def _forked_from_ours() -> bool:
+    ours = _SERVER._forkserver_address is not None and "openrecycle.fork_server" in sys.modules
+    # From Python 3.14 on nobody else knows the key.
+    return _SERVER._forkserver_pid is None and ours and getattr(_SERVER, "_forkserver_authkey", "") is not None

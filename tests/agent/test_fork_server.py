@@ -60,3 +60,28 @@ def test_a_fork_that_fails_ends_no_other_worker() -> None:
     said = subprocess.run([sys.executable, "-c", _ONE_FAILS], capture_output=True, text=True, timeout=120)
     assert said.stdout.splitlines() == ["refused", "True True", "-9 -9"], said.stderr
     assert os.strerror(errno.EAGAIN) in said.stderr
+
+
+_KILLED = """
+import os, signal
+from multiprocessing import forkserver
+from openrecycle.forking import start_server
+os.environ["SECRET"] = "s"
+def asked():
+    context = start_server(["openrecycle.planner"], without=["SECRET"], safe_path=True)
+    mine, theirs = context.Pipe()
+    process = context.Process(target=exec, args=("import os; pipe.send([os.getenv('SECRET')])", {"pipe": theirs}))
+    process.start()
+    process.join(60)
+    return mine.recv(), dict(os.environ)
+before, server = dict(os.environ), forkserver._forkserver
+first = asked()
+os.kill(server._forkserver_pid, signal.SIGKILL)
+os.waitid(os.P_PID, server._forkserver_pid, os.WEXITED | os.WNOWAIT)
+print(first == asked() == ([None], before))
+"""
+
+
+def test_a_server_that_is_gone_is_started_again_without_what_it_must_not_have() -> None:
+    said = subprocess.run([sys.executable, "-c", _KILLED], capture_output=True, text=True, timeout=120)
+    assert said.stdout.strip() == "True", said.stderr
