@@ -39,8 +39,8 @@ from openrecycle.planner.jobs.words import plural
 from openrecycle.planner.layers.partition import Layout, lay_out
 from openrecycle.planner.plans.plan import Plan
 from openrecycle.planner.plans.schedule import Schedule
-from openrecycle.planner.portfolio import make_plan, reference_plan
 from openrecycle.planner.solvers.base import SolverProgress
+from openrecycle.planner.solvers.portfolio import make_plan, reference_plan
 
 SHOWN_VIOLATIONS = 20
 

@@ -15,29 +15,18 @@ from typing import Any
 from openrecycle.agent.coordination.choosing import MOVE_ITERATIONS, worth_moving
 from openrecycle.agent.coordination.membership import Candidate
 from openrecycle.app.runtime.processes import Channel, answered
+from openrecycle.planner.check import checked
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.job import MayMove, MemoryLimit, Over, Problem, Technique, Worker
 from openrecycle.planner.jobs.words import DROP, MIGRATE, REROUTE, layers_moved, names, percent
 from openrecycle.planner.layers.partition import lay_out
 from openrecycle.planner.plans.packed import to_bytes
 from openrecycle.planner.plans.plan import JobDoc, Plan
-from openrecycle.planner.portfolio import checked_plan_of, make_plan
+from openrecycle.planner.simulation.options import REPARTITION, SHALLOWER, Option, best_option, merit
 from openrecycle.planner.simulation.planned import PlannedJob, Rate
-from openrecycle.planner.simulation.policy import (
-    PLANNED_OPS,
-    REPARTITION,
-    SHALLOWER,
-    Advice,
-    Option,
-    PolicyState,
-    advise,
-    best_option,
-    merit,
-    one_f_one_b,
-    shares,
-    span,
-)
+from openrecycle.planner.simulation.policy import PLANNED_OPS, Advice, PolicyState, advise, one_f_one_b, shares, span
 from openrecycle.planner.simulation.policy_base import RecoveryCosts
+from openrecycle.planner.solvers.portfolio import make_plan
 
 RESTART = "restart from the checkpoint"
 # Another way is taken, or worth an operator's while, when it trains so much more than re-routing does.
@@ -203,19 +192,15 @@ def _laid_out(planned: PlannedJob, failed: frozenset[Worker]) -> Plan | None:
         over: Over = "partitions" if failed else "schedules"
         job = planned.job if failed else planned.job.at_home
         layout = lay_out(job, failed, technique=technique, memory=memory, over=over)
-        return make_plan(layout.problem, solver="list", look_ahead=False, layout=layout, form=checked_plan_of)
+        return checked(make_plan(layout.problem, solver="list", look_ahead=False, layout=layout))
     except PlannerError:
         return None
 
 
 def _plan(planned: PlannedJob, failed: frozenset[Worker]) -> Plan | None:
     try:
-        return make_plan(
-            Problem(planned.job, failed, planned.technique, planned.memory),
-            solver="list",
-            look_ahead=False,
-            form=checked_plan_of,
-        )
+        problem = Problem(planned.job, failed, planned.technique, planned.memory)
+        return checked(make_plan(problem, solver="list", look_ahead=False))
     except PlannerError:
         return None
 

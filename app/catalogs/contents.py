@@ -24,14 +24,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from openrecycle.app.runtime.processes import Channel, answered
 from openrecycle.planner.catalogs.catalog_build import LISTED, fill, targets
 from openrecycle.planner.catalogs.catalog_engines import make_engine
-from openrecycle.planner.catalogs.catalog_store import PLANNER_VERSION, CatalogInfo, plan_name
+from openrecycle.planner.catalogs.catalog_store import PLANNER_VERSION, CatalogInfo
 from openrecycle.planner.jobs.errors import InputError, PlannerError
 from openrecycle.planner.jobs.failures import patterns
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker, count_ops
 from openrecycle.planner.plans.baseline import reference_period
-from openrecycle.planner.plans.packed import CatalogQuestion, Effort, Header
+from openrecycle.planner.plans.packed import CatalogQuestion, Effort, Header, plan_name
 from openrecycle.planner.plans.plan import INTEGER, PRINTABLE, JobDoc, job_doc
-from openrecycle.planner.portfolio import SOLVERS
+from openrecycle.planner.solvers.portfolio import SOLVERS
 
 log = structlog.get_logger()
 

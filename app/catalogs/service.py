@@ -41,7 +41,7 @@ from openrecycle.app.runtime.processes import Channel, ChildEnded, Children, Pen
 from openrecycle.app.runtime.task_queue import Done, TaskQueue
 from openrecycle.db.store import Store
 from openrecycle.planner.catalogs.catalog import rename_pipelines
-from openrecycle.planner.catalogs.catalog_store import INFO, SUFFIX, CatalogInfo, StoredCatalog, plan_name
+from openrecycle.planner.catalogs.catalog_store import INFO, SUFFIX, CatalogInfo, StoredCatalog
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.failures import canonical_pattern
 from openrecycle.planner.jobs.job import Job, Worker
@@ -54,6 +54,7 @@ from openrecycle.planner.plans.packed import (
     decode_plan,
     encode_plan,
     merit,
+    plan_name,
 )
 from openrecycle.planner.plans.plan import MetricsDoc, Plan, PlanError, SolverDoc
 

@@ -15,7 +15,7 @@ from openrecycle.planner.jobs.words import percent
 from openrecycle.planner.layers.migration import best_migrations
 from openrecycle.planner.plans import drawing as model
 from openrecycle.planner.plans.plan import Plan
-from openrecycle.planner.portfolio import make_plan
+from openrecycle.planner.solvers.portfolio import make_plan
 
 JOB = Job.uniform(3, 4, 6)
 FAILED = frozenset({Worker(1, 2)})

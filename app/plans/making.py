@@ -18,12 +18,13 @@ from typing import Any
 from openrecycle.app.runtime.processes import Channel, answered
 from openrecycle.app.runtime.task_queue import TaskQueue
 from openrecycle.planner.catalogs.catalog_store import CatalogInfo, MappedBlobs, StoredCatalog
+from openrecycle.planner.check import checked
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.failures import parse_workers
 from openrecycle.planner.jobs.job import MemoryLimit, Problem, Technique
 from openrecycle.planner.plans.packed import from_bytes, to_bytes
 from openrecycle.planner.plans.plan import JobDoc, Plan, PlanError
-from openrecycle.planner.portfolio import checked_plan_of, make_plan, reference_plan
+from openrecycle.planner.solvers.portfolio import make_plan, reference_plan
 
 
 @dataclass(frozen=True)
@@ -92,9 +93,8 @@ def _plan(asked: dict[str, Any]) -> bytes:
         solver=asked["solver"],
         time_limit=asked["time_limit"],
         look_ahead=asked["solver"] != "list",  # asked for while workers wait
-        form=checked_plan_of,
     )
-    return to_bytes(plan)
+    return to_bytes(checked(plan))
 
 
 def _looked_up(info: str, failed: Sequence[str], name: str, stored: str, **_: object) -> Plan:
@@ -190,7 +190,7 @@ class Making:
         if question.is_reference:
             # A fixed order of ops: nothing is searched for, so nobody need wait for a process to begin.
             try:
-                answer.end(reference_plan(question.job.job(), "1f1b"), "")
+                answer.end(checked(reference_plan(question.job.job(), "1f1b")), "")
             except PlannerError as error:
                 answer.end(None, str(error))
             return answer

@@ -12,6 +12,7 @@ import structlog
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from openrecycle.app.runtime.processes import Channel
+from openrecycle.planner.check import checked
 from openrecycle.planner.jobs.errors import InputError, PlannerError
 from openrecycle.planner.jobs.failures import parse_workers
 from openrecycle.planner.jobs.job import MAX_LAYERS, Job, MemoryLimit, Over, Problem, Technique, Worker
@@ -20,8 +21,8 @@ from openrecycle.planner.layers.migration import best_migrations
 from openrecycle.planner.layers.partition import Layout, lay_out
 from openrecycle.planner.plans.packed import to_bytes
 from openrecycle.planner.plans.plan import INTEGER, JobDoc, WorkerName
-from openrecycle.planner.portfolio import SOLVERS, checked_plan_of, make_plan
 from openrecycle.planner.solvers.base import SolverProgress
+from openrecycle.planner.solvers.portfolio import SOLVERS, make_plan
 
 log = structlog.get_logger()
 
@@ -217,9 +218,8 @@ def answer(request: Request, report: Any, wanted: Callable[[], bool]) -> bytes:
         on_progress=on_progress,
         cancelled=lambda: not wanted(),
         layout=layout,
-        form=checked_plan_of,
     )
-    metrics = plan.metrics
+    metrics = checked(plan).metrics
     report((round(time.monotonic() - begin, 4), metrics.period, metrics.lower_bound, plan.solver.name))
     return PLAN + to_bytes(plan)
 

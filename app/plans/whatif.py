@@ -27,8 +27,8 @@ from openrecycle.planner.jobs.profile import AUTO, UNEVEN_SCALES, parse_partitio
 from openrecycle.planner.layers.distribution import COPY_BANDWIDTH
 from openrecycle.planner.plans.bounds import Bound, best_bound
 from openrecycle.planner.plans.plan import JobDoc, Plan, PlanError, first_problem, job_doc, read_json, read_model
-from openrecycle.planner.portfolio import SOLVERS
 from openrecycle.planner.profiles import Profile, job_on, load_profile, of_layers, on_grid, shipped
+from openrecycle.planner.solvers.portfolio import SOLVERS
 
 # Presets of stage times, in slots. uneven: as the planner's benchmark; ends: an embedding that hands no
 # gradient on, and a head that takes longer than the layers do.

@@ -27,10 +27,10 @@ from openrecycle.app.ui.charts.catalog import catalog_curves
 from openrecycle.app.ui.facts import SOLVER_WORDS, Card
 from openrecycle.app.ui.theme import CHART_CONFIG, Palette
 from openrecycle.app.ui.url_state import CHOSEN
-from openrecycle.planner.catalogs.catalog_store import PLANNER_VERSION, headers_of
+from openrecycle.planner.catalogs.catalog_store import PLANNER_VERSION
 from openrecycle.planner.jobs.job import Technique
 from openrecycle.planner.plans.plan import job_doc
-from openrecycle.planner.portfolio import SOLVERS
+from openrecycle.planner.solvers.portfolio import SOLVERS
 
 Table = dict[str, list[Any]]
 
@@ -275,7 +275,7 @@ def stored(console: ConsoleService) -> CatalogRequest | None:
         _leave_button("Ask a question")
         return None
     own = found.info
-    most = max((header.failures for header in headers_of(found.blobs).values()), default=0)
+    most = max((header.failures for header in found.headers().values()), default=0)
     if own.planner_version != PLANNER_VERSION:
         st.warning(
             f"This catalog is stale: version {own.planner_version} of the planner made it. "

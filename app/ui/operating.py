@@ -26,7 +26,7 @@ from openrecycle.app.ui.event_feed import say_later
 from openrecycle.app.ui.facts import SOLVER_WORDS, STEPS, ready_words, roll_out_words
 from openrecycle.app.ui.url_state import forget_job
 from openrecycle.planner.jobs.words import names
-from openrecycle.planner.portfolio import SOLVERS
+from openrecycle.planner.solvers.portfolio import SOLVERS
 
 WORDS = {Mode.AUTOMATIC: "Automatic", Mode.MANUAL: "Manual"}
 MOST_COLUMNS = 4

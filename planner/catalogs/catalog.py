@@ -19,7 +19,7 @@ from openrecycle.planner.jobs.words import percent
 from openrecycle.planner.layers.partition import lay_out
 from openrecycle.planner.plans.packed import merit
 from openrecycle.planner.plans.plan import INTEGER, JobDoc, Plan, PlanError, first_problem, job_doc, read_model
-from openrecycle.planner.portfolio import make_plan
+from openrecycle.planner.solvers.portfolio import make_plan
 
 # More patterns than this per failure count are not planned ahead; the list scheduler takes over.
 MAX_PATTERNS = 10_000

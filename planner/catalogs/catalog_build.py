@@ -12,18 +12,28 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, groupby, islice
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from openrecycle.planner.catalogs.catalog_engines import Engine
-from openrecycle.planner.catalogs.catalog_store import PlanStore, StoredCatalog, create_folder, headers_of, plan_name
+from openrecycle.planner.catalogs.catalog_store import PlanStore, StoredCatalog, create_folder, headers_of
 from openrecycle.planner.catalogs.catalog_task import ReusablePlan, Target, Task, workers_of
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.failures import by_stage, canonical_pattern, patterns
 from openrecycle.planner.jobs.job import Job, Worker
 from openrecycle.planner.layers.distribution import Counts, best_distributions, models
-from openrecycle.planner.plans.packed import CatalogQuestion, Effort, Header, decode_header, decode_plan, with_effort
+from openrecycle.planner.plans.packed import (
+    CatalogQuestion,
+    Effort,
+    Header,
+    decode_header,
+    decode_plan,
+    plan_name,
+    with_effort,
+)
 from openrecycle.planner.plans.plan import PlanError, job_doc
 from openrecycle.planner.solvers.base import Cancelled
+
+if TYPE_CHECKING:
+    from openrecycle.planner.catalogs.catalog_engines import Engine
 
 # Up to so many patterns each gets its own plan.
 LISTED = 500

@@ -22,14 +22,13 @@ from typing import Annotated, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.failures import canonical_pattern, failures_per_stage, inverse, parse_workers
 from openrecycle.planner.jobs.files import read_whole
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Over, Technique, Worker
 from openrecycle.planner.layers.distribution import Counts
 from openrecycle.planner.layers.migration import Migration, migrations_to
-from openrecycle.planner.plans.packed import CatalogQuestion, Header, decode_header, decode_plan
+from openrecycle.planner.plans.packed import CatalogQuestion, Header, decode_header, decode_plan, name_prefix, plan_name
 from openrecycle.planner.plans.plan import INTEGER, JobDoc, Plan, PlanError, first_problem, job_doc, read_model
 
 INFO = "catalog.json"
@@ -167,6 +166,10 @@ class StoredCatalog:
             self._headers[name] = decode_header(blob, source=name)
         return self._headers[name]
 
+    def headers(self) -> dict[str, Header]:
+        """By name, as they are stored now. What is damaged is left out: it counts as not there."""
+        return headers_of(self.blobs)
+
     def plan(self, name: str) -> Plan:
         """One stored plan as it was put in. Raises PlanError."""
         blob = self.blobs.get(name)
@@ -213,14 +216,6 @@ class StoredCatalog:
         reason = f"planned ahead for {len(dead)} failures, after {len(migrations)} migration"
         return Found(self._with_counts(name, after), migrations, reason + "s" * (len(migrations) != 1))
 
-    def catalog(self) -> Catalog:
-        """All of it in memory, as agents and the console hold it. Meant for small grids."""
-        question = self.question
-        catalog = Catalog(question.job, question.technique, question.memory, question.over)
-        for name in self.blobs.names():
-            catalog.add(self.plan(name))
-        return catalog
-
     def _fitted(self, name: str, blob: bytes, dead: frozenset[Worker], permutation: Sequence[int]) -> Plan | None:
         """The plan of the pattern with its pipelines renamed; None when the name is another's hash."""
         names = inverse(permutation)
@@ -237,7 +232,7 @@ class StoredCatalog:
 
     def _for_as_many(self, failures: int) -> list[str]:
         """The plans for so many failures."""
-        prefix = _prefix(failures)
+        prefix = name_prefix(failures)
         return [name for name in self.blobs.names() if name.startswith(prefix)]
 
     def _with_same_counts(self, dead: frozenset[Worker]) -> list[str]:
@@ -287,20 +282,11 @@ def open_folder(path: Path) -> StoredCatalog:
     return StoredCatalog(info, FolderBlobs(path))
 
 
-def plan_name(pattern: frozenset[Worker]) -> str:
-    text = ",".join(map(str, sorted(pattern)))
-    return f"{_prefix(len(pattern))}{hashlib.sha256(text.encode()).hexdigest()[:24]}"
-
-
 def write_whole(path: Path, data: bytes) -> None:
     """All of it or nothing: neither a reader nor the next run sees half a file."""
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     part.write_bytes(data)
     part.replace(path)
-
-
-def _prefix(failures: int) -> str:
-    return f"{failures:06d}-"
 
 
 def _moves(now: Counts, after: Counts) -> int:

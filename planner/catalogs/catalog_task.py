@@ -6,18 +6,17 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from openrecycle.planner.catalogs.catalog_store import plan_name
 from openrecycle.planner.check import check
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.job import MemoryLimit, Over, Problem, Technique, Worker
 from openrecycle.planner.layers.partition import Layout, bound_over, lay_out
 from openrecycle.planner.plans.bounds import Bound, period_bound
-from openrecycle.planner.plans.packed import CatalogQuestion, Effort, encode_plan
+from openrecycle.planner.plans.packed import CatalogQuestion, Effort, encode_plan, plan_name
 from openrecycle.planner.plans.plan import PROVERS, JobDoc, Plan
 from openrecycle.planner.plans.schedule import Schedule
-from openrecycle.planner.portfolio import best_solution, metrics_of, of_layout, solver_of
 from openrecycle.planner.solvers.base import Solution
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
+from openrecycle.planner.solvers.portfolio import best_solution, metrics_of, of_layout, solver_of
 
 # Ops from which alternatives are compared by a quick try, not solved in full.
 LARGE = 50_000

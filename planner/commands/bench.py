@@ -15,7 +15,7 @@ import typer
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
 from openrecycle.planner.jobs.profile import UNEVEN_SCALES
-from openrecycle.planner.portfolio import best_solution
+from openrecycle.planner.solvers.portfolio import best_solution
 
 GRIDS = ("8x8x16", "16x8x64", "16x16x64", "32x64x128", "64x32x64")
 QUICK_GRIDS = ("4x4x8", "8x8x16")

@@ -15,7 +15,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from openrecycle.planner.catalogs.catalog_build import build_catalog
 from openrecycle.planner.catalogs.catalog_engines import make_engine
-from openrecycle.planner.catalogs.catalog_store import headers_of
 from openrecycle.planner.commands.shared import (
     LAYERS_HELP,
     MEMORY_HELP,
@@ -32,7 +31,7 @@ from openrecycle.planner.jobs.profile import AUTO
 from openrecycle.planner.layers.distribution import COPY_BANDWIDTH, check_copy_cost
 from openrecycle.planner.layers.migration import SECONDS, MigrationPlan, best_migrations
 from openrecycle.planner.plans.packed import CatalogQuestion, Effort
-from openrecycle.planner.portfolio import SOLVERS
+from openrecycle.planner.solvers.portfolio import SOLVERS
 
 
 def migrations_command(
@@ -162,7 +161,7 @@ def catalog_command(
             cancelled=lambda: bool(stop),
         )
     catalog = report.catalog
-    known = headers_of(catalog.blobs)
+    known = catalog.headers()
     headers = list(known.values())
     size = sum(len(catalog.blobs.get(name) or b"") for name in known)
     document = {

@@ -138,6 +138,16 @@ class CatalogQuestion:
         return self.over != "schedules" or partition in ((), self.job.partition)
 
 
+def plan_name(pattern: frozenset[Worker]) -> str:
+    """What a catalog's plan for these failures is called."""
+    text = ",".join(map(str, sorted(pattern)))
+    return f"{name_prefix(len(pattern))}{hashlib.sha256(text.encode()).hexdigest()[:24]}"
+
+
+def name_prefix(failures: int) -> str:
+    return f"{failures:06d}-"
+
+
 def encode_plan(plan: Plan, effort: Effort, *, alone: bool = False) -> bytes:
     """Any plan; alone: not for a catalog. Raises PlannerError when its problem is none."""
     schedule = plan.schedule()

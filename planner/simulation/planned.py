@@ -6,9 +6,8 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
-from openrecycle.planner.catalogs.catalog_store import StoredCatalog, headers_of
-from openrecycle.planner.catalogs.catalog_task import LARGE
 from openrecycle.planner.jobs.errors import InfeasibleError, InputError
 from openrecycle.planner.jobs.job import (
     MAX_LAYERS,
@@ -28,10 +27,15 @@ from openrecycle.planner.plans.baseline import reference_period
 from openrecycle.planner.plans.packed import CatalogQuestion
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
 
+if TYPE_CHECKING:
+    from openrecycle.planner.catalogs.catalog_store import StoredCatalog
+
 # Layers of a stage where nobody says how many there are: what re-partition can move.
 LAYERS_PER_STAGE = 8
 # Ops that are scheduled to compare partitions, about: many states are planned, and none is run.
 EFFORT = 60_000
+# Ops from which one plan or layout serves for several counts of failures, as a catalog's do.
+LARGE = 50_000
 
 
 @dataclass(frozen=True)
@@ -157,7 +161,7 @@ class PlannedJob:
         if question != CatalogQuestion(self.job, self.technique, self.memory):
             what = "a catalog of this job, technique and memory limit, with the layers where they are"
             raise InputError("--catalog", catalog.info.fingerprint, what)
-        for header in headers_of(catalog.blobs).values():
+        for header in catalog.headers().values():
             if not question.fits(header.partition):
                 continue
             seconds = header.metrics.period * self.unit

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from ortools.sat.python import cp_model
 
 from openrecycle.planner.jobs.job import Problem, Worker
 from openrecycle.planner.plans.schedule import Op, Schedule
-from openrecycle.planner.solvers.lns import OpKey, ScheduleGraph, SliceWindows
 from openrecycle.planner.solvers.reduction import Reduction, StartTicks, whole_backwards
+
+if TYPE_CHECKING:
+    from openrecycle.planner.solvers.lns import OpKey, ScheduleGraph, SliceWindows
 
 
 @dataclass

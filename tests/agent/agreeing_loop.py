@@ -19,7 +19,7 @@ from openrecycle.agent.monitoring.timeline import OpSeconds
 from openrecycle.agent.own_loops.own_loop import OwnLoop
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, Worker
 from openrecycle.planner.plans.plan import Plan
-from openrecycle.planner.portfolio import make_plan
+from openrecycle.planner.solvers.portfolio import make_plan
 
 dist: Any = torch.distributed
 JOB = Job.uniform(1, 2, 3)

@@ -18,8 +18,8 @@ from openrecycle.agent.stages.optimizer import StageOptimizer
 from openrecycle.agent.stages.stage import Stage
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Problem
-from openrecycle.planner.portfolio import make_plan
 from openrecycle.planner.profiles import load_profile
+from openrecycle.planner.solvers.portfolio import make_plan
 
 BATCH, WIDTH = 32, 128
 FLOATS = 4 * BATCH * WIDTH

@@ -20,7 +20,7 @@ from openrecycle.app.security.guard import LARGE_BODY, BodyLimit
 from openrecycle.app.server import create_routes
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem
 from openrecycle.planner.plans.plan import Plan, job_doc
-from openrecycle.planner.portfolio import make_plan
+from openrecycle.planner.solvers.portfolio import make_plan
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes

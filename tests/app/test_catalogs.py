@@ -24,15 +24,15 @@ from openrecycle.app.ui.theme import DARK, LIGHT
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 from openrecycle.planner.catalogs.catalog import rename_pipelines
-from openrecycle.planner.catalogs.catalog_store import PLANNER_VERSION, CatalogInfo, open_folder, plan_name
+from openrecycle.planner.catalogs.catalog_store import PLANNER_VERSION, CatalogInfo, open_folder
 from openrecycle.planner.check import check
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.failures import canonical_pattern
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, Worker
 from openrecycle.planner.plans.bounds import period_bound
-from openrecycle.planner.plans.packed import CatalogQuestion, Effort, encode_plan
+from openrecycle.planner.plans.packed import CatalogQuestion, Effort, encode_plan, plan_name
 from openrecycle.planner.plans.plan import Plan
-from openrecycle.planner.portfolio import make_plan
+from openrecycle.planner.solvers.portfolio import make_plan
 from tests.golden import golden
 
 SMALL = {"pipelines": 2, "stages": 2, "micro_batches": 3, "tolerance": 1}

@@ -40,7 +40,7 @@ from openrecycle.planner.jobs.job import Job, Problem, StageProfile, Worker
 from openrecycle.planner.plans.packed import pack, unpack
 from openrecycle.planner.plans.plan import JobDoc, Plan, PlannedOps, job_doc
 from openrecycle.planner.plans.schedule import OpsByWorker
-from openrecycle.planner.portfolio import make_plan
+from openrecycle.planner.solvers.portfolio import make_plan
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes
@@ -176,7 +176,7 @@ def test_what_is_made_anew_has_the_plans_failures_and_layers() -> None:
 
 def make_plan_for(job: Job) -> Plan:
     from openrecycle.planner.jobs.job import MemoryLimit, Problem, Technique
-    from openrecycle.planner.portfolio import make_plan
+    from openrecycle.planner.solvers.portfolio import make_plan
 
     return make_plan(Problem(job, technique=Technique.STAGGERED, memory=MemoryLimit("none")), solver="list")
 

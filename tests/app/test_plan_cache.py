@@ -15,7 +15,7 @@ from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 from openrecycle.planner.jobs.job import Job, Problem, Worker
 from openrecycle.planner.plans.plan import Plan
-from openrecycle.planner.portfolio import make_plan
+from openrecycle.planner.solvers.portfolio import make_plan
 
 
 @pytest.fixture

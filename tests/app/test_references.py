@@ -23,7 +23,7 @@ from openrecycle.app.plans.sources import (
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import MemoryLimit, Problem, Technique, Worker
-from openrecycle.planner.portfolio import make_plan
+from openrecycle.planner.solvers.portfolio import make_plan
 
 pytestmark = pytest.mark.processes
 

@@ -16,7 +16,7 @@ from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.server import create_routes
 from openrecycle.planner.jobs.job import MemoryLimit, Problem, Technique, Worker
 from openrecycle.planner.plans.plan import Plan
-from openrecycle.planner.portfolio import make_plan
+from openrecycle.planner.solvers.portfolio import make_plan
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes

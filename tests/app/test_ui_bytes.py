@@ -9,12 +9,11 @@ from openrecycle.app.ui import catalog_view, facts, text
 from openrecycle.app.ui.charts.schedule import gantt
 from openrecycle.app.ui.tables import workers_table
 from openrecycle.app.ui.theme import LIGHT
-from openrecycle.planner.catalogs.catalog_store import plan_name
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique
 from openrecycle.planner.plans.drawing import Drawing
-from openrecycle.planner.plans.packed import CatalogQuestion, Effort, decode_header, encode_plan
+from openrecycle.planner.plans.packed import CatalogQuestion, Effort, decode_header, encode_plan, plan_name
 from openrecycle.planner.plans.plan import Plan
-from openrecycle.planner.portfolio import make_plan
+from openrecycle.planner.solvers.portfolio import make_plan
 from tests.golden import golden
 
 GIB = 2**30

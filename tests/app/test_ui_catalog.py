@@ -13,9 +13,9 @@ from ui_console import MAIN, ConsoleHere, JobHere, until
 
 from openrecycle.app.catalogs.contents import parse_request
 from openrecycle.app.console.service import ConsoleService, set_console
-from openrecycle.planner.catalogs.catalog_store import PLANNER_VERSION, CatalogInfo, plan_name
-from openrecycle.planner.plans.packed import Effort, encode_plan
-from openrecycle.planner.portfolio import make_plan
+from openrecycle.planner.catalogs.catalog_store import PLANNER_VERSION, CatalogInfo
+from openrecycle.planner.plans.packed import Effort, encode_plan, plan_name
+from openrecycle.planner.solvers.portfolio import make_plan
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes

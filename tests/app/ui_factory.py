@@ -12,7 +12,7 @@ from openrecycle.app.jobs.throughput import Baseline, Figures, IterationView
 from openrecycle.planner.jobs.failures import parse_failed
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique
 from openrecycle.planner.plans.plan import Plan
-from openrecycle.planner.portfolio import make_plan
+from openrecycle.planner.solvers.portfolio import make_plan
 
 STEPS = (("seen", 12.0), ("free", 49.0), ("formed", 46.0), ("done again", 176.0), ("waited for a person", 0.0))
 T0 = 1_790_000_000.0

@@ -28,7 +28,7 @@ from openrecycle.app.console.service import ConsoleService
 from openrecycle.db.plan_rows import PlanColumns
 from openrecycle.planner.jobs.job import Job, Problem, Worker
 from openrecycle.planner.plans.plan import job_doc
-from openrecycle.planner.portfolio import make_plan
+from openrecycle.planner.solvers.portfolio import make_plan
 from tests.app.console_server import ConsoleServer
 from tests.app.ui_console import ConsoleHere, JobHere
 from tests.benchmarks.machine import describe, processor_seconds

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 from openrecycle.planner.jobs.job import Job, LayerProfile, MemoryLimit, Problem, Technique, Worker
 from openrecycle.planner.layers.partition import Layout, lay_out, layer_bounds, staffed, with_stages
-from openrecycle.planner.portfolio import make_plan
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
+from openrecycle.planner.solvers.portfolio import make_plan
 from tests.benchmarks.machine import describe
 
 JOBS = 200

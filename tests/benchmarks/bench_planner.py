@@ -16,9 +16,9 @@ import time
 from openrecycle.planner.check import check
 from openrecycle.planner.commands.bench import FAILED, GRIDS, TIMES, load
 from openrecycle.planner.commands.bench import bench_problem as problem
-from openrecycle.planner.portfolio import make_plan
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
 from openrecycle.planner.solvers.loops import worth_compiling
+from openrecycle.planner.solvers.portfolio import make_plan
 
 
 def speed() -> None:

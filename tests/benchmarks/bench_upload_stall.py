@@ -14,7 +14,7 @@ import time
 import requests
 
 from openrecycle.planner.jobs.job import Job, Problem
-from openrecycle.planner.portfolio import make_plan
+from openrecycle.planner.solvers.portfolio import make_plan
 from tests.app.console_server import ConsoleServer
 from tests.benchmarks.bench_large_plan_stall import QUIET_SECONDS, watched
 from tests.benchmarks.machine import describe

@@ -7,7 +7,7 @@ from functools import cache
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, Worker
 from openrecycle.planner.plans.plan import MetricsDoc, Plan, SolverDoc
 from openrecycle.planner.plans.schedule import Schedule
-from openrecycle.planner.portfolio import make_plan
+from openrecycle.planner.solvers.portfolio import make_plan
 
 
 @cache

@@ -18,8 +18,8 @@ from openrecycle.planner.layers.distribution import MOST_BOUNDED_STAGES
 from openrecycle.planner.layers.migration import best_migrations
 from openrecycle.planner.plans.bounds import CountBounds, period_bound
 from openrecycle.planner.plans.packed import CatalogQuestion
-from openrecycle.planner.portfolio import make_plan
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
+from openrecycle.planner.solvers.portfolio import make_plan
 from tests.conftest import at_length
 
 SHAPES = ((1, 4_096), (4_096, 1), (64, 64))

@@ -12,7 +12,7 @@ from openrecycle.planner.jobs.errors import InfeasibleError, InputError
 from openrecycle.planner.jobs.failures import canonical_pattern
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
 from openrecycle.planner.plans.plan import PlanError
-from openrecycle.planner.portfolio import make_plan
+from openrecycle.planner.solvers.portfolio import make_plan
 from tests.conftest import examples
 from tests.golden import golden
 

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from openrecycle.planner.catalogs import catalog_build, catalog_store, catalog_task
+from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.catalogs.catalog_build import BuildReport, build_catalog, fill, targets
 from openrecycle.planner.catalogs.catalog_engines import InlineEngine, make_engine
 from openrecycle.planner.catalogs.catalog_store import (
@@ -28,16 +29,15 @@ from openrecycle.planner.catalogs.catalog_store import (
     StoredCatalog,
     create_folder,
     open_folder,
-    plan_name,
 )
 from openrecycle.planner.check import check
 from openrecycle.planner.cli import app
 from openrecycle.planner.jobs.errors import InfeasibleError, InputError, PlannerError
 from openrecycle.planner.jobs.failures import failures_per_stage
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
-from openrecycle.planner.plans.packed import CatalogQuestion, Effort, encode_plan
+from openrecycle.planner.plans.packed import CatalogQuestion, Effort, encode_plan, plan_name
 from openrecycle.planner.plans.plan import PlanError
-from openrecycle.planner.portfolio import make_plan
+from openrecycle.planner.solvers.portfolio import make_plan
 from tests.conftest import examples
 from tests.golden import golden
 
@@ -60,7 +60,9 @@ def by_count(tmp_path_factory: pytest.TempPathFactory) -> StoredCatalog:
 def test_small_grids_have_every_pattern(tmp_path: Path) -> None:
     report = build(SMALL, 2, tmp_path)
     assert (report.planned, report.kept, report.total, report.finished) == (7, 0, 7, True)
-    catalog = report.catalog.catalog()
+    catalog = Catalog(SMALL.job, SMALL.technique, SMALL.memory)
+    for name in report.catalog.blobs.names():
+        catalog.add(report.catalog.plan(name))
     for count in range(3):
         for workers in combinations(SMALL.job.workers(), count):
             found = report.catalog.find(workers)

@@ -22,7 +22,7 @@ from openrecycle.planner.plans.packed import (
 )
 from openrecycle.planner.plans.plan import Plan, PlanError
 from openrecycle.planner.plans.schedule import Schedule
-from openrecycle.planner.portfolio import best_solution, make_plan, plan_of
+from openrecycle.planner.solvers.portfolio import best_solution, make_plan, plan_of
 from tests.conftest import examples
 from tests.golden import golden
 from tests.planner.problems import problems

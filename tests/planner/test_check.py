@@ -17,8 +17,8 @@ from openrecycle.planner.plans.baseline import one_forward_one_backward, referen
 from openrecycle.planner.plans.packed import pack, unpack
 from openrecycle.planner.plans.plan import Plan
 from openrecycle.planner.plans.schedule import Op, Schedule
-from openrecycle.planner.portfolio import make_plan
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
+from openrecycle.planner.solvers.portfolio import make_plan
 from tests.conftest import examples
 from tests.golden import golden
 from tests.planner.problems import problems

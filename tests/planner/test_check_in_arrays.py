@@ -9,15 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrecycle.planner import portfolio
-from openrecycle.planner.check import check
+from openrecycle.planner.check import check, checked
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
 from openrecycle.planner.plans.packed import pack, unpack
 from openrecycle.planner.plans.plan import Plan
 from openrecycle.planner.plans.schedule import OpsByWorker, Schedule
-from openrecycle.planner.portfolio import checked_plan_of, make_plan, plan_of
-from openrecycle.planner.solvers.base import Solution
+from openrecycle.planner.solvers.portfolio import best_solution, make_plan, plan_of
 from tests.conftest import examples
 from tests.golden import golden
 
@@ -101,14 +99,13 @@ def test_numbers_that_are_not_those_of_the_ops(field: str, value: object, said: 
     assert unpack(pack(other)) == other
 
 
-def test_a_plan_that_breaks_a_rule_is_never_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    def late(solution: Solution, *, seconds: float) -> Plan:
-        arrays = solution.schedule.arrays
-        start = arrays.start.copy()
-        start[0] += 1
-        ops = OpsByWorker(solution.schedule.ops, lambda: replace(arrays, start=start))
-        return plan_of(replace(solution, schedule=Schedule(solution.schedule.problem, ops)), seconds=seconds)
-
-    monkeypatch.setattr(portfolio, "plan_of", late)
+def test_a_plan_that_breaks_a_rule_is_not_taken() -> None:
+    made = best_solution(PROBLEMS[0], solver="list", look_ahead=False)
+    arrays = made.schedule.arrays
+    start = arrays.start.copy()
+    start[0] += 1
+    late = Schedule(PROBLEMS[0], OpsByWorker(made.schedule.ops, lambda: replace(arrays, start=start)))
     with pytest.raises(PlannerError, match=golden("the-plan-of-list-is")):
-        make_plan(PROBLEMS[0], solver="list", form=checked_plan_of)
+        checked(plan_of(replace(made, schedule=late), seconds=0.0))
+    good = plan_of(made, seconds=0.0)
+    assert checked(good) is good

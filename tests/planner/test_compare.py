@@ -8,7 +8,7 @@ from openrecycle.planner.catalogs.catalog import rename_pipelines
 from openrecycle.planner.export.compare import ComparisonRow, compare
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique
 from openrecycle.planner.plans.plan import MEASURED, Plan, SolverDoc
-from openrecycle.planner.portfolio import make_plan, reference_plan
+from openrecycle.planner.solvers.portfolio import make_plan, reference_plan
 from tests.conftest import examples
 from tests.golden import golden
 from tests.planner.plans import listed, worked_example

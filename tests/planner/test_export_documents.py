@@ -14,7 +14,7 @@ from openrecycle.planner.export.yaml_document import parse_yaml
 from openrecycle.planner.jobs.errors import InputError, PlannerError
 from openrecycle.planner.jobs.job import Job, Problem, StageProfile, Technique
 from openrecycle.planner.plans.plan import Plan, PlanError
-from openrecycle.planner.portfolio import make_plan
+from openrecycle.planner.solvers.portfolio import make_plan
 from tests.conftest import examples
 from tests.golden import golden
 from tests.planner.plans import listed, worked_example

@@ -19,7 +19,7 @@ from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.job import Job, Problem, StageProfile, Technique, Worker
 from openrecycle.planner.plans.drawing import LIGHT
 from openrecycle.planner.plans.schedule import Op
-from openrecycle.planner.portfolio import make_plan
+from openrecycle.planner.solvers.portfolio import make_plan
 from tests.conftest import examples
 from tests.golden import golden
 from tests.planner.plans import listed, worked_example

@@ -17,7 +17,7 @@ from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, StageProfile
 from openrecycle.planner.plans.baseline import one_forward_one_backward, reference_schedule
 from openrecycle.planner.plans.plan import Plan
 from openrecycle.planner.plans.schedule import Op, Schedule
-from openrecycle.planner.portfolio import make_plan
+from openrecycle.planner.solvers.portfolio import make_plan
 from tests.conftest import at_length, examples
 from tests.golden import golden
 from tests.planner.plans import as_plan, listed, worked_example

@@ -14,7 +14,7 @@ from openrecycle.planner.export.text_formats import to_chrome_trace
 from openrecycle.planner.jobs.job import Job, Problem, StageProfile, Technique, Worker
 from openrecycle.planner.plans.plan import Plan
 from openrecycle.planner.plans.schedule import Op
-from openrecycle.planner.portfolio import make_plan
+from openrecycle.planner.solvers.portfolio import make_plan
 from tests.conftest import examples
 from tests.planner.plans import listed, worked_example
 from tests.planner.problems import problems

@@ -10,8 +10,8 @@ from openrecycle.planner.check import check
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
 from openrecycle.planner.plans.baseline import REFERENCES, reference_schedule
 from openrecycle.planner.plans.schedule import Schedule
-from openrecycle.planner.portfolio import make_plan
 from openrecycle.planner.solvers.list_scheduler import ListScheduler, best_fault_free
+from openrecycle.planner.solvers.portfolio import make_plan
 from tests.conftest import at_length, examples
 
 TIMES = st.integers(1, 9).map(float)

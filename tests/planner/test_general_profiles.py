@@ -25,8 +25,8 @@ from openrecycle.planner.plans.bounds import period_bound
 from openrecycle.planner.plans.packed import CatalogQuestion
 from openrecycle.planner.plans.plan import JobDoc, Plan, job_doc
 from openrecycle.planner.plans.schedule import Schedule
-from openrecycle.planner.portfolio import make_plan
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
+from openrecycle.planner.solvers.portfolio import make_plan
 from tests.conftest import examples
 from tests.golden import golden
 from tests.planner.problems import problems, route

@@ -15,7 +15,6 @@ from openrecycle.planner.cli import app
 from openrecycle.planner.jobs.errors import InputError, PlannerError
 from openrecycle.planner.jobs.job import MAX_LAYERS, Problem
 from openrecycle.planner.plans.plan import PlanError
-from openrecycle.planner.portfolio import make_plan
 from openrecycle.planner.profiles import (
     Hardware,
     Measurements,
@@ -26,6 +25,7 @@ from openrecycle.planner.profiles import (
     shipped,
     spread_layers,
 )
+from openrecycle.planner.solvers.portfolio import make_plan
 
 HARDWARE = Hardware(
     processor="test", cores=2, system="test", torch="2", threads=1, dtype="float32", clock="cpu", load=0.0,

@@ -16,7 +16,7 @@ from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, W
 from openrecycle.planner.plans.packed import decode_header, pack, unpack
 from openrecycle.planner.plans.plan import Plan, PlanError
 from openrecycle.planner.plans.schedule import Schedule
-from openrecycle.planner.portfolio import make_plan
+from openrecycle.planner.solvers.portfolio import make_plan
 from tests.conftest import examples
 from tests.golden import golden
 from tests.planner.problems import problems

@@ -16,8 +16,8 @@ from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.files import read_whole
 from openrecycle.planner.jobs.job import Job, Problem
 from openrecycle.planner.plans.plan import Plan, PlanError
-from openrecycle.planner.portfolio import make_plan
 from openrecycle.planner.simulation.traces import read_trace
+from openrecycle.planner.solvers.portfolio import make_plan
 
 SIZES = ("--pipelines", "2", "--stages", "2", "--micro-batches", "3", "--solver", "list")
 

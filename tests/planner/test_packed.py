@@ -7,11 +7,11 @@ import zlib
 import pytest
 
 from openrecycle.planner.catalogs.catalog import Catalog, rename_pipelines
-from openrecycle.planner.check import check
+from openrecycle.planner.check import check, checked
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, Worker
 from openrecycle.planner.plans.packed import SMALL_OPS, from_bytes, packed, storable, to_bytes, unpack
 from openrecycle.planner.plans.plan import Plan, PlanError
-from openrecycle.planner.portfolio import best_solution, checked_plan_of, make_plan, plan_of
+from openrecycle.planner.solvers.portfolio import best_solution, make_plan, plan_of
 from tests.golden import golden
 
 LARGE = Job.uniform(8, 8, 16, durations={"F": 40, "I": 41.5, "W": 39, "O": 3, "transfer": 0.5}, time_unit="ms")
@@ -28,7 +28,7 @@ def problem(technique: Technique = Technique.STAGGERED, failed: frozenset[Worker
 )
 def test_a_large_plan_is_the_same_as_its_document(technique: Technique, failed: frozenset[Worker]) -> None:
     solution = best_solution(problem(technique, failed), solver="list", look_ahead=False)
-    made = checked_plan_of(solution, seconds=0.25)
+    made = checked(plan_of(solution, seconds=0.25))
     document = Plan.from_json(made.to_json())
     assert document.fingerprint == made.fingerprint == document.compute_fingerprint()
     assert document == made == plan_of(solution, seconds=0.25)
@@ -37,7 +37,7 @@ def test_a_large_plan_is_the_same_as_its_document(technique: Technique, failed: 
 
 
 def test_what_has_come_over_a_pipe_is_stored_as_it_is() -> None:
-    made = make_plan(problem(), solver="list", look_ahead=False, form=checked_plan_of)
+    made = checked(make_plan(problem(), solver="list", look_ahead=False))
     data = to_bytes(made)
     there = from_bytes(data)
     stored = packed(there)
@@ -50,7 +50,7 @@ def test_what_has_come_over_a_pipe_is_stored_as_it_is() -> None:
 
 def test_a_small_plan_is_stored_as_its_document() -> None:
     small = Problem(Job.uniform(2, 2, 3), frozenset(), Technique.STAGGERED, MemoryLimit("uniform"))
-    made = make_plan(small, solver="list", look_ahead=False, form=checked_plan_of)
+    made = checked(make_plan(small, solver="list", look_ahead=False))
     assert made.op_count < SMALL_OPS
     assert from_bytes(to_bytes(made)) == made
     assert storable(made) == made.to_json()
@@ -63,7 +63,7 @@ def test_what_is_no_plan_is_refused(data: bytes) -> None:
 
 
 def test_pipelines_are_renamed_alike_in_what_was_made_and_in_what_was_read() -> None:
-    made = make_plan(problem(), solver="list", look_ahead=False, form=checked_plan_of)
+    made = checked(make_plan(problem(), solver="list", look_ahead=False))
     names = [(p + 3) % 8 for p in range(8)]
     renamed, expected = rename_pipelines(made, names), Plan.from_json(made.to_json()).renamed(names)
     assert renamed.fingerprint == expected.fingerprint
@@ -72,7 +72,7 @@ def test_pipelines_are_renamed_alike_in_what_was_made_and_in_what_was_read() -> 
 
 
 def test_a_catalog_of_large_plans_is_written_with_their_ops() -> None:
-    made = make_plan(problem(), solver="list", look_ahead=False, form=checked_plan_of)
+    made = checked(make_plan(problem(), solver="list", look_ahead=False))
     catalog = Catalog(LARGE, Technique.STAGGERED, MemoryLimit("uniform"))
     catalog.add(made)
     again = Catalog.from_json(catalog.to_json())

@@ -20,8 +20,8 @@ from openrecycle.planner.layers.partition import lay_out, layer_bounds, staffed,
 from openrecycle.planner.plans.bounds import Bound, period_bound
 from openrecycle.planner.plans.packed import pack, unpack
 from openrecycle.planner.plans.plan import JobDoc, Plan, job_doc
-from openrecycle.planner.portfolio import make_plan
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
+from openrecycle.planner.solvers.portfolio import make_plan
 
 TIMES = (0.5, 1.0, 1.25, 2.0, 3.0)
 SPEEDS = (0.5, 0.75, 1.5)

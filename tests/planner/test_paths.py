@@ -12,7 +12,7 @@ from openrecycle.planner.jobs.failures import parse_failed
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, StageProfile, Technique
 from openrecycle.planner.plans.paths import critical_path, micro_batch_path, waited
 from openrecycle.planner.plans.schedule import Schedule
-from openrecycle.planner.portfolio import make_plan
+from openrecycle.planner.solvers.portfolio import make_plan
 from tests.conftest import examples
 
 TECHNIQUES = ["adaptive", "decoupled", "staggered"]

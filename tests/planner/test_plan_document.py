@@ -10,8 +10,8 @@ from hypothesis import given
 
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, Worker
 from openrecycle.planner.plans.plan import Plan, PlanError
-from openrecycle.planner.portfolio import make_plan
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
+from openrecycle.planner.solvers.portfolio import make_plan
 from tests.conftest import examples
 from tests.planner.problems import problems
 
@@ -114,7 +114,7 @@ def test_planning_with_the_list_scheduler_loads_no_heavy_package() -> None:
     code = (
         "import sys\n"
         "from openrecycle.planner.jobs.job import Job, Problem\n"
-        "from openrecycle.planner.portfolio import make_plan\n"
+        "from openrecycle.planner.solvers.portfolio import make_plan\n"
         "import openrecycle.planner.catalogs.catalog, openrecycle.planner.check\n"
         "make_plan(Problem(Job.uniform(2, 2, 2)), solver='list')\n"
         "print([m for m in ('torch', 'ortools', 'streamlit', 'sqlalchemy', 'fastapi', 'typer') if m in sys.modules])\n"

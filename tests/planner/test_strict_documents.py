@@ -16,9 +16,9 @@ from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique
 from openrecycle.planner.plans.packed import CatalogQuestion
 from openrecycle.planner.plans.plan import Plan, job_doc
-from openrecycle.planner.portfolio import make_plan
 from openrecycle.planner.profiles import load, load_profile, shipped
 from openrecycle.planner.simulation.traces import read_replay
+from openrecycle.planner.solvers.portfolio import make_plan
 from tests.golden import golden
 
 Reader = Callable[[str, Path], object]

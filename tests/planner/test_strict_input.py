@@ -17,7 +17,7 @@ from openrecycle.planner.commands.output import run
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import BYTES_PER_OP, MAX_OPS, Job, MemoryLimit, Problem, Worker, parse_durations
 from openrecycle.planner.plans.plan import Plan, PlanError
-from openrecycle.planner.portfolio import make_plan
+from openrecycle.planner.solvers.portfolio import make_plan
 from tests.golden import golden
 
 
@@ -149,7 +149,7 @@ def test_an_op_takes_no_more_memory_than_is_counted() -> None:
     """From a small plan to a larger one, made, written and read by a process of its own."""
     program = (
         "import resource, sys\nfrom openrecycle.planner.jobs.job import Job, Problem\n"
-        "from openrecycle.planner.plans.plan import Plan\nfrom openrecycle.planner.portfolio import make_plan\n"
+        "from openrecycle.planner.plans.plan import Plan\nfrom openrecycle.planner.solvers.portfolio import make_plan\n"
         "plan = make_plan(Problem(Job.uniform(1, 1, int(sys.argv[1]))), solver='list')\n"
         "sys.stdout.write(str(len(plan.to_json())) + ' ')\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)\n"

@@ -17,8 +17,8 @@ from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, W
 from openrecycle.planner.plans.baseline import REFERENCES, reference_schedule
 from openrecycle.planner.plans.packed import CatalogQuestion, Effort
 from openrecycle.planner.plans.schedule import Op, Schedule
-from openrecycle.planner.portfolio import SOLVERS, best_solution, of_more_failures
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
+from openrecycle.planner.solvers.portfolio import SOLVERS, best_solution, of_more_failures
 from tests.conftest import examples
 from tests.planner.problems import problems
 
@@ -100,7 +100,8 @@ def test_no_plan_of_a_catalog_is_longer_than_one_for_a_failure_more(tmp_path: Pa
     job = Job.uniform(4, 4, 4, durations={"F": 1, "I": 1.1, "W": 0.9, "transfer": 0.2})
     question = CatalogQuestion(job, Technique.ADAPTIVE, MemoryLimit("1f1b"))
     catalog = build_catalog(question, 3, tmp_path, engine=InlineEngine(), effort=Effort(solver="list"), per="pattern")
-    plans = {frozenset(map(Worker.parse, p.failed)): p for p in catalog.catalog.catalog().plans}
+    stored = [catalog.catalog.plan(name) for name in catalog.catalog.blobs.names()]
+    plans = {frozenset(map(Worker.parse, p.failed)): p for p in stored}
     assert len(plans) > 50
     for failed, plan in plans.items():
         for more in with_one_more(failed, job):

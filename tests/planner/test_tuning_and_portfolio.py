@@ -9,9 +9,9 @@ from hypothesis import given
 from openrecycle.planner.check import check
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
-from openrecycle.planner.portfolio import make_plan
 from openrecycle.planner.solvers.base import SolverProgress
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
+from openrecycle.planner.solvers.portfolio import make_plan
 from openrecycle.planner.solvers.tuning import Tuner
 from tests.conftest import examples
 from tests.golden import golden

@@ -20,7 +20,7 @@ from openrecycle.app.server import create_routes
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 from openrecycle.planner.jobs.job import Job, Problem
-from openrecycle.planner.portfolio import make_plan
+from openrecycle.planner.solvers.portfolio import make_plan
 from tests.app.console_server import ROOT
 from tests.conftest import new_database
 from tests.golden import golden

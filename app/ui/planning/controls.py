@@ -22,7 +22,7 @@ from openrecycle.app.ui.planning.state import PAGE, change, entered, field_error
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique
 from openrecycle.planner.jobs.profile import AUTO
-from openrecycle.planner.portfolio import SOLVERS
+from openrecycle.planner.solvers.portfolio import SOLVERS
 
 MAX_SIDE = 100_000
 TECHNIQUES = tuple(Technique)

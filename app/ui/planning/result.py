@@ -53,7 +53,7 @@ from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.plans.drawing import FAILED, Drawing
 from openrecycle.planner.plans.plan import Plan
 from openrecycle.planner.plans.schedule import Schedule
-from openrecycle.planner.portfolio import reference_plan
+from openrecycle.planner.solvers.portfolio import reference_plan
 
 
 def example_steps(items: list[tuple[str, str, Solve | None, bool]]) -> None:

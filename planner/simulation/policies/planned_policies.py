@@ -10,9 +10,9 @@ from dataclasses import replace
 
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.words import DROP, REROUTE
+from openrecycle.planner.simulation.options import REPARTITION, Option, best_option
 from openrecycle.planner.simulation.planned import PlannedJob, Rate
 from openrecycle.planner.simulation.policies.published import BambooTable, Costs, NodeTable
-from openrecycle.planner.simulation.policy import REPARTITION, Option, best_option
 from openrecycle.planner.simulation.policy_base import (
     SECOND,
     Cluster,

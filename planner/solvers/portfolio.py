@@ -1,4 +1,7 @@
-"""`make_plan`: the one way to a plan. List scheduler first, then the rest within the time given."""
+"""`make_plan`: the one way to a plan. List scheduler first, then the rest within the time given.
+
+What is made here is not checked: whoever stores it does so (planner.check.checked), off the way to a recovery.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from openrecycle.planner.check import checked
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.failures import failures_per_stage, with_one_more
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Worker
@@ -35,10 +37,6 @@ HUGE = 100_000
 LOOK_EFFORT, FEWEST_LOOKS, LOOKS, LOOK_SHARE = 5_000_000, 2, 100, 0.25
 
 
-class PlanForm(Protocol):
-    def __call__(self, solution: Solution, *, seconds: float) -> Plan: ...
-
-
 def make_plan(
     problem: Problem,
     *,
@@ -47,13 +45,11 @@ def make_plan(
     on_progress: ProgressCallback | None = None,
     cancelled: Cancelled | None = None,
     look_ahead: bool = True,
-    form: PlanForm | None = None,
     layout: Layout | None = None,
 ) -> Plan:
     """Solves `problem` and puts the result, its bound and its references in a Plan; see `best_solution`.
 
-    form: what makes a Plan of a solution that took `seconds`; None: `plan_of`. layout: by which `problem` was cut and
-    staffed, if it was chosen: the plan carries its bound.
+    layout: by which `problem` was cut and staffed, if it was chosen: the plan carries its bound.
     """
     begin = time.perf_counter()
     solution = best_solution(
@@ -66,7 +62,7 @@ def make_plan(
     )
     if layout is not None:
         solution = of_layout(solution, layout)
-    return (form or plan_of)(solution, seconds=time.perf_counter() - begin)
+    return plan_of(solution, seconds=time.perf_counter() - begin)
 
 
 def of_layout(solution: Solution, layout: Layout) -> Solution:
@@ -178,11 +174,6 @@ def _one_more(failed: frozenset[Worker], job: Job) -> Iterator[frozenset[Worker]
 def plan_of(solution: Solution, *, seconds: float) -> Plan:
     """The Plan document of a solution: metrics, references, solver."""
     return Plan.of(solution.schedule, metrics=metrics_of(solution), solver=solver_of(solution, seconds=seconds))
-
-
-def checked_plan_of(solution: Solution, *, seconds: float) -> Plan:
-    """As `plan_of`, for the `form` of `make_plan`: checked. Raises PlannerError for one that breaks a rule."""
-    return checked(plan_of(solution, seconds=seconds))
 
 
 def metrics_of(solution: Solution) -> MetricsDoc:
