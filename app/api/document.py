@@ -134,7 +134,8 @@ def _operation(path: str, method: str, operation: dict[str, Any]) -> str:
         rows.append(_row("body", media_type, _type(content.get("schema", {})), ""))
     for status, answer in operation["responses"].items():
         for media_type, content in (answer.get("content") or {"": {}}).items():
-            rows.append(_row(status, media_type, _type(content.get("schema", {})), answer.get("description", "")))
+            kind = _type(content.get("schema") or content.get("itemSchema", {}))
+            rows.append(_row(status, media_type, kind, answer.get("description", "")))
     text = escape(operation.get("description", "")).replace("\n\n", "<br>")
     return (
         f"<details><summary><code><b>{method.upper()}</b> {escape(path)}</code></summary>"

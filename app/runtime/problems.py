@@ -62,6 +62,8 @@ def install(app: FastAPI) -> None:
 
 
 def http_problem(request: Request, error: HTTPException) -> Response:
+    if error.status_code == 204:
+        return Response(status_code=204)
     detail = str(error.detail)
     if error.status_code == 404:
         detail = f"path: got {request.url.path!r}, expected one of the API's; see /api/v1/openapi.json"

@@ -27,13 +27,13 @@ class Stream:
         self.answer = requests.get(server.base + path, headers=headers, stream=True, timeout=60)
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
-        number = 0
+        message: dict[str, str] = {}
         for line in self.answer.iter_lines(decode_unicode=True, chunk_size=1):
             field, _, value = line.partition(": ")
-            if field == "id":
-                number = int(value)
-            elif field == "data":
-                yield number, json.loads(value)
+            if field:
+                message[field] = value
+            elif "data" in message:
+                yield int(message["id"]), json.loads(message.pop("data"))
 
     def __enter__(self) -> Stream:
         return self

@@ -105,7 +105,7 @@ def test_an_open_stream_ends_when_its_token_is_revoked(app: TestClient, url: str
         lines = stream.iter_lines(chunk_size=1)
         app.post(f"{path}/pause", headers=bearer(TOKEN))
         seen = [next(lines) for _ in range(4)]
-        assert seen[2] == b"id: 1"
+        assert b"id: 1" in seen
         assert app.delete(f"/api/v1/tokens/{made['id']}", headers=bearer(TOKEN)).status_code == 204
         app.post(f"{path}/resume", headers=bearer(TOKEN))
         # A busy machine may have had something to say before.
