@@ -284,27 +284,30 @@ class StateServer:
             (number,) = _REQUEST.unpack(_exactly(connection, _REQUEST.size))
             if not 0 <= number < len(self._pieces):
                 return
-            header, payload = self._copy(number, self._pieces[number])
-            connection.sendall(_REPLY.pack(len(header), len(payload)) + header)
-            connection.sendall(payload)
+            header, parts = self._copy(number, self._pieces[number])
+            size = sum(part.nbytes for part in parts)
+            connection.sendall(_REPLY.pack(len(header), size) + header)
+            for part in parts:
+                connection.sendall(memory(part))
             if self._rate is not None:
                 with self._paid:
-                    self._free_at = max(self._free_at, time.monotonic() - 1.0) + len(payload) / self._rate
+                    self._free_at = max(self._free_at, time.monotonic() - 1.0) + size / self._rate
                     pause = self._free_at - time.monotonic()
                 time.sleep(max(0.0, pause))
 
-    def _copy(self, number: int, piece: Piece) -> tuple[bytes, bytes]:
-        """The piece as it is now: what it holds and of which version, and its bytes."""
+    def _copy(self, number: int, piece: Piece) -> tuple[bytes, list[Tensor]]:
+        """The piece as it is now: what it holds and of which version, and its tensors. They are the only copy that is
+        made of it: the next step must not wait until the link has taken them."""
         document: Any = None
         with self._optimizer.lock:
             if self._optimizer.shards is None:
                 version, live = self._tensors()
                 names = _of_column(live, piece.column)
-                parts = [live[n].view(-1)[piece.start : piece.end].detach().cpu().clone() for n in names]
+                parts = [_apart(live[n].view(-1)[piece.start : piece.end]) for n in names]
             else:
                 version, state = self._version, self._optimizer.segment_state(number)
                 names, document = list(state.tensors), state.document
-                parts = [t.detach().cpu().clone(memory_format=torch.contiguous_format) for t in state.tensors.values()]
+                parts = list(map(_apart, state.tensors.values()))
         header = {
             "piece": number,
             "version": version,
@@ -312,7 +315,7 @@ class StateServer:
             "document": document,
             "sha256": sha256(parts),
         }
-        return json.dumps(header).encode(), b"".join(bytes(memory(p)) for p in parts)
+        return json.dumps(header).encode(), parts
 
     @property
     def _version(self) -> Version:
@@ -617,18 +620,17 @@ class StateReceiver:
         if header_size > _MAX_REPLY_HEADER or payload_size > 64 * 16 * PIECE_ELEMENTS:
             raise StateError(f"piece {number} claims {payload_size} bytes")
         header = read_json(_exactly(connection, header_size))
-        payload = _exactly(connection, payload_size)
         if header["piece"] != self._numbers[number]:
             raise StateError(f"got piece {header['piece']}, expected {self._numbers[number]}")
-        parts, at = [], 0
-        for _, dtype, shape in header["tensors"]:
-            kind = DTYPES[dtype]
-            end = at + prod(shape) * kind.itemsize
-            # A copy starts at an aligned address, which a part of the payload need not. Some parameters are empty.
-            raw = bytearray(payload[at:end])
-            parts.append((torch.frombuffer(raw, dtype=kind) if raw else torch.empty(0, dtype=kind)).view(shape))
-            at = end
-        if at != payload_size or sha256(parts) != header["sha256"]:
+        specs = [([int(n) for n in shape], DTYPES[dtype]) for _, dtype, shape in header["tensors"]]
+        if any(n < 0 for shape, _ in specs for n in shape) or payload_size != sum(
+            prod(shape) * dtype.itemsize for shape, dtype in specs
+        ):
+            raise StateError(f"piece {number}: {payload_size} bytes are not those of its tensors")
+        parts = [torch.empty(shape, dtype=dtype) for shape, dtype in specs]
+        for part in parts:
+            _fill(connection, memory(part))
+        if sha256(parts) != header["sha256"]:
             raise StateError(f"piece {number}: the checksum does not match")
         with self._changed:
             self._drop_corrected()
@@ -714,13 +716,22 @@ def _at_once(connection: socket.socket) -> None:
 def _exactly(connection: socket.socket, size: int) -> bytes:
     """Raises EOFError when the other end closes before."""
     out = bytearray(size)
-    view = memoryview(out)
-    while view:
-        got = connection.recv_into(view)
+    _fill(connection, memoryview(out))
+    return bytes(out)
+
+
+def _fill(connection: socket.socket, into: memoryview) -> None:
+    """From the connection. Raises EOFError when the other end closes before."""
+    while into:
+        got = connection.recv_into(into)
         if not got:
             raise EOFError("the connection was closed")
-        view = view[got:]
-    return bytes(out)
+        into = into[got:]
+
+
+def _apart(live: Tensor) -> Tensor:
+    """A copy on the CPU, contiguous."""
+    return torch.empty(live.shape, dtype=live.dtype).copy_(live.detach())
 
 
 def _close(connection: socket.socket) -> None:

@@ -135,7 +135,7 @@ def _watched(servers: dict[Worker, StateServer], monkeypatch: pytest.MonkeyPatch
     def watch(worker: Worker, server: StateServer) -> None:
         copy = server._copy
 
-        def counted(number: int, piece: Any) -> tuple[bytes, bytes]:
+        def counted(number: int, piece: Any) -> tuple[bytes, list[Tensor]]:
             given[worker] += 1
             return copy(number, piece)
 
@@ -401,12 +401,12 @@ def test_a_damaged_piece_is_not_put_in_place(monkeypatch: pytest.MonkeyPatch) ->
     server, receiver = StateServer(source, "127.0.0.1", None), StateReceiver(target, said.append)
     copy, damaged = server._copy, []
 
-    def once_damaged(number: int, piece: Any) -> tuple[bytes, bytes]:
-        header, payload = copy(number, piece)
+    def once_damaged(number: int, piece: Any) -> tuple[bytes, list[Tensor]]:
+        header, parts = copy(number, piece)
         if number == 2 and not damaged:
             damaged.append(number)
-            payload = bytes([payload[0] ^ 1]) + payload[1:]
-        return header, payload
+            parts[0].view(-1).view(torch.uint8)[0] ^= 1
+        return header, parts
 
     monkeypatch.setattr(server, "_copy", once_damaged)
     with closing(server):
