@@ -10,7 +10,7 @@ from openrecycle.planner.check import checked
 from openrecycle.planner.jobs.job import MemoryLimit, Over, Problem, Technique, Worker
 from openrecycle.planner.layers.partition import Layout, bound_over, lay_out
 from openrecycle.planner.plans.bounds import Bound, period_bound
-from openrecycle.planner.plans.packed import CatalogQuestion, Effort, encode_plan, plan_name
+from openrecycle.planner.plans.packed import CatalogQuestion, Effort, pack, plan_name
 from openrecycle.planner.plans.plan import PROVERS, JobDoc, Plan
 from openrecycle.planner.plans.schedule import Schedule
 from openrecycle.planner.solvers.base import Solution
@@ -148,7 +148,7 @@ def _stored(solution: Solution, seconds: float, effort: Effort) -> tuple[str, by
 def _encoded(solution: Solution, effort: Effort) -> bytes:
     metrics, solver = metrics_of(solution), solver_of(solution, seconds=solution.seconds)
     # Nobody asks for its fingerprint, which takes as long as all else, before it is found in the catalog.
-    return encode_plan(checked(Plan.of(solution.schedule, metrics=metrics, solver=solver, fingerprint="")), effort)
+    return pack(checked(Plan.of(solution.schedule, metrics=metrics, solver=solver, fingerprint="")), effort)
 
 
 def _promising(problems: Sequence[Problem], taken: ReusablePlan | None) -> list[Problem]:
