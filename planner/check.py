@@ -494,14 +494,12 @@ def _document(plan: Plan, schedule: Schedule) -> Iterator[Violation]:
         yield Violation("failed names a worker twice")
     job, names = schedule.problem.job, list(plan.workers)
     for row in np.unique(plan.workers.arrays.row[_doubtful(plan, job.ticks_per_unit)]).tolist():
-        said, ops = plan.workers.row(names[row]), schedule.ops[Worker.parse(names[row])]
-        numbers = zip(said.kinds, said.micro_batches, said.starts, said.durations, ops, strict=False)
-        for kind, micro_batch, start, duration, op in numbers:
-            if start != job.units(op.start) or duration != job.units(op.duration):
+        for said, op in zip(plan.workers[names[row]], schedule.ops[Worker.parse(names[row])], strict=False):
+            if said.start != job.units(op.start) or said.duration != job.units(op.duration):
                 yield Violation(
-                    f"{op}: start {start} and duration {duration} are finer than the job's durations", (op,)
+                    f"{op}: start {said.start} and duration {said.duration} are finer than the job's durations", (op,)
                 )
-            if (micro_batch is None) != (kind == "O"):
+            if (said.micro_batch is None) != (said.kind == "O"):
                 yield Violation(f"{op}: micro_batch is null for O and a number for all others", (op,))
 
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from openrecycle.planner.check import check as find_violations
-from openrecycle.planner.check import claim
+from openrecycle.planner.check import checked, claim
 from openrecycle.planner.commands.bench import bench_command
 from openrecycle.planner.commands.catalog import catalog_command, migrations_command
 from openrecycle.planner.commands.export import compare_command, export_command
@@ -128,7 +128,7 @@ def plan(
                 cancelled=lambda: bool(stop),
                 layout=layout,
             )
-    document = (made.to_json() + "\n").encode()
+    document = (checked(made).to_json() + "\n").encode()
     if out is not None and is_stdout(out):
         as_json = True
     elif out is not None:

@@ -1,7 +1,8 @@
 """A launcher without a console: the same state machine as a console's, driven by what the launcher sees itself.
 
 It sees its workers' processes end, so nobody's silence is judged here (agent.monitoring.liveness does), nobody is asked
-for a choice, and plans come from a catalog at once.
+for a choice, and plans come from a catalog at once. What was planned while survivors waited is checked beside the
+training, once they form; what was made ahead has been.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from openrecycle.agent.coordination.launcher import Event as Order
 from openrecycle.agent.coordination.membership import AckState, FailureTimeouts, Generation, State
 from openrecycle.agent.messages.protocol import Iteration, Recovery, Relayout, ValidationReport
 from openrecycle.planner.catalogs.catalog import Catalog
+from openrecycle.planner.check import checked
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.job import MayMove, Worker
 from openrecycle.planner.layers.migration import best_migrations
@@ -75,7 +77,9 @@ class LocalCoordination(Coordination):
     ) -> None:
         job = catalog.job
         self._relayout = relayout
-        self._layouts = ThreadPoolExecutor(1, "layout")
+        self._beside = ThreadPoolExecutor(1, "planning")
+        self._unchecked: list[Plan] = []
+        self._checks: list[Future[Plan]] = []
         self._layout: tuple[int, Future[Layout]] | None = None
         """For which generation, and what is found."""
         self._looked_at = 0
@@ -123,6 +127,7 @@ class LocalCoordination(Coordination):
         # A launcher's own workers say so once they have all of their state, and more is not waited for: whoever
         # comes back is let in after an iteration that all have finished.
         self._acknowledge(worker, incarnation, generation, "resumed")
+        self._check_beside()
         self._look_for_layout()
 
     def exited(self, worker: Worker, incarnation: str, detail: str, spare: Sequence[int] = ()) -> None:
@@ -154,7 +159,7 @@ class LocalCoordination(Coordination):
         self._look_for_layout()
 
     def meanwhile(self, generation: int, plan: Plan) -> None:
-        """Nobody looks."""
+        self._unchecked.append(plan)
 
     def recovered(self, recovery: Recovery) -> None:
         """Nobody looks."""
@@ -182,11 +187,12 @@ class LocalCoordination(Coordination):
         self._now = now
         self._take(Tick())
         self._take_layout()
+        self._take_checks()
         orders, self._orders = self._orders, []
         return orders
 
     def close(self, hurried: Callable[[], bool]) -> None:
-        self._layouts.shutdown(wait=False, cancel_futures=True)
+        self._beside.shutdown(wait=False, cancel_futures=True)
 
     # -- layers -------------------------------------------------------------------------------
 
@@ -201,7 +207,7 @@ class LocalCoordination(Coordination):
         self._looked_at = state.generation
         technique, memory = self._catalog.technique, self._catalog.memory
         find = partial(lay_out, job, frozenset(map(Worker.parse, lost)))
-        found = self._layouts.submit(find, technique=technique, memory=memory, present=state.held)
+        found = self._beside.submit(find, technique=technique, memory=memory, present=state.held)
         self._layout = state.generation, found
 
     def _take_layout(self) -> None:
@@ -216,7 +222,7 @@ class LocalCoordination(Coordination):
             if partition == held:
                 return
             lost = frozenset(map(Worker.parse, failed))
-            plan, _ = self._catalog.at(partition).plan_for(lost)
+            plan = checked(self._catalog.at(partition).plan_for(lost)[0])
             now, _ = self._catalog.at(held).plan_for(lost)
         except PlannerError:
             return
@@ -251,10 +257,26 @@ class LocalCoordination(Coordination):
         try:
             moves = self._moves(failed)
             empty = {*failed, *(source for source, _ in moves)} - {to for _, to in moves}
-            self._planned = plan, origin = self._catalog.at(partition).plan_for(map(Worker.parse, empty))
+            catalog, lost = self._catalog.at(partition), frozenset(map(Worker.parse, empty))
+            made_now = not catalog.has(lost)
+            self._planned = plan, origin = catalog.plan_for(lost)
         except PlannerError as error:
             return PlanRefused(failed, str(error))
+        if made_now:
+            self._unchecked.append(plan)
         return PlanReady(failed, plan.fingerprint, origin, moves)
+
+    def _check_beside(self) -> None:
+        self._checks += [self._beside.submit(checked, plan) for plan in self._unchecked]
+        self._unchecked.clear()
+
+    def _take_checks(self) -> None:
+        for check in [check for check in self._checks if check.done()]:
+            self._checks.remove(check)
+            try:
+                check.result()
+            except PlannerError as error:  # an error of ours: nothing may be trained by it
+                self._orders.append(Halt(str(error)))
 
     def _moves(self, failed: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
         """Workers that change their stage for a shorter plan."""

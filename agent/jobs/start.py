@@ -22,6 +22,7 @@ from openrecycle.agent.messages.client import ConsoleClient
 from openrecycle.agent.messages.protocol import JobSpec
 from openrecycle.agent.nodes.role import NodeRole
 from openrecycle.planner.catalogs.catalog import Catalog
+from openrecycle.planner.check import checked
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, MayMove, MemoryLimit, Technique
 from openrecycle.planner.jobs.profile import parse_partition
@@ -279,7 +280,7 @@ def _plan_ahead(catalog: Catalog) -> None:
     job = catalog.job
     for patterns in catalog.patterns(PLANNED_FAILURES if job.pipelines * job.stages <= 64 else 1):
         for failed in patterns:
-            catalog.add(catalog.plan_for(failed)[0])
+            catalog.add(checked(catalog.plan_for(failed)[0]))
 
 
 def job_spec(

@@ -51,10 +51,10 @@ from openrecycle.planner.plans.packed import (
     Effort,
     Header,
     decode_header,
-    decode_plan,
-    encode_plan,
     merit,
+    pack,
     plan_name,
+    unpack,
 )
 from openrecycle.planner.plans.plan import MetricsDoc, Plan, PlanError, SolverDoc
 
@@ -221,7 +221,7 @@ class Catalogs:
         if known is not None and question.fits(known.partition) and known.merit >= merit(plan.metrics):
             return
         plan = rename_pipelines(plan, permutation)
-        self._save(info, {plan_name(pattern): encode_plan(plan, Effort(solver=plan.solver.name.split(" ")[0]))})
+        self._save(info, {plan_name(pattern): pack(plan, Effort(solver=plan.solver.name.split(" ")[0]))})
 
     def plan(self, fingerprint: str, name: str) -> Plan:
         """One stored plan. Raises ConsoleError (404)."""
@@ -564,7 +564,7 @@ def documents(info: CatalogInfo, blobs: Mapping[str, bytes]) -> bytes:
         archive.writestr("catalog.json", info.model_dump_json(indent=1) + "\n")
         for name in sorted(blobs):
             try:
-                plan = decode_plan(blobs[name], question, source=name)
+                plan = unpack(blobs[name], question, source=name)
             except PlannerError as error:
                 index.append({"name": name, "error": str(error)})
                 continue

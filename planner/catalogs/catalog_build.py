@@ -25,8 +25,8 @@ from openrecycle.planner.plans.packed import (
     Effort,
     Header,
     decode_header,
-    decode_plan,
     plan_name,
+    unpack,
     with_effort,
 )
 from openrecycle.planner.plans.plan import PlanError, job_doc
@@ -256,7 +256,7 @@ def _inherit(question: CatalogQuestion, folder: WritablePlanStore, wanted: Seque
         blob, header = folder.get(name), headers[name]
         assert blob is not None
         if reusable is not None and reusable[0].metrics.period < header.metrics.period:
-            more = decode_plan(reusable[1], question, hashed=False).schedule()
+            more = unpack(reusable[1], question, hashed=False).schedule()
             made = ReusablePlan(more, count + 1, reusable[0].solver.name).for_fewer(question.problem(header.workers))
             if made:
                 bound = round(header.metrics.lower_bound * question.job.ticks_per_unit)
@@ -285,7 +285,7 @@ def _inherit_patterns(
                     continue
                 blob = folder.get(name)
                 assert blob is not None
-                more = decode_plan(blob, question, hashed=False).schedule()
+                more = unpack(blob, question, hashed=False).schedule()
                 made = ReusablePlan(more, count, headers[name].solver.name).for_fewer(question.problem(failed))
                 if not made:
                     continue

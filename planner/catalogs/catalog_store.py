@@ -28,7 +28,7 @@ from openrecycle.planner.jobs.files import read_whole
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Over, Technique, Worker
 from openrecycle.planner.layers.distribution import Counts
 from openrecycle.planner.layers.migration import Migration, migrations_to
-from openrecycle.planner.plans.packed import CatalogQuestion, Header, decode_header, decode_plan, name_prefix, plan_name
+from openrecycle.planner.plans.packed import CatalogQuestion, Header, decode_header, name_prefix, plan_name, unpack
 from openrecycle.planner.plans.plan import INTEGER, JobDoc, Plan, PlanError, first_problem, job_doc, read_model
 
 INFO = "catalog.json"
@@ -175,7 +175,7 @@ class StoredCatalog:
         blob = self.blobs.get(name)
         if blob is None:
             raise PlanError(f"the catalog has no plan {name}")
-        return decode_plan(blob, self.question, source=name)
+        return unpack(blob, self.question, source=name)
 
     def fitting(self, failed: Iterable[Worker]) -> tuple[str, str] | None:
         """The name of the plan that `find` would take without migrations, and why it fits; none is read for it."""
@@ -221,7 +221,7 @@ class StoredCatalog:
         names = inverse(permutation)
         if not self._is_of(name, dead, names):
             return None
-        plan = decode_plan(blob, self.question, source=name, hashed=False)
+        plan = unpack(blob, self.question, source=name, hashed=False)
         if names == sorted(names):
             return plan.hashed()
         return plan.renamed(names)
@@ -247,7 +247,7 @@ class StoredCatalog:
         blob = self.blobs.get(name)
         if blob is None:
             raise PlanError(f"the catalog has no plan {name}")
-        plan = decode_plan(blob, self.question, source=name, hashed=False)
+        plan = unpack(blob, self.question, source=name, hashed=False)
         replaced = parse_workers(plan.failed)
         # Pipelines with most failures take the place of such, so that few workers swap parts.
         to_pattern = canonical_pattern(replaced, job)[1]

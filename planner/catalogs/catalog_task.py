@@ -6,12 +6,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from openrecycle.planner.check import check
-from openrecycle.planner.jobs.errors import PlannerError
+from openrecycle.planner.check import checked
 from openrecycle.planner.jobs.job import MemoryLimit, Over, Problem, Technique, Worker
 from openrecycle.planner.layers.partition import Layout, bound_over, lay_out
 from openrecycle.planner.plans.bounds import Bound, period_bound
-from openrecycle.planner.plans.packed import CatalogQuestion, Effort, encode_plan, plan_name
+from openrecycle.planner.plans.packed import CatalogQuestion, Effort, pack, plan_name
 from openrecycle.planner.plans.plan import PROVERS, JobDoc, Plan
 from openrecycle.planner.plans.schedule import Schedule
 from openrecycle.planner.solvers.base import Solution
@@ -142,8 +141,6 @@ class ReusablePlan:
 def _stored(solution: Solution, seconds: float, effort: Effort) -> tuple[str, bytes, ReusablePlan]:
     """Name and stored form of a solution."""
     schedule, failed = solution.schedule, solution.schedule.problem.failed
-    if wrong := check(schedule):
-        raise PlannerError(f"the plan of {solution.solver} is not valid, and is not stored: {wrong[0]}")
     blob = _encoded(replace(solution, seconds=seconds), effort)
     return plan_name(failed), blob, ReusablePlan(schedule, len(failed), solution.solver)
 
@@ -151,7 +148,7 @@ def _stored(solution: Solution, seconds: float, effort: Effort) -> tuple[str, by
 def _encoded(solution: Solution, effort: Effort) -> bytes:
     metrics, solver = metrics_of(solution), solver_of(solution, seconds=solution.seconds)
     # Nobody asks for its fingerprint, which takes as long as all else, before it is found in the catalog.
-    return encode_plan(Plan.of(solution.schedule, metrics=metrics, solver=solver, fingerprint=""), effort)
+    return pack(checked(Plan.of(solution.schedule, metrics=metrics, solver=solver, fingerprint="")), effort)
 
 
 def _promising(problems: Sequence[Problem], taken: ReusablePlan | None) -> list[Problem]:

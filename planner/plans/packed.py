@@ -24,7 +24,6 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.failures import by_stage
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Over, Problem, Technique, Worker
 from openrecycle.planner.plans.plan import (
@@ -148,8 +147,11 @@ def name_prefix(failures: int) -> str:
     return f"{failures:06d}-"
 
 
-def encode_plan(plan: Plan, effort: Effort, *, alone: bool = False) -> bytes:
-    """Any plan; alone: not for a catalog. Raises PlannerError when its problem is none."""
+def pack(plan: Plan, effort: Effort | None = None) -> bytes:
+    """effort: that it was made with, for a catalog, which says what its plans are for, and has a fingerprint computed
+    when somebody asks for it; None: the plan stands by itself. Raises PlannerError when its problem is none."""
+    alone = effort is None
+    effort = effort or Effort(solver=plan.solver.name)
     schedule = plan.schedule()
     problem, job = schedule.problem, schedule.problem.job
     asked = RequestedPlan(job=plan.job, technique=plan.technique, memory=plan.memory) if alone else None
@@ -177,40 +179,29 @@ def with_effort(blob: bytes, effort: Effort) -> bytes:
     return _sealed(header.model_copy(update={"effort": effort}), deflated)
 
 
-def pack(plan: Plan) -> bytes:
-    """A plan by itself, as `unpack` reads it. Raises PlannerError when its problem is none."""
-    return encode_plan(plan, Effort(solver=plan.solver.name), alone=True)
-
-
-def unpack(data: bytes, *, source: str = "plan") -> Plan:
-    """The plan that was packed by itself. Raises PlanError when the data is damaged."""
-    header, payload = _opened(data, source)
-    if header.asked is None or header.fingerprint is None:
-        raise PlanError(f"{source} is a plan of a catalog, and does not say what it is for")
-    if header.form == "json":
-        return Plan.from_json(_inflate(payload, MAX_JSON), source=source)
-    try:
-        schedule = _schedule(header, payload, header.asked.question(), source)
-    except PlannerError as error:
-        raise PlanError(f"{source} is not a stored plan: {error}") from None
-    plan = _plan(schedule, header.metrics, header.solver, header.fingerprint)
-    plan.workers.stored = data, b""
-    return plan
-
-
 def decode_header(blob: bytes, *, source: str = "plan") -> Header:
     """Raises PlanError when the blob is damaged."""
     return _opened(blob, source)[0]
 
 
-def decode_plan(blob: bytes, question: CatalogQuestion, *, source: str = "plan", hashed: bool = True) -> Plan:
-    """hashed: False for a plan whose fingerprint nobody asks for, which takes as long as all else. Raises PlanError
-    when the blob is damaged."""
-    header, data = _opened(blob, source)
+def unpack(data: bytes, question: CatalogQuestion | None = None, *, source: str = "plan", hashed: bool = True) -> Plan:
+    """question: that of its catalog; None: the plan stands by itself. hashed: False for a catalog's whose fingerprint
+    nobody asks for, which takes as long as all else. Raises PlanError when the data is damaged."""
+    header, payload = _opened(data, source)
+    asked = question or header.asked
+    if asked is None:
+        raise PlanError(f"{source} is a plan of a catalog, and does not say what it is for")
     if header.form == "json":
-        return Plan.from_json(_inflate(data, MAX_JSON), source=source)
-    plan = _plan(_schedule(header, data, question, source), header.metrics, header.solver, "")
-    return plan.hashed() if hashed else plan
+        return Plan.from_json(_inflate(payload, MAX_JSON), source=source)
+    try:
+        schedule = _schedule(header, payload, asked.question() if isinstance(asked, RequestedPlan) else asked)
+    except (ValueError, zlib.error) as error:
+        what = "a stored plan" if question is None else "a plan of this catalog"
+        raise PlanError(f"{source} is not {what}: {error}") from None
+    plan = _plan(schedule, header.metrics, header.solver, header.fingerprint or "")
+    if question is None:
+        plan.workers.stored = data, b""
+    return plan.hashed() if hashed and not plan.fingerprint else plan
 
 
 def _plan(schedule: Schedule, metrics: MetricsDoc, solver: SolverDoc, fingerprint: str) -> Plan:
@@ -220,20 +211,18 @@ def _plan(schedule: Schedule, metrics: MetricsDoc, solver: SolverDoc, fingerprin
     return Plan.of(schedule, metrics=metrics, solver=solver, fingerprint=fingerprint)
 
 
-def _schedule(header: Header, data: bytes, question: CatalogQuestion, source: str) -> Schedule:
+def _schedule(header: Header, data: bytes, question: CatalogQuestion) -> Schedule:
+    """Raises ValueError when the data is none of an answer to the question, zlib.error when it is damaged."""
     job = question.job
     stages, pipelines, count = job.stages, job.pipelines, job.micro_batches
     rows = max(header.rows, default=-1) + 1
     shapes = [(stages, rows, count)] * 4 + [(stages, pipelines), (4, stages, pipelines), (stages,)]
-    try:
-        if header.partition:
-            job = job.with_partition(header.partition)
-        problem = Problem(job, header.workers, question.technique, question.memory)
-        if len(header.rows) != pipelines or len(header.failed) != stages:
-            raise ValueError("another grid")
-        *waits, split, durations, step = _unpack(data, header.types, shapes)
-    except (ValueError, PlannerError, zlib.error) as error:
-        raise PlanError(f"{source} is not a plan of this catalog: {error}") from None
+    if header.partition:
+        job = job.with_partition(header.partition)
+    problem = Problem(job, header.workers, question.technique, question.memory)
+    if len(header.rows) != pipelines or len(header.failed) != stages:
+        raise ValueError("another grid")
+    *waits, split, durations, step = _unpack(data, header.types, shapes)
     full = np.stack(waits)[:, :, list(header.rows)].reshape(4, stages, pipelines * count)
     items = _from_waits(problem, full, split, durations, step)
     return Schedule(problem, OpsByWorker(problem.living_workers(), lambda: OpArrays.of_items(problem, *items)))
@@ -369,7 +358,7 @@ def _from_waits(problem: Problem, waits: Ints, split: Ints, durations: Ints, ste
     home = np.repeat(np.arange(job.pipelines), job.micro_batches)
     route = waits[0] + home
     if route.size and (route.min() < 0 or route.max() >= job.pipelines):
-        raise PlanError("the stored plan names a worker that the grid does not have")
+        raise ValueError("it names a worker that the grid does not have")
     items = Items(route, waits[1:].copy(), split, durations, step)
     forward, backward, weight = items.starts
     length, back = items.each(F), items.backward()

@@ -14,7 +14,7 @@ from dataclasses import replace
 from itertools import compress, islice, starmap
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import numpy as np
 from pydantic import (
@@ -218,22 +218,6 @@ class OpDoc(DocumentModel):
     duration: Time
 
 
-class OpRow(NamedTuple):
-    """The ops of one worker as its document has them, number by number: 1 is not 1.0 in it."""
-
-    kinds: list[str]
-    pipelines: list[int]
-    micro_batches: list[int | None]
-    stages: list[int]
-    starts: list[int | float]
-    durations: list[int | float]
-
-    @classmethod
-    def of(cls, ops: Iterable[OpDoc]) -> OpRow:
-        rows = list(map(_VALUES, ops))
-        return cls._make(map(list, zip(*rows, strict=True))) if rows else cls([], [], [], [], [], [])
-
-
 class PlannedOps(Mapping[str, tuple[OpDoc, ...]]):
     """The ops of a plan in arrays, by worker: an OpDoc is made of what is looked at, and not kept.
 
@@ -261,20 +245,18 @@ class PlannedOps(Mapping[str, tuple[OpDoc, ...]]):
 
     @classmethod
     def of(cls, workers: Mapping[str, Sequence[OpDoc]]) -> PlannedOps:
-        return (
-            workers
-            if isinstance(workers, PlannedOps)
-            else cls.of_rows({name: OpRow.of(ops) for name, ops in workers.items()})
-        )
+        if isinstance(workers, PlannedOps):
+            return workers
+        ops = [op for ops in workers.values() for op in ops]
+        return cls.of_columns(workers, map(len, workers.values()), _columns(ops))
 
     @classmethod
-    def of_rows(cls, rows: Mapping[str, OpRow]) -> PlannedOps:
-        columns: list[list[Any]] = [[value for row in rows.values() for value in row[k]] for k in range(6)]
+    def of_columns(cls, names: Iterable[str], counts: Iterable[int], columns: Sequence[list[Any]]) -> PlannedOps:
+        """counts: of each worker's ops. columns: as an OpDoc's fields, number by number: 1 is not 1.0 in a document."""
         kinds, pipelines, micro_batches, stages, starts, durations = columns
         kind = whole([*map(KINDS.index, kinds)])
         numbers = kind, whole(pipelines), _micro_batches(micro_batches, kind), whole(stages)
-        bounds = bounds_of(len(row.kinds) for row in rows.values())
-        return cls(rows, OpArrays(bounds, *numbers, _times(starts), _times(durations)))
+        return cls(names, OpArrays(bounds_of(counts), *numbers, _times(starts), _times(durations)))
 
     @classmethod
     def of_schedule(cls, schedule: Schedule) -> PlannedOps:
@@ -290,50 +272,49 @@ class PlannedOps(Mapping[str, tuple[OpDoc, ...]]):
         made.schedule = schedule
         return made
 
-    def row(self, name: str) -> OpRow:
-        return self._row(self.arrays.part(self.names[name]))
-
     def canonical(self) -> Iterator[tuple[str, str]]:
         """The ops of each worker, by name, as the fingerprint is computed from them."""
-        for name, row in self._texts(sorted(self.names)):
+        for name, columns in self._texts(sorted(self.names)):
             ops = [
                 f'{{"duration":{d},"kind":"{kind}","micro_batch":{m},"pipeline":{p},"stage":{s},"start":{a}}}'
-                for kind, p, m, s, a, d in zip(*row, strict=True)
+                for kind, p, m, s, a, d in zip(*columns, strict=True)
             ]
             yield name, f"[{','.join(ops)}]"
 
     def documents(self) -> Iterator[tuple[str, str]]:
         """The ops of each worker as the Plan document has them."""
-        for name, row in self._texts(self.names):
+        for name, columns in self._texts(self.names):
             ops = [
                 f'{{"kind":"{kind}","pipeline":{p},"micro_batch":{m},"stage":{s},"start":{a},"duration":{d}}}'
-                for kind, p, m, s, a, d in zip(*row, strict=True)
+                for kind, p, m, s, a, d in zip(*columns, strict=True)
             ]
             yield name, f"[{','.join(ops)}]"
 
     def _texts(self, names: Iterable[str]) -> Iterator[tuple[str, list[list[str]]]]:
         """The columns of each worker as they are written."""
-        row, known = self._row(slice(None)), _Texts()
-        ops, columns = [row.kinds], row[1:]
+        (kinds, *columns), known = self._columns(slice(None)), _Texts()
+        ops = [kinds]
         for column, array in zip(columns, self.arrays.columns[1:], strict=True):
             text = _text if array.dtype == object else known.__getitem__
-            ops.append(list(map(text, column)))  # type: ignore[call-overload]
+            ops.append(list(map(text, column)))
         bounds = self.arrays.bounds.tolist()
         for name in names:
             begin, end = bounds[self.names[name] : self.names[name] + 2]
             yield name, [column[begin:end] for column in ops]
 
-    def _row(self, part: slice) -> OpRow:
+    def _columns(self, part: slice) -> list[list[Any]]:
+        """As `of_columns` takes them."""
         kind, pipeline, micro_batch, stage, start, duration = (column[part] for column in self.arrays.columns)
         if micro_batch.dtype != object:
             null = micro_batch < 0
             micro_batch = micro_batch.astype(object)
             micro_batch[null] = None
         plain = (_LETTERS[kind], pipeline, micro_batch, stage)
-        return OpRow._make([*(column.tolist() for column in plain), _numbers(start), _numbers(duration)])
+        return [*(column.tolist() for column in plain), _numbers(start), _numbers(duration)]
 
     def __getitem__(self, name: str) -> tuple[OpDoc, ...]:
-        return tuple(starmap(_op_doc, zip(*self.row(name), strict=True)))
+        columns = self._columns(self.arrays.part(self.names[name]))
+        return tuple(starmap(_op_doc, zip(*columns, strict=True)))
 
     def __contains__(self, name: object) -> bool:
         return name in self.names
@@ -373,10 +354,15 @@ class _Texts(dict[int | float | None, str]):
 
 
 _OpDocs = Annotated[tuple[OpDoc, ...], Field(fail_fast=True)]
-_VALUES = attrgetter("kind", "pipeline", "micro_batch", "stage", "start", "duration")
+_FIELDS = tuple(OpDoc.model_fields)
+_VALUES = attrgetter(*_FIELDS)
 _LETTERS = np.array([*KINDS], object)
 _MOST_TEXTS = 1 << 16
 _EXACT = 1 << 53  # whole numbers from here on are not all floats
+
+
+def _columns(ops: Sequence[OpDoc]) -> Sequence[list[Any]]:
+    return list(map(list, zip(*map(_VALUES, ops), strict=True))) or [[] for _ in _FIELDS]
 
 
 def _micro_batches(values: list[int | None], kind: Ints) -> Numbers:
@@ -581,13 +567,16 @@ class Plan(DocumentModel):
         try:
             text = text if isinstance(text, str) else text.decode()
             begin = text.index(_NO_WORKERS[:-1]) + len(_NO_WORKERS) - 1
-            workers, at, count = {}, begin, 0
+            names, counts, columns, at = [], [], [list[Any]() for _ in _FIELDS], begin
             while found := _WORKER.match(text, at):
-                ops = workers[found[1]] = OpRow.of(_OPS.validate_json(found[2]))  # (what pydantic makes goes at once)
-                at, count = found.end(), count + 1
-                if "\\" in found[2] or any(found[2].count(key) != len(ops.kinds) for key in _OP_KEYS):
+                ops, at = _OPS.validate_json(found[2]), found.end()
+                if "\\" in found[2] or any(found[2].count(key) != len(ops) for key in _OP_KEYS):
                     return None  # some key is there twice, or spelt in another way
-            if len(workers) != count:
+                names.append(found[1])
+                counts.append(len(ops))
+                for column, more in zip(columns, _columns(ops), strict=True):  # (what pydantic makes goes at once)
+                    column += more
+            if len(set(names)) != len(names):
                 return None
             plan = cls.model_validate_json(text[:begin] + text[at:])
             refuse_duplicates(text[:begin] + text[at:])
@@ -595,7 +584,7 @@ class Plan(DocumentModel):
             return None
         if plan.workers:  # `workers` is there twice
             return None
-        return plan.model_copy(update={"workers": PlannedOps.of_rows(workers)})
+        return plan.model_copy(update={"workers": PlannedOps.of_columns(names, counts, columns)})
 
     def renamed(self, names: Sequence[int], workers: Sequence[Sequence[int]] = ()) -> Plan:
         """With each pipeline p called names[p]: workers change places, and micro-batches their homes. Then the part of
@@ -643,7 +632,7 @@ _NO_WORKERS = '"workers":{}'
 _WORKER = re.compile(r'"(W[0-9]{1,6}_[0-9]{1,6})":(\[[^\[\]]*\])(?:,(?=")|(?=\}))')
 
 
-_OP_KEYS = tuple(f'"{name}"' for name in OpDoc.model_fields)
+_OP_KEYS = tuple(f'"{name}"' for name in _FIELDS)
 
 
 class DuplicateKey(PlannerError):
@@ -748,7 +737,7 @@ def first_problem(error: ValidationError) -> str:
     return f"{where}: {first['msg']} (got {shown})" + (f", and {more} more" if more else "")
 
 
-_FIELDS = set(OpDoc.model_fields)  # shared by all: OpDoc is frozen, and a copy of one copies it
+_SET = set(_FIELDS)  # shared by all: OpDoc is frozen, and a copy of one copies it
 
 
 def _op_doc(
@@ -765,7 +754,7 @@ def _op_doc(
         "duration": duration,
     }
     object.__setattr__(op, "__dict__", values)
-    object.__setattr__(op, "__pydantic_fields_set__", _FIELDS)
+    object.__setattr__(op, "__pydantic_fields_set__", _SET)
     object.__setattr__(op, "__pydantic_extra__", None)
     object.__setattr__(op, "__pydantic_private__", None)
     return op

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -13,12 +16,16 @@ from openrecycle.agent.messages.protocol import Deployment
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.check import check
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
+from openrecycle.planner.plans.plan import Plan
+from openrecycle.planner.plans.schedule import OpsByWorker, Schedule
 from tests.conftest import examples
 from tests.golden import golden
 
 
-def _started(pipelines: int = 2, stages: int = 2, **options: Any) -> LocalCoordination:
-    catalog = Catalog(Job(pipelines, stages, 2), Technique.STAGGERED, MemoryLimit("uniform"))
+def _started(
+    pipelines: int = 2, stages: int = 2, *, kind: type[Catalog] = Catalog, **options: Any
+) -> LocalCoordination:
+    catalog = kind(Job(pipelines, stages, 2), Technique.STAGGERED, MemoryLimit("uniform"))
     coordination = LocalCoordination(catalog, **options)
     for p in range(pipelines):
         for s in range(stages):
@@ -60,6 +67,33 @@ def test_a_death_opens_a_generation_without_the_dead_and_a_return_one_with_it() 
     _all_form(coordination, deploy.deployment)
     deployment = _only(coordination.poll(2.0)).deployment
     assert deployment.generation == 3 and deployment.joining == ("W1_0",) and deployment.failed == ()
+
+
+class _Wrong(Catalog):
+    """What is planned for a loss breaks a rule: an op begins too late for those that wait for it."""
+
+    def plan_for(self, failed: Iterable[Worker]) -> tuple[Plan, str]:
+        plan, origin = super().plan_for(failed := frozenset(failed))
+        schedule = plan.schedule()
+        start = schedule.arrays.start.copy()
+        start[0] += 1 if failed else 0
+        late = Schedule(schedule.problem, OpsByWorker(schedule.ops, lambda: replace(schedule.arrays, start=start)))
+        return Plan.of(late, metrics=plan.metrics, solver=plan.solver), origin
+
+
+def test_a_plan_made_while_survivors_wait_is_checked_once_they_form() -> None:
+    coordination = _started(kind=_Wrong)
+    _all_form(coordination, _only(coordination.poll(0.0)).deployment)
+    coordination.exited(Worker(1, 0), "W1_0", "died")
+    (deploy,) = coordination.poll(1.0)
+    assert isinstance(deploy, Deploy), "nobody waits for the check"
+    assert coordination.poll(1.0) == []
+    _all_form(coordination, deploy.deployment)
+    while not (orders := coordination.poll(2.0)):
+        time.sleep(0.001)
+    (halt,) = orders
+    assert isinstance(halt, Halt) and golden("the-plan-of-list-is") in halt.reason
+    assert coordination.poll(3.0) == [], "said once"
 
 
 def test_a_newcomer_that_waits_enters_with_the_next_death() -> None:

@@ -30,7 +30,7 @@ from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.failures import canonical_pattern
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, Worker
 from openrecycle.planner.plans.bounds import period_bound
-from openrecycle.planner.plans.packed import CatalogQuestion, Effort, encode_plan, plan_name
+from openrecycle.planner.plans.packed import CatalogQuestion, Effort, pack, plan_name
 from openrecycle.planner.plans.plan import Plan
 from openrecycle.planner.solvers.portfolio import make_plan
 from tests.golden import golden
@@ -230,7 +230,7 @@ def test_plans_of_moved_layers_are_kept_in_no_catalog(catalogs: Catalogs, store:
     catalogs.keep(question, moved)
     assert not catalogs.names(question)
     info, (pattern, names) = CatalogInfo.of(question), canonical_pattern([Worker(1, 2)], job)
-    row = (plan_name(pattern), 1, encode_plan(rename_pipelines(moved, names), Effort(solver="list")))
+    row = (plan_name(pattern), 1, pack(rename_pipelines(moved, names), Effort(solver="list")))
     store.save_catalog(info.fingerprint, info.model_dump_json(), [row])
     later = Catalogs(store, processes=1)
     assert later.find(question, [Worker(1, 2)]) is None, "one that was kept before is not used"
@@ -257,7 +257,7 @@ def test_catalogs_of_other_op_times_or_planners_are_stale(catalogs: Catalogs, st
     slower = parse_request(**SMALL, durations={"F": 2.0}).question
     elsewhere = parse_request(**SMALL | {"stages": 3}).question
     old = CatalogInfo.of(question).model_copy(update={"planner_version": "0"})
-    blob = (plan_name(frozenset()), 0, encode_plan(make(request), Effort(solver="list")))
+    blob = (plan_name(frozenset()), 0, pack(make(request), Effort(solver="list")))
     for info in (CatalogInfo.of(question), CatalogInfo.of(slower), CatalogInfo.of(elsewhere), old):
         store.save_catalog(info.fingerprint, info.model_dump_json(), [blob])
     why = {catalog.fingerprint: reason for catalog, reason in stale(question, catalogs.list())}
@@ -308,7 +308,7 @@ def says_and_dies(channel: Channel, *messages: bytes) -> None:
 def test_the_last_plans_of_a_process_that_ends_are_kept(catalogs: Catalogs, store: Store) -> None:
     request = parse_request(**SMALL)
     info = CatalogInfo.of(request.question)
-    name, blob = plan_name(frozenset()), encode_plan(make(request), Effort(solver="list"))
+    name, blob = plan_name(frozenset()), pack(make(request), Effort(solver="list"))
     asked = Children(says_and_dies, name="dies").begin(b'{"done": 0, "total": 3}', name.encode() + b"\0" + blob)
     filling = Filling(request, info.fingerprint, asked)
     catalogs._collect(info, filling, asked)

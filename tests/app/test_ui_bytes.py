@@ -11,7 +11,7 @@ from openrecycle.app.ui.tables import workers_table
 from openrecycle.app.ui.theme import LIGHT
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique
 from openrecycle.planner.plans.drawing import Drawing
-from openrecycle.planner.plans.packed import CatalogQuestion, Effort, decode_header, encode_plan, plan_name
+from openrecycle.planner.plans.packed import CatalogQuestion, Effort, decode_header, pack, plan_name
 from openrecycle.planner.plans.plan import Plan
 from openrecycle.planner.solvers.portfolio import make_plan
 from tests.golden import golden
@@ -70,7 +70,7 @@ def test_a_catalog_says_the_most_that_a_worker_may_hold() -> None:
     plan = planned()
     problem = plan.problem()
     question = CatalogQuestion(problem.job, problem.technique, problem.memory)
-    headers = {plan_name(frozenset()): decode_header(encode_plan(plan, Effort(solver="list")))}
+    headers = {plan_name(frozenset()): decode_header(pack(plan, Effort(solver="list")))}
     found = report(question, needed(question, 0), "0123", headers)
     assert found.lines[0].peak_bytes == 3 * GIB
     assert catalog_view.counts_table(found)["memory, at most (GiB)"] == [3.0]

@@ -14,7 +14,7 @@ from ui_console import MAIN, ConsoleHere, JobHere, until
 from openrecycle.app.catalogs.contents import parse_request
 from openrecycle.app.console.service import ConsoleService, set_console
 from openrecycle.planner.catalogs.catalog_store import PLANNER_VERSION, CatalogInfo
-from openrecycle.planner.plans.packed import Effort, encode_plan, plan_name
+from openrecycle.planner.plans.packed import Effort, pack, plan_name
 from openrecycle.planner.solvers.portfolio import make_plan
 from tests.golden import golden
 
@@ -155,7 +155,7 @@ def test_a_stored_catalog_by_its_link_and_what_is_stale(here: ConsoleHere) -> No
     fingerprint = filled(here.console, micro_batches=5)
     question = parse_request(**QUESTION, micro_batches=5).question
     old = CatalogInfo.of(question).model_copy(update={"planner_version": "0"})
-    blob = encode_plan(make_plan(question.problem(frozenset())), Effort(solver="list"))
+    blob = pack(make_plan(question.problem(frozenset())), Effort(solver="list"))
     store.save_catalog(old.fingerprint, old.model_dump_json(), [(plan_name(frozenset()), 0, blob)])
     test = open_page(**own(5))
     states = shown_table(test, "Stored catalogs")

@@ -35,7 +35,7 @@ from openrecycle.planner.cli import app
 from openrecycle.planner.jobs.errors import InfeasibleError, InputError, PlannerError
 from openrecycle.planner.jobs.failures import failures_per_stage
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
-from openrecycle.planner.plans.packed import CatalogQuestion, Effort, encode_plan, plan_name
+from openrecycle.planner.plans.packed import CatalogQuestion, Effort, pack, plan_name
 from openrecycle.planner.plans.plan import PlanError
 from openrecycle.planner.solvers.portfolio import make_plan
 from tests.conftest import examples
@@ -128,7 +128,7 @@ def test_a_plan_that_comes_out_worse_replaces_none(tmp_path: Path) -> None:
 
     class Worse(InlineEngine):
         def run(self, tasks: object, cancelled: object = None) -> Iterator[list[tuple[str, bytes]]]:
-            yield [(name, encode_plan(worse, effort))]
+            yield [(name, pack(worse, effort))]
 
     folder = before.blobs
     assert isinstance(folder, FolderBlobs)

@@ -17,8 +17,8 @@ from openrecycle.planner.plans.packed import (
     CatalogQuestion,
     Effort,
     decode_header,
-    decode_plan,
-    encode_plan,
+    pack,
+    unpack,
 )
 from openrecycle.planner.plans.plan import Plan, PlanError
 from openrecycle.planner.plans.schedule import Schedule
@@ -44,11 +44,11 @@ def planned(*names: str, technique: Technique = Technique.STAGGERED, memory: str
 @given(problems())
 def test_every_plan_comes_back_exactly(problem: Problem) -> None:
     plan = make_plan(problem, solver="list", look_ahead=False)
-    blob = encode_plan(plan, EFFORT)
+    blob = pack(plan, EFFORT)
     header = decode_header(blob)
     assert header.form == "columns"
     assert header.workers == problem.failed
-    again = decode_plan(blob, question(problem))
+    again = unpack(blob, question(problem))
     assert again == plan
     assert again.to_json() == plan.to_json()
     assert again.compute_fingerprint() == plan.fingerprint
@@ -59,7 +59,7 @@ def test_every_plan_comes_back_exactly(problem: Problem) -> None:
 def test_a_schedule_of_single_ops_is_stored_as_that_of_arrays(problem: Problem) -> None:
     solution = best_solution(problem, solver="list", look_ahead=False)
     by_op = replace(solution, schedule=Schedule(problem, dict(solution.schedule.ops)))
-    stored = [encode_plan(plan_of(s, seconds=1.5), EFFORT) for s in (solution, by_op)]
+    stored = [pack(plan_of(s, seconds=1.5), EFFORT) for s in (solution, by_op)]
     assert stored[0] == stored[1]
 
 
@@ -70,7 +70,7 @@ def reference_plan() -> Plan:
 @pytest.mark.parametrize("plan", [reference_plan(), planned("W1_2", technique=Technique.ADAPTIVE)], ids=["1f1b", "B"])
 def test_whole_backwards(plan: Plan) -> None:
     assert any(op.kind == "B" for ops in plan.workers.values() for op in ops)
-    assert decode_plan(encode_plan(plan, EFFORT), question(plan.problem())) == plan
+    assert unpack(pack(plan, EFFORT), question(plan.problem())) == plan
 
 
 def moved(ops: Sequence[object], at: int, **change: object) -> tuple[object, ...]:
@@ -83,14 +83,14 @@ def moved(ops: Sequence[object], at: int, **change: object) -> tuple[object, ...
 def test_documents_that_are_no_schedule_are_kept_to_the_letter(change: dict[str, object]) -> None:
     plan = planned("W1_2")
     odd = plan.model_copy(update={"workers": {**plan.workers, "W0_0": moved(plan.workers["W0_0"], 3, **change)}})
-    blob = encode_plan(odd, EFFORT)
-    assert decode_plan(blob, question(plan.problem())).to_json() == odd.to_json()
+    blob = pack(odd, EFFORT)
+    assert unpack(blob, question(plan.problem())).to_json() == odd.to_json()
 
 
 def test_alike_pipelines_share_a_row() -> None:
-    healthy = decode_header(encode_plan(planned(), EFFORT))
+    healthy = decode_header(pack(planned(), EFFORT))
     assert healthy.rows == (0, 0, 0, 0)
-    assert len(set(decode_header(encode_plan(planned("W1_2"), EFFORT)).rows)) > 1
+    assert len(set(decode_header(pack(planned("W1_2"), EFFORT)).rows)) > 1
 
 
 @examples(60)
@@ -105,7 +105,7 @@ def test_a_renamed_plan_is_valid_and_keeps_its_numbers(problem: Problem, noise: 
     names, parts = shuffled(), [shuffled() for _ in range(problem.job.stages)]
     made = plan.renamed(names, parts)
     assert check(made) == []
-    assert decode_header(encode_plan(made, EFFORT)).form == "columns"
+    assert decode_header(pack(made, EFFORT)).form == "columns"
     assert plan.schedule().renamed(names, parts).ops == made.schedule().ops
     assert made.schedule().period == plan.schedule().period
     assert sorted(made.metrics.peak_activations.values()) == sorted(plan.metrics.peak_activations.values())
@@ -113,11 +113,11 @@ def test_a_renamed_plan_is_valid_and_keeps_its_numbers(problem: Problem, noise: 
 
 def test_damage_is_named() -> None:
     plan = planned("W1_2")
-    blob = encode_plan(plan, EFFORT)
+    blob = pack(plan, EFFORT)
     for at in range(0, len(blob), 7):
         damaged = blob[:at] + bytes([blob[at] ^ 0x40]) + blob[at + 1 :]
         with pytest.raises(PlanError, match="file\\.plan"):
-            decode_plan(damaged, question(plan.problem()), source="file.plan")
+            unpack(damaged, question(plan.problem()), source="file.plan")
     for length in (0, 3, 40, len(blob) - 1):
         with pytest.raises(PlanError, match="file\\.plan"):
             decode_header(blob[:length], source="file.plan")
@@ -129,10 +129,10 @@ def sealed(body: bytes) -> bytes:
 
 def test_a_blob_with_a_right_checksum_and_wrong_contents_is_refused() -> None:
     plan = planned("W1_2")
-    blob = encode_plan(plan, EFFORT)
+    blob = pack(plan, EFFORT)
     other = CatalogQuestion(Job.uniform(4, 3, 6), Technique.STAGGERED, MemoryLimit("uniform"))
     with pytest.raises(PlanError, match=golden("not-a-plan-of-this")):
-        decode_plan(blob, other)
+        unpack(blob, other)
     for body in (b"ORP1", b"ORP1\xff\xff\xff\xff", b"ORP1\x04\0\0\0abcd", blob[:-40]):
         with pytest.raises(PlanError):
-            decode_plan(sealed(body), question(plan.problem()))
+            unpack(sealed(body), question(plan.problem()))
