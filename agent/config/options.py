@@ -16,18 +16,16 @@ from typing import ClassVar, Literal
 
 from openrecycle.agent.config.devices import Platform
 from openrecycle.agent.config.faults import Kill, Rejoin, Slow
+from openrecycle.agent.config.numerics import Autocast, Mode
 from openrecycle.agent.config.pacing import profile_pace
 from openrecycle.agent.config.settings import OptionGroup, documented, leaves, option, spelled
 from openrecycle.agent.config.timeouts import Timeouts
-from openrecycle.agent.messages.client import check_url
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, MayMove, MemoryLimit, Problem, Technique, Worker
 from openrecycle.planner.jobs.profile import MAX_BYTES, parse_partition
 from openrecycle.planner.plans.plan import JobDoc, PlanError
 from openrecycle.planner.profiles import Profile, job_on, load
 
-Mode = Literal["deterministic", "fast"]
-Autocast = Literal["bf16", "fp16"]
 NonFinite = Literal["skip", "stop"]
 Sharding = Literal["none", "zero1"]
 OnBadSample = Literal["halt", "skip"]
@@ -49,6 +47,17 @@ def parse_bytes(text: str) -> int:
     if not 1 <= size <= MAX_BYTES:
         raise InputError("bytes", text, "a size in bytes such as 80GiB, 24GB or 1073741824")
     return size
+
+
+def check_url(url: str, *, field: str = "console") -> str:
+    """`url` without trailing slashes and spaces; raises InputError unless it is http(s)://host[:port], or
+    several of them with commas between."""
+    parts = [part.strip() for part in url.split(",")]
+    for part in parts:
+        if not part.startswith(("http://", "https://")) or len(part.split("/")) < 3 or not part.split("/")[2]:
+            expected = "an address such as http://127.0.0.1:8501, or several with commas between"
+            raise InputError(field, part, expected)
+    return ",".join(part.rstrip("/") for part in parts)
 
 
 def parse_pace(text: str) -> dict[str, float]:
@@ -310,6 +319,7 @@ class Console(OptionGroup):
         "Address of a console, such as http://127.0.0.1:8501; its standby's after a comma.",
         flag="--console",
         env="OPENRECYCLE_CONSOLE",
+        parse=check_url,
     )
     token: str | None = option(None, "Its token, and its standby's.", flag=None, secret=True)
     name: str = option("job", "What the console calls the job.")
@@ -399,10 +409,8 @@ class TrainingOptions(OptionGroup):
             profile_pace(self.job, Worker(0, 0), self.job.workers())
         if self.console.url is None:
             self.faults.timeouts.check_above(self.faults.timeouts.silence)
-        else:
-            check_url(self.console.url, field="console.url")
-            if not technique.reroutes:
-                raise self.planning.refuse("technique", "adaptive, decoupled or staggered with `console.url`")
+        elif not technique.reroutes:
+            raise self.planning.refuse("technique", "adaptive, decoupled or staggered with `console.url`")
 
     def _check_faults(self, technique: Technique, memory: MemoryLimit) -> None:
         """Refuses wishes that no plan can survive."""

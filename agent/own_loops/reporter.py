@@ -30,10 +30,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, get_args
 
-from openrecycle.agent.config.options import with_profile
+from openrecycle.agent.config.options import check_url, with_profile
 from openrecycle.agent.config.settings import spelled
 from openrecycle.agent.jobs.start import job_spec
-from openrecycle.agent.messages.client import Backoff, ConsoleClient, ConsoleRefused, ConsoleUnavailable, check_url
+from openrecycle.agent.messages.client import Backoff, ConsoleClient, ConsoleRefused, ConsoleUnavailable
 from openrecycle.agent.messages.protocol import (
     Acknowledgement,
     Deployment,

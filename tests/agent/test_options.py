@@ -13,7 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 import openrecycle
-from openrecycle.agent.commands.shared import with_flags
+from openrecycle.agent.cli.shared import with_flags
 from openrecycle.agent.config.options import (
     FLAGS,
     Checkpoints,

@@ -34,7 +34,7 @@ WITHOUT_TORCH = (
 # The state machine that launchers and consoles share does nothing but decide: no files, sockets, threads or clock.
 PURE = "agent/coordination"
 PURE_MAY = ("planner", "agent.coordination", "agent.messages.protocol")
-DEEPEST = 8  # floors of app
+DEEPEST = 8  # floors of app by files, of agent by folders
 PURE_STANDARD = {"__future__", "collections", "dataclasses", "enum", "functools", "sys", "typing"}
 
 
@@ -113,14 +113,27 @@ def arrows_between(rooms: set[str], *, types: bool) -> dict[str, set[str]]:
     return {own: {m for m in imported(path, types=types) if m in files and m != own} for own, path in files.items()}
 
 
-def test_no_room_of_the_console_lies_deep() -> None:
-    """What a reader has to know before: no chain of imports is longer."""
-    arrows = arrows_between({"app"}, types=True)
+def longest_chain(arrows: dict[str, set[str]]) -> list[str]:
+    """What a reader has to know before, from the lowest floor up."""
     chains: dict[str, list[str]] = {}
     for module in TopologicalSorter(arrows).static_order():
-        chains[module] = [module, *max((chains[below] for below in arrows[module]), key=len, default=[])]
-    longest = max(chains.values(), key=len)
-    assert 3 < len(longest) <= DEEPEST, " <- ".join(reversed(longest))
+        chains[module] = [*max((chains[below] for below in arrows[module]), key=len, default=[]), module]
+    return max(chains.values(), key=len)
+
+
+def test_no_room_of_the_console_lies_deep() -> None:
+    longest = longest_chain(arrows_between({"app"}, types=True))
+    assert 3 < len(longest) <= DEEPEST, " <- ".join(longest)
+
+
+@pytest.mark.parametrize("room", ["agent"])
+def test_no_folder_lies_deep(room: str) -> None:
+    folders: dict[str, set[str]] = {}
+    for module, below in arrows_between({room}, types=False).items():
+        own, *others = ((name + "..").split(".")[1] for name in (module, *below))
+        folders.setdefault(own, set()).update(other for other in others if other != own)
+    longest = longest_chain(folders)
+    assert 3 < len(longest) <= DEEPEST, " <- ".join(longest)
 
 
 def test_modules_import_each_other_in_no_circle() -> None:
