@@ -38,8 +38,16 @@ from typing import Any
 import torch
 
 from openrecycle.agent.models.layers import Partition, Span, partition_of, spans
-from openrecycle.agent.models.state import StageState, StateError, opened, read_tensors, whole_number, write_tensors
-from openrecycle.agent.stages.optimizer import joined, of_layers
+from openrecycle.agent.models.state import (
+    StageState,
+    StateError,
+    joined,
+    of_layers,
+    opened,
+    read_tensors,
+    whole_number,
+    write_tensors,
+)
 from openrecycle.planner.plans.plan import read_json
 
 FORMAT, VERSION = "openrecycle-checkpoint", 4

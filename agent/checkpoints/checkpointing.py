@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from openrecycle.agent.checkpoints.checkpoint import (
     CheckpointError,
@@ -20,7 +21,6 @@ from openrecycle.agent.checkpoints.checkpoint import (
 )
 from openrecycle.agent.config.options import Checkpoints
 from openrecycle.agent.models.state import StageState
-from openrecycle.agent.stages.optimizer import StageOptimizer
 from openrecycle.planner.jobs.errors import InputError
 
 TIMEOUT_SECONDS = 30.0
@@ -96,6 +96,15 @@ def prepare(options: Checkpoints, identity: Identity, iterations: int, say: Call
     return Origin(identity, str(found.path), found.iteration)
 
 
+class Trained(Protocol):
+    """What a copy is taken of: an agent.stages.optimizer.StageOptimizer."""
+
+    committed: int
+    corrections: int
+
+    def state(self) -> StageState: ...
+
+
 @dataclass(frozen=True)
 class _Copy:
     iteration: int
@@ -133,7 +142,7 @@ class Checkpointer:
         self._taken: tuple[int, int, int] | None = None
         self._thread: threading.Thread | None = None
 
-    def boundary(self, optimizer: StageOptimizer, attempt: int, *, writes: bool, last: bool = False) -> None:
+    def boundary(self, optimizer: Trained, attempt: int, *, writes: bool, last: bool = False) -> None:
         """Between two iterations. writes: does this worker write for its stage? attempt: the generation. last: will
         there be no other?
 

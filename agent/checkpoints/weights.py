@@ -14,9 +14,8 @@ from torch import Tensor
 
 from openrecycle.agent.checkpoints.checkpoint import CheckpointError, reason_of, whole_checkpoints
 from openrecycle.agent.models.layers import build_layer, first_names
-from openrecycle.agent.models.state import StateError, decode, encode, read_tensors, write_tensors
+from openrecycle.agent.models.state import AVERAGE, StateError, decode, encode, read_tensors, write_tensors
 from openrecycle.agent.models.workload import Workload
-from openrecycle.agent.stages.optimizer import AVERAGE
 from openrecycle.planner.jobs.errors import InputError
 
 _OTHERS = "openrecycle"

@@ -65,6 +65,7 @@ class Platform(OptionGroup):
         flag="--ranks-per-worker",
         least=1,
         most=64,
+        told="ranks_per_worker",
     )
 
     @property

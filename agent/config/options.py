@@ -11,23 +11,22 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from openrecycle.agent.config.devices import Platform
 from openrecycle.agent.config.faults import Kill, Rejoin, Slow
+from openrecycle.agent.config.numerics import Autocast, Mode
 from openrecycle.agent.config.pacing import profile_pace
 from openrecycle.agent.config.settings import OptionGroup, documented, leaves, option, spelled
 from openrecycle.agent.config.timeouts import Timeouts
-from openrecycle.agent.messages.client import check_url
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, MayMove, MemoryLimit, Problem, Technique, Worker
 from openrecycle.planner.jobs.profile import MAX_BYTES, parse_partition
 from openrecycle.planner.plans.plan import JobDoc, PlanError
 from openrecycle.planner.profiles import Profile, job_on, load
 
-Mode = Literal["deterministic", "fast"]
-Autocast = Literal["bf16", "fp16"]
 NonFinite = Literal["skip", "stop"]
 Sharding = Literal["none", "zero1"]
 OnBadSample = Literal["halt", "skip"]
@@ -49,6 +48,17 @@ def parse_bytes(text: str) -> int:
     if not 1 <= size <= MAX_BYTES:
         raise InputError("bytes", text, "a size in bytes such as 80GiB, 24GB or 1073741824")
     return size
+
+
+def check_url(url: str, *, field: str = "console") -> str:
+    """`url` without trailing slashes and spaces; raises InputError unless it is http(s)://host[:port], or
+    several of them with commas between."""
+    parts = [part.strip() for part in url.split(",")]
+    for part in parts:
+        if not part.startswith(("http://", "https://")) or len(part.split("/")) < 3 or not part.split("/")[2]:
+            expected = "an address such as http://127.0.0.1:8501, or several with commas between"
+            raise InputError(field, part, expected)
+    return ",".join(part.rstrip("/") for part in parts)
 
 
 def parse_pace(text: str) -> dict[str, float]:
@@ -82,20 +92,28 @@ class Planning(OptionGroup):
 
     PATH: ClassVar[str] = "planning"
 
-    technique: str = option("staggered", "fault-free, adaptive, decoupled or staggered.", parse=Technique.of)
+    technique: str = option(
+        "staggered", "fault-free, adaptive, decoupled or staggered.", parse=Technique.of, told="technique"
+    )
     memory: str | int = option(
         "uniform",
         "1f1b, uniform, none, a number of micro-batches, or bytes: what the profile says fits.",
         parse=MemoryLimit.parse,
+        told="memory",
     )
     capacity: str | int | None = option(
         None, "Memory of one worker, such as 80GiB, where the profile does not say it.", parse=parse_bytes
     )
     migrate: bool | None = option(
-        None, "May workers change their stage to shorten the plan? By default where a console decides, if it pays."
+        None,
+        "May workers change their stage to shorten the plan? By default where a console decides, if it pays.",
+        told="migrate",
     )
     pace: str | None = option(
-        None, "F=40ms,I=40ms,W=40ms: stretch each op to this; profile: to what the profile says.", parse=parse_pace
+        None,
+        "F=40ms,I=40ms,W=40ms: stretch each op to this; profile: to what the profile says.",
+        parse=parse_pace,
+        told="paced",
     )
 
     pace_per: Literal["stage", "layer"] = option("stage", "Is the pace that of a stage, or of each of its layers?")
@@ -105,6 +123,7 @@ class Planning(OptionGroup):
     relayout: MayMove = option(
         "auto",
         "May layers change their stage after a failure? auto: if that saves more than one iteration in an hour.",
+        told="relayout",
     )
 
     @property
@@ -220,7 +239,9 @@ class Checkpoints(OptionGroup):
 
     PATH: ClassVar[str] = "checkpoints"
 
-    directory: str | Path | None = option(None, "Folder for checkpoints, which all workers reach.", flag="--checkpoint")
+    directory: str | Path | None = option(
+        None, "Folder for checkpoints, which all workers reach.", flag="--checkpoint", told="checkpoints"
+    )
     every: int = option(100, "Iterations from one checkpoint to the next.", flag="--checkpoint-every", least=1)
     keep: int = option(3, "Newest checkpoints that stay.", flag="--checkpoint-keep", least=1)
     resume: str | int | None = option(
@@ -310,10 +331,13 @@ class Console(OptionGroup):
         "Address of a console, such as http://127.0.0.1:8501; its standby's after a comma.",
         flag="--console",
         env="OPENRECYCLE_CONSOLE",
+        parse=check_url,
     )
     token: str | None = option(None, "Its token, and its standby's.", flag=None, secret=True)
-    name: str = option("job", "What the console calls the job.")
-    demo: bool = option(False, "Let people kill workers from the console. (They can restart them in any job.)")
+    name: str = option("job", "What the console calls the job.", told="name")
+    demo: bool = option(
+        False, "Let people kill workers from the console. (They can restart them in any job.)", told="demo"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,12 +346,17 @@ class TrainingOptions(OptionGroup):
     reckon with (see Planning.job)."""
 
     job: Job
-    iterations: int = option(30, "Iterations to commit.", least=1)
+    iterations: int = option(30, "Iterations to commit.", least=1, told="iterations")
     evaluate_every: int = option(
         0, "Iterations between evaluations, where there is data for them; also at the end. 0: none.", least=0
     )
     seed: int = option(
-        0, "Of parameters, data and dropout.", least=0, most=2**53 - 1, expected="a whole number from 0 to 2^53"
+        0,
+        "Of parameters, data and dropout.",
+        least=0,
+        most=2**53 - 1,
+        expected="a whole number from 0 to 2^53",
+        told="seed",
     )
     weights: str | Path | None = option(None, "Folder for the trained weights, one file per layer.")
     record: str | Path | None = option(None, "JSON-lines file: losses, failures, final hash.")
@@ -368,6 +397,18 @@ class TrainingOptions(OptionGroup):
         asked = self.planning.migrate
         return self.optimization.sharding == "none" and (by_default if asked is None else asked)
 
+    def told(self) -> dict[str, Any]:
+        """What a console is told of the options, by the field of agent.messages.protocol.JobSpec: what was given, but
+        of some only what it comes to."""
+        comes_to = {
+            "memory": self.planning.limits[1].text,
+            "paced": self.paced,
+            "checkpoints": self.checkpoints.directory is not None,
+            "migrate": self.may_migrate(by_default=True),
+            "relayout": self.planning.relayout if self.job.layers else "never",
+        }
+        return {field: attrgetter(path)(self) for field, path in TOLD.items()} | comes_to
+
     def check(self) -> None:
         """What can be known before anything starts, on the host that it starts on. Raises InputError, or
         InfeasibleError when no plan can survive what is asked for."""
@@ -399,10 +440,8 @@ class TrainingOptions(OptionGroup):
             profile_pace(self.job, Worker(0, 0), self.job.workers())
         if self.console.url is None:
             self.faults.timeouts.check_above(self.faults.timeouts.silence)
-        else:
-            check_url(self.console.url, field="console.url")
-            if not technique.reroutes:
-                raise self.planning.refuse("technique", "adaptive, decoupled or staggered with `console.url`")
+        elif not technique.reroutes:
+            raise self.planning.refuse("technique", "adaptive, decoupled or staggered with `console.url`")
 
     def _check_faults(self, technique: Technique, memory: MemoryLimit) -> None:
         """Refuses wishes that no plan can survive."""
@@ -421,3 +460,8 @@ class TrainingOptions(OptionGroup):
 
 FLAGS: Mapping[str, str] = {leaf.path: leaf.flag for leaf in leaves(TrainingOptions) if leaf.flag is not None}
 """What the command line calls each option, by its path."""
+
+TOLD: Mapping[str, str] = {
+    field: leaf.path for leaf in leaves(TrainingOptions) if (field := leaf.field.metadata["told"]) is not None
+}
+"""The path of the option that each field of JobSpec tells a console of."""

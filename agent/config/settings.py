@@ -37,13 +37,15 @@ def option(
     expected: str = "",
     parse: Callable[[str], object] | None = None,
     secret: bool = False,
+    told: str | None = None,
 ) -> Any:
     """A field of a Group. flag: on the command line, if not the field's name with dashes; None: it has none there.
     env: the environment variable that stands in for the flag. least, above, most: bounds of a number. expected: what
     an error says instead of them. parse: raises InputError for a
-    text that means nothing. secret: `repr` leaves it out."""
+    text that means nothing. secret: `repr` leaves it out. told: the field of agent.messages.protocol.JobSpec in which
+    a console is told of it."""
     metadata: dict[str, Any] = {"help": help, "flag": flag, "env": env, "least": least, "above": above, "most": most}
-    metadata |= {"expected": expected, "parse": parse}
+    metadata |= {"expected": expected, "parse": parse, "told": told}
     if isinstance(default, type):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata, repr=not secret)

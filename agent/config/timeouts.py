@@ -24,9 +24,9 @@ TIMES_LONGEST = 20.0
 """An op may take so many times as long as the longest of its kind has taken on this worker."""
 
 
-def _seconds(default: float, flag: str, help: str) -> Any:
+def _seconds(default: float, flag: str, help: str, **more: Any) -> Any:
     limits: dict[str, Any] = {"above": 0, "most": LONGEST_SECONDS, "expected": "more than 0 seconds, at most a day"}
-    return option(default, f"Seconds {help}", flag=flag, **limits)
+    return option(default, f"Seconds {help}", flag=flag, **limits, **more)
 
 
 @documented
@@ -41,9 +41,13 @@ class Timeouts(OptionGroup):
         120.0,
         "--transfer-timeout",
         "to wait for another worker's data; longer than the silence after which a worker is out.",
+        told="transfer_timeout",
     )
     group: float = _seconds(
-        150.0, "--group-timeout", "to wait for a sum over a stage's workers; longer than for a transfer."
+        150.0,
+        "--group-timeout",
+        "to wait for a sum over a stage's workers; longer than for a transfer.",
+        told="group_timeout",
     )
     # A worker says something every ALIVE_SECONDS; its launcher waits longer where its console does.
     silence: float = _seconds(

@@ -12,11 +12,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import ValidationError
-
-from openrecycle.agent.config.options import TrainingOptions
+from openrecycle.agent.config.options import TOLD, TrainingOptions
 from openrecycle.agent.config.settings import spelled
-from openrecycle.agent.config.timeouts import ALIVE_SECONDS, Timeouts
+from openrecycle.agent.config.timeouts import ALIVE_SECONDS
 from openrecycle.agent.launcher.processes import preload, start_worker_server
 from openrecycle.agent.messages.client import ConsoleClient
 from openrecycle.agent.messages.protocol import JobSpec
@@ -24,9 +22,8 @@ from openrecycle.agent.nodes.role import NodeRole
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.check import checked
 from openrecycle.planner.jobs.errors import InputError
-from openrecycle.planner.jobs.job import Job, MayMove, MemoryLimit, Technique
+from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.jobs.profile import parse_partition
-from openrecycle.planner.plans.plan import job_doc
 
 if TYPE_CHECKING:
     from openrecycle.agent.checkpoints.checkpointing import Origin
@@ -38,17 +35,6 @@ if TYPE_CHECKING:
 
 PLANNED_FAILURES = 2
 """Without a console, plans are made ahead for up to this many failures."""
-
-
-_OPTIONS_OF_SPEC = {
-    "name": "console.name",
-    "technique": "planning.technique",
-    "memory": "planning.memory",
-    "durations": "planning.pace",
-    "transfer_timeout": "faults.timeouts.transfer",
-    "group_timeout": "faults.timeouts.group",
-}
-"""Where a field of JobSpec comes from, if it is called otherwise."""
 
 
 def _with_step(options: TrainingOptions, workload: WorkloadSource, say: Callable[[str], None]) -> TrainingOptions:
@@ -138,23 +124,8 @@ def make_launcher(
         restore = None if folder is None else _restore_point(folder, say)
         url, token, timeouts = options.console.url, options.console.token, options.faults.timeouts
         client = ConsoleClient(url, token=token)
-        with spelled(_OPTIONS_OF_SPEC):
-            spec = job_spec(
-                options.job,
-                name=options.console.name,
-                iterations=options.iterations,
-                samples_per_micro_batch=workload.samples_per_micro_batch,
-                technique=technique,
-                memory=memory,
-                paced=options.paced,
-                demo=options.console.demo,
-                checkpoints=options.checkpoints.directory is not None,
-                migrate=options.may_migrate(by_default=True),
-                relayout=options.planning.relayout if options.job.layers else "never",
-                seed=options.seed,
-                timeouts=timeouts,
-                ranks_per_worker=options.platform.ranks_per_worker,
-            )
+        with spelled({**TOLD, "durations": "planning.pace"}):
+            spec = JobSpec.of(options.job, samples_per_micro_batch=workload.samples_per_micro_batch, **options.told())
         created = create_job(client, spec)
         # A console that does not know of them has not checked them.
         timeouts.check_above(created.dead_seconds)
@@ -283,77 +254,9 @@ def _plan_ahead(catalog: Catalog) -> None:
             catalog.add(checked(catalog.plan_for(failed)[0]))
 
 
-def job_spec(
-    job: Job,
-    *,
-    name: str,
-    iterations: int,
-    samples_per_micro_batch: int,
-    technique: Technique,
-    memory: MemoryLimit,
-    paced: bool = False,
-    demo: bool = False,
-    checkpoints: bool = False,
-    migrate: bool = False,
-    relayout: MayMove = "never",
-    seed: int = 0,
-    timeouts: Timeouts | None = None,
-    ranks_per_worker: int = 1,
-) -> JobSpec:
-    """What a console is told of a job. Raises InputError naming the field that it would not take."""
-    durations = _durations(job)
-    try:
-        return JobSpec(
-            name=name,
-            pipelines=job.pipelines,
-            stages=job.stages,
-            micro_batches=job.micro_batches,
-            iterations=iterations,
-            samples_per_micro_batch=samples_per_micro_batch,
-            technique=technique.value,  # type: ignore[arg-type]
-            memory=memory.text,
-            durations=durations or {},  # type: ignore[arg-type]
-            profile=job_doc(job) if durations is None else None,
-            paced=paced,
-            demo=demo,
-            checkpoints=checkpoints,
-            migrate=migrate,
-            relayout=relayout,
-            seed=seed,
-            transfer_timeout=None if timeouts is None else timeouts.transfer,
-            group_timeout=None if timeouts is None else timeouts.group,
-            ranks_per_worker=ranks_per_worker,
-        )
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise InputError(str(first["loc"][0]), first["input"], f"what a console accepts: {first['msg']}") from None
-
-
 def check_writable(path: Path) -> None:
     """Raises InputError unless the record can be written there."""
     if not path.parent.is_dir():
         raise InputError("record", str(path), "a file in a folder that exists")
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise InputError("record", str(path), "a file that can be written")
-
-
-def _durations(job: Job) -> dict[str, float] | None:
-    """Milliseconds by op kind, where they say all that there is to say of the job; {} for one slot per op.
-
-    None: the console has to be given the job's whole profile.
-    """
-    if job.time_unit not in ("slot", "ms") or job.layers:
-        return None
-    first, times = job.profiles[0], dict[str, float]()
-    if job.time_unit == "ms":
-        times = {
-            "F": first.forward,
-            "I": first.input_backward,
-            "W": first.weight_backward,
-            "O": first.optimizer,
-            "transfer": max(job.transfers, default=0.0),
-        }
-        if any(ms != round(ms, 3) for ms in times.values()):
-            return None  # finer than a console takes them
-    alike = Job.uniform(job.pipelines, job.stages, job.micro_batches, durations=times, time_unit=job.time_unit)
-    return times if job == alike else None

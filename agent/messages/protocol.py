@@ -14,7 +14,7 @@ import socket
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -23,12 +23,13 @@ from pydantic import (
     Field,
     StrictBool,
     StringConstraints,
+    ValidationError,
     model_validator,
 )
 
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import MAX_LAYERS, Job, MayMove, MemoryLimit, Technique
-from openrecycle.planner.plans.plan import INTEGER, JobDoc
+from openrecycle.planner.plans.plan import INTEGER, JobDoc, job_doc
 
 API = "/api/v1"
 # With the answer to POST /jobs: a token that is good for this job alone, for its launcher's workers.
@@ -147,6 +148,19 @@ class JobSpec(Message):
     group_timeout: Annotated[Seconds | None, Field(exclude_if=lambda value: value is None)] = None
     ranks_per_worker: Annotated[int, Field(ge=1, le=RANKS, exclude_if=lambda value: value == 1), INTEGER] = 1
 
+    @classmethod
+    def of(cls, job: Job, **about: Any) -> Self:
+        """What `job()` makes that job of. about: the fields that don't say what is planned for. Raises InputError
+        naming the field that a console would not take."""
+        durations = _durations(job)
+        profile = job_doc(job) if durations is None else None
+        grid = {name: getattr(job, name) for name in ("pipelines", "stages", "micro_batches")}
+        try:
+            return cls(**grid, durations=durations or {}, profile=profile, **about)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise InputError(str(first["loc"][0]), first["input"], f"what a console accepts: {first['msg']}") from None
+
     @property
     def samples(self) -> int:
         """Of one iteration in which no micro-batch is left out."""
@@ -173,6 +187,28 @@ class JobSpec(Message):
             raise InputError("relayout", self.relayout, "never for a job whose profile has no layers")
         MemoryLimit.parse(self.memory, field="memory").limits(job, Technique(self.technique))
         return job
+
+
+def _durations(job: Job) -> dict[str, float] | None:
+    """Milliseconds by op kind, where they say all that there is to say of the job; {} for one slot per op.
+
+    None: the console has to be given the job's whole profile.
+    """
+    if job.time_unit not in ("slot", "ms") or job.layers:
+        return None
+    first, times = job.profiles[0], dict[str, float]()
+    if job.time_unit == "ms":
+        times = {
+            "F": first.forward,
+            "I": first.input_backward,
+            "W": first.weight_backward,
+            "O": first.optimizer,
+            "transfer": max(job.transfers, default=0.0),
+        }
+        if any(ms != round(ms, 3) for ms in times.values()):
+            return None  # finer than a console takes them
+    alike = Job.uniform(job.pipelines, job.stages, job.micro_batches, durations=times, time_unit=job.time_unit)
+    return times if job == alike else None
 
 
 class JobCreated(Message):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openrecycle.agent.config.options import Autocast
+from openrecycle.agent.config.numerics import Autocast
 from openrecycle.agent.models import compat
 from openrecycle.agent.models.layers import (
     Partition,

@@ -14,7 +14,7 @@ import os
 import re
 import stat
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from io import BufferedReader
 from math import prod
@@ -171,6 +171,60 @@ def memory(tensor: Tensor) -> memoryview:
     view = (ctypes.c_ubyte * raw.numel()).from_address(raw.data_ptr())
     view._keep = raw  # type: ignore[attr-defined]  # the memory lives as long as the view
     return memoryview(view).cast("B")
+
+
+# -- of stages, as agent.stages.optimizer writes it ------------------------------------------------
+
+AVERAGE = "average"
+"""In an optimizer's state of a parameter, its moving average (agent.stages.averaging)."""
+
+
+def averages_of(state: StageState) -> dict[str, Tensor]:
+    """The moving averages of parameters that have one, by name, in a stage's state."""
+    front, end = "optimizer.", f".{AVERAGE}"
+    return {n[len(front) : -len(end)]: t for n, t in state.tensors.items() if n.startswith(front) and n.endswith(end)}
+
+
+def of_layers(state: StageState, span: range) -> StageState:
+    """The part of a stage's state that belongs to these of its layers."""
+
+    def kept(name: str) -> bool:
+        return int(name.partition(".")[0]) in span
+
+    document, tensors = dict(state.document), dict[str, Tensor]()
+    for part in ("model", "state"):
+        document[part] = {name: value for name, value in document[part].items() if kept(name)}
+    document["groups"] = [g | {"parameters": list(filter(kept, g["parameters"]))} for g in document["groups"]]
+    for name, tensor in state.tensors.items():
+        kind, _, rest = name.partition(".")
+        if kind not in ("model", "optimizer") or kept(rest):
+            tensors[name] = tensor
+    return StageState(document, tensors)
+
+
+def joined(states: Sequence[StageState]) -> StageState:
+    """Of states of several stages, in order, at the same iteration, that of all their layers. Raises StateError."""
+    first = states[0]
+    document, tensors = {**first.document, "model": {}, "state": {}}, dict[str, Tensor]()
+    groups = [{**group, "parameters": []} for group in first.document["groups"]]
+    reads: StageState | None = None
+    """Where the data is, is the same in all that say it."""
+    for state in states:
+        doc = state.document
+        if any(doc[key] != first.document[key] for key in ("committed", "optimizer")):
+            raise StateError("the stages' states are of different iterations or optimizers")
+        if len(doc["groups"]) != len(groups):
+            raise StateError(f"{len(doc['groups'])} parameter groups in a stage and {len(groups)} in another")
+        document["model"].update(doc["model"])
+        document["state"].update(doc["state"])
+        if reads is None and "data" in doc:
+            reads = state
+            document["data"] = doc["data"]
+        for group, part in zip(groups, doc["groups"], strict=True):
+            group["parameters"] += part["parameters"]
+        own = {n: t for n, t in state.tensors.items() if state is reads or not n.startswith("data.")}
+        tensors.update((name, tensor) for name, tensor in own.items() if name not in tensors)
+    return StageState(document | {"groups": groups}, tensors)
 
 
 # -- in files ------------------------------------------------------------------------------------

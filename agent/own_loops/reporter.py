@@ -30,10 +30,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, get_args
 
-from openrecycle.agent.config.options import with_profile
+from openrecycle.agent.config.options import check_url, with_profile
 from openrecycle.agent.config.settings import spelled
-from openrecycle.agent.jobs.start import job_spec
-from openrecycle.agent.messages.client import Backoff, ConsoleClient, ConsoleRefused, ConsoleUnavailable, check_url
+from openrecycle.agent.messages.client import Backoff, ConsoleClient, ConsoleRefused, ConsoleUnavailable
 from openrecycle.agent.messages.protocol import (
     Acknowledgement,
     Deployment,
@@ -41,6 +40,7 @@ from openrecycle.agent.messages.protocol import (
     IterationReport,
     JobCreated,
     JobFinished,
+    JobSpec,
     OpKind,
     Registered,
     Registration,
@@ -111,13 +111,13 @@ class Reporter:
             job = with_profile(job, profile)
             self._me = job.check_worker(Worker.parse(worker))
             self._url, self._token = check_url(console), token
-            self._spec = job_spec(
+            self._spec = JobSpec.of(
                 job,
                 name=run,
                 iterations=iterations,
                 samples_per_micro_batch=samples_per_micro_batch,
-                technique=wanted,
-                memory=MemoryLimit.parse(memory, field="memory"),
+                technique=wanted.value,
+                memory=MemoryLimit.parse(memory, field="memory").text,
             )
         self._without_me = (
             f"the console goes on without {worker}: it was silent for too long, or another took its place"

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openrecycle.agent.stages.optimizer import AVERAGE, NamedParameters, make_optimizer
+from openrecycle.agent.models.state import AVERAGE
+from openrecycle.agent.stages.optimizer import NamedParameters, make_optimizer
 from openrecycle.planner.jobs.errors import InputError
 
 

@@ -32,7 +32,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from openrecycle.agent.config.options import Mode
+from openrecycle.agent.config.numerics import Mode
 
 GRID_BITS = 50
 _SCALE = 2.0**GRID_BITS

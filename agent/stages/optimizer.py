@@ -37,7 +37,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from openrecycle.agent.config.options import Optimization
 from openrecycle.agent.models import compat
 from openrecycle.agent.models.layers import LayerStack, Span, layer_of, parameters_by_layer
-from openrecycle.agent.models.state import StageState, StateError, decode, encode, sha256, whole_number
+from openrecycle.agent.models.state import AVERAGE, StageState, StateError, decode, encode, sha256, whole_number
 from openrecycle.agent.models.workload import Workload
 from openrecycle.agent.stages.gradients import FastSum, GradientSum, MicroBatch
 from openrecycle.agent.stages.post_validation import CLEAN, SKIP, LossScale, PostValidation, Slot, ValidationResult
@@ -48,10 +48,6 @@ ELEMENTWISE = frozenset(
     {"SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad", "Adadelta", "Rprop", "ASGD"}
 )
 """Optimizers of torch.optim that step each element by itself, from the element's own state and gradient."""
-
-
-AVERAGE = "average"
-"""In an optimizer's state of a parameter, its moving average (agent.stages.averaging)."""
 
 
 class DataPosition(Protocol):
@@ -669,12 +665,6 @@ class StageOptimizer:
         ]
 
 
-def averages_of(state: StageState) -> dict[str, Tensor]:
-    """The moving averages of parameters that have one, by name, in a stage's state."""
-    front, end = "optimizer.", f".{AVERAGE}"
-    return {n[len(front) : -len(end)]: t for n, t in state.tensors.items() if n.startswith(front) and n.endswith(end)}
-
-
 def _finite(value: Any) -> float | None:
     """A number, also where it comes as a tensor; None for what can't be said to be one."""
     number = float(value) if isinstance(value, (int, float, Tensor)) else math.nan
@@ -722,48 +712,6 @@ def stage_optimizer(
     )
     made.stream = getattr(workload, "stream", None)
     return made
-
-
-def of_layers(state: StageState, span: Span) -> StageState:
-    """The part of a stage's state that belongs to these of its layers."""
-
-    def kept(name: str) -> bool:
-        return int(name.partition(".")[0]) in span
-
-    document, tensors = dict(state.document), dict[str, Tensor]()
-    for part in ("model", "state"):
-        document[part] = {name: value for name, value in document[part].items() if kept(name)}
-    document["groups"] = [g | {"parameters": list(filter(kept, g["parameters"]))} for g in document["groups"]]
-    for name, tensor in state.tensors.items():
-        kind, _, rest = name.partition(".")
-        if kind not in ("model", "optimizer") or kept(rest):
-            tensors[name] = tensor
-    return StageState(document, tensors)
-
-
-def joined(states: Sequence[StageState]) -> StageState:
-    """Of states of several stages, in order, at the same iteration, that of all their layers. Raises StateError."""
-    first = states[0]
-    document, tensors = {**first.document, "model": {}, "state": {}}, dict[str, Tensor]()
-    groups = [{**group, "parameters": []} for group in first.document["groups"]]
-    reads: StageState | None = None
-    """Where the data is, is the same in all that say it."""
-    for state in states:
-        doc = state.document
-        if any(doc[key] != first.document[key] for key in ("committed", "optimizer")):
-            raise StateError("the stages' states are of different iterations or optimizers")
-        if len(doc["groups"]) != len(groups):
-            raise StateError(f"{len(doc['groups'])} parameter groups in a stage and {len(groups)} in another")
-        document["model"].update(doc["model"])
-        document["state"].update(doc["state"])
-        if reads is None and "data" in doc:
-            reads = state
-            document["data"] = doc["data"]
-        for group, part in zip(groups, doc["groups"], strict=True):
-            group["parameters"] += part["parameters"]
-        own = {n: t for n, t in state.tensors.items() if state is reads or not n.startswith("data.")}
-        tensors.update((name, tensor) for name, tensor in own.items() if name not in tensors)
-    return StageState(document | {"groups": groups}, tensors)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from openrecycle.agent.config.options import Autocast
+from openrecycle.agent.config.numerics import Autocast
 from openrecycle.agent.models.fully_sharded import OverRanks, Sums
 from openrecycle.agent.models.layers import LayerStack
 from openrecycle.agent.models.stage_io import Gradients, Tensors, leaf, precision, tensors_of

@@ -34,13 +34,13 @@ from openrecycle.agent.messages.delivery import LogTail
 from openrecycle.agent.models.layers import Partition, Span, first_names, layer_count, layer_of, partition_of, tied_of
 from openrecycle.agent.models.parallelized import gathered, gathered_tensors, part_of_rank
 from openrecycle.agent.models.stage_io import CPU, StageCuts, layer_io_of
-from openrecycle.agent.models.state import StageState
+from openrecycle.agent.models.state import AVERAGE, StageState, averages_of
 from openrecycle.agent.models.workload import Workload
 from openrecycle.agent.monitoring.heartbeat import Status
 from openrecycle.agent.monitoring.liveness import AT_REST, describe_exception
 from openrecycle.agent.stages.assembly import assemble, reassemble, try_split
 from openrecycle.agent.stages.backward.split import STRATEGIES, StrategyName
-from openrecycle.agent.stages.optimizer import AVERAGE, averages_of, stage_optimizer
+from openrecycle.agent.stages.optimizer import stage_optimizer
 from openrecycle.agent.stages.post_validation import ValidationResult
 from openrecycle.agent.stages.shards import ShardLostError, assign, from_words, to_words
 from openrecycle.agent.transport.communicator import Communicator, Groups

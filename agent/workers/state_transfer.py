@@ -43,11 +43,12 @@ from openrecycle.agent.models.state import (
     decode,
     dtype_name,
     memory,
+    of_layers,
     pack,
     sha256,
     unpack,
 )
-from openrecycle.agent.stages.optimizer import Shards, StageOptimizer, of_layers
+from openrecycle.agent.stages.optimizer import Shards, StageOptimizer
 from openrecycle.agent.transport.communicator import Groups
 from openrecycle.agent.transport.group import TransferError
 from openrecycle.planner.jobs.job import Worker

@@ -10,7 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from openrecycle.agent.messages.client import ConsoleClient, ConsoleRefused, ConsoleUnavailable, check_url
+from openrecycle.agent.config.options import check_url
+from openrecycle.agent.messages.client import ConsoleClient, ConsoleRefused, ConsoleUnavailable
 from openrecycle.agent.messages.protocol import ClockReading
 from openrecycle.planner.jobs.errors import InputError
 from tests.golden import golden

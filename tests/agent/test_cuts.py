@@ -11,10 +11,10 @@ from openrecycle.agent.config.randomness import seed_for
 from openrecycle.agent.examples.gpt import Gpt
 from openrecycle.agent.models.layers import partition_of, spans
 from openrecycle.agent.models.stage_io import StageCuts
-from openrecycle.agent.models.state import StageState, pack
+from openrecycle.agent.models.state import StageState, joined, of_layers, pack
 from openrecycle.agent.models.workload import NamedWorkload
 from openrecycle.agent.stages.assembly import assemble
-from openrecycle.agent.stages.optimizer import StageOptimizer, joined, of_layers, stage_optimizer
+from openrecycle.agent.stages.optimizer import StageOptimizer, stage_optimizer
 from openrecycle.agent.stages.post_validation import judge
 from openrecycle.agent.stages.stage import Stage
 from openrecycle.agent.workers.relayout import regrouped

@@ -12,10 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from openrecycle.agent.config.options import with_profile
-from openrecycle.agent.jobs.start import job_spec
 from openrecycle.agent.messages.protocol import JobSpec
 from openrecycle.planner.jobs.errors import InfeasibleError, InputError
-from openrecycle.planner.jobs.job import Job, MemoryLimit, StageProfile, Technique, Worker
+from openrecycle.planner.jobs.job import Job, MemoryLimit, StageProfile, Worker
 from openrecycle.planner.plans.plan import job_doc
 from openrecycle.planner.profiles import load_profile
 from tests.golden import golden
@@ -28,14 +27,7 @@ BYTES = st.integers(0, 1 << 40)
 
 def told(job: Job, memory: str = "uniform") -> JobSpec:
     """After its way over the wire."""
-    spec = job_spec(
-        job,
-        name="n",
-        iterations=5,
-        samples_per_micro_batch=1,
-        technique=Technique.STAGGERED,
-        memory=MemoryLimit.parse(memory),
-    )
+    spec = JobSpec.of(job, name="n", iterations=5, memory=memory)
     return JobSpec.model_validate_json(spec.model_dump_json())
 
 

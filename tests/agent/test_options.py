@@ -13,9 +13,10 @@ import typer
 from typer.testing import CliRunner
 
 import openrecycle
-from openrecycle.agent.commands.shared import with_flags
+from openrecycle.agent.cli.shared import with_flags
 from openrecycle.agent.config.options import (
     FLAGS,
+    TOLD,
     Checkpoints,
     Console,
     Faults,
@@ -27,6 +28,7 @@ from openrecycle.agent.config.options import (
 from openrecycle.agent.config.settings import OptionGroup, build, leaves, spelled
 from openrecycle.agent.config.timeouts import Timeouts
 from openrecycle.agent.jobs.trainer import ResilientTrainer
+from openrecycle.agent.messages.protocol import JobSpec
 from openrecycle.agent.models.workload import NamedWorkload
 from openrecycle.agent.nodes.wire import decode_spec, encode_spec
 from openrecycle.agent.workers.spec import RunSpec, WorkerSpec
@@ -98,6 +100,20 @@ def test_every_group_is_an_argument_and_a_public_name() -> None:
         assert getattr(openrecycle, kind.__name__) is kind
         assert value(made, kind.PATH) == group, "where its errors say it stands"
     assert len(arguments) <= 29
+
+
+def test_a_console_is_told_all_that_its_jobs_have_a_field_for() -> None:
+    options = everything_changed(job=JOB)
+    spec = JobSpec.of(options.job, samples_per_micro_batch=4, **options.told())
+    of_the_job = {"pipelines", "stages", "micro_batches", "durations", "profile", "samples_per_micro_batch"}
+    assert set(JobSpec.model_fields) - of_the_job == options.told().keys() == TOLD.keys()
+    assert (spec.transfer_timeout, spec.ranks_per_worker) == (options.faults.timeouts.transfer, 2)
+    assert (spec.technique, spec.memory, spec.seed, spec.demo) == ("decoupled", "none", 1, True)
+    assert spec.paced and spec.checkpoints and not spec.migrate, "a worker of a sharded optimizer stays"
+    assert spec.relayout == "never", "no layers"
+    with pytest.raises(InputError) as error, spelled(TOLD):
+        JobSpec.of(JOB, **options.told() | {"name": ""})
+    assert error.value.field == "console.name"
 
 
 def test_every_option_is_explained_once_and_has_one_flag() -> None:

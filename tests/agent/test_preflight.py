@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from openrecycle import Checkpoints, Faults, JobFailed, Timeouts
-from openrecycle.agent.config.options import Mode, Optimization, TrainingOptions
+from openrecycle.agent.config.numerics import Mode
+from openrecycle.agent.config.options import Optimization, TrainingOptions
 from openrecycle.agent.jobs.preflight import check_workload, memory_limit
 from openrecycle.agent.models.workload import NamedWorkload
 from openrecycle.planner.jobs.errors import InputError

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from openrecycle.agent.checkpoints.checkpoint import Identity, load_layers
 from openrecycle.agent.checkpoints.checkpointing import Checkpointer, Origin
 from openrecycle.agent.config.options import Checkpoints
+from openrecycle.agent.models.state import AVERAGE, averages_of
 from openrecycle.agent.stages.averaging import ExponentialMovingAverage
 from openrecycle.agent.stages.gradients import GradientSum
-from openrecycle.agent.stages.optimizer import AVERAGE, StageOptimizer, averages_of, make_optimizer
+from openrecycle.agent.stages.optimizer import StageOptimizer, make_optimizer
 from openrecycle.agent.stages.post_validation import CLEAN, SKIP, ValidationResult
 from openrecycle.agent.stages.shards import assign
 from openrecycle.agent.workers.sharding import ShardedStage

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from openrecycle.agent.config.options import Autocast
+from openrecycle.agent.config.numerics import Autocast
 from openrecycle.agent.config.randomness import seed_for
 from openrecycle.agent.examples.gpt import Block
 from openrecycle.agent.stages.backward.probe import Probe, Split, choose_split

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from openrecycle import Callback
-from openrecycle.agent.config.options import Checkpoints, Console, Faults, Mode, Optimization
+from openrecycle.agent.config.numerics import Mode
+from openrecycle.agent.config.options import Checkpoints, Console, Faults, Optimization
 from openrecycle.agent.jobs.trainer import TrainingResult
 from openrecycle.agent.messages.protocol import Iteration
 from tests.agent import own_jobs, wrong_jobs

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from openrecycle.agent.jobs.start import job_spec
 from openrecycle.agent.messages.client import ConsoleClient
+from openrecycle.agent.messages.protocol import JobSpec
 from openrecycle.agent.monitoring.console_link import ConsoleCoordination, create_job
 from openrecycle.planner.check import check
-from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique
+from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.plans.plan import Plan
 from tests.agent.consoles import JobConsole, console, until
 from tests.agent.launches import Launched
@@ -228,8 +228,7 @@ def test_a_death_after_the_last_iteration_is_survived(tmp_path: Path) -> None:
 
     # No heartbeats come from these workers.
     with console(tmp_path, "--suspect", "100", "--dead", "200") as server:
-        limits = {"technique": Technique.STAGGERED, "memory": MemoryLimit("uniform")}
-        spec = job_spec(Job(2, 2, 2), name="end", iterations=3, samples_per_micro_batch=2, **limits)  # type: ignore[arg-type]
+        spec = JobSpec.of(Job(2, 2, 2), name="end", iterations=3, samples_per_micro_batch=2)
         created = create_job(ConsoleClient(server.root), spec)
         decides = ConsoleCoordination(lambda: ConsoleClient(server.root), created.job_id, lambda text: None)
         run = LocalJob(**grid, decides=lambda *args, **more: decides, on_message=kill_the_first_that_is_done).run()

@@ -34,7 +34,7 @@ WITHOUT_TORCH = (
 # The state machine that launchers and consoles share does nothing but decide: no files, sockets, threads or clock.
 PURE = "agent/coordination"
 PURE_MAY = ("planner", "agent.coordination", "agent.messages.protocol")
-DEEPEST = 8  # floors of app by files, of planner by folders
+DEEPEST = 8  # floors of app by files, of planner and agent by folders
 PURE_STANDARD = {"__future__", "collections", "dataclasses", "enum", "functools", "sys", "typing"}
 
 
@@ -126,9 +126,10 @@ def test_no_room_of_the_console_lies_deep() -> None:
     assert 3 < len(longest) <= DEEPEST, " <- ".join(longest)
 
 
-def test_no_folder_of_the_planner_lies_deep() -> None:
+@pytest.mark.parametrize("room", ["planner", "agent"])
+def test_no_folder_lies_deep(room: str) -> None:
     folders: dict[str, set[str]] = {}
-    for module, below in arrows_between({"planner"}, types=False).items():
+    for module, below in arrows_between({room}, types=False).items():
         own, *others = ((name + "..").split(".")[1] for name in (module, *below))
         folders.setdefault(own, set()).update(other for other in others if other != own)
     longest = longest_chain(folders)

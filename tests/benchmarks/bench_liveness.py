@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from openrecycle.agent.commands.launch import _Printing
+from openrecycle.agent.cli.launch import _Printing
 from openrecycle.agent.jobs.callbacks import Callback
 from openrecycle.agent.jobs.trainer import _Callbacks
 from openrecycle.agent.messages.delivery import Delivery

@@ -20,7 +20,7 @@ import torch
 import torch.distributed
 from torch import nn
 
-from openrecycle.agent.config.options import Mode
+from openrecycle.agent.config.numerics import Mode
 from openrecycle.agent.stages.backward.split import Deferred
 from openrecycle.agent.stages.gradients import gradient_sum
 from openrecycle.agent.stages.optimizer import StageOptimizer

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from openrecycle.agent.config.options import Autocast
+from openrecycle.agent.config.numerics import Autocast
 from openrecycle.agent.examples.gpt import Block
 from openrecycle.agent.profiling.profiler import kept_bytes, size_of
 from openrecycle.agent.stages.backward.split import Deferred, Fused, Strategy, TorchSplit

@@ -22,7 +22,7 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
-from openrecycle.agent.config.options import Mode
+from openrecycle.agent.config.numerics import Mode
 from openrecycle.agent.examples.gpt import Gpt
 from openrecycle.agent.stages.gradients import FastSum, GradientSum, gradient_sum
 from openrecycle.agent.stages.stage import Stage

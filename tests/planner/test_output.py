@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from openrecycle.agent.commands.shared import read_token
+from openrecycle.agent.cli.shared import read_token
 from openrecycle.planner.commands.output import check_out, write_out
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.files import read_whole

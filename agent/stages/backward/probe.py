@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from openrecycle.agent.config.options import Autocast
+from openrecycle.agent.config.numerics import Autocast
 from openrecycle.agent.models.compat import FlopCount
 from openrecycle.agent.stages.backward.buffers import moved_by
 from openrecycle.agent.stages.backward.split import Deferred, Fused, Strategy, StrategyName, TorchSplit

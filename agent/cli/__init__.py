@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from openrecycle.agent.commands import launch, profile
+from openrecycle.agent.cli import launch, profile
 from openrecycle.planner.commands.output import run
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)

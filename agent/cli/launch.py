@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from openrecycle.agent.commands.shared import import_from_here, json_object, read_token, sentences, with_flags
+from openrecycle.agent.cli.shared import import_from_here, json_object, read_token, sentences, with_flags
 from openrecycle.agent.config.options import Planning, TrainingOptions
 from openrecycle.agent.config.settings import build, leaves
 from openrecycle.agent.jobs.start import check_writable, make_launcher, take_over

@@ -8,7 +8,7 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from openrecycle.agent.commands.shared import import_from_here, json_object, refuse, sentences, with_flags
+from openrecycle.agent.cli.shared import import_from_here, json_object, refuse, sentences, with_flags
 from openrecycle.agent.config.options import Optimization, Planning, TrainingOptions, parse_bytes
 from openrecycle.agent.config.settings import build, leaves
 from openrecycle.planner.commands.output import check_out, is_stdout, write_out
