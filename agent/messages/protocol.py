@@ -42,7 +42,7 @@ MEASURED_OPS = 100_000
 LOG_LINES, LOG_LINE = 100, 500
 # POSIX seconds that a message may say.
 LATEST = 1e11
-# Of one post of heartbeats or acknowledgements.
+# Of one post of registrations, heartbeats or acknowledgements.
 BATCH = 8_192
 # Of one worker, at most.
 RANKS = 64
@@ -227,10 +227,9 @@ class JobStatus(BaseModel):
 
 
 class Registration(Message):
-    """POST /jobs/{job_id}/workers -> Registered. The first thing a worker process says. ranks: the process ids of all
-    its ranks, in order, where it has several; pid is that of rank 0. made_of: of other workers the ranks, as
-    (incarnation, rank), that were spare and in whose place its own are. own_loop: it has no launcher, and follows
-    generations itself."""
+    """Of a new worker process. ranks: the process ids of all its ranks, in order, where it has several; pid is that of
+    rank 0. made_of: of other workers the ranks, as (incarnation, rank), that were spare and in whose place its own are.
+    own_loop: it has no launcher, and follows generations itself."""
 
     worker: WorkerName
     incarnation: Identifier
@@ -246,13 +245,11 @@ class Registration(Message):
     own_loop: Annotated[bool, Field(exclude_if=lambda value: not value)] = False
 
 
-class Registered(Message):
-    """generation: the newest one of the job (0: none yet). before: for who follows generations itself, the newest one
-    that this process is not in; the one before it in its place may have been."""
+class Registrations(Message):
+    """POST /jobs/{job_id}/workers -> BatchReply. From a launcher, before anything else that it says of them: those of
+    its worker processes that have come up since the last one. Each is taken or refused by itself."""
 
-    worker: WorkerName
-    generation: Count
-    before: Annotated[Count | None, Field(exclude_if=lambda value: value is None)] = None
+    registrations: Annotated[tuple[Registration, ...], Field(min_length=1, max_length=BATCH, fail_fast=True)]
 
 
 class Doing(Message):
@@ -303,13 +300,16 @@ class RefusedReport(Message):
 
 
 class BatchReply(Message):
-    """generation: the newest generation of the job. measure: an iteration, not begun yet, whose ops all workers
-    record and post as a MeasuredOps. taken: how many reports counted; the others are in refused."""
+    """generation: the newest generation of the job (0: none yet). measure: an iteration, not begun yet, whose ops all
+    workers record and post as a MeasuredOps. taken: how many reports counted; the others are in refused. before: of
+    each process that has registered and follows generations itself, the newest one that it is not in; the one before it
+    in its place may have been."""
 
     generation: Count
     measure: Count | None = None
     taken: Count
     refused: tuple[RefusedReport, ...] = ()
+    before: Annotated[dict[WorkerName, Count], Field(exclude_if=lambda value: not value)] = Field(default_factory=dict)
 
 
 class ClockReading(Message):

@@ -24,6 +24,7 @@ from openrecycle.agent.messages.delivery import Outbox
 from openrecycle.agent.messages.protocol import (
     INTERIM_DOCUMENT,
     Acknowledgement,
+    BatchReply,
     Command,
     Commands,
     Deployment,
@@ -223,6 +224,8 @@ class ConsoleCoordination:
         self.wake_fd = self._woken.fileno()
         self._sender = threading.Thread(target=self._send_reports, name="reports", daemon=True)
         self._sender.start()
+        self._refusal = ""
+        """Why the console took no registration at all, as it was said."""
         self._said: dict[str, tuple[str, Mapping[str, Any]]] = {}
         self._beats: dict[str, Mapping[str, Any]] = {}
         """By incarnation, the newest."""
@@ -235,6 +238,7 @@ class ConsoleCoordination:
             interval=interval,
             fenced=lambda incarnation: self._put(ProcessFenced(incarnation)),
             measure=lambda iteration: self._put(Measure(iteration)),
+            registered=self._say_who_is_refused,
         )
         if saved is not None:
             for about in saved["workers"]:
@@ -493,6 +497,13 @@ class ConsoleCoordination:
         if deployment.restore and restore is None:
             return Halt(f"{deployment.reason}; and there is no whole checkpoint yet")
         return Deploy(deployment, plan, moves, restore)
+
+    def _say_who_is_refused(self, answer: BatchReply | ConsoleRefused) -> None:
+        """A console of another version takes no worker, and nothing would ever begin. What it has against one of them
+        alone is the launcher's to know, not people's."""
+        if isinstance(answer, ConsoleRefused) and str(answer) != self._refusal:
+            self._refusal = str(answer)
+            self._say(f"the console takes no new workers: {self._refusal}")
 
     def _say_why_not(self, client: ConsoleClient, said: str) -> str:
         """Passes on, once, why the job stands still; returns what was said."""

@@ -39,8 +39,8 @@ from openrecycle.agent.messages.protocol import (
     LogLines,
     MeasuredOps,
     Message,
-    Registered,
     Registration,
+    Registrations,
     clock_name,
 )
 from openrecycle.agent.monitoring.liveness import AT_REST, OpProgress
@@ -100,7 +100,7 @@ class WorkerReports(threading.Thread):
 
     fenced: called with an incarnation when the console says that it no longer counts. measure: called with an
     iteration whose ops are to be recorded, again until they are. gather: called before each batch of heartbeats.
-    registered: called with what the console answers to the registration of each, again where it refuses.
+    registered: called with what the console answers to registrations; those that it refuses are tried again.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class WorkerReports(threading.Thread):
         fenced: Callable[[str], None],
         measure: Callable[[int], None] = lambda _iteration: None,
         gather: Callable[[], None] = lambda: None,
-        registered: Callable[[Registered | ConsoleRefused], None] = lambda _answer: None,
+        registered: Callable[[BatchReply | ConsoleRefused], None] = lambda _answer: None,
     ) -> None:
         super().__init__(name="heartbeats", daemon=True)
         self._client, self._path, self._interval = client, f"/jobs/{job_id}", interval
@@ -235,18 +235,21 @@ class WorkerReports(threading.Thread):
             return list(self._processes.values())
 
     def _register(self) -> None:
-        for process in self._all():
-            if not process.registered:
-                message = process.registration
-                try:
-                    answer = self._client.post(f"{self._path}/workers", message, Registered)
-                except ConsoleRefused as refusal:
-                    self._refused(message.incarnation, refusal)
-                    self._registered(refusal)
-                else:
-                    process.registered = True
-                    if answer is not None:
-                        self._registered(answer)
+        new = [process for process in self._all() if not process.registered]
+        for at in range(0, len(new), BATCH):
+            part = new[at : at + BATCH]
+            message = Registrations(registrations=tuple(process.registration for process in part))
+            try:
+                reply = self._client.post(f"{self._path}/workers", message, BatchReply)
+            except ConsoleRefused as refusal:  # the heartbeats of others wait for none of it
+                self._registered(refusal)
+                return
+            assert reply is not None
+            refused = {report.index for report in reply.refused}
+            for index, process in enumerate(part):
+                process.registered = index not in refused
+            self._look_at(reply, [process.registration.incarnation for process in part])
+            self._registered(reply)
 
     def _of_one(self, incarnation: str, route: str, message: Any) -> None:
         """Posts what one process has to say. Raises ConsoleUnavailable."""

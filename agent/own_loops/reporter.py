@@ -35,6 +35,7 @@ from openrecycle.agent.config.settings import spelled
 from openrecycle.agent.messages.client import Backoff, ConsoleClient, ConsoleRefused, ConsoleUnavailable
 from openrecycle.agent.messages.protocol import (
     Acknowledgement,
+    BatchReply,
     Deployment,
     Iteration,
     IterationReport,
@@ -42,7 +43,6 @@ from openrecycle.agent.messages.protocol import (
     JobFinished,
     JobSpec,
     OpKind,
-    Registered,
     Registration,
 )
 from openrecycle.agent.monitoring.console_link import LONG_POLL_SECONDS, next_deployment
@@ -282,18 +282,20 @@ class Reporter:
             except ConsoleUnavailable:
                 self._closing.wait(backoff.seconds())
             except ConsoleRefused as refusal:
-                self._refused(refusal)
+                self._refused(str(refusal))
                 self._closing.wait(backoff.seconds())
 
-    def _refused(self, refusal: ConsoleRefused) -> None:
-        self._refusal = str(refusal)
-        self._say_once(f"the console refuses: {refusal}")
+    def _refused(self, why: str) -> None:
+        self._refusal = why
+        self._say_once(f"the console refuses: {why}")
 
-    def _know_place(self, answer: Registered | ConsoleRefused) -> None:
+    def _know_place(self, answer: BatchReply | ConsoleRefused) -> None:
         if isinstance(answer, ConsoleRefused):
-            self._refused(answer)
+            self._refused(str(answer))
+        elif answer.refused:
+            self._refused(answer.refused[0].detail)
         else:
-            self._before = answer.before or 0
+            self._before = answer.before.get(str(self._me), 0)
 
     def _join(self, client: ConsoleClient) -> None:
         """The first process of the run makes the job; the console gives the others the same one."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
-from typing import Annotated, ParamSpec, TypeVar
+from typing import Annotated
 from weakref import WeakKeyDictionary
 
 from fastapi import APIRouter, Header, Query, Request, Response
@@ -24,72 +22,21 @@ from openrecycle.agent.messages.protocol import (
     JobFinished,
     JobSpec,
     Recovery,
-    Registered,
-    Registration,
+    Registrations,
     Relayout,
 )
 from openrecycle.app.api.models import Actor, ProfileName, ReportOutcome, Wait
 from openrecycle.app.api.parsing import ReadBeside, beside
 from openrecycle.app.console.service import ConsoleService
-from openrecycle.app.jobs.live_job import IncomingReport, LiveJob
+from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.runner import in_thread, in_turn
 from openrecycle.app.security.access import caller_of
 from openrecycle.app.security.callers import Role
 from openrecycle.planner.plans.plan import job_doc
 
-# Of one transaction: whoever else waits for the job, such as the clock that looks for silent workers, comes in between.
-MOST = 1024
-
-
-class ReportBatcher:
-    """Of all jobs, in the API's event loop: what comes while a job stores, it takes together next."""
-
-    def __init__(self) -> None:
-        self._queues: dict[LiveJob, list[tuple[IncomingReport, asyncio.Future[str]]]] = {}
-        self._busy: set[LiveJob] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def put(self, job: LiveJob, report: IncomingReport) -> asyncio.Future[str]:
-        """The reason, once it is stored; or ConsoleError, as LiveJob.apply raises it."""
-        answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._queues.setdefault(job, []).append((report, answer))
-        if job not in self._busy:
-            self._busy.add(job)
-            task = asyncio.create_task(self._drain(job))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-        return answer
-
-    async def _drain(self, job: LiveJob) -> None:
-        while waiting := self._queues.pop(job, None):
-            queue, later = waiting[:MOST], waiting[MOST:]
-            if later:
-                self._queues[job] = later
-            results: Sequence[str | Exception]
-            try:
-                results = await in_thread(job.apply_all, [report for report, _ in queue])
-            except Exception as error:
-                results = [error] * len(queue)
-            # Before anybody hears of it: a loop may end with its last answer.
-            if job not in self._queues:
-                self._busy.discard(job)
-            for (_, answer), result in zip(queue, results, strict=True):
-                if answer.done():  # its connection is gone
-                    continue
-                if isinstance(result, Exception):
-                    answer.set_exception(result)
-                else:
-                    answer.set_result(result)
-            if job not in self._busy:
-                return
-
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
 After = Annotated[int, Query(ge=0, le=2**53)]
-# Reports that take less than a change of threads does.
+# Heartbeats that take less than a change of threads does.
 AT_ONCE = 64
 IdempotencyKey = Annotated[str | None, Header(min_length=1, max_length=255)]
 
@@ -101,7 +48,7 @@ class JobWanted(JobSpec):
 
 
 def router(console: ConsoleService) -> APIRouter:
-    batcher, deployments = ReportBatcher(), Deployments(console)
+    deployments = Deployments(console)
     api = APIRouter(prefix="/jobs", tags=["agents"], route_class=ReadBeside)
 
     @api.post("", status_code=201, responses={200: {"model": JobCreated}, 409: {}})
@@ -131,11 +78,10 @@ def router(console: ConsoleService) -> APIRouter:
         response.status_code = 201 if new else 200
         return created
 
-    @api.post("/{job_id}/workers", status_code=201)
-    async def register(job_id: str, message: Registration) -> Registered:
-        job, report = console.reports.registration(job_id, message)
-        await batcher.put(job, report)
-        return console.reports.registered(job, message)
+    @api.post("/{job_id}/workers", response_model=BatchReply)
+    async def register(job_id: str, message: Registrations) -> Response:
+        """Each is taken or refused by itself; one that is malformed is a 422 for all, and none is taken."""
+        return await in_thread(lambda: _json(console.reports.register(job_id, message.registrations)))
 
     @api.get("/{job_id}/deployment", response_model=Deployment, responses={204: {}})
     async def deployment(job_id: str, after: After = 0, wait: Wait = 0) -> Response:
@@ -146,21 +92,16 @@ def router(console: ConsoleService) -> APIRouter:
     @api.post("/{job_id}/heartbeats", response_model=BatchReply)
     async def heartbeats(job_id: str, message: Heartbeats) -> Response:
         """Each is taken or refused by itself; one that is malformed is a 422 for all, and none is taken."""
-        return await many(
-            len(message.heartbeats), lambda: _json(console.reports.heartbeats(job_id, message.heartbeats))
-        )
+
+        def work() -> Response:
+            return _json(console.reports.heartbeats(job_id, message.heartbeats))
+
+        return work() if len(message.heartbeats) <= AT_ONCE else await beside(work)
 
     @api.post("/{job_id}/acknowledgements", response_model=BatchReply)
     async def acknowledge(job_id: str, message: Acknowledgements) -> Response:
         """Each is taken or refused by itself; one that is malformed is a 422 for all, and none is taken."""
-        said = message.acknowledgements
-        job, reports = await many(len(said), console.reports.acknowledgements, job_id, said)
-        # Futures, as 8,192 tasks would hold up the loop.
-        answers = await asyncio.gather(*(batcher.put(job, report) for report in reports), return_exceptions=True)
-        for answer in answers:
-            if isinstance(answer, BaseException) and not (isinstance(answer, ConsoleError) and answer.status != 503):
-                raise answer  # nobody knows what is stored: all of it is to be sent again
-        return await many(len(said), lambda: _json(console.reports.answer_batch(job, said, answers)))
+        return await in_thread(lambda: _json(console.reports.acknowledge(job_id, message.acknowledgements)))
 
     @api.post("/{job_id}/failures")
     async def failure(job_id: str, message: FailureReport) -> ReportOutcome:
@@ -215,11 +156,6 @@ class Deployments:
         if rendered is None or rendered[0] is not found:
             rendered = self._rendered[job] = found, found.model_dump_json().encode()
         return rendered[1]
-
-
-async def many(reports: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """What is to be done with so many: beside the event loop, unless they are few."""
-    return work(*args, **kwargs) if reports <= AT_ONCE else await beside(work, *args, **kwargs)
 
 
 def _json(message: BaseModel) -> Response:

@@ -27,7 +27,6 @@ from openrecycle.agent.messages.protocol import (
     LogLines,
     Recovery,
     RefusedReport,
-    Registered,
     Registration,
     Relayout,
     ValidationReport,
@@ -97,25 +96,21 @@ class Reports:
         # The newest of each job, and of what it was made.
         self._deployments: WeakKeyDictionary[LiveJob, tuple[object, Deployment]] = WeakKeyDictionary()
 
-    def register(self, job_id: str, message: Registration) -> Registered:
-        job, report = self.registration(job_id, message)
-        job.apply(report.event, beside=[report])
-        return self.registered(job, message)
-
-    def registered(self, job: LiveJob, message: Registration) -> Registered:
-        """What a process that has registered is told."""
-        state = job.state
-        member = state.members[message.worker]
-        mine = member.generation if member.incarnation == message.incarnation else 0
-        before = (mine - 1 if mine else state.generation) if message.own_loop else None
-        return Registered(worker=message.worker, generation=state.generation, before=before)
-
-    def registration(self, job_id: str, message: Registration) -> tuple[LiveJob, IncomingReport]:
-        """For whoever takes many together."""
-        process = Arrival(plain(message.host), message.pid, message.ranks, message.made_of)
-        return self._find(job_id), IncomingReport(
-            happening.WorkerRegistered(message.worker, message.incarnation), process
-        )
+    def register(self, job_id: str, said: Sequence[Registration]) -> BatchReply:
+        """Each is taken or refused by itself."""
+        job, reports = self._find(job_id), list[IncomingReport]()
+        for one in said:
+            process = Arrival(plain(one.host), one.pid, one.ranks, one.made_of)
+            reports.append(IncomingReport(happening.WorkerRegistered(one.worker, one.incarnation), process))
+        reply = self._reply(job, said, job.apply_all(reports))
+        refused, members = {report.index for report in reply.refused}, job.state.members
+        before = dict[str, int]()
+        for index, one in enumerate(said):
+            if one.own_loop and index not in refused:
+                member = members[one.worker]
+                mine = member.generation if member.incarnation == one.incarnation else 0
+                before[one.worker] = mine - 1 if mine else reply.generation
+        return reply.model_copy(update={"before": before}) if before else reply
 
     def heartbeats(self, job_id: str, beats: Sequence[Heartbeat]) -> BatchReply:
         """Each is taken or refused by itself. Touches no database and waits for nothing."""
@@ -125,20 +120,22 @@ class Reports:
                 answers.append(job.heard(beat))
             except ConsoleError as error:
                 answers.append(error)
-        return self.answer_batch(job, beats, answers)
+        return self._reply(job, beats, answers)
 
-    def answer_batch(
-        self, job: LiveJob, reports: Sequence[Heartbeat | Acknowledgement], answers: Sequence[object]
+    def _reply(
+        self,
+        job: LiveJob,
+        reports: Sequence[Registration | Heartbeat | Acknowledgement],
+        answers: Sequence[object],
     ) -> BatchReply:
         """answers: for each report what came of it; a ConsoleError: it was refused."""
-        refused = [
+        refused = tuple(
             RefusedReport(index=index, worker=report.worker, code=answer.code, detail=answer.detail)
             for index, (report, answer) in enumerate(zip(reports, answers, strict=True))
             if isinstance(answer, ConsoleError)
-        ]
+        )
         taken = len(reports) - len(refused)
-        measure = self._measure(job)
-        return BatchReply(generation=job.state.generation, measure=measure, taken=taken, refused=tuple(refused))
+        return BatchReply(generation=job.state.generation, measure=self._measure(job), taken=taken, refused=refused)
 
     def failure(self, job_id: str, message: FailureReport) -> str:
         """Returns what the coordinator makes of it."""
@@ -158,17 +155,13 @@ class Reports:
             )
         )
 
-    def acknowledge(self, job_id: str, message: Acknowledgement) -> str:
-        job, (report,) = self.acknowledgements(job_id, [message])
-        return job.apply(report.event, beside=[report])
-
-    def acknowledgements(self, job_id: str, said: Sequence[Acknowledgement]) -> tuple[LiveJob, list[IncomingReport]]:
-        """For whoever takes many together."""
+    def acknowledge(self, job_id: str, said: Sequence[Acknowledgement]) -> BatchReply:
+        """Each is taken or refused by itself."""
         job, reports = self._find(job_id), list[IncomingReport]()
         for one in said:
             event = happening.GenerationAcknowledged(one.worker, one.incarnation, one.generation, one.state)
             reports.append(IncomingReport(event, acknowledgement={**one.model_dump(), "at": time.time()}))
-        return job, reports
+        return self._reply(job, said, job.apply_all(reports))
 
     def meanwhile(self, job_id: str, message: InterimPlan) -> str:
         """What a generation runs until newcomers have their state."""

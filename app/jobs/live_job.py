@@ -275,13 +275,18 @@ class LiveJob:
         return reason
 
     def apply_all(self, reports: Sequence[IncomingReport]) -> list[str | ConsoleError]:
-        """Takes reports as `apply` would take each, with few transactions; the reason or the error of each."""
+        """Takes reports as `apply` would take each, with few transactions; the reason or the error of each.
+
+        Raises ConsoleError where the database fails: nobody knows which are stored, and all are to be sent again.
+        """
         out: list[str | ConsoleError] = []
         while left := reports[len(out) :]:
             try:
                 out += self._apply_quiet(left) or [self.apply(left[0].event, beside=left[:1])]
             except ConsoleError as error:
-                out += [error] * (len(left) if error.status == 503 else 1)
+                if error.status == 503:
+                    raise
+                out.append(error)
         return out
 
     def _apply_quiet(self, reports: Sequence[IncomingReport]) -> list[str | ConsoleError]:
@@ -374,9 +379,17 @@ class LiveJob:
     ) -> JobUpdate:
         """Stores that `old` has become `new`, and then has it so here."""
         now = time.time()
-        workers = [member_row(member) for name, member in new.members.items() if differs(member, old.members[name])]
-        changed = follow(self.processes, old, new, processes_of(reports), now, spares_of(reports))
+        before = old.members
+        workers = [
+            member_row(m) for name, m in new.members.items() if m is not before[name] and differs(m, before[name])
+        ]
+        # Most reports of a large job change nobody's role, and everybody's is looked at for those that do.
+        spare, changed, states = spares_of(reports), dict[str, ProcessState](), list[Record]()
+        if workers or spare:
+            changed = follow(self.processes, old, new, processes_of(reports), now, spare)
         known = {**self.processes, **changed} if changed else self.processes
+        if workers or changed:
+            states = state_rows(WorkerStates(old, self.processes), WorkerStates(new, known), now)
         rows = {row["name"]: row for row in workers}
         for row in process_rows(known, changed):
             rows.setdefault(row["name"], {}).update(row)
@@ -394,7 +407,7 @@ class LiveJob:
             # Of a job that is over none counts any more.
             acknowledgements=[dict(r.acknowledgement) for r in reports if r.acknowledgement and not old.over],
             audit=audit,
-            states=state_rows(WorkerStates(old, self.processes), WorkerStates(new, known), now),
+            states=states,
             repeats=repeats,
         )
         self._save(change)

@@ -29,9 +29,8 @@ KEPT = 16
 
 def differs(a: Member, b: Member) -> bool:
     """Is there a change to store? `last_heard` alone is none."""
-    return a is not b and (
-        (a.state, a.incarnation, a.generation, a.draining, a.detail, a.retired, a.leaving)
-        != (b.state, b.incarnation, b.generation, b.draining, b.detail, b.retired, b.leaving)
+    return (a.state, a.incarnation, a.generation, a.draining, a.detail, a.retired, a.leaving) != (
+        *(b.state, b.incarnation, b.generation, b.draining, b.detail, b.retired, b.leaving),
     )
 
 

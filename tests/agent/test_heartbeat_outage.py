@@ -4,7 +4,8 @@ the pause between two tries for a death. And what all workers of a launcher say 
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from openrecycle.agent.messages.protocol import (
     Message,
     RefusedReport,
     Registration,
+    Registrations,
 )
 from openrecycle.agent.monitoring import heartbeat
 from openrecycle.agent.monitoring.heartbeat import Status, WorkerReports
@@ -51,12 +53,18 @@ def test_tries_are_no_further_apart_than_heartbeats(interval: float, monkeypatch
 
 
 class Recording(ConsoleClient):
-    """Takes everything but those that are `lost` (so many messages of a kind are not answered at first), and the
-    heartbeats of those that are `fenced`."""
+    """Takes everything but those that are `lost` (so many messages of a kind are not answered at first), the heartbeats
+    of those that are `fenced`, and those that `come` with a code against them."""
 
-    def __init__(self, fenced: frozenset[str] = frozenset(), measure: int | None = None, **lost: int) -> None:
+    def __init__(
+        self,
+        fenced: frozenset[str] = frozenset(),
+        measure: int | None = None,
+        come: Mapping[str, str] = MappingProxyType({}),
+        **lost: int,
+    ) -> None:
         super().__init__("http://127.0.0.1:9")
-        self.lost, self.fenced, self.measure = lost, fenced, measure
+        self.lost, self.fenced, self.measure, self.come = lost, fenced, measure, come
         self.posted: list[str] = []
         self.messages: list[Message] = []
 
@@ -67,14 +75,18 @@ class Recording(ConsoleClient):
             self.lost[kind] -= 1
             raise ConsoleUnavailable("away")
         self.messages.append(message)
-        if not isinstance(message, Heartbeats):
+        if isinstance(message, Registrations):
+            workers, against = [r.worker for r in message.registrations], self.come
+        elif isinstance(message, Heartbeats):
+            workers, against = [beat.worker for beat in message.heartbeats], dict.fromkeys(self.fenced, "fenced")
+        else:
             return None
         refused = [
-            RefusedReport(index=i, worker=beat.worker, code="fenced", detail="")
-            for i, beat in enumerate(message.heartbeats)
-            if beat.worker in self.fenced
+            RefusedReport(index=i, worker=worker, code=against[worker], detail="")
+            for i, worker in enumerate(workers)
+            if worker in against
         ]
-        taken = len(message.heartbeats) - len(refused)
+        taken = len(workers) - len(refused)
         return BatchReply(generation=1, measure=self.measure, taken=taken, refused=tuple(refused))
 
 
@@ -165,11 +177,44 @@ def test_many_reports_do_not_hold_up_heartbeats(monkeypatch: pytest.MonkeyPatch)
 def test_all_workers_of_a_launcher_are_posted_together(monkeypatch: pytest.MonkeyPatch) -> None:
     client = Recording(measure=7)
     said = reporting(client, monkeypatch, [taken("adopted", NAMES), taken("formed", NAMES)], names=NAMES)
-    assert client.posted == [*4 * ["workers"], "heartbeats", *2 * ["acknowledgements"]]
-    batch = client.messages[4]
-    assert isinstance(batch, Heartbeats)
+    assert client.posted == ["workers", "heartbeats", *2 * ["acknowledgements"]]
+    came, batch = client.messages[:2]
+    assert isinstance(came, Registrations) and isinstance(batch, Heartbeats)
+    assert [(r.worker, r.incarnation) for r in came.registrations] == [(n, f"{n}-a") for n in NAMES]
     assert [(b.worker, b.incarnation, b.seq) for b in batch.heartbeats] == [(n, f"{n}-a", 1) for n in NAMES]
     assert said == {"fenced": [], "measure": [7]}
+
+
+def registered(client: Recording) -> list[list[str]]:
+    return [
+        [r.worker for r in message.registrations] for message in client.messages if isinstance(message, Registrations)
+    ]
+
+
+def test_who_comes_up_later_is_registered_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = Recording()
+
+    def come(*names: str) -> Turn:
+        return lambda reports: [reports.add(registration(name)) for name in names].clear()
+
+    reporting(client, monkeypatch, [come("W0_1"), come("W1_0", "W1_1"), nothing])
+    assert registered(client) == [["W0_0"], ["W0_1"], ["W1_0", "W1_1"]]
+
+
+def test_registrations_that_were_lost_are_sent_again_with_those_that_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = Recording(workers=1)
+    reporting(client, monkeypatch, [lambda reports: reports.add(registration("W0_1")), nothing])
+    assert registered(client) == [["W0_0", "W0_1"]]
+    assert client.posted == ["workers", "workers", "heartbeats"]
+
+
+def test_one_whose_registration_is_refused_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = Recording(come={"W0_1": "fenced", "W1_0": "job_over"})
+    said = reporting(client, monkeypatch, [nothing], interval=0.0, names=NAMES)
+    assert said["fenced"] == ["W0_1-a"]
+    assert registered(client)[:2] == [list(NAMES), ["W1_0"]], "what may be taken later is tried again"
+    batches = [m for m in client.messages if isinstance(m, Heartbeats)]
+    assert {beat.worker for batch in batches for beat in batch.heartbeats} == {"W0_0", "W1_1"}
 
 
 def test_who_says_nothing_is_not_spoken_for(monkeypatch: pytest.MonkeyPatch) -> None:

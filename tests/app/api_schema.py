@@ -91,12 +91,13 @@ class Api:
     def _job(self) -> str:
         job_id = self.console.jobs.create(JobSpec.model_validate(SPEC))[0].job_id
         names = [f"W{p}_{s}" for p in range(2) for s in range(2)]
-        for name in names:
-            self.console.reports.register(job_id, Registration(worker=name, incarnation="a", host="h", pid=1))
+        self.console.reports.register(
+            job_id, [Registration(worker=name, incarnation="a", host="h", pid=1) for name in names]
+        )
         for state in ("adopted", "formed", "resumed"):
             for name in names:
                 message = {"worker": name, "incarnation": "a", "generation": 1, "state": state}
-                self.console.reports.acknowledge(job_id, Acknowledgement.model_validate(message))
+                self.console.reports.acknowledge(job_id, [Acknowledgement.model_validate(message)])
         row = {"loss": 1.0, "loss_hex": "0x1p+0", "seconds": 0.2, "generation": 1, "living": 4}
         self.console.reports.committed(job_id, [Iteration.model_validate({"iteration": i, **row}) for i in range(3)])
         return job_id

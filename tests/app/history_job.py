@@ -31,8 +31,9 @@ NAMES = [f"W{p}_{s}" for p in range(2) for s in range(2)]
 def lived_job(console: ConsoleService, *, finished: bool = True) -> str:
     """Workers register, one dies and comes back, an operator looks on; it ends."""
     job_id = console.jobs.create(SPEC)[0].job_id
-    for name in NAMES:
-        console.reports.register(job_id, Registration(worker=name, incarnation=f"{name}-a", host="nöde", pid=7))
+    console.reports.register(
+        job_id, [Registration(worker=name, incarnation=f"{name}-a", host="nöde", pid=7) for name in NAMES]
+    )
     job = console.jobs.find(job_id)
     _resume(console, job_id, NAMES, 1)
     for seq in range(3):
@@ -89,7 +90,7 @@ def _resume(console: ConsoleService, job_id: str, names: list[str], generation: 
     for name in names:
         for state in ("adopted", "formed", "resumed"):
             message = Acknowledgement(worker=name, incarnation=f"{name}-a", generation=generation, state=state)  # type: ignore[arg-type]
-            console.reports.acknowledge(job_id, message)
+            console.reports.acknowledge(job_id, [message])
 
 
 def everything(database: Database, job_id: str) -> dict[str, list[dict[str, Any]]]:

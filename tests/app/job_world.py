@@ -161,9 +161,13 @@ class World:
 
         def call() -> None:
             message = report.message
-            route(self.job_id, message.iterations if isinstance(message, IterationReport) else message)
+            if isinstance(message, Registration | Acknowledgement):
+                taken = not route(self.job_id, [message]).refused
+            else:
+                route(self.job_id, message.iterations if isinstance(message, IterationReport) else message)
+                taken = True
             # An acknowledgement that comes after the job's end is answered, and counts no more.
-            if report.route != "acknowledge" or not self.job.state.over:
+            if taken and (report.route != "acknowledge" or not self.job.state.over):
                 self.taken.append(report)
 
         return self.attempt(call)

@@ -133,16 +133,25 @@ def test_a_refused_method_names_all_that_the_path_takes(server: ConsoleServer) -
             assert answer.headers["Allow"] == ", ".join(sorted(methods)), path
 
 
-@pytest.mark.parametrize("path", ["/workers", "/failures"])
-def test_a_worker_outside_the_grid(agents: Agents, path: str) -> None:
-    bodies: dict[str, dict[str, Any]] = {
-        "/workers": {"worker": "W9_9", "incarnation": "a", "host": "h", "pid": 1},
-        "/failures": {"worker": "W9_9", "incarnation": "a", "cause": "exit", "reporter": "launcher"},
-    }
-    answer = agents.server.post(agents.path(path), bodies[path])
+def test_a_worker_outside_the_grid(agents: Agents) -> None:
+    ended = {"worker": "W9_9", "incarnation": "a", "cause": "exit", "reporter": "launcher"}
+    answer = agents.server.post(agents.path("/failures"), ended)
     assert_problem(
         answer, 404, "unknown_worker", "worker: got 'W9_9', expected a worker of the job's grid, W0_0 to W2_3"
     )
+
+
+def test_a_stranger_that_registers_keeps_nobody_out(agents: Agents) -> None:
+    process = {"incarnation": "a", "host": "h", "pid": 1}
+    came = {"registrations": [{**process, "worker": name} for name in ("W0_0", "W9_9", "W0_1")]}
+    for _ in range(2):  # the first answer may be lost
+        answer = agents.server.post(agents.path("/workers"), came).json()
+        refused = [(r["index"], r["worker"], r["code"]) for r in answer["refused"]]
+        assert (refused, answer["taken"]) == ([(1, "W9_9", "unknown_worker")], 2)
+    workers = {w["name"]: w for w in agents.server.get(agents.path("/workers")).json()["workers"]}
+    assert [name for name, worker in workers.items() if worker["incarnation"]] == ["W0_0", "W0_1"]
+    alone = agents.server.post(agents.path("/workers"), {**process, "worker": "W0_2"})
+    assert_problem(alone, 422, "invalid", "registrations: missing")
 
 
 def test_a_heartbeat_of_a_stranger(agents: Agents) -> None:

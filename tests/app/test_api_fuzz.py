@@ -32,8 +32,9 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TestClient, 
     console = ConsoleService(Store(database), tolerance=0)
     console.start()
     created, _ = console.jobs.create(JobSpec(name="n", pipelines=2, stages=2, micro_batches=2, iterations=9, demo=True))
-    for name in NAMES:
-        console.reports.register(created.job_id, Registration(worker=name, incarnation="a", host="h", pid=1))
+    console.reports.register(
+        created.job_id, [Registration(worker=name, incarnation="a", host="h", pid=1) for name in NAMES]
+    )
     client = TestClient(Starlette(routes=create_routes(console)), raise_server_exceptions=False)
     yield client, created.job_id
     console.close()
@@ -70,7 +71,9 @@ BODIES = {
         durations=st.dictionaries(st.sampled_from(["F", "I", "W", "O", "transfer", "X"]), number, max_size=4),
         memory=st.sampled_from(["uniform", "1", "none", "0", "999999999", "1f1b"]),
     ),
-    "/{job}/workers": message(worker=worker, incarnation=incarnation, host=short, pid=number),
+    "/{job}/workers": message(
+        registrations=st.lists(message(worker=worker, incarnation=incarnation, host=short, pid=number), max_size=3)
+    ),
     "/{job}/heartbeats": message(
         heartbeats=st.lists(
             message(

@@ -60,7 +60,7 @@ def test_a_worker_dies_and_comes_back(agents: Agents) -> None:
     assert [(r["index"], r["worker"], r["code"]) for r in fenced.json()["refused"]] == [(0, "W1_2", "fenced")]
 
     agents.resume(survivors, 2)
-    assert agents.register("W1_2", "W1_2-b").json() == {"worker": "W1_2", "generation": 3}
+    assert agents.register("W1_2", incarnation="W1_2-b")["generation"] == 3
     third = agents.deployment(after=2)
     assert (third["generation"], third["failed"], third["joining"]) == (3, [], ["W1_2"])
     agents.resume(agents.names, 3)
@@ -71,7 +71,7 @@ def test_a_worker_dies_and_comes_back(agents: Agents) -> None:
     ended = agents.server.post(agents.path("/finish"), {"state": "finished", "reason": "all iterations are done"})
     assert ended.status_code == 204
     assert agents.job()["state"] == "finished"
-    assert agents.register("W0_0", "late").json()["code"] == "job_over"
+    assert agents.register("W0_0", incarnation="late")["refused"][0]["code"] == "job_over"
 
     generations = agents.server.get(agents.path("/generations")).json()["generations"]
     assert [e["generation"] for e in generations] == [1, 2, 3]
@@ -97,7 +97,7 @@ def test_who_is_out_is_advised_on(agents: Agents) -> None:
     events = agents.server.get(agents.path("/events"), params={"limit": 500}).json()["events"]
     assert [e["text"] for e in events if e["kind"] == "plan"] == [advice]
 
-    agents.register("W1_2", "W1_2-b")
+    agents.register("W1_2", incarnation="W1_2-b")
     agents.resume(agents.names, 3)
     assert agents.job()["advice"] is None
 

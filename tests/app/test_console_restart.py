@@ -63,7 +63,7 @@ def test_a_restarted_console_goes_on_where_it_was(own_server: ConsoleServer, num
     assert agents.job()["state"] == "running"
     agents.exit("W0_0")
     assert agents.deployment(after=2)["failed"] == ["W0_0", "W1_2"]
-    assert agents.register("W1_2", "W1_2-a").json()["code"] == "fenced"
+    assert agents.register("W1_2", incarnation="W1_2-a")["refused"][0]["code"] == "fenced"
 
 
 def test_an_exit_that_happened_while_the_console_was_down(own_server: ConsoleServer) -> None:

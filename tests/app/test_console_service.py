@@ -53,15 +53,16 @@ def console(store: Store) -> Iterator[ConsoleService]:
 
 
 def register_all(console: ConsoleService, job_id: str) -> None:
-    for name in NAMES:
-        console.reports.register(job_id, Registration(worker=name, incarnation=f"{name}-a", host="h", pid=7))
+    console.reports.register(
+        job_id, [Registration(worker=name, incarnation=f"{name}-a", host="h", pid=7) for name in NAMES]
+    )
 
 
 def resume(console: ConsoleService, job_id: str, generation: int, names: list[str]) -> None:
     for name in names:
         for state in ("adopted", "formed", "resumed"):
             message = Acknowledgement(worker=name, incarnation=f"{name}-a", generation=generation, state=state)  # type: ignore[arg-type]
-            console.reports.acknowledge(job_id, message)
+            console.reports.acknowledge(job_id, [message])
 
 
 def exited(worker: str) -> FailureReport:
@@ -176,7 +177,7 @@ def test_reports_that_come_at_once_are_taken_one_after_the_other(console: Consol
         try:
             start.wait()
             console.reports.register(
-                created.job_id, Registration(worker=name, incarnation=f"{name}-a", host="h", pid=7)
+                created.job_id, [Registration(worker=name, incarnation=f"{name}-a", host="h", pid=7)]
             )
             start.wait()
             if name in ("W0_0", "W1_1", "W2_0", "W3_1"):

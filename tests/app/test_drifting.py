@@ -59,7 +59,7 @@ class Workers:
         for name in names:
             for state in ("adopted", "formed", "resumed"):
                 message = Acknowledgement(worker=name, incarnation=f"{name}-a", generation=generation, state=state)  # type: ignore[arg-type]
-                self.console.reports.acknowledge(self.job_id, message)
+                self.console.reports.acknowledge(self.job_id, [message])
 
     def beat(self, factors: dict[str, float], rounds: int = 1, names: list[str] = NAMES) -> None:
         """One heartbeat of each worker, and until the console has taken them; so many times."""
@@ -108,8 +108,9 @@ def test_a_slow_worker_gets_less_to_do_until_it_is_well(store: Store) -> None:
     console = started(store)
     created, _ = console.jobs.create(SPEC)
     workers = Workers(console, created.job_id)
-    for name in NAMES:
-        console.reports.register(created.job_id, Registration(worker=name, incarnation=f"{name}-a", host="h", pid=7))
+    console.reports.register(
+        created.job_id, [Registration(worker=name, incarnation=f"{name}-a", host="h", pid=7) for name in NAMES]
+    )
     workers.resume()
     workers.beat({}, rounds=WINDOW)
     assert workers.job.state.generation == 1 and workers.job.measurements.slow == {}
@@ -151,8 +152,9 @@ def test_while_the_plan_is_frozen_a_better_one_waits(store: Store) -> None:
     console = started(store)
     created, _ = console.jobs.create(SPEC)
     workers = Workers(console, created.job_id)
-    for name in NAMES:
-        console.reports.register(created.job_id, Registration(worker=name, incarnation=f"{name}-a", host="h", pid=7))
+    console.reports.register(
+        created.job_id, [Registration(worker=name, incarnation=f"{name}-a", host="h", pid=7) for name in NAMES]
+    )
     workers.resume()
     console.operators.freeze(created.job_id, True, "ada")
     workers.beat({"W1_1": 2.0}, rounds=WINDOW + 1)
@@ -170,8 +172,9 @@ def test_all_together_are_slow_and_no_plan_is_to_blame(store: Store) -> None:
     console = started(store)
     created, _ = console.jobs.create(SPEC)
     workers = Workers(console, created.job_id)
-    for name in NAMES:
-        console.reports.register(created.job_id, Registration(worker=name, incarnation=f"{name}-a", host="h", pid=7))
+    console.reports.register(
+        created.job_id, [Registration(worker=name, incarnation=f"{name}-a", host="h", pid=7) for name in NAMES]
+    )
     workers.resume()
     workers.beat(dict.fromkeys(NAMES, 1.5), rounds=WINDOW + 1)
     said = "all workers' ops take 1.5 times what the profile says"

@@ -63,9 +63,9 @@ def test_the_workers_of_a_job_get_a_token_that_can_do_nothing_else(app: TestClie
     made = app.post("/api/v1/jobs", json=SPEC, headers=bearer(make(app, role="operate", name="ada")))
     assert made.status_code == 201
     path, worker = f"/api/v1/jobs/{made.json()['job_id']}", bearer(made.headers[AGENT_TOKEN])
-    registration = {"worker": "W0_0", "incarnation": "a", "host": "node1", "pid": 1}
+    came = {"registrations": [{"worker": "W0_0", "incarnation": "a", "host": "node1", "pid": 1}]}
     beat = {"worker": "W0_0", "incarnation": "a", "seq": 1, "generation": 0, "iteration": 0, "phase": "training"}
-    assert app.post(f"{path}/workers", json=registration, headers=worker).status_code == 201
+    assert app.post(f"{path}/workers", json=came, headers=worker).status_code == 200
     assert app.post(f"{path}/heartbeats", json={"heartbeats": [beat]}, headers=worker).status_code == 200
     for method, where in (
         ("POST", f"{path}/workers/W0_0/kill"),

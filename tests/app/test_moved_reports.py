@@ -57,7 +57,7 @@ def test_every_report_of_a_mover_is_taken(tmp_path: Path) -> None:
             durations_us=(1, 1),
         )
         console.measuring.take(live, ops)
-        console.reports.acknowledge(job.job_id, Acknowledgement(**mover, generation=4, state="adopted"))
+        console.reports.acknowledge(job.job_id, [Acknowledgement(**mover, generation=4, state="adopted")])
         assert live.state.members["W0_2"].acknowledged == "adopted"
         broken = FailureReport(**mover, cause="transfer", reporter="W2_1", generation=3)
         assert golden("over-or-about-to-end") in console.reports.failure(job.job_id, broken)

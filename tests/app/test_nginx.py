@@ -135,7 +135,8 @@ def test_agents_report_through_it(proxy: Proxy, client: requests.Session) -> Non
     client.headers["Authorization"] = f"Bearer {made.headers['OpenRecycle-Agent-Token']}"
     path = f"{base}/{made.json()['job_id']}"
     worker = {"worker": "W0_0", "incarnation": "a"}
-    assert client.post(f"{path}/workers", json={**worker, "host": "node1", "pid": 1}, timeout=60).status_code == 201
+    came = {"registrations": [{**worker, "host": "node1", "pid": 1}]}
+    assert client.post(f"{path}/workers", json=came, timeout=60).status_code == 200
     beat = {**worker, "seq": 1, "generation": 0, "iteration": 0, "phase": "waiting"}
     assert client.post(f"{path}/heartbeats", json={"heartbeats": [beat]}, timeout=60).status_code == 200
     assert client.get(f"{path}/deployment", params={"wait": 0.2}, timeout=60).status_code == 204

@@ -37,7 +37,7 @@ def in_force(console: ConsoleService, job: JobHere) -> Source:
 def acknowledge(job: JobHere, name: str, generation: int, *steps: str, process: str = "-a") -> None:
     for step in steps:
         ack = Acknowledgement(worker=name, incarnation=name + process, generation=generation, state=step)  # type: ignore[arg-type]
-        job.console.reports.acknowledge(job.job_id, ack)
+        job.console.reports.acknowledge(job.job_id, [ack])
 
 
 def interim_plan(job: JobHere) -> Plan:
@@ -49,7 +49,9 @@ def interim_plan(job: JobHere) -> Plan:
 def returning(here: ConsoleHere, name: str) -> JobHere:
     """W1_2 is back, and the generation in which it takes its state is open."""
     job = JobHere(here.console, name).register().die(BACK).heal(BACK, 2)
-    here.console.reports.register(job.job_id, Registration(worker=BACK, incarnation=f"{BACK}-b", host="node1", pid=500))
+    here.console.reports.register(
+        job.job_id, [Registration(worker=BACK, incarnation=f"{BACK}-b", host="node1", pid=500)]
+    )
     until(lambda: here.console.queries.view(job.job_id).generation == 3, "the generation with it opens")
     return job
 

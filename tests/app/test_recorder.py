@@ -49,7 +49,7 @@ def job(console: ConsoleService) -> LiveJob:
     created, _ = console.jobs.create(SPEC)
     for place in range(4):
         name = f"W{place // 2}_{place % 2}"
-        console.reports.register(created.job_id, Registration(worker=name, incarnation="a", host="h", pid=7))
+        console.reports.register(created.job_id, [Registration(worker=name, incarnation="a", host="h", pid=7)])
     return console.jobs.find(created.job_id)
 
 
@@ -90,7 +90,7 @@ def test_only_minutes_that_are_over_are_written(console: ConsoleService, job: Li
 def test_a_process_that_is_new_has_not_been_silent(console: ConsoleService, job: LiveJob) -> None:
     beat(job, 0)
     job.take_heartbeats()
-    console.reports.register(job.job_id, Registration(worker="W1_0", incarnation="b", host="h", pid=8))
+    console.reports.register(job.job_id, [Registration(worker="W1_0", incarnation="b", host="h", pid=8)])
     beat(job, 0, incarnation="b")
     job.take_heartbeats()
     rows = job.measurements.recording.peek(2, clock_offset())
@@ -115,7 +115,7 @@ def test_a_console_that_ends_writes_the_rest(database: Database) -> None:
     console.start()
     try:
         created, _ = console.jobs.create(SPEC)
-        console.reports.register(created.job_id, Registration(worker="W1_0", incarnation="a", host="h", pid=7))
+        console.reports.register(created.job_id, [Registration(worker="W1_0", incarnation="a", host="h", pid=7)])
         beat(console.jobs.find(created.job_id), 0)
     finally:
         console.close()

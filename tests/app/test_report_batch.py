@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,10 +10,8 @@ import pytest
 from sqlalchemy.exc import OperationalError
 
 from openrecycle.agent.messages.protocol import Acknowledgement, FailureReport, JobSpec, Registration
-from openrecycle.app.api import agents
-from openrecycle.app.api.agents import ReportBatcher
 from openrecycle.app.console.service import ConsoleService
-from openrecycle.app.jobs.live_job import IncomingReport, LiveJob
+from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.jobs.records import read_processes
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.db.session import Database
@@ -34,12 +31,8 @@ class Counting(Store):
         super().__init__(database)
         self.changes: list[JobUpdate] = []
         self.broken = False
-        self.entered, self.go_on = threading.Event(), threading.Event()
-        self.go_on.set()
 
     def apply(self, job_id: str, change: JobUpdate) -> None:
-        self.entered.set()
-        assert self.go_on.wait(60)
         if self.broken:
             raise OperationalError("insert", {}, Exception("the disk is full"))
         super().apply(job_id, change)
@@ -61,28 +54,22 @@ def store_of(console: ConsoleService) -> Counting:
     return console._store
 
 
-def registrations(console: ConsoleService, job_id: str) -> list[IncomingReport]:
-    messages = [Registration(worker=name, incarnation=f"{name}-a", host="h", pid=7) for name in NAMES]
-    return [console.reports.registration(job_id, message)[1] for message in messages]
-
-
-def acknowledgements(console: ConsoleService, job_id: str, generation: int) -> list[IncomingReport]:
-    messages = [
-        Acknowledgement(worker=name, incarnation=f"{name}-a", generation=generation, state=state)  # type: ignore[arg-type]
-        for state in STATES
-        for name in NAMES
-    ]
-    return console.reports.acknowledgements(job_id, messages)[1]
+REGISTRATIONS = [Registration(worker=name, incarnation=f"{name}-a", host="h", pid=7) for name in NAMES]
+ACKNOWLEDGEMENTS = [
+    Acknowledgement(worker=name, incarnation=f"{name}-a", generation=1, state=state)  # type: ignore[arg-type]
+    for state in STATES
+    for name in NAMES
+]
 
 
 def test_the_state_and_the_history_are_those_of_reports_that_come_alone(console: ConsoleService) -> None:
     jobs: list[LiveJob] = [console.jobs.find(console.jobs.create(SPEC)[0].job_id) for _ in range(2)]
     together, alone = jobs
-    answers = together.apply_all(registrations(console, together.job_id))
-    assert [alone.apply(r.event, beside=[r]) for r in registrations(console, alone.job_id)] == answers
-    reports = acknowledgements(console, together.job_id, 1)
-    answers = together.apply_all(reports)
-    assert [alone.apply(r.event, beside=[r]) for r in acknowledgements(console, alone.job_id, 1)] == answers
+    assert console.reports.register(together.job_id, REGISTRATIONS).taken == len(NAMES)
+    assert [console.reports.register(alone.job_id, [one]).taken for one in REGISTRATIONS] == [1] * len(NAMES)
+    assert console.reports.acknowledge(together.job_id, ACKNOWLEDGEMENTS).taken == len(ACKNOWLEDGEMENTS)
+    for one in ACKNOWLEDGEMENTS:
+        assert console.reports.acknowledge(alone.job_id, [one]).taken == 1
 
     def told(job: LiveJob) -> object:
         members = [(m.name, m.state, m.incarnation, m.generation, m.acknowledged) for m in job.state.members.values()]
@@ -97,65 +84,57 @@ def test_the_state_and_the_history_are_those_of_reports_that_come_alone(console:
     assert together.state.job_state == "running"
 
 
-@pytest.mark.parametrize(("most", "expected"), [(1024, [1, 11]), (4, [1, 4, 4, 3])])
-def test_what_comes_together_is_stored_in_few_transactions(
-    console: ConsoleService, monkeypatch: pytest.MonkeyPatch, most: int, expected: list[int]
-) -> None:
-    monkeypatch.setattr(agents, "MOST", most)
+def test_what_comes_together_is_stored_in_few_transactions(console: ConsoleService) -> None:
     job_id = console.jobs.create(SPEC)[0].job_id
-    job, store = console.jobs.find(job_id), store_of(console)
-    job.apply_all(registrations(console, job_id))
+    store = store_of(console)
+    console.reports.register(job_id, REGISTRATIONS)
     assert len(store.changes) == 2  # three registrations; the fourth, which opens the generation
     store.changes.clear()
-    reports = acknowledgements(console, job_id, 1)
-
-    async def all_at_once() -> list[str]:
-        intake = ReportBatcher()
-        store.entered.clear()
-        store.go_on.clear()
-        first = intake.put(job, reports[0])
-        await asyncio.to_thread(store.entered.wait, 60)  # it is being stored when the others come
-        others = [intake.put(job, report) for report in reports[1:]]
-        store.go_on.set()
-        return await asyncio.gather(first, *others)
-
-    assert len(asyncio.run(all_at_once())) == len(reports)
-    assert [len(change.acknowledgements) for change in store.changes if change.acknowledgements] == expected
+    console.reports.acknowledge(job_id, ACKNOWLEDGEMENTS)
+    assert [len(change.acknowledgements) for change in store.changes] == [len(ACKNOWLEDGEMENTS)]
 
 
 def test_a_refused_report_does_not_keep_out_the_others(console: ConsoleService) -> None:
     job_id = console.jobs.create(SPEC)[0].job_id
-    job = console.jobs.find(job_id)
-    job.apply_all(registrations(console, job_id))
+    console.reports.register(job_id, REGISTRATIONS)
     stranger = Acknowledgement(worker="W0_1", incarnation="of-old", generation=1, state="adopted")
-    reports = acknowledgements(console, job_id, 1)
-    reports[2:2] = console.reports.acknowledgements(job_id, [stranger])[1]
-    answers = job.apply_all(reports)
-    refused = [answer for answer in answers if isinstance(answer, ConsoleError)]
-    assert [(e.status, e.code) for e in refused] == [(409, "fenced")]
-    assert answers.index(refused[0]) == 2
-    assert job.state.settled
+    reply = console.reports.acknowledge(job_id, [*ACKNOWLEDGEMENTS[:2], stranger, *ACKNOWLEDGEMENTS[2:]])
+    assert [(report.index, report.worker, report.code) for report in reply.refused] == [(2, "W0_1", "fenced")]
+    assert reply.taken == len(ACKNOWLEDGEMENTS)
+    assert console.jobs.find(job_id).state.settled
     assert len(console.queries.generations(job_id)[0]["acknowledgements"]) == 12
 
 
-def test_without_a_database_all_are_told_and_nothing_has_changed(console: ConsoleService) -> None:
+def test_who_follows_generations_itself_is_told_which_are_not_its_own(console: ConsoleService) -> None:
+    job_id = console.jobs.create(SPEC)[0].job_id
+    own = [one.model_copy(update={"own_loop": True}) for one in REGISTRATIONS]
+    assert console.reports.register(job_id, own[:1]).before == {"W0_0": 0}
+    assert console.reports.register(job_id, REGISTRATIONS[1:3]).before == {}, "their launcher follows for them"
+    # The last one opens the first generation, which all are in; asked again, since the answer was lost, it is the same.
+    for _ in range(2):
+        assert console.reports.register(job_id, own[3:]).before == {"W1_1": 0}
+    again = own[3].model_copy(update={"incarnation": "W1_1-b"})
+    assert console.reports.register(job_id, [again]).before == {"W1_1": 1}
+
+
+def test_without_a_database_nothing_has_changed_and_all_is_to_be_sent_again(console: ConsoleService) -> None:
     job_id = console.jobs.create(SPEC)[0].job_id
     job, store = console.jobs.find(job_id), store_of(console)
-    job.apply_all(registrations(console, job_id))
+    console.reports.register(job_id, REGISTRATIONS)
     before, store.broken = job.state, True
-    reports = acknowledgements(console, job_id, 1)
-    answers = job.apply_all(reports)
-    assert [getattr(answer, "status", 0) for answer in answers] == [503] * len(reports)
+    with pytest.raises(ConsoleError) as failed:
+        console.reports.acknowledge(job_id, ACKNOWLEDGEMENTS)
+    assert failed.value.status == 503
     assert job.state is before
     store.broken = False
-    assert all(isinstance(answer, str) for answer in job.apply_all(reports))
+    assert not console.reports.acknowledge(job_id, ACKNOWLEDGEMENTS).refused
     assert job.state.settled
 
 
 def test_acknowledgements_do_not_wake_those_that_wait_for_a_generation(console: ConsoleService) -> None:
     job_id = console.jobs.create(SPEC)[0].job_id
     job = console.jobs.find(job_id)
-    job.apply_all(registrations(console, job_id))
+    console.reports.register(job_id, REGISTRATIONS)
 
     async def main() -> int:
         looks: list[int] = []
@@ -166,7 +145,7 @@ def test_acknowledgements_do_not_wake_those_that_wait_for_a_generation(console: 
 
         waiting = asyncio.create_task(job.generation_topic.wait_for(look, 60))
         await asyncio.sleep(0)
-        await asyncio.to_thread(job.apply_all, acknowledgements(console, job_id, 1))
+        await asyncio.to_thread(console.reports.acknowledge, job_id, ACKNOWLEDGEMENTS)
         death = FailureReport(worker="W0_1", incarnation="W0_1-a", cause="exit", reporter="launcher")
         await asyncio.to_thread(console.reports.failure, job_id, death)
         assert await waiting == 2

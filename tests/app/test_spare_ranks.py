@@ -48,13 +48,13 @@ class Job:
         message = Registration(
             worker=name, incarnation=incarnation, host="node-a", pid=pid, ranks=ranks, made_of=made_of
         )
-        self.console.reports.register(self.id, message)
+        self.console.reports.register(self.id, [message])
 
     def take_up(self, generation: int, living: dict[str, str]) -> None:
         for state in ("adopted", "formed", "resumed"):
             for name, incarnation in living.items():
                 said = Acknowledgement(worker=name, incarnation=incarnation, generation=generation, state=state)  # type: ignore[arg-type]
-                self.console.reports.acknowledge(self.id, said)
+                self.console.reports.acknowledge(self.id, [said])
 
     def hurt(self, name: str, rank: int) -> None:
         """One rank is gone, so the other ends."""

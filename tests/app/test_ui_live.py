@@ -261,7 +261,7 @@ def test_each_state_of_a_worker_has_its_look(console: ConsoleService) -> None:
     for look, count in (("running", 8), ("slow", 1), ("re-routed", 2), ("failed", 1)):
         assert f"<b>{count}</b>" in legend.split(f"or-look-{look}")[1].split("</span>")[0], look
     # Its new process is there, and waits for the iteration's boundary.
-    console.reports.register(job.job_id, Registration(worker="W1_2", incarnation="W1_2-b", host="node1", pid=200))
+    console.reports.register(job.job_id, [Registration(worker="W1_2", incarnation="W1_2-b", host="node1", pid=200)])
     console.operators.pause(job.job_id, "ada")
     assert not test.dataframe, "what is not opened is not sent"
     test.session_state["progress-figures"] = True
@@ -300,7 +300,7 @@ def test_a_job_that_has_ended_can_be_deleted(console: ConsoleService) -> None:
 
 def test_2048_workers_are_one_map_with_a_way_to_each(console: ConsoleService) -> None:
     job = JobHere(console, "2048 workers", pipelines=64, stages=32, micro_batches=2)
-    console.reports.register(job.job_id, Registration(worker="W63_31", incarnation="a", host="node1", pid=7))
+    console.reports.register(job.job_id, [Registration(worker="W63_31", incarnation="a", host="node1", pid=7)])
     test = open_live(job.job_id)
     assert golden("waiting-for-2-047-of") in html(test)
     assert not looks(test), "no buttons: a browser would take seconds for so many"

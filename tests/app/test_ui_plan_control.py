@@ -91,7 +91,7 @@ def test_each_workers_step_is_seen_as_a_plan_rolls_out(console: ConsoleService) 
     def acknowledge(worker: str, *states: str) -> None:
         for state in states:
             ack = Acknowledgement(worker=worker, incarnation=f"{worker}-a", generation=2, state=state)  # type: ignore[arg-type]
-            console.reports.acknowledge(job.job_id, ack)
+            console.reports.acknowledge(job.job_id, [ack])
 
     acknowledge("W0_0", "adopted")
     acknowledge("W0_1", "adopted", "formed")

@@ -74,16 +74,19 @@ class JobHere:
         self.turns[name] = chr(ord(self.turns.get(name, "a")) + 1)
         self.living.append(name)
         self.console.reports.register(
-            self.job_id, Registration(worker=name, incarnation=self.process(name), host="node1", pid=200)
+            self.job_id, [Registration(worker=name, incarnation=self.process(name), host="node1", pid=200)]
         )
         return self
 
     def register(self) -> JobHere:
         """All workers register; generation 1 opens with the fault-free plan and all resume in it."""
-        for i, name in enumerate(self.names):
-            self.console.reports.register(
-                self.job_id, Registration(worker=name, incarnation=self.process(name), host="node1", pid=100 + i)
-            )
+        self.console.reports.register(
+            self.job_id,
+            [
+                Registration(worker=name, incarnation=self.process(name), host="node1", pid=100 + i)
+                for i, name in enumerate(self.names)
+            ],
+        )
         self.resume(1)
         return self
 
@@ -92,7 +95,7 @@ class JobHere:
         for state in ("adopted", "formed", "resumed"):
             for name in self.living:
                 ack = Acknowledgement(worker=name, incarnation=self.process(name), generation=generation, state=state)  # type: ignore[arg-type]
-                self.console.reports.acknowledge(self.job_id, ack)
+                self.console.reports.acknowledge(self.job_id, [ack])
 
     def commit(self, first: int, last: int, generation: int) -> JobHere:
         """Iterations first..last are committed, each in a second."""

@@ -97,8 +97,9 @@ def _measure(server: ConsoleServer) -> None:
     names = [f"W{p}_{s}" for p in range(GRID["pipelines"]) for s in range(GRID["stages"])]
 
     def register(name: str) -> None:
-        body: dict[str, str | int] = {"worker": name, "incarnation": "a", "host": "h", "pid": 1}
-        requests.post(f"{server.base}{job}/workers", json=body, timeout=60).raise_for_status()
+        process: dict[str, str | int] = {"worker": name, "incarnation": "a", "host": "h", "pid": 1}
+        came = requests.post(f"{server.base}{job}/workers", json={"registrations": [process]}, timeout=60)
+        came.raise_for_status()
 
     def in_generation(number: int) -> bool:
         return bool(server.get(job).json()["generation"] == number)

@@ -99,23 +99,23 @@ class Launcher:
 
     async def run(self) -> None:
         self._head = self.crowd.head("POST", "/heartbeats")
-        for worker in self.living:
-            await self.register(worker)
+        await self.register(self.living)
         self.crowd.spawn(self._poll())
         # At this launcher's own moment of the interval.
         self._due = self.crowd.loop.time() + self.crowd.load.heartbeat * random.random()
         self.crowd.loop.call_at(self._due, self._beat)
 
-    async def register(self, worker: Worker) -> None:
-        body = {"worker": worker.name, "incarnation": worker.incarnation, "host": f"node{self.number}", "pid": 4242}
+    async def register(self, workers: Sequence[Worker]) -> None:
+        process = {"host": f"node{self.number}", "pid": 4242}
+        said = [{"worker": worker.name, "incarnation": worker.incarnation, **process} for worker in workers]
         async with self.crowd.gate:
-            await self.crowd.post(self._wire, "/workers", body, expected=201)
+            await self.crowd.post(self._wire, "/workers", {"registrations": said})
 
     async def replace(self, name: str) -> None:
         """A new process in the place of one that has ended."""
         number = int(self.workers[name].incarnation.rpartition("-")[2]) + 1
         worker = Worker(name, f"{name}-{number}")
-        await self.register(worker)
+        await self.register([worker])
         self.workers[name] = worker
 
     def _beat(self) -> None:

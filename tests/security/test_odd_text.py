@@ -86,8 +86,9 @@ def client(
     console.start()
     spec = {"name": "x", "pipelines": 2, "stages": 2, "micro_batches": 2, "iterations": 9, "demo": True}
     job = console.jobs.create(JobSpec.model_validate(spec))[0].job_id
-    for name in ("W0_0", "W0_1", "W1_0", "W1_1"):
-        console.reports.register(job, Registration(worker=name, incarnation="a", host="h", pid=1))
+    console.reports.register(
+        job, [Registration(worker=name, incarnation="a", host="h", pid=1) for name in ("W0_0", "W0_1", "W1_0", "W1_1")]
+    )
     yield TestClient(Starlette(routes=create_routes(console)), raise_server_exceptions=False), job
     console.close()
     database.close()
@@ -109,7 +110,11 @@ ODD: list[tuple[str, str, Any]] = [
     ("POST", "/catalogs", {"job_id": "\u0000"}),
     ("PUT", "/jobs/{job}/plan", {"fingerprint": "\u0000"}),
     ("POST", "/plans", {"name": "a\u0000", "solve": "\u0000"}),
-    ("POST", "/jobs/{job}/workers", {"worker": "W1_1", "incarnation": "a", "host": OBEYED + "\0", "pid": MOST}),
+    (
+        "POST",
+        "/jobs/{job}/workers",
+        {"registrations": [{"worker": "W1_1", "incarnation": "a", "host": OBEYED + "\0", "pid": MOST}]},
+    ),
     ("POST", "/jobs/{job}/logs", {"worker": "W1_0", "incarnation": "a", "lines": [{"at": 1.0, "text": OBEYED + "\0"}]}),
     (
         "POST",
