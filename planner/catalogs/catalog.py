@@ -10,13 +10,12 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.failures import canonical_pattern, inverse, parse_workers, patterns
-from openrecycle.planner.jobs.job import Job, MemoryLimit, Over, Problem, Technique, Worker
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, Worker
 from openrecycle.planner.jobs.words import percent
-from openrecycle.planner.layers.partition import lay_out
 from openrecycle.planner.plans.packed import merit
 from openrecycle.planner.plans.plan import INTEGER, JobDoc, Plan, PlanError, first_problem, job_doc, read_model
 from openrecycle.planner.solvers.portfolio import make_plan
@@ -35,19 +34,16 @@ class CatalogDoc(BaseModel):
     job: JobDoc
     technique: Technique
     memory: str
-    over: Annotated[Over, Field(exclude_if=lambda value: value == "schedules")] = "schedules"
     plans: tuple[Plan, ...]
 
 
 class Catalog:
-    """Plans of one job, technique and memory limit, by failure pattern. over: with `partitions`, one that is made now
-    has the best partition of its own."""
+    """Plans of one job, technique and memory limit, by failure pattern."""
 
-    def __init__(self, job: Job, technique: Technique, memory: MemoryLimit, over: Over = "schedules") -> None:
+    def __init__(self, job: Job, technique: Technique, memory: MemoryLimit) -> None:
         self.job = job
         self.technique = technique
         self.memory = memory
-        self.over: Over = over
         # As they came, with the place that each of their pipelines has in the pattern: renaming a plan of
         # 2,048 workers takes seconds, and most are found for the very failures they were made for.
         self._plans: dict[frozenset[Worker], tuple[Plan, tuple[int, ...]]] = {}
@@ -79,7 +75,7 @@ class Catalog:
 
     def add(self, plan: Plan) -> None:
         """Keeps `plan` for its pattern, unless one as short and with as high a bound is kept already. One with the
-        layers cut otherwise is kept with those of its partition (`at`), unless this catalog is over them.
+        layers cut otherwise is kept with those of its partition (`at`).
 
         Raises InputError for a plan of another job, technique or memory limit.
         """
@@ -90,7 +86,7 @@ class Catalog:
         ):
             if value != expected:
                 raise InputError(field, str(value), f"that of the catalog, {expected}")
-        if self.over == "schedules" and plan.partition and plan.partition != self.job.partition:
+        if plan.partition and plan.partition != self.job.partition:
             self.at(plan.partition).add(plan)
             return
         pattern, places = canonical_pattern(parse_workers(plan.failed), self.job)
@@ -141,19 +137,13 @@ class Catalog:
         plan = self.find(problem.failed)
         if plan is not None:
             return plan, f"from the catalog: planned ahead for {what} ({plan.solver.name}, {_gap(plan)})"
-        layout = None
-        if self.over != "schedules":
-            layout = lay_out(self.job, problem.failed, technique=self.technique, memory=self.memory, over=self.over)
-            problem = layout.problem
-        plan = make_plan(problem, solver="list", look_ahead=False, layout=layout)
+        plan = make_plan(problem, solver="list", look_ahead=False)
         return plan, f"no plan was made ahead for {what}: the list scheduler made one now ({_gap(plan)})"
 
     # -- JSON --------------------------------------------------------------------------------
 
     def to_json(self) -> str:
-        head = CatalogDoc(
-            job=job_doc(self.job), technique=self.technique, memory=self.memory.text, over=self.over, plans=()
-        )
+        head = CatalogDoc(job=job_doc(self.job), technique=self.technique, memory=self.memory.text, plans=())
         before, _, after = head.model_dump_json().partition(_NO_PLANS)
         return f"{before}{_NO_PLANS[:-1]}{','.join(plan.to_json() for plan in self.plans)}]{after}"
 
@@ -165,7 +155,7 @@ class Catalog:
         except ValidationError as error:
             raise PlanError(f"{source} is not a catalog: {first_problem(error)}") from None
         memory = MemoryLimit.parse(document.memory, field="memory")
-        catalog = cls(document.job.job(), document.technique, memory, document.over)
+        catalog = cls(document.job.job(), document.technique, memory)
         for plan in document.plans:
             catalog.add(plan)
         return catalog

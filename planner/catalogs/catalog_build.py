@@ -29,7 +29,7 @@ from openrecycle.planner.plans.packed import (
     unpack,
     with_effort,
 )
-from openrecycle.planner.plans.plan import PlanError, job_doc
+from openrecycle.planner.plans.plan import PlanError
 from openrecycle.planner.solvers.base import Cancelled
 
 if TYPE_CHECKING:
@@ -200,19 +200,10 @@ def _enough(header: Header, effort: Effort) -> bool:
 
 
 def _tasks(question: CatalogQuestion, missing: Sequence[Target], effort: Effort) -> Iterator[Task]:
-    job = job_doc(question.job).model_dump_json()
+    question = replace(question, job=question.job.at_home)
     nested = len({t.failures for t in missing}) == len(missing)
     for chunk in _chunks(question, missing, effort, nested):
-        yield Task(
-            job,
-            question.technique.value,
-            question.memory.text,
-            effort.solver,
-            effort.time_limit,
-            tuple(chunk),
-            nested,
-            question.over,
-        )
+        yield Task(question, effort, tuple(chunk), nested)
 
 
 def _chunks(

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from openrecycle.planner.check import checked
-from openrecycle.planner.jobs.job import MemoryLimit, Over, Problem, Technique, Worker
+from openrecycle.planner.jobs.job import Over, Problem, Worker
 from openrecycle.planner.layers.partition import Layout, bound_over, lay_out
 from openrecycle.planner.plans.bounds import Bound, period_bound
 from openrecycle.planner.plans.packed import CatalogQuestion, Effort, pack, plan_name
-from openrecycle.planner.plans.plan import PROVERS, JobDoc, Plan
+from openrecycle.planner.plans.plan import PROVERS, Plan
 from openrecycle.planner.plans.schedule import Schedule
 from openrecycle.planner.solvers.base import Solution
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
@@ -38,14 +38,10 @@ class Target:
 class Task:
     """Targets of one question, for one process. Plain data: it goes to other machines as it is."""
 
-    job: str
-    technique: str
-    memory: str
-    solver: str
-    time_limit: float | None
+    question: CatalogQuestion
+    effort: Effort
     targets: tuple[Target, ...]
     nested: bool
-    over: Over = "schedules"
 
 
 def workers_of(rows: Rows) -> frozenset[Worker]:
@@ -58,12 +54,8 @@ def work(task: Task) -> Blobs:
     From the largest count down: with `nested` failures a plan for more serves for fewer, and where
     it is as short as the bound allows for fewer, nothing needs solving.
     """
-    question = CatalogQuestion(
-        JobDoc.model_validate_json(task.job).job(), Technique(task.technique), MemoryLimit.parse(task.memory), task.over
-    )
-    effort = Effort(solver=task.solver, time_limit=task.time_limit)
-    job = question.job
-    large = job.ops >= LARGE
+    question, effort, over = task.question, task.effort, task.question.over
+    large = question.job.ops >= LARGE
     reusable: ReusablePlan | None = None
     solved = False
     out: list[tuple[str, bytes]] = []
@@ -73,7 +65,7 @@ def work(task: Task) -> Blobs:
             next(filter(None, (reusable.for_fewer(p) for p in problems)), None) if reusable and task.nested else None
         )
         if taken is not None:
-            problems = [p for p in problems if bound_over(p, task.over) < taken.period]
+            problems = [p for p in problems if bound_over(p, over) < taken.period]
         if large and (taken or len(problems) > 1):
             # What its neighbour did without is tried at every few counts only.
             worth_trying = taken is None or solved or target.failures % TRIED == 0
@@ -83,7 +75,7 @@ def work(task: Task) -> Blobs:
             begin = time.perf_counter()
             limit = effort.time_limit or float("inf")
             ahead = effort.solver != "list"  # its plans are compared with each other in the end
-            layouts = [_laid_out(problem, task.over) for problem in problems]
+            layouts = [_laid_out(problem, over) for problem in problems]
             solutions = [
                 of_layout(
                     best_solution(layout.problem, solver=effort.solver, time_limit=limit, look_ahead=ahead), layout
@@ -98,7 +90,7 @@ def work(task: Task) -> Blobs:
                 continue
         assert taken is not None
         reusable = taken
-        out.append(taken.stored(bound_over(taken.schedule.problem, task.over), effort, task.over))
+        out.append(taken.stored(bound_over(taken.schedule.problem, over), effort, over))
     return out
 
 

@@ -81,9 +81,9 @@ EXPORTERS: Mapping[str, ExportFormat] = MappingProxyType(
 )
 
 
-def format_named(name: str, *, field: str = "--format") -> ExportFormat:
+def format_named(name: str) -> ExportFormat:
     """Raises InputError for a format that there is none of."""
     try:
         return EXPORTERS[name]
     except KeyError:
-        raise InputError(field, name, "one of " + ", ".join(EXPORTERS)) from None
+        raise InputError("--format", name, "one of " + ", ".join(EXPORTERS)) from None

@@ -104,16 +104,16 @@ def text_width(text: str, size: float, *, character: float = DIGIT_WIDTH) -> flo
     return len(text) * size * character
 
 
-def hatch_lines(rect: Rect, spacing: float = HATCH.size) -> Iterator[tuple[Point, Point]]:
+def hatch_lines(rect: Rect) -> Iterator[tuple[Point, Point]]:
     """45 degree lines across `rect`, cut off at its edges."""
     left, right = rect.x, rect.x + rect.width
     bottom = rect.y + rect.height
-    foot = left - rect.height + spacing / 2
+    foot = left - rect.height + HATCH.size / 2
     while foot < right:
         x0, x1 = max(foot, left), min(foot + rect.height, right)
         if x1 > x0:
             yield (x0, bottom - (x0 - foot)), (x1, bottom - (x1 - foot))
-        foot += spacing
+        foot += HATCH.size
 
 
 def blend(over: str, under: str, opacity: float) -> str:

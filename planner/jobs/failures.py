@@ -18,9 +18,9 @@ def parse_workers(names: Iterable[str], *, field: str = "failed") -> frozenset[W
     return frozenset(Worker.parse(name, field=field) for name in names)
 
 
-def parse_failed(names: Iterable[str], job: Job, *, field: str = "--fail") -> frozenset[Worker]:
+def parse_failed(names: Iterable[str], job: Job) -> frozenset[Worker]:
     """Workers of `job` by name, W<pipeline>_<stage>. Raises InputError for any other text."""
-    return frozenset(job.check_worker(worker, field=field) for worker in parse_workers(names, field=field))
+    return frozenset(job.check_worker(worker, field="--fail") for worker in parse_workers(names, field="--fail"))
 
 
 def failures_per_stage(failed: Iterable[Worker], job: Job) -> tuple[int, ...]:

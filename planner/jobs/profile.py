@@ -198,9 +198,9 @@ def parse_partition(text: str, *, field: str = "partition") -> tuple[int, ...]:
     return tuple(map(int, filter(None, text.replace(" ", "").split(","))))
 
 
-def parse_durations(text: str, *, field: str = "--durations") -> dict[str, float]:
+def parse_durations(text: str) -> dict[str, float]:
     """Reads `F=1,I=1,W=1,O=0,transfer=0` (any subset). Raises InputError."""
-    known = ("F", "I", "W", "O", "transfer")
+    field, known = "--durations", ("F", "I", "W", "O", "transfer")
     out: dict[str, float] = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
         key, _, raw = part.partition("=")

@@ -65,10 +65,10 @@ def names(all_of_them: Sequence[str], limit: int = 6, last: str = ", ") -> str:
     return last.join(filter(None, (", ".join(all_of_them[:-1]), *all_of_them[-1:])))
 
 
-def micro_batch_names(numbers: Sequence[int], micro_batches: int, most: int = 6) -> str:
+def micro_batch_names(numbers: Sequence[int], micro_batches: int) -> str:
     """`micro-batch 1.3`, or `micro-batches 0.0, 1.3 and 2 more`. numbers: counted over the pipelines, which have
     `micro_batches` each."""
-    shown = names([f"{n // micro_batches}.{n % micro_batches}" for n in numbers], most)
+    shown = names([f"{n // micro_batches}.{n % micro_batches}" for n in numbers])
     return f"micro-batch{'' if len(numbers) == 1 else 'es'} {shown}"
 
 

@@ -94,14 +94,12 @@ def lay_out(
     memory: MemoryLimit = MemoryLimit("uniform"),  # noqa: B008 (frozen)
     over: Over = "partitions",
     present: Partition | None = None,
-    effort: int = EFFORT,
 ) -> Layout:
     """The layout with the shortest plan.
 
     over: what may be chosen; with `layouts` workers may change their stage. present: the partition in force, by
-    default that of `job`; of equal partitions the one to which fewer layers move. effort: ops that are scheduled to
-    compare partitions, about. Depends on nothing else, so whoever asks gets the same. Raises InputError, and
-    InfeasibleError when none has a plan.
+    default that of `job`; of equal partitions the one to which fewer layers move. Depends on nothing else, so whoever
+    asks gets the same. Raises InputError, and InfeasibleError when none has a plan.
     """
     if not job.layers:
         raise InputError("layers", 0, "a job with layers, of which a partition can be chosen")
@@ -111,18 +109,18 @@ def lay_out(
     if over == "schedules" or (over == "partitions" and min(counts) < 1):
         problem = Problem(job.with_partition(now), dead, technique, memory)  # raises where a stage is dead
         bound = Bound(period_bound(problem), "the partition is given")
-        return _Choice(problem, now, effort).given(bound)
+        return _Choice(problem, now, EFFORT).given(bound)
     bounds = layer_bounds(job, technique, memory)
     options: list[Layout] = []
     if min(counts) > 0 and bounds.least(counts) is not None:
-        options.append(_made(bounds, dead, counts, job, now, effort))
+        options.append(_made(bounds, dead, counts, job, now, EFFORT))
     found = bounds.fewest(sum(counts)) if over == "layouts" else None
     if found is not None:
         bound, wanted = found
         options = [replace(layout, bound=bound, over=over) for layout in options]
         if wanted != counts:
             migrations, after = migrations_to(job, dead, tuple(job.pipelines - n for n in wanted))
-            made = _made(bounds, after, wanted, job, now, effort)
+            made = _made(bounds, after, wanted, job, now, EFFORT)
             options.append(replace(made, bound=bound, over=over, migrations=migrations))
     if not options:
         bounds.refuse(counts)
@@ -135,13 +133,13 @@ def staffed(
     *,
     technique: Technique,
     memory: MemoryLimit,
-    present: Partition | None = None,
     effort: int = EFFORT,
     final: int = FINAL,
 ) -> Layout | None:
-    """The best layout of so many living workers, wherever they are needed; None where they can't run the job. final: so
-    many of the shortest are planned in full."""
-    now = job.partition if present is None else present
+    """The best layout of so many living workers, wherever they are needed; None where they can't run the job.
+
+    effort: ops that are scheduled to compare partitions, about. final: so many of the shortest are planned in full.
+    """
     bounds = layer_bounds(job, technique, memory)
     found = bounds.fewest(workers)
     if found is None:
@@ -149,7 +147,7 @@ def staffed(
     bound, counts = found
     # Failures that share pipelines make shorter plans (measured).
     dead = frozenset(Worker(p, s) for s, n in enumerate(counts) for p in range(job.pipelines - n))
-    return replace(_made(bounds, dead, counts, job, now, effort, final), bound=bound, over="layouts")
+    return replace(_made(bounds, dead, counts, job, job.partition, effort, final), bound=bound, over="layouts")
 
 
 def bound_over(problem: Problem, over: Over) -> int:

@@ -7,7 +7,6 @@ without recomputation. An analytic profile is a first guess: a measured one is b
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from openrecycle.planner.jobs.errors import InputError
@@ -33,17 +32,20 @@ class ModelShape:
     def parameters(self) -> int:
         return self.layers * self.layer_parameters + (self.vocabulary + self.sequence) * self.hidden
 
-    def layer_flops(self, samples: int) -> float:
-        """Of one layer's forward for so many samples; the gradients of input and weights take as many each."""
-        return samples * self.sequence * (24 * self.hidden**2 + 4 * self.sequence * self.hidden)
+    @property
+    def layer_flops(self) -> float:
+        """Of one layer's forward of a sample; the gradients of input and weights take as many each."""
+        return self.sequence * (24 * self.hidden**2 + 4 * self.sequence * self.hidden)
 
-    def head_flops(self, samples: int) -> float:
+    @property
+    def head_flops(self) -> float:
         """Of the forward of the vocabulary's projection."""
-        return 2.0 * samples * self.sequence * self.hidden * self.vocabulary
+        return 2.0 * self.sequence * self.hidden * self.vocabulary
 
-    def layer_activation_bytes(self, samples: int) -> float:
-        """What one layer keeps between forward and backward, in 16 bits."""
-        return samples * self.sequence * self.hidden * (34 + 5 * self.heads * self.sequence / self.hidden)
+    @property
+    def layer_activation_bytes(self) -> float:
+        """What one layer keeps of a sample between forward and backward, in 16 bits."""
+        return self.sequence * self.hidden * (34 + 5 * self.heads * self.sequence / self.hidden)
 
 
 # The 3.35B shape is not published with ReCycle: this one has that many parameters.
@@ -63,24 +65,8 @@ SHAPES = {
 }
 
 
-@dataclass(frozen=True)
-class WorkerHardware:
-    """One worker. flops: peak per second in 16 bits. efficiency: share of it that ops reach.
-
-    bandwidth: bytes per second between workers. memory: bytes.
-    """
-
-    name: str = "A100 80 GB, 100 Gb/s"
-    flops: float = 312e12
-    efficiency: float = 0.45
-    bandwidth: float = 12.5e9
-    memory: int = 80 * 10**9
-
-    def __post_init__(self) -> None:
-        for field in ("flops", "efficiency", "bandwidth", "memory"):
-            value = getattr(self, field)
-            if not (math.isfinite(value) and value > 0):
-                raise InputError(f"hardware.{field}", value, "a number above 0")
+# A worker: A100 80 GB, 100 Gb/s. FLOPS in 16 bits, of which ops reach a share; bytes per second between workers; bytes.
+FLOPS, EFFICIENCY, BANDWIDTH, MEMORY = 312e12, 0.45, 12.5e9, 80 * 10**9
 
 
 def model_shape(name: str) -> ModelShape:
@@ -90,22 +76,11 @@ def model_shape(name: str) -> ModelShape:
     return SHAPES[name]
 
 
-def analytic_job(
-    shape: ModelShape,
-    pipelines: int,
-    stages: int,
-    micro_batches: int,
-    *,
-    samples: int = 1,
-    hardware: WorkerHardware | None = None,
-) -> Job:
-    """The job in milliseconds; each micro-batch has so many samples. Raises InputError.
+def analytic_job(shape: ModelShape, pipelines: int, stages: int, micro_batches: int) -> Job:
+    """The job in milliseconds; each micro-batch has one sample. Raises InputError.
 
     The first stage also holds the embedding, the last one the projection to the vocabulary, tied to it.
     """
-    machine = hardware or WorkerHardware()
-    if isinstance(samples, bool) or not 1 <= samples <= 4096:
-        raise InputError("samples per micro-batch", samples, "a whole number from 1 to 4096")
     if not 1 <= stages <= shape.layers:
         raise InputError("stages", stages, f"a number from 1 to {shape.layers}, the layers of {shape.name}")
     share, more = divmod(shape.layers, stages)
@@ -114,13 +89,13 @@ def analytic_job(
         # Stages in the middle take what does not divide: the ends have the embedding.
         layers = share + (1 <= stage <= more if more < stages - 1 else stage < more)
         parameters = layers * shape.layer_parameters
-        flops = layers * shape.layer_flops(samples)
+        flops = layers * shape.layer_flops
         if stage in (0, stages - 1):
             parameters += shape.vocabulary * shape.hidden
         if stage == stages - 1:
-            flops += shape.head_flops(samples)
-        forward = _milliseconds(flops / (machine.flops * machine.efficiency))
-        ring = [2 * (peers - 1) / peers * 2 * parameters / machine.bandwidth for peers in range(1, pipelines + 1)]
+            flops += shape.head_flops
+        forward = _milliseconds(flops / (FLOPS * EFFICIENCY))
+        ring = [2 * (peers - 1) / peers * 2 * parameters / BANDWIDTH for peers in range(1, pipelines + 1)]
         profiles.append(
             StageProfile(
                 forward=forward,
@@ -129,13 +104,13 @@ def analytic_job(
                 # Reading and writing 16 bytes per parameter at a memory bandwidth of about 2 TB/s.
                 optimizer=_milliseconds(2 * 16 * parameters / 2e12),
                 reductions=tuple(map(_milliseconds, ring)),
-                activation_bytes=round(layers * shape.layer_activation_bytes(samples)),
-                weight_backward_bytes=round(layers * shape.layer_activation_bytes(samples)),
+                activation_bytes=round(layers * shape.layer_activation_bytes),
+                weight_backward_bytes=round(layers * shape.layer_activation_bytes),
                 weight_bytes=4 * parameters,
                 optimizer_bytes=12 * parameters,
             )
         )
-    transfer = _milliseconds(2 * samples * shape.sequence * shape.hidden / machine.bandwidth)
+    transfer = _milliseconds(2 * shape.sequence * shape.hidden / BANDWIDTH)
     return Job(
         pipelines,
         stages,
@@ -143,7 +118,7 @@ def analytic_job(
         profiles=tuple(profiles),
         transfers=(transfer,) * (stages - 1),
         time_unit="ms",
-        capacity_bytes=(machine.memory,) * stages,
+        capacity_bytes=(MEMORY,) * stages,
     )
 
 

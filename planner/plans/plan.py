@@ -91,6 +91,9 @@ _WHERE_GIVEN = Field(exclude_if=lambda value: not value)
 
 
 _AT_A_TIME = 256
+# Longer documents are read worker by worker, and all are written so: pydantic and json let no other
+# thread run meanwhile, which for 2,048 workers at once takes seconds.
+AT_ONCE = 1_000_000
 # Plans come from files of others and are printed on terminals: no control characters.
 PRINTABLE = r"^[^\x00-\x1f\x7f-\x9f]*$"
 
@@ -494,7 +497,7 @@ class Plan(DocumentModel):
             body["partition"] = list(self.partition)
         head = json.dumps(body, sort_keys=True, separators=(",", ":"))
         digest = hashlib.sha256(f'{head[:-1]},"workers":{{'.encode())
-        # `workers` is the last key of all; worker by worker, for the reason that `_PIECEMEAL` gives.
+        # `workers` is the last key of all; worker by worker, for the reason that `AT_ONCE` gives.
         for i, (name, ops) in enumerate(self.workers.canonical()):
             digest.update(f'{"," if i else ""}"{name}":{ops}'.encode())
         digest.update(b"}}")
@@ -548,10 +551,10 @@ class Plan(DocumentModel):
         return f"{before}{empty[:-1]}{workers}}}{after}"
 
     @classmethod
-    def from_json(cls, text: str | bytes, *, source: str = "plan") -> Plan:
-        """Raises PlanError naming the first field that is wrong."""
+    def from_json(cls, text: str | bytes, *, source: str = "plan", at_once: int = AT_ONCE) -> Plan:
+        """at_once: characters up to which it is read at once. Raises PlanError naming the first field that is wrong."""
         try:
-            read = cls._piecemeal(text) if len(text) > _PIECEMEAL else None
+            read = cls._piecemeal(text) if len(text) > at_once else None
             if read is None:
                 read = cls.model_validate_json(text)
                 refuse_duplicates(text)
@@ -625,9 +628,6 @@ class Plan(DocumentModel):
 
 
 _OPS: TypeAdapter[tuple[OpDoc, ...]] = TypeAdapter(_OpDocs)
-# Longer documents are read worker by worker, and all are written so: pydantic and json let no other
-# thread run meanwhile, which for 2,048 workers at once takes seconds.
-_PIECEMEAL = 1_000_000
 _NO_WORKERS = '"workers":{}'
 _WORKER = re.compile(r'"(W[0-9]{1,6}_[0-9]{1,6})":(\[[^\[\]]*\])(?:,(?=")|(?=\}))')
 

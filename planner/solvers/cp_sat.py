@@ -49,15 +49,14 @@ PATIENCE = 20
 class CpSatSolver:
     """The Solver of this module.
 
-    workers: CP-SAT's threads. seed: equal seeds give equal searches, as far as the clock lets them
-    (a time limit cuts where it cuts). free_routes: whether step 2 is taken.
+    workers: CP-SAT's threads. free_routes: whether step 2 is taken. Equal questions have equal searches, as far as the
+    clock lets them (a time limit cuts where it cuts).
     """
 
     name = "cp-sat"
 
-    def __init__(self, *, workers: int = 2, seed: int = 0, free_routes: bool = True) -> None:
+    def __init__(self, *, workers: int = 2, free_routes: bool = True) -> None:
         self.workers = workers
-        self.seed = seed
         self.free_routes = free_routes
 
     def solve(
@@ -83,7 +82,6 @@ class CpSatSolver:
             begin,
             begin + time_limit,
             self.workers,
-            self.seed,
             on_progress,
             cancelled,
         )
@@ -101,10 +99,10 @@ class _Search:
     begin: float
     deadline: float
     workers: int
-    seed: int
     on_progress: ProgressCallback | None
     cancelled: Cancelled | None
     stopped: bool = field(init=False, default=False)
+    seed: int = field(init=False, default=0)
     _told: tuple[int, int] | None = field(init=False, default=None)
 
     def go(self, *, free_routes: bool) -> str:

@@ -4,7 +4,8 @@ Model (a serialized ModelProto) on standard input; one JSON object on standard o
 variable id. DEADLINE: of the machine's monotonic clock, since the imports take some of the time that there is.
 
 A process, because HiGHS takes no interruption through MathOpt, writes to standard output whatever
-it is told, and may want more memory than its caller has to give.
+it is told, and may want more memory than its caller has to give. Of its caller's process group, with its niceness and
+limits: it is killed with it. It imports no more than the solver, in 0.3 s, and nothing of the script that plans.
 """
 
 from __future__ import annotations

@@ -252,8 +252,8 @@ class Rearranger:
 
     name = "list+windows"
 
-    def __init__(self, *, seed: int = 0, compiled: bool = True) -> None:
-        self._seed, self._compiled = seed, compiled
+    def __init__(self, *, compiled: bool = True) -> None:
+        self._compiled = compiled
 
     def solve(
         self,
@@ -289,7 +289,7 @@ class Rearranger:
                 problem if start is warm_start else start.problem,
                 start,
                 bound,
-                random.Random(self._seed),
+                random.Random(0),
                 compiled=self._compiled,
             )
             for start in starts

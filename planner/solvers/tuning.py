@@ -36,9 +36,6 @@ class Tuner:
 
     name = "list+tuning"
 
-    def __init__(self, *, seed: int = 0) -> None:
-        self._seed = seed
-
     def solve(
         self,
         problem: Problem,
@@ -59,7 +56,7 @@ class Tuner:
         table = _table(searched(problem), time_limit)
         pool = self._pool(table, bound, over)
         best, chosen = pool[0]
-        noise = random.Random(self._seed)
+        noise = random.Random(0)
         while best.period > bound and not over():
             k = noise.randrange(len(pool))
             result, settings = pool[k]

@@ -5,14 +5,12 @@ from __future__ import annotations
 from itertools import combinations
 from pathlib import Path
 
-import pytest
-
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.catalogs.catalog_build import build_catalog
 from openrecycle.planner.catalogs.catalog_engines import InlineEngine
 from openrecycle.planner.catalogs.catalog_store import open_folder
 from openrecycle.planner.check import check
-from openrecycle.planner.jobs.job import Job, MemoryLimit, Over, Technique, Worker
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
 from openrecycle.planner.layers.partition import bound_over
 from openrecycle.planner.plans.packed import CatalogQuestion, Effort
 
@@ -49,15 +47,13 @@ def test_a_catalog_of_one_partition_is_another(tmp_path: Path) -> None:
     assert all(shorter) and shorter[1].plan.metrics.period < shorter[0].plan.metrics.period  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("over", ["schedules", "partitions"])
-def test_a_plan_that_is_made_now(over: Over) -> None:
-    catalog = Catalog(JOB, Technique.STAGGERED, MemoryLimit("none"), over)
+def test_a_plan_that_is_made_now() -> None:
+    catalog = Catalog(JOB, Technique.STAGGERED, MemoryLimit("none"))
     plan, _ = catalog.plan_for([Worker(1, 1)])
-    assert check(plan) == [] and plan.metrics.bound_over == over
-    assert (plan.partition == (4, 4, 4)) == (over == "schedules")
+    assert check(plan) == [] and plan.metrics.bound_over == "schedules" and plan.partition == (4, 4, 4)
     catalog.add(plan)
     again = Catalog.from_json(catalog.to_json())
-    assert again.over == over and again.find([Worker(1, 1)]) == plan
+    assert again.find([Worker(1, 1)]) == plan
     renamed = again.find([Worker(2, 1)])
     assert renamed is not None and renamed.partition == plan.partition and check(renamed) == []
 

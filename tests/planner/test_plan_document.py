@@ -39,7 +39,7 @@ def test_what_is_done_worker_by_worker_is_as_if_it_were_done_at_once(problem: Pr
     plan = make_plan(problem, solver="list", look_ahead=False)
     document = plan.model_dump_json()
     assert plan.to_json() == document
-    assert Plan._piecemeal(document) == Plan._piecemeal(document.encode()) == plan
+    assert Plan.from_json(document, at_once=0) == Plan.from_json(document.encode(), at_once=0) == plan
     body = plan.model_dump(mode="json", include={"schema_version", "job", "failed", "technique", "memory", "workers"})
     whole = json.dumps(body, sort_keys=True, separators=(",", ":"))
     assert plan.compute_fingerprint() == hashlib.sha256(whole.encode()).hexdigest()[:32]
@@ -60,20 +60,16 @@ def test_what_is_done_worker_by_worker_is_as_if_it_were_done_at_once(problem: Pr
         ('"schema_version":1', '"schema_version":2'),
     ],
 )
-def test_a_long_document_is_read_or_refused_as_a_short_one_is(
-    plan: Plan, old: str, new: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_document_is_read_or_refused_as_a_short_one_is(plan: Plan, old: str, new: str) -> None:
     document = plan.to_json().replace(old, new, 1)
 
-    def outcome() -> Plan | str:
+    def outcome(at_once: int) -> Plan | str:
         try:
-            return Plan.from_json(document)
+            return Plan.from_json(document, at_once=at_once)
         except PlanError as error:
             return str(error)
 
-    short = outcome()
-    monkeypatch.setattr("openrecycle.planner.plans.plan._PIECEMEAL", 0)
-    assert outcome() == short
+    assert outcome(0) == outcome(len(document))
 
 
 def test_the_fingerprint_is_of_the_ops_and_not_of_who_solved_them(plan: Plan) -> None:
