@@ -50,7 +50,7 @@ def _job_key() -> Mapped[str]:
 class JobRow(Base):
     """One training job. spec: the JobSpec as JSON. reason: why it is in `state`, where that needs one.
 
-    mode: who decides how it goes on, automatic or manual. patience: seconds that it waits in manual mode.
+    mode: who decides how it goes on, automatic or manual. choice_timeout: seconds that it waits in manual mode.
     frozen_by: the operator who has frozen its plan; "": nobody. broken: the transfer that broke in the generation in
     force, as JSON (reporter, worker, detail); "": none. moves: (from, to) of workers that have taken another place
     in a generation which is still to open, as JSON. baseline: what its throughput is measured by
@@ -66,7 +66,7 @@ class JobRow(Base):
     state: Mapped[str] = mapped_column(String(16))
     reason: Mapped[str] = mapped_column(Text, default="")
     mode: Mapped[str] = mapped_column(String(16), default="automatic", server_default="automatic")
-    patience: Mapped[float] = mapped_column(Double, default=60.0, server_default="60")
+    choice_timeout: Mapped[float] = mapped_column(Double, default=60.0, server_default="60")
     frozen_by: Mapped[str] = mapped_column(String(80), default="", server_default="")
     broken: Mapped[str] = mapped_column(Text, default="", server_default="")
     moves: Mapped[str] = mapped_column(Text, default="[]", server_default="[]")

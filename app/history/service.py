@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
+from openrecycle.agent.coordination.membership import PRESENT
 from openrecycle.agent.messages.protocol import WorkerState
 from openrecycle.app.history.archive import REST, HistoryError, Imported, abandoned, export, import_history
 from openrecycle.app.jobs.live_job import LiveJob
@@ -36,7 +37,7 @@ CHUNK_SECONDS, DRAIN_SECONDS = 60.0, 15.0
 MOST_MEMORY = 8 * 2**30
 """A file that asks for more than any history needs ends the process that reads it, and harms no other."""
 FOLLOW_SECONDS = 5.0
-_ALIVE = (WorkerState.RUNNING, WorkerState.SUSPECT, WorkerState.REJOINING)
+_ALIVE = frozenset({*PRESENT, WorkerState.STARTING})
 
 
 class JobReader(Protocol):
@@ -145,11 +146,11 @@ class Histories:
 
     def delete(self, job_id: str, actor: str) -> None:
         """From now on there is no such job; its rows are deleted in the background. Raises ConsoleError."""
-        if why := self.kept_for(job_id):
-            raise ConsoleError(409, "job_runs", f"job: {job_id} {why}, expected one that has ended")
         job = self._jobs.find(job_id)
         audit = {"at": time.time(), "actor": named(actor), "action": "delete"}
-        with job.lock, storing():
+        with job.lock, storing():  # nobody registers meanwhile
+            if why := self.kept_for(job_id):
+                raise ConsoleError(409, "job_runs", f"job: {job_id} {why}, expected one that has ended")
             self._rows.hide(job_id, {**audit, "job_id": job_id, "target": job_id, "detail": job.spec.name})
         self._jobs.let_go(job_id)
         self._deleted.set()
@@ -158,7 +159,8 @@ class Histories:
     def kept_for(self, job_id: str) -> str:
         """Why it can't be deleted now: `is running (W0_0 lives)`; "" where it can be. Raises ConsoleError."""
         job = self._jobs.find(job_id)
-        alive = sorted(name for name, m in job.state.members.items() if m.state in _ALIVE)
+        members = job.state.members.values()
+        alive = sorted(m.name for m in members if m.state in _ALIVE and m.incarnation is not None)
         return f"is {job.state.job_state} ({alive[0]} lives)" if alive and not job.state.over else ""
 
     def look(self) -> None:

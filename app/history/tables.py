@@ -36,7 +36,7 @@ Record = dict[str, Any]
 # Not exported: what other jobs or consoles count by, and a key under which requests find the job again.
 LEFT_OUT = {"job": ("idempotency_key",), "worker_state": ("id",), "heartbeat": ("id",), "audit": ("id",)}
 # Columns that older versions had, which their files have still.
-GONE = {"worker": ("host", "pid")}
+GONE = {"worker": ("host", "pid"), "job": ("patience",)}
 # The job's id is that of the file, or another one.
 JOB_COLUMN = "job_id"
 MOST_TEXT = 2**20
@@ -90,7 +90,7 @@ _STRICTER: dict[str, Any] = {
     "job.state": Literal["starting", "running", "recovering", "halted", "finished", "stopped"],
     "job.mode": Mode,
     "job.waits": list[tuple[Moment, Moment | None, Annotated[int, Field(ge=0, le=2**53)]]],
-    "job.patience": Annotated[float, Field(ge=LEAST_CHOICE_TIMEOUT, le=MOST_CHOICE_TIMEOUT)],
+    "job.choice_timeout": Annotated[float, Field(ge=LEAST_CHOICE_TIMEOUT, le=MOST_CHOICE_TIMEOUT)],
     "worker.name": WorkerName,
     "worker.state": WorkerState,
     "worker.incarnation": Identifier | None,

@@ -72,7 +72,7 @@ def job_columns(old: State, new: State) -> Record:
     if new.job_state != old.job_state or new.halted != old.halted:
         row = {"state": new.job_state.value, "reason": new.halted or new.over_reason}
     if (new.mode, new.choice_timeout) != (old.mode, old.choice_timeout):
-        row |= {"mode": new.mode.value, "patience": new.choice_timeout}
+        row |= {"mode": new.mode.value, "choice_timeout": new.choice_timeout}
     if new.frozen_by != old.frozen_by:
         row |= {"frozen_by": new.frozen_by}
     if (new.broken, new.links) != (old.broken, old.links):
@@ -181,7 +181,7 @@ def read_state(store: Store, job_row: Record, spec: JobSpec, partition: tuple[in
         over=over,
         over_reason=job_row["reason"] if over else "",
         mode=Mode(job_row["mode"]),
-        choice_timeout=job_row["patience"],
+        choice_timeout=job_row["choice_timeout"],
         frozen_by=job_row["frozen_by"],
         broken=broken,
         links=links,

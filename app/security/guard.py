@@ -148,6 +148,7 @@ _KIB, _MIB = 1024, 1024 * 1024
 _LARGER = {
     "/plans": PLAN_MIB * _MIB,
     "/measured": 4 * _MIB,
+    "/workers": 4 * _MIB,
     "/heartbeats": 4 * _MIB,
     "/acknowledgements": 4 * _MIB,
     "/jobs": 2 * _MIB,

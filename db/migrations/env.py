@@ -5,12 +5,24 @@ from __future__ import annotations
 import os
 
 from alembic import context
-from sqlalchemy import Connection
+from alembic.migration import MigrationContext
+from sqlalchemy import Connection, text
 
 from openrecycle.db.models import Base
 
+# What databases of before the first release say that they are at, where they have all of its tables.
+BEFORE = "release_2"
+
+
+def adopt(connection: Connection) -> None:
+    """A database of before the first release lacks nothing but a name."""
+    if MigrationContext.configure(connection).get_current_revision() == BEFORE:
+        connection.execute(text("alter table job rename column patience to choice_timeout"))
+        connection.execute(text("update alembic_version set version_num = 'first_release'"))
+
 
 def run(connection: Connection) -> None:
+    adopt(connection)
     # render_as_batch: SQLite can't alter a column in place.
     context.configure(connection=connection, target_metadata=Base.metadata, render_as_batch=True)
     with context.begin_transaction():

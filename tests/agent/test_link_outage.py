@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -52,12 +53,14 @@ def test_tries_are_closer_together_than_the_console_waits(monkeypatch: pytest.Mo
 
 
 class Console(ThreadingHTTPServer):
-    """Not there (503) until `back`; keeps the paths and bodies that it took."""
+    """Not there (503) until `back`; keeps the paths and bodies that it took. It takes no
+    registration, as one of another version, and counts those that it refuses."""
 
     daemon_threads = True
 
     def __init__(self) -> None:
         self.back = threading.Event()
+        self.refused = 0
         self.taken: list[tuple[str, dict[str, object]]] = []
         console = self
 
@@ -69,6 +72,15 @@ class Console(ThreadingHTTPServer):
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 if not console.back.is_set():
                     self.send_error(503)
+                    return
+                if self.path.endswith("/workers"):
+                    console.refused += 1
+                    problem = {"title": "", "status": 422, "code": "invalid", "detail": "worker: missing"}
+                    answer = json.dumps(problem).encode()
+                    self.send_response(422)
+                    self.send_header("Content-Length", str(len(answer)))
+                    self.end_headers()
+                    self.wfile.write(answer)
                     return
                 console.taken.append((self.path, body))
                 self.send_response(204)
@@ -110,6 +122,23 @@ def test_a_console_that_comes_back_learns_how_the_job_ended(console: Console) ->
     assert console.taken[1][1]["reason"] == golden("nobody-is-left-to-do")
     assert len(said) == 1
     assert golden("for-up-to-60-s") in said[0]
+
+
+def test_a_launcher_whose_workers_can_not_register_says_why_and_says_it_once(console: Console) -> None:
+    console.back.set()
+    said: list[str] = []
+    link = ConsoleCoordination(
+        lambda: ConsoleClient(f"http://127.0.0.1:{console.server_port}"), "job", said.append, interval=0.01
+    )
+    link.ready(Worker(0, 0), "i1", "node1", [1])
+    deadline = time.monotonic() + TIMEOUT
+    while console.refused < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    told = list(said)
+    link.finished("stopped", "nobody is left to do stage 0")
+    link.close(lambda: True)
+    assert console.refused >= 3, "it is tried again"
+    assert len(told) == 1 and told[0].endswith("worker: missing")
 
 
 def test_nobody_waits_for_long_once_the_launcher_is_told_to_stop(console: Console) -> None:

@@ -129,9 +129,12 @@ def test_a_worker_is_drained(server: ConsoleServer) -> None:
     assert (again.status_code, again.json()["code"]) == (409, "not_running")
     worker = next(w for w in server.get(agents.path("/workers")).json()["workers"] if w["name"] == "W2_1")
     assert (worker["state"], worker["detail"]) == ("leaving", golden("asked-to-leave-by-ada"))
-    # It still counts until it has left.
+    # It still counts until it has left, and another one has no place before.
     assert not agents.heartbeat("W2_1").json()["refused"]
+    early = server.post(agents.path("/workers/W2_1/restart"))
+    assert (early.status_code, early.json()["code"]) == (409, "not_failed")
     agents.exit("W2_1")
+    assert server.post(agents.path("/workers/W2_1/restart")).status_code == 202
     assert agents.heartbeat("W2_1").json()["refused"][0]["code"] == "fenced"
 
 

@@ -87,9 +87,10 @@ def test_out_away_and_in_again(ended: Agents) -> None:
 
 def test_what_the_api_refuses(agents: Agents) -> None:
     server = agents.server
-    agents.register_all()
-    running = server.session.delete(server.base + agents.path(), timeout=30)
-    assert running.status_code == 409 and running.json()["code"] == "job_runs"
+    for register in (lambda: agents.register(agents.names[0]), agents.register_all):
+        register()
+        alive = server.session.delete(server.base + agents.path(), timeout=30)
+        assert alive.status_code == 409 and alive.json()["code"] == "job_runs"
     assert status(server, agents.job_id) == 200
     assert server.get("/jobs/nobody/history.zip").json()["code"] == "unknown_job"
     code, problem = imported(server, b"no zip")

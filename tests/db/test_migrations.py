@@ -7,7 +7,7 @@ import pytest
 from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy import inspect
+from sqlalchemy import inspect, text
 
 from openrecycle.db.models import Base
 from openrecycle.db.session import Database, DatabaseError, alembic_config
@@ -59,18 +59,19 @@ def test_every_migration_can_be_taken_back(database: Database) -> None:
     assert "job" in inspect(database.engine).get_table_names()
 
 
-def test_a_job_of_the_first_release_is_kept(database: Database) -> None:
-    """Its generations know of no partition: that column is of the second."""
+def test_a_database_of_before_the_first_release_is_taken_over_with_its_jobs(database: Database) -> None:
     store = Store(database)
     make_job(store)
-    store.apply("job", JobUpdate(plan=("f", "{}", [], False), generation=generation(1)))
+    store.apply("job", JobUpdate(job={"choice_timeout": 7.5}, plan=("f", "{}", [], False), generation=generation(1)))
     with database._writing() as connection:
-        command.downgrade(alembic_config(connection), "release_1")
-    assert "partition" not in {column["name"] for column in inspect(database.engine).get_columns("generation")}
-    database.upgrade()
-    (kept,) = store.generations("job")
-    assert (kept["living"], kept["partition"], kept["moved_at"]) == (["W0_0", "W1_0"], [], None)
-    assert store.newest_move("job") is None
+        connection.execute(text("alter table job rename column choice_timeout to patience"))
+        connection.execute(text("update alembic_version set version_num = 'release_2'"))
+    for _ in range(2):
+        database.upgrade()
+        job = store.job("job")
+        assert job is not None and job["choice_timeout"] == 7.5
+        assert [kept["living"] for kept in store.generations("job")] == [["W0_0", "W1_0"]]
+    test_the_migrations_make_the_tables_of_the_models(database)
 
 
 def test_one_console_at_a_time_has_an_sqlite_file(tmp_path: Path) -> None:

@@ -1,11 +1,11 @@
-"""All tables, as the first release has them."""
+"""All tables, as the first release has them: until it is out, they change here."""
 
 from __future__ import annotations
 
 import sqlalchemy as sa
 from alembic import op
 
-revision = "release_1"
+revision = "first_release"
 down_revision = None
 branch_labels = None
 depends_on = None
@@ -52,7 +52,7 @@ def upgrade() -> None:
         sa.Column("state", sa.String(length=16), nullable=False),
         sa.Column("reason", sa.Text(), nullable=False),
         sa.Column("mode", sa.String(length=16), server_default="automatic", nullable=False),
-        sa.Column("patience", sa.Double(), server_default="60", nullable=False),
+        sa.Column("choice_timeout", sa.Double(), server_default="60", nullable=False),
         sa.Column("frozen_by", sa.String(length=80), server_default="", nullable=False),
         sa.Column("broken", sa.Text(), server_default="", nullable=False),
         sa.Column("moves", sa.Text(), server_default="[]", nullable=False),
@@ -165,6 +165,8 @@ def upgrade() -> None:
         sa.Column("opened_at", sa.Double(), nullable=False),
         sa.Column("interim_plan", sa.String(length=64), server_default="", nullable=False),
         sa.Column("interim_failed", sa.Text(), server_default="[]", nullable=False),
+        sa.Column("partition", sa.Text(), server_default="[]", nullable=False),
+        sa.Column("moved_at", sa.BigInteger(), nullable=True),
         sa.ForeignKeyConstraint(["job_id"], ["job.id"], name=op.f("fk_generation_job_id_job"), ondelete="CASCADE"),
         sa.ForeignKeyConstraint(
             ["plan_fingerprint"], ["plan.fingerprint"], name=op.f("fk_generation_plan_fingerprint_plan")
