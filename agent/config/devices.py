@@ -8,7 +8,7 @@ The CUDA path has been run on no GPU yet: see agent.transport.nccl. `python -m t
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -150,25 +150,6 @@ def kind_number(device: torch.device) -> int:
     return seed_for(cuda.get_device_name(device), str(torch.version.cuda), *nccl, cudnn.version())
 
 
-def completion(device: torch.device) -> Callable[[], None] | None:
-    """Waits until `device` has done all that this thread gave it to do; None where it has when a call returns.
-
-    An op ends when it has ended on the device: only then are its time, and what a report says of it, true.
-    """
-    if device.type != "cuda":
-        return None
-    import torch
-
-    # Blocking: a thread that spins would take the processor from those that report and cancel.
-    end: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-
-    def wait() -> None:
-        end.record(torch.cuda.current_stream(device))
-        end.synchronize()
-
-    return wait
-
-
 def on_device(value: Any, device: torch.device) -> Any:
     """`value` with every tensor in it on `device`; through tuples, lists and dictionaries."""
     import torch
@@ -185,3 +166,37 @@ def on_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, Mapping):
         return {k: on_device(v, device) for k, v in value.items()}
     return value
+
+
+class Upload:
+    """Brings what was read to `device`, in a stream of its own: beside what that computes already."""
+
+    def __init__(self, device: torch.device) -> None:
+        import torch
+
+        self._device = device
+        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def __call__(self, value: Any) -> Any:
+        """As `on_device`; ready for this thread's stream, and nobody waits for it on the host."""
+        if self._stream is None:
+            return value if self._device.type == "cpu" else on_device(value, self._device)
+        import torch
+
+        here: Any = torch.cuda.current_stream(self._device)
+        with torch.cuda.stream(self._stream):
+            moved = on_device(value, self._device)
+        here.wait_stream(self._stream)
+        _used_in(moved, here)
+        return moved
+
+
+def _used_in(value: Any, stream: Any) -> None:
+    """The memory of these is given to nobody else before `stream` is done with it."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        value.record_stream(stream)
+    elif isinstance(value, (tuple, list, Mapping)):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            _used_in(part, stream)

@@ -428,10 +428,6 @@ class TrainingOptions(OptionGroup):
         if self.checkpoints.resume is not None and self.checkpoints.directory is None:
             raise self.checkpoints.refuse("resume", "`checkpoints.directory` too, the folder to resume from")
         self._check_faults(technique, memory)
-        if self.platform.ranks_per_worker > 1 and self.platform.device != "cpu":
-            raise self.platform.refuse(
-                "ranks_per_worker", "1 with `platform.device` cuda: several ranks run only on CPUs so far"
-            )
         if self.planning.migrate and not self.may_migrate(by_default=False):
             raise self.planning.refuse(
                 "migrate", "nothing with a sharded optimizer, of which each worker keeps parts of its own stage"

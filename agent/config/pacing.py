@@ -49,6 +49,10 @@ class PacedDevice:
         if "I" in pace and "W" in pace:
             self._pace["B"] = pace["I"] + pace["W"]
 
+    def paces(self, kind: str) -> bool:
+        """Is an op of this kind stretched?"""
+        return kind in self._pace
+
     def waited(self) -> None:
         """The next op had to wait for peers and starts when its computation does."""
         self._free = None

@@ -70,7 +70,7 @@ def make_launcher(
     options.check()
     # It takes as long to import torch as this process does, so both do it at the same time.
     start_worker_server(preload(source))
-    if shared := options.platform.check(_workers_here(options.job, role)):
+    if shared := options.platform.check(_workers_here(options.job, role) * options.platform.ranks_per_worker):
         say(shared)
     from openrecycle.agent.jobs.preflight import check_workload
     from openrecycle.agent.launcher import launch

@@ -83,6 +83,11 @@ def process_group(backend: Any, store: Any, rank: int, size: int) -> Any:
     return group
 
 
+def add_nccl(group: Any, backend: Any) -> None:
+    """What is on a GPU goes over `backend` in a group of `process_group`."""
+    group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, backend)
+
+
 def all_gather(into: Tensor, mine: Tensor, group: Any) -> None:
     """Everybody's `mine`, one after the other. Raises RuntimeError."""
     dist.all_gather_single(into, mine, group)

@@ -95,7 +95,8 @@ class DividedBatches:
             own = found if isinstance(found, Tensor) else torch.tensor(float(found))
         except Exception as caught:
             error, weight = caught, 1.0
-        told = torch.stack([own.detach().reshape(()).to(torch.float64), torch.tensor(weight, dtype=torch.float64)])
+        # By way of the host, where weights are.
+        told = torch.tensor([float(own.detach()), weight], dtype=torch.float64)
         values, weights = self._gathered(told).unbind(1)
         if error is not None:
             raise error
@@ -129,7 +130,7 @@ class _Mean(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own: Tensor, mean: Tensor, share: float) -> Tensor:
         ctx.share, ctx.dtype, ctx.shape = share, own.dtype, own.shape
-        return mean.to(own.dtype)
+        return mean.to(own.device, own.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:

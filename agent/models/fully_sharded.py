@@ -51,7 +51,7 @@ class Shard:
 
     def __init__(self, local: nn.Parameter, shape: torch.Size, owners: Sequence[tuple[nn.Module, str]]) -> None:
         self.local, self.owners = local, owners
-        self.whole = nn.Parameter(torch.empty(shape, dtype=local.dtype), local.requires_grad)
+        self.whole = nn.Parameter(torch.empty(shape, dtype=local.dtype, device=local.device), local.requires_grad)
         self.whole.untyped_storage().resize_(0)
         local.whole = self.whole  # type: ignore[attr-defined]
         self._row = shape[1:].numel()
@@ -88,10 +88,10 @@ class Unit:
         self.together = True
         for some in _alike(self.shards):
             bounds = _bounds(shard.each(self._ranks) for shard in some)
-            mine = torch.zeros(bounds[-1][1], dtype=some[0].local.dtype)
+            mine = torch.zeros(bounds[-1][1], dtype=some[0].local.dtype, device=some[0].local.device)
             for shard, (start, _) in zip(some, bounds, strict=True):
                 mine[start : start + shard.local.numel()] = shard.local.detach().reshape(-1)
-            rows = torch.empty(self._ranks, mine.numel(), dtype=mine.dtype)
+            rows = mine.new_empty(self._ranks, mine.numel())
             compat.all_gather(rows.view(-1), mine, self._group)
             for shard, (start, _) in zip(some, bounds, strict=True):
                 storage = shard.whole.untyped_storage()
@@ -119,7 +119,7 @@ class Unit:
             bounds = _bounds(shard.each(self._ranks) for shard in some)
             width = bounds[-1][1]
             # Behind each rank's rows, which parameters have a gradient here.
-            rows = torch.zeros(self._ranks, width + len(some), dtype=wide)
+            rows = torch.zeros(self._ranks, width + len(some), dtype=wide, device=some[0].local.device)
             for place, (shard, (start, _)) in enumerate(zip(some, bounds, strict=True)):
                 gradient = gradients.get(id(shard.whole))
                 if gradient is None:
@@ -128,10 +128,10 @@ class Unit:
                 for row, (a, b) in zip(rows, shard.runs(self._ranks), strict=True):
                     row[start : start + b - a] = flat[a:b]
                 rows[:, width + place] = 1
-            mine = torch.empty(rows.shape[1], dtype=wide)
+            mine = rows.new_empty(rows.shape[1])
             compat.reduce_scatter(mine, rows.view(-1), self._group)
-            for place, (shard, (start, _)) in enumerate(zip(some, bounds, strict=True)):
-                if mine[width + place]:
+            for given, shard, (start, _) in zip(mine[width:].tolist(), some, bounds, strict=True):
+                if given:
                     out.append((shard.local, mine[start : start + shard.local.numel()].view(shard.local.shape)))
         return out
 
@@ -234,12 +234,12 @@ class _Reduction:
         same = [(p, self._gradients.get(id(p))) for p in self._replicated]
         for dtype in sorted({_wide(p.dtype) for p, _ in same}, key=str):
             some = [(p, g) for p, g in same if _wide(p.dtype) == dtype]
-            zeros = [torch.zeros(p.shape, dtype=dtype) if g is None else g for p, g in some]
-            flags = [torch.tensor([float(g is not None)], dtype=dtype) for _, g in some]
-            flat = torch.cat([*(g.reshape(-1).to(dtype) for g in zeros), *flags])
+            zeros = [torch.zeros(p.shape, dtype=dtype, device=p.device) if g is None else g for p, g in some]
+            flags = torch.tensor([float(g is not None) for _, g in some], dtype=dtype).to(some[0][0].device)
+            flat = torch.cat([*(g.reshape(-1).to(dtype) for g in zeros), flags])
             compat.all_reduce(flat, self._group)
-            parts = torch.split(flat, [*(p.numel() for p, _ in some), *(1 for _ in some)])
-            for (parameter, _), part, given in zip(some, parts, parts[len(some) :], strict=False):
+            *parts, given_by = torch.split(flat, [*(p.numel() for p, _ in some), len(some)])
+            for (parameter, _), part, given in zip(some, parts, given_by.tolist(), strict=True):
                 if given:
                     self._reduced.append((parameter, part.view(parameter.shape)))
         if self._changes:

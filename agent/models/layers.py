@@ -200,7 +200,7 @@ class LayerStack(nn.Module):
         for place, (number, layer) in enumerate(self.layers):
             if place:
                 x = _cut(x)
-            _seed(seed_for("layer", seed, number), inputs[0].device)
+            reseed(seed_for("layer", seed, number), inputs[0].device)
             x = self.form.call(number, layer, x)
         return x
 
@@ -229,7 +229,7 @@ class _Cut(torch.autograd.Function):
         return dy[0].contiguous()
 
 
-def _seed(seed: int, device: torch.device) -> None:
+def reseed(seed: int, device: torch.device) -> None:
     """As torch.manual_seed, which takes 0.1 ms to visit every kind of accelerator."""
     if device.type == "cpu":
         torch.default_generator.manual_seed(seed)

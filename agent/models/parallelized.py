@@ -21,7 +21,7 @@ from openrecycle.agent.config.randomness import seed_for
 from openrecycle.agent.models import compat
 from openrecycle.agent.models.divided import DividedBatches, Gather
 from openrecycle.agent.models.fully_sharded import Layer, Shard, Unit
-from openrecycle.agent.models.layers import build_layer, kind_of
+from openrecycle.agent.models.layers import build_layer, kind_of, reseed
 from openrecycle.agent.models.state import StageState
 from openrecycle.agent.models.workload import Workload
 from openrecycle.planner.jobs.errors import InputError
@@ -38,6 +38,7 @@ class Parallelized:
 
     def __init__(self, workload: Workload, rank: int, mesh: Any, gather: Gather, *, divided: bool) -> None:
         self._workload, self._rank, self._mesh, self.divided = workload, rank, mesh, divided
+        self._device = torch.device(mesh.device_type)
         if divided:
             self._workload = DividedBatches(workload, rank, mesh.size(), gather)
         # One of the two, as the workload has it: what it comes in shows by that.
@@ -60,7 +61,7 @@ class Parallelized:
         return module
 
     def _seed(self, module: nn.Module, args: Any) -> None:
-        torch.default_generator.manual_seed(seed_for("rank", torch.default_generator.initial_seed(), self._rank))
+        reseed(seed_for("rank", torch.default_generator.initial_seed(), self._rank), self._device)
 
 
 def is_divided(workload: Workload, layers: int, ranks: int, seed: int) -> bool:

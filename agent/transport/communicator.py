@@ -36,7 +36,7 @@ from openrecycle.agent.transport.group import (
 )
 from openrecycle.agent.transport.host import HostGroup
 from openrecycle.agent.transport.nccl import NcclGroup
-from openrecycle.agent.transport.ranks import Ranks
+from openrecycle.agent.transport.ranks import Connections, Ranks
 from openrecycle.agent.transport.script import MicroBatch
 from openrecycle.agent.transport.store import StoreClient
 from openrecycle.agent.transport.transfers import Lines, OrderedTransfers, TransferLayout, Transfers, connect
@@ -73,12 +73,14 @@ class Standby:
         first: Callable[[], None],
     ) -> None:
         """Begins to connect, in a thread of its own; where a peer does not come, nothing follows but that there are no
-        such connections. with_stage: for the sums of the stage, too. first: called in that thread."""
+        such connections. ranks: of this worker, which connect to each other, too. with_stage: for the sums of the
+        stage, too. first: called in that thread."""
         self.generation, self._me, self.members = generation, me, tuple(members)
         self._lock = threading.Lock()
         self._dropped = False
         self._groups: list[GlooGroup] | None = None
         """Connected: of all members, and where asked for, of those of the stage."""
+        self.of_ranks: Connections | None = None
 
         def connect() -> None:
             begun: list[GlooGroup] = []
@@ -96,6 +98,9 @@ class Standby:
                     if self._dropped:
                         break
                     begun[-1].arm()
+                if not self._dropped:
+                    of_ranks = dist.PrefixStore(f"generation{generation}/{me}/standby", store)
+                    self.of_ranks = ranks.connections(of_ranks, timeouts)
                 stores.give_back(address_of_store, store)
             except (
                 RuntimeError,
@@ -138,7 +143,8 @@ class Standby:
 def _close(groups: list[GlooGroup]) -> None:
     """Of a list that nobody else keeps."""
     for group in groups:
-        group.cancel()  # see Groups.halt
+        group.cancel()  # see Groups.close
+        group.close()
     groups.clear()
 
 
@@ -208,7 +214,8 @@ class Groups:
 
         try:
             if self.ranks.size > 1:
-                self.ranks.connect(dist.PrefixStore(f"generation{generation}/{me}/ranks", store), timeouts)
+                of_ranks = dist.PrefixStore(f"generation{generation}/{me}/ranks", store)
+                self.ranks.connect(of_ranks, timeouts, None if standby is None else standby.of_ranks)
             whole: Group | None = None
             if standby is None:
                 self._control = gloo("world", living)
@@ -287,12 +294,17 @@ class Groups:
 
     def halt(self) -> None:
         """Ends the groups' life, when nobody exchanges anything in them any more."""
-        # A group that was left in peace has its connections still, and gloo's destructor closes each of them under the
-        # interpreter's lock: 10 ms for each, until gloo's thread has let go of it; with 12 workers 100 ms and with 64
-        # 600 ms in which the next generation could not form. `cancel` closes them where the other threads run on.
         for group in self._all:
             group.cancel()
         halt_all(self._all)
+
+    def close(self) -> None:
+        """After `halt`: ends all connections."""
+        # gloo's destructor closes each that there is still, under the interpreter's lock: 10 ms for each, until gloo's
+        # thread has let go of it; with 12 workers 100 ms and with 64 600 ms in which nothing else is done. This closes
+        # them where the other threads run on.
+        for group in self._all:
+            group.close()
 
     @property
     def _all(self) -> list[Group]:
@@ -318,6 +330,8 @@ class Communicator:
         self._formed: tuple[tuple[str, int], int, Worker, Sequence[Worker]] | None = None
         """The store, and what else is known of the generation that was formed last."""
         self._standby: Standby | None = None
+        self._unhurried = threading.Event()
+        """Has there been time to close the connections of the generations before?"""
         self.ranks = Ranks()
         """Of this worker."""
 
@@ -387,7 +401,7 @@ class Communicator:
                     )
                 )
 
-            connects = taken is None or self._transport == "ordered" or self.ranks.size > 1
+            connects = taken is None or self._transport == "ordered"
             groups = self._connect(generation, make, begun) if connects else make()
         except (RuntimeError, OSError) as error:
             if isinstance(error, TransferError):
@@ -409,11 +423,12 @@ class Communicator:
         """Has connections made, beside the training, for the generation after the one formed last: for it alone, and
         whoever of this one dies. Returns at once; does nothing where they are there already, or under way. All workers
         of a generation call it."""
+        self._unhurried.set()
         groups = self._live
         if self._formed is None or groups is None:
             return
         (store, generation, me, living), self._formed = self._formed, None
-        if len(living) > 2:  # a survivor alone has nobody to connect to
+        if len(living) > 2 or self.ranks.size > 1:  # else a survivor has nobody to connect to
             self._standby = Standby(
                 *(self._stores, store, generation, me, living, self._timeouts, self.address, self.ranks),
                 with_stage=self._transport == "tagged",
@@ -448,6 +463,7 @@ class Communicator:
         if not isinstance(groups, Groups):
             for group in list(begun):
                 group.cancel()
+                group.close()
         if groups is None:
             # It may wait at the store for long, and a connection to the store serves one caller at a time.
             self._stores.forget()
@@ -457,11 +473,18 @@ class Communicator:
         return groups
 
     def abandon(self) -> None:
-        """Drops the groups in use. Their destructor waits for gloo's threads, so it runs aside."""
+        """Drops the groups in use. Their destructor waits for gloo's threads, so it runs aside; and where another
+        generation forms already, once that trains."""
         with self._lock:
             groups, self._live = self._live, None
-        if groups is not None:
-            threading.Thread(target=_bury, args=([groups],), name="bury-groups", daemon=True).start()
+            hurry = groups is not None and groups.generation < self._newest
+        if groups is None:
+            return
+        self._unhurried.set()  # whoever waits for that has waited for a whole generation
+        self._unhurried = threading.Event()
+        if not hurry:
+            self._unhurried.set()
+        threading.Thread(target=_bury, args=([groups], self._unhurried), name="bury-groups", daemon=True).start()
 
     def cancel(self, newest_generation: int) -> None:
         """Wakes whoever waits in groups, or for groups, of a generation before `newest_generation`."""
@@ -484,8 +507,10 @@ def _make(make: Callable[[], Groups], made: Made) -> None:
         made.put(error)
 
 
-def _bury(coffin: list[Groups]) -> None:
+def _bury(coffin: list[Groups], unhurried: threading.Event) -> None:
     coffin[0].halt()
+    unhurried.wait()
+    coffin[0].close()
     coffin.clear()
 
 

@@ -21,6 +21,9 @@ class Arriving:
     def __init__(self, inner: PendingTransfer, tensor: Tensor) -> None:
         self._inner, self.tensor = inner, tensor
 
+    def arrived(self) -> bool:
+        return self._inner.arrived()
+
     def wait(self) -> Tensor:
         self.tensor.copy_(self._inner.wait(), non_blocking=True)
         return self.tensor
@@ -39,23 +42,26 @@ class HostGroup:
         return self._inner.rank
 
     def send(self, to: int, tensor: Tensor, tag: int) -> PendingTransfer:
-        return self._inner.send(to, _host_copy(tensor), tag)
+        return self._inner.send(to, host_copy(tensor), tag)
 
     def receive(self, source: int, buffer: Tensor, tag: int) -> PendingTransfer:
-        return Arriving(self._inner.receive(source, _host_memory(buffer), tag), buffer)
+        return Arriving(self._inner.receive(source, host_memory(buffer), tag), buffer)
 
     def begin_sum(self, tensor: Tensor) -> PendingTransfer:
-        return Arriving(self._inner.begin_sum(_host_copy(tensor)), tensor)
+        return Arriving(self._inner.begin_sum(host_copy(tensor)), tensor)
 
     def sum(self, tensor: Tensor) -> None:
         self.begin_sum(tensor).wait()
 
     def begin_broadcast(self, tensor: Tensor, source: int) -> PendingTransfer:
-        host = _host_copy(tensor) if source == self.rank else _host_memory(tensor)
+        host = host_copy(tensor) if source == self.rank else host_memory(tensor)
         return Arriving(self._inner.begin_broadcast(host, source), tensor)
 
     def cancel(self) -> None:
         self._inner.cancel()
+
+    def close(self) -> None:
+        self._inner.close()
 
     def halt(self) -> None:
         self._inner.halt()
@@ -64,11 +70,11 @@ class HostGroup:
         self._inner.rest()
 
 
-def _host_memory(like: Tensor) -> Tensor:
+def host_memory(like: Tensor) -> Tensor:
     """Pinned for a GPU, so that a copy is quick; torch keeps such memory for the next one, once copies are done."""
     return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=like.device.type == "cuda")
 
 
-def _host_copy(tensor: Tensor) -> Tensor:
+def host_copy(tensor: Tensor) -> Tensor:
     """Returns when it is there."""
-    return _host_memory(tensor).copy_(tensor)
+    return host_memory(tensor).copy_(tensor)

@@ -48,30 +48,36 @@ dist: Any = torch.distributed
 _NO_TAG = 0
 # Torch's own limit begins with the call, so it would take a receive that was posted ahead of a long op for failed. Ours
 # begins with the wait.
-_NO_LIMIT = timedelta(days=7)
+NO_LIMIT = timedelta(days=7)
 _GLANCE_SECONDS = 2e-5
 
 
 class NcclPending:
-    """An operation in the group's stream, with `peer` (None: with several). cancelled: of its group."""
+    """An operation in the group's stream, with `peer` (None: with several). cancelled: has its group been?"""
 
     def __init__(
-        self, work: Any, tensor: Tensor, seconds: float, cancelled: threading.Event, peer: Worker | None
+        self, work: Any, tensor: Tensor, seconds: float, cancelled: Callable[[], bool], peer: Worker | None
     ) -> None:
         self._work, self.tensor = work, tensor
         self._seconds, self._cancelled, self._peer = seconds, cancelled, peer
+
+    def arrived(self) -> bool:
+        try:
+            return self._cancelled() or self._completed()
+        except TransferError:
+            return True  # `wait` raises it
 
     def wait(self) -> Tensor:
         # By glances: no wait of torch's is known to end when another thread aborts the group.
         deadline = time.monotonic() + self._seconds
         while not self._completed():
-            if self._cancelled.is_set():
+            if self._cancelled():
                 break
             if time.monotonic() > deadline:
                 raise TransferError(f"no answer from a peer within {self._seconds:g} s", self._peer)
             time.sleep(_GLANCE_SECONDS)
         # An abort completes what it ends: so this is asked after, not before.
-        if self._cancelled.is_set():
+        if self._cancelled():
             raise TransferError("the transfer was cancelled")
         if (failure := compat.failure_of(self._work)) is not None:
             raise TransferError(first_line(failure), self._peer)
@@ -112,7 +118,7 @@ class NcclGroup:
         self._seconds, self._sum_seconds, self._device = timeouts.transfer, timeouts.group, device
         self._cancelled, self._aborting = threading.Event(), threading.Lock()
         self._aborted = False
-        self._group = compat.nccl_group(dist.PrefixStore(name, store), rank, len(members), timeout=_NO_LIMIT)
+        self._group = compat.nccl_group(dist.PrefixStore(name, store), rank, len(members), timeout=NO_LIMIT)
 
     def send(self, to: int, tensor: Tensor, tag: int) -> NcclPending:
         assert tag == _NO_TAG, "NCCL has no tags"
@@ -143,6 +149,9 @@ class NcclGroup:
         # Aside: whoever cancels hears the launcher's news, and must not wait here.
         threading.Thread(target=self._abort, name="abort-group", daemon=True).start()
 
+    def close(self) -> None:
+        """Nothing to do: an abort leaves no connection."""
+
     def halt(self) -> None:
         # abort, never shutdown or destroy: those wait for peers, which may be dead.
         self._cancelled.set()
@@ -165,4 +174,4 @@ class NcclGroup:
             work = operation()
         except RuntimeError as error:
             raise TransferError(first_line(error), peer) from None
-        return NcclPending(work, tensor, seconds, self._cancelled, peer)
+        return NcclPending(work, tensor, seconds, self._cancelled.is_set, peer)

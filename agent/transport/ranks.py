@@ -3,12 +3,22 @@
 torch's DeviceMesh and DTensor know a group by its name for as long as the process lives, while its connections have to
 be made anew with each generation: a rank that leaves an iteration has its siblings wait in a collective of a module,
 and what wakes them (see agent.transport.group) closes the connections. So the group is one of our own that hands each
-call on to a gloo group, which is replaced; as torchft does it with its process groups. No rank outlives another one of
-its worker (agent.workers.rank_relay), so the members never change.
+call on to a group of torch's, which is replaced; as torchft does it with its process groups. No rank outlives another
+one of its worker (agent.workers.rank_relay), so the members never change, and the connections for the next generation
+are made while the present one trains, as all others are (agent.transport.communicator.Standby).
+
+What is on the CPU goes over gloo, and so does what is on a GPU, by way of the host's memory, or over NCCL. Either way
+whoever waits for a collective waits on the host: an op whose collective was cut short must not send on what it made of
+it. NCCL's communicator is not made ahead: a kernel of the training that waits for a peer and the memory that a new
+communicator takes from the device may wait for each other.
+
+NOT RUN: what is on a GPU, where no GPU was at hand (see agent.transport.nccl). That other devices than the CPU go by
+way of the host is tested with a simulated one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import threading
@@ -23,7 +33,10 @@ from torch import Tensor
 
 from openrecycle.agent.config.timeouts import Timeouts
 from openrecycle.agent.models import compat
-from openrecycle.agent.transport.group import TransferError, first_line, wake_all
+from openrecycle.agent.models.stage_io import CPU
+from openrecycle.agent.transport.group import TransferError, first_line, wake
+from openrecycle.agent.transport.host import host_copy, host_memory
+from openrecycle.agent.transport.nccl import NO_LIMIT, NcclPending
 
 dist: Any = torch.distributed
 T = TypeVar("T")
@@ -47,6 +60,8 @@ _COLLECTIVES = (
     "send",
     "recv",
 )
+_IN_PLACE = frozenset({"allreduce", "allreduce_coalesced", "broadcast", "reduce", "send"})
+"""What they are given first is read; the others only write to it, or, where there is nothing to write, read none."""
 
 
 class SiblingError(TransferError):
@@ -67,15 +82,57 @@ def _by_exchange(error: BaseException) -> bool:
     return False
 
 
+class Connections:
+    """Of this rank to the others of its worker, for one generation. Tensors of the CPU go over gloo."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeouts: Timeouts) -> None:
+        """Blocks until all ranks are there. Raises RuntimeError."""
+        # All ranks of a worker are on one node.
+        device = compat.gloo_device("127.0.0.1")
+        seconds = timedelta(seconds=timeouts.group)
+        self._gloo = compat.gloo_group(store, rank, size, timeout=seconds, device=device)
+        self.group = compat.process_group(self._gloo, store, rank, size)
+        """torch's own."""
+        self._rank, self._size = rank, size
+        self._nccl: Any = None
+        self.cancelled = False
+        self.seconds = timeouts.group
+        self.unended: list[Any] = []
+        """What was in them when they were cancelled, and has not ended. Their destructor would wait for it."""
+
+    def add_nccl(self, store: Any, device: torch.device) -> None:
+        """For tensors of `device`, which is this thread's. Blocks until all ranks have called it. Raises
+        RuntimeError."""
+        nccl = compat.nccl_group(store, self._rank, self._size, timeout=NO_LIMIT)
+        # It connects with its first operation.
+        token = torch.zeros(1, device=device)
+        NcclPending(nccl.allreduce([token]), token, self.seconds, lambda: self.cancelled, None).wait()
+        compat.add_nccl(self.group, nccl)
+        self._nccl = nccl
+
+    def carries(self, tensor: Tensor) -> bool:
+        """As it is; else by way of the host's memory."""
+        return tensor.device.type == "cpu" or self._nccl is not None
+
+    def cancel(self) -> None:
+        """Makes every wait in them fail within milliseconds. From any thread."""
+        self.cancelled = True
+        if self._nccl is not None:
+            # Aside: whoever cancels hears the launcher's news, and must not wait here.
+            threading.Thread(target=self._abort, name="abort-ranks", daemon=True).start()
+        wake(self._gloo, (other for other in range(self._size) if other != self._rank))
+
+    def _abort(self) -> None:
+        with contextlib.suppress(RuntimeError):  # of a communicator whose peer is gone
+            self._nccl.abort()
+
+
 class ReplaceableGroup(dist.ProcessGroup):  # type: ignore[misc]
     """A process group of torch's whose connections can be made anew."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)
-        self.connected: Any = None
-        self.cancelled = False
-        self.unended: list[Any] = []
-        """Of groups that were cancelled: what is in them has not ended. Their destructor would wait for it."""
+        self.connections: Connections
         self._name = ""
 
     def getBackendName(self) -> str:
@@ -113,41 +170,71 @@ class ReplaceableGroup(dist.ProcessGroup):  # type: ignore[misc]
 
         how = dist.AllreduceOptions() if len(wholes) == 1 else dist.AllreduceCoalescedOptions()
         how.reduceOp = dist.ReduceOp.SUM if mean else operation
-        begin = self.connected.allreduce if len(wholes) == 1 else self.connected.allreduce_coalesced
-        return CancellableWork(self, begin(wholes, how), scatter)
+        return self.call("allreduce" if len(wholes) == 1 else "allreduce_coalesced", wholes, how, then=scatter)
+
+    def call(self, name: str, *args: Any, then: Callable[[], object] | None = None, **kwargs: Any) -> Any:
+        """Begins a collective, or a send or receive. then: what is to be done once it has been waited for."""
+        connections = self.connections
+        tensors = [t for t in compat.tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)]
+        work: Any
+        if all(map(connections.carries, tensors)):
+            work = getattr(connections.group, name)(*args, **kwargs)
+            if any(t.device.type != "cpu" for t in tensors):
+                return DeviceWork(connections, work, then)
+        else:
+            args, kwargs, bring_back = _by_host(name, args, kwargs)
+            work = getattr(connections.group, name)(*args, **kwargs)
+            first, afterwards = bring_back, then
+
+            def then() -> None:
+                first()
+                if afterwards is not None:
+                    afterwards()
+
+        # The wait for a send or a receive, unlike that for a collective, closes all connections when it expires.
+        kind = HandedOn if name in ("send", "recv") else CancellableWork
+        return kind(connections, work, then)
 
 
-_ASK_AGAIN = timedelta(milliseconds=200)
+def _by_host(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any, Callable[[], None]]:
+    """The arguments of a collective with tensors of the CPU in place of others; and what brings back what it has
+    brought. Waits for what is read."""
+    came: list[tuple[Tensor, Tensor]] = []
+
+    def on_host(value: Any, *, read: bool, written: bool) -> Any:
+        if isinstance(value, Tensor):
+            there = host_copy(value) if read else host_memory(value)
+            if written:
+                came.append((value, there))
+            return there
+        if isinstance(value, (list, tuple)):
+            return [on_host(v, read=read, written=written) for v in value]
+        return value
+
+    first, *others = args
+    found = [on_host(first, read=name in _IN_PLACE, written=name != "send")]
+    found += [on_host(value, read=True, written=False) for value in others]
+    named = {key: on_host(value, read=True, written=False) for key, value in kwargs.items()}
+
+    @torch.no_grad()
+    def bring_back() -> None:
+        for tensor, there in came:
+            tensor.copy_(there, non_blocking=True)
+
+    return found, named, bring_back
 
 
-class CancellableWork(dist.Work):  # type: ignore[misc]
-    """A collective under way, whose wait ends when the group is cancelled, whether or not gloo has noticed.
+class HandedOn(dist.Work):  # type: ignore[misc]
+    """What a group of torch's has begun. then: what is still to do when it is done."""
 
-    For gloo forgets a send that it was about to begin over a connection that is just being closed: once in 13 deaths of
-    a rank, its sibling waited in a reduce-scatter for the group's whole time-out, 150 s."""
-
-    def __init__(self, group: ReplaceableGroup, work: Any, then: Callable[[], object] | None = None) -> None:
-        """then: what is still to do when it is done."""
+    def __init__(self, connections: Connections, work: Any, then: Callable[[], object] | None = None) -> None:
         super().__init__()
-        self._group, self._connected, self._work, self._then = group, group.connected, work, then
+        self._connections, self._work, self._then = connections, work, then
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """timeout: 0 for the group's."""
-        ends = time.monotonic() + timeout.total_seconds() if timeout else math.inf
-        while True:
-            left = ends - time.monotonic()
-            try:
-                self._work.wait(min(_ASK_AGAIN, timedelta(seconds=max(left, 0.001))) if timeout else _ASK_AGAIN)
-                return self._done()
-            except RuntimeError:
-                if self._work.is_completed():
-                    self._work.wait()  # raises what went wrong: it may have been the slice that was over
-                    return self._done()
-                if left <= 0:
-                    raise
-            if self._group.cancelled or self._group.connected is not self._connected:
-                self._group.unended.append((self._connected, self._work))
-                raise RuntimeError("connection closed: the exchange among the ranks was cancelled")
+        self._work.wait(timeout) if timeout else self._work.wait()
+        return self._done()
 
     def _done(self) -> bool:
         then, self._then = self._then, None
@@ -174,17 +261,52 @@ class CancellableWork(dist.Work):  # type: ignore[misc]
         return self._work.get_future()
 
 
+_ASK_AGAIN = timedelta(milliseconds=200)
+
+
+class CancellableWork(HandedOn):
+    """A collective under way, whose wait ends when the group is cancelled, whether or not gloo has noticed.
+
+    For gloo forgets a send that it was about to begin over a connection that is just being closed: once in 13 deaths of
+    a rank, its sibling waited in a reduce-scatter for the group's whole time-out, 150 s."""
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        ends = time.monotonic() + timeout.total_seconds() if timeout else math.inf
+        while True:
+            left = ends - time.monotonic()
+            try:
+                self._work.wait(min(_ASK_AGAIN, timedelta(seconds=max(left, 0.001))) if timeout else _ASK_AGAIN)
+                return self._done()
+            except RuntimeError:
+                if self._work.is_completed():
+                    self._work.wait()  # raises what went wrong: it may have been the slice that was over
+                    return self._done()
+                if left <= 0:
+                    raise
+            if self._connections.cancelled:
+                self._connections.unended.append(self._work)
+                raise RuntimeError("connection closed: the exchange among the ranks was cancelled")
+
+
+class DeviceWork(HandedOn):
+    """One over NCCL: what it brings is used once its end has been seen, and no cancel before it (agent.transport.nccl:
+    an abort ends it as if it were done)."""
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        seconds = timeout.total_seconds() if timeout else self._connections.seconds
+        NcclPending(self._work, _NOTHING, seconds, lambda: self._connections.cancelled, None).wait()
+        return self._done()
+
+
+_NOTHING = torch.empty(0)
+
+
 def _handed_on(name: str) -> Callable[..., Any]:
     def call(self: ReplaceableGroup, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.connected, name)(*args, **kwargs)
+        return self.call(name, *args, **kwargs)
 
-    def call_cancellable(self: ReplaceableGroup, *args: Any, **kwargs: Any) -> Any:
-        return CancellableWork(self, getattr(self.connected, name)(*args, **kwargs))
-
-    # The wait for a send or a receive, unlike that for a collective, closes all connections when it expires.
-    found = call if name in ("send", "recv") else call_cancellable
-    found.__name__ = name
-    return found
+    call.__name__ = name
+    return call
 
 
 for _name in _COLLECTIVES:
@@ -194,60 +316,79 @@ for _name in _COLLECTIVES:
 class Ranks:
     """The ranks of this process's worker. mesh: torch's DeviceMesh of them; None where there is only this one."""
 
-    def __init__(self, rank: int = 0, size: int = 1) -> None:
+    def __init__(self, rank: int = 0, size: int = 1, device: torch.device = CPU, *, over_nccl: bool = False) -> None:
         self.rank, self.size = rank, size
         self.mesh: Any = None
+        self._device, self._over_nccl = device, over_nccl
         self._group: ReplaceableGroup | None = None
-        self._gloo: Any = None
+        self._outlived: list[Connections] = []
+        """In which something has not ended yet."""
         self._lock = threading.Lock()
 
     @classmethod
-    def begin(cls, rank: int, size: int, meeting: str, timeouts: Timeouts) -> Ranks:
-        """Of a process that has just started. meeting: a file that all of them reach, for this time only. Makes the
-        process's default group. Blocks until all are there."""
-        ranks = cls(rank, size)
+    def begin(
+        cls,
+        rank: int,
+        size: int,
+        meeting: str,
+        timeouts: Timeouts,
+        device: torch.device = CPU,
+        *,
+        over_nccl: bool = False,
+    ) -> Ranks:
+        """Of a process that has just started. meeting: a file that all of them reach, for this time only. device: where
+        the stage computes, this process's own. over_nccl: is what is there exchanged over NCCL? Makes the process's
+        default group. Blocks until all are there."""
+        ranks = cls(rank, size, device, over_nccl=over_nccl)
         if size > 1:
             store = dist.FileStore(meeting, size)
 
             def make(_store: Any, rank: int, size: int, _timeout: Any) -> ReplaceableGroup:
                 return ReplaceableGroup(rank, size)
 
-            dist.Backend.register_backend(BACKEND, make, devices=["cpu"])
+            dist.Backend.register_backend(BACKEND, make, devices=sorted({"cpu", device.type}))
             dist.init_process_group(BACKEND, store=dist.PrefixStore("torch", store), rank=rank, world_size=size)
             ranks._group = dist.group.WORLD
             ranks.connect(dist.PrefixStore("first", store), timeouts)
             from torch.distributed.device_mesh import DeviceMesh
 
-            ranks.mesh = DeviceMesh.from_group(ranks._group, "cpu", mesh_dim_names=("ranks",))
+            ranks.mesh = DeviceMesh.from_group(ranks._group, device.type, mesh_dim_names=("ranks",))
         return ranks
 
-    def connect(self, store: Any, timeouts: Timeouts) -> None:
-        """Anew, by way of `store`. Blocks until all ranks are there. Raises RuntimeError."""
+    def connections(self, store: Any, timeouts: Timeouts) -> Connections | None:
+        """For another generation, by way of `store`; None where there is only this rank. Blocks until all ranks are
+        there. From any thread. Raises RuntimeError."""
+        return None if self._group is None else Connections(store, self.rank, self.size, timeouts)
+
+    def connect(self, store: Any, timeouts: Timeouts, ahead: Connections | None = None) -> None:
+        """Anew, by way of `store`. ahead: connections that there are, on all ranks. Blocks until all are there. Raises
+        RuntimeError."""
         if self._group is None:
             return
-        # All ranks of a worker are on one node.
-        seconds = timedelta(seconds=timeouts.group)
-        device = compat.gloo_device("127.0.0.1")
-        gloo = compat.gloo_group(store, self.rank, self.size, timeout=seconds, device=device)
-        group = compat.process_group(gloo, store, self.rank, self.size)
+        made = ahead or Connections(dist.PrefixStore("gloo", store), self.rank, self.size, timeouts)
+        if self._over_nccl:
+            made.add_nccl(dist.PrefixStore("nccl", store), self._device)
         with self._lock:
-            self._gloo = gloo
-            self._group.connected, self._group.cancelled = group, False
-            self._group.unended = [(of, work) for of, work in self._group.unended if not work.is_completed()]
+            before = getattr(self._group, "connections", None)
+            self._group.connections = made
+            self._outlived = [old for old in (*self._outlived, before) if old is not None and _has_unended(old)]
 
     def cancel(self) -> None:
         """Makes every wait for another rank fail within milliseconds, until `connect`. From any thread."""
         with self._lock:
-            group = self._group
-            if group is None or group.connected is None or group.cancelled:
+            connections = None if self._group is None else getattr(self._group, "connections", None)
+            if connections is None or connections.cancelled:
                 return
-            group.cancelled = True
-            gloo = self._gloo
-        wake_all(gloo, self.rank)
+            connections.cancelled = True
+        connections.cancel()
+
+    @property
+    def _cancelled(self) -> bool:
+        return self._group is not None and self._group.connections.cancelled
 
     def broke(self, error: BaseException) -> bool:
         """Was `error`, which a module raised, an exchange among the ranks that broke, or was ended?"""
-        return self._group is not None and (self._group.cancelled or _by_exchange(error))
+        return self._group is not None and (self._cancelled or _by_exchange(error))
 
     def together(self, work: Callable[[], T]) -> T:
         """What `work` returns, in which modules exchange something with the other ranks. Raises SiblingError where that
@@ -258,7 +399,7 @@ class Ranks:
             if self.broke(error):
                 raise SiblingError(first_line(error)) from None
             raise
-        if self._group is not None and self._group.cancelled:
+        if self._cancelled:
             raise SiblingError("what the ranks of this worker did together was ended")
         return found
 
@@ -279,3 +420,8 @@ class Ranks:
     def gather_numbers(self, values: Sequence[int]) -> list[tuple[int, ...]]:
         """The same of whole numbers, equally many on all ranks."""
         return [tuple(row) for row in self.gather(torch.tensor(values, dtype=torch.int64)).tolist()]
+
+
+def _has_unended(connections: Connections) -> bool:
+    connections.unended = [work for work in connections.unended if not work.is_completed()]
+    return bool(connections.unended)

@@ -99,6 +99,10 @@ class Transfers(ABC):
         self._post_ahead()
         return _shaped(arrived, self._specs(kind, key), self._shapes_at) if self._layout.varies else arrived
 
+    def arrived(self, kind: str, key: MicroBatch) -> bool:
+        """Will `receive` not wait? False where that can't be told."""
+        return all(pending.arrived() for pending in self._receiving[kind, key].values())
+
     def let_go(self, before: int | None = None) -> None:
         """Waits until peers have all that was sent (of iterations before this one), and forgets it."""
         while self._sent and (before is None or self._sent[0][0] < before):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openrecycle.agent.config.devices import completion, on_device
+from openrecycle.agent.config.devices import Upload
 from openrecycle.agent.config.faults import FaultInjector
 from openrecycle.agent.config.pacing import PacedDevice
 from openrecycle.agent.config.randomness import seed_for
@@ -37,6 +37,7 @@ from openrecycle.agent.transport.ranks import SiblingError
 from openrecycle.agent.transport.script import Script
 from openrecycle.agent.transport.transfers import TransferLayout, Transfers
 from openrecycle.agent.workers.kept_micro_batches import Redo
+from openrecycle.agent.workers.op_queue import op_queue
 from openrecycle.agent.workers.reduction import GradientReduction
 from openrecycle.agent.workers.relayout import Exchange
 from openrecycle.agent.workers.sharding import ShardedStage
@@ -97,7 +98,8 @@ class Executor:
         self._faults, self._device, self._interrupted = faults, PacedDevice(pace), interrupted
         self._committed = committed
         self._last = me.stage == job.stages - 1
-        self._where, self._complete = device, completion(device)
+        self._where, self._here = device, Upload(device)
+        self._queue = op_queue(device, self._device, self._op_ended, self._progress)
         self._usual_weight: float | None = getattr(workload, "usual_weight", None)
         self._varies: bool = getattr(workload, "varies", False)
         self._weights: dict[MicroBatch, Tensor] = {}
@@ -161,6 +163,8 @@ class Executor:
         self._weights.clear()
         self.data_seconds = 0.0
         self.timeline.begin(iteration, 0 if redo or left_out else len(script.ops))
+        if self.timeline.recording:
+            self._queue.clock()
         self._transfers.begin(iteration, script)
         self._reduction = GradientReduction(self._stage.gradients, self._transfers.begin_reduce)
         keys = {(op.pipeline, op.micro_batch) for op in script.ops if op.kind == "F"}
@@ -183,6 +187,7 @@ class Executor:
             self._stage.abandon()
             self.timeline.drop()
             self.gather_parameters()
+        self._queue.drain()
         self.timeline.finish(script.ops)
         # What went out an iteration ago has been received by now: its receiver has answered since.
         self._progress.at(WAITING)
@@ -338,6 +343,7 @@ class Executor:
         if self._groups is not None:
             self._transfers.drop()
             self._groups = None
+        self._queue.forget()
         # A reduction works in place, so that one which did not end has left no sum of anybody's.
         begun = self._reduction is not None and self._reduction.begun
         whole = not self._reducing and not self._void and not begun
@@ -384,16 +390,16 @@ class Executor:
             x = self._received("F", key)
         else:
             x = self._here(self._read(self._workload.inputs, key))
-        started = time.monotonic()
+        started = self._queue.begin()
         if self._last:
             targets = self._read(self._workload.targets, key)
             self._progress.at("F", key)
             self._stage.forward(key, x, seed=seed, loss=self._scaled_loss(key, targets))
-            self._finish("F", started)
+            self._queue.end("F", key, started)
             return
         self._progress.at("F", key)
         y = self._checked(self._stage.forward(key, x, seed=seed))
-        self._finish("F", started)
+        self._queue.end("F", key, started)
         self._send_outputs(key, y)
 
     def _read(self, read: Callable[..., Any], key: MicroBatch) -> Any:
@@ -427,37 +433,42 @@ class Executor:
         self._faults.before(self._iteration, "I", *key)
         dy = self._gradient_of_output(key)
         self._progress.at("I", key)
-        started = time.monotonic()
+        started = self._queue.begin()
         dx = self._stage.input_backward(key, dy)
-        self._finish("I", started)
+        self._queue.end("I", key, started)
         self._send_gradients(key, dx)
 
     def _weight_backward(self, key: MicroBatch) -> None:
         self._faults.before(self._iteration, "W", *key)
         self._progress.at("W", key)
-        started, counted = time.monotonic(), self._stage.counted(key)
+        started, counted = self._queue.begin(), self._stage.counted(key)
         self._stage.weight_backward(key)
         if not counted:
-            self._finish("W", started)
+            self._queue.end("W", key, started)
 
     def _backward(self, key: MicroBatch) -> None:
         """B, coupled: the gradient goes upstream only when W is done too, as in the plan."""
         self._faults.before(self._iteration, "I", *key)
         dy = self._gradient_of_output(key)
         self._progress.at("B", key)
-        started, counted = time.monotonic(), self._stage.counted(key)
+        started, counted = self._queue.begin(), self._stage.counted(key)
         dx = self._stage.input_backward(key, dy)
         self._faults.before(self._iteration, "W", *key)
         self._stage.weight_backward(key)
-        self._finish("I" if counted else "B", started)
+        self._queue.end("I" if counted else "B", key, started)
         self._send_gradients(key, dx)
 
     def _step(self) -> None:
         self._faults.before(self._iteration, "R")
         self._reducing = True
         self._progress.at(WAITING)
-        arrived = time.monotonic()
         assert self._reduction is not None
+        arrived = time.monotonic()
+        self._reduction.begin()  # behind the last W, be it over or not
+        arrived -= time.monotonic()
+        self._queue.drain()
+        arrived += time.monotonic()
+        self._progress.at(WAITING)
         self._reduction.finish()
         # From here on this worker has what its step needs, and takes it whatever breaks: see agent.workers.recovery.
         if self.tied is not None:
@@ -493,7 +504,7 @@ class Executor:
             self._progress.at(WAITING)
             self.sharded.stepped(incomplete)
             self.sharded.gather()
-        self._finish("O", reduced - self._reduction_seconds)
+        self._queue.finish("O", reduced - self._reduction_seconds)
 
     def _pass_on(self, kind: str, key: MicroBatch) -> None:
         """The transfers of an op of an iteration that counts no more; what they carry does not matter."""
@@ -510,16 +521,10 @@ class Executor:
     def _checked(self, output: Any) -> tuple[Tensor, ...]:
         return check_output(self._me.stage, self._outgoing, output, varies=self._varies)
 
-    def _here(self, data: Any) -> Any:
-        return data if self._where.type == "cpu" else on_device(data, self._where)
-
-    def _finish(self, kind: str, started: float) -> None:
-        if self._complete is not None:
-            self._complete()
-        seconds = self._device.finish(kind, started)
+    def _op_ended(self, kind: str, at: float, seconds: float) -> None:
         self.times.add(kind, seconds)
         if self.timeline.recording:
-            self.timeline.add(self._device.ended, seconds)
+            self.timeline.add(at, seconds)
 
     # -- transfers ----------------------------------------------------------------------------
 
@@ -539,6 +544,7 @@ class Executor:
 
     def _received(self, kind: str, key: MicroBatch) -> Any:
         """The boundary's tensor, or all of them as a tuple; None for a gradient that does not travel."""
+        self._queue.wait_for(lambda: self._transfers.arrived(kind, key))
         self._progress.at(WAITING, key)
         arrived = self._transfers.receive(kind, key)
         self._device.received()

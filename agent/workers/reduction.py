@@ -55,11 +55,15 @@ class GradientReduction:
 
     # -- the step ------------------------------------------------------------------------------
 
-    def finish(self) -> None:
-        """Returns when all sums are there. Raises TransferError."""
+    def begin(self) -> None:
+        """Begins what has not begun."""
         self._sums.buffer  # noqa: B018 (what is lent is taken back, and the terms are counted)
         while self._waiting and self._problem is None:
             self._begin_next()
+
+    def finish(self) -> None:
+        """Returns when all sums are there. Raises TransferError."""
+        self.begin()
         if self._problem is not None:
             raise self._problem
         for pending in self._pending:

@@ -72,7 +72,10 @@ def main(spec: WorkerSpec, pipe: Connection, siblings: Sequence[Connection] = ()
         device = platform.take(spec.slot, deterministic=deterministic, shared=spec.run.shared_gpus)
         workload = spec.run.workload.load()
         if spec.ranks > 1:
-            communicator.ranks = ranks = Ranks.begin(spec.rank, spec.ranks, spec.meeting, timeouts)
+            over_nccl = device.type == "cuda" and platform.carrier == "ordered"
+            communicator.ranks = ranks = Ranks.begin(
+                *(spec.rank, spec.ranks, spec.meeting, timeouts, device), over_nccl=over_nccl
+            )
             workload = Parallelized(workload, spec.rank, ranks.mesh, ranks.gather, divided=spec.run.divided)
         loop = WorkerLoop(spec, workload, communicator, channel, status, log, device)
         channel.say("ready", incarnation=spec.incarnation, host=socket.gethostname(), pids=[os.getpid()])

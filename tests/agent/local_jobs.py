@@ -61,6 +61,7 @@ class LocalJob:
         **coordination: Any,
     ) -> None:
         warm()
+        computes_on = platform or Platform()
         workload = workload or NamedWorkload("openrecycle.agent.examples.gpt:Gpt", TINY)
         layers = int(workload.options.get("layers", 0))
         job = Job.uniform(pipelines, stages, micro_batches, layers=layers, partition=partition if layers else ())
@@ -76,7 +77,7 @@ class LocalJob:
                     iterations=iterations,
                     planning=Planning(pace=",".join(f"{kind}={1000 * pace:g}ms" for kind in "FIW") if pace else None),
                     optimization=optimization or Optimization(),
-                    platform=platform or Platform(),
+                    platform=computes_on,
                     checkpoints=checkpoints or Checkpoints(),
                     faults=replace(
                         faults or Faults(),
@@ -91,7 +92,7 @@ class LocalJob:
                 if checkpoints is None
                 else Origin(Identity("tiny", stages, stages, pipelines, micro_batches, 0, {})),
                 divided=divided,
-                shared_gpus=bool((platform or Platform()).check(pipelines * stages)),
+                shared_gpus=bool(computes_on.check(pipelines * stages * computes_on.ranks_per_worker)),
             ),
             decides(catalog, grace=grace, **coordination),
             self._hear_line,

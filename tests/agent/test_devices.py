@@ -20,7 +20,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from openrecycle.agent.cli import app
-from openrecycle.agent.config.devices import Platform, completion, kind_number, on_device
+from openrecycle.agent.config.devices import Platform, kind_number, on_device
 from openrecycle.agent.config.timeouts import Timeouts
 from openrecycle.agent.launcher.processes import ProcessPool
 from openrecycle.agent.models import compat
@@ -53,7 +53,7 @@ def test_what_suits_the_device() -> None:
     assert Platform(device="cuda", transport="tagged").carrier == "tagged"
     assert not Platform().check(10_000)
     assert Platform().take(7, deterministic=True) == CPU
-    assert kind_number(CPU) == 0 and completion(CPU) is None
+    assert kind_number(CPU) == 0
 
 
 @WITHOUT_CUDA

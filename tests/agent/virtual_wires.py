@@ -112,6 +112,9 @@ class _Pending:
     label: Any
     done: bool = False
 
+    def arrived(self) -> bool:
+        return self.done
+
     def wait(self) -> Tensor:
         self.baton.until(lambda: self.done)
         return self.tensor

@@ -1,13 +1,15 @@
 """How long the workers of a job need, from the death of one of them, to have groups again and to agree in them.
 
-As many real processes as there are workers, forked from one that has loaded torch, over a real store; no training. In
+As many real processes as there are workers, forked from one that has loaded torch, over a real store; no training. With
+`--together` several workers are threads of one process, each with connections of its own, but for those that will die:
+what does not fit a machine as processes. They wait for each other's interpreter then, which makes them slower. In
 each generation one worker is killed with SIGKILL, until each has a peer less; all others hear of the next generation at
 once, and cancel the one before, as a launcher has them do. First with connections on standby, which are there by then,
 and then without, as after two deaths in quick succession. Printed: medians, over the generations, of the last worker's
 time since the kill, and the processor time of all of them, which other programs on the machine hardly touch.
 
     python -m tests.benchmarks.bench_forming --grids 3x4 8x8
-    python -m tests.benchmarks.bench_forming --grids 12x8     # 96 processes; 256 on two cores do not connect in 15 s
+    python -m tests.benchmarks.bench_forming --grids 32x8 --together 8 --generations 2
 """
 
 from __future__ import annotations
@@ -16,31 +18,47 @@ import argparse
 import multiprocessing
 import os
 import statistics
+import threading
 import time
+from collections.abc import Iterable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
+from openrecycle.agent.config.timeouts import Timeouts
 from openrecycle.agent.transport.communicator import Communicator
 from openrecycle.agent.transport.store import RendezvousStore
 from openrecycle.planner.jobs.job import Worker
 from tests.benchmarks.machine import describe
 
 FORMED, AGREED, SENT, REDUCED = range(4)
-STANDBY_SECONDS = 40.0
+STANDBY_SECONDS = 120.0
 WIDTH = 24
 """Numbers of an agreement's row, without gradients that are clipped."""
 
 
-def _worker(pipe: Connection, me: Worker, store: tuple[str, int]) -> None:
+TIMEOUTS = Timeouts(form=120.0, transfer=130.0, group=140.0)
+"""Several hundred workers do not connect on a few cores in a job's usual ones."""
+
+
+def _process(workers: Sequence[tuple[Worker, Connection]], store: tuple[str, int]) -> None:
     torch.set_num_threads(1)
-    communicator = Communicator()
+    threads = [threading.Thread(target=_worker, args=(pipe, me, store)) for me, pipe in workers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    os._exit(0)
+
+
+def _worker(pipe: Connection, me: Worker, store: tuple[str, int]) -> None:
+    communicator = Communicator(TIMEOUTS)
     while True:
         try:
             generation, living, standby = pipe.recv()
         except EOFError:
-            os._exit(0)
+            return
         busy = time.process_time()
         communicator.cancel(generation)
         communicator.abandon()
@@ -57,7 +75,7 @@ def _worker(pipe: Connection, me: Worker, store: tuple[str, int]) -> None:
         times.append(time.monotonic())
         groups.reduce(torch.ones(1, dtype=torch.int64))
         times.append(time.monotonic())
-        pipe.send((times, time.process_time() - busy))
+        pipe.send((times, (os.getpid(), busy, time.process_time())))
         began = time.monotonic()
         if standby:
             communicator.stand_by()
@@ -67,7 +85,15 @@ def _worker(pipe: Connection, me: Worker, store: tuple[str, int]) -> None:
         pipe.send(time.monotonic() - began)
 
 
-def run(pipelines: int, stages: int, generations: int, *, standby: bool) -> None:
+def _busy(said: Iterable[tuple[int, float, float]]) -> float:
+    """Seconds of all processes, from (process, before, after) of their workers."""
+    used: dict[int, list[float]] = {}
+    for process, before, after in said:
+        used.setdefault(process, []).extend((before, after))
+    return sum(max(times) - min(times) for times in used.values())
+
+
+def run(pipelines: int, stages: int, generations: int, together: int, *, standby: bool) -> None:
     living = [Worker(p, s) for p in range(pipelines) for s in range(stages)]
     # Of the last pipelines, so that nobody is alone; each of another stage.
     dying = [Worker(pipelines - 1 - k // stages, k % stages) for k in range(generations)]
@@ -75,12 +101,16 @@ def run(pipelines: int, stages: int, generations: int, *, standby: bool) -> None
     store = RendezvousStore(multiprocessing.get_context("spawn"))
     processes, pipes = {}, {}
     try:
-        for worker in living:
-            ours, theirs = context.Pipe()
-            processes[worker] = context.Process(target=_worker, args=(theirs, worker, store.address), daemon=True)
-            processes[worker].start()
-            theirs.close()
-            pipes[worker] = ours
+        staying = [w for w in living if w not in dying]
+        parts = [[w] for w in dying] + [staying[i : i + together] for i in range(0, len(staying), together)]
+        for part in parts:
+            ends = {worker: context.Pipe() for worker in part}
+            told = [(worker, theirs) for worker, (_, theirs) in ends.items()]
+            process = context.Process(target=_process, args=(told, store.address), daemon=True)
+            process.start()
+            for worker, (ours, theirs) in ends.items():
+                theirs.close()
+                pipes[worker], processes[worker] = ours, process
         rows, busy, ahead = [], [], []
         for generation in range(1, generations + 2):
             began = time.monotonic()
@@ -92,12 +122,13 @@ def run(pipelines: int, stages: int, generations: int, *, standby: bool) -> None
                 pipes[worker].send((generation, living, standby))
             answers = [pipes[worker].recv() for worker in living]
             rows.append([1000 * (max(times[i] for times, _ in answers) - began) for i in range(4)])
-            busy.append(1000 * sum(used for _, used in answers))
+            busy.append(1000 * _busy(used for _, used in answers))
             ahead.append(1000 * max(pipes[worker].recv() for worker in living))
             time.sleep(0.3)  # the groups before are buried
         formed, agreed, sent, reduced = (statistics.median(row[i] for row in rows[1:]) for i in range(4))
         print(
-            f"{pipelines * stages} workers ({pipelines} x {stages}), {'on standby' if standby else 'connecting'}: "
+            f"{pipelines * stages} workers ({pipelines} x {stages}) in {len(parts)} processes, "
+            f"{'on standby' if standby else 'connecting'}: "
             f"formed {formed:.0f} ms after the kill, agreed {agreed:.0f}, neighbours reached {sent:.0f}, "
             f"stages reduced {reduced:.0f}; quickest {min(row[SENT] for row in rows[1:]):.0f} and "
             f"{min(row[REDUCED] for row in rows[1:]):.0f}; "
@@ -114,13 +145,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--grids", nargs="+", default=["3x4", "8x8"])
     parser.add_argument("--generations", type=int, default=4)
+    parser.add_argument("--together", type=int, default=1, help="workers in a process")
+    parser.add_argument("--only", choices=("standby", "connecting"))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     print(describe())
     for grid in arguments.grids:
         pipelines, stages = map(int, grid.split("x"))
-        for standby in (True, False):
-            run(pipelines, stages, arguments.generations, standby=standby)
+        for way in ("standby", "connecting"):
+            if arguments.only in (None, way):
+                run(pipelines, stages, arguments.generations, arguments.together, standby=way == "standby")
         print(describe())
 
 

@@ -36,6 +36,7 @@ LIMITS = {
     "kills": 100,
     "hand-over": 90,
     "sharded": 60,
+    "ranks": 120,
     "command": 60,
     "profile": 75,
     "speed": 75,

@@ -179,6 +179,8 @@ def _job(told: Told, **options: Any) -> Any:
     from tests.agent.local_jobs import LocalJob
 
     heard = options.pop("on_line", lambda job, line: None)
+    workload = NamedWorkload(options.pop("workload", "openrecycle.agent.examples.gpt:Gpt"), _small(told))
+    computes_on = options.pop("platform", Platform(device=told.device, transport=told.carrier))  # type: ignore[arg-type]
 
     def on_line(job: Any, line: Any) -> None:
         print(json.dumps(line), file=sys.stderr, flush=True)
@@ -187,8 +189,8 @@ def _job(told: Told, **options: Any) -> Any:
     job = LocalJob(
         on_line=on_line,
         **{"pipelines": 2, "stages": 2, "micro_batches": 2, "iterations": ITERATIONS} | options,
-        workload=NamedWorkload("openrecycle.agent.examples.gpt:Gpt", _small(told)),
-        platform=Platform(device=told.device, transport=told.carrier),  # type: ignore[arg-type]
+        workload=workload,
+        platform=computes_on,
         timeouts=Timeouts(form=40.0, transfer=40.0, group=45.0, silence=30.0),
         hang_seconds=30.0,
     )
@@ -302,6 +304,29 @@ def sharded(told: Told) -> Said:
     if _result(job) != _result(_job(told, pipelines=3)):
         raise CheckFailed(f"--kill {kill}: other bits than without shards, and without a failure")
     return "", f"--kill {kill}: the same bits as without shards"
+
+
+def ranks(told: Told) -> Said:
+    """Workers of two ranks, which share a GPU where there are few."""
+    from openrecycle.agent.config.devices import Platform
+
+    if told.transport == "nccl":
+        _check_sharing(told, 8)
+    done = []
+    for name in ("tensor_parallel", "fully_sharded"):
+        options: dict[str, Any] = {
+            "workload": f"openrecycle.agent.examples.{name}:Gpt",
+            "platform": Platform(device=told.device, transport=told.carrier, ranks_per_worker=2),  # type: ignore[arg-type]
+            "divided": name == "fully_sharded",
+        }
+        reference = _result(_job(told, **options))
+        job = _job(told, kills=("W1_1.1@1:I0",), **options)
+        if job.dead != ["W1_1"]:
+            raise CheckFailed(f"{name}: dead are {', '.join(job.dead) or 'none'}")
+        if _result(job) != reference:
+            raise CheckFailed(f"{name}: other bits than without a failure")
+        done.append(name.replace("_", " "))
+    return "", f"a rank was killed: the same bits ({', '.join(done)})"
 
 
 def command(told: Told) -> Said:
@@ -463,6 +488,7 @@ CHECKS: dict[str, Callable[[Told], Said]] = {
     "kills": kills,
     "hand-over": hand_over,
     "sharded": sharded,
+    "ranks": ranks,
     "command": command,
     "profile": profile,
     "speed": speed,
