@@ -22,9 +22,9 @@ from openrecycle.agent.coordination.membership import FailureTimeouts
 from openrecycle.app.history.archive import HistoryError, delete_job, export, import_history
 from openrecycle.app.runtime.errors import ConsoleError, SettingsError
 from openrecycle.app.runtime.processes import prepare_children
+from openrecycle.app.runtime.settings import RetentionLimits, Settings, default_database_url, read_token, seconds
 from openrecycle.app.security.access import AuditLog, Tokens
 from openrecycle.app.security.sign_in import read_oidc
-from openrecycle.app.settings import RetentionLimits, Settings, default_database_url, read_token, seconds
 from openrecycle.db.access import AuditStore, TokenStore
 from openrecycle.db.job_rows import OVER, JobRows
 from openrecycle.db.leadership import LeaderSession

@@ -40,17 +40,17 @@ from openrecycle.app.api.idempotency import Idempotency
 from openrecycle.app.api.parsing import ReadBeside, known_query
 from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.leadership.host import ConsoleHost, Gate, make_host, set_host
-from openrecycle.app.metrics import Metering, NamedRoutes
+from openrecycle.app.observing.metrics import Metering, NamedRoutes
 from openrecycle.app.runtime import problems, runner
 from openrecycle.app.runtime.errors import PLAN_MIB, ConsoleError, SettingsError
 from openrecycle.app.runtime.patches import PAGES, GarbageCollection, PageBase, StaticFiles, tune_process
 from openrecycle.app.runtime.problems import problem
 from openrecycle.app.runtime.processes import configure_logging
 from openrecycle.app.runtime.runner import EventLoopWatch, in_thread
+from openrecycle.app.runtime.settings import Settings
 from openrecycle.app.security.access import Access, Tokens
 from openrecycle.app.security.guard import AccessGuard, BodyLimit, HostGuard
 from openrecycle.app.security.sign_in import Login
-from openrecycle.app.settings import Settings
 from openrecycle.app.ui.warm import BUSY_SECONDS, CALM_SECONDS, Preload
 from openrecycle.db.idempotency import IdempotentRequests
 from openrecycle.db.session import Database

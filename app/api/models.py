@@ -10,8 +10,7 @@ from pydantic import BaseModel, Field
 from openrecycle.agent.messages.protocol import JobSpec, JobState
 from openrecycle.app.jobs.states import Condition, RoleState
 from openrecycle.app.plans.profiles import NAME
-from openrecycle.app.plans.solving import Point, Solve, SolveState
-from openrecycle.app.plans.solving_child import Migrations
+from openrecycle.app.plans.solving import Migrations, Point, Solve, SolveState
 
 # What requests have in common: who asks (where no token says so), for how long an answer may wait, a profile.
 Actor = Annotated[str, Header(max_length=80, alias="X-Actor")]

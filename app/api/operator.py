@@ -14,7 +14,7 @@ from openrecycle.app.api.models import Actor, ReportOutcome
 from openrecycle.app.api.parsing import ReadBeside
 from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.plans.service import Outcome as ReplanOutcome
-from openrecycle.app.plans.solving_child import MAX_SECONDS
+from openrecycle.app.plans.solving import MAX_SECONDS
 from openrecycle.app.runtime.errors import named
 from openrecycle.app.runtime.runner import in_thread
 

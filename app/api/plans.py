@@ -20,13 +20,13 @@ from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.plans.exporting import BUNDLE, BUNDLE_TYPE, offer_named, render
 from openrecycle.app.plans.profiles import NAME, ProfileInfo
 from openrecycle.app.plans.service import use_plan
-from openrecycle.app.plans.solving import Solve
-from openrecycle.app.plans.solving_child import (
+from openrecycle.app.plans.solving import (
     MigrationsAsked,
     MigrationsSettings,
     PlanAsked,
     PlanSettings,
     Request,
+    Solve,
 )
 from openrecycle.app.plans.sources import OfJob, Reference, Saved, Source
 from openrecycle.app.plans.uploading import LARGE, MOST_WAITING, PlanToSave, ReadPlan

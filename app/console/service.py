@@ -25,9 +25,9 @@ from openrecycle.app.console.reports import Reports
 from openrecycle.app.console.view import Queries
 from openrecycle.app.history.service import Histories
 from openrecycle.app.jobs.live_job import TICK_SECONDS, LiveJob
-from openrecycle.app.metrics import OVER_SHOWN, JobMetrics, Metrics
 from openrecycle.app.observing.goodput import Accounts
 from openrecycle.app.observing.measuring import Measuring
+from openrecycle.app.observing.metrics import OVER_SHOWN, JobMetrics, Metrics
 from openrecycle.app.observing.recorder import Recorder
 from openrecycle.app.observing.rollout import RollOuts
 from openrecycle.app.plans.service import PlansService
@@ -35,8 +35,8 @@ from openrecycle.app.plans.sources import PlanSources
 from openrecycle.app.runtime.errors import ConsoleError, storing
 from openrecycle.app.runtime.patches import begin_without_pages
 from openrecycle.app.runtime.runner import EventLoopWatch
+from openrecycle.app.runtime.settings import RetentionLimits
 from openrecycle.app.security.access import Security
-from openrecycle.app.settings import RetentionLimits
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 

@@ -27,8 +27,8 @@ from openrecycle.app.leadership.lease import Leadership, LeaderStatus
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.notify import Topic
 from openrecycle.app.runtime.problems import problem
+from openrecycle.app.runtime.settings import Settings, default_database_url
 from openrecycle.app.security.access import Tokens
-from openrecycle.app.settings import Settings, default_database_url
 from openrecycle.db.access import TokenStore
 from openrecycle.db.session import NOT_LEADING, Database, DatabaseError
 

@@ -20,7 +20,7 @@ from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.jobs.measurements import grid_place
 from openrecycle.app.runtime.errors import ConsoleError, storing
-from openrecycle.app.settings import RetentionLimits
+from openrecycle.app.runtime.settings import RetentionLimits
 from openrecycle.db.heartbeats import METRICS, PHASES, HeartbeatStore, Level, Samples, joined, rolled_up
 from openrecycle.db.retention import Retention
 from openrecycle.db.session import Database

@@ -31,8 +31,7 @@ from openrecycle.app.plans.library import Library, PlanCache
 from openrecycle.app.plans.making import LookUpRequest, Making, PlanRequest, plan_maker
 from openrecycle.app.plans.profiles import NamedProfiles
 from openrecycle.app.plans.simulations import Simulations
-from openrecycle.app.plans.solving import Point, Solve, Solves
-from openrecycle.app.plans.solving_child import PlanAsked
+from openrecycle.app.plans.solving import PlanAsked, Point, Solve, Solves
 from openrecycle.app.plans.uploading import Uploads
 from openrecycle.app.runtime.errors import ConsoleError, plain, storing
 from openrecycle.app.runtime.patches import LARGE_OPS, building

@@ -19,7 +19,7 @@ from urllib.parse import parse_qsl, urlencode
 from pydantic import ValidationError
 
 from openrecycle.app.plans.profiles import NAME, SavedProfile
-from openrecycle.app.plans.solving_child import MAX_SECONDS, MAX_SOLVED_OPS, MigrationsAsked, PlanAsked
+from openrecycle.app.plans.solving import MAX_SECONDS, MAX_SOLVED_OPS, MigrationsAsked, PlanAsked
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.planner.jobs.errors import InfeasibleError, InputError, PlannerError
 from openrecycle.planner.jobs.job import Job, MemoryLimit, StageProfile, Technique, Worker, count_ops

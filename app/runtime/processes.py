@@ -69,7 +69,7 @@ _SLICE = 0.2
 _PRELOAD = (
     "openrecycle.app.runtime.processes",
     "openrecycle.app.plans.making",
-    "openrecycle.app.plans.solving_child",
+    "openrecycle.app.plans.solving",
     "openrecycle.app.plans.simulations",
     "openrecycle.app.catalogs.contents",
     "openrecycle.app.advice.recommendation",

@@ -32,9 +32,9 @@ from starlette.requests import cookie_parser
 
 from openrecycle.app.runtime.errors import ConsoleError, named, storing
 from openrecycle.app.runtime.runner import in_thread
+from openrecycle.app.runtime.settings import OidcSettings
 from openrecycle.app.security.callers import CALLER, LOCAL, Caller, Role, from_header
 from openrecycle.app.security.sign_in import COOKIE, SESSION_SECONDS, Login, role_of, signed_in
-from openrecycle.app.settings import OidcSettings
 from openrecycle.db.access import AuditStore, TokenStore
 from openrecycle.db.session import Database
 from openrecycle.db.store import Record

@@ -25,6 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from openrecycle.agent.messages.protocol import API
 from openrecycle.app.runtime.errors import MOST_LARGE, PLAN_MIB, ConsoleError
 from openrecycle.app.runtime.problems import problem
+from openrecycle.app.runtime.settings import is_loopback
 from openrecycle.app.security.access import AGENTS, PEOPLE, UNKNOWN, Access, RateLimits
 from openrecycle.app.security.callers import ACTOR, CALLER, LOCAL, MAX_ACTOR, STILL, Caller, Role, agent_route, refusal
 from openrecycle.app.security.sign_in import (
@@ -38,7 +39,6 @@ from openrecycle.app.security.sign_in import (
     local,
     login_page,
 )
-from openrecycle.app.settings import is_loopback
 
 _HARDENING = (
     ("X-Content-Type-Options", "nosniff"),

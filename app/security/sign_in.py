@@ -19,8 +19,8 @@ from urllib.parse import quote, urlsplit
 from starlette.responses import HTMLResponse, Response
 
 from openrecycle.app.runtime.errors import SettingsError
+from openrecycle.app.runtime.settings import OidcSettings
 from openrecycle.app.security.callers import Caller, Role
-from openrecycle.app.settings import OidcSettings
 
 COOKIE = "openrecycle_session"
 SESSION_SECONDS = 12 * 3600

@@ -23,8 +23,8 @@ from openrecycle.app.plans.sources import (
 )
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import components, facts, text, time_range, url_state
+from openrecycle.app.ui.charts.gantt import MAX_NODES, Strip, comparison, last_time, short_unit, time_factors
 from openrecycle.app.ui.charts.overview import MAX_BARS
-from openrecycle.app.ui.charts.schedule import MAX_NODES, Strip, comparison, last_time, short_unit, time_factors
 from openrecycle.app.ui.components import schedule_of
 from openrecycle.app.ui.facts import Card
 from openrecycle.app.ui.picker import open_job

@@ -13,7 +13,7 @@ from openrecycle.app.jobs.states import ALIVE, HOLDING, OUT, Condition, RoleStat
 from openrecycle.app.jobs.throughput import Baseline, recent_rate, share_of
 from openrecycle.app.observing.as_run import MeasuredIteration
 from openrecycle.app.ui import text
-from openrecycle.app.ui.charts.schedule import MAX_NODES
+from openrecycle.app.ui.charts.gantt import MAX_NODES
 from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.jobs.words import names
 from openrecycle.planner.layers.migration import SECONDS

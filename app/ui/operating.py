@@ -18,7 +18,7 @@ from openrecycle.app.console.view import JobHead, JobView
 from openrecycle.app.jobs.states import OUT
 from openrecycle.app.observing.rollout import RollOut
 from openrecycle.app.plans.service import Replan
-from openrecycle.app.plans.solving_child import MAX_SECONDS
+from openrecycle.app.plans.solving import MAX_SECONDS
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import components, text, url_state
 from openrecycle.app.ui.access import acting, actor

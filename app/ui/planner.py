@@ -6,8 +6,7 @@ import streamlit as st
 
 from openrecycle.app.console.service import ConsoleService, get_console
 from openrecycle.app.plans.introduction import STEPS, step_of
-from openrecycle.app.plans.solving import Solve
-from openrecycle.app.plans.solving_child import PlanAsked
+from openrecycle.app.plans.solving import PlanAsked, Solve
 from openrecycle.app.plans.whatif import PARAMS, Checked, WhatIf, checked
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import components, text

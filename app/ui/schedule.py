@@ -11,8 +11,8 @@ from openrecycle.app.console.service import ConsoleService, get_console
 from openrecycle.app.plans.sources import Made, OfJob, Source
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import components, facts, url_state
+from openrecycle.app.ui.charts.gantt import MAX_NODES
 from openrecycle.app.ui.charts.overview import MAX_BARS, Detail
-from openrecycle.app.ui.charts.schedule import MAX_NODES
 from openrecycle.app.ui.components import schedule_of
 from openrecycle.app.ui.facts import critical_words, many_words
 from openrecycle.app.ui.picker import open_job

@@ -14,8 +14,8 @@ from streamlit.components.v2.types import ComponentRenderer
 
 from openrecycle.app.ui import components, text, time_range, url_state
 from openrecycle.app.ui.charts import overview as large
+from openrecycle.app.ui.charts.gantt import MAX_NODES, gantt
 from openrecycle.app.ui.charts.overview import Detail
-from openrecycle.app.ui.charts.schedule import MAX_NODES, gantt
 from openrecycle.app.ui.facts import many_words
 from openrecycle.app.ui.theme import Palette
 from openrecycle.app.ui.time_range import Range, TimeRange, choose_time, show_all, within

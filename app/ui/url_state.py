@@ -173,15 +173,33 @@ def field_error(words: str, width: int | Literal["stretch"] = WIDTH) -> None:
 # -- Streamlit's controls. What is said here of their look is passed on to them. --------------------------------------
 
 
-def selectbox(label: str, options: Sequence[T], *, key: str, format_func: Callable[[Any], str] = str, **look: Any) -> T:
-    """One of the options, of which there is at least one."""
-    words = [format_func(option) for option in options]
-    return _drawn(
-        key,
-        lambda given: _strange(given[-1:], words),
-        lambda: one_of(words),
-        lambda: cast("T", st.selectbox(label, options, key=key, format_func=format_func, bind=BIND, **look)),
-    )
+def selectbox(
+    label: str,
+    options: Sequence[T],
+    *,
+    key: str,
+    format_func: Callable[[Any], str] = str,
+    index: int = 0,
+    on_change: Callable[[], None] = lambda: None,
+    **look: Any,
+) -> T:
+    """One of the options, of which there is at least one. The address has the option itself, so that a link stays good
+    when the page words it otherwise; what the page calls it is understood too. index: of the default, which no address
+    has."""
+    known = {format_func(option): option for option in options} | {str(option): option for option in options}
+    sent, default = read(key, known.get, one_of(map(str, options))), options[index]
+    shown = default if sent is None else sent
+    if st.session_state.get(key) != shown:
+        st.session_state[key] = shown
+
+    def choose() -> None:
+        chosen = st.session_state[key]
+        put(key, None if chosen == default else str(chosen))
+        on_change()
+
+    chosen = st.selectbox(label, options, key=key, format_func=format_func, on_change=choose, **look)
+    say(key)
+    return cast("T", chosen)
 
 
 def segmented_control(

@@ -41,7 +41,7 @@ def warm_up(pages: frozenset[str]) -> None:
 
 
 def _draw() -> None:
-    from openrecycle.app.ui.charts.schedule import gantt
+    from openrecycle.app.ui.charts.gantt import gantt
     from openrecycle.app.ui.theme import LIGHT
 
     schedule = one_forward_one_backward(Problem(Job.uniform(2, 2, 2)))

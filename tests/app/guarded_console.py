@@ -9,7 +9,7 @@ from starlette.middleware import Middleware
 from ui_console import JobHere
 
 from openrecycle.app.console.service import ConsoleService
-from openrecycle.app.metrics import Metering
+from openrecycle.app.observing.metrics import Metering
 from openrecycle.app.security.access import Access
 from openrecycle.app.security.guard import AccessGuard, BodyLimit, HostGuard
 from openrecycle.app.server import create_routes

@@ -184,8 +184,8 @@ def test_no_run_of_a_page_ends_in_a_round(monkeypatch: pytest.MonkeyPatch) -> No
     """Streamlit would begin one after each refresh of each viewer's page."""
     from streamlit import config
 
+    from openrecycle.app.runtime.settings import Settings
     from openrecycle.app.server import _streamlit
-    from openrecycle.app.settings import Settings
 
     monkeypatch.setattr(config, "_main_script_path", config._main_script_path)
     assert config.get_option("runner.postScriptGC"), "Streamlit's own way"

@@ -147,5 +147,5 @@ def test_modules_import_each_other_in_no_circle() -> None:
 
 
 def test_settings_know_no_feature() -> None:
-    found = {module for module in imported(ROOT / "app" / "settings.py") if within(module, ("app",))}
+    found = {module for module in imported(ROOT / "app" / "runtime" / "settings.py") if within(module, ("app",))}
     assert all(within(module, ("app.runtime",)) for module in found), found

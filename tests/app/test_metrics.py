@@ -18,10 +18,10 @@ from sqlalchemy.exc import SQLAlchemyError
 from ui_console import until
 
 from openrecycle.agent.messages.protocol import Iteration, JobSpec
-from openrecycle.app import metrics
 from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.jobs.throughput import recent_rate
-from openrecycle.app.metrics import Distribution, quantiles, route_of
+from openrecycle.app.observing import metrics
+from openrecycle.app.observing.metrics import Distribution, quantiles, route_of
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 

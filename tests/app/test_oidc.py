@@ -14,9 +14,9 @@ from identity_provider import IdentityProvider
 from joserfc.jwk import RSAKey
 
 from openrecycle.app.runtime.errors import SettingsError
+from openrecycle.app.runtime.settings import OidcSettings
 from openrecycle.app.security.callers import Role
 from openrecycle.app.security.sign_in import read_oidc, role_of
-from openrecycle.app.settings import OidcSettings
 from tests.golden import golden
 
 TOKEN = "a-token-for-the-tests"

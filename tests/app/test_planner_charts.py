@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from openrecycle.app.plans.solving import Point, Solve
-from openrecycle.app.plans.solving_child import MigrationAnswer, Migrations, PlanAsked
+from openrecycle.app.plans.solving import MigrationAnswer, Migrations, PlanAsked, Point, Solve
 from openrecycle.app.plans.whatif import WhatIf
 from openrecycle.app.ui.charts.planning import migrations_chart, search_chart, search_words
 from openrecycle.app.ui.charts.worker_grid import dead_grid

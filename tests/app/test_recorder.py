@@ -17,7 +17,7 @@ from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.observing.recorder import MAX_SAMPLES, Recorder, clock_offset
 from openrecycle.app.runtime.errors import ConsoleError, SettingsError
-from openrecycle.app.settings import RetentionLimits, seconds
+from openrecycle.app.runtime.settings import RetentionLimits, seconds
 from openrecycle.db.heartbeats import Level
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store

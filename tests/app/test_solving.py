@@ -13,8 +13,7 @@ import pytest
 from ui_console import until
 
 from openrecycle.app.plans import solving
-from openrecycle.app.plans.solving import Solve, Solves
-from openrecycle.app.plans.solving_child import MigrationsAsked, PlanAsked, answer
+from openrecycle.app.plans.solving import MigrationsAsked, PlanAsked, Solve, Solves, answer
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.processes import Channel
 from openrecycle.planner.check import check

@@ -29,7 +29,7 @@ HANGING = """
 import sys, threading, time
 from openrecycle.app.runtime import runner
 from openrecycle.app.server import serve
-from openrecycle.app.settings import Settings
+from openrecycle.app.runtime.settings import Settings
 import openrecycle.app.server
 openrecycle.app.server.END_SECONDS = 2.0
 

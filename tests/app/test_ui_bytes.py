@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from openrecycle.app.catalogs.contents import needed, report
 from openrecycle.app.ui import catalog_view, facts, text
-from openrecycle.app.ui.charts.schedule import gantt
+from openrecycle.app.ui.charts.gantt import gantt
 from openrecycle.app.ui.tables import workers_table
 from openrecycle.app.ui.theme import LIGHT
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique

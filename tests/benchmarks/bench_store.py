@@ -23,7 +23,7 @@ from sqlalchemy import text
 from openrecycle.agent.messages.protocol import Heartbeat, JobSpec
 from openrecycle.app.history.archive import export, import_history
 from openrecycle.app.jobs.measurements import Recording
-from openrecycle.app.settings import RetentionLimits
+from openrecycle.app.runtime.settings import RetentionLimits
 from openrecycle.db.heartbeats import (
     GROUP,
     METRICS,

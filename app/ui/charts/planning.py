@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from openrecycle.app.plans.solving import Solve
-from openrecycle.app.plans.solving_child import Migrations
+from openrecycle.app.plans.solving import Migrations, Solve
 from openrecycle.app.ui import text
 from openrecycle.app.ui.charts.vega import LiveChart, config
 from openrecycle.app.ui.theme import Palette, style

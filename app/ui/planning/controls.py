@@ -11,7 +11,7 @@ import streamlit as st
 
 from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.plans.introduction import STEPS
-from openrecycle.app.plans.solving_child import MAX_SECONDS
+from openrecycle.app.plans.solving import MAX_SECONDS
 from openrecycle.app.plans.sources import without
 from openrecycle.app.plans.whatif import GRID, MEMORY, PARTITION, SOLVER, TECHNIQUE, Checked, WhatIf
 from openrecycle.app.runtime.errors import ConsoleError

@@ -16,15 +16,14 @@ from openrecycle.agent.messages.protocol import JobState
 from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.plans.exporting import Export
 from openrecycle.app.plans.service import misfit, use_plan
-from openrecycle.app.plans.solving import Solve
-from openrecycle.app.plans.solving_child import Migrations
+from openrecycle.app.plans.solving import Migrations, Solve
 from openrecycle.app.plans.whatif import WhatIf, parse_word
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import components, facts, text, time_range, url_state
 from openrecycle.app.ui.access import acting, actor
 from openrecycle.app.ui.charts import overview as large
+from openrecycle.app.ui.charts.gantt import MAX_NODES, gantt
 from openrecycle.app.ui.charts.planning import migrations_chart, search_chart, search_words
-from openrecycle.app.ui.charts.schedule import MAX_NODES, gantt
 from openrecycle.app.ui.components import schedule_of
 from openrecycle.app.ui.facts import Card, gap_words, many_words
 from openrecycle.app.ui.plan_files import export_button
