@@ -9,16 +9,19 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
 from typer.testing import CliRunner, Result
 
 import openrecycle.planner as planner
+from openrecycle.planner import cli
 from openrecycle.planner.cli import app, main, schema_text
 from openrecycle.planner.commands.shared import interruptible
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.plans.plan import Plan
+from openrecycle.planner.solvers.portfolio import make_plan
 from tests.golden import golden
 
 GRID = ["--pipelines", "3", "--stages", "4", "--micro-batches", "6"]
@@ -153,6 +156,18 @@ def test_bad_input_names_field_and_value(
     assert captured.err.startswith("error: ")
     assert field in captured.err
     assert value in captured.err
+
+
+def test_a_plan_that_breaks_a_rule_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(*args: Any, **options: Any) -> Plan:
+        made = make_plan(*args, **options)
+        return made.model_copy(update={"metrics": made.metrics.model_copy(update={"makespan": 1})})
+
+    monkeypatch.setattr(cli, "make_plan", wrong)
+    out = tmp_path / "plan.json"
+    result = invoke("plan", *GRID, "--solver", "list", "--out", str(out))
+    assert isinstance(result.exception, PlannerError) and golden("the-plan-of-list-is") in str(result.exception)
+    assert not out.exists() and result.stdout == ""
 
 
 def test_missing_sizes_are_asked_for(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
