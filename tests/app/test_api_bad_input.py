@@ -149,7 +149,7 @@ def test_a_stranger_that_registers_keeps_nobody_out(agents: Agents) -> None:
         refused = [(r["index"], r["worker"], r["code"]) for r in answer["refused"]]
         assert (refused, answer["taken"]) == ([(1, "W9_9", "unknown_worker")], 2)
     workers = {w["name"]: w for w in agents.server.get(agents.path("/workers")).json()["workers"]}
-    assert [name for name, worker in workers.items() if worker["incarnation"]] == ["W0_0", "W0_1"]
+    assert [name for name, worker in workers.items() if worker["state"] == "joining"] == ["W0_0", "W0_1"]
     alone = agents.server.post(agents.path("/workers"), {**process, "worker": "W0_2"})
     assert_problem(alone, 422, "invalid", "registrations: missing")
 
