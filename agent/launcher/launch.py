@@ -2,7 +2,7 @@
 
 One loop over the workers' pipes, their process sentinels and the coordination's wake-up. Who lives is judged
 once everything that waited has been heard (see agent.monitoring.liveness). The store through which groups are formed is
-a process of its own; one that dies is replaced.
+a process of its own; one that dies or hangs is replaced.
 """
 
 from __future__ import annotations
@@ -348,7 +348,7 @@ class Launcher:
         wake = getattr(self._coordination, "wake_fd", None)
         store = self._store.process.sentinel
         ready = wait([*pipes, *sentinels, store, *([wake] if wake is not None else [])], timeout)
-        if store in ready:
+        if store in ready or self._store.hangs:
             # Who is forming groups right now fails and says so; who trains does not notice.
             self._store.kill()
             self._store = RendezvousStore(self._pool.context, self._pool.host)
