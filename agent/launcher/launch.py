@@ -2,7 +2,7 @@
 
 One loop over the workers' pipes, their process sentinels and the coordination's wake-up. Who lives is judged
 once everything that waited has been heard (see agent.monitoring.liveness). The store through which groups are formed is
-a process of its own; one that dies is replaced.
+a process of its own; one that dies or hangs is replaced.
 """
 
 from __future__ import annotations
@@ -348,7 +348,7 @@ class Launcher:
         wake = getattr(self._coordination, "wake_fd", None)
         store = self._store.process.sentinel
         ready = wait([*pipes, *sentinels, store, *([wake] if wake is not None else [])], timeout)
-        if store in ready:
+        if store in ready or self._store.hangs:
             # Who is forming groups right now fails and says so; who trains does not notice.
             self._store.kill()
             self._store = RendezvousStore(self._pool.context, self._pool.host)
@@ -564,6 +564,10 @@ class Launcher:
         entry.join()
         self._pool.forget(entry)
         if entry.fenced:
+            if (spare := entry.spare_ranks) and self._pool.running:
+                # Its end is known already, and these are not.
+                self._coordination.exited(entry.worker, entry.incarnation, entry.error, spare)
+                self._use_spares(entry)
             return
         self._lost(entry, detected, entry.ending, entry.spare_ranks)
         if self._pool.running:
@@ -655,7 +659,7 @@ class Launcher:
                     {"left": {"worker": str(cell), "generation": deployment.generation, "reason": deployment.reason}}
                 )
             elif entry.member and cell not in living:
-                self._pool.fence(entry, "put out of the job")
+                self._pool.fence(entry, "put out of the job", silent=self._silent(entry, time.monotonic()))
                 self._record.died(cell, now)
         schedule = event.plan.schedule() if self._bad_samples.suspects else None
 
@@ -866,7 +870,7 @@ class Launcher:
         if not fair:
             return
         for entry in entries:
-            if self._silences.of(entry.heard_at, now) > self._silences.pause:
+            if self._silent(entry, now):
                 entry.look(now)
                 if now - entry.lived_at <= self._silences.pause:
                     self._coordination.lives(entry.worker, entry.incarnation)
@@ -876,8 +880,11 @@ class Launcher:
             why = self._why_out(entry, now)
             if why is None or entry.fenced:
                 continue
-            self._pool.fence(entry, why)
+            self._pool.fence(entry, why, silent=self._silent(entry, now))
             self._lost(entry, time.monotonic_ns(), why)
+
+    def _silent(self, entry: WorkerProcess, now: float) -> bool:
+        return self._silences.of(entry.heard_at, now) > self._silences.pause
 
     def _why_out(self, entry: WorkerProcess, now: float) -> str | None:
         """In words, why that worker is to be put out; None: it is not."""
@@ -923,7 +930,7 @@ class Launcher:
             if not joins:
                 raise JobFailed(f"a process for {cell} can't be started ({error})") from None
             if spares is not None:
-                self._pool.put_back(spares)
+                self._pool.spares.put_back(spares)
             self._listener({"warning": f"a process for {cell} can't be started ({error}); the others go on"})
 
     def _end_workers(self) -> None:

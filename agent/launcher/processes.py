@@ -55,6 +55,8 @@ class ProcessHandle(Protocol):
 
 JOIN_SECONDS = 2.0
 """For a rank to end whose sibling has ended."""
+END_SECONDS = 1.0
+"""For rank 0 of a silent worker to end once it is told to."""
 
 RankOf = tuple[str, int]
 """A rank of a worker: (incarnation, number)."""
@@ -79,6 +81,43 @@ class Spares(NamedTuple):
         return tuple(spare.rank for spare in self.left)
 
 
+class SpareRanks:
+    """What is left of workers that have ended, by node; those that came first are taken first."""
+
+    def __init__(self) -> None:
+        self._left: dict[int, list[SpareRank]] = {}
+        self.hurt: set[int] = set()
+        """Slots of this node whose ranks have ended by themselves."""
+
+    def on(self, node: int) -> tuple[SpareRank, ...]:
+        return tuple(self._left.get(node, ()))
+
+    def all(self) -> list[tuple[int, SpareRank]]:
+        """With their nodes."""
+        return [(node, spare) for node, left in self._left.items() for spare in left]
+
+    def add(self, node: int, spares: Iterable[SpareRank]) -> None:
+        self._left.setdefault(node, []).extend(spares)
+
+    def keep(self, nodes: Collection[int]) -> None:
+        """Those of other nodes are lost."""
+        self._left = {node: left for node, left in self._left.items() if node in nodes}
+
+    def take(self, ranks: int) -> Spares | None:
+        """So many of one node. None: no node has as many."""
+        node = next((node for node, left in sorted(self._left.items()) if len(left) >= ranks), None)
+        return None if node is None else Spares(node, self.take_of(node, self._left[node][:ranks]))
+
+    def take_of(self, node: int, spares: Collection[SpareRank]) -> tuple[SpareRank, ...]:
+        """These, which are spare no more."""
+        self._left[node] = [spare for spare in self._left.get(node, ()) if spare not in spares]
+        return tuple(spares)
+
+    def put_back(self, spares: Spares) -> None:
+        """No worker came of them."""
+        self._left.setdefault(spares.node, [])[:0] = spares.left
+
+
 @dataclass
 class WorkerProcess:
     """One incarnation. heard_at: monotonic seconds of its last message. member: of a generation.
@@ -87,6 +126,7 @@ class WorkerProcess:
     says is void. since: the generation with which it came to its place; what it says of earlier ones concerns
     its place before, came_from. slot: the lowest number that no other process of this node had at its
     start, so also its GPU's where it has one; slots: of all its ranks. whole: it has all of its stage's state.
+    asked: as `end` does, to show which of its ranks still can.
     siblings: the processes of its ranks above 0, which live and die with it (agent.workers.rank_relay); meeting: a
     folder where they find each other at their start. made_of: the spare ranks in whose place its own are.
     lived_at: when its system last showed that it is at work. stopped:
@@ -107,6 +147,7 @@ class WorkerProcess:
     error: str = ""
     member: bool = False
     fenced: bool = False
+    asked: bool = False
     since: int = 0
     came_from: Worker | None = None
     slot: int = 0
@@ -153,6 +194,23 @@ class WorkerProcess:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGKILL)
 
+    def end(self) -> None:
+        """Of one that is silent. Of several ranks each whose threads run ends by itself, and has shown thereby that it
+        was not the one that hangs; whoever does not is killed: rank 0 soon, and the others by `join`."""
+        self.asked = True
+        self.outbox.put({"kind": "fenced"})
+        if not self.siblings:
+            self.kill()
+            return
+        late = threading.Timer(END_SECONDS, self._kill_rank_0)
+        late.daemon = True
+        late.start()
+
+    def _kill_rank_0(self) -> None:
+        if self.process.pid is not None and self.process.is_alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid, signal.SIGKILL)
+
     @property
     def first_end(self) -> tuple[int, int | None]:
         """(rank, exit code) of the rank that has ended first."""
@@ -172,12 +230,11 @@ class WorkerProcess:
 
     @property
     def spare_ranks(self) -> tuple[int, ...]:
-        """Of a worker that has ended: which of its ranks had to end because another one had. Where they ran, others
-        can."""
-        if self.fenced or not self.siblings:
+        """Of a worker that has ended: which of its ranks had to end because another one had, or hung. Where they ran,
+        others can."""
+        if (self.fenced and not self.asked) or not self.siblings:
             return ()
-        processes = enumerate((self.process, *self.siblings))
-        return tuple(rank for rank, process in processes if process.exitcode == channel.ORPHANED)
+        return spare_of([process.exitcode for process in (self.process, *self.siblings)])
 
     @property
     def hurt_slots(self) -> frozenset[int]:
@@ -190,6 +247,13 @@ class WorkerProcess:
         for process in self.siblings:
             process.join(JOIN_SECONDS)
         self.kill()
+
+
+def spare_of(codes: Sequence[int | None]) -> tuple[int, ...]:
+    """Exit codes of a worker's ranks: those that ended because they were told to, or because another one had. Where all
+    did, nobody is known to be at fault, and none is to be used again."""
+    spare = tuple(rank for rank, code in enumerate(codes) if code in (channel.ORPHANED, channel.FENCED))
+    return spare if len(spare) < len(codes) else ()
 
 
 def preload(workload: WorkloadSource) -> list[str]:
@@ -226,10 +290,7 @@ class ProcessPool:
         self.context = fork_context()
         self._target = target
         self.running: dict[Worker, WorkerProcess] = {}
-        self._spares: dict[int, list[SpareRank]] = {}
-        """By node, those that came first first."""
-        self._hurt: set[int] = set()
-        """Slots of those that have ended by themselves."""
+        self.spares = SpareRanks()
         self._aside: list[WorkerProcess] = []
 
     def start(
@@ -242,7 +303,7 @@ class ProcessPool:
         # Those put aside still hold what they held, until they have ended.
         taken = {slot for entry in self.entries if not entry.elsewhere for slot in entry.slots}
         if spares is not None:
-            taken |= self._hurt
+            taken |= self.spares.hurt
         spec = make_spec(incarnation)
         ranks = getattr(spec, "ranks", 1)
         slots = tuple(itertools.islice((n for n in itertools.count() if n not in taken), ranks))
@@ -288,33 +349,20 @@ class ProcessPool:
 
     def spare(self, entry: WorkerProcess) -> None:
         """Of a worker that has ended: remembers what is left of it."""
-        left = self._spares.setdefault(self.node_of(entry), [])
-        for rank in entry.spare_ranks:
-            left.append(SpareRank((entry.incarnation, rank), -1 if entry.elsewhere else entry.slots[rank]))
+        slots = (-1,) * len(entry.spare_ranks) if entry.elsewhere else [entry.slots[rank] for rank in entry.spare_ranks]
+        left = zip(entry.spare_ranks, slots, strict=True)
+        self.spares.add(self.node_of(entry), [SpareRank((entry.incarnation, rank), slot) for rank, slot in left])
         if not entry.elsewhere and entry.siblings:
-            self._hurt |= entry.hurt_slots
+            self.spares.hurt |= entry.hurt_slots
 
     def take_spares(self, ranks: int) -> Spares | None:
-        """So many of one node. None: no node has as many."""
-        node = next((node for node, spare in sorted(self._spares.items()) if len(spare) >= ranks), None)
-        return None if node is None else Spares(node, self._take(node, self._spares[node][:ranks]))
-
-    def put_back(self, spares: Spares) -> None:
-        """No worker came of them."""
-        self._spares.setdefault(spares.node, [])[:0] = spares.left
-
-    def spares_here(self) -> tuple[list[SpareRank], set[int]]:
-        """Of this node, and the slots of its ranks that have ended by themselves."""
-        return self._spares.get(0, []), self._hurt
+        """So many of one node that is there. None: no node has as many."""
+        return self.spares.take(ranks)
 
     def _fill(self, node: int, slots: Collection[int]) -> tuple[RankOf, ...]:
         """Of the spare ranks of a node those in these slots, which are spare no more."""
-        taken = self._take(node, [spare for spare in self._spares.get(node, ()) if spare.slot in slots])
+        taken = self.spares.take_of(node, [spare for spare in self.spares.on(node) if spare.slot in slots])
         return tuple(spare.rank for spare in taken)
-
-    def _take(self, node: int, spares: Sequence[SpareRank]) -> tuple[SpareRank, ...]:
-        self._spares[node] = [spare for spare in self._spares.get(node, ()) if spare not in spares]
-        return tuple(spares)
 
     def node_of(self, entry: WorkerProcess) -> int:
         return 0
@@ -365,14 +413,20 @@ class ProcessPool:
             place = entry.came_from
         return place if place is not None else next((c for c in cells if c not in self.running), None)
 
-    def fence(self, entry: WorkerProcess, reason: str) -> None:
+    def fence(self, entry: WorkerProcess, reason: str, *, silent: bool = False) -> None:
         """Makes room for a successor: tells the process to end, and ends it. It may hang, and then
-        only SIGKILL reaches it; on another host nothing may, so all that it says is void."""
+        only SIGKILL reaches it; on another host nothing may, so all that it says is void.
+
+        silent: that is the reason. Of several ranks, then, those that are not are spare (`WorkerProcess.end`).
+        """
         entry.fenced, entry.error = True, reason
         del self.running[entry.worker]
         self._aside.append(entry)
-        entry.post("fenced")
-        entry.kill()
+        if silent:
+            entry.end()
+        else:
+            entry.post("fenced")
+            entry.kill()
 
     def forget(self, entry: WorkerProcess) -> None:
         """Of a process that has ended."""

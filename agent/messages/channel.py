@@ -74,6 +74,8 @@ class Relay(Protocol):
     def take(self, rank: int, message: Message) -> None: ...
 
 
+FENCED = 3
+"""Exit code of a process that was told that it does not count any more."""
 ORPHANED = 4
 """Exit code of a process whose launcher, or whose sibling of the same worker, is gone."""
 

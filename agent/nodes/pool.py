@@ -15,12 +15,12 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any, ClassVar
 
-from openrecycle.agent.launcher.processes import ProcessPool, SpareRank, Spares, WorkerProcess, preload
+from openrecycle.agent.launcher.processes import ProcessPool, SpareRank, SpareRanks, Spares, WorkerProcess, preload
 from openrecycle.agent.messages.client import Offset
 from openrecycle.agent.models.workload import WorkloadSource
 from openrecycle.agent.monitoring.liveness import MOST_OF_A_TURN, LoopLag
@@ -155,6 +155,12 @@ class RemoteWorker(WorkerProcess):
     def kill(self) -> None:
         self.process.kill()
 
+    def end(self) -> None:
+        """There."""
+        self.asked = True
+        if self.node is not None:
+            self.node.post({"kind": "end", "incarnation": self.incarnation})
+
     @property
     def clock(self) -> Offset:
         if self.node is None:
@@ -163,7 +169,8 @@ class RemoteWorker(WorkerProcess):
 
     @property
     def spare_ranks(self) -> tuple[int, ...]:
-        return self.process.spare if isinstance(self.process, RemoteProcess) and not self.fenced else ()
+        counts = self.asked or not self.fenced
+        return self.process.spare if isinstance(self.process, RemoteProcess) and counts else ()
 
     @property
     def ending(self) -> str:
@@ -639,8 +646,7 @@ class SpreadPool(ProcessPool):
         return entry
 
     def take_spares(self, ranks: int) -> Spares | None:
-        there = {self._hub.lead_status.rank, *self._hub.links}
-        self._spares = {node: spares for node, spares in self._spares.items() if node in there}
+        self.spares.keep({self._hub.lead_status.rank, *self._hub.links})
         return super().take_spares(ranks)
 
     def node_of(self, entry: WorkerProcess) -> int:
@@ -661,17 +667,15 @@ class SpreadPool(ProcessPool):
         self._where[incarnation] = link.rank
         return entry
 
-    def know_spares(
-        self, told: Iterable[tuple[int, str, int]], here: Sequence[SpareRank], hurt: Collection[int]
-    ) -> None:
-        """Of a lead that is lost. told: node, incarnation and rank of each that it knew of. here, hurt: of this node,
-        as it knows it itself."""
+    def know_spares(self, told: Iterable[tuple[int, str, int]], here: SpareRanks) -> None:
+        """Of a lead that is lost. told: node, incarnation and rank of each that it knew of. here: of this node, as it
+        knows them itself, under the number 0."""
         own = self._hub.lead_status.rank
         for node, incarnation, rank in told:
             if node != own:
-                self._spares.setdefault(node, []).append(SpareRank((incarnation, rank), -1))
-        self._spares[own] = list(here)
-        self._hurt |= set(hurt)
+                self.spares.add(node, [SpareRank((incarnation, rank), -1)])
+        self.spares.add(own, here.on(0))
+        self.spares.hurt |= here.hurt
 
     def count(self, nodes: Iterable[int]) -> None:
         """So many know already that they belong to the job."""
@@ -757,7 +761,7 @@ class SpreadPool(ProcessPool):
             | {"incarnation": entry.incarnation, "node": self._where[entry.incarnation]}
             for entry in self.running.values()
         ]
-        spares = [(node, *spare.rank) for node, left in self._spares.items() for spare in left]
+        spares = [(node, *spare.rank) for node, spare in self.spares.all()]
         heard = {entry.incarnation: entry.heard for entry in self.entries}
         plan = document.pop("plan")
         own = self._hub.host, self._hub.port
@@ -777,11 +781,11 @@ class SpreadPool(ProcessPool):
         spec = make_spec(incarnation)
         process = link.start(replace(spec, address=link.address), theirs)
         entry = self._remote(link, worker, incarnation, process, ours, now)
-        there = self._spares.get(link.rank, [])
+        there = self.spares.on(link.rank)
         if spares is not None:
             entry.made_of = spares.ranks
         elif spec.joins and 1 < spec.ranks <= len(there):  # as the node does it (agent.nodes.server)
-            entry.made_of = tuple(spare.rank for spare in self._take(link.rank, there[: spec.ranks]))
+            entry.made_of = tuple(spare.rank for spare in self.spares.take_of(link.rank, there[: spec.ranks]))
         return entry
 
     def _remote(

@@ -17,7 +17,7 @@ from typing import Any
 
 from openrecycle.agent.config.timeouts import ALIVE_SECONDS
 from openrecycle.agent.launcher.launch import Takeover
-from openrecycle.agent.launcher.processes import ProcessPool, SpareRank, WorkerProcess, preload
+from openrecycle.agent.launcher.processes import ProcessPool, SpareRanks, WorkerProcess, preload
 from openrecycle.agent.launcher.record import REMEMBERED
 from openrecycle.agent.messages import channel
 from openrecycle.agent.messages.client import Backoff
@@ -236,7 +236,7 @@ class NodeServer:
         return Succession(
             *(decode_run(copy.job), self._nodes, self._hub, copy, self._record, won),
             *(self._entries, self._said, self._lost_at or time.monotonic_ns()),
-            *(([], set()) if self._pool is None else self._pool.spares_here()),
+            SpareRanks() if self._pool is None else self._pool.spares,
         )
 
     # -- one turn of the loop -----------------------------------------------------------------
@@ -329,6 +329,8 @@ class NodeServer:
                 entry.post(**message["message"])
             case "kill" if entry is not None:
                 entry.kill()
+            case "end" if entry is not None:
+                entry.end()
             case "clock":
                 frames.send({"kind": "clock", "at": time.monotonic_ns()})
             case "lines":
@@ -387,7 +389,7 @@ class NodeServer:
             entry = self._pool.start(Worker(self._started, spec.worker.stage), lambda _: spec, time.monotonic(), spares)
         except (OSError, EOFError) as error:
             if spares is not None:
-                self._pool.put_back(spares)
+                self._pool.spares.put_back(spares)
             self._say(f"a process for {spec.worker} can't be started ({error})")
             self._tell({"kind": "exited", "incarnation": spec.incarnation, "code": 1, "spare": []})
             return
@@ -418,8 +420,8 @@ FOLLOW_SECONDS = 5.0
 @dataclass(frozen=True)
 class Succession:
     """What a node has that leads from now on. entries: its workers that live, by incarnation. unheard: what they have
-    said that may not be in the copy, by incarnation, in order. lost_at: when its lead was lost, in nanoseconds. spares,
-    hurt: see agent.launcher.processes.ProcessPool.spares_here."""
+    said that may not be in the copy, by incarnation, in order. lost_at: when its lead was lost, in nanoseconds. spares:
+    of this node."""
 
     run: RunSpec
     nodes: int
@@ -430,8 +432,7 @@ class Succession:
     entries: Mapping[str, WorkerProcess]
     unheard: Mapping[str, Iterable[Mapping[str, Any]]]
     lost_at: int
-    spares: list[SpareRank]
-    hurt: set[int]
+    spares: SpareRanks
 
     def take_over(self) -> tuple[SpreadPool, Takeover]:
         """Waits for the nodes that follow."""
@@ -457,7 +458,7 @@ class Succession:
                 setattr(entry, name, about[name])
             entry.came_from = about["came_from"] and Worker.parse(about["came_from"])
             entry.heard = copy.heard.get(incarnation, 0)
-        pool.know_spares(document.get("spares", ()), self.spares, self.hurt)
+        pool.know_spares(document.get("spares", ()), self.spares)
         known = {about["incarnation"] for about in document["workers"]}
         for incarnation, entry in self.entries.items():
             if incarnation not in known:

@@ -1,7 +1,8 @@
-"""The store through which the groups of a generation find each other: a process of its own that may die.
+"""The store through which the groups of a generation find each other: a process of its own that may die, or hang.
 
-Groups need it only while they form. So its death at any moment costs running iterations nothing,
-and the next generation forms over a new one, whose address travels with the generation.
+Groups need it only while they form. So its loss at any moment costs running iterations nothing,
+and the next generation forms over a new one, whose address travels with the generation. That is why one that does not
+answer need not be known to hang: a new one in its place does no harm.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
@@ -21,10 +23,31 @@ import torch.distributed
 dist: Any = torch.distributed
 
 START_SECONDS = 30.0
+ASK_SECONDS = 1.0
+"""So often a store is asked whether it answers."""
+HANG_SECONDS = 5.0
+"""Without an answer for so long, it is given up. Of time in which whoever waits for it could run."""
+_LOOK_SECONDS = 1.0
+"""Most that passes between two looks of one who could run."""
 
 
 class StoreError(RuntimeError):
     """No store could be started; the sentence says why."""
+
+
+class Unanswered:
+    """For how long one that is asked again and again has not answered. No clock: times are monotonic seconds."""
+
+    def __init__(self, now: float) -> None:
+        self._looked, self._answers, self._waited = now, 0, 0.0
+
+    def look(self, now: float, answers: int) -> float:
+        """answers: so far. Seconds without one; whoever stood still between two looks has waited for _LOOK_SECONDS."""
+        self._waited += min(now - self._looked, _LOOK_SECONDS)
+        self._looked = now
+        if answers != self._answers:
+            self._answers, self._waited = answers, 0.0
+        return self._waited
 
 
 class RendezvousStore:
@@ -46,8 +69,27 @@ class RendezvousStore:
         except (EOFError, OSError, ValueError) as error:
             theirs.close()
             raise StoreError(f"the store could not be started, or listen, on {host} ({type(error).__name__})") from None
+        self._killed = threading.Event()
+        self._answers, self._unanswered = 0, Unanswered(time.monotonic())
+        threading.Thread(target=self._ask, name="store answers", daemon=True).start()
+
+    @property
+    def hangs(self) -> bool:
+        """Has it not answered for HANG_SECONDS? To be asked in every turn of a loop."""
+        return self._unanswered.look(time.monotonic(), self._answers) > HANG_SECONDS
+
+    def _ask(self) -> None:
+        """Ends with the store, which answers as workers are answered: by torch's own server."""
+        with contextlib.suppress(RuntimeError, OSError):
+            client = _client(self.address, HANG_SECONDS)
+            while True:
+                client.check(["does it answer?"])
+                self._answers += 1
+                if self._killed.wait(ASK_SECONDS):
+                    return
 
     def kill(self) -> None:
+        self._killed.set()
         if self.process.is_alive():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.process.pid or 0, signal.SIGKILL)

@@ -18,7 +18,7 @@ import torch
 
 from openrecycle.agent.checkpoints.weights import WeightsError
 from openrecycle.agent.config.timeouts import ALIVE_SECONDS
-from openrecycle.agent.messages.channel import WorkerChannel
+from openrecycle.agent.messages.channel import FENCED, WorkerChannel
 from openrecycle.agent.messages.delivery import Followed, LogTail
 from openrecycle.agent.models.parallelized import Parallelized
 from openrecycle.agent.models.stage_io import StageIOError
@@ -33,8 +33,8 @@ from openrecycle.agent.workers.rank_relay import RankRelay
 from openrecycle.agent.workers.recovery import NoAgreementError
 from openrecycle.agent.workers.spec import WorkerSpec
 
-# Exit codes the launcher tells apart.
-FAILED, FENCED = 1, 3
+# An exit code that the launcher tells from those of agent.messages.channel.
+FAILED = 1
 SIBLING_SECONDS = 5.0
 """For the end of another rank to be seen here."""
 STUCK_SECONDS = 10.0

@@ -84,6 +84,7 @@ class _Decides:
 
 class _Store:
     address = ("127.0.0.1", 1)
+    hangs = False
 
     def __init__(self, *args: Any) -> None: ...
 

@@ -9,19 +9,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from openrecycle.agent.config.devices import Platform
 from openrecycle.agent.config.faults import Kill
 from openrecycle.agent.config.options import TrainingOptions
 from openrecycle.agent.config.settings import OptionGroup
 from openrecycle.agent.examples import tensor_parallel
 from openrecycle.agent.examples.gpt import Gpt
 from openrecycle.agent.jobs.preflight import check_workload
+from openrecycle.agent.launcher.processes import SpareRank, SpareRanks, Spares, spare_of
+from openrecycle.agent.messages.channel import FENCED, ORPHANED
 from openrecycle.agent.models.parallelized import is_divided
+from openrecycle.agent.models.workload import NamedWorkload
 from openrecycle.agent.workers.rank_relay import MergedMessages
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, Worker
 from tests.agent.consoles import console, until
 from tests.agent.launches import Launched
+from tests.agent.local_jobs import TINY, LocalJob
 from tests.agent.runs import Run, forked
 from tests.conftest import at_length
 
@@ -81,6 +88,31 @@ def test_two_hurt_workers_make_a_whole_one(tmp_path: Path) -> None:
     assert hurt.losses == whole.losses and hurt.final == whole.final
     assert [line["living"] for line in hurt.iterations][2] == 2
     assert hurt.iterations[-1]["living"] == 3
+
+
+@pytest.mark.processes
+def test_a_rank_that_hangs_leaves_its_sibling_to_another_worker() -> None:
+    """It is stopped, so its worker is silent, and put out; a rank of another stage dies."""
+    grid: dict[str, Any] = {"pipelines": 2, "stages": 2, "micro_batches": 3, "iterations": 400}
+    hangs = list[int]()
+
+    def strike(job: LocalJob, line: dict[str, Any]) -> None:
+        running = {str(cell): entry for cell, entry in job.launcher._pool.running.items()}
+        if line.get("iteration") == 1:
+            hangs.append(running["W1_1"].siblings[0].pid or 0)
+            os.kill(hangs[0], signal.SIGSTOP)
+        elif line.get("living") == 3 and len(hangs) == 1:
+            hangs.append(running["W0_0"].process.pid or 0)
+            os.kill(hangs[1], signal.SIGKILL)
+        elif line.get("living") == 3 and len(hangs) == 2 and any(x.get("living") == 2 for x in job.lines):
+            job.stop()
+
+    model = NamedWorkload("openrecycle.agent.examples.tensor_parallel:Gpt", TINY)
+    two = Platform(ranks_per_worker=2)
+    job = LocalJob(**grid, platform=two, workload=model, pace=0.005, hang_seconds=4.0, on_line=strike).run()
+    assert job.dead == ["W0_0", "W1_1"]
+    living = [line["living"] for line in job.iterations]
+    assert 2 in living and living[-1] == 3, "of what is left of both a worker has come"
 
 
 @pytest.mark.chaos
@@ -208,3 +240,39 @@ def test_hashes_of_all_ranks_make_the_worker_s() -> None:
     one, two, three, four = (letter * 64 for letter in "abcd")  # of two layers, of two ranks each
     assert told(one + two, three + four) == told(one, three) + told(two, four)
     assert told("a", "") == ""  # one that has not all of its state has nothing to compare
+
+
+@given(st.lists(st.sampled_from([FENCED, ORPHANED, 0, 1, -9, None]), min_size=1, max_size=8))
+def test_ranks_that_ended_for_another_s_sake_are_spare(codes: list[int | None]) -> None:
+    spare = spare_of(codes)
+    assert all(codes[rank] in (FENCED, ORPHANED) for rank in spare)
+    at_fault = sum(code not in (FENCED, ORPHANED) for code in codes)
+    assert len(spare) == (len(codes) - at_fault if at_fault else 0), "where nobody was, nobody is known to be fit"
+
+
+@given(
+    st.lists(st.one_of(st.integers(0, 2), st.sampled_from(["take", "take and put back", "lose node 1"])), max_size=40)
+)
+def test_a_spare_rank_is_in_one_worker_at_most(history: list[int | str]) -> None:
+    """Numbers: of which node one more is spare."""
+    books, came, used, lost = SpareRanks(), list[tuple[int, SpareRank]](), list[Spares](), 0
+    for step in history:
+        before = books.all()
+        if isinstance(step, int):
+            came.append((step, SpareRank((f"i{len(came)}", 0), len(came))))
+            books.add(step, [came[-1][1]])
+        elif step == "lose node 1":
+            lost += len(books.on(1))
+            books.keep({0, 2})
+        elif (spares := books.take(2)) is None:
+            assert all(len(books.on(node)) < 2 for node in range(3)), "no rank idles that could work"
+        elif step == "take":
+            assert [(spares.node, one) for one in spares.left] == [x for x in before if x[0] == spares.node][:2]
+            used.append(spares)
+        else:
+            books.put_back(spares)
+            assert sorted(books.all()) == sorted(before) and books.on(spares.node) == tuple(
+                one for node, one in before if node == spares.node
+            )
+    busy = [(spares.node, one) for spares in used for one in spares.left]
+    assert len({*busy, *books.all()}) == len(busy) + len(books.all()) == len(came) - lost
