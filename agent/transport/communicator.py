@@ -330,8 +330,8 @@ class Communicator:
         self._formed: tuple[tuple[str, int], int, Worker, Sequence[Worker]] | None = None
         """The store, and what else is known of the generation that was formed last."""
         self._standby: Standby | None = None
-        self._unhurried = threading.Event()
-        """Has there been time to close the connections of the generations before?"""
+        self._left_in_haste: list[Groups] = []
+        """They are closed when there is time."""
         self.ranks = Ranks()
         """Of this worker."""
 
@@ -372,9 +372,10 @@ class Communicator:
             )
             if there == len(living) * self.ranks.size:
                 meeting.set(go, _ON_STANDBY if with_standby == there else _GO)
-            timeout = self._timeouts.transfer if at_boundary else self._timeouts.form
-            meeting.wait([go], timedelta(seconds=timeout))
+            # Without a `wait`, which `get` asks the store for by itself.
+            meeting.set_timeout(timedelta(seconds=self._timeouts.transfer if at_boundary else self._timeouts.form))
             word = meeting.get(go)
+            meeting.set_timeout(timedelta(seconds=self._timeouts.form))
             if word not in (_GO, _ON_STANDBY):
                 raise TransferError(f"generation {generation} is superseded")
             taken = standby if word == _ON_STANDBY else None
@@ -423,12 +424,13 @@ class Communicator:
         """Has connections made, beside the training, for the generation after the one formed last: for it alone, and
         whoever of this one dies. Returns at once; does nothing where they are there already, or under way. All workers
         of a generation call it."""
-        self._unhurried.set()
+        self._bury_left()
         groups = self._live
         if self._formed is None or groups is None:
             return
         (store, generation, me, living), self._formed = self._formed, None
-        if len(living) > 2 or self.ranks.size > 1:  # else a survivor has nobody to connect to
+        # A survivor alone has nobody to connect to but its ranks.
+        if len(living) > (2 if self.ranks.size == 1 else 1):
             self._standby = Standby(
                 *(self._stores, store, generation, me, living, self._timeouts, self.address, self.ranks),
                 with_stage=self._transport == "tagged",
@@ -480,11 +482,15 @@ class Communicator:
             hurry = groups is not None and groups.generation < self._newest
         if groups is None:
             return
-        self._unhurried.set()  # whoever waits for that has waited for a whole generation
-        self._unhurried = threading.Event()
+        self._bury_left()
+        self._left_in_haste = [groups]
         if not hurry:
-            self._unhurried.set()
-        threading.Thread(target=_bury, args=([groups], self._unhurried), name="bury-groups", daemon=True).start()
+            self._bury_left()
+
+    def _bury_left(self) -> None:
+        left, self._left_in_haste = self._left_in_haste, []
+        if left:
+            threading.Thread(target=_bury, args=(left,), name="bury-groups", daemon=True).start()
 
     def cancel(self, newest_generation: int) -> None:
         """Wakes whoever waits in groups, or for groups, of a generation before `newest_generation`."""
@@ -507,10 +513,11 @@ def _make(make: Callable[[], Groups], made: Made) -> None:
         made.put(error)
 
 
-def _bury(coffin: list[Groups], unhurried: threading.Event) -> None:
-    coffin[0].halt()
-    unhurried.wait()
-    coffin[0].close()
+def _bury(coffin: list[Groups]) -> None:
+    for groups in coffin:
+        groups.halt()
+        groups.close()
+    del groups
     coffin.clear()
 
 

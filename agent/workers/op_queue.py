@@ -44,18 +44,20 @@ class OpQueue:
     """Of a device whose calls return when their work is done.
 
     pace: stretches ops. ended: is told of each op's kind, when it ended on this process's monotonic clock (NaN: nobody
-    has asked for that), and the seconds that it took on the device; in order.
+    has asked for that), and the seconds that it took on the device; in order. now: that clock.
     """
 
-    def __init__(self, pace: PacedDevice, ended: Callable[[str, float, float], None]) -> None:
-        self._pace, self._ended = pace, ended
+    def __init__(
+        self, pace: PacedDevice, ended: Callable[[str, float, float], None], now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._pace, self._ended, self._now = pace, ended, now
 
     def clock(self) -> None:
         """From here on, it is asked when ops end. Nothing is queued."""
 
     def begin(self) -> float:
         """The next op's work begins. Returns the time."""
-        return time.monotonic()
+        return self._now()
 
     def end(self, kind: str, key: MicroBatch, started: float) -> None:
         """All its work has been given to the device. started: what `begin` returned."""
@@ -95,8 +97,9 @@ class DeviceOpQueue(OpQueue):
         ended: Callable[[str, float, float], None],
         progress: OpProgress,
         event: Callable[[], Any],
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(pace, ended)
+        super().__init__(pace, ended, now)
         self._progress, self._event = progress, event
         self._queued: deque[_Queued] = deque()
         self._began: Any = None
@@ -105,7 +108,7 @@ class DeviceOpQueue(OpQueue):
     def clock(self) -> None:
         event = self._event()
         event.synchronize()
-        self._clock = event, time.monotonic()
+        self._clock = event, self._now()
 
     def begin(self) -> float:
         self._began = self._event()
@@ -120,8 +123,11 @@ class DeviceOpQueue(OpQueue):
         self._retire(AHEAD)
 
     def finish(self, kind: str, started: float) -> None:
-        self.drain()
-        self._event().synchronize()
+        end = self._event()
+        if self._queued:
+            self.drain()
+            started = max(started, self._now())  # the device came to it only now
+        end.synchronize()
         super().finish(kind, started)
 
     def wait_for(self, arrived: Callable[[], bool]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -57,7 +56,9 @@ class Worker:
         self.device = Device()
         self.ended: list[tuple[str, float, float]] = []
         device = PacedDevice(pace or {}, now=lambda: self.device.now, sleep=self._sleep)
-        self.queue = DeviceOpQueue(device, self._hear, self.device.progress, lambda: Event(self.device))
+        self.queue = DeviceOpQueue(
+            *(device, self._hear, self.device.progress, lambda: Event(self.device)), now=lambda: self.device.now
+        )
 
     def _sleep(self, seconds: float) -> None:
         self.device.now += seconds
@@ -66,8 +67,7 @@ class Worker:
         self.ended.append((kind, at, round(seconds, 6)))
 
     def run(self, op: tuple[str, tuple[int, int]]) -> None:
-        self.queue.begin()
-        started = self.device.now
+        started = self.queue.begin()
         self.device.op()
         self.queue.end(*op, started)
 
@@ -104,8 +104,9 @@ def test_a_wait_for_a_message_is_one_for_the_device_as_long_as_that_computes(arr
     assert set(seen[1:]) == {F0}
     assert worker.device.now < 2, "it has waited for more than the device"
     worker.device.progress.at(WAITING)
-    worker.queue.wait_for(lambda: False) if ended else None
-    assert not ended or worker.device.at()[0] == WAITING, "nothing is queued any more"
+    if ended:
+        worker.queue.wait_for(lambda: False)
+        assert worker.device.at()[0] == WAITING, "nothing is queued any more"
 
 
 def test_what_is_given_up_is_waited_for_and_not_counted() -> None:
@@ -128,10 +129,9 @@ def test_a_step_s_end_is_waited_for_and_so_is_that_of_an_op_that_is_stretched() 
     assert worker.device.now == 7 and worker.ended[-1] == ("O", 7.0, 1.0)
 
 
-def test_where_it_was_asked_when_ops_end_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_it_was_asked_when_ops_end_it_is_told() -> None:
     worker = Worker()
-    clock: Callable[[], float] = lambda: 100 + worker.device.now  # noqa: E731
-    monkeypatch.setattr("openrecycle.agent.workers.op_queue.time.monotonic", clock)
+    worker.device.now = 100.0
     worker.queue.clock()
     worker.run(F0)
     worker.run(F1)

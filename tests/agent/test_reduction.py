@@ -165,6 +165,8 @@ class Connected:
 
     def cancel(self) -> None: ...
 
+    def close(self) -> None: ...
+
 
 def still_connecting() -> tuple[LateGroup, threading.Event, Connected]:
     """A group, which is connected once the event is set, and what its sums begin on."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -202,7 +204,9 @@ def test_a_worker_that_dies_costs_no_survivor_its_connections(connected: bool, s
 
 
 @pytest.mark.parametrize("armed", [False, True])
-def test_whoever_waits_for_any_rank_is_woken(armed: bool, store: RendezvousStore) -> None:
+@pytest.mark.parametrize("late", [False, True])
+def test_whoever_waits_for_any_rank_is_woken(armed: bool, late: bool, store: RendezvousStore) -> None:
+    """Also who begins to wait when the group has been cancelled."""
     job = Job(store)
     groups = job.form(1, GRID)
     if armed:
@@ -219,9 +223,33 @@ def test_whoever_waits_for_any_rank_is_woken(armed: bool, store: RendezvousStore
             woken.append(index)
 
     threads = [threading.Thread(target=wait, args=(i,)) for i in range(len(pending))]
+    if late:
+        job.mine[GRID[0]].cancel(2)
     for thread in threads:
         thread.start()
-    job.mine[GRID[0]].cancel(2)
+    if not late:
+        job.mine[GRID[0]].cancel(2)
     for thread in threads:
         thread.join()
     assert sorted(woken) == list(range(len(pending)))
+
+
+def test_old_connections_are_closed_once_the_next_generation_trains(store: RendezvousStore) -> None:
+    """Those that were left in haste, too."""
+    job = Job(store)
+    job.exchange(job.form(1, GRID))
+    job.stand_by(GRID)
+    before = _connections()
+    for generation, living in enumerate((GRID[:-1], GRID[:-2]), start=2):
+        job.exchange(job.form(generation, living))
+        job.stand_by(living)
+    until(lambda: _connections() < before)
+
+
+def _connections() -> int:
+    """Sockets of this process."""
+    found = 0
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            found += str(descriptor.readlink()).startswith("socket:")
+    return found
