@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import structlog
+from cachetools import LRUCache
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from openrecycle.app.runtime.processes import Channel, ChildEnded, Children, PendingAnswer
@@ -199,7 +200,7 @@ class Simulator:
     """In the child: answers requests, and keeps what it has planned for the newest jobs."""
 
     def __init__(self) -> None:
-        self._planned: dict[tuple[Job, float], _WantedJob] = {}
+        self._planned: LRUCache[tuple[Job, float], _WantedJob] = LRUCache(MAX_PLANNED)
         for _ in run(SimulationRequest(pipelines=2, stages=2, micro_batches=2, hours=24, mtbf=12)):
             """Once, for what Python reads in at the first one."""
 
@@ -220,11 +221,10 @@ class Simulator:
             yield json.dumps({"error": text}).encode()
 
     def _plan(self, job: Job, samples: float, wanted: Callable[[], bool]) -> PlannedJob:
-        planned = self._planned.pop((job, samples), None) or _WantedJob(job, samples=samples)
+        planned = self._planned.get((job, samples))
+        if planned is None:
+            planned = self._planned[job, samples] = _WantedJob(job, samples=samples)
         planned.wanted = wanted
-        self._planned[job, samples] = planned  # the newest last
-        while len(self._planned) > MAX_PLANNED:
-            del self._planned[next(iter(self._planned))]
         return planned
 
 
