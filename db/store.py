@@ -19,7 +19,6 @@ from sqlalchemy.orm import Session
 from openrecycle.db.job_rows import HIDDEN
 from openrecycle.db.models import (
     AcknowledgementRow,
-    Base,
     CatalogPlanRow,
     CatalogRow,
     CommandRow,
@@ -86,7 +85,9 @@ class Store:
         key = "is there room?"
         row = {"key": key, "request": "", "status": 0, "media_type": "", "location": "", "at": time.time()}
         with self.database.write() as session:
-            session.execute(self._insert_new(IdempotentRequestRow).values(row | {"body": os.urandom(PROBE_BYTES)}))
+            session.execute(
+                self.database.insert_new(IdempotentRequestRow).values(row | {"body": os.urandom(PROBE_BYTES)})
+            )
             session.execute(delete(IdempotentRequestRow).where(IdempotentRequestRow.key == key))
 
     # -- jobs -------------------------------------------------------------------------------
@@ -113,7 +114,7 @@ class Store:
                 "idempotency_key": idempotency_key,
                 "created_at": created_at,
             }
-            created = session.scalar(self._insert_new(JobRow).values(row).returning(JobRow.id))
+            created = session.scalar(self.database.insert_new(JobRow).values(row).returning(JobRow.id))
             if created is None:
                 found = select(JobRow.__table__).where(JobRow.idempotency_key == idempotency_key)
                 return dict(session.execute(found).mappings().one())
@@ -166,7 +167,7 @@ class Store:
                 session.execute(update(EventRow).where(*same).values(row))
             if change.acknowledgements:
                 rows = [{"job_id": job_id, **row} for row in change.acknowledgements]
-                session.connection().execute(self._insert_new(AcknowledgementRow), rows)
+                session.connection().execute(self.database.insert_new(AcknowledgementRow), rows)
             if change.states:
                 session.execute(insert(WorkerStateRow), [{"job_id": job_id, **s} for s in change.states])
             if change.audit:
@@ -276,7 +277,7 @@ class Store:
         """
         with self.database.write() as session:
             row = {"fingerprint": fingerprint, "info": info, "created_at": time.time()}
-            session.execute(self._insert_new(CatalogRow).values(row))
+            session.execute(self.database.insert_new(CatalogRow).values(row))
             rows = iter(plans)
             while batch := [
                 {"fingerprint": fingerprint, "name": name, "failures": failures, "data": data}
@@ -336,7 +337,7 @@ class Store:
         if rows:
             with self.database.write() as session:
                 own = ({k: _text(v) for k, v in row.items()} for row in rows)
-                session.execute(self._insert_new(IterationRow), [{"job_id": job_id, **row} for row in own])
+                session.execute(self.database.insert_new(IterationRow), [{"job_id": job_id, **row} for row in own])
 
     def iterations(self, job_id: str, *, after: int = -1, limit: int = 1000, newest: bool = False) -> list[Record]:
         """Iterations with a number > after, oldest first: the first `limit`, or the newest."""
@@ -357,7 +358,7 @@ class Store:
     def add_recovery(self, job_id: str, row: Record, events: Sequence[Record] = ()) -> bool:
         """False when it was reported before; then its events are not stored either."""
         with self.database.write() as session:
-            statement = self._insert_new(RecoveryRow).values(job_id=job_id, **row)
+            statement = self.database.insert_new(RecoveryRow).values(job_id=job_id, **row)
             if session.scalar(statement.returning(RecoveryRow.worker)) is None:
                 return False
             if events:
@@ -387,10 +388,10 @@ class Store:
             self.database.write_audit(session, audit)
             return last + 1
 
-    def commands(self, job_id: str, *, after: int = 0) -> list[Record]:
-        where = (CommandRow.job_id == job_id, CommandRow.seq > after)
+    def commands(self, job_id: str) -> list[Record]:
+        own = select(CommandRow.__table__).where(CommandRow.job_id == job_id)
         with self.database.read() as session:
-            return _rows(session, select(CommandRow.__table__).where(*where).order_by(CommandRow.seq))
+            return _rows(session, own.order_by(CommandRow.seq))
 
     # -- details ----------------------------------------------------------------------------
 
@@ -411,10 +412,7 @@ class Store:
             "ahead": ahead,
             "created_at": time.time(),
         }
-        session.execute(self._insert_new(JobPlanRow).values(link))
-
-    def _insert_new(self, model: type[Base]) -> Any:
-        return self.database.insert_new(model)
+        session.execute(self.database.insert_new(JobPlanRow).values(link))
 
 
 def _text(value: object) -> object:

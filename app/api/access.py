@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, ConfigDict, Field
@@ -12,7 +12,7 @@ from openrecycle.app.api.models import Actor
 from openrecycle.app.api.parsing import ReadBeside
 from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.runtime.runner import in_thread
-from openrecycle.app.security.access import MAX_DAYS, Token, caller_of
+from openrecycle.app.security.access import MAX_DAYS, caller_of
 
 
 class CallerInfo(BaseModel):
@@ -35,7 +35,8 @@ class TokenWanted(BaseModel):
 
 
 class TokenInfo(BaseModel):
-    """Times are POSIX seconds. last_used_at: written every half minute."""
+    """A Token without what its secret is checked by. Times are POSIX seconds. last_used_at: written every half
+    minute."""
 
     id: str
     name: str
@@ -87,7 +88,7 @@ def router(console: ConsoleService) -> APIRouter:
     @api.get("/tokens")
     async def listed() -> TokenList:
         """Newest first, those that are of no use any more included."""
-        return TokenList(tokens=[TokenInfo(**_info(token)) for token in await in_thread(tokens.list)])
+        return TokenList(tokens=[TokenInfo(**vars(token)) for token in await in_thread(tokens.list)])
 
     @api.post("/tokens", status_code=201)
     async def create(wanted: TokenWanted, x_actor: Actor = "API") -> TokenMade:
@@ -106,7 +107,7 @@ def router(console: ConsoleService) -> APIRouter:
         await in_thread(
             console.security.audit.record, x_actor, "create token", token.id, job_id=token.job_id, detail=token.name
         )
-        return TokenMade(**_info(token), token=text)
+        return TokenMade(**vars(token), token=text)
 
     @api.delete("/tokens/{token_id}", status_code=204)
     async def revoke(token_id: Identifier, x_actor: Actor = "API") -> None:
@@ -128,7 +129,3 @@ def router(console: ConsoleService) -> APIRouter:
         )
 
     return api
-
-
-def _info(token: Token) -> dict[str, Any]:
-    return {name: value for name, value in token.__dict__.items() if name != "secret_hash"}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 
 from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -48,7 +49,7 @@ class Idempotency:
             detail = f"{HEADER}: got {given[:80]!r}, expected 1 to {MOST_CHARACTERS} printable ASCII characters"
             await problem(422, "invalid", detail)(scope, receive, send)
             return
-        body = await _body(receive)
+        body = await Request(scope, receive).body()  # bounded by the guard before
         key = _digest(scope["path"], Headers(scope=scope).get("X-Actor", ""), given)
         try:
             earlier = await in_thread(self._begin, key, scope["query_string"], body)
@@ -118,18 +119,6 @@ def _replay(earlier: Earlier, key: str) -> Response:
         if value:
             headers[name] = value
     return Response(earlier.body, earlier.status, headers)
-
-
-async def _body(receive: Receive) -> bytes:
-    """Bounded by the guard before."""
-    body, more = bytearray(), True
-    while more:
-        message = await receive()
-        if message["type"] != "http.request":
-            break
-        body += message.get("body", b"")
-        more = message.get("more_body", False)
-    return bytes(body)
 
 
 def _digest(*parts: str | bytes) -> str:

@@ -12,12 +12,13 @@ import threading
 import time
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
 import structlog
+from cachetools import LRUCache, cached
 from sqlalchemy.exc import SQLAlchemyError
 
 from openrecycle.app.catalogs.contents import (
@@ -114,23 +115,19 @@ class Located:
     origin: str
 
 
-_infos: OrderedDict[tuple[int, str, str, str], tuple[Job, CatalogInfo]] = OrderedDict()
-_infos_lock = threading.Lock()
-
-
 def info_of(question: CatalogQuestion) -> CatalogInfo:
     """As CatalogInfo.of, which takes half a second for 16,384 stages: once for each job that is asked about."""
-    job = question.job
-    key = id(job), question.technique.value, question.memory.text, question.over
-    with _infos_lock:
-        if known := _infos.get(key):  # its job is held, so that no other one has its id
-            return known[1]
-    info = CatalogInfo.of(question)
-    with _infos_lock:
-        _infos[key] = job, info
-        while len(_infos) > MAX_KEPT:
-            _infos.popitem(last=False)
-    return info
+    return _info_and_job(question)[0]
+
+
+def _key(question: CatalogQuestion) -> Hashable:
+    return id(question.job), question.technique, question.memory.text, question.over
+
+
+@cached(LRUCache(MAX_KEPT), _key, threading.Lock())
+def _info_and_job(question: CatalogQuestion) -> tuple[CatalogInfo, Job]:
+    """The job is held with it, so that no other one has its id."""
+    return CatalogInfo.of(question), question.job
 
 
 class Catalogs:
@@ -141,11 +138,11 @@ class Catalogs:
         self._processes = processes or share_of_cores()
         self._lock = threading.Lock()
         self._access = threading.Lock()  # what is read into memory is not older than what is written
-        self._headers: OrderedDict[str, dict[str, Header]] = OrderedDict()
+        self._headers: LRUCache[str, dict[str, Header]] = LRUCache(MAX_KEPT)
         self._fillings: OrderedDict[str, Filling] = OrderedDict()
         self._children = Children(serve_filling, name="catalog", nested=True)
         self._threads: list[threading.Thread] = []
-        self._needed_known: OrderedDict[tuple[str, int], PlansNeeded] = OrderedDict()
+        self._needed_known: LRUCache[tuple[str, int], PlansNeeded] = LRUCache(MAX_KEPT)
         self._needed_waiting: dict[tuple[str, int], Waiting] = {}
         self._needed_failed: dict[tuple[str, int], tuple[str, float]] = {}  # why, and until when (monotonic seconds)
         self._needed_queue: TaskQueue | None = None
@@ -320,8 +317,6 @@ class Catalogs:
             waiting = self._needed_waiting.pop(key)
             if found is not None:
                 self._needed_known[key] = found
-                while len(self._needed_known) > MAX_KEPT:
-                    self._needed_known.popitem(last=False)
             else:
                 now = time.monotonic()
                 self._needed_failed = {k: said for k, said in self._needed_failed.items() if said[1] > now}
@@ -447,14 +442,11 @@ class Catalogs:
         with self._lock:
             known = self._headers.get(fingerprint)
             if known is not None:
-                self._headers.move_to_end(fingerprint)
                 return dict(known)
         with self._access:
             headers = decoded(self.blobs(fingerprint))
             with self._lock:
                 self._headers[fingerprint] = headers
-                while len(self._headers) > MAX_KEPT:
-                    self._headers.popitem(last=False)
                 return dict(headers)
 
     def _save(self, info: CatalogInfo, blobs: Mapping[str, bytes]) -> None:

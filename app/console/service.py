@@ -240,6 +240,7 @@ class ConsoleService:
             if time.monotonic() - last_flush >= FLUSH_SECONDS:
                 last_flush = time.monotonic()
                 self._rest(resting)
+                self.plans.simulations.end_unwatched()
                 turns = max((len(job.state.members) for job in self.jobs.live()), default=0)
                 turns = max(1, -(-turns // FLUSH_AT_ONCE))
             if turns:

@@ -209,6 +209,9 @@ def worker_view(job: LiveJob, member: Member, worker_states: WorkerStates) -> Wo
     contact = job.measurements.contacts.get(member.name)
     beat = contact.beat if contact and contact.beat.incarnation == member.incarnation else None
     age = None if member.last_heard is None else max(0.0, time.monotonic() - member.last_heard)
+    if age is not None and contact is not None and beat is not None:
+        # A console that has begun anew judges nobody by the time before. What it shows is as old as it is.
+        age = max(age, time.time() - contact.at)
     return WorkerView(
         name=member.name,
         pipeline=int(member.name[1:].partition("_")[0]),

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -17,6 +16,7 @@ from statistics import median
 from weakref import WeakKeyDictionary
 
 import structlog
+from cachetools import LRUCache
 from sqlalchemy.exc import SQLAlchemyError
 
 from openrecycle.agent.messages.protocol import Heartbeat, MeasuredOps
@@ -93,7 +93,7 @@ class Measurement:
     parts: dict[str, MeasuredOps] = field(default_factory=dict)
     newest: IterationAsRun | None = None
     kept: list[int] = field(default_factory=list)
-    read: OrderedDict[int, IterationAsRun] = field(default_factory=OrderedDict)
+    read: LRUCache[int, IterationAsRun] = field(default_factory=lambda: LRUCache(READ))
     done_at: float = -math.inf
     watched_until: float = -math.inf
     missed: int = 0
@@ -114,7 +114,7 @@ class Measuring:
     ) -> None:
         self._store, self._observations, self._plan = store, Observations(store.database), plan
         self._heartbeat, self._clock = heartbeat, clock
-        self._made: OrderedDict[tuple[str, int, int, float], tuple[Schedule, Plan]] = OrderedDict()
+        self._made: LRUCache[tuple[str, int, int, float], tuple[Schedule, Plan]] = LRUCache(DRAWN)
         self._of: WeakKeyDictionary[LiveJob, Measurement] = WeakKeyDictionary()
         self._lock = threading.Lock()
 
@@ -148,14 +148,11 @@ class Measuring:
                 return None
             _keep(found.kept, iteration, _most_kept(job))
             if iteration in found.read:
-                found.read.move_to_end(iteration)
                 return found.read[iteration]
         read = self._stored(job.job_id, iteration)
         if read is not None:
             with self._lock:
                 found.read[iteration] = read
-                while len(found.read) > READ:
-                    found.read.popitem(last=False)
         return read
 
     def iteration(
@@ -199,14 +196,11 @@ class Measuring:
         key = (job_id, found.generation, found.iteration, found.at)
         with self._lock:
             if key in self._made:
-                self._made.move_to_end(key)
                 return self._made[key]
         schedule = as_schedule(found, planned)
         made = schedule, as_plan(schedule, planned)
         with self._lock:
             self._made[key] = made
-            while len(self._made) > DRAWN:
-                self._made.popitem(last=False)
         return made
 
     # -- told -------------------------------------------------------------------------------

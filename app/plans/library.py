@@ -10,11 +10,11 @@ import gc
 import queue
 import threading
 import zlib
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import structlog
+from cachetools import LRUCache
 from sqlalchemy.exc import SQLAlchemyError
 
 from openrecycle.app.jobs.job_plans import stored_plan
@@ -30,9 +30,8 @@ from openrecycle.planner.plans.plan import Plan
 
 log = structlog.get_logger()
 
-# Parsed plans kept in memory; a document's plan of 393,216 ops takes about 40 MB.
-_KEEP_PLANS = 64
-_KEEP_OPS = 400_000
+# Ops of the parsed plans that are kept in memory, about 40 MB; a small plan counts as so many, a larger one fills it.
+_KEEP_OPS, _LEAST_OPS = 400_000, 2_000
 # Beyond this a process has gone astray.
 TIMEOUT = 600.0
 
@@ -47,7 +46,9 @@ class PlanCache:
         self._store = store
         self._packing = Packing(PlanColumns(store.database), self._packed)
         self._lock = threading.Lock()
-        self._plans: OrderedDict[str, tuple[Plan, dict[str, int]]] = OrderedDict()
+        self._plans: LRUCache[str, tuple[Plan, dict[str, int]]] = LRUCache(
+            _KEEP_OPS, lambda found: min(max(found[0].op_count, _LEAST_OPS), _KEEP_OPS)
+        )
 
     def get(self, fingerprint: str) -> Plan | None:
         found = self._get(fingerprint)
@@ -69,7 +70,6 @@ class PlanCache:
     def _get(self, fingerprint: str) -> tuple[Plan, dict[str, int]] | None:
         with self._lock:
             if found := self._plans.get(fingerprint):
-                self._plans.move_to_end(fingerprint)
                 return found
         plan = stored_plan(self._store, fingerprint)
         if plan is None:
@@ -79,9 +79,6 @@ class PlanCache:
         found = (plan, plan.rerouted())
         with self._lock:
             self._plans[fingerprint] = found
-            ops = sum(p.op_count for p, _ in self._plans.values())
-            while len(self._plans) > 1 and (len(self._plans) > _KEEP_PLANS or ops > _KEEP_OPS):
-                ops -= self._plans.popitem(last=False)[1][0].op_count
         return found
 
     def will_be_asked_for(self, fingerprint: str, ops: int) -> None:

@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from cachetools import LRUCache
+
 from openrecycle.app.runtime.processes import Channel, answered
 from openrecycle.app.runtime.task_queue import TaskQueue
 from openrecycle.planner.catalogs.catalog_store import CatalogInfo, MappedBlobs, StoredCatalog
@@ -164,7 +166,7 @@ class Making:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._answers: dict[str, Answer] = {}
+        self._answers: LRUCache[str, Answer] = LRUCache(MAX_KEPT)
         self._maker = plan_maker("plans on the spot")
         self._started = False
 
@@ -172,12 +174,9 @@ class Making:
         """The answer, as far as it is there; it is begun now if nobody has asked before."""
         key = repr(question)
         with self._lock:
-            known = self._answers.pop(key, None)
+            known = self._answers.get(key)
             if known is None or known.stale:
-                known = self._begin(question)
-            self._answers[key] = known  # the newest last
-            while len(self._answers) > MAX_KEPT:
-                self._answers.pop(next(iter(self._answers)))
+                known = self._answers[key] = self._begin(question)
             return known
 
     def close(self) -> None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import functools
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import structlog
+from cachetools import LRUCache
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from openrecycle.app.runtime.processes import Channel, ChildEnded, Children, PendingAnswer
@@ -42,6 +44,8 @@ MAX_PLANNED = 4
 QUICK_OPS = 20_000
 # Seconds that a process is kept for the next simulation, and that one may take to heed that it is not wanted.
 KEEP, HEED = 300.0, 10.0
+# A page that has not looked for so many seconds is gone: browsers let one that is hidden look once a minute.
+GONE = 150.0
 # The sweep's mean times between failures, as multiples of the one asked for.
 SWEEP = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 
@@ -90,7 +94,8 @@ class Simulation:
 
     curves: by policy, (hours, samples per second from then on). living: (hours, workers from then
     on). rates: by policy, samples per second at each MTBF of `mtbf`; crossings: sentences.
-    watchers: how many pages show it. first: set once there is a row, or will be none.
+    watched: by page that shows it, when that looked last, monotonic seconds. first: set once there is a row, or will
+    be none.
     """
 
     request: SimulationRequest
@@ -103,8 +108,12 @@ class Simulation:
     error: str = ""
     done: bool = False
     asked: PendingAnswer | None = None
-    watchers: int = 0
+    watched: dict[str, float] = field(default_factory=dict)
     first: threading.Event = field(default_factory=threading.Event)
+
+    def look(self, page: str) -> None:
+        """That page shows it still."""
+        self.watched[page] = time.monotonic()
 
     def take(self, message: bytes | None) -> None:
         """What the child says. None: it says no more."""
@@ -148,28 +157,31 @@ class Simulations:
         """Somebody is about to ask for one."""
         self._children.prepare()
 
-    def get(self, request: SimulationRequest, *, again: bool = False) -> Simulation:
-        """The simulation of `request`, started now if there is none. again: for a page that shows it already."""
+    def get(self, request: SimulationRequest, page: str) -> Simulation:
+        """The simulation of `request`, started now if there is none. page: that shows it, by whatever name."""
         with self._lock:
             known = self._kept.pop(request, None)
             if known is None:
-                known, again = Simulation(request), False
+                known = Simulation(request)
                 self._start(known)
-            known.watchers += not again
+            known.look(page)
             self._kept[request] = known  # the newest last
             while len(self._kept) > MAX_KEPT:
                 self._end(self._kept.pop(next(iter(self._kept))))
             return known
 
-    def cancel(self, request: SimulationRequest) -> None:
-        """A page shows it no more: where none does, it ends if it still runs, and is forgotten then."""
+    def cancel(self, request: SimulationRequest, page: str) -> None:
+        """That page shows it no more: where none does, it ends if it still runs, and is forgotten then."""
         with self._lock:
-            running = self._kept.get(request)
-            if running is None:
-                return
-            running.watchers -= 1
-            if running.watchers <= 0 and not running.done:
-                self._end(self._kept.pop(request))
+            if (running := self._kept.get(request)) is not None:
+                running.watched.pop(page, None)
+                self._end_unless_watched(running)
+
+    def end_unwatched(self) -> None:
+        """Those of pages that were closed or loaded again, which nobody says. Call it now and then."""
+        with self._lock:
+            for running in list(self._kept.values()):
+                self._end_unless_watched(running)
 
     def close(self) -> None:
         self._children.close()
@@ -177,6 +189,11 @@ class Simulations:
     def _start(self, simulation: Simulation) -> None:
         simulation.asked = self._children.begin(simulation.request.model_dump_json().encode(), grace=HEED)
         threading.Thread(target=_follow, args=(simulation, simulation.asked), name="simulation", daemon=True).start()
+
+    def _end_unless_watched(self, simulation: Simulation) -> None:
+        since = time.monotonic() - GONE
+        if not simulation.done and all(looked < since for looked in list(simulation.watched.values())):
+            self._end(self._kept.pop(simulation.request))
 
     def _end(self, simulation: Simulation) -> None:
         simulation.take(None)
@@ -199,7 +216,7 @@ class Simulator:
     """In the child: answers requests, and keeps what it has planned for the newest jobs."""
 
     def __init__(self) -> None:
-        self._planned: dict[tuple[Job, float], _WantedJob] = {}
+        self._planned: LRUCache[tuple[Job, float], _WantedJob] = LRUCache(MAX_PLANNED)
         for _ in run(SimulationRequest(pipelines=2, stages=2, micro_batches=2, hours=24, mtbf=12)):
             """Once, for what Python reads in at the first one."""
 
@@ -220,11 +237,10 @@ class Simulator:
             yield json.dumps({"error": text}).encode()
 
     def _plan(self, job: Job, samples: float, wanted: Callable[[], bool]) -> PlannedJob:
-        planned = self._planned.pop((job, samples), None) or _WantedJob(job, samples=samples)
+        planned = self._planned.get((job, samples))
+        if planned is None:
+            planned = self._planned[job, samples] = _WantedJob(job, samples=samples)
         planned.wanted = wanted
-        self._planned[job, samples] = planned  # the newest last
-        while len(self._planned) > MAX_PLANNED:
-            del self._planned[next(iter(self._planned))]
         return planned
 
 

@@ -20,12 +20,14 @@ import re
 import secrets
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
+from cachetools import LRUCache
+from itsdangerous import BadSignature, Signer
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.datastructures import Headers
 from starlette.requests import cookie_parser
@@ -264,18 +266,16 @@ class RateLimits:
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._clock = clock
-        self._buckets: OrderedDict[tuple[RateLimit, str], tuple[float, float]] = OrderedDict()
+        self._buckets: LRUCache[tuple[RateLimit, str], tuple[float, float]] = LRUCache(MAX_KEPT)
 
     def take(self, rate: RateLimit, key: str) -> int:
         """0 when the request may pass, else seconds until it may."""
         now = self._clock()
         name = (rate, key)
-        left, at = self._buckets.pop(name, (rate.burst, now))
+        left, at = self._buckets.get(name, (rate.burst, now))
         left = min(rate.burst, left + (now - at) * rate.per_second)
         wait = 0 if left >= 1 else max(1, math.ceil((1 - left) / rate.per_second))
         self._buckets[name] = (left if wait else left - 1, now)
-        if len(self._buckets) > MAX_KEPT:
-            self._buckets.popitem(last=False)
         return wait
 
 
@@ -285,24 +285,17 @@ class WrongTokens:
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._clock = clock
         self._all: deque[float] = deque(maxlen=WRONG_IN_ALL)
-        self._by_address: OrderedDict[str, deque[float]] = OrderedDict()
-        self._good: OrderedDict[str, None] = OrderedDict()
+        self._by_address: LRUCache[str, deque[float]] = LRUCache(MAX_KEPT)
+        self._good: LRUCache[str, None] = LRUCache(MAX_KEPT)
 
     def note(self, address: str) -> None:
         now = self._clock()
         self._all.append(now)
-        of_address = self._by_address.pop(address, None) or deque(maxlen=WRONG_PER_GOOD_ADDRESS)
-        of_address.append(now)
-        self._by_address[address] = of_address
-        if len(self._by_address) > MAX_KEPT:
-            self._by_address.popitem(last=False)
+        self._by_address.setdefault(address, deque(maxlen=WRONG_PER_GOOD_ADDRESS)).append(now)
 
     def right(self, address: str) -> None:
         """A right token came from there: strangers who guess can't lock it out."""
-        self._good.pop(address, None)
         self._good[address] = None
-        if len(self._good) > MAX_KEPT:
-            self._good.popitem(last=False)
 
     def wait(self, address: str) -> int:
         """Seconds until another token may be tried from there; 0: now."""
@@ -336,7 +329,7 @@ class Access:
         self.wrong = WrongTokens()
         self._token = _digest(token or "")
         # Of cookies: whoever has one learns nothing of the token, and a new token ends all sessions.
-        self._key = hmac.new((token or "").encode(), b"openrecycle sessions", hashlib.sha256).digest()
+        self._sessions = Signer(token or "", "openrecycle sessions", digest_method=hashlib.sha256)
 
     # -- on a request -----------------------------------------------------------------------
 
@@ -380,16 +373,13 @@ class Access:
     def session(self, caller: Caller, until: float | None = None) -> str:
         """The cookie's value: until when, which token, and both under the console's key."""
         ends = min(caller.until, time.time() + SESSION_SECONDS) if until is None else until
-        text = f"{int(ends)}.{caller.key}"
-        return f"{text}.{hmac.new(self._key, text.encode(), hashlib.sha256).hexdigest()}"
+        return self._sessions.sign(f"{int(ends)}.{caller.key}").decode()
 
     def _by_session(self, value: str) -> Caller | None:
-        text, _, mac = value.rpartition(".")
-        if not hmac.compare_digest(
-            mac.encode(), hmac.new(self._key, text.encode(), hashlib.sha256).hexdigest().encode()
-        ):
+        try:
+            ends, _, key = self._sessions.unsign(value).decode().partition(".")
+        except BadSignature:
             return None
-        ends, _, key = text.partition(".")
         if not self.guarded or time.time() >= int(ends):
             return None
         if key == CONSOLE:

@@ -11,8 +11,8 @@ from openrecycle.app.console.service import get_console
 from openrecycle.app.plans.introduction import JOB, IntroductionPicture, pictures
 from openrecycle.app.ui import components, url_state
 from openrecycle.app.ui.charts.worker_grid import LOOKS
+from openrecycle.app.ui.help_words import SECTIONS, WORDS, demo_line, launch_line, reporter, token_line, trainer
 from openrecycle.app.ui.theme import Palette
-from openrecycle.app.ui.words import SECTIONS, WORDS, demo_line, launch_line, reporter, token_line, trainer
 from openrecycle.planner.export.picture import small
 from openrecycle.planner.export.svg import draw_svg
 from openrecycle.planner.plans.drawing import OP_WORDS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import Any
 
 import streamlit as st
@@ -35,7 +36,8 @@ from openrecycle.planner.plans.plan import job_doc
 from openrecycle.planner.simulation.traces import public_traces
 
 SHAPE = "A model's shape"
-SHOWN = "simulation-shown"
+# In the session: what is shown, and by what name the page shows it.
+SHOWN, VIEWER = "simulation-shown", "simulation-viewer"
 # In the URL, so that a link shows what its sender saw.
 COVERS = "covers"
 # For the first result, which often comes at once; after that the page is drawn without, and looks again.
@@ -55,18 +57,16 @@ def page() -> None:
     except InputError as error:
         st.error(str(error))
         return
-    before = st.session_state.get(SHOWN)
-    if request is None:
-        if before is not None:
-            console.plans.simulations.cancel(before)
-            del st.session_state[SHOWN]
-        return
+    viewer = st.session_state.setdefault(VIEWER, secrets.token_hex(8))
+    before = st.session_state.pop(SHOWN, None)
     if before is not None and before != request:
-        console.plans.simulations.cancel(before)
+        console.plans.simulations.cancel(before, viewer)
+    if request is None:
+        return
     st.session_state[SHOWN] = request
-    simulation = console.plans.simulations.get(request, again=before == request)
+    simulation = console.plans.simulations.get(request, viewer)
     simulation.first.wait(TIMEOUT_SECONDS)
-    st.fragment(_results, run_every=None if simulation.done else 0.2)(simulation, colours)
+    st.fragment(_results, run_every=None if simulation.done else 0.2)(simulation, viewer, colours)
 
 
 def _ask(console: ConsoleService) -> SimulationRequest | None:
@@ -163,7 +163,8 @@ def _up_to_now() -> None:
     url_state.put(COVERS, None)
 
 
-def _results(simulation: Simulation, colours: Palette) -> None:
+def _results(simulation: Simulation, viewer: str, colours: Palette) -> None:
+    simulation.look(viewer)
     done, steps = simulation.steps
     if simulation.error:
         st.error(simulation.error)

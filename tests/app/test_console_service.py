@@ -398,3 +398,29 @@ def test_the_console_of_this_process(console: ConsoleService) -> None:
     set_console(console)
     assert get_console() is console
     set_console(None)
+
+
+def test_after_a_restart_what_is_known_of_a_worker_is_as_old_as_it_is(store: Store) -> None:
+    before = ConsoleService(store)
+    before.start()
+    job_id = before.jobs.create(SPEC)[0].job_id
+    register_all(before, job_id)
+    beat = Heartbeat(worker="W0_0", incarnation="W0_0-a", seq=5, generation=1, iteration=9, phase="training")
+    before.reports.heartbeats(job_id, [beat])
+    before.close()
+    with store.database.write() as session:
+        session.execute(text("UPDATE worker SET heard_at = heard_at - 600"))
+    console = ConsoleService(store)
+    console.start()
+    try:
+
+        def age() -> float:
+            return console.queries.view(job_id).workers[0].heartbeat_age or 0.0
+
+        assert age() >= 600
+        state = console.queries.view(job_id).workers[0].state
+        assert state is not RoleState.FAILED, "the time without a console is no silence"
+        console.reports.heartbeats(job_id, [beat.model_copy(update={"seq": 6})])
+        until(lambda: age() < 600)
+    finally:
+        console.close()

@@ -9,6 +9,7 @@ import pytest
 from ui_console import ConsoleHere, JobHere
 
 from openrecycle.app.plans.simulations import (
+    GONE,
     HISTORY,
     SWEEP,
     Simulation,
@@ -29,6 +30,7 @@ from tests.golden import golden
 
 pytestmark = pytest.mark.processes
 
+PAGE = "a page"
 SMALL = {"model": "gpt-3-medium", "pipelines": 3, "stages": 2, "micro_batches": 4, "hours": 24.0, "mtbf": 30.0}
 
 
@@ -43,13 +45,13 @@ def wait(simulation: Simulation) -> Simulation:
 def test_a_simulation_runs_in_its_own_process_and_is_kept() -> None:
     simulations = Simulations()
     request = parse_request(**SMALL, policies=("ours", "recycle", "drop-replica"))
-    made = wait(simulations.get(request))
+    made = wait(simulations.get(request, PAGE))
     assert made.error == "" and made.asked is not None and made.asked.process.pid != os.getpid()
     assert [row["policy"] for row in made.rows] == ["ours", "recycle", "drop-replica"]
     assert made.rows[0]["trace_samples_per_second"] >= max(r["trace_samples_per_second"] for r in made.rows) * 0.999
     assert made.mtbf == [30.0 * factor for factor in SWEEP]
     assert made.steps == (4, 4)
-    assert simulations.get(parse_request(**SMALL, policies=("ours", "recycle", "drop-replica"))) is made
+    assert simulations.get(parse_request(**SMALL, policies=("ours", "recycle", "drop-replica")), PAGE) is made
     # The same in this process: the child adds nothing of its own.
     assert [m["row"] for m in run(request) if "row" in m] == made.rows
     simulations.close()
@@ -58,8 +60,8 @@ def test_a_simulation_runs_in_its_own_process_and_is_kept() -> None:
 def test_a_cancelled_simulation_ends_its_process() -> None:
     simulations = Simulations()
     request = parse_request(model="gpt-145.6b", pipelines=32, stages=16, micro_batches=64, policies=("ours",))
-    running = simulations.get(request)
-    simulations.cancel(request)
+    running = simulations.get(request, PAGE)
+    simulations.cancel(request, PAGE)
     assert wait(running).error == golden("the-simulation-was-ended-before")
     assert running.asked is not None
     assert running.asked.ended(30)
@@ -69,11 +71,26 @@ def test_a_cancelled_simulation_ends_its_process() -> None:
 def test_what_two_pages_show_ends_when_neither_does() -> None:
     simulations = Simulations()
     request = parse_request(model="gpt-145.6b", pipelines=32, stages=16, micro_batches=64, policies=("ours",))
-    running = simulations.get(request)
-    assert simulations.get(request) is simulations.get(request, again=True) is running
-    simulations.cancel(request)
+    running = simulations.get(request, PAGE)
+    assert simulations.get(request, "another page") is simulations.get(request, PAGE) is running
+    simulations.cancel(request, PAGE)
     assert not running.done
-    simulations.cancel(request)
+    simulations.cancel(request, "another page")
+    assert running.done
+    simulations.close()
+
+
+def test_what_a_page_shows_that_is_gone_ends_and_what_one_looks_at_goes_on() -> None:
+    """A page that is loaded again or closed says nothing."""
+    simulations = Simulations()
+    request = parse_request(model="gpt-145.6b", pipelines=32, stages=16, micro_batches=64, policies=("ours",))
+    running = simulations.get(request, "gone")
+    running.watched["gone"] -= GONE + 1
+    simulations.get(request, "loaded again")
+    simulations.end_unwatched()
+    assert not running.done
+    running.watched["loaded again"] -= GONE + 1
+    simulations.end_unwatched()
     assert running.done
     simulations.close()
 
@@ -89,14 +106,14 @@ def test_one_that_is_not_wanted_any_more_leaves_its_process_to_the_next() -> Non
     simulations = Simulations()
     simulations.prepare()
     first, second = (parse_request(**SMALL, repair=hours, policies=("ours", "recycle")) for hours in (4.0, 2.0))
-    begun = simulations.get(first)
-    simulations.cancel(first)
-    made = wait(simulations.get(second))
+    begun = simulations.get(first, PAGE)
+    simulations.cancel(first, PAGE)
+    made = wait(simulations.get(second, PAGE))
     assert wait(begun).error == golden("the-simulation-was-ended-before")
     assert begun.asked is not None and made.asked is not None and made.asked.process.pid == begun.asked.process.pid
     # What was planned for the one before changes nothing.
     assert [m["row"] for m in run(second) if "row" in m] == made.rows
-    again = wait(simulations.get(first))
+    again = wait(simulations.get(first, PAGE))
     assert [m["row"] for m in run(first) if "row" in m] == again.rows and made.error == again.error == ""
     simulations.close()
 
@@ -126,7 +143,7 @@ def test_requests_name_the_field_that_is_wrong(values: dict[str, float], words: 
 )
 def test_a_child_answers_what_can_not_be_simulated_with_a_sentence(request_: SimulationRequest, words: str) -> None:
     simulations = Simulations()
-    assert words in wait(simulations.get(request_)).error.replace("'", "")
+    assert words in wait(simulations.get(request_, PAGE)).error.replace("'", "")
     simulations.close()
 
 

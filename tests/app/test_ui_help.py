@@ -13,8 +13,8 @@ from ui_console import MAIN, ConsoleHere, JobHere
 
 from openrecycle.app.console.service import set_console
 from openrecycle.app.plans.introduction import pictures
+from openrecycle.app.ui.help_words import SECTIONS, reporter, token_line, trainer
 from openrecycle.app.ui.theme import DARK, LIGHT, Palette
-from openrecycle.app.ui.words import SECTIONS, reporter, token_line, trainer
 from openrecycle.planner.check import check
 from openrecycle.planner.export.picture import small
 from openrecycle.planner.export.svg import draw_svg

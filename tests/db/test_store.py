@@ -224,7 +224,7 @@ def test_commands_are_numbered_and_audited(store: Store) -> None:
     one = store.add_command("job", kind="kill", worker="W0_1", actor="ada", events=[event(1)])
     two = store.add_command("job", kind="restart", worker="W0_1", actor="bob", events=[])
     assert (one, two) == (1, 2)
-    assert [(r["seq"], r["kind"]) for r in store.commands("job", after=1)] == [(2, "restart")]
+    assert [(r["seq"], r["kind"]) for r in store.commands("job")] == [(1, "kill"), (2, "restart")]
     assert [(r["actor"], r["action"], r["target"]) for r in AuditStore(store.database).read(job_id="job")] == [
         ("ada", "kill", "W0_1"),
         ("bob", "restart", "W0_1"),
