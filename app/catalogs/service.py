@@ -41,7 +41,6 @@ from openrecycle.app.runtime.errors import ConsoleError, storing
 from openrecycle.app.runtime.processes import Channel, ChildEnded, Children, PendingAnswer
 from openrecycle.app.runtime.task_queue import Done, TaskQueue
 from openrecycle.db.store import Store
-from openrecycle.planner.catalogs.catalog import rename_pipelines
 from openrecycle.planner.catalogs.catalog_store import INFO, SUFFIX, CatalogInfo, StoredCatalog
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.failures import canonical_pattern
@@ -217,7 +216,7 @@ class Catalogs:
         known = self._headers_of(info.fingerprint).get(plan_name(pattern))
         if known is not None and question.fits(known.partition) and known.merit >= merit(plan.metrics):
             return
-        plan = rename_pipelines(plan, permutation)
+        plan = plan.renamed(permutation)
         self._save(info, {plan_name(pattern): pack(plan, Effort(solver=plan.solver.name.split(" ")[0]))})
 
     def plan(self, fingerprint: str, name: str) -> Plan:

@@ -57,7 +57,7 @@ class Catalog:
     def plans(self) -> tuple[Plan, ...]:
         """The stored plans, each for its pattern, in the order in which their patterns were first added."""
         held = list(self._plans.values())  # at once: plans come in from other threads
-        return tuple(rename_pipelines(plan, places) for plan, places in held)
+        return tuple(plan.renamed(places) for plan, places in held)
 
     def patterns(self, tolerance: int) -> list[list[frozenset[Worker]]]:
         """For each failure count 0..tolerance the canonical failure sets that leave every stage a
@@ -106,7 +106,7 @@ class Catalog:
         if last is not None and last[0] is plan and last[1] == failed:
             return last[2]
         names = inverse(wanted)
-        renamed = rename_pipelines(plan, (names[place] for place in places))
+        renamed = plan.renamed([names[place] for place in places])
         if renamed is not plan:
             self._renamed = plan, failed, renamed
         return renamed
@@ -159,12 +159,6 @@ class Catalog:
         for plan in document.plans:
             catalog.add(plan)
         return catalog
-
-
-def rename_pipelines(plan: Plan, names: Iterable[int]) -> Plan:
-    """`plan` with each pipeline p called names[p]; the fingerprint is computed anew."""
-    new = list(names)
-    return plan if new == sorted(new) else plan.renamed(new)
 
 
 def _gap(plan: Plan) -> str:

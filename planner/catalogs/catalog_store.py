@@ -221,10 +221,7 @@ class StoredCatalog:
         names = inverse(permutation)
         if not self._is_of(name, dead, names):
             return None
-        plan = unpack(blob, self.question, source=name, hashed=False)
-        if names == sorted(names):
-            return plan.hashed()
-        return plan.renamed(names)
+        return unpack(blob, self.question, source=name, hashed=False).renamed(names)
 
     def _is_of(self, name: str, dead: frozenset[Worker], names: Sequence[int]) -> bool:
         """Is it a plan for the pattern of `dead`?"""

@@ -23,7 +23,6 @@ from openrecycle.app.ui.charts.catalog import catalog_curves
 from openrecycle.app.ui.theme import DARK, LIGHT
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
-from openrecycle.planner.catalogs.catalog import rename_pipelines
 from openrecycle.planner.catalogs.catalog_store import PLANNER_VERSION, CatalogInfo, open_folder
 from openrecycle.planner.check import check
 from openrecycle.planner.jobs.errors import InputError
@@ -230,7 +229,7 @@ def test_plans_of_moved_layers_are_kept_in_no_catalog(catalogs: Catalogs, store:
     catalogs.keep(question, moved)
     assert not catalogs.names(question)
     info, (pattern, names) = CatalogInfo.of(question), canonical_pattern([Worker(1, 2)], job)
-    row = (plan_name(pattern), 1, pack(rename_pipelines(moved, names), Effort(solver="list")))
+    row = (plan_name(pattern), 1, pack(moved.renamed(names), Effort(solver="list")))
     store.save_catalog(info.fingerprint, info.model_dump_json(), [row])
     later = Catalogs(store, processes=1)
     assert later.find(question, [Worker(1, 2)]) is None, "one that was kept before is not used"

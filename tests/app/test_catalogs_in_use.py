@@ -97,7 +97,7 @@ def test_a_plan_at_hand_that_is_for_other_failures_is_made_anew(
     wait(lambda: live.plans.ahead.made == 5)
     (made_for,) = next(plan.failed for plan in live.plans.catalog.plans if [name[3] for name in plan.failed] == ["2"])
     other = "W1_2" if made_for != "W1_2" else "W0_2"
-    monkeypatch.setattr("openrecycle.planner.catalogs.catalog.rename_pipelines", _of_others)
+    monkeypatch.setattr(Plan, "renamed", _of_others)
     job.die(other)
     wait(lambda: here.console.queries.view(job.job_id).generation == 2)
     view = here.console.queries.view(job.job_id)

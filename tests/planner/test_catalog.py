@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrecycle.planner.catalogs.catalog import Catalog, rename_pipelines
+from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.check import check
 from openrecycle.planner.jobs.errors import InfeasibleError, InputError
 from openrecycle.planner.jobs.failures import canonical_pattern
@@ -62,7 +62,7 @@ def test_renaming_there_and_back(full: Catalog, names: list[int]) -> None:
     plan = full.find([Worker(0, 1)])
     assert plan is not None
     back = [names.index(p) for p in range(3)]
-    assert rename_pipelines(rename_pipelines(plan, names), back) == plan
+    assert plan.renamed(names).renamed(back) == plan
 
 
 def test_a_plan_for_any_member_of_a_pattern_can_be_added() -> None:

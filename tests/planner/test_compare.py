@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from hypothesis import given
 
-from openrecycle.planner.catalogs.catalog import rename_pipelines
 from openrecycle.planner.export.compare import ComparisonRow, compare
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique
 from openrecycle.planner.plans.plan import MEASURED, Plan, SolverDoc
@@ -104,7 +103,7 @@ def test_a_plan_against_itself_and_its_mirror(problem: Problem) -> None:
     assert all(row.values[0] == row.values[1] for row in same.values())
     assert [same[key].values[1] for key in ("moved_worker", "moved_start", "split_otherwise")] == [0, 0, 0]
     # The same plan with its pipelines renamed: every number is the same, whatever moved.
-    mirror = rename_pipelines(plan, list(range(problem.job.pipelines))[::-1])
+    mirror = plan.renamed(range(problem.job.pipelines)[::-1])
     found = rows(plan, mirror)
     for key in ("period", "makespan", "bubble_fraction", "peak_activations", "rerouted_ops", "ops"):
         assert found[key].values[0] == found[key].values[1]

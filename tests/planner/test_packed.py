@@ -6,7 +6,7 @@ import zlib
 
 import pytest
 
-from openrecycle.planner.catalogs.catalog import Catalog, rename_pipelines
+from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.check import check, checked
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, Worker
 from openrecycle.planner.plans.packed import SMALL_OPS, from_bytes, packed, storable, to_bytes, unpack
@@ -65,10 +65,10 @@ def test_what_is_no_plan_is_refused(data: bytes) -> None:
 def test_pipelines_are_renamed_alike_in_what_was_made_and_in_what_was_read() -> None:
     made = checked(make_plan(problem(), solver="list", look_ahead=False))
     names = [(p + 3) % 8 for p in range(8)]
-    renamed, expected = rename_pipelines(made, names), Plan.from_json(made.to_json()).renamed(names)
+    renamed, expected = made.renamed(names), Plan.from_json(made.to_json()).renamed(names)
     assert renamed.fingerprint == expected.fingerprint
     assert renamed == expected
-    assert rename_pipelines(made, range(8)) is made
+    assert made.renamed(range(8)) is made
 
 
 def test_a_catalog_of_large_plans_is_written_with_their_ops() -> None:
