@@ -85,7 +85,7 @@ def profile_command(
                 measured = profile_job.measure_model(model, batch, grid, optimization, effort, _say)
             else:
                 measured = profile_job.measure_workload(workload or "", options, grid, optimization, effort, _say)
-        except (profile_job.StageError, profile_job.TrafficError) as error:
+        except profile_job.MeasuringError as error:
             refuse(str(error))
         made = measured.model_copy(update={"capacity_bytes": capacity_bytes}).profile(*grid)
         if made.spread > spread_limit and not allow_spread:

@@ -93,14 +93,14 @@ def refuse(sentence: str) -> None:
     raise typer.Exit(2)
 
 
-def json_object(text: str, *, field: str = "--workload-options") -> dict[str, Any]:
+def json_object(text: str) -> dict[str, Any]:
     """Raises InputError unless `text` is a JSON object."""
     try:
         value = read_json(text)
     except ValueError:
         value = None
     if not isinstance(value, dict):
-        raise InputError(field, text, 'a JSON object such as {"width": 128}')
+        raise InputError("--workload-options", text, 'a JSON object such as {"width": 128}')
     return value
 
 

@@ -50,14 +50,14 @@ def parse_bytes(text: str) -> int:
     return size
 
 
-def check_url(url: str, *, field: str = "console") -> str:
+def check_url(url: str) -> str:
     """`url` without trailing slashes and spaces; raises InputError unless it is http(s)://host[:port], or
     several of them with commas between."""
     parts = [part.strip() for part in url.split(",")]
     for part in parts:
         if not part.startswith(("http://", "https://")) or len(part.split("/")) < 3 or not part.split("/")[2]:
             expected = "an address such as http://127.0.0.1:8501, or several with commas between"
-            raise InputError(field, part, expected)
+            raise InputError("console", part, expected)
     return ",".join(part.rstrip("/") for part in parts)
 
 

@@ -30,16 +30,12 @@ Pair = tuple[str, str]
 """Two workers' names, in order."""
 
 
-@dataclass(frozen=True)
-class BlameLimits:
-    """borne: breaks of a pair before one end is taken out. in_a_row, unnamed: generations. memory, probation: committed
-    iterations."""
-
-    borne: int = 2
-    in_a_row: int = 5
-    unnamed: int = 20
-    memory: int = 100
-    probation: int = 1000
+BORNE = 2
+"""Breaks of a pair before one end is taken out."""
+IN_A_ROW, UNNAMED = 5, 20
+"""Generations that may break so."""
+MEMORY, PROBATION = 100, 1000
+"""Committed iterations after which a break, and that somebody was taken out, count no more."""
 
 
 @dataclass(frozen=True)
@@ -103,14 +99,12 @@ def judge(
     committed: int,
     holders: Collection[str],
     late: Collection[str] = (),
-    limits: BlameLimits | None = None,
 ) -> BlameDecision:
     """What follows from the complaints of one generation, in which nobody died.
 
     committed: iterations so far. holders: the living workers that have their stage's state. late: members that have
     not taken up the generation.
     """
-    limits = limits or BlameLimits()
     if late:
         names = ", ".join(sorted(late)[:3])
         return BlameDecision(
@@ -122,14 +116,14 @@ def judge(
     links = replace(
         links,
         committed=committed,
-        breaks=tuple(b for b in links.breaks if committed - b.committed < limits.memory),
-        taken_out={w: at for w, at in links.taken_out.items() if committed - at < limits.probation},
+        breaks=tuple(b for b in links.breaks if committed - b.committed < MEMORY),
+        taken_out={w: at for w, at in links.taken_out.items() if committed - at < PROBATION},
     )
     pair, ends = attribute(complaints)
     if pair is None:
         who = "; ".join(f"{c.reporter}: {c.detail or 'a transfer broke'}" for c in complaints[:3])
         links = replace(links, unnamed=links.unnamed + 1)
-        if links.unnamed >= limits.unnamed:
+        if links.unnamed >= UNNAMED:
             return BlameDecision(
                 links,
                 who,
@@ -146,7 +140,7 @@ def judge(
     )
     returned = [name for name in pair if name in links.taken_out]
     able = [name for name in (returned or pair) if _is_spare(name, holders)]
-    if (times > limits.borne or returned) and able:
+    if (times > BORNE or returned) and able:
         complainers = {name: _complainers(links, name) for name in pair}
         out = max(able, key=lambda name: (complainers[name], _holders_beside(name, holders), Worker.parse(name)))
         for_good = out in links.taken_out
@@ -162,7 +156,7 @@ def judge(
             barred=(*links.barred, out) if for_good else links.barred,
         )
         return BlameDecision(links, text, out, for_good)
-    if links.in_a_row >= limits.in_a_row:
+    if links.in_a_row >= IN_A_ROW:
         pairs = Counter(b.pair for b in links.breaks[-links.in_a_row :])
         named = ", ".join(f"{a} and {b} ({n} times)" for (a, b), n in pairs.most_common())
         return BlameDecision(

@@ -21,7 +21,7 @@ from openrecycle.agent.models.layers import build_layer, kind_of, layer_count, p
 from openrecycle.agent.models.stage_io import StageIOError, TensorSpec, tensors_of
 from openrecycle.agent.models.state import StateError, dtype_name, pack, unpack
 from openrecycle.agent.models.workload import Workload
-from openrecycle.agent.stages.gradients import gradient_sum
+from openrecycle.agent.stages.gradients import SUM_OF
 from openrecycle.agent.stages.optimizer import (
     BUCKET_BYTES,
     ELEMENTWISE,
@@ -263,7 +263,7 @@ def _make(workload: Workload, named: NamedParameters, optimization: Optimization
     except Exception as error:
         text = f"{type(error).__name__}: {error}".splitlines()[0]
         raise InputError("scheduler", text[:200], "a function of an optimizer that returns an LRScheduler") from error
-    StageOptimizer(nn.Module(), optimizer, gradient_sum(optimization.mode, (), terms=1), made)
+    StageOptimizer(nn.Module(), optimizer, SUM_OF[optimization.mode]((), terms=1), made)
     return len(optimizer.param_groups)
 
 
@@ -275,9 +275,7 @@ def _try(
         module = nn.ParameterList(
             nn.Parameter(torch.randn(shape, generator=generator).to(dtype), grad) for shape, dtype, grad in small
         )
-        return stage_optimizer(
-            workload, module, gradient_sum(optimization.mode, module.parameters(), terms=1), optimization
-        )
+        return stage_optimizer(workload, module, SUM_OF[optimization.mode](module.parameters(), terms=1), optimization)
 
     try:
         mine, peer = stage(), stage()

@@ -208,8 +208,12 @@ class Launcher:
         agent.messages.channel.Orders."""
         self._why_halted, self._halt_by = "", 0.0
         """Of a job that can't go on: why, and until when it has time to come to its end in order."""
-        self._iterations = options.iterations
         self._end_asked = False
+
+    @property
+    def _iterations(self) -> int:
+        """How many there are."""
+        return self._options.iterations if self._hold.last is None else self._hold.last
 
     def end_soon(self) -> None:
         """Ends the run in order, from any thread: all workers stop after the same iteration, one of those under
@@ -304,7 +308,6 @@ class Launcher:
             "rejoins": [(str(rejoin.worker), rejoin.iteration) for rejoin in self._rejoins],
             "validations": sorted(self._validations)[-_REMEMBERED_VALIDATIONS:],
             "hold": self._hold.saved(),
-            "iterations": self._iterations,
             "why_halted": self._why_halted,
         }
 
@@ -322,7 +325,6 @@ class Launcher:
         self._rejoins = [Rejoin(Worker.parse(name), iteration) for name, iteration in saved["rejoins"]]
         self._validations = set(saved["validations"])
         self._hold.restore(saved["hold"])
-        self._iterations = saved["iterations"]
         self._why_halted = saved["why_halted"]
         self._halt_by = time.monotonic() + self._options.faults.timeouts.transfer
         self._listener({"warning": takeover.text})
@@ -376,7 +378,7 @@ class Launcher:
                     if entry.incarnation == event.incarnation:
                         entry.post("fenced")
             else:
-                self._obey(event)
+                self.obey(event)
         self._judge(timeout)
 
     def _read(self, entry: WorkerProcess) -> None:
@@ -509,7 +511,7 @@ class Launcher:
         if found.halt:
             if not self._why_halted:
                 self._why_halted, self._halt_by = found.halt, time.monotonic() + self._options.faults.timeouts.transfer
-                self._end_at(said.iteration)
+                self.end_at(said.iteration)
             elif said.iteration < self._iterations:
                 raise JobFailed(found.halt)  # not even the iterations before that end can be had
         self._coordination.raised(cell, entry.incarnation, message["generation"], found.halt or found.text)
@@ -802,7 +804,8 @@ class Launcher:
                 **self._found,
             )
 
-    def _obey(self, command: Command) -> None:
+    def obey(self, command: Command) -> None:
+        """What a person asks for, in the thread of `run`."""
         if command.kind == "pause":
             self._hold.begin(self._pool.running.values())
         elif command.kind == "resume":
@@ -829,11 +832,10 @@ class Launcher:
         if common is None or not self._record.formed_by_all or not self._hold.settled(entries):
             return
         if self._hold.after is not None and common > self._hold.after:
-            self._end_at(common)
+            self.end_at(common)
 
-    def _end_at(self, iterations: int) -> None:
-        """There are no more than so many: nobody can have committed the next one."""
-        self._iterations = iterations
+    def end_at(self, iterations: int) -> None:
+        """There are no more than so many: nobody can have committed the next one. In the thread of `run`."""
         self._hold.end_at(iterations, self._pool.running.values())
 
     def _heard_of(self, entry: WorkerProcess, told: dict[str, Any]) -> None:

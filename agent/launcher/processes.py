@@ -14,7 +14,6 @@ import queue
 import shutil
 import signal
 import tempfile
-import threading
 import uuid
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -343,7 +342,7 @@ class ProcessPool:
             meeting=meeting,
         )
         entry.made_of = spares.ranks if spares is not None else self._fill(self.node_of(entry), slots)
-        threading.Thread(target=_write_outbox, args=(entry,), name=f"to-{worker}", daemon=True).start()
+        channel.follow(entry.outbox.get, lambda message: channel.send(ours, **message), name=f"to-{worker}")
         self.running[worker] = entry
         return entry
 
@@ -447,11 +446,3 @@ class ProcessPool:
             for process in (entry.process, *entry.siblings):
                 process.join(5.0)
             self.forget(entry)
-
-
-def _write_outbox(entry: WorkerProcess) -> None:
-    while (message := entry.outbox.get()) is not None:
-        try:
-            channel.send(entry.pipe, message.pop("kind"), **message)
-        except (OSError, ValueError):
-            return

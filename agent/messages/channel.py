@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from openrecycle.agent.messages.protocol import Deployment
 from openrecycle.planner.jobs.job import Worker
@@ -33,6 +33,34 @@ def receive(pipe: Connection) -> Message:
     """Raises EOFError or OSError when the other end is gone."""
     message: Message = json.loads(pipe.recv_bytes())
     return message
+
+
+M = TypeVar("M")
+
+
+def follow(
+    receive: Callable[[], M | None],
+    on_message: Callable[[M], object],
+    on_end: Callable[[], object] = lambda: None,
+    *,
+    name: str,
+    gone: tuple[type[Exception], ...] = (EOFError, OSError, ValueError),
+) -> None:
+    """In a thread of its own, called `name`: on_message gets what `receive` returns, in order, until that is None or
+    either of them raises; then on_end is called. gone: what is raised where the other end is gone, or says nothing that
+    can be understood; anything else is printed."""
+
+    def run() -> None:
+        try:
+            while (message := receive()) is not None:
+                on_message(message)
+        except gone:
+            pass
+        except Exception:
+            traceback.print_exc()
+        on_end()
+
+    threading.Thread(target=run, name=name, daemon=True).start()
 
 
 @dataclass(frozen=True)
@@ -114,7 +142,8 @@ class WorkerChannel:
         self._taken_up = 0
         self._told_at: float | None = None
         """Since when this worker has not taken up a generation that it must leave its iteration for."""
-        threading.Thread(target=self._listen_or_end, name="launcher-pipe", daemon=True).start()
+        # Nobody would ever end this process: it ends with its launcher.
+        follow(pipe.recv_bytes, self._hear_or_end, lambda: os._exit(ORPHANED), name="launcher-pipe")
 
     @property
     def over(self) -> bool:
@@ -148,12 +177,11 @@ class WorkerChannel:
         told = self._told_at
         return 0.0 if told is None else time.monotonic() - told
 
-    def wait_for_generation(self, after: int, timeout: float | None = None) -> GenerationSpec | None:
-        """The newest generation, when it is above `after`; None when the job is over or `timeout` seconds
-        have passed."""
+    def wait_for_generation(self, after: int) -> GenerationSpec | None:
+        """The newest generation, when it is above `after`; None when the job is over."""
         with self._news:
             self._iteration = -1
-            self._news.wait_for(lambda: self._over or self._newer(after) is not None, timeout)
+            self._news.wait_for(lambda: self._over or self._newer(after) is not None)
             return None if self._over else self._newer(after)
 
     def may_begin(self, generation: int, iteration: int, paused: Callable[[], None] = lambda: None) -> bool:
@@ -179,50 +207,45 @@ class WorkerChannel:
         orders = self._orders
         return orders if orders is not None and orders.generation > generation else None
 
-    def _listen_or_end(self) -> None:
+    def _hear_or_end(self, encoded: bytes) -> None:
         """A worker that hears nothing any more would hold up all others for good: better that it is gone."""
         try:
-            self._listen()
+            self._hear(encoded)
         except BaseException as error:
             self.say("error", text=f"{type(error).__name__}: {error}", traceback=traceback.format_exc())
             os._exit(1)
 
-    def _listen(self) -> None:
-        while True:
-            try:
-                encoded = self._pipe.recv_bytes()
-            except (EOFError, OSError):
-                os._exit(ORPHANED)  # nobody would ever end this process
-            if self._relay is not None:
-                self._relay.hand_on(encoded)
-            message = json.loads(encoded)
-            held: int | None = None
-            with self._news:
-                if message["kind"] == "deployment":
-                    self._take(message)
-                elif message["kind"] == "hold":
-                    held = self._iteration if message["after"] is None else None
-                    before = -1 if self._hold is None else self._hold
-                    self._hold = self._iteration if message["after"] is None else max(before, message["after"])
-                elif message["kind"] == "go":
-                    self._hold = None
-                elif message["kind"] == "last":
-                    self.last, self._hold = message["iterations"], None
-                elif message["kind"] == "over":
-                    self._over = True
-                elif message["kind"] == "fenced":
-                    self._fenced()
-                elif message["kind"] == "measure":
-                    self._measure(message["iteration"])
-                newest = self._orders.generation if self._orders else 0
-                interrupts = self.superseded(newest - 1)
-                if interrupts and self._told_at is None and newest > self._taken_up and not self._over:
-                    self._told_at = time.monotonic()
-                self._news.notify_all()
-            if held is not None:
-                self.say("held", iteration=held)
-            if interrupts:
-                self._announced(self.OVER if self._over else newest)
+    def _hear(self, encoded: bytes) -> None:
+        if self._relay is not None:
+            self._relay.hand_on(encoded)
+        message = json.loads(encoded)
+        held: int | None = None
+        with self._news:
+            if message["kind"] == "deployment":
+                self._take(message)
+            elif message["kind"] == "hold":
+                held = self._iteration if message["after"] is None else None
+                before = -1 if self._hold is None else self._hold
+                self._hold = self._iteration if message["after"] is None else max(before, message["after"])
+            elif message["kind"] == "go":
+                self._hold = None
+            elif message["kind"] == "last":
+                self.last, self._hold = message["iterations"], None
+            elif message["kind"] == "over":
+                self._over = True
+            elif message["kind"] == "fenced":
+                self._fenced()
+            elif message["kind"] == "measure":
+                self._measure(message["iteration"])
+            newest = self._orders.generation if self._orders else 0
+            interrupts = self.superseded(newest - 1)
+            if interrupts and self._told_at is None and newest > self._taken_up and not self._over:
+                self._told_at = time.monotonic()
+            self._news.notify_all()
+        if held is not None:
+            self.say("held", iteration=held)
+        if interrupts:
+            self._announced(self.OVER if self._over else newest)
 
     def _take(self, message: Message) -> None:
         deployment = Deployment.model_validate(message["deployment"])

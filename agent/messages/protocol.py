@@ -156,7 +156,7 @@ class JobSpec(Message):
         profile = job_doc(job) if durations is None else None
         grid = {name: getattr(job, name) for name in ("pipelines", "stages", "micro_batches")}
         try:
-            return cls(**grid, durations=durations or {}, profile=profile, **about)
+            return cls(**grid, durations=durations or {}, profile=profile, **about)  # type: ignore[arg-type]
         except ValidationError as error:
             first = error.errors()[0]
             raise InputError(str(first["loc"][0]), first["input"], f"what a console accepts: {first['msg']}") from None

@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection
 from typing import Any, ClassVar
 
 from openrecycle.agent.launcher.processes import ProcessPool, SpareRank, SpareRanks, Spares, WorkerProcess, preload
+from openrecycle.agent.messages import channel
 from openrecycle.agent.messages.client import Offset
 from openrecycle.agent.models.workload import WorkloadSource
 from openrecycle.agent.monitoring.liveness import MOST_OF_A_TURN, LoopLag
@@ -216,8 +217,10 @@ class NodeLink:
         self._workers: dict[str, tuple[RemoteProcess, Connection]] = {}
         self._lock = threading.Lock()
         self._outbox: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        for target in (self._read, self._write):
-            threading.Thread(target=target, name=f"node-{rank}-{target.__name__}", daemon=True).start()
+        nothing = OSError, NotTrusted, KeyError, TypeError, ValueError
+        channel.follow(frames.receive, self._hear, self._break, name=f"from-node-{rank}", gone=nothing)
+        # Where it can't send, the reading thread does the rest.
+        channel.follow(self._outbox.get, frames.send, frames.close, name=f"to-node-{rank}")
 
     def post(self, message: dict[str, Any]) -> None:
         """Returns at once; a node that is gone does not matter here."""
@@ -262,41 +265,29 @@ class NodeLink:
         self._outbox.put(None)
         self._frames.close()
 
-    def _read(self) -> None:
-        with contextlib.suppress(OSError, NotTrusted, KeyError, TypeError, ValueError):
-            while True:
-                message = self._frames.receive()
-                if message["kind"] in ("ack", "resumed"):
-                    with self._news:
-                        if message["kind"] == "ack":
-                            self.acked = int(message["number"])
-                        else:
-                            self.resumed = True
-                        self._news.notify_all()
-                    continue
-                known = self._workers.get(message["incarnation"])
-                if known is None:
-                    continue
-                process, pipe = known
-                if message["kind"] == "from":
-                    said = message["message"]
-                    said["at"] += self.clock_offset
-                    with contextlib.suppress(OSError):
-                        pipe.send_bytes(json.dumps(said).encode())
-                elif message["kind"] == "exited":
-                    with self._lock:
-                        del self._workers[message["incarnation"]]
-                    pipe.close()
-                    process.ended(_exit_code(message["code"]), _ranks(message.get("spare")))
-        self._break()
-
-    def _write(self) -> None:
-        while (message := self._outbox.get()) is not None:
-            try:
-                self._frames.send(message)
-            except OSError:
-                self._frames.close()  # the reading thread does the rest
-                return
+    def _hear(self, message: dict[str, Any]) -> None:
+        if message["kind"] in ("ack", "resumed"):
+            with self._news:
+                if message["kind"] == "ack":
+                    self.acked = int(message["number"])
+                else:
+                    self.resumed = True
+                self._news.notify_all()
+            return
+        known = self._workers.get(message["incarnation"])
+        if known is None:
+            return
+        process, pipe = known
+        if message["kind"] == "from":
+            said = message["message"]
+            said["at"] += self.clock_offset
+            with contextlib.suppress(OSError):
+                pipe.send_bytes(json.dumps(said).encode())
+        elif message["kind"] == "exited":
+            with self._lock:
+                del self._workers[message["incarnation"]]
+            pipe.close()
+            process.ended(_exit_code(message["code"]), _ranks(message.get("spare")))
 
     def _break(self) -> None:
         with self._lock:

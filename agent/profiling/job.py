@@ -20,17 +20,17 @@ from openrecycle.agent.examples.gpt import Block
 from openrecycle.agent.models.stage_io import LOWER, StageCuts, Tensors, tensors_of
 from openrecycle.agent.models.workload import NamedWorkload
 from openrecycle.agent.profiling.profiler import PartSpec, ProfilingEffort, measure_part, size_of, timing_of
-from openrecycle.agent.profiling.stages import Rounds, StageError, measure_stages
-from openrecycle.agent.profiling.traffic import TrafficError, measure_traffic
+from openrecycle.agent.profiling.stages import Rounds, measure_stages
+from openrecycle.agent.profiling.traffic import MeasuringError, measure_traffic
 from openrecycle.agent.stages.assembly import assemble
-from openrecycle.agent.stages.gradients import gradient_sum
+from openrecycle.agent.stages.gradients import SUM_OF
 from openrecycle.agent.stages.optimizer import StageOptimizer, stage_optimizer
 from openrecycle.agent.stages.stage import Stage
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.profiles import Hardware, Measurements, Part, Reductions, Timing
 
-__all__ = ["StageError", "TrafficError", "measure_model", "measure_workload"]
+__all__ = ["MeasuringError", "measure_model", "measure_workload"]
 
 # -- models that are profiled by name: the shapes of the GPT-3 family, in pieces ---------------------
 
@@ -101,7 +101,7 @@ def parts_of(shape: Shape, batch: int, optimization: Optimization) -> list[PartS
     def trained(build: Callable[[], nn.Module]) -> Callable[[], tuple[Stage, StageOptimizer]]:
         def made() -> tuple[Stage, StageOptimizer]:
             module = build()
-            gradients = gradient_sum(optimization.mode, module.parameters(), terms=TERMS)
+            gradients = SUM_OF[optimization.mode](module.parameters(), terms=TERMS)
             optimizer = StageOptimizer(
                 module, torch.optim.AdamW(module.parameters()), gradients, clips=optimization.clip_norm is not None
             )
@@ -129,7 +129,7 @@ def measure_model(
     """Of a built-in shape: embedding, one layer and head, split as the deferred Linear does it.
 
     grid: pipelines, stages, micro-batches. say: gets sentences about the progress. Raises InputError
-    or TrafficError.
+    or MeasuringError.
     """
     shape, (pipelines, stages, _) = shape_of(name), grid
     if stages > shape.layers:
@@ -165,7 +165,7 @@ def measure_workload(
     """Of any workload: each of its stages as a worker puts it together and runs it. Bytes are those of one
     micro-batch, fed with what the stage before puts out.
 
-    grid: pipelines, stages, micro-batches. Raises InputError, StageError or TrafficError.
+    grid: pipelines, stages, micro-batches. Raises InputError or MeasuringError.
     """
     pipelines, stages, micro_batches = grid
     source, job = NamedWorkload(path, options), Job.uniform(*grid)

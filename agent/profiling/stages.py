@@ -22,12 +22,12 @@ from torch import Tensor
 from openrecycle.agent.config.devices import on_device
 from openrecycle.agent.config.faults import FaultInjector
 from openrecycle.agent.config.options import Optimization
-from openrecycle.agent.launcher.processes import ProcessPool, WorkerProcess, preload
+from openrecycle.agent.launcher.processes import ProcessPool, preload
 from openrecycle.agent.messages import channel
 from openrecycle.agent.models.stage_io import CPU, StageCuts, StageIO, StageOutput
 from openrecycle.agent.models.workload import NamedWorkload, WorkloadSource
 from openrecycle.agent.profiling.profiler import CLOCKS, ProfilingEffort, size_of
-from openrecycle.agent.profiling.traffic import measure_traffic
+from openrecycle.agent.profiling.traffic import hear, measure_traffic
 from openrecycle.agent.stages.assembly import assemble
 from openrecycle.agent.stages.optimizer import stage_optimizer
 from openrecycle.agent.transport.ranks import Ranks
@@ -42,10 +42,6 @@ _TIMEOUT_SECONDS = 600.0
 _FAILED = 1
 # Of `measure_step`.
 STEP_ROUNDS, STEP_WARM_UP = 5, 2
-
-
-class StageError(RuntimeError):
-    """A process that was to be measured ended early."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +63,7 @@ Rounds = dict[str, list[float]]
 def measure_stages(
     workload: NamedWorkload, job: Job, optimization: Optimization, effort: ProfilingEffort, say: Callable[[str], None]
 ) -> list[Rounds]:
-    """By stage. Raises StageError."""
+    """By stage. Raises MeasuringError."""
     threads = torch.get_num_threads()
     found: list[Rounds] = [{} for _ in range(job.stages)]
     for together in batches(job, max(1, (os.cpu_count() or 1) // threads)):
@@ -79,11 +75,11 @@ def measure_stages(
                 run = StageRun(cell, job, workload, optimization, effort, threads)
                 running.append(pool.start(Worker(place, 0), lambda _, run=run: run, time.monotonic()))  # type: ignore[misc]
             for entry in running:
-                _hear(entry, "ready")
+                hear(entry, "ready", _TIMEOUT_SECONDS)
             for entry in running:
                 entry.post("go")
             for cell, entry in zip(together, running, strict=True):
-                for kind, seconds in _hear(entry, "measured")["seconds"].items():
+                for kind, seconds in hear(entry, "measured", _TIMEOUT_SECONDS)["seconds"].items():
                     found[cell.stage].setdefault(kind, []).extend(seconds)
         finally:
             pool.kill_all()
@@ -122,18 +118,6 @@ def batches(job: Job, width: int) -> list[list[Worker]]:
     out = [cells[i : i + width] for i in range(0, len(cells), width)]
     out[-1] += cells[: width - len(out[-1])]
     return out
-
-
-def _hear(entry: WorkerProcess, kind: str) -> channel.Message:
-    try:
-        if not entry.pipe.poll(_TIMEOUT_SECONDS):
-            raise StageError(f"measuring a stage did not end within {_TIMEOUT_SECONDS:.0f} s")
-        message = channel.receive(entry.pipe)
-    except (EOFError, OSError):
-        raise StageError("a process that measures a stage ended early") from None
-    if message["kind"] != kind:
-        raise StageError(f"stage can't be run: {message['text']}")
-    return message
 
 
 # -- the process -------------------------------------------------------------------------------

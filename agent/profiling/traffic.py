@@ -12,7 +12,7 @@ import torch
 import torch.distributed
 
 from openrecycle.agent.config.timeouts import Timeouts
-from openrecycle.agent.launcher.processes import ProcessPool
+from openrecycle.agent.launcher.processes import ProcessPool, WorkerProcess
 from openrecycle.agent.messages import channel
 from openrecycle.agent.profiling.profiler import timing_of
 from openrecycle.agent.transport.communicator import Groups
@@ -27,8 +27,21 @@ _TIMEOUT_SECONDS = 300.0
 _QUICKEST = 4
 
 
-class TrafficError(RuntimeError):
-    """A process that was to be measured ended early."""
+class MeasuringError(RuntimeError):
+    """A process that was to be measured ended early, took too long, or could not run what it was given."""
+
+
+def hear(entry: WorkerProcess, kind: str, seconds: float) -> channel.Message:
+    """What a process that measures says next, which is to be of that kind. Raises MeasuringError."""
+    try:
+        if not entry.pipe.poll(seconds):
+            raise MeasuringError(f"measuring did not end within {seconds:.0f} s")
+        message = channel.receive(entry.pipe)
+    except (EOFError, OSError):
+        raise MeasuringError("a process that measures ended early") from None
+    if message["kind"] != kind:
+        raise MeasuringError(f"stage can't be run: {message['text']}")
+    return message
 
 
 @dataclass(frozen=True)
@@ -52,7 +65,7 @@ def measure_traffic(
 
     Every peer is a process of this machine. Waiting for each other is no processor's time, so with
     `cpu` the quickest quarter of four times as many rounds stands for a machine that nobody else uses.
-    Raises TrafficError.
+    Raises MeasuringError.
     """
     if clock == "cpu":
         repeats *= _QUICKEST
@@ -67,12 +80,7 @@ def measure_traffic(
             spec = _PeerSpec(number, processes, store.port, sizes, reduced, repeats, warm_up)
             pool.start(Worker(number, 0), lambda _incarnation, spec=spec: spec, time.monotonic())  # type: ignore[misc]
         first = pool.running[Worker(0, 0)]
-        try:
-            if not first.pipe.poll(_TIMEOUT_SECONDS):
-                raise TrafficError(f"transfers and reductions did not end within {_TIMEOUT_SECONDS:.0f} s")
-            seconds = channel.receive(first.pipe)
-        except (EOFError, OSError):
-            raise TrafficError("a process that measures transfers ended early") from None
+        seconds = hear(first, "measured", _TIMEOUT_SECONDS)
     finally:
         pool.kill_all()
 

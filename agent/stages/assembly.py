@@ -13,7 +13,7 @@ from openrecycle.agent.models.stage_io import CPU, StageCuts, StageIO, tensors_o
 from openrecycle.agent.models.workload import Workload, nominal_weight, probe_inputs, probe_targets
 from openrecycle.agent.stages.backward.probe import Probe, Split, choose_split
 from openrecycle.agent.stages.backward.split import STRATEGIES, StrategyName
-from openrecycle.agent.stages.gradients import gradient_sum
+from openrecycle.agent.stages.gradients import SUM_OF
 from openrecycle.agent.stages.optimizer import StageOptimizer
 from openrecycle.agent.stages.stage import Stage
 from openrecycle.planner.jobs.job import Job
@@ -36,8 +36,7 @@ def assemble(
     module = build_layers(workload, cuts.span(stage), cuts.layers, seed).to(device)
     probe = _probe(workload, job, stage, seed, cuts.stage_io, device)
     split = choose_split(module, probe, autocast=optimization.autocast)
-    gradients = gradient_sum(
-        optimization.mode,
+    gradients = SUM_OF[optimization.mode](
         module.parameters(),
         terms=job.pipelines * job.micro_batches,
         buffers=split.moving,

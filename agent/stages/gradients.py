@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -510,16 +510,5 @@ class FastSum(GradientSum):
             target.copy_(torch.mul(some, coefficient, out=self._temporary(some.dtype, some.numel())))
 
 
-def gradient_sum(
-    mode: Mode,
-    parameters: Iterable[nn.Parameter],
-    *,
-    terms: int,
-    buffers: Iterable[Tensor] = (),
-    device: torch.device | None = None,
-    nominal: float | None = None,
-    bucket_bytes: int = BUCKET_BYTES,
-) -> GradientSum:
-    """The sum that an optimization's mode asks for; arguments as of GradientSum."""
-    kind = FastSum if mode == "fast" else GradientSum
-    return kind(parameters, terms=terms, buffers=buffers, device=device, nominal=nominal, bucket_bytes=bucket_bytes)
+SUM_OF: Mapping[Mode, type[GradientSum]] = {"deterministic": GradientSum, "fast": FastSum}
+"""What an optimization's mode asks for."""

@@ -12,6 +12,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -121,8 +122,9 @@ class RankRelay:
         """say: takes what the worker says. Before anything is taken."""
         self._say = say
         for rank, (pipe, outbox) in enumerate(zip(self._siblings, self._outboxes, strict=True), start=1):
-            threading.Thread(target=_write, args=(pipe, outbox), name=f"to-rank-{rank}", daemon=True).start()
-            threading.Thread(target=self._read, args=(rank, pipe), name=f"from-rank-{rank}", daemon=True).start()
+            channel.follow(outbox.get, pipe.send_bytes, name=f"to-rank-{rank}")
+            heard, orphaned = partial(self.take, rank), partial(os._exit, channel.ORPHANED)
+            channel.follow(partial(channel.receive, pipe), heard, orphaned, name=f"from-rank-{rank}")
 
     def hand_on(self, message: bytes) -> None:
         """To all siblings; returns at once."""
@@ -134,19 +136,3 @@ class RankRelay:
             merged = self._merged.take(rank, message)
             if merged is not None:
                 self._say(merged)
-
-    def _read(self, rank: int, pipe: Connection) -> None:
-        while True:
-            try:
-                message = channel.receive(pipe)
-            except (EOFError, OSError):
-                os._exit(channel.ORPHANED)
-            self.take(rank, message)
-
-
-def _write(pipe: Connection, outbox: queue.SimpleQueue[bytes]) -> None:
-    while True:
-        try:
-            pipe.send_bytes(outbox.get())
-        except (OSError, ValueError):
-            return

@@ -20,7 +20,7 @@ from openrecycle.agent.config.options import Optimization
 from openrecycle.agent.models.layers import LayerStack, Partition, Span, build_layers, spans
 from openrecycle.agent.models.workload import Workload, nominal_weight
 from openrecycle.agent.stages.backward.split import StrategyName
-from openrecycle.agent.stages.gradients import GradientSum, gradient_sum
+from openrecycle.agent.stages.gradients import SUM_OF, GradientSum
 from openrecycle.agent.stages.optimizer import StageOptimizer, stage_optimizer
 from openrecycle.agent.transport.communicator import Groups
 from openrecycle.agent.transport.group import PendingTransfer, TransferError
@@ -111,10 +111,8 @@ class IncomingLayers:
         self.state.begin(description, holders)
 
     def _sum(self, module: LayerStack, buffers: Sequence[Tensor]) -> GradientSum:
-        mode, terms = self._optimization.mode, self._terms
-        return gradient_sum(
-            mode, module.parameters(), terms=terms, buffers=buffers, device=self._device, nominal=self._nominal
-        )
+        sums, terms, device = SUM_OF[self._optimization.mode], self._terms, self._device
+        return sums(module.parameters(), terms=terms, buffers=buffers, device=device, nominal=self._nominal)
 
 
 class Exchange:
@@ -193,8 +191,8 @@ def regrouped(
     moving_here = {id(buffer) for part in parts for buffer in part.gradients.moving}
     moving: list[Tensor] = [b for b in module.buffers() if id(b) in moving_here]
     device, terms = own.gradients.device, job.pipelines * job.micro_batches
-    gradients = gradient_sum(
-        *(optimization.mode, module.parameters()),
+    gradients = SUM_OF[optimization.mode](
+        module.parameters(),
         terms=terms,
         buffers=moving,
         device=device,

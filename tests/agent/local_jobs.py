@@ -17,6 +17,7 @@ from openrecycle.agent.config.timeouts import Timeouts
 from openrecycle.agent.coordination.launcher import Coordination
 from openrecycle.agent.coordination.local import LocalCoordination
 from openrecycle.agent.launcher.launch import Launcher, Stopped
+from openrecycle.agent.messages.protocol import Command
 from openrecycle.agent.models.workload import NamedWorkload
 from openrecycle.agent.workers.spec import RunSpec
 from openrecycle.planner.catalogs.catalog import Catalog
@@ -99,6 +100,8 @@ class LocalJob:
             catalog,
         )
         self.launcher.job = self
+        self.moves: tuple[tuple[Worker, Worker], ...] = ()
+        """Into the newest generation."""
 
     def run(self) -> LocalJob:
         """To its end, or until `stop`."""
@@ -114,9 +117,7 @@ class LocalJob:
 
     def start(self, name: str) -> None:
         """A new process for a cell whose process is gone; elsewhere, if another worker has moved in."""
-        place = self.launcher._pool.vacancy(Worker.parse(name), self.launcher._options.job.workers())
-        assert place is not None
-        self.launcher._start(place, joins=True)
+        self.launcher.obey(Command(seq=1, kind="restart", worker=name))
 
     @property
     def iterations(self) -> list[Message]:
@@ -153,6 +154,7 @@ class _WatchedLauncher(Launcher):
     def _send_deployments(self, after: int | None) -> None:
         super()._send_deployments(after)
         assert self._deployed is not None
+        self.job.moves = self._deployed.moves
         self.job._on_generation(self.job, self._deployed.deployment)
 
 

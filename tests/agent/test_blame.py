@@ -10,7 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrecycle.agent.coordination.blame import BlameDecision, BlameLimits, Complaint, Links, attribute, judge
+from openrecycle.agent.coordination.blame import (
+    MEMORY,
+    PROBATION,
+    UNNAMED,
+    BlameDecision,
+    Complaint,
+    Links,
+    attribute,
+    judge,
+)
 from openrecycle.agent.coordination.launcher import Deploy, Halt, LauncherWarning
 from openrecycle.agent.coordination.local import LocalCoordination
 from openrecycle.planner.catalogs.catalog import Catalog
@@ -77,7 +86,7 @@ def test_the_last_holder_of_a_stage_stays() -> None:
 def test_committed_iterations_are_progress() -> None:
     """They end the row; and in time what broke is forgotten."""
     links = Links()
-    for committed in range(0, 2000, BlameLimits().memory):
+    for committed in range(0, 2000, MEMORY):
         ruling = again(links, "W0_0>W1_1", committed=committed)
         assert not ruling.out and not ruling.halt
         links = ruling.links
@@ -88,11 +97,11 @@ def test_one_that_came_back_goes_for_good() -> None:
     links = again(Links(), "W0_0>W1_1", times=3, committed=7).links
     ruling = again(links, "W2_0>W1_1", committed=8)
     assert ruling.out == "W1_1" and ruling.for_good and ruling.links.barred == ("W1_1",)
-    assert not again(links, "W2_0>W1_1", committed=7 + BlameLimits().probation).out
+    assert not again(links, "W2_0>W1_1", committed=7 + PROBATION).out
 
 
 def test_what_nobody_can_name_ends_too() -> None:
-    rulings = [again(Links(), "W0_0>", times=n) for n in (BlameLimits().unnamed - 1, BlameLimits().unnamed)]
+    rulings = [again(Links(), "W0_0>", times=n) for n in (UNNAMED - 1, UNNAMED)]
     assert [bool(r.halt) for r in rulings] == [False, True] and "W0_0" in rulings[1].halt
 
 

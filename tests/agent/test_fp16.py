@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 from openrecycle import Faults, InputError, Job, Optimization, ResilientTrainer
 from openrecycle.agent.jobs.trainer import TrainingResult
 from openrecycle.agent.models.state import StageState
-from openrecycle.agent.stages.gradients import Mode, gradient_sum
+from openrecycle.agent.stages.gradients import SUM_OF, Mode
 from openrecycle.agent.stages.optimizer import StageOptimizer
 from openrecycle.agent.stages.post_validation import CLEAN, SKIP, LossScale, PostValidation, ValidationResult
 from openrecycle.agent.stages.stage import Stage
@@ -59,7 +59,7 @@ def test_scales_and_steps_are_those_of_torch(mode: Mode) -> None:
     torch.manual_seed(0)
     ours, theirs = build_layer(0, 1), build_layer(0, 1)
     theirs.load_state_dict(ours.state_dict())
-    sums = gradient_sum(mode, ours.parameters(), terms=1)
+    sums = SUM_OF[mode](ours.parameters(), terms=1)
     stage = Stage(ours, sums, autocast="fp16")
     optimizer = StageOptimizer(ours, torch.optim.SGD(ours.parameters(), lr=1e-3), sums, scales_loss=True)
     scaler, sgd = torch.amp.GradScaler("cpu"), torch.optim.SGD(theirs.parameters(), lr=1e-3)
@@ -105,7 +105,7 @@ def test_a_scale_that_is_none_is_refused(value: float) -> None:
 def test_a_state_is_resumed_in_another_precision() -> None:
     def made(scales_loss: bool) -> StageOptimizer:
         module = nn.Linear(2, 2)
-        sums = gradient_sum("deterministic", module.parameters(), terms=1)
+        sums = SUM_OF["deterministic"](module.parameters(), terms=1)
         return StageOptimizer(module, torch.optim.SGD(module.parameters()), sums, scales_loss=scales_loss)
 
     def copied(state: StageState) -> StageState:

@@ -28,7 +28,7 @@ from openrecycle.agent.models.fully_sharded import OverRanks
 from openrecycle.agent.models.layers import build_layers
 from openrecycle.agent.models.parallelized import Parallelized, is_divided
 from openrecycle.agent.stages.backward.split import STRATEGIES
-from openrecycle.agent.stages.gradients import gradient_sum
+from openrecycle.agent.stages.gradients import SUM_OF
 from openrecycle.agent.stages.optimizer import stage_optimizer
 from openrecycle.planner.jobs.errors import InputError
 from tests.agent import rank_stages
@@ -306,7 +306,7 @@ def test_within_an_op_the_state_is_that_of_the_parts() -> None:
     with compat.imagined_ranks(2) as mesh:
         workload: Any = Parallelized(Task(Residual), 0, mesh, torch.clone, divided=True)  # type: ignore[arg-type]
         module = build_layers(workload, range(1), 2, 0)
-        stage = stage_optimizer(workload, module, gradient_sum("fast", module.parameters(), terms=1), Optimization())
+        stage = stage_optimizer(workload, module, SUM_OF["fast"](module.parameters(), terms=1), Optimization())
         between = {name: tensor.data_ptr() for name, tensor in stage.state().tensors.items()}
         with OverRanks(layer for _, layer in module.layers).op(together=True):
             assert {name: tensor.data_ptr() for name, tensor in stage.state().tensors.items()} == between

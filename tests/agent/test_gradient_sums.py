@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from openrecycle.agent.stages.backward.probe import Probe, choose_split
-from openrecycle.agent.stages.gradients import FastSum, GradientSum, gradient_sum
+from openrecycle.agent.stages.gradients import SUM_OF, FastSum, GradientSum
 from openrecycle.agent.stages.stage import Stage
 from tests.conftest import examples
 
@@ -20,8 +20,8 @@ KINDS = [GradientSum, FastSum]
 
 
 def test_the_recipe_s_mode_names_the_kind() -> None:
-    assert type(gradient_sum("deterministic", [], terms=1)) is GradientSum
-    assert type(gradient_sum("fast", [], terms=1)) is FastSum
+    assert type(SUM_OF["deterministic"]([], terms=1)) is GradientSum
+    assert type(SUM_OF["fast"]([], terms=1)) is FastSum
 
 
 @pytest.mark.parametrize("kind", KINDS)

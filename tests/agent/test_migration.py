@@ -100,8 +100,7 @@ def test_two_that_return_at_once_both_find_a_place() -> None:
             job.start("W0_0")
 
     def generation(job: LocalJob, deployment: Any) -> None:
-        assert job.launcher._deployed is not None
-        moved.extend(f"{source} to {to}" for source, to in job.launcher._deployed.moves)
+        moved.extend(f"{source} to {to}" for source, to in job.moves)
 
     job = LocalJob(
         **grid,
@@ -123,9 +122,8 @@ def test_a_death_during_a_move(victim: str) -> None:
     struck: list[str] = []
 
     def strike(job: LocalJob, deployment: Any) -> None:
-        moves = job.launcher._deployed.moves if job.launcher._deployed else ()
-        if moves and not struck:
-            struck.append(str(moves[0][1]) if victim == "mover" else victim)
+        if job.moves and not struck:
+            struck.append(str(job.moves[0][1]) if victim == "mover" else victim)
             job.signal(struck[0], signal.SIGKILL)
 
     def until_it_trains(job: LocalJob, line: dict[str, Any]) -> None:

@@ -26,14 +26,14 @@ def test_all_stop_before_the_same_iteration_also_when_one_dies_meanwhile() -> No
 
     def on_line(job: LocalJob, line: dict[str, Any]) -> None:
         if line.get("iteration") == 2:
-            job.launcher._obey(PAUSE)
+            job.launcher.obey(PAUSE)
         if resumed.is_set() and len([i for i in job.iterations if i["generation"] == 2]) >= 3:
             job.stop()
 
     def on_message(job: LocalJob, worker: str, message: dict[str, Any]) -> None:
-        last = job.launcher._hold.after
-        if message["kind"] != "alive" or last is None or len(job.said("held")) < 4:
+        if message["kind"] != "alive" or len(job.said("held")) < 4 or resumed.is_set():
             return
+        last = max(said["iteration"] for _, said in job.messages if said["kind"] == "held")
         if not killed and job.iterations[-1]["iteration"] == last:
             killed.append(last)
             job.signal("W1_1", signal.SIGKILL)
@@ -41,7 +41,7 @@ def test_all_stop_before_the_same_iteration_also_when_one_dies_meanwhile() -> No
         if len({*job.said("formed", generation=2)}) == 3:
             assert job.iterations[-1]["iteration"] == killed[0] == last
             resumed.set()
-            job.launcher._obey(RESUME)
+            job.launcher.obey(RESUME)
 
     job = LocalJob(**GRID, on_line=on_line, on_message=on_message).run()
     assert resumed.is_set() and job.dead == ["W1_1"]

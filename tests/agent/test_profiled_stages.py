@@ -12,12 +12,12 @@ from openrecycle.agent.profiling.profiler import ProfilingEffort
 from openrecycle.agent.profiling.stages import (
     NullGroup,
     StageBenchmark,
-    StageError,
     StageRun,
     batches,
     measure_stages,
     script_of,
 )
+from openrecycle.agent.profiling.traffic import MeasuringError
 from openrecycle.planner.jobs.job import Job, Worker
 from tests.golden import golden
 
@@ -87,5 +87,5 @@ def test_stages_are_measured_in_processes_of_their_own() -> None:
     assert len(found) == 2 and all(stage.keys() == {"F", "I", "W", "O"} for stage in found)
     assert all(len(times) % 3 == 0 and min(times) > 0 for stage in found for times in stage.values())
     assert "stage 0" in " ".join(said)
-    with pytest.raises(StageError, match=golden("stage-cant-be-run-inputerror")):
+    with pytest.raises(MeasuringError, match=golden("stage-cant-be-run-inputerror")):
         measure_stages(NamedWorkload("no.such:thing"), Job(1, 1, 1), Optimization(), ProfilingEffort(1, 0), said.append)

@@ -13,7 +13,7 @@ from openrecycle.agent.cli import app
 from openrecycle.agent.profiling.job import SHAPES, shape_of
 from openrecycle.agent.profiling.profiler import PartSpec, ProfilingEffort, kept_bytes, measure_part, timing_of
 from openrecycle.agent.profiling.traffic import measure_traffic
-from openrecycle.agent.stages.gradients import gradient_sum
+from openrecycle.agent.stages.gradients import SUM_OF
 from openrecycle.agent.stages.optimizer import StageOptimizer
 from openrecycle.agent.stages.stage import Stage
 from openrecycle.planner.jobs.errors import InputError
@@ -29,7 +29,7 @@ FLOATS = 4 * BATCH * WIDTH
 def stack(layers: int) -> PartSpec:
     def build() -> tuple[Stage, StageOptimizer]:
         module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
-        gradients = gradient_sum("deterministic", module.parameters(), terms=4)
+        gradients = SUM_OF["deterministic"](module.parameters(), terms=4)
         return Stage(module, gradients), StageOptimizer(module, torch.optim.SGD(module.parameters(), 0.1), gradients)
 
     return PartSpec("stack", build, torch.randn(BATCH, WIDTH), None)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from openrecycle.agent.config.timeouts import Timeouts
 from openrecycle.agent.stages.backward.split import STRATEGIES, StrategyName
-from openrecycle.agent.stages.gradients import GradientSum, gradient_sum
+from openrecycle.agent.stages.gradients import SUM_OF, GradientSum
 from openrecycle.agent.stages.stage import Stage
 from openrecycle.agent.transport.group import LateGroup, TransferError
 from openrecycle.agent.workers.reduction import GradientReduction
@@ -140,7 +140,7 @@ def test_what_can_not_begin_is_raised_at_the_step() -> None:
 
 def test_fast_sums_have_the_same_buckets() -> None:
     module = layers()
-    sums = gradient_sum("fast", module.parameters(), terms=1, bucket_bytes=ROW // 2)
+    sums = SUM_OF["fast"](module.parameters(), terms=1, bucket_bytes=ROW // 2)
     assert [bucket.sums.numel() for bucket in sums.buckets()[:-1]] == [ROW // 8] * 4
 
 

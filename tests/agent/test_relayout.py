@@ -85,7 +85,7 @@ def test_layers_of_a_sharded_optimizer_move(undo: bool) -> None:
         if "relayout" not in line:
             return
         if line["relayout"]["partition"] == [3, 3]:
-            job.launcher._end_at(job.iterations[-1]["iteration"] + 4)
+            job.launcher.end_at(job.iterations[-1]["iteration"] + 4)
         elif line["relayout"]["generation"] == 2:
             job.start("W1_1")
 
@@ -134,7 +134,7 @@ def test_layers_go_on_to_move_after_a_worker_has_come_back_in_between() -> None:
         if "failure" in line:
             job.start("W1_1")  # layers are on their way, slowly
         elif "relayout" in line:
-            job.launcher._end_at(job.iterations[-1]["iteration"] + 4)
+            job.launcher.end_at(job.iterations[-1]["iteration"] + 4)
 
     slow = HandOver(at_once=0, rate=40_000)
     job = _job(ENDLESS, {2: (3, 1, 2)}, kills=("W1_1@1:F1",), hand_over=slow, on_line=act, pace=0.01)
@@ -153,7 +153,7 @@ def test_an_op_that_raises_while_layers_move_ends_nobody() -> None:
 
     def act(job: LocalJob, line: Message) -> None:
         if "relayout" in line:
-            job.launcher._end_at(job.iterations[-1]["iteration"] + 4)
+            job.launcher.end_at(job.iterations[-1]["iteration"] + 4)
 
     slow = HandOver(at_once=0, rate=40_000)
     job = _job(ENDLESS, {2: (3, 1, 2)}, kills=("W1_1@1:F1",), hand_over=slow, on_line=act, pace=0.01, **told)
@@ -193,7 +193,7 @@ def test_layers_of_workers_of_several_ranks_move_and_move_back(way: str, shardin
         if "relayout" not in line:
             return
         if line["relayout"]["partition"] == [2, 2]:
-            job.launcher._end_at(job.iterations[-1]["iteration"] + 4)
+            job.launcher.end_at(job.iterations[-1]["iteration"] + 4)
         else:
             job.start("W1_1")
 

@@ -22,7 +22,7 @@ from torch import nn
 
 from openrecycle.agent.config.numerics import Mode
 from openrecycle.agent.stages.backward.split import Deferred
-from openrecycle.agent.stages.gradients import gradient_sum
+from openrecycle.agent.stages.gradients import SUM_OF
 from openrecycle.agent.stages.optimizer import StageOptimizer
 from openrecycle.agent.stages.post_validation import CLEAN
 from openrecycle.agent.stages.shards import assign
@@ -107,7 +107,7 @@ def _as_a_worker(
     mode: Mode, clips: bool, layers: int, me: Worker = ALONE, peers: int = 1, store: tuple[str, int] | None = None
 ) -> int:
     model = _model(layers)
-    sums = gradient_sum(mode, model.parameters(), terms=MICRO_BATCHES)
+    sums = SUM_OF[mode](model.parameters(), terms=MICRO_BATCHES)
     stage = Stage(model, sums, split=Deferred(model))
     made, sharded, groups = torch.optim.AdamW(model.parameters(), lr=1e-3), None, None
     optimizer = StageOptimizer(model, made, sums, clips=clips, pipelines=peers if peers > 1 else None)

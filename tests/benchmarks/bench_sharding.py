@@ -16,7 +16,7 @@ import torch
 import torch.distributed
 from torch import nn
 
-from openrecycle.agent.stages.gradients import gradient_sum
+from openrecycle.agent.stages.gradients import SUM_OF
 from openrecycle.agent.stages.optimizer import StageOptimizer
 from openrecycle.agent.stages.post_validation import CLEAN
 from openrecycle.agent.stages.shards import assign
@@ -72,7 +72,7 @@ class Stepping:
         width, layers = size
         model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
         self.parameters = list(model.parameters())
-        self.sums = gradient_sum("deterministic", self.parameters, terms=8)
+        self.sums = SUM_OF["deterministic"](self.parameters, terms=8)
         made = torch.optim.AdamW(self.parameters, lr=1e-3)
         self.optimizer = StageOptimizer(model, made, self.sums, pipelines=None if me is None else PEERS)
         self.sharded: ShardedStage | None = None

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from openrecycle.agent.config.numerics import Mode
 from openrecycle.agent.examples.gpt import Gpt
-from openrecycle.agent.stages.gradients import FastSum, GradientSum, gradient_sum
+from openrecycle.agent.stages.gradients import SUM_OF, FastSum, GradientSum
 from openrecycle.agent.stages.stage import Stage
 from tests.benchmarks.machine import describe
 
@@ -172,7 +172,7 @@ def train(mode: Mode, *, backwards: bool = False, iterations: int = 100) -> tupl
     """Losses and final parameters of the demo GPT in one stage, 6 micro-batches per iteration."""
     gpt, micro_batches = Gpt(dropout=0.0), 6
     module = gpt.build_layer(0, 1, seed=0)
-    gradients = gradient_sum(mode, module.parameters(), terms=micro_batches)
+    gradients = SUM_OF[mode](module.parameters(), terms=micro_batches)
     stage, optimizer, losses = Stage(module, gradients), gpt.optimizer(module.parameters()), []
     for iteration in range(iterations):
         for m in sorted(range(micro_batches), reverse=backwards):
