@@ -56,6 +56,7 @@ class JobRow(Base):
     in a generation which is still to open, as JSON. baseline: what its throughput is measured by
     (app.jobs.throughput);
     waits: when it waited for a person's choice, (begin, end, generation that it led to); both as JSON.
+    lead_term: of several nodes, the newest leadership, and lead_node whose it is (agent.coordination.lead); 0: none.
     """
 
     __tablename__ = "job"
@@ -72,6 +73,8 @@ class JobRow(Base):
     moves: Mapped[str] = mapped_column(Text, default="[]", server_default="[]")
     baseline: Mapped[str] = mapped_column(Text, default="", server_default="")
     waits: Mapped[str] = mapped_column(Text, default="[]", server_default="[]")
+    lead_term: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")
+    lead_node: Mapped[int] = mapped_column(Integer, default=0, server_default="0")
     idempotency_key: Mapped[str | None] = mapped_column(String(255), unique=True)
     created_at: Mapped[float] = mapped_column(Double)
 

@@ -140,6 +140,13 @@ class Store:
         with self.database.read() as session:
             return next(iter(_rows(session, query)), None)
 
+    def take_lead(self, job_id: str, term: int, node: int, before: int) -> bool:
+        """Stores who leads a job of several nodes from now on. False: its newest term is not `before` any more."""
+        same = (JobRow.id == job_id, JobRow.lead_term == before)
+        with self.database.write() as session:
+            done = update(JobRow).where(*same).values(lead_term=term, lead_node=node).returning(JobRow.id)
+            return session.scalar(done) is not None
+
     def workers(self, job_id: str) -> list[Record]:
         with self.database.read() as session:
             return _rows(session, select(WorkerRow.__table__).where(WorkerRow.job_id == job_id))

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from openrecycle.agent.coordination.local import LocalCoordination
     from openrecycle.agent.launcher.launch import Launcher
     from openrecycle.agent.models.workload import WorkloadSource
+    from openrecycle.agent.nodes.pool import SpreadPool
     from openrecycle.agent.nodes.server import Succession
 
 PLANNED_FAILURES = 2
@@ -138,7 +139,7 @@ def make_launcher(
         token = client.issued or token
         heartbeat_seconds = created.heartbeat_seconds
         coordination = ConsoleCoordination(
-            lambda: ConsoleClient(url, token=token, known=True),
+            _connect(url, token, pool),
             created.job_id,
             say,
             checkpoint=restore,
@@ -170,7 +171,7 @@ def take_over(
         local.restore(saved)
     else:
         coordination = ConsoleCoordination(
-            lambda: ConsoleClient(url, token=saved["token"], known=True),
+            _connect(url, saved["token"], pool),
             saved["job"],
             say,
             checkpoint=None if folder is None else _restore_point(folder, say),
@@ -179,6 +180,13 @@ def take_over(
             saved=saved,
         )
     return launch.Launcher(run, coordination, listener, catalog, pool, takeover)
+
+
+def _connect(url: str, token: str | None, pool: SpreadPool | None) -> Callable[[], ConsoleClient]:
+    """pool: of a launcher that leads several nodes, which the console tells from one that led before."""
+    if pool is None:
+        return lambda: ConsoleClient(url, token=token, known=True)
+    return lambda: ConsoleClient(url, token=token, known=True, lead=pool.lead, deposed=pool.depose)
 
 
 def _local(options: TrainingOptions, catalog: Catalog, say: Callable[[str], None]) -> LocalCoordination:

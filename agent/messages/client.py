@@ -15,7 +15,16 @@ from typing import Any, TypeVar
 import requests
 from pydantic import BaseModel, ValidationError
 
-from openrecycle.agent.messages.protocol import AGENT_TOKEN, API, ClockReading, Message, ProblemDetails, clock_name
+from openrecycle.agent.messages.protocol import (
+    AGENT_TOKEN,
+    API,
+    DEPOSED,
+    LEAD,
+    ClockReading,
+    Message,
+    ProblemDetails,
+    clock_name,
+)
 from openrecycle.planner.plans.plan import read_model
 
 M = TypeVar("M", bound=BaseModel)
@@ -43,10 +52,21 @@ class ConsoleClient:
 
     url: one address or several; the one that answered last is asked first. token: sent as a bearer token,
     never logged, never in the address. timeout: seconds to wait for an answer. known: the console has taken the token
-    before. issued: the token that it has given out for the job that was created here; None where it has none.
+    before. issued: the token that it has given out for the job that was created here; None where it has none. lead: of
+    a launcher that leads several nodes, its term and node (agent.coordination.lead); deposed: called, with a sentence,
+    whenever the console says that another leads since.
     """
 
-    def __init__(self, url: str, *, token: str | None = None, timeout: float = 10.0, known: bool = False) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        timeout: float = 10.0,
+        known: bool = False,
+        lead: str | None = None,
+        deposed: Callable[[str], None] = lambda _why: None,
+    ) -> None:
         self._urls = [part.strip().rstrip("/") for part in url.split(",")]
         self._at = 0
         self._timeout, self._known = timeout, known
@@ -58,6 +78,9 @@ class ConsoleClient:
         self.token = token
         if token:
             self._session.headers["Authorization"] = f"Bearer {token}"
+        self._deposed = deposed
+        if lead is not None:
+            self._session.headers[LEAD] = lead
 
     @property
     def url(self) -> str:
@@ -93,7 +116,10 @@ class ConsoleClient:
         body = {"data": data, "headers": headers, "params": params}
         answer = self._ask(method, path, extra_time, body)
         if answer.status_code >= 400:
-            raise ConsoleRefused(_problem(answer))
+            problem = _problem(answer)
+            if problem.code == DEPOSED:
+                self._deposed(problem.detail)
+            raise ConsoleRefused(problem)
         self._known = True
         self.issued = answer.headers.get(AGENT_TOKEN, self.issued)
         if reply is None or answer.status_code == 204:

@@ -34,6 +34,10 @@ from openrecycle.planner.plans.plan import INTEGER, JobDoc, job_doc
 API = "/api/v1"
 # With the answer to POST /jobs: a token that is good for this job alone, for its launcher's workers.
 AGENT_TOKEN = "OpenRecycle-Agent-Token"
+# With whatever a lead of several nodes asks of its console: its term and its node (agent.coordination.lead).
+LEAD = "OpenRecycle-Lead"
+DEPOSED = "deposed"
+"""The code of the problem (409) when another node leads since."""
 # Where programs find the token that they were given.
 TOKEN_VARIABLE = "OPENRECYCLE_TOKEN"
 # Of one worker and iteration, at most.
@@ -72,6 +76,7 @@ Memory = Annotated[str, StringConstraints(pattern=r"^(1f1b|uniform|none|bytes|[1
 WorkerName = Annotated[str, StringConstraints(pattern=r"^W[0-9]{1,6}_[0-9]{1,6}$")]
 Text = Annotated[str, StringConstraints(max_length=2000)]
 Count = Annotated[int, Field(ge=0, le=2**53), INTEGER]
+Term = Annotated[int, Field(ge=0, lt=10**15), INTEGER]
 RankNumber = Annotated[int, Field(ge=0, lt=RANKS), INTEGER]
 Seconds = Annotated[float, Field(strict=True, ge=0, le=1e9, allow_inf_nan=False)]
 PosixSeconds = Annotated[float, Field(strict=True, ge=0, le=LATEST, allow_inf_nan=False)]
@@ -540,6 +545,23 @@ class Commands(Message):
     """GET /jobs/{job_id}/commands?after=SEQ&wait=S. What the operator asks of the launcher."""
 
     commands: tuple[Command, ...]
+
+
+class LeadClaim(Message):
+    """POST /jobs/{job_id}/lead -> LeadAnswer. A launcher of several nodes, whom too few of the others follow, wants to
+    lead in `term`. after: the newest term that it knows of. ask: it only asks whether it might."""
+
+    term: Term
+    node: Annotated[int, Field(ge=0, le=4095), INTEGER]
+    after: Term
+    ask: StrictBool = False
+
+
+class LeadAnswer(Message):
+    """granted: from now on the console takes nothing from a lead of an earlier term. reason: for people."""
+
+    granted: StrictBool
+    reason: Text
 
 
 class JobFinished(Message):

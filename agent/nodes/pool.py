@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any, ClassVar
 
+from openrecycle.agent.coordination.lead import LeadTerm
 from openrecycle.agent.launcher.processes import ProcessPool, SpareRank, SpareRanks, Spares, WorkerProcess, preload
 from openrecycle.agent.messages import channel
 from openrecycle.agent.messages.client import Offset
@@ -375,6 +376,12 @@ class NodeHub:
             self._watch(rank, self.members[rank])
         return out
 
+    def depose(self, why: str) -> None:
+        """This launcher leads no more."""
+        with self.news:
+            self.deposed = self.deposed or why
+            self.news.notify_all()
+
     def close(self, reason: str) -> None:
         """Tells every node that the job is over, also one that is being welcomed just now. "": nothing, since another
         launcher leads."""
@@ -547,9 +554,9 @@ class NodeHub:
             with self.news:
                 if seen == "gone" and self.members.get(rank) == address and rank not in self.links:
                     del self.members[rank]
-                elif isinstance(seen, Here) and seen.term > lead_status.term and seen.lead is not None:
-                    self.deposed = f"node {seen.lead} leads the job by now: this one was not heard for too long"
                 self.news.notify_all()
+            if isinstance(seen, Here) and seen.term > lead_status.term and seen.lead is not None:
+                self.depose(f"node {seen.lead} leads the job by now: this one was not heard for too long")
             time.sleep(0.5)
 
 
@@ -619,6 +626,15 @@ class SpreadPool(ProcessPool):
         self._counted: set[int] | None = None
         """Nodes whose acks count: enough nodes know that they belong to the job. None: all."""
         self._job: dict[str, Any] = {}
+
+    @property
+    def lead(self) -> str:
+        """As a console is told which launcher asks."""
+        return str(LeadTerm(self._hub.lead_status.term, self._hub.lead_status.rank))
+
+    def depose(self, why: str) -> None:
+        """Another launcher leads; from any thread."""
+        self._hub.depose(why)
 
     def start(
         self, worker: Worker, make_spec: Callable[[str], Any], now: float, spares: Spares | None = None
@@ -711,7 +727,7 @@ class SpreadPool(ProcessPool):
                     link.hand(copy, self._record)
             if not self._acked(copy.number, time.monotonic() + (COPY_SECONDS if last else ACK_SECONDS)):
                 if now > self._followed_at + SEEK_SECONDS:
-                    hub.deposed = hub.deposed or f"for {SEEK_SECONDS:.0f} s too few of the other nodes have answered"
+                    hub.depose(f"for {SEEK_SECONDS:.0f} s too few of the other nodes have answered")
                 return hub.deposed
             self._counted, self._followed_at = set(nodes), now
         decided, self._decided = self._decided, None if last else []

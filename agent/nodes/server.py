@@ -24,7 +24,7 @@ from openrecycle.agent.messages.client import Backoff
 from openrecycle.agent.monitoring.liveness import MOST_OF_A_TURN, LoopLag
 from openrecycle.agent.nodes.frames import Frames, NotTrusted, greet
 from openrecycle.agent.nodes.pool import NodeHub, SpreadPool, place
-from openrecycle.agent.nodes.succession import Copy, Follow, Lead, LeadStatus, Search, Spool
+from openrecycle.agent.nodes.succession import Arbiter, Copy, Follow, Lead, LeadStatus, Search, Spool
 from openrecycle.agent.nodes.wire import MACHINE, decode_run, decode_spec
 from openrecycle.agent.workers import worker
 from openrecycle.agent.workers.spec import RunSpec
@@ -60,10 +60,12 @@ class NodeServer:
         self._frames: Frames | None = None
         """The connection with the lead; None: there is none, and it is found out who leads next."""
         self._heard_at = self._lost_at = 0
-        self._lag = LoopLag()
         """When it has last said something, and when it was lost, in nanoseconds."""
+        self._lag = LoopLag()
         self._silence = float("inf")
         self._search: Search | None = None
+        self._arbiter: Arbiter | None = None
+        """Of a job with a console."""
         self._resuming = False
         """Does a new lead not know yet what this node's workers have said?"""
         self._copy: Copy | None = None
@@ -184,14 +186,15 @@ class NodeServer:
         copy, lead_status = self._copy, self._lead_status
         if copy is None:
             return None
-        silent = (time.monotonic_ns() - self._heard_at) / 1e9 > self._silence and len(copy.nodes) > 2
+        decidable = len(copy.nodes) > 2 or self._arbiter is not None
+        silent = (time.monotonic_ns() - self._heard_at) / 1e9 > self._silence and decidable
         if self._frames is not None and lead_status.lead is None:
             self._leave("it was silent, and the nodes choose another")
         if self._frames is not None and not silent:
             return None
         lead_status.lose_lead()
         if self._search is None:
-            self._search = Search(lead_status, copy, self._token)
+            self._search = Search(lead_status, copy, self._token, self._arbiter)
         if (found := self._search.outcome) is None:
             return None
         self._search = None
@@ -353,7 +356,11 @@ class NodeServer:
         if not self._lead_status.take(copy):
             return
         if self._copy is None:
-            self._silence = decode_run(copy.job).options.faults.timeouts.silence
+            options = decode_run(copy.job).options
+            self._silence = options.faults.timeouts.silence
+            if (url := options.console.url) is not None:
+                decides = copy.unpacked()["decides"]
+                self._arbiter = Arbiter(url, decides["token"], decides["job"])
         self._copy = copy
         assert self._hub is not None
         self._hub.lead = copy.nodes[copy.lead]

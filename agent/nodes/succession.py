@@ -7,6 +7,9 @@ A lead is gone when the system has closed its connection and nobody listens at i
 ended, and it is counted no more. One that is stopped, slow or cut off shows nothing of the kind. Of the nodes that are
 not known to be gone more than half must follow whoever begins to lead, and half must follow whoever goes on: so there
 are never two, and in two halves it is the lead's that goes on.
+
+Where fewer follow, as with two nodes, the job's console decides, if it has one: it gives the next term to whoever asks
+while the lead is not heard by it either, and takes nothing from that one any more (agent.coordination.lead).
 """
 
 from __future__ import annotations
@@ -25,6 +28,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from openrecycle.agent.coordination.lead import LeadTerm
+from openrecycle.agent.messages.client import ConsoleClient, ConsoleRefused, ConsoleUnavailable
+from openrecycle.agent.messages.protocol import LeadAnswer, LeadClaim
 from openrecycle.agent.nodes.frames import NotTrusted, greet
 
 LOOK_SECONDS = 2.0
@@ -33,6 +39,10 @@ STAND_SECONDS = 3.0
 """So long a node waits for one with a lower number to stand for the lead."""
 SEEK_SECONDS = 120.0
 """After so long without a lead a node gives up."""
+MINORITY_SECONDS = 30.0
+"""So long those that are less than half of the nodes leave it to the others to find a lead."""
+ASK_SECONDS = 1.0
+"""Between two questions to the console."""
 _PAUSE_SECONDS = 0.1
 _CHUNK = 1 << 20
 """Bytes of the record in a message."""
@@ -109,6 +119,13 @@ def may_go_on(followers: int, nodes: int) -> tuple[bool, str]:
     if 2 * followers >= nodes:
         return True, f"{followers} of {nodes} nodes follow it"
     return False, f"only {followers} of {nodes} nodes follow it: the others may have another lead"
+
+
+def may_ask_console(voters: int, nodes: int, seconds: float) -> tuple[bool, str]:
+    """May a node, too few of which follow it, ask for the lead there? seconds: since it looks for one."""
+    if 2 * voters >= nodes or seconds >= MINORITY_SECONDS:
+        return True, f"{voters} of {nodes} nodes follow it, and the console decides"
+    return False, f"{voters} of {nodes} nodes follow it: it is for the others to find a lead first"
 
 
 def may_have_vote(free: bool, promised: int, own: Age, term: int, age: Age) -> tuple[bool, str]:
@@ -320,6 +337,24 @@ def tell(address: Address, token: str, message: Mapping[str, Any]) -> None:
             frames.receive(time.monotonic() + LOOK_SECONDS)  # until it closes
 
 
+class Arbiter:
+    """The console of a job. All it takes is bounded, and one that is away decides nothing."""
+
+    def __init__(self, url: str, token: str | None, job_id: str) -> None:
+        self._url, self._token, self._path = url, token, f"/jobs/{job_id}/lead"
+
+    def decide(self, wanted: LeadTerm, after: int, *, ask: bool = False) -> tuple[bool, str]:
+        """Is the lead that node's? See LeadClaim."""
+        client = ConsoleClient(self._url, token=self._token, timeout=LOOK_SECONDS, known=True)
+        claim = LeadClaim(term=wanted.term, node=wanted.node, after=after, ask=ask)
+        try:
+            answer = client.post(self._path, claim, LeadAnswer)
+        except (ConsoleUnavailable, ConsoleRefused) as error:
+            return False, f"the console can't decide ({error})"
+        assert answer is not None
+        return answer.granted, f"the console says: {answer.reason}"
+
+
 @dataclass(frozen=True)
 class Follow:
     """Another leads."""
@@ -348,12 +383,14 @@ Outcome = Follow | Lead | GiveUp
 class Search(threading.Thread):
     """Finds who leads next, while this node goes on hearing its workers. outcome: once it is known.
 
-    copy: the newest that this node has.
+    copy: the newest that this node has. arbiter: None: the job has no console.
     """
 
-    def __init__(self, lead_status: LeadStatus, copy: Copy, token: str) -> None:
+    def __init__(self, lead_status: LeadStatus, copy: Copy, token: str, arbiter: Arbiter | None = None) -> None:
         super().__init__(name="who leads", daemon=True)
-        self._lead_status, self._copy, self._token = lead_status, copy, token
+        self._lead_status, self._copy, self._token, self._arbiter = lead_status, copy, token, arbiter
+        self._ask_at, self._told = 0.0, ""
+        """When the console may be asked again, and what it has said."""
         self._cancelled = threading.Event()
         self._began = time.monotonic()
         self._gone = set[int]()
@@ -392,21 +429,39 @@ class Search(threading.Thread):
                 return GiveUp(f"node {rank} leads on without this one")
         nodes = len(copy.nodes) - len(self._gone)
         free = {rank: it.age for rank, it in here.items() if it.free}
+        term = 1 + max(lead_status.term, *(it.term for it in here.values()), 0)
+        wanted = LeadTerm(term, lead_status.rank)
         enough, why = may_lead(1 + len(free), nodes)
+        if not enough:
+            # Before it stands: a node that does hears its lead no more, which may be there after all.
+            enough, why = self._ask_console(wanted, 1 + len(free), nodes, why)
         if not enough:
             return why
         first, why = first_to_lead({lead_status.rank: lead_status.age, **free})
         if first != lead_status.rank and time.monotonic() < self._began + STAND_SECONDS:
             return why
-        term = 1 + max(lead_status.term, *(it.term for it in here.values()), 0)
         if self._cancelled.is_set() or not lead_status.stand(term):
             return "it follows another"
         votes = self._ask_all(free, {"term": term, "age": lead_status.age})
         voters = [rank for rank, it in votes.items() if isinstance(it, Here) and it.granted]
         enough, why = may_lead(1 + len(voters), nodes)
+        if not enough and self._arbiter is not None:
+            enough, why = self._arbiter.decide(wanted, copy.term)
         if not enough or not lead_status.win(term):
             return why
         return Lead(term, frozenset(here), frozenset(self._gone))
+
+    def _ask_console(self, wanted: LeadTerm, voters: int, nodes: int, why: str) -> tuple[bool, str]:
+        """Would it give this node the lead? why: the nodes themselves don't."""
+        now = time.monotonic()
+        if self._arbiter is None:
+            return False, why
+        may, why = may_ask_console(voters, nodes, now - self._began)
+        if not may or now < self._ask_at:
+            return False, self._told if may else why
+        granted, self._told = self._arbiter.decide(wanted, self._copy.term, ask=True)
+        self._ask_at = time.monotonic() + ASK_SECONDS
+        return granted, self._told
 
     def _ask_all(self, ranks: Iterable[int], question: Mapping[str, Any] | None = None) -> dict[int, Reply]:
         nodes, run = self._copy.nodes, self._copy.run

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Annotated
 from weakref import WeakKeyDictionary
 
-from fastapi import APIRouter, Header, Query, Request, Response
+from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from pydantic import BaseModel
 
+from openrecycle.agent.coordination.lead import LeadTerm
 from openrecycle.agent.messages.protocol import (
     AGENT_TOKEN,
+    LEAD,
     Acknowledgements,
     BatchReply,
     Commands,
@@ -21,6 +23,8 @@ from openrecycle.agent.messages.protocol import (
     JobCreated,
     JobFinished,
     JobSpec,
+    LeadAnswer,
+    LeadClaim,
     Recovery,
     Registrations,
     Relayout,
@@ -38,6 +42,9 @@ from openrecycle.planner.plans.plan import job_doc
 After = Annotated[int, Query(ge=0, le=2**53)]
 # Heartbeats that take less than a change of threads does.
 AT_ONCE = 64
+LeadHeader = Annotated[
+    str | None, Header(alias=LEAD, max_length=20, pattern="^(0|[1-9][0-9]{0,14})/(0|[1-9][0-9]{0,3})$")
+]
 IdempotencyKey = Annotated[str | None, Header(min_length=1, max_length=255)]
 
 
@@ -49,7 +56,16 @@ class JobWanted(JobSpec):
 
 def router(console: ConsoleService) -> APIRouter:
     deployments = Deployments(console)
-    api = APIRouter(prefix="/jobs", tags=["agents"], route_class=ReadBeside)
+
+    async def of_lead(request: Request, lead: LeadHeader = None) -> None:
+        """The launcher that leads a job of several nodes says so with all that it asks; 409: another leads since."""
+        job_id = request.path_params.get("job_id")
+        if lead is not None and job_id is not None:
+            sender = LeadTerm.parse(lead)
+            if not console.reports.heard_lead(job_id, sender):
+                await in_thread(console.reports.new_lead, job_id, sender)
+
+    api = APIRouter(prefix="/jobs", tags=["agents"], route_class=ReadBeside, dependencies=[Depends(of_lead)])
 
     @api.post("", status_code=201, responses={200: {"model": JobCreated}, 409: {}})
     async def create_job(
@@ -130,6 +146,11 @@ def router(console: ConsoleService) -> APIRouter:
         topic = console.jobs.find(job_id).topic
         found = await topic.wait_for(lambda: console.reports.commands(job_id, after) or None, wait)
         return Commands(commands=tuple(found or ()))
+
+    @api.post("/{job_id}/lead")
+    async def lead(job_id: str, message: LeadClaim) -> LeadAnswer:
+        """A launcher of several nodes, whom too few of the others follow, asks for the lead."""
+        return await in_thread(console.reports.claim_lead, job_id, message)
 
     @api.post("/{job_id}/finish", status_code=204)
     async def finish(job_id: str, message: JobFinished) -> None:

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 
 from openrecycle.agent.coordination import events as happening
 from openrecycle.agent.coordination.generations import deployment_of
+from openrecycle.agent.coordination.lead import LeadTerm
 from openrecycle.agent.coordination.membership import Interim
 from openrecycle.agent.messages.protocol import (
     Acknowledgement,
@@ -24,6 +25,8 @@ from openrecycle.agent.messages.protocol import (
     Iteration,
     JobFinished,
     JobState,
+    LeadAnswer,
+    LeadClaim,
     LogLines,
     Recovery,
     RefusedReport,
@@ -254,6 +257,19 @@ class Reports:
         """What a worker's process has written."""
         job = self._find(job_id)
         job.measurements.logs.take(job.sender(message.worker, message.incarnation).name, message)
+
+    def heard_lead(self, job_id: str, sender: LeadTerm) -> bool:
+        """Something comes from the launcher that leads, of several nodes. False: that is to be stored first."""
+        return self._find(job_id).lead.heard(sender)
+
+    def new_lead(self, job_id: str, sender: LeadTerm) -> None:
+        """As `heard_lead`, of one that leads since then."""
+        self._find(job_id).heard_lead(sender)
+
+    def claim_lead(self, job_id: str, message: LeadClaim) -> LeadAnswer:
+        wanted = LeadTerm(message.term, message.node)
+        granted, reason = self._find(job_id).claim_lead(wanted, message.after, ask=message.ask)
+        return LeadAnswer(granted=granted, reason=reason)
 
     def finish(self, job_id: str, message: JobFinished) -> None:
         job = self._find(job_id)

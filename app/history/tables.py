@@ -33,8 +33,13 @@ from openrecycle.planner.jobs.job import MAX_LAYERS
 
 Record = dict[str, Any]
 
-# Not exported: what other jobs or consoles count by, and a key under which requests find the job again.
-LEFT_OUT = {"job": ("idempotency_key",), "worker_state": ("id",), "heartbeat": ("id",), "audit": ("id",)}
+# Not exported: what other jobs, consoles or launchers count by, and a key under which requests find the job again.
+LEFT_OUT = {
+    "job": ("idempotency_key", "lead_term", "lead_node"),
+    "worker_state": ("id",),
+    "heartbeat": ("id",),
+    "audit": ("id",),
+}
 # Columns that older versions had, which their files have still.
 GONE = {"worker": ("host", "pid"), "job": ("patience",)}
 # The job's id is that of the file, or another one.

@@ -34,10 +34,12 @@ from openrecycle.agent.coordination.events import (
     Tick,
     WorkerRegistered,
 )
+from openrecycle.agent.coordination.lead import LeadTerm
 from openrecycle.agent.coordination.membership import FailureTimeouts, Member, State
 from openrecycle.agent.messages.protocol import Heartbeat, JobSpec
 from openrecycle.app.jobs.feed import LOOK_BACK, JobFeed
 from openrecycle.app.jobs.job_plans import JobPlans, LookUp, stored_plan
+from openrecycle.app.jobs.lead import JobLead
 from openrecycle.app.jobs.measurements import JobMeasurements
 from openrecycle.app.jobs.records import (
     differs,
@@ -126,7 +128,8 @@ class LiveJob:
 
     Its parts, each with a state of its own: `state`, the membership as the coordinator has it, and `processes`, which
     hold the roles; `plans`; `measurements`, what workers say of themselves; `feed`; `commands` of operators;
-    `choices`, when it waited for one; `baseline`, what its throughput is measured by, which `pin` alone changes.
+    `choices`, when it waited for one; `baseline`, what its throughput is measured by, which `pin` alone changes;
+    `lead`, which node leads, where there are several.
     """
 
     def __init__(
@@ -162,6 +165,7 @@ class LiveJob:
         self.commands = CommandQueue()
         self.choices: tuple[Wait, ...] = ()
         self.baseline: Baseline | None = None
+        self.lead = JobLead()
         self._store = store
         self._want_plan = want_plan
         self._on_generation = on_generation
@@ -325,6 +329,34 @@ class LiveJob:
             raise ConsoleError(409, "fenced", membership.fenced_text(member, incarnation))
         return member
 
+    # -- which node leads -------------------------------------------------------------------
+
+    def heard_lead(self, sender: LeadTerm) -> None:
+        """The launcher that leads, of several nodes, asks something. Raises ConsoleError when another leads since."""
+        if not self.lead.heard(sender):
+            with self.writing():
+                if not self.lead.heard(sender):
+                    self._store_lead(sender)
+
+    def claim_lead(self, wanted: LeadTerm, after: int, *, ask: bool) -> tuple[bool, str]:
+        """One that too few others follow would lead; see LeadClaim. Whether it may, and why."""
+        with self.writing():
+            granted, reason = self.lead.may_take(wanted, after, self.failure_timeouts.suspect)
+            if self.state.over:
+                granted, reason = False, f"the job is {self.state.over}"
+            if granted and not ask and wanted != self.lead.newest:
+                self._store_lead(wanted)
+        if granted and not ask:
+            log.warning("another node leads a job", job=self.job_id, node=wanted.node, term=wanted.term, reason=reason)
+        return granted, reason
+
+    def _store_lead(self, lead: LeadTerm) -> None:
+        if not self._store.take_lead(self.job_id, lead.term, lead.node, self.lead.newest.term):
+            self._doubtful = True
+            raise ConsoleError(503, "unavailable", "who leads the job has changed meanwhile; try again")
+        self.lead.read(lead.term, lead.node)
+        self.version += 1
+
     def tick(self) -> None:
         """Takes the heartbeats that came in, then looks for those that did not.
 
@@ -336,6 +368,7 @@ class LiveJob:
             return
         now = self._clock()
         late = now - self._ticked - TICK_SECONDS
+        self.lead.wait(min(now - self._ticked, 2 * TICK_SECONDS))
         if late > self.failure_timeouts.heartbeat:
             self.apply(Stalled(late), now=now)
         self._ticked = now
@@ -469,6 +502,7 @@ class LiveJob:
         self.commands.read(store.commands(job_id))
         self.choices, self.baseline = read_waits(job_row["waits"]), read_baseline(job_row["baseline"])
         self.processes = read_processes(store.workers(job_id))
+        self.lead.read(job_row["lead_term"], job_row["lead_node"])
         self.version += 1
         self.plans.cut(state.current.partition if state.current else ())
         self.state = state

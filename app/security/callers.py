@@ -76,7 +76,7 @@ _AGENT_ROUTES: Mapping[str, tuple[re.Pattern[str], ...]] = {
         re.compile(r"/jobs"),
         re.compile(
             r"/jobs/([^/]+)/(?:workers|heartbeats|acknowledgements|failures|iterations|recoveries|relayouts|finish|logs"
-            r"|validations|measured|interim)"
+            r"|validations|measured|interim|lead)"
         ),
     ),
     "GET": (

@@ -180,6 +180,35 @@ def test_the_job_of_a_console_goes_on(reference: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.chaos
+def test_of_two_nodes_the_console_replaces_a_lead_that_stands_still(reference: Run, tmp_path: Path) -> None:
+    """Neither node is a majority. The one that was stopped notices when it goes on, and does nothing more."""
+    quick = ("--heartbeat", "0.5", "--suspect", "3", "--dead", "6")
+    record = ("--record", str(tmp_path / "run.jsonl"))
+    slowly = ("--pace", "F=150ms,I=150ms,W=150ms")  # its workers train on meanwhile, and are not to come to the end
+    with (
+        console(tmp_path, *quick) as server,
+        nodes(tmp_path, 2, *slowly, "--console", server.root, "--no-migrate", *record) as (lead, node),
+    ):
+        job_id = server.job_id()
+        until(lambda: len(lead_lines(tmp_path)) >= 2, "two iterations")
+        before = set(members(node.pid))
+        os.kill(lead.pid, signal.SIGSTOP)
+        until(lambda: "leads from here on" in "".join(str(line) for line in lead_lines(tmp_path)), "the node to lead")
+        assert before <= set(members(node.pid)), "none of its processes has ended"
+        os.kill(lead.pid, signal.SIGCONT)
+        assert lead.wait(60) == 1, log_of(tmp_path, 0)
+        assert node.wait(90) == 0, log_of(tmp_path, 1)
+        until(lambda: not members(lead.pid), "the end of the old lead's workers", 30)
+        state = server.read(f"/jobs/{job_id}")
+        assert state["state"] == "finished" and state["committed"] == ITERATIONS
+        rows = server.read(f"/jobs/{job_id}/iterations?limit=100")["iterations"]
+        assert [row["loss_hex"] for row in rows] == reference.losses
+    run = Run(0, "", tuple(lead_lines(tmp_path)))
+    assert [line["iteration"] for line in run.iterations] == list(range(ITERATIONS))
+    assert run.losses == reference.losses and run.final == reference.final
+
+
+@pytest.mark.chaos
 def test_spare_ranks_are_known_to_who_leads_next(tmp_path: Path) -> None:
     """One is left on node 1 before the lead is lost, another one after it: they make a worker again."""
     ranks = ("--ranks-per-worker", "2", "--workload", "agent.examples.tensor_parallel:Gpt")
