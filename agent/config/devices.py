@@ -7,9 +7,11 @@ The CUDA path has been run on no GPU yet: see agent.transport.nccl. `python -m t
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from openrecycle.agent.config.randomness import seed_for
@@ -200,3 +202,27 @@ def _used_in(value: Any, stream: Any) -> None:
     elif isinstance(value, (tuple, list, Mapping)):
         for part in value.values() if isinstance(value, Mapping) else value:
             _used_in(part, stream)
+
+
+def memory_limit(root: Path = Path("/")) -> int | None:
+    """Bytes that the processes of this one's group may have: the memory and swap of the machine, or less, where a
+    container, Slurm or systemd gives less (cgroup v2, or v1). None where the system does not say. root: its files'."""
+    limits = []
+    try:
+        lines = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())
+        limits.append(sum(1024 * int(lines[name].split()[0]) for name in ("MemTotal", "SwapTotal")))
+        groups = (root / "proc/self/cgroup").read_text().splitlines()
+    except (OSError, KeyError, ValueError, IndexError):
+        groups = []
+    for _, controllers, path in (group.split(":", 2) for group in groups if group.count(":") >= 2):
+        names = ("memory.max",) if not controllers else ("memory.limit_in_bytes",)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        home = root / "sys/fs/cgroup" / ("memory" if controllers else "")
+        own = home / path.lstrip("/")
+        # In a container the path may be one that is not there; its own group is mounted at the top then.
+        for folder in {own, *(parent for parent in own.parents if parent.is_relative_to(home)), home}:
+            for name in names:
+                with contextlib.suppress(OSError, ValueError):  # "max": no limit
+                    limits.append(int((folder / name).read_text()))
+    return min(limits, default=None)

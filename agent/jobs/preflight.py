@@ -6,32 +6,50 @@ few numbers.
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from pathlib import Path
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from openrecycle.agent.config.devices import memory_limit
 from openrecycle.agent.config.options import Optimization, TrainingOptions
 from openrecycle.agent.launcher.bad_samples import named
 from openrecycle.agent.models import compat
-from openrecycle.agent.models.layers import build_layer, kind_of, layer_count, partition_of, spans, tied_of
+from openrecycle.agent.models.layers import (
+    Partition,
+    build_layer,
+    kind_of,
+    layer_count,
+    partition_of,
+    spans,
+    tied_of,
+)
+from openrecycle.agent.models.parallelized import parts_of_a_rank
 from openrecycle.agent.models.stage_io import StageIOError, TensorSpec, tensors_of
 from openrecycle.agent.models.state import StateError, dtype_name, pack, unpack
 from openrecycle.agent.models.workload import Workload
+from openrecycle.agent.profiling.memory import (
+    StageMemory,
+    hand_over_memory,
+    micro_batch_memory,
+    state_memory,
+    with_activations,
+)
 from openrecycle.agent.stages.gradients import SUM_OF
 from openrecycle.agent.stages.optimizer import (
-    BUCKET_BYTES,
     ELEMENTWISE,
     NamedParameters,
     StageOptimizer,
     make_optimizer,
     stage_optimizer,
 )
-from openrecycle.planner.jobs.errors import InputError
-from openrecycle.planner.jobs.job import Job
+from openrecycle.planner.jobs.errors import InfeasibleError, InputError
+from openrecycle.planner.jobs.job import Job, Worker
+from openrecycle.planner.jobs.profile import parse_partition
 
 _SIDE = 3
 """Elements along each dimension of the parameters that an optimizer is tried on."""
@@ -41,19 +59,18 @@ _STEPS = 6
 """Before what is tried, and after it: optimizers that do something every fifth step are not rare."""
 
 
-def check_workload(workload: Workload, options: TrainingOptions, share: float = 1.0) -> str:
-    """Returns a sentence on what memory workers take; "" where that is not known.
+def check_workload(workload: Workload, options: TrainingOptions, here: Collection[Worker] | None = None) -> JobMemory:
+    """Returns what memory workers take.
 
     Raises InputError for a torch that can't be used, for data that the layers can't be given, for what two layers share
     without saying so, for an optimizer or scheduler that can't be driven, or whose state can't be handed over, and for
-    a model that this machine has no memory for. share: of the job's workers, those that are here."""
+    a model that this machine has no memory for. here: the workers on it; None: all."""
     compat.check_version()
-    memory = ""
     # The caller's own random numbers must not depend on what is tried out here.
     with torch.random.fork_rng(devices=[]):
         _check_data(workload, options.job, options.seed, skips=options.faults.on_bad_sample == "skip")
         stages = options.job.stages
-        partition = partition_of((), layer_count(workload, stages), stages)
+        partition = partition_at_start(options, layer_count(workload, stages))
         shapes = _check_layers(workload, sum(partition), options.seed)
         by_stage = [[named for layer in span for named in shapes[layer]] for span in spans(partition)]
         kept = _check_optimizer(workload, by_stage, options.optimization)
@@ -66,9 +83,13 @@ def check_workload(workload: Workload, options: TrainingOptions, share: float = 
                 f"{', '.join(sorted(ELEMENTWISE))} of torch.optim without own step hooks"
             )
             raise options.optimization.refuse("sharding", expected)
-        if options.platform.device == "cpu":
-            memory = _check_memory(by_stage, kept, options, share)
-    return memory
+        return _check_memory(workload, partition, shapes, kept, options, here)
+
+
+def partition_at_start(options: TrainingOptions, layers: int) -> Partition:
+    """As it is asked for, or even. Raises InputError."""
+    job = options.job
+    return partition_of(job.partition or parse_partition(options.planning.partition or ""), layers, job.stages)
 
 
 # -- data -------------------------------------------------------------------------------------
@@ -318,61 +339,157 @@ def _steps(stage: StageOptimizer, numbers: range) -> None:
 
 
 def _equal(one: StageOptimizer, other: StageOptimizer) -> bool:
-    (header, body), (other_header, other_body) = pack(one.state()), pack(other.state())
-    return header == other_header and torch.equal(body, other_body)
+    return pack(one.state())[0] == pack(other.state())[0]  # which has a checksum of everything
 
 
 # -- memory -----------------------------------------------------------------------------------
 
 
-def beside_activations(
-    shapes: NamedParameters, kept_each: float, apart: bool, optimization: Optimization, peers: int
-) -> int:
-    """Bytes that a worker of a stage with these parameters holds beside activations: parameters, what the optimizer
-    keeps of them, and the sums of their gradients; what a step changes once more, to go back to, as far as it does not
-    fit where the sums are; and the gradients of what is stepped at a time, or where they are clipped of all of it.
+@dataclass(frozen=True)
+class JobMemory:
+    """What the workers of each stage take, in bytes. least: that of a worker that has one micro-batch in flight, and
+    gives or writes nothing. text: all of it in a sentence. warning: is it more than there is, if all that may be needed
+    at a time is?"""
 
-    kept_each: bytes that the optimizer keeps per element. apart: are parameters stepped one after the other? peers:
-    workers of the stage, over which the optimizer's state may be sharded.
-    """
-    trained = [p for _, p in shapes if p.requires_grad]
-    elements, size = sum(p.numel() for p in trained), sum(map(_bytes, trained))
-    frozen = sum(_bytes(p) for _, p in shapes if not p.requires_grad)
-    sums = elements * (8 if optimization.mode == "deterministic" else 4)
-    sharded = optimization.sharding == "zero1"
-    share = min(1.0, 2 / peers) if sharded else 1.0
-    kept = round(share * kept_each * elements)
-    stepped = round(share * size) + kept
-    at_a_time = BUCKET_BYTES if sharded or not trained else max(BUCKET_BYTES, *map(_bytes, trained))
-    gradients = round(share * size)
-    if apart and optimization.clip_norm is None:
-        gradients = min(gradients, at_a_time)
-    return frozen + size + kept + sums + max(0, stepped - sums) + gradients
+    stages: tuple[StageMemory, ...]
+    least: tuple[int, ...]
+    text: str
+    warning: bool = False
+
+    def of(self, workers: Collection[Worker]) -> int:
+        """All of them together. One of each stage writes its checkpoints."""
+        return sum(_together(self.stages, workers))
+
+    def check(self, workers: Collection[Worker], has: int | None, where: str) -> str:
+        """Returns a warning, or "". has: bytes that they may have. where: they are. Raises InputError where not even
+        the least fits."""
+        if has is None:
+            return ""
+        _refuse_above(sum(self.least[worker.stage] for worker in workers), workers, has, "at least", where)
+        if (together := self.of(workers)) <= has:
+            return ""
+        return (
+            f"warning: the {len(workers)} workers {where} may come to take {_size(together)} together, and there are "
+            f"{_size(has)}: fewer micro-batches in flight (--memory), fewer workers, or more machines"
+        )
 
 
-def _check_memory(by_stage: list[NamedParameters], kept: _Kept, options: TrainingOptions, share: float) -> str:
-    """share: of the job's workers, those that are on this machine. Returns what they take. Raises InputError."""
-    pipelines = options.job.pipelines
+def _together(stages: Sequence[StageMemory], workers: Collection[Worker]) -> list[int]:
+    counts = Counter(worker.stage for worker in workers)
+    return [count * stages[s].total - (count - 1) * stages[s].checkpoint for s, count in counts.items()]
 
-    def needs(peers: int) -> list[int]:
-        return [beside_activations(mine, kept.each, kept.apart, options.optimization, peers) for mine in by_stage]
 
-    together, has = round(share * pipelines * sum(needs(pipelines))), memory_limit()
-    fewer = ""
-    if options.optimization.sharding == "zero1" and pipelines > 2:
-        left = f"{_size(max(needs(2)))} with two workers of its stage left"
-        less = f"{_size(max(needs(pipelines - 1)))} with one worker of its stage less, " if pipelines > 3 else ""
-        fewer = f" ({less}{left})"
-    each = _size(max(needs(pipelines)))
-    text = f"a worker takes up to {each}{fewer} beside activations, all that are here {_size(together)}"
-    if has is not None and together > has:
-        workers = round(share * options.job.pipelines * options.job.stages)
+def _refuse_above(together: int, workers: Collection[Worker], has: int, how: str, where: str) -> None:
+    if together > has:
         raise InputError(
             "job",
-            f"{workers} workers on this machine, which take {_size(together)} beside activations",
+            f"{len(workers)} workers {where}, which take {how} {_size(together)}",
             f"what goes into the {_size(has)} that they may have: fewer pipelines, a smaller model, or more machines",
         )
+
+
+def _check_memory(
+    workload: Workload,
+    partition: Partition,
+    shapes: Sequence[NamedParameters],
+    kept: _Kept,
+    options: TrainingOptions,
+    here: Collection[Worker] | None,
+) -> JobMemory:
+    """here: the workers on this machine. Raises InputError."""
+    job, optimization, ranks = options.job, options.optimization, options.platform.ranks_per_worker
+    workers = list(job.workers()) if here is None else here
+    on_cpu = options.platform.device == "cpu"
+    has, where = memory_limit() if on_cpu else None, "on this machine"
+    divided, own = False, shapes
+    if ranks > 1:
+        divided, own = parts_of_a_rank(workload, sum(partition), ranks, options.seed)
+
+    def states(peers: int) -> list[StageMemory]:
+        by_stage = [[named for layer in span for named in own[layer]] for span in spans(partition)]
+        return [state_memory(mine, kept.each, kept.apart, optimization, peers).times(ranks) for mine in by_stage]
+
+    plain = states(job.pipelines)
+    if has is not None:
+        # Before a micro-batch is tried, which may take the memory that there is not.
+        _refuse_above(sum(plain[w.stage].total for w in workers), workers, has, "beside activations", where)
+    size = sum(_bytes(p) for layer in shapes for _, p in layer)
+    micro_batches = micro_batch_memory(workload, partition, options.seed, optimization.autocast, size)
+    each, least, in_flight = list[StageMemory](), list[int](), _in_flight(options)
+    for stage, state in enumerate(plain):
+        one, count = state, in_flight[stage]
+        if micro_batches is not None:
+            # Tensor parallel ranks run every sample, and split some of what they hold of it, or nothing.
+            times = 1 if divided else ranks
+            splits, mine = options.planning.limits[0].splits, micro_batches[stage]
+            one = with_activations(state, mine, 1, 0, times, splits=splits)
+            state = with_activations(state, mine, count, job.micro_batches, times, splits=splits)
+        if options.checkpoints.directory is not None and on_cpu:
+            named = [parameter for layer in spans(partition)[stage] for parameter in shapes[layer]]
+            whole = state_memory(named, kept.each, kept.apart, optimization, 1)
+            state = replace(state, checkpoint=(1 + (options.checkpoints.every == 1)) * whole.copied)
+        each.append(replace(state, hand_over=hand_over_memory(state, kept.each, job.pipelines)))
+        least.append(one.total)
+    made = JobMemory(tuple(each), tuple(least), "")
+    told = [_said(made, in_flight, micro_batches is not None, states, options)]
+    told.append(f"all {len(workers)} that are here {_size(made.of(workers))}")
+    if has is not None:
+        told[-1] += f" of {_size(has)}"
+    warnings = [made.check(workers, has, where)]
+    for stage, capacity in enumerate(job.capacity_bytes):
+        if made.stages[stage].total > capacity:
+            took = f"a worker of stage {stage} may come to take {_size(made.stages[stage].total)}"
+            warnings.append(f"warning: {took}, and its capacity is {_size(capacity)}")
+            break
+    warnings = [text for text in warnings if text]
+    return replace(made, text="; ".join([", ".join(told), *warnings]), warning=bool(warnings))
+
+
+def _in_flight(options: TrainingOptions) -> list[int]:
+    """Micro-batches that a worker of each stage may hold at a time, by the limit that plans keep; without one, as many
+    as its pipeline has."""
+    job, (technique, memory) = options.job, options.planning.limits
+    try:
+        limits = memory.limits(job, technique)
+    except (InputError, InfeasibleError):  # said where plans are made
+        limits = (None,) * job.stages
+    most = job.pipelines * job.micro_batches
+    return [job.micro_batches if limit is None else min(limit, most) for limit in limits]
+
+
+def _said(
+    memory: JobMemory,
+    in_flight: Sequence[int],
+    measured: bool,
+    states: Callable[[int], list[StageMemory]],
+    options: TrainingOptions,
+) -> str:
+    totals = [stage.total for stage in memory.stages]
+    largest = max(range(len(totals)), key=totals.__getitem__)
+    worst, peers = memory.stages[largest], options.job.pipelines
+    parts = []
+    for part in fields(worst):
+        if count := getattr(worst, part.name):
+            times = f" of {in_flight[largest]} micro-batches" if part.name == "activations" else ""
+            parts.append(f"{_WORDS.get(part.name, part.name)}{times} {_size(count)}")
+    text = f"a worker takes up to {_size(worst.total)} ({', '.join(parts)})"
+    if not measured:
+        text += " beside activations, which are not known"
+    if len({_size(total) for total in totals}) > 1:
+        shown = ", ".join(map(_size, totals)) if len(totals) <= 8 else f"{_size(min(totals))} to {_size(max(totals))}"
+        text += f", by stage {shown}"
+    if options.optimization.sharding == "zero1" and peers > 2:
+
+        def with_peers(count: int) -> str:
+            more = max(f.total - s.total + t for f, s, t in zip(states(count), states(peers), totals, strict=True))
+            return _size(more)
+
+        less = f"{with_peers(peers - 1)} with one worker of its stage less, " if peers > 3 else ""
+        text += f", {less}{with_peers(2)} with two workers of its stage left"
     return text
+
+
+_WORDS = {"sums": "sums of gradients", "undo": "to undo a step", "hand_over": "hand-over of state"}
 
 
 def _bytes(tensor: Tensor) -> int:
@@ -380,28 +497,4 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _size(count: int) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
-
-
-def memory_limit(root: Path = Path("/")) -> int | None:
-    """Bytes that the processes of this one's group may have: the memory and swap of the machine, or less, where a
-    container, Slurm or systemd gives less (cgroup v2, or v1). None where the system does not say. root: its files'."""
-    limits = []
-    try:
-        lines = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())
-        limits.append(sum(1024 * int(lines[name].split()[0]) for name in ("MemTotal", "SwapTotal")))
-        groups = (root / "proc/self/cgroup").read_text().splitlines()
-    except (OSError, KeyError, ValueError, IndexError):
-        groups = []
-    for _, controllers, path in (group.split(":", 2) for group in groups if group.count(":") >= 2):
-        names = ("memory.max",) if not controllers else ("memory.limit_in_bytes",)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        home = root / "sys/fs/cgroup" / ("memory" if controllers else "")
-        own = home / path.lstrip("/")
-        # In a container the path may be one that is not there; its own group is mounted at the top then.
-        for folder in {own, *(parent for parent in own.parents if parent.is_relative_to(home)), home}:
-            for name in names:
-                with contextlib.suppress(OSError, ValueError):  # "max": no limit
-                    limits.append(int((folder / name).read_text()))
-    return min(limits, default=None)
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

@@ -22,8 +22,7 @@ from openrecycle.agent.nodes.role import NodeRole
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.check import checked
 from openrecycle.planner.jobs.errors import InputError
-from openrecycle.planner.jobs.job import Job
-from openrecycle.planner.jobs.profile import parse_partition
+from openrecycle.planner.jobs.job import Job, Worker
 
 if TYPE_CHECKING:
     from openrecycle.agent.checkpoints.checkpointing import Origin
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from openrecycle.agent.coordination.local import LocalCoordination
     from openrecycle.agent.launcher.launch import Launcher
     from openrecycle.agent.models.workload import WorkloadSource
-    from openrecycle.agent.nodes.pool import SpreadPool
+    from openrecycle.agent.nodes.pool import Fits, SpreadPool
     from openrecycle.agent.nodes.server import Succession
 
 PLANNED_FAILURES = 2
@@ -71,13 +70,14 @@ def make_launcher(
     options.check()
     # It takes as long to import torch as this process does, so both do it at the same time.
     start_worker_server(preload(source))
-    if shared := options.platform.check(_workers_here(options.job, role) * options.platform.ranks_per_worker):
+    here = _workers_on(options.job, role)
+    if shared := options.platform.check(len(here) * options.platform.ranks_per_worker):
         say(shared)
-    from openrecycle.agent.jobs.preflight import check_workload
+    from openrecycle.agent.jobs.preflight import check_workload, partition_at_start
     from openrecycle.agent.launcher import launch
     from openrecycle.agent.models.divided import DividedBatches
-    from openrecycle.agent.models.layers import kind_of, layer_count, partition_of
-    from openrecycle.agent.models.parallelized import is_divided
+    from openrecycle.agent.models.layers import kind_of, layer_count
+    from openrecycle.agent.models.parallelized import parts_of_a_rank
     from openrecycle.agent.models.stage_io import layer_io_of
     from openrecycle.agent.models.workload import probe_inputs, probe_targets
     from openrecycle.agent.monitoring.console_link import ConsoleCoordination, create_job
@@ -87,20 +87,19 @@ def make_launcher(
     _make_folder("checkpoints.directory", options.checkpoints.folder)
     _make_folder("weights", None if options.weights is None else Path(options.weights))
     workload = source.load()
+    fits: Fits | None = None
     if not checked:
-        here = _workers_here(options.job, role) / (options.job.pipelines * options.job.stages)
-        if takes := check_workload(workload, options, here):
-            say(takes)
+        needed = check_workload(workload, options, here)
+        say(needed.text)
+        fits = needed.check if options.platform.device == "cpu" else None
     layers = layer_count(workload, options.job.stages)
     options = replace(
         options, job=options.planning.layered(options.job, None if kind_of(workload) == "stage" else layers)
     )
-    partition = partition_of(
-        options.job.partition or parse_partition(options.planning.partition or ""), layers, options.job.stages
-    )
+    partition = partition_at_start(options, layers)
     divided, seen = False, workload
     if options.platform.ranks_per_worker > 1:
-        divided = is_divided(workload, layers, options.platform.ranks_per_worker, options.seed)
+        divided, _ = parts_of_a_rank(workload, layers, options.platform.ranks_per_worker, options.seed)
         if divided:
             seen = DividedBatches(workload, 0, options.platform.ranks_per_worker)
             probe_inputs(seen, options.seed), probe_targets(seen, options.seed)
@@ -111,7 +110,7 @@ def make_launcher(
     if options.console.url is not None and options.pace and "O" not in options.pace and on_cpu:
         options = _with_step(options, source, say)
     # Before the checkpoints are looked at: they are another's while the job is led from elsewhere.
-    pool = open_pool(role, options.job, source, options.console.token, say) if role else None
+    pool = open_pool(role, options.job, source, options.console.token, say, fits) if role else None
     origin = _origin(options, source, sum(partition), say)
     heartbeat_seconds: float | None = None
     technique, memory = options.planning.limits
@@ -214,13 +213,13 @@ def _make_folder(field: str, path: Path | None) -> None:
         raise InputError(field, str(path), f"a folder that can be written ({error.strerror})") from None
 
 
-def _workers_here(job: Job, role: NodeRole | None) -> int:
-    """On this node."""
+def _workers_on(job: Job, role: NodeRole | None) -> list[Worker]:
+    """Those of this node."""
     if role is None:
-        return job.pipelines * job.stages
+        return list(job.workers())
     from openrecycle.agent.nodes.pool import place
 
-    return sum(node == role.rank for node in place(job, role.nodes).values())
+    return [worker for worker, node in place(job, role.nodes).items() if node == role.rank]
 
 
 def _origin(options: TrainingOptions, source: WorkloadSource, layers: int, say: Callable[[str], None]) -> Origin | None:

@@ -286,8 +286,8 @@ class ResilientTrainer:
         self._stop_asked = False
         self._workload = SentWorkload.of(workload)
         self._options, self._layers = options, count
-        if memory := check_workload(workload, options):
-            log.info("%s", memory)
+        memory = check_workload(workload, options)
+        log.log(logging.WARNING if memory.warning else logging.INFO, "%s", memory.text)
 
     @classmethod
     def from_transformers(

@@ -14,6 +14,7 @@ import queue
 import shutil
 import signal
 import tempfile
+import threading
 import uuid
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy as shallow_copy
@@ -199,9 +200,9 @@ def tree_unflatten(leaves: Sequence[Any], form: Any) -> Any:
     return pytree.tree_unflatten(leaves, form)
 
 
-def copied(value: Any) -> Any:
-    """With tensors of its own."""
-    return pytree.tree_map_only(Tensor, Tensor.clone, value)
+def copied(value: Any, copy: Callable[[Tensor], Any] = Tensor.clone) -> Any:
+    """With tensors of its own: what `copy` makes of each."""
+    return pytree.tree_map_only(Tensor, copy, value)
 
 
 def multiply(tensors: Sequence[Tensor], factor: float) -> None:
@@ -266,3 +267,37 @@ class FlopCount(TorchDispatchMode):
         if formula is not None:
             self.total += formula(*args, **(kwargs or {}), out_val=out)
         return out
+
+
+class LiveBytes(TorchDispatchMode):
+    """now: bytes of the tensors that were made inside it and are still there. most: of those, at most at a time. Of
+    tensors without data, what they would take."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.most = 0
+        self._known: dict[int, int] = {}
+        """By the identity of a tensor's memory; 0 where it was there before."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as FlopCount
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self._see((args, kwargs), made=False)
+        out = func(*args, **(kwargs or {}))
+        self._see(out, made=True)
+        return out
+
+    def _see(self, value: Any, *, made: bool) -> None:
+        for tensor in pytree.tree_leaves(value):
+            if isinstance(tensor, Tensor) and (key := (memory := tensor.untyped_storage())._cdata) not in self._known:
+                self._known[key] = size = memory.nbytes() if made else 0
+                self.now += size
+                self.most = max(self.most, self.now)
+                weakref.finalize(memory, self._let_go, key)
+
+    def _let_go(self, key: int) -> None:
+        self.now -= self._known.pop(key)

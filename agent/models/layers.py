@@ -6,9 +6,10 @@ layers of one stage tensors and gradients get the form that a transfer between t
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -75,6 +76,16 @@ def build_layer(workload: Workload, layer: int, layers: int, seed: int) -> nn.Mo
     build = getattr(workload, "build_layer", None) or getattr(workload, "build_stage")  # noqa: B009 -- one of the two
     module: nn.Module = build(layer, layers, seed)
     return module
+
+
+def copied(module: nn.Module, take: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A copy, whose parameters and buffers are what `take` makes of those of `module`: a workload that is given its
+    modules gives the same ones each time."""
+    memo: dict[int, Any] = {
+        id(t): nn.Parameter(take(t.detach()), t.requires_grad) if isinstance(t, nn.Parameter) else take(t)
+        for t in (*module.parameters(), *module.buffers())
+    }
+    return copy.deepcopy(module, memo)
 
 
 def build_layers(workload: Workload, span: Span, layers: int, seed: int) -> LayerStack:

@@ -21,7 +21,7 @@ from openrecycle.agent.config.randomness import seed_for
 from openrecycle.agent.models import compat
 from openrecycle.agent.models.divided import DividedBatches, Gather
 from openrecycle.agent.models.fully_sharded import Layer, Shard, Unit
-from openrecycle.agent.models.layers import build_layer, kind_of, reseed
+from openrecycle.agent.models.layers import build_layer, copied, kind_of, reseed
 from openrecycle.agent.models.state import StageState
 from openrecycle.agent.models.workload import Workload
 from openrecycle.planner.jobs.errors import InputError
@@ -34,7 +34,7 @@ FIELD = "parallelize"
 class Parallelized:
     """`workload`, each of whose layers comes as this rank's part of it. What it says else is unchanged. mesh: a
     DeviceMesh of the worker's ranks. gather: among them. divided: are micro-batches divided over the ranks, too (see
-    `is_divided`)?"""
+    `parts_of_a_rank`)?"""
 
     def __init__(self, workload: Workload, rank: int, mesh: Any, gather: Gather, *, divided: bool) -> None:
         self._workload, self._rank, self._mesh, self.divided = workload, rank, mesh, divided
@@ -64,10 +64,14 @@ class Parallelized:
         reseed(seed_for("rank", torch.default_generator.initial_seed(), self._rank), self._device)
 
 
-def is_divided(workload: Workload, layers: int, ranks: int, seed: int) -> bool:
-    """Are micro-batches divided over the ranks of a worker: has `parallelize` fully sharded any layer? It is tried on
-    modules without memory, in an imagined group. Raises InputError for what can't be run."""
+def parts_of_a_rank(
+    workload: Workload, layers: int, ranks: int, seed: int
+) -> tuple[bool, list[list[tuple[str, nn.Parameter]]]]:
+    """Are micro-batches divided over the ranks of a worker: has `parallelize` fully sharded any layer? And by layer
+    what the first rank holds of its parameters, by name, without memory. It is tried on modules without memory, in an
+    imagined group. Raises InputError for what can't be run."""
     ways: dict[Way, int] = {}
+    parts = []
     with compat.imagined_ranks(ranks) as mesh:
         for layer in range(layers):
             try:
@@ -75,7 +79,7 @@ def is_divided(workload: Workload, layers: int, ranks: int, seed: int) -> bool:
                     built = build_layer(workload, layer, layers, seed)
             except Exception:  # a builder that reads a file, or looks at numbers, needs them
                 built = build_layer(workload, layer, layers, seed)
-            built = _without_memory(built)
+            built = copied(built, lambda t: torch.empty_like(t, device="meta"))
             try:
                 made: nn.Module = workload.parallelize(built, mesh)  # type: ignore[attr-defined]
             except Exception as error:
@@ -83,23 +87,14 @@ def is_divided(workload: Workload, layers: int, ranks: int, seed: int) -> bool:
                 raise InputError(
                     FIELD, text[:200], f"a function that splits layer {layer} over {ranks} ranks"
                 ) from error
-            ways.setdefault(_way(made if made is not None else built, layer, ranks), layer)
+            made = made if made is not None else built
+            ways.setdefault(_way(made, layer, ranks), layer)
+            held = ((f"{layer}.{name}", p, getattr(p, "to_local", p.detach)()) for name, p in made.named_parameters())
+            parts.append([(name, nn.Parameter(local.detach(), p.requires_grad)) for name, p, local in held])
     if "data" in ways and "tensor" in ways:
         got = f"layer {ways['data']} by fully_shard, layer {ways['tensor']} by parallelize_module"
         raise InputError(FIELD, got, "one of the two for all layers")
-    return "data" in ways
-
-
-def _without_memory(module: nn.Module) -> nn.Module:
-    """A copy on the device meta."""
-    tensors = [*module.parameters(), *module.buffers()]
-    memo: dict[int, Any] = {
-        id(t): nn.Parameter(torch.empty_like(t, device="meta"), t.requires_grad)
-        if isinstance(t, nn.Parameter)
-        else torch.empty_like(t, device="meta")
-        for t in tensors
-    }
-    return copy.deepcopy(module, memo)
+    return "data" in ways, parts
 
 
 def _way(module: nn.Module, layer: int, ranks: int) -> Way:

@@ -1,6 +1,6 @@
 """A stage's state as plain data: a JSON document and the tensors that it names. Nothing is pickled.
 
-The same form goes to a peer that re-joins (packed into a header and one body) and into a checkpoint.
+The same form goes to a peer that re-joins (a header, and then one message after the other) and into a checkpoint.
 """
 
 from __future__ import annotations
@@ -79,24 +79,24 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     )
 
 
-def decode(value: Any, tensors: Mapping[str, Tensor], device: torch.device | None = None) -> Any:
+def decode(value: Any, tensors: Mapping[str, Tensor], device: torch.device | None = None, *, own: bool = False) -> Any:
     """What `encode` was given, with copies of the tensors; where one has no values (on the device "meta"), zeros.
 
-    Raises StateError.
+    own: with the tensors themselves, which nobody else uses from here on, where they need not move. Raises StateError.
     """
     if isinstance(value, list):
-        return [decode(v, tensors, device) for v in value]
+        return [decode(v, tensors, device, own=own) for v in value]
     if not isinstance(value, dict):
         return value
     if "tensor" in value:
         if value["tensor"] not in tensors:
             raise StateError(f"{value['tensor']}: missing")
         tensor, where = tensors[value["tensor"]], None if value["on"] == "cpu" else device
-        return zeros(tensor, where) if tensor.is_meta else tensor.clone().to(where or "cpu")
+        return zeros(tensor, where) if tensor.is_meta else (tensor if own else tensor.clone()).to(where or "cpu")
     if "tuple" in value:
-        return tuple(decode(value["tuple"], tensors, device))
+        return tuple(decode(value["tuple"], tensors, device, own=own))
     pairs = value["counter"] if "counter" in value else value["dict"]
-    plain = {decode(k, tensors, device): decode(v, tensors, device) for k, v in pairs}
+    plain = {decode(k, tensors, device): decode(v, tensors, device, own=own) for k, v in pairs}
     return Counter(plain) if "counter" in value else plain
 
 
@@ -109,40 +109,70 @@ def zeros(like: Tensor, device: torch.device | None = None) -> Tensor:
     return torch.frombuffer(memory, dtype=like.dtype).view(like.shape)
 
 
-def pack(state: StageState) -> tuple[bytes, Tensor]:
-    """(header, body): a JSON header with a checksum, and one uint8 tensor with every tensor's bytes."""
-    body = join(state.tensors.values())
+JOINED_BYTES = 1 << 20
+"""Small tensors that follow each other are one message, of so many bytes at most. A larger one is its own."""
+
+
+def pack(state: StageState) -> tuple[bytes, list[Tensor]]:
+    """(header, messages): a JSON header with a checksum, and the tensors' bytes in order, uint8 on the CPU. Of a tensor
+    that is large, and lies there in one piece, no copy is made."""
     document = json.dumps(state.document)
-    header = {
-        "sha256": _checksum(document, body),
-        "document": document,
-        "tensors": [[n, dtype_name(t.dtype), list(t.shape)] for n, t in state.tensors.items()],
-    }
-    return json.dumps(header).encode(), body
+    specs = [[n, dtype_name(t.dtype), list(t.shape)] for n, t in state.tensors.items()]
+    tensors = list(state.tensors.values())
+    messages = []
+    for a, b in runs_of([t.nbytes for t in tensors], JOINED_BYTES):
+        parts = [_raw(t.detach().cpu()) for t in tensors[a:b]]
+        messages.append(parts[0] if len(parts) == 1 else torch.cat(parts))
+    header = {"sha256": _checksum(document, messages), "document": document, "tensors": specs}
+    return json.dumps(header).encode(), messages
 
 
-def unpack(header: bytes, body: Tensor) -> StageState:
-    """Raises StateError when either is damaged."""
+def messages_for(header: bytes) -> list[Tensor]:
+    """Memory for the messages that follow a header. Raises StateError when it is damaged."""
+    try:
+        sizes = [dtype.itemsize * prod(shape) for _, dtype, shape in _specs(read_json(header))]
+        return [torch.empty(sum(sizes[a:b]), dtype=torch.uint8) for a, b in runs_of(sizes, JOINED_BYTES)]
+    except (ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise StateError(f"unreadable header: {error}") from None
+
+
+def unpack(header: bytes, messages: Sequence[Tensor]) -> StageState:
+    """The tensors of messages of their own are these. Raises StateError when anything is damaged."""
     try:
         doc = read_json(header)
-        document, specs = doc["document"], [(n, DTYPES[d], [int(x) for x in shape]) for n, d, shape in doc["tensors"]]
-        intact = doc["sha256"] == _checksum(document, body)
+        document, specs = doc["document"], _specs(doc)
+        intact = doc["sha256"] == _checksum(document, messages)
     except (ValueError, KeyError, TypeError) as error:
         raise StateError(f"unreadable header: {error}") from None
     sizes = [dtype.itemsize * prod(shape) for _, dtype, shape in specs]
-    if not intact or sum(sizes) != body.numel():
+    runs = runs_of(sizes, JOINED_BYTES)
+    if not intact or [sum(sizes[a:b]) for a, b in runs] != [m.numel() for m in messages]:
         raise StateError("the checksum does not match")
     tensors = {}
-    for (name, dtype, shape), part in zip(specs, torch.split(body, sizes), strict=True):
-        # A copy starts at an aligned address, which a slice of the body need not.
-        tensors[name] = part.clone().view(dtype).view(shape)
+    for (a, b), message in zip(runs, messages, strict=True):
+        # A copy starts at an aligned address, which a part of a message need not.
+        parts = [message] if b == a + 1 else [part.clone() for part in torch.split(message, sizes[a:b])]
+        for (name, dtype, shape), part in zip(specs[a:b], parts, strict=True):
+            tensors[name] = part.view(dtype).view(shape)
     return StageState(read_json(document), tensors)
 
 
-def join(tensors: Iterable[Tensor]) -> Tensor:
-    """All bytes in one new uint8 tensor on the CPU."""
-    parts = [_raw(t.detach().cpu()) for t in tensors]
-    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.uint8)
+def _specs(header: Any) -> list[tuple[str, torch.dtype, list[int]]]:
+    return [(n, DTYPES[d], list(map(whole_number, shape))) for n, d, shape in header["tensors"]]
+
+
+def runs_of(sizes: Sequence[int], most: int, keys: Sequence[Any] | None = None) -> list[tuple[int, int]]:
+    """Where runs begin and end, each of `most` bytes at most, or of one entry; where there are keys, of one key."""
+    out: list[tuple[int, int]] = []
+    size = 0
+    for i, each in enumerate(sizes):
+        if out and size + each <= most and (keys is None or keys[out[-1][0]] == keys[i]):
+            out[-1] = (out[-1][0], i + 1)
+            size += each
+        else:
+            out.append((i, i + 1))
+            size = each
+    return out
 
 
 def sha256(tensors: Iterable[Tensor]) -> str:
@@ -153,9 +183,10 @@ def sha256(tensors: Iterable[Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _checksum(document: str, body: Tensor) -> str:
+def _checksum(document: str, messages: Iterable[Tensor]) -> str:
     digest = hashlib.sha256(document.encode())
-    digest.update(memory(body))
+    for message in messages:
+        digest.update(memory(message))
     return digest.hexdigest()
 
 

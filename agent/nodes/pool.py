@@ -325,6 +325,8 @@ class NodeHub:
         self.lead_status = lead_status or LeadStatus(0, lead=0, term=1, run=uuid.uuid4().hex)
         self.links: dict[int, NodeLink] = {}
         self.members: dict[int, Address] = {}
+        self.memory: dict[int, int] = {}
+        """Of the nodes that have said what their workers may take, in bytes."""
         """Where the other nodes listen that are in the job, and not known to be gone."""
         self.lead: Address | None = None
         """Where the lead listens, if that is another launcher, as far as is known."""
@@ -484,6 +486,8 @@ class NodeHub:
                 self.links[link.rank] = link
                 if isinstance(port := hello.get("port"), int):
                     self.members[link.rank] = address, port
+                if isinstance(memory := hello.get("memory"), int):
+                    self.memory[link.rank] = memory
             self.news.notify_all()
         self._say(f"node {link.rank} is here, at {link.address} (answers in {1000 * link.round_trip:.2f} ms)")
 
@@ -560,8 +564,15 @@ class NodeHub:
             time.sleep(0.5)
 
 
-def open_pool(role: NodeRole, job: Job, workload: WorkloadSource, token: str | None, say: Say) -> SpreadPool:
-    """Waits for all nodes of a job that this one leads. Raises InputError, and LedElsewhere."""
+Fits = Callable[[Collection[Worker], int | None, str], str]
+"""(workers, the bytes that they may have where that is known, where) to a warning, or ""; raises InputError."""
+
+
+def open_pool(
+    role: NodeRole, job: Job, workload: WorkloadSource, token: str | None, say: Say, fits: Fits | None = None
+) -> SpreadPool:
+    """Waits for all nodes of a job that this one leads. fits: asked about the workers of each. Raises InputError, and
+    LedElsewhere."""
     homes = place(job, role.nodes)
     by_name(workload)
     wait_for_name(role.host, role.port, say)
@@ -576,6 +587,11 @@ def open_pool(role: NodeRole, job: Job, workload: WorkloadSource, token: str | N
             publish_lead(role.store, hub.port)
         say(f"waiting for {role.nodes - 1} more nodes at {hub.host}:{hub.port}")
         hub.wait_for_all(NODE_SECONDS)
+        if fits is not None:
+            for node in sorted(set(homes.values()) - {role.rank}):
+                workers = [worker for worker, home in homes.items() if home == node]
+                if warning := fits(workers, hub.memory.get(node), f"on node {node}"):
+                    say(warning)
     except LedElsewhere:
         hub.close("")
         raise

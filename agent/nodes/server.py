@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any
 
+from openrecycle.agent.config.devices import memory_limit
 from openrecycle.agent.config.timeouts import ALIVE_SECONDS
 from openrecycle.agent.launcher.launch import Takeover
 from openrecycle.agent.launcher.processes import ProcessPool, SpareRanks, WorkerProcess, preload
@@ -155,7 +156,7 @@ class NodeServer:
             self._hub = NodeHub(host, port, self._nodes, self._token, self._say, self._lead_status)
             self._address = self._hub.host if self._rank == 0 else address
         about |= {"rank": self._rank, "address": self._address, "port": self._hub.port}
-        frames.send({"kind": "hello", **about, **MACHINE})
+        frames.send({"kind": "hello", **about, **MACHINE, "memory": memory_limit()})
         answer = frames.receive()
         if answer["kind"] != "welcome":
             if answer.get("again"):

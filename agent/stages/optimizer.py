@@ -584,36 +584,37 @@ class StageOptimizer:
         return self.elementwise and all(getattr(hook, "elementwise", False) for hook in hooks)
 
     @_changing
-    def load_state(self, state: StageState) -> None:
+    def load_state(self, state: StageState, *, own: bool = False) -> None:
         """Takes over a state, wholly or not at all. Of a tensor without values (on the device "meta") they are to
         come: until then a parameter or buffer keeps its own, and what the optimizer keeps is zero. Where that is
-        sharded, the state is that of all shards, or of none.
+        sharded, the state is that of all shards, or of none. own: nobody else uses its tensors from here on, so that
+        those that the optimizer keeps need not be copied.
 
         Raises StateError when it is of another stage.
         """
-        own, doc = self.state().document, state.document
+        here, doc = self.state().document, state.document
         parameters = self._named
         targets = {**parameters, **dict(self.module.named_buffers())}
         try:
             for what, mine, theirs in (
-                ("model", sorted(own["model"]), sorted(doc["model"])),
-                ("optimizer", own["optimizer"], doc["optimizer"]),
-                ("scheduler", (own["scheduler"] or [None])[0], (doc["scheduler"] or [None])[0]),
+                ("model", sorted(here["model"]), sorted(doc["model"])),
+                ("optimizer", here["optimizer"], doc["optimizer"]),
+                ("scheduler", (here["scheduler"] or [None])[0], (doc["scheduler"] or [None])[0]),
                 *(
                     # A factory may order those of other layers in another way.
                     (f"parameter group {i}", sorted(mine["parameters"]), sorted(theirs["parameters"]))
-                    for i, (mine, theirs) in enumerate(zip(own["groups"], doc["groups"], strict=True))
+                    for i, (mine, theirs) in enumerate(zip(here["groups"], doc["groups"], strict=True))
                 ),
             ):
                 if mine != theirs:
                     raise StateError(f"{what}: got {theirs}, expected {mine}")
-            values = {n: decode(v, state.tensors, targets[n].device) for n, v in doc["model"].items()}
+            values = {n: decode(v, state.tensors, own=True) for n, v in doc["model"].items()}
             for name, value in values.items():
                 want = targets[name]
                 if value.shape != want.shape or value.dtype != want.dtype:
                     got = f"shape {tuple(value.shape)} of {value.dtype}"
                     raise StateError(f"{name}: {got} is of another model, expected {tuple(want.shape)} of {want.dtype}")
-            states = {n: decode(v, state.tensors, parameters[n].device) for n, v in doc["state"].items()}
+            states = {n: decode(v, state.tensors, parameters[n].device, own=own) for n, v in doc["state"].items()}
             device = next((p.device for p in parameters.values()), None)
             groups = [decode(g["options"], state.tensors, device) for g in doc["groups"]]
             scheduler = decode((doc["scheduler"] or [None, None])[1], state.tensors, device)

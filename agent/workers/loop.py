@@ -198,7 +198,10 @@ class WorkerLoop:
 
     def _load(self, state: StageState) -> None:
         """Of a checkpoint. Raises StateError."""
-        self._optimizer.load_state(part_of_rank(self._optimizer.module, state) if self._several else state)
+        if self._several:
+            self._optimizer.load_state(part_of_rank(self._optimizer.module, state))  # which may be views of the whole
+        else:
+            self._optimizer.load_state(state, own=True)
 
     def _lacks_state(self) -> bool:
         """Does this worker still take state that it is to step from its peers?"""

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from openrecycle.agent.models.layers import Span, layer_of
-from openrecycle.agent.models.state import StageState, StateError, decode, encode, memory, pack, unpack
+from openrecycle.agent.models.state import StageState, StateError, decode, encode, pack, runs_of, unpack
 from openrecycle.agent.stages.optimizer import Shards, StageOptimizer
 from openrecycle.agent.stages.shards import Ownership
 from openrecycle.agent.transport.communicator import Groups
@@ -34,7 +34,9 @@ from openrecycle.agent.workers.state_transfer import (
     StateServer,
     large_untrained,
     receive_offer,
+    receive_packed,
     send_no_offer,
+    send_packed,
 )
 from openrecycle.planner.jobs.job import Worker
 
@@ -158,7 +160,7 @@ class ShardedStage:
                     part.copy_(its.clone().view(part.dtype).view(part.shape))
 
         try:
-            for a, b in _runs(sources, [part.nbytes for part in parts]):
+            for a, b in runs_of([part.nbytes for part in parts], MESSAGE_BYTES, sources):
                 run, mine = parts[a:b], sources[a] == self._me
                 memory, apart = _one_piece(run), list[Tensor]()
                 if memory is None and mine:
@@ -184,7 +186,7 @@ class ShardedStage:
         """The stage's state without shards, as a checkpoint has it: on `to`, from all peers, which call it together.
         keys: these alone of what the optimizer keeps of each parameter."""
         shards, optimizer = self._shards, self._optimizer
-        runs = _runs(self._primaries, _bytes(shards, range(len(shards.parts))))
+        runs = runs_of(_bytes(shards, range(len(shards.parts))), MESSAGE_BYTES, self._primaries)
         if self._me != to:
             for a, b in runs:
                 if self._primaries[a] == self._me:
@@ -223,17 +225,12 @@ class ShardedStage:
             raise TransferError(f"the optimizer's state from {source} can't be used: {error}", source) from None
 
     def _send_packed(self, to: Worker, state: StageState) -> None:
-        header, body = pack(state)
-        sizes = torch.tensor([len(header), body.numel()], dtype=torch.int64)
-        text = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-        _finish([self._groups.send(to, tensor, _STATE) for tensor in (sizes, text, body) if tensor.numel()])
+        send_packed(self._groups, to, pack(state), _STATE)
 
     def _receive_packed(self, source: Worker) -> StageState:
-        sizes = self._groups.receive(source, torch.zeros(2, dtype=torch.int64), _STATE).wait().tolist()
-        parts = [torch.empty(size, dtype=torch.uint8) for size in sizes]
-        text, body = (self._groups.receive(source, p, _STATE).wait() if p.numel() else p for p in parts)
+        packed = receive_packed(self._groups, source, _STATE)
         try:
-            return unpack(bytes(memory(text)), body)
+            return unpack(*packed)
         except StateError as error:
             raise TransferError(f"the state from {source} can't be used: {error}", source) from None
 
@@ -284,7 +281,7 @@ class ShardedStage:
                     self._send_packed(to, StageState({}, {"primaries": primaries}))
                     for name in _parameters(shards, span):
                         self._send_packed(to, StageState({}, {name: named[name].detach()}))
-                for a, b in _runs(self._primaries[at : mine.stop], _bytes(shards, mine)):
+                for a, b in runs_of(_bytes(shards, mine), MESSAGE_BYTES, self._primaries[at : mine.stop]):
                     if self._primaries[at + a] == self._me:
                         self._send_states(to, range(at + a, at + b))
 
@@ -317,7 +314,7 @@ class ShardedStage:
         def hold(number: int, state: StageState) -> None:
             into.hold(number, decode(state.document["kept"], state.tensors, device))
 
-        for a, b in _runs(primaries, _bytes(shards, range(len(shards.parts)))):
+        for a, b in runs_of(_bytes(shards, range(len(shards.parts))), MESSAGE_BYTES, primaries):
             self._receive_states(primaries[a], range(a, b), hold)
 
 
@@ -352,22 +349,3 @@ def _one_piece(parts: Sequence[Tensor]) -> Tensor | None:
     if begin + end - first > storage.nbytes():
         return None  # neighbours by chance
     return torch.empty(0, dtype=torch.uint8, device=parts[0].device).set_(storage, begin, (end - first,), (1,))
-
-
-def _finish(sent: Sequence[PendingTransfer]) -> None:
-    for pending in sent:
-        pending.wait()
-
-
-def _runs(keys: Sequence[Any], sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Where runs of one key begin and end, each of MESSAGE_BYTES at most, or of one entry. sizes: in bytes."""
-    out: list[tuple[int, int]] = []
-    size = 0
-    for i, key in enumerate(keys):
-        if out and keys[out[-1][0]] == key and size + sizes[i] <= MESSAGE_BYTES:
-            out[-1] = (out[-1][0], i + 1)
-            size += sizes[i]
-        else:
-            out.append((i, i + 1))
-            size = sizes[i]
-    return out

@@ -20,7 +20,7 @@ class RunSpec:
     partition: layers per stage; (): even. layer_io: what passes between layers; None: each worker finds out.
     origin: of the job's checkpoints, where it writes any. heartbeat_seconds: how often a console is told of each;
     None: there is none. shared_gpus: do workers share GPUs? divided: are micro-batches divided over the ranks of a
-    worker (agent.models.parallelized.is_divided)?
+    worker (agent.models.parallelized.parts_of_a_rank)?
     """
 
     options: TrainingOptions

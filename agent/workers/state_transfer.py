@@ -43,6 +43,7 @@ from openrecycle.agent.models.state import (
     decode,
     dtype_name,
     memory,
+    messages_for,
     of_layers,
     pack,
     sha256,
@@ -236,11 +237,8 @@ class StateServer:
                 {"hand_over": description, "state": dict(state.document)},
                 {n: t for n, t in state.tensors.items() if n not in apart},
             )
-            header, body = pack(small)
-        sizes = torch.tensor([len(header), body.numel()], dtype=torch.int64)
-        text = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-        for pending in [groups.send(to, tensor, _TAG) for tensor in (sizes, text, body)]:
-            pending.wait()
+            packed = pack(small)
+        send_packed(groups, to, packed, _TAG)
 
     def _offer(self) -> dict[str, Any]:
         return {"address": list(self.address), "secret": self._secret.hex(), "numbering": self._numbering}
@@ -334,6 +332,29 @@ def _of_column(tensors: Mapping[str, Tensor], column: str) -> list[str]:
     own = tensors[f"model.{column}"]
     kept = [n for n, t in tensors.items() if n.startswith(f"optimizer.{column}.") and t.shape == own.shape]
     return [f"model.{column}", *kept]
+
+
+def send_packed(groups: Groups, to: Worker, packed: tuple[bytes, Sequence[Tensor]], tag: int) -> None:
+    """Over the generation's groups, one message after the other. Raises TransferError."""
+    header, messages = packed
+    size = torch.tensor([len(header)], dtype=torch.int64)
+    text = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+    for pending in [groups.send(to, tensor, tag) for tensor in (size, text, *messages) if tensor.numel()]:
+        pending.wait()
+
+
+def receive_packed(groups: Groups, source: Worker, tag: int) -> tuple[bytes, list[Tensor]]:
+    """What `send_packed` of the source sends, to be unpacked. Raises TransferError."""
+    size = int(groups.receive(source, torch.zeros(1, dtype=torch.int64), tag).wait())
+    if not 0 < size <= MAX_HEADER_BYTES:
+        raise StateTransferError(f"the state from {source} claims a header of {size} bytes", source)
+    text = groups.receive(source, torch.empty(size, dtype=torch.uint8), tag).wait()
+    header = bytes(memory(text))
+    try:
+        messages = messages_for(header)
+    except StateError as error:
+        raise StateTransferError(f"the state from {source} can't be used: {error}", source) from None
+    return header, [groups.receive(source, m, tag).wait() if m.numel() else m for m in messages]
 
 
 def send_no_offer(groups: Groups, to: Worker) -> None:
@@ -436,15 +457,10 @@ class StateReceiver:
         nothing changed, when it can't be used; StateTransferFailed when it is not the first one that can't.
         """
         source, *others = sources
-        sizes = groups.receive(source, torch.zeros(2, dtype=torch.int64), _TAG).wait()
-        header_size, body_size = (int(n) for n in sizes)
-        if not 0 < header_size <= MAX_HEADER_BYTES or body_size < 0:
-            raise StateTransferError(f"the state from {source} claims a header of {header_size} bytes")
-        text = groups.receive(source, torch.empty(header_size, dtype=torch.uint8), _TAG).wait()
-        body = groups.receive(source, torch.empty(body_size, dtype=torch.uint8), _TAG).wait()
+        header, messages = receive_packed(groups, source, _TAG)
         offers = [(worker, receive_offer(groups, worker)) for worker in others]
         try:
-            state = unpack(bytes(memory(text)), body)
+            state = unpack(header, messages)
             description: Mapping[str, Any] = state.document["hand_over"]
             first = _holder(source, description["offer"])
             if not self.begun:
@@ -697,7 +713,7 @@ class SegmentReceiver(StateReceiver):
 
     def _put(self, number: int, document: Any, parts: Mapping[str, Tensor]) -> None:
         device = self._optimizer.gradients.device
-        kept = decode(document["kept"], parts, device)
+        kept = decode(document["kept"], parts, device, own=True)
         if not isinstance(kept, dict):
             raise StateError(f"{self._pieces[number].column}: the optimizer's state is no dictionary")
         self._optimizer.hold(self._numbers[number], kept)

@@ -303,9 +303,9 @@ def _handed_on(
     assert trained.gradients.device == device
     stage, _ = assemble(workload, JOB, cuts, me.stage, 1, optimization, device)
     other = stage_optimizer(workload, stage.module, stage.gradients, optimization)
-    header, body = pack(trained.state())
-    assert body.device.type == "cpu"
-    other.load_state(unpack(header, body))
+    header, messages = pack(trained.state())
+    assert all(message.device.type == "cpu" for message in messages)
+    other.load_state(unpack(header, messages))
     hashes = [trained.parameters_sha256(), other.parameters_sha256()]
     trained.roll_back()
     hashes.append(trained.parameters_sha256())

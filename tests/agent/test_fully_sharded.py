@@ -26,7 +26,7 @@ from openrecycle.agent.models import compat
 from openrecycle.agent.models.divided import DividedBatches
 from openrecycle.agent.models.fully_sharded import OverRanks
 from openrecycle.agent.models.layers import build_layers
-from openrecycle.agent.models.parallelized import Parallelized, is_divided
+from openrecycle.agent.models.parallelized import Parallelized, parts_of_a_rank
 from openrecycle.agent.stages.backward.split import STRATEGIES
 from openrecycle.agent.stages.gradients import SUM_OF
 from openrecycle.agent.stages.optimizer import stage_optimizer
@@ -273,14 +273,14 @@ class Fewer(fully_sharded.Gpt):
 
 
 def test_how_layers_are_split_is_found_out() -> None:
-    assert is_divided(fully_sharded.Gpt(width=32, heads=2, sequence=16), 3, 2, 0)
-    assert not is_divided(tensor_parallel.Gpt(width=32, heads=2, sequence=16), 3, 2, 0)
+    assert parts_of_a_rank(fully_sharded.Gpt(width=32, heads=2, sequence=16), 3, 2, 0)[0]
+    assert not parts_of_a_rank(tensor_parallel.Gpt(width=32, heads=2, sequence=16), 3, 2, 0)[0]
 
 
 @pytest.mark.parametrize("kind", [Mixed, Alternating, Lower, Away, Columns, Fewer])
 def test_what_can_not_be_run_is_refused(kind: type[fully_sharded.Gpt]) -> None:
     with pytest.raises(InputError) as refused:
-        is_divided(kind(width=32, heads=2, sequence=16), 3, 2, 0)
+        parts_of_a_rank(kind(width=32, heads=2, sequence=16), 3, 2, 0)
     assert refused.value.field == "parallelize"
 
 
@@ -289,7 +289,7 @@ def test_modules_that_were_given_are_left_as_they_were() -> None:
     made = [task.build_layer(k, 2, 0) for k in range(2)]
     task.build_layer = lambda layer, layers, seed: made[layer]  # type: ignore[method-assign]
     before = [{name: (type(p), p.shape) for name, p in m.named_parameters()} for m in made]
-    assert is_divided(task, 2, 2, 0)  # type: ignore[arg-type]
+    assert parts_of_a_rank(task, 2, 2, 0)[0]  # type: ignore[arg-type]
     assert before == [{name: (type(p), p.shape) for name, p in m.named_parameters()} for m in made]
     assert all(type(part).__name__ != "FSDPResidual" for m in made for part in m.modules())
 

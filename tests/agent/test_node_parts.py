@@ -26,7 +26,7 @@ from openrecycle.agent.models.stage_io import TensorSpec
 from openrecycle.agent.models.workload import NamedWorkload
 from openrecycle.agent.nodes import frames as frames_module
 from openrecycle.agent.nodes.frames import MAX_MESSAGE_BYTES, Frames, NotTrusted, greet
-from openrecycle.agent.nodes.pool import CLOCK_SAMPLES, NodeHub, SpreadPool, place, stand_in, wait_for_name
+from openrecycle.agent.nodes.pool import CLOCK_SAMPLES, NodeHub, SpreadPool, open_pool, place, stand_in, wait_for_name
 from openrecycle.agent.nodes.role import NodeRole, check_token, first_host, role_of
 from openrecycle.agent.nodes.wire import MACHINE, by_name, decode_spec, encode_spec
 from openrecycle.agent.workers.spec import RunSpec, WorkerSpec
@@ -389,15 +389,47 @@ def test_the_lead_waits_until_its_own_name_is_known(monkeypatch: pytest.MonkeyPa
     assert len(said) == 2, "it does not wait for ever"
 
 
-def fake_node(hub: NodeHub, offset: int = 0) -> Frames:
+def fake_node(at: tuple[str, int], offset: int = 0, **about: Any) -> Frames:
     """A node that comes, with a clock that is `offset` ns ahead, and then does nothing."""
-    frames = greet(socket.create_connection((hub.host, hub.port)), "", "node")
-    frames.send({"rank": 1, "address": "127.0.0.1"} | MACHINE)
+    frames = greet(socket.create_connection(at), "", "node")
+    frames.send({"rank": 1, "address": "127.0.0.1"} | MACHINE | about)
     assert frames.receive() == {"kind": "welcome"}
     for _ in range(CLOCK_SAMPLES):
         assert frames.receive() == {"kind": "clock"}
         frames.send({"kind": "clock", "at": time.monotonic_ns() + offset})
     return frames
+
+
+def test_a_node_that_has_too_little_memory_is_known_before_the_start() -> None:
+    """All nodes have come by then; the job does not start, and they are told so."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        front = listener.getsockname()
+    job, asked, ended = Job.uniform(2, 1, 1), list[tuple[Any, ...]](), list[dict[str, Any]]()
+
+    def node() -> None:
+        until(lambda: _listens(front), "the lead to listen", 20)
+        frames = fake_node(front, memory=1000)
+        while not ended:
+            if (message := frames.receive())["kind"] == "over":
+                ended.append(message)
+
+    def fits(workers: Any, has: int | None, where: str) -> str:
+        asked.append((list(workers), has))
+        raise InputError("job", where, "more memory")
+
+    thread = threading.Thread(target=node, daemon=True)
+    thread.start()
+    role = NodeRole(2, 0, *front)
+    with pytest.raises(InputError, match="node 1"):
+        open_pool(role, job, NamedWorkload("tests.agent.nan_model:NanModel"), None, lambda _: None, fits)
+    thread.join(20)
+    assert asked == [([Worker(1, 0)], 1000)] and ended
+
+
+def _listens(at: tuple[str, int]) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(at, 1.0):
+        return True
+    return False
 
 
 @pytest.fixture
@@ -409,7 +441,7 @@ def hub() -> Iterator[NodeHub]:
 
 @pytest.mark.parametrize("hour", [3_600_000_000_000, -3_600_000_000_000])
 def test_what_a_node_says_arrives_on_the_leads_clock(hour: int, hub: NodeHub) -> None:
-    frames = fake_node(hub, hour)
+    frames = fake_node((hub.host, hub.port), hour)
     hub.wait_for_all(5)
     ours, theirs = multiprocessing.Pipe(duplex=False)
     process = hub.links[1].start(spec_of(NamedWorkload("a:b")), theirs)
@@ -425,7 +457,7 @@ def test_what_a_node_says_arrives_on_the_leads_clock(hour: int, hub: NodeHub) ->
 
 
 def test_a_lost_node_takes_its_workers_along_and_may_come_back(hub: NodeHub) -> None:
-    frames = fake_node(hub)
+    frames = fake_node((hub.host, hub.port))
     hub.wait_for_all(5)
     pool = SpreadPool([], hub, {Worker(1, 2): 1})
     entry = pool.start(Worker(1, 2), lambda incarnation: spec_of(NamedWorkload("a:b")), 0.0)
@@ -435,7 +467,7 @@ def test_a_lost_node_takes_its_workers_along_and_may_come_back(hub: NodeHub) -> 
     assert entry.ending == golden("was-lost-with-node-1")
     pool.forget(entry)
     until(lambda: not hub.links, "the lead to forget the node", 5)
-    again = fake_node(hub)
+    again = fake_node((hub.host, hub.port))
     hub.wait_for_all(5)
     assert pool.start(Worker(1, 2), lambda incarnation: spec_of(NamedWorkload("a:b")), 0.0).process.is_alive()
     assert again.receive()["spec"]["address"] == "127.0.0.1"

@@ -21,7 +21,7 @@ from openrecycle.agent.examples.gpt import Gpt
 from openrecycle.agent.jobs.preflight import check_workload
 from openrecycle.agent.launcher.processes import SpareRank, SpareRanks, Spares, spare_of
 from openrecycle.agent.messages.channel import FENCED, ORPHANED
-from openrecycle.agent.models.parallelized import is_divided
+from openrecycle.agent.models.parallelized import parts_of_a_rank
 from openrecycle.agent.models.workload import NamedWorkload
 from openrecycle.agent.workers.rank_relay import MergedMessages
 from openrecycle.planner.jobs.errors import InputError
@@ -177,7 +177,7 @@ def test_a_model_that_can_not_be_split_is_refused() -> None:
 
 def test_heads_that_ranks_can_not_share_are_refused() -> None:
     with pytest.raises(InputError) as refused:
-        is_divided(tensor_parallel.Gpt(width=32, heads=2, sequence=16), 2, 3, 0)
+        parts_of_a_rank(tensor_parallel.Gpt(width=32, heads=2, sequence=16), 2, 3, 0)
     assert refused.value.field == "parallelize"
 
 

@@ -14,7 +14,8 @@ from torch import nn, optim
 
 from openrecycle.agent.config.options import Optimization, Planning, TrainingOptions
 from openrecycle.agent.examples.gpt import Gpt
-from openrecycle.agent.jobs.preflight import beside_activations, check_workload
+from openrecycle.agent.jobs.preflight import check_workload
+from openrecycle.agent.profiling.memory import state_memory
 from openrecycle.agent.stages.gradients import GradientSum
 from openrecycle.agent.stages.optimizer import BUCKET_BYTES, StageOptimizer
 from openrecycle.agent.transport.group import TransferError
@@ -190,7 +191,7 @@ def test_workers_keep_their_stage() -> None:
 @pytest.mark.parametrize(("peers", "most"), [(1, 24), (2, 24), (3, 18), (8, 14.1)])
 def test_memory_is_reckoned_by_peers(peers: int, most: float) -> None:
     with torch.device("meta"):
-        named = list(nn.Linear(8192, 8192, bias=False).named_parameters())
+        layers = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(100)))
     wanted = Optimization(sharding="zero1")
-    found = beside_activations(named, 8.0, True, wanted, peers) / 8192**2
-    assert most - 1 <= found <= most + BUCKET_BYTES / 8192**2 + 0.1
+    found = state_memory(list(layers.named_parameters()), 8.0, True, wanted, peers).total / (100 * 1024**2)
+    assert most - 1 <= found <= most + BUCKET_BYTES / (100 * 1024**2) + 0.1

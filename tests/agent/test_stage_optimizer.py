@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from openrecycle.agent.models.state import StateError, pack, unpack
+from openrecycle.agent.models.state import StageState, StateError, messages_for, pack, unpack
 from openrecycle.agent.stages.gradients import GradientSum
 from openrecycle.agent.stages.optimizer import StageOptimizer
 from openrecycle.agent.stages.post_validation import CLEAN, SKIP, Slot, ValidationResult
@@ -193,22 +193,60 @@ def test_a_rolled_back_stage_redoes_the_step_to_the_same_bits() -> None:
 def test_a_damaged_state_is_refused_and_changes_nothing() -> None:
     donor, taker = _stage(), _stage(1)
     _train(donor, 0)
-    header, body = pack(donor.state())
+    header, messages = pack(donor.state())
     before = _everything(taker)
-    damaged = body.clone()
-    damaged[5] ^= 1
+    damaged = [message.clone() for message in messages]
+    damaged[0][5] ^= 1
     lie = json.loads(header) | {"document": json.loads(header)["document"].replace('"committed": 1', '"committed": 2')}
-    for bad_header, bad_body in (
+    for bad_header, bad_messages in (
         (header, damaged),
-        (header, body[:-1]),
-        (json.dumps(lie).encode(), body),
+        (header, messages[:-1]),
+        (header, [*messages[:-1], messages[-1][:-1]]),
+        (json.dumps(lie).encode(), messages),
     ):
         with pytest.raises(StateError, match="checksum"):
-            taker.load_state(unpack(bad_header, bad_body))
+            taker.load_state(unpack(bad_header, bad_messages))
     for unreadable in (b"{", b"[]", b"{}", b'{"document": 3, "tensors": [[1]], "sha256": ""}'):
         with pytest.raises(StateError, match="unreadable header"):
-            taker.load_state(unpack(unreadable, body))
+            taker.load_state(unpack(unreadable, messages))
     assert _equal(_everything(taker), before)
+
+
+def test_what_is_large_is_a_message_of_its_own_without_a_copy() -> None:
+    state = StageState(
+        {"some": "words"},
+        {
+            "first": torch.arange(3.0),
+            "nothing": torch.empty(0, 4),
+            "second": torch.arange(5, dtype=torch.int16),
+            "large": torch.randn(300, 1000),
+            "turned": torch.randn(600, 500).t(),
+            "last": torch.tensor(True),
+        },
+    )
+    header, messages = pack(state)
+    assert [m.numel() for m in messages] == [22, 1_200_000, 1_200_000, 1]
+    assert messages[1].data_ptr() == state.tensors["large"].data_ptr()
+    assert [m.shape for m in messages_for(header)] == [m.shape for m in messages]
+    taken = unpack(header, messages)
+    assert taken.document == state.document and taken.tensors.keys() == state.tensors.keys()
+    assert all(torch.equal(taken.tensors[name], tensor) for name, tensor in state.tensors.items())
+
+
+def test_a_state_that_nobody_else_uses_is_not_copied() -> None:
+    donor, taker = _stage(), _stage(1)
+    _train(donor, 0)
+    given = {name: tensor.clone() for name, tensor in donor.state().tensors.items()}
+    addresses = {t.data_ptr() for name, t in given.items() if name.startswith("optimizer.")}
+
+    def kept() -> set[int]:
+        return {t.data_ptr() for name, t in taker.state().tensors.items() if name.startswith("optimizer.")}
+
+    taker.load_state(StageState(donor.state().document, given))
+    assert addresses and not kept() & addresses
+    taker.load_state(StageState(donor.state().document, given), own=True)
+    assert kept() == addresses
+    assert _equal(_everything(taker), _everything(donor))
 
 
 def test_a_state_of_another_stage_is_refused_and_changes_nothing() -> None:

@@ -3,15 +3,21 @@ optimizer's state sharded, the peers of a stage, of whom the one that takes the 
 
 Each process trains a chain of linear layers on a batch of two rows for some iterations of four micro-batches, as a
 worker's stage does (and torch's plain training, with gradients added up in `.grad`); its resident memory at the most,
-less what it was before the model was built, and less the same for a model of a tenth of the size.
+less what it was before the model was built, and less the same for a model of a tenth of the size. Then what
+activations take: a batch of many rows, all micro-batches of an iteration in flight, less the same with two rows. And
+what a worker takes at the most while it resumes from a checkpoint, before its first iteration.
+
+Behind each: what is said of it before a job starts (agent.profiling.memory).
 """
 
 from __future__ import annotations
 
 import ctypes
 import multiprocessing
+import tempfile
 import threading
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -20,7 +26,10 @@ import torch
 import torch.distributed
 from torch import nn
 
+from openrecycle.agent.checkpoints.checkpoint import Identity, load_layers, write_part
 from openrecycle.agent.config.numerics import Mode
+from openrecycle.agent.config.options import Optimization
+from openrecycle.agent.profiling.memory import activation_memory, micro_batch_memory, state_memory
 from openrecycle.agent.stages.backward.split import Deferred
 from openrecycle.agent.stages.gradients import SUM_OF
 from openrecycle.agent.stages.optimizer import StageOptimizer
@@ -38,6 +47,8 @@ dist: Any = torch.distributed
 ALONE = Worker(0, 0)
 WIDTH, LAYERS, SMALL = 1024, 40, 4
 ITERATIONS, MICRO_BATCHES = 4, 4
+FEW, MANY = 2, 8192
+"""Rows."""
 ROWS: dict[str, tuple[Mode | None, bool, int]] = {
     "torch, plain": (None, False, 1),
     "fast": ("fast", False, 1),
@@ -59,12 +70,27 @@ def resident() -> int:
 
 
 def train(
-    mode: Mode | None, clips: bool, layers: int, answer: Connection, place: int, peers: int, store: tuple[str, int]
+    mode: Mode | None,
+    clips: bool,
+    layers: int,
+    answer: Connection,
+    place: int,
+    peers: int,
+    store: tuple[str, int],
+    rows: int,
 ) -> None:
     """Answers with (parameters, bytes)."""
     torch.set_num_threads(1)
     keep_freed_memory()
     _warm_up()
+    me = Worker(place, 0)
+    answer.send(
+        _most(lambda: _plainly(layers) if mode is None else _as_a_worker(mode, clips, layers, me, peers, store, rows))
+    )
+
+
+def _most(work: Callable[[], int]) -> tuple[int, int]:
+    """What it returns, and the bytes that it has taken at the most."""
     before = resident()
     most, done = [before], threading.Event()
 
@@ -74,11 +100,41 @@ def train(
 
     watching = threading.Thread(target=watch)
     watching.start()
-    me = Worker(place, 0)
-    parameters = _plainly(layers) if mode is None else _as_a_worker(mode, clips, layers, me, peers, store)
+    found = work()
     done.set()
     watching.join()
-    answer.send((parameters, most[0] - before))
+    return found, most[0] - before
+
+
+def write(layers: int, folder: str) -> None:
+    """A checkpoint of one stage."""
+    stage = _stage_optimizer(layers)
+    for parameter in stage.gradients.parameters:
+        stage.gradients.add(parameter, torch.randn(parameter.shape))
+    stage.step()
+    identity = Identity("bench", 1, 1, 1, MICRO_BATCHES, 0, {})
+    write_part(Path(folder), stage.state(), 0, 1, identity, 1, 1)
+
+
+def resume(layers: int, folder: str, answer: Connection) -> None:
+    """Answers with (parameters, bytes)."""
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    _warm_up()
+
+    def work() -> int:
+        state = load_layers(Path(folder), range(1))
+        stage = _stage_optimizer(layers)
+        stage.load_state(state, own=True)
+        return sum(p.numel() for p in stage.module.parameters())
+
+    answer.send(_most(work))
+
+
+def _stage_optimizer(layers: int) -> StageOptimizer:
+    model = _model(layers)
+    sums = SUM_OF["deterministic"](model.parameters(), terms=MICRO_BATCHES)
+    return StageOptimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3), sums)
 
 
 def _warm_up() -> None:
@@ -104,7 +160,13 @@ def _plainly(layers: int) -> int:
 
 
 def _as_a_worker(
-    mode: Mode, clips: bool, layers: int, me: Worker = ALONE, peers: int = 1, store: tuple[str, int] | None = None
+    mode: Mode,
+    clips: bool,
+    layers: int,
+    me: Worker = ALONE,
+    peers: int = 1,
+    store: tuple[str, int] | None = None,
+    rows: int = FEW,
 ) -> int:
     model = _model(layers)
     sums = SUM_OF[mode](model.parameters(), terms=MICRO_BATCHES)
@@ -120,7 +182,11 @@ def _as_a_worker(
         )
     for _ in range(ITERATIONS):
         for m in range(MICRO_BATCHES):
-            stage.forward((0, m), torch.randn(2, WIDTH), seed=m, loss=lambda y: y.square().mean())
+            stage.forward((0, m), torch.randn(rows, WIDTH), seed=m, loss=lambda y: y.square().mean())
+            if rows == FEW:
+                stage.input_backward((0, m), None)
+                stage.weight_backward((0, m))
+        for m in range(MICRO_BATCHES) if rows != FEW else ():
             stage.input_backward((0, m), None)
             stage.weight_backward((0, m))
         if sharded is not None and groups is not None:
@@ -133,27 +199,92 @@ def _as_a_worker(
     return sum(p.numel() for p in model.parameters())
 
 
+class _Chain:
+    """The same as a workload."""
+
+    samples_per_micro_batch = 1
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+
+    def layer_count(self, stages: int) -> int:
+        return SMALL
+
+    def build_layer(self, layer: int, layers: int, seed: int) -> nn.Module:
+        return nn.Linear(WIDTH, WIDTH)
+
+    def inputs(self, *_: int) -> torch.Tensor:
+        return torch.zeros(self._rows, WIDTH)
+
+    def targets(self, *_: int) -> torch.Tensor:
+        return torch.zeros(1)
+
+    def loss(self, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return output.square().mean()
+
+
+def _said(mode: Mode, clips: bool, layers: int, peers: int) -> int:
+    with torch.device("meta"):
+        named = list(_model(layers).named_parameters())
+    optimization = Optimization(mode=mode, clip_norm=1.0 if clips else None, sharding="zero1" if peers > 1 else "none")
+    return state_memory(named, 8.0, True, optimization, peers).total
+
+
+def _said_of_activations(rows: int) -> int:
+    chain: Any = _Chain(rows)
+    found = micro_batch_memory(chain, (SMALL,), 0, None, 1 << 30)
+    assert found is not None
+    return activation_memory(found[0], MICRO_BATCHES, splits=False)
+
+
+def _measured(mode: Mode | None, clips: bool, layers: int, peers: int, rows: int = FEW) -> tuple[int, int]:
+    """(parameters, bytes) of the one that takes the most."""
+    context = multiprocessing.get_context("spawn")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipes = [context.Pipe(duplex=False) for _ in range(peers)]
+    processes = [
+        context.Process(target=train, args=(mode, clips, layers, theirs, place, peers, ("127.0.0.1", store.port), rows))
+        for place, (_, theirs) in enumerate(pipes)
+    ]
+    for process in processes:
+        process.start()
+    found: tuple[int, int] = max(ours.recv() for ours, _ in pipes)
+    for process in processes:
+        process.join()
+    return found
+
+
+def _resumed(layers: int) -> tuple[int, int]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    with tempfile.TemporaryDirectory() as folder:
+        for process in (
+            context.Process(target=write, args=(layers, folder)),
+            context.Process(target=resume, args=(layers, folder, theirs)),
+        ):
+            process.start()
+            process.join()
+    found: tuple[int, int] = ours.recv()
+    return found
+
+
 def main() -> None:
     print(describe())
-    context = multiprocessing.get_context("spawn")
     for name, (mode, clips, peers) in ROWS.items():
-        found = []
-        for layers in (SMALL, LAYERS):
-            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            pipes = [context.Pipe(duplex=False) for _ in range(peers)]
-            processes = [
-                context.Process(
-                    target=train, args=(mode, clips, layers, theirs, place, peers, ("127.0.0.1", store.port))
-                )
-                for place, (_, theirs) in enumerate(pipes)
-            ]
-            for process in processes:
-                process.start()
-            found.append(max(ours.recv() for ours, _ in pipes))
-            for process in processes:
-                process.join()
-        (few, small), (many, large) = found
-        print(f"{name}: {(large - small) / (many - few):.1f} bytes a parameter ({many / 1e6:.0f} M parameters)")
+        (few, small), (many, large) = (_measured(mode, clips, layers, peers) for layers in (SMALL, LAYERS))
+        text = f"{name}: {(large - small) / (many - few):.1f} bytes a parameter ({many / 1e6:.0f} M parameters)"
+        if mode is not None:
+            said = _said(mode, clips, LAYERS, peers) - _said(mode, clips, SMALL, peers)
+            text += f"; said {said / (many - few):.1f}"
+        print(text, flush=True)
+    (_, without), (_, with_them) = (_measured("deterministic", False, SMALL, 1, rows) for rows in (FEW, MANY))
+    said = _said_of_activations(MANY) - _said_of_activations(FEW)
+    print(
+        f"activations of {MICRO_BATCHES} micro-batches of {MANY:,} rows: {(with_them - without) / 1e6:.0f} MB; "
+        f"said {said / 1e6:.0f} MB"
+    )
+    (few, small), (many, large) = map(_resumed, (SMALL, LAYERS))
+    print(f"deterministic, resuming: {(large - small) / (many - few):.1f} bytes a parameter at the most")
     print(describe())
 
 

@@ -1,0 +1,166 @@
+"""What workers are said to take, before they start, is what they take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from openrecycle.agent.config.options import Checkpoints, Mode, Optimization, Planning, TrainingOptions
+from openrecycle.agent.jobs.preflight import check_workload
+from openrecycle.agent.models import compat
+from openrecycle.agent.profiling import memory
+from openrecycle.agent.profiling.memory import micro_batch_memory, state_memory
+from openrecycle.agent.stages.gradients import gradient_sum
+from openrecycle.agent.stages.optimizer import StageOptimizer
+from openrecycle.agent.stages.post_validation import CLEAN
+from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.jobs.job import Job, Worker
+
+ROWS, WIDTH = 64, 32
+ROW = 4 * ROWS * WIDTH
+"""Bytes of what passes from layer to layer."""
+
+
+class Chain:
+    """Linear layers with a GELU behind each; or one that looks at its numbers."""
+
+    samples_per_micro_batch = ROWS
+
+    def __init__(self, *, looks: bool = False) -> None:
+        self.looks = looks
+
+    def layer_count(self, stages: int) -> int:
+        return 4
+
+    def build_layer(self, layer: int, layers: int, seed: int) -> nn.Module:
+        return _Looking() if self.looks else nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU())
+
+    def inputs(self, seed: int, iteration: int, pipeline: int, micro_batch: int) -> Tensor:
+        return torch.ones(ROWS, WIDTH)
+
+    def targets(self, seed: int, iteration: int, pipeline: int, micro_batch: int) -> Tensor:
+        return torch.zeros(ROWS, WIDTH)
+
+    def loss(self, output: Tensor, targets: Tensor) -> Tensor:
+        return (output - targets).square().mean()
+
+    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters)
+
+
+class _Looking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x)
+        return y * 2 if y.sum().item() > 0 else y * 3
+
+
+def _options(**changes: Any) -> TrainingOptions:
+    return TrainingOptions(job=Job.uniform(2, 2, 3), **changes)
+
+
+@pytest.mark.parametrize("small", [0, 1 << 30], ids=["without data", "for real"])
+def test_what_a_micro_batch_holds_is_counted(small: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_SMALL", small)
+    chain: Any = Chain()
+    found = micro_batch_memory(chain, (2, 2), 0, None, 1)
+    assert found is not None
+    first, last = found
+    # After F: what enters each Linear and each GELU. After I: what enters each Linear, and the gradient of what leaves
+    # it. What leaves the stage is sent, and counted there.
+    assert first.forward == first.backward == 4 * ROW
+    assert first.sent == ROW and first.received == ROW
+    # The last keeps the output's difference from the targets for the loss, too.
+    assert 5 * ROW <= last.forward <= 6 * ROW and last.sent == ROW
+    assert ROW <= first.beside <= 4 * ROW
+
+
+def test_a_layer_that_looks_at_its_numbers_runs_for_real(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_SMALL", 0)
+    chain: Any = Chain(looks=True)
+    found = micro_batch_memory(chain, (4,), 0, None, 1)
+    assert found is not None and found[0].forward > 4 * ROW
+
+
+def test_layers_that_can_not_be_run_are_no_reason_to_refuse() -> None:
+    class Broken(Chain):
+        def loss(self, output: Tensor, targets: Tensor) -> Tensor:
+            raise ValueError("no loss")
+
+    broken: Any = Broken()
+    assert micro_batch_memory(broken, (2, 2), 0, None, 1) is None
+    assert check_workload(broken, _options()).stages[0].activations == 0
+
+
+@pytest.mark.parametrize("mode", ["deterministic", "fast"])
+@pytest.mark.parametrize("clips", [False, True])
+def test_what_is_kept_beside_activations_is_what_is_said(mode: Mode, clips: bool) -> None:
+    layers, width = 12, 1024
+    with torch.device("meta"):
+        shapes = list(_linear(layers, width).named_parameters())
+    optimization = Optimization(mode=mode, clip_norm=1.0 if clips else None)
+    said = state_memory(shapes, 8.0, True, optimization, 1)
+    live = compat.LiveBytes()
+    with live:
+        module = _linear(layers, width)
+        sums = gradient_sum(mode, module.parameters(), terms=2)
+        stage = StageOptimizer(module, torch.optim.AdamW(module.parameters()), sums, clips=clips)
+        for _ in range(3):
+            for parameter in sums.parameters:
+                rows = torch.ones(2, parameter.shape[0])
+                columns = torch.ones(2, parameter.numel() // parameter.shape[0])
+                if parameter.dim() == 2:
+                    sums.add_product(parameter, rows.t(), columns)
+                else:
+                    sums.add(parameter, torch.ones_like(parameter))
+            stage.step(None)
+            stage.settle(CLEAN)
+    assert 0.97 * said.total <= live.now <= 1.03 * said.total
+
+
+def _linear(layers: int, width: int) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+
+
+def test_all_that_may_be_there_at_a_time_is_said(tmp_path: Path) -> None:
+    chain: Any = Chain()
+    few = check_workload(chain, _options(planning=Planning(memory="1")))
+    many = check_workload(chain, _options(planning=Planning(memory="3")))
+    one = micro_batch_memory(chain, (2, 2), 0, None, 1)
+    assert one is not None
+    for stage in (0, 1):
+        held = max(one[stage].forward, one[stage].backward)
+        assert many.stages[stage].activations - few.stages[stage].activations == 2 * held
+        assert few.least[stage] < few.stages[stage].total
+    assert few.stages[0].checkpoint == 0
+    written = check_workload(chain, _options(checkpoints=Checkpoints(directory=str(tmp_path), every=5)))
+    state = written.stages[0]
+    assert state.checkpoint == state.parameters + state.optimizer
+    # One worker of a stage writes.
+    assert written.of([Worker(0, 0), Worker(1, 0)]) == 2 * state.total - state.checkpoint
+
+
+def test_it_is_checked_against_what_each_machine_has() -> None:
+    chain: Any = Chain()
+    found = check_workload(chain, _options())
+    workers = [Worker(0, 0), Worker(0, 1)]
+    assert not found.warning and found.check(workers, found.of(workers), "on node 1") == ""
+    assert found.check(workers, None, "on node 1") == ""
+    assert found.check(workers, found.of(workers) - 1, "on node 1")
+    with pytest.raises(InputError, match="node 1"):
+        found.check(workers, sum(found.least) - 1, "on node 1")
+
+
+def test_a_worker_that_its_capacity_is_too_small_for_is_warned_of() -> None:
+    chain: Any = Chain()
+    options = _options()
+    tight = replace(options, job=replace(options.job, capacity_bytes=(1000, 1000)))
+    assert check_workload(chain, tight).warning
