@@ -25,7 +25,6 @@ import stat
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -304,21 +303,18 @@ _making_devices = threading.Lock()
 def _device_at(address: str) -> tuple[Any, int | None]:
     """A gloo device, and the port at which it listens; None where that can't be told."""
     with _making_devices:
-        before = _listening()
+        before = set(_descriptors().values())
         device = compat.gloo_device(address)
-        found = _listening() - before
-    return device, found.pop() if len(found) == 1 else None
-
-
-def _listening() -> set[int]:
-    """The TCP ports at which this process listens."""
-    return {s.getsockname()[1] for s in _sockets() if s.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)}
+        # Each look at a socket is a few system calls, and with 64 workers there are hundreds.
+        new = [descriptor for descriptor, inode in _descriptors().items() if inode not in before]
+        found = [s.getsockname()[1] for s in _sockets(new) if s.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)]
+    return device, found[0] if len(found) == 1 else None
 
 
 def _accepted_at(port: int) -> list[socket.socket]:
     """The connections that were made to this process at that port, each with a file descriptor of its own."""
     found = []
-    for candidate in _sockets():
+    for candidate in _sockets(_descriptors()):
         listens = candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
         if not listens and candidate.getsockname()[1] == port:
             # Not its `dup`, which makes the connection a blocking one, for gloo too.
@@ -328,12 +324,20 @@ def _accepted_at(port: int) -> list[socket.socket]:
     return found
 
 
-def _sockets() -> Iterator[socket.socket]:
-    """This process's TCP sockets, each until the next is asked for; none on a system without /proc."""
-    try:
-        descriptors = [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]
-    except OSError:
-        return
+def _descriptors() -> dict[int, int]:
+    """The inodes of this process's sockets, by their file descriptors; none on a system without /proc."""
+    found = {}
+    with contextlib.suppress(OSError), os.scandir("/proc/self/fd") as entries:
+        for entry in entries:
+            with contextlib.suppress(OSError):  # others open and close theirs meanwhile
+                about = os.fstat(int(entry.name))
+                if stat.S_ISSOCK(about.st_mode):
+                    found[int(entry.name)] = about.st_ino
+    return found
+
+
+def _sockets(descriptors: Iterable[int]) -> Iterator[socket.socket]:
+    """Those of these that are of TCP, each until the next is asked for."""
     for descriptor in descriptors:
         with contextlib.suppress(OSError):  # others open and close theirs meanwhile
             if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):

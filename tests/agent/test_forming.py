@@ -31,8 +31,11 @@ class NobodyComes:
     def add(self, key: str, amount: int) -> int:
         return amount
 
-    def wait(self, keys: list[str], timeout: timedelta) -> None:
-        self.waited.append(timeout)
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+
+    def get(self, key: str) -> bytes:
+        self.waited.append(self._timeout)
         raise RuntimeError("wait timeout")
 
 
