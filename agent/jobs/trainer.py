@@ -433,11 +433,13 @@ class ResilientTrainer:
         folder = self._options.checkpoints.folder
         assert folder is not None
         layers = self._layers or self._options.job.stages
-        weights = CheckpointWeights(folder, iteration, self._loaded, layers, self._options.seed)
+        weights = CheckpointWeights(folder, iteration, self.workload, layers, self._options.seed)
         return WrittenCheckpoint(iteration, weights, self._pretrained)
 
-    def _loaded(self) -> Workload:
-        """Who holds this holds the trainer, and with it the files of a pretrained model."""
+    def workload(self) -> Workload:
+        """Layers, data and loss as a worker process makes them of what was given here.
+
+        Who holds this method holds the trainer, and with it the files of a pretrained model."""
         return self._workload.load()
 
     def stop(self) -> None:

@@ -223,8 +223,12 @@ class WorkerReports(threading.Thread):
                     return
                 # The whole of it (an unknown job, say): the same again would be, too.
                 wait = backoff.seconds()
-            self._wake.wait(wait)
-            self._wake.clear()
+            self.pause(wait)
+
+    def pause(self, seconds: float) -> None:
+        """Between two turns of `run`: until there is something to say, or so long."""
+        self._wake.wait(seconds)
+        self._wake.clear()
 
     def _put(self, message: Acknowledgements | FailureReport) -> None:
         self._outbox.put(message)

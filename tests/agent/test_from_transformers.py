@@ -153,7 +153,7 @@ def test_packed_texts_do_not_see_each_other() -> None:
 
 def test_a_layers_first_values_do_not_depend_on_what_was_built_before() -> None:
     """A worker that starts anew builds others first."""
-    workloads = [trainer(gpt2())._workload.load() for _ in range(2)]
+    workloads = [trainer(gpt2()).workload() for _ in range(2)]
     early, _ = build_layer(workloads[0], 0, LAST + 1, 0), build_layer(workloads[1], 3, LAST + 1, 0)
     late = build_layer(workloads[1], 0, LAST + 1, 0)
     assert all(torch.equal(a, b) for a, b in zip(early.parameters(), late.parameters(), strict=True))
@@ -419,7 +419,7 @@ def _tokenizer() -> PreTrainedTokenizerFast:
 
 def test_transformers_own_collator_and_its_padding() -> None:
     collator = DataCollatorForLanguageModeling(_tokenizer(), mlm=False, pad_to_multiple_of=16)
-    workload = trainer(llama(), data=Words(padded=True), loading=Loading(collate=collator))._workload.load()
+    workload = trainer(llama(), data=Words(padded=True), loading=Loading(collate=collator)).workload()
     ids, padding = workload.inputs(0, 0, 0, 0)
     labels = workload.targets(0, 0, 0, 0)
     assert ids.shape == padding.shape == labels.shape == (4, 16)
@@ -441,7 +441,7 @@ def test_batches_may_be_of_several_lengths(name: str) -> None:
     for k in range(LAST + 1):
         mine, theirs = hurt.state_dict(k), uncut.state_dict(k)
         assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
-    workload = trainer(CONFIGS[name], **changes)._workload.load()
+    workload = trainer(CONFIGS[name], **changes).workload()
     assert {workload.inputs(0, 0, p, m)[0].shape[1] for p in range(2) for m in range(3)} == {8, TOKENS}
 
 
@@ -458,13 +458,13 @@ class Texts:
 
 def test_labels_of_the_data_are_taken_as_they_are() -> None:
     data = [{"input_ids": [1, 2, 3, 4], "labels": [-100, -100, 3, k % 9], "length": 4} for k in range(64)]
-    workload = trainer(llama(), data=data)._workload.load()
+    workload = trainer(llama(), data=data).workload()
     assert (workload.targets(0, 0, 0, 0)[:, :2] == -100).all() and (workload.targets(0, 0, 0, 0)[:, 2] == 3).all()
 
 
 def test_a_loss_is_the_mean_over_the_tokens_that_count() -> None:
     data = [{"input_ids": [1, 2, 3, 4, 5], "labels": [-100, -100, -100, 4, -100]} for _ in range(64)]
-    workload = trainer(llama(), data=data)._workload.load()
+    workload = trainer(llama(), data=data).workload()
     logits = torch.randn(4, 5, VOCABULARY)
     expected = nn.functional.cross_entropy(logits[:, 2], torch.full((4,), 4))
     torch.testing.assert_close(workload.loss(logits, workload.targets(0, 0, 0, 0)), expected)

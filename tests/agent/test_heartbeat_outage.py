@@ -14,11 +14,13 @@ from openrecycle.agent.messages.client import ConsoleClient, ConsoleUnavailable,
 from openrecycle.agent.messages.protocol import (
     Acknowledgement,
     BatchReply,
+    ClockReading,
     Heartbeats,
     Message,
     RefusedReport,
     Registration,
     Registrations,
+    clock_name,
 )
 from openrecycle.agent.monitoring import heartbeat
 from openrecycle.agent.monitoring.heartbeat import Status, WorkerReports
@@ -31,12 +33,21 @@ def registration(name: str) -> Registration:
     return Registration(worker=name, incarnation=f"{name}-a", host="h", pid=1)
 
 
+class Turns(WorkerReports):
+    """Runs the thread's loop here, without its waits. turn: what happens instead of each, with its seconds."""
+
+    turn: Callable[[float], None]
+
+    def pause(self, seconds: float) -> None:
+        self.turn(seconds)
+
+
 @pytest.mark.parametrize("interval", [0.1, 0.5, 30.0])
-def test_tries_are_no_further_apart_than_heartbeats(interval: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tries_are_no_further_apart_than_heartbeats(interval: float) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     client = ConsoleClient(f"http://127.0.0.1:{port}")
-    reports = WorkerReports(client, "job", interval=interval, fenced=lambda incarnation: None)
+    reports = Turns(client, "job", interval=interval, fenced=lambda incarnation: None)
     reports.add(registration("W0_0"))
     waits: list[float] = []
 
@@ -45,7 +56,7 @@ def test_tries_are_no_further_apart_than_heartbeats(interval: float, monkeypatch
         if len(waits) == TRIES:
             reports.stop()
 
-    monkeypatch.setattr(reports._wake, "wait", wait)
+    reports.turn = wait
     reports.run()
     assert len(waits) == TRIES
     assert max(waits) <= interval
@@ -89,13 +100,16 @@ class Recording(ConsoleClient):
         taken = len(workers) - len(refused)
         return BatchReply(generation=1, measure=self.measure, taken=taken, refused=tuple(refused))
 
+    def get(self, path: str, reply: Any) -> Any:
+        assert path == "/clock"
+        return ClockReading(name=clock_name(), microseconds=0)
+
 
 Turn = Callable[[WorkerReports], None]
 
 
 def reporting(
     client: Recording,
-    monkeypatch: pytest.MonkeyPatch,
     turns: list[Turn],
     interval: float = 3600.0,
     names: tuple[str, ...] = ("W0_0",),
@@ -109,7 +123,7 @@ def reporting(
     def gather() -> None:
         reports.heard({f"{name}-a": (name, status.take()) for name in speaking or names})
 
-    reports = WorkerReports(
+    reports = Turns(
         client,
         "job",
         interval=interval,
@@ -128,7 +142,7 @@ def reporting(
         else:
             turn(reports)
 
-    monkeypatch.setattr(reports._wake, "wait", wait)
+    reports.turn = wait
     reports.run()
     return said
 
@@ -145,38 +159,38 @@ def taken(state: str, names: tuple[str, ...] = ("W0_0",)) -> Turn:
 def nothing(reports: WorkerReports) -> None: ...
 
 
-def test_an_acknowledgement_brings_no_heartbeat_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_acknowledgement_brings_no_heartbeat_of_its_own() -> None:
     client = Recording()
-    reporting(client, monkeypatch, [taken(state) for state in ("adopted", "formed", "resumed")])
+    reporting(client, [taken(state) for state in ("adopted", "formed", "resumed")])
     assert client.posted == ["workers", "heartbeats", *3 * ["acknowledgements"]]
 
 
-def test_a_heartbeat_that_was_lost_is_sent_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_heartbeat_that_was_lost_is_sent_again_at_once() -> None:
     client = Recording(heartbeats=2)
-    reporting(client, monkeypatch, [nothing, nothing])
+    reporting(client, [nothing, nothing])
     assert client.posted == ["workers", *3 * ["heartbeats"]]
 
 
-def test_a_report_that_hangs_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_that_hangs_is_no_silence() -> None:
     client = Recording(acknowledgements=3)
-    reporting(client, monkeypatch, [taken("adopted"), *3 * [nothing]], interval=0.0)
+    reporting(client, [taken("adopted"), *3 * [nothing]], interval=0.0)
     assert client.posted == ["workers", "heartbeats", *4 * ["heartbeats", "acknowledgements"]]
 
 
-def test_many_reports_do_not_hold_up_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_reports_do_not_hold_up_heartbeats() -> None:
     client = Recording()
 
     def broken(reports: WorkerReports) -> None:
         for peer in NAMES[1:]:
             reports.broken("W0_0", "W0_0-a", 1, "timed out", peer)
 
-    reporting(client, monkeypatch, [broken, nothing, nothing], interval=0.0)
+    reporting(client, [broken, nothing, nothing], interval=0.0)
     assert client.posted == ["workers", "heartbeats", *3 * ["heartbeats", "failures"]]
 
 
-def test_all_workers_of_a_launcher_are_posted_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_workers_of_a_launcher_are_posted_together() -> None:
     client = Recording(measure=7)
-    said = reporting(client, monkeypatch, [taken("adopted", NAMES), taken("formed", NAMES)], names=NAMES)
+    said = reporting(client, [taken("adopted", NAMES), taken("formed", NAMES)], names=NAMES)
     assert client.posted == ["workers", "heartbeats", *2 * ["acknowledgements"]]
     came, batch = client.messages[:2]
     assert isinstance(came, Registrations) and isinstance(batch, Heartbeats)
@@ -191,35 +205,35 @@ def registered(client: Recording) -> list[list[str]]:
     ]
 
 
-def test_who_comes_up_later_is_registered_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_comes_up_later_is_registered_at_once() -> None:
     client = Recording()
 
     def come(*names: str) -> Turn:
         return lambda reports: [reports.add(registration(name)) for name in names].clear()
 
-    reporting(client, monkeypatch, [come("W0_1"), come("W1_0", "W1_1"), nothing])
+    reporting(client, [come("W0_1"), come("W1_0", "W1_1"), nothing])
     assert registered(client) == [["W0_0"], ["W0_1"], ["W1_0", "W1_1"]]
 
 
-def test_registrations_that_were_lost_are_sent_again_with_those_that_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_registrations_that_were_lost_are_sent_again_with_those_that_have_come() -> None:
     client = Recording(workers=1)
-    reporting(client, monkeypatch, [lambda reports: reports.add(registration("W0_1")), nothing])
+    reporting(client, [lambda reports: reports.add(registration("W0_1")), nothing])
     assert registered(client) == [["W0_0", "W0_1"]]
     assert client.posted == ["workers", "workers", "heartbeats"]
 
 
-def test_one_whose_registration_is_refused_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_whose_registration_is_refused_keeps_nobody_out() -> None:
     client = Recording(come={"W0_1": "fenced", "W1_0": "job_over"})
-    said = reporting(client, monkeypatch, [nothing], interval=0.0, names=NAMES)
+    said = reporting(client, [nothing], interval=0.0, names=NAMES)
     assert said["fenced"] == ["W0_1-a"]
     assert registered(client)[:2] == [list(NAMES), ["W1_0"]], "what may be taken later is tried again"
     batches = [m for m in client.messages if isinstance(m, Heartbeats)]
     assert {beat.worker for batch in batches for beat in batch.heartbeats} == {"W0_0", "W1_1"}
 
 
-def test_who_says_nothing_is_not_spoken_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_says_nothing_is_not_spoken_for() -> None:
     client = Recording()
-    reporting(client, monkeypatch, [nothing], interval=0.0, names=NAMES, speaking=NAMES[:2])
+    reporting(client, [nothing], interval=0.0, names=NAMES, speaking=NAMES[:2])
     batches = [m for m in client.messages if isinstance(m, Heartbeats)]
     assert [[beat.worker for beat in batch.heartbeats] for batch in batches] == 2 * [list(NAMES[:2])]
     assert [batch.heartbeats[0].seq for batch in batches] == [1, 2]
@@ -229,7 +243,7 @@ def test_what_was_said_long_ago_is_no_sign_of_life(monkeypatch: pytest.MonkeyPat
     """A console that was away must not take a worker for alive that has been silent since."""
     client, now = Recording(heartbeats=1), [100.0]
     monkeypatch.setattr(heartbeat.time, "monotonic", lambda: now[0])
-    reports = WorkerReports(client, "job", interval=1.0, fenced=lambda incarnation: None)
+    reports = Turns(client, "job", interval=1.0, fenced=lambda incarnation: None)
     reports.add(registration("W0_0"))
     reports.heard({"W0_0-a": ("W0_0", Status().take())})
     waits: list[float] = []
@@ -240,21 +254,21 @@ def test_what_was_said_long_ago_is_no_sign_of_life(monkeypatch: pytest.MonkeyPat
         if len(waits) == 2:
             reports.stop()
 
-    monkeypatch.setattr(reports._wake, "wait", wait)
+    reports.turn = wait
     reports.run()
     assert client.posted == ["workers", "heartbeats"]
 
 
-def test_one_that_is_fenced_ends_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_is_fenced_ends_and_the_others_go_on() -> None:
     client = Recording(frozenset({"W0_1"}))
-    said = reporting(client, monkeypatch, [nothing], interval=0.0, names=NAMES)
+    said = reporting(client, [nothing], interval=0.0, names=NAMES)
     assert said["fenced"] == ["W0_1-a"]
     last = client.messages[-1]
     assert isinstance(last, Heartbeats)
     assert [beat.worker for beat in last.heartbeats] == ["W0_0", "W1_0", "W1_1"]
 
 
-def test_what_one_process_says_wrongly_does_not_silence_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_one_process_says_wrongly_does_not_silence_the_others() -> None:
     client = Recording()
     wrong = [{"phase": "asleep"}, {"op_milliseconds": {"F": float("nan")}}, {"iteration": -1}, {"more": 1}]
 
@@ -267,12 +281,8 @@ def test_what_one_process_says_wrongly_does_not_silence_the_others(monkeypatch: 
 
         return turn
 
-    def here(*_: object) -> Offset:
-        return Offset(0, 0)
-
-    monkeypatch.setattr(heartbeat, "offset_to_console", here)
     turns = [odd(fields) for fields in wrong]
-    reporting(client, monkeypatch, turns, interval=0.0, names=NAMES[:2], speaking=NAMES[1:2])
+    reporting(client, turns, interval=0.0, names=NAMES[:2], speaking=NAMES[1:2])
     batches = [m for m in client.messages if isinstance(m, Heartbeats)]
     assert len(batches) >= len(wrong)
     assert {beat.worker for batch in batches for beat in batch.heartbeats} == {"W0_1"}

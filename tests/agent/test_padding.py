@@ -157,7 +157,7 @@ def test_shapes_may_vary_through_a_kill(kill: str, changes: dict[str, Any]) -> N
 
 
 def test_shapes_do_vary() -> None:
-    workload = several(Unpadded())._workload.load()
+    workload = several(Unpadded()).workload()
     shapes = {workload.inputs(0, i, p, m)[0].shape for i in range(3) for p in range(2) for m in range(3)}
     assert shapes == {(1, 3), (1, 5), (1, 7)}
     inputs, targets = workload.largest(0)

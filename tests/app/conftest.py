@@ -2,17 +2,24 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from console_server import Agents, ConsoleServer, ForkedConsole
 from streamlit.components.v2 import manifest_scanner
+from streamlit.runtime.scriptrunner.script_cache import ScriptCache
+from streamlit.testing.v1 import app_test, local_script_runner
 from ui_console import ConsoleHere
 
 from openrecycle.app.console.service import ConsoleService, set_console
+from openrecycle.db.session import Database
+from openrecycle.db.store import Store
 from tests.conftest import new_database
 
 # Streamlit's AppTest looks at all installed packages for components anew for each page: 0.15 s of 0.25.
 manifest_scanner.scan_component_manifests = functools.cache(manifest_scanner.scan_component_manifests)
+# And compiles each page anew, where a server does it once: a fifth of what its script takes then.
+app_test.ScriptCache = local_script_runner.ScriptCache = functools.cache(ScriptCache)  # type: ignore[misc]
 
 
 @pytest.fixture(scope="session", params=["sqlite", "postgresql"])
@@ -32,6 +39,20 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def agents(server: ConsoleServer) -> Agents:
     """A 3 x 4 job of which nobody has registered yet."""
     return Agents(server)
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[Database]:
+    """An empty file of SQLite, its tables up to date."""
+    database = Database(f"sqlite:///{tmp_path / 'console.db'}")
+    database.upgrade()
+    yield database
+    database.close()
+
+
+@pytest.fixture
+def store(database: Database) -> Store:
+    return Store(database)
 
 
 @pytest.fixture(scope="module")

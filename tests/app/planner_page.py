@@ -27,7 +27,6 @@ def page_console(here: ConsoleHere) -> Iterator[ConsoleService]:
 
 def open_page(**params: str) -> AppTest:
     test = AppTest.from_file(MAIN, default_timeout=30)
-    test.run()
     test.switch_page("planner.py")
     for name, word in params.items():
         test.query_params[name] = word

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+
+pytestmark = pytest.mark.xdist_group("import walls")  # each file is parsed once
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = {"planner", "agent", "db", "app"}
@@ -38,20 +40,22 @@ DEEPEST = 8  # floors of app by files, of planner and agent by folders
 PURE_STANDARD = {"__future__", "collections", "dataclasses", "enum", "functools", "sys", "typing"}
 
 
-def imported(path: Path, *, types: bool = True) -> Iterator[str]:
+@cache
+def imported(path: Path, *, types: bool = True) -> tuple[str, ...]:
     """Modules by their full names. types: those too that are imported for type checkers alone."""
     tree = ast.parse(path.read_text(), str(path))
     for block in [] if types else [n for n in ast.walk(tree) if isinstance(n, ast.If)]:
         if isinstance(block.test, ast.Name) and block.test.id == "TYPE_CHECKING":
             block.body = []
+    found: list[str] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name.removeprefix("openrecycle.") for alias in node.names)
+            found += (alias.name.removeprefix("openrecycle.") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: imports are absolute"
             module = str(node.module).removeprefix("openrecycle.")
-            yield module
-            yield from (f"{module}.{alias.name}" for alias in node.names)
+            found += (module, *(f"{module}.{alias.name}" for alias in node.names))
+    return tuple(found)
 
 
 def within(module: str, packages: tuple[str, ...]) -> bool:

@@ -38,7 +38,6 @@ def open_page(**query: str) -> AppTest:
     test = AppTest.from_file(MAIN, default_timeout=30)
     for name, value in query.items():
         test.query_params[name] = value
-    test.run()
     test.switch_page("catalog.py").run()
     assert not test.exception, test.exception[0].message
     return test
@@ -77,7 +76,9 @@ def test_without_a_job_a_question_of_ones_own_is_asked_and_filled(here: ConsoleH
     assert golden("nothing-is-planned-ahead-for") in words(test)
     assert not test.get("plotly_chart")
     test.button(key="fill").click().run()
-    (filling,) = (f for f in here.console.catalogs._fillings.values() if f.request.micro_batches == 2)
+    question = parse_request(**QUESTION, micro_batches=2).question
+    filling = here.console.catalogs.filling(CatalogInfo.of(question).fingerprint)
+    assert filling is not None
     until(lambda: not filling.running, "the catalog is filled")
     test.run()
     assert "3 plans made in" in words(test)
@@ -112,7 +113,8 @@ def test_while_it_is_filled_there_is_progress_and_cancel(here: ConsoleHere) -> N
     query |= {"job": "own", "cat_solver": "CP-SAT (may prove the plan optimal)", "cat_seconds": "60.0"}
     test = open_page(**query)
     test.button(key="fill").click().run()
-    (filling,) = (f for f in here.console.catalogs._fillings.values() if f.running)
+    filling = here.console.catalogs.filling(CatalogInfo.of(parse_request(**LONG).question).fingerprint)
+    assert filling is not None and filling.running
     assert filling.request == parse_request(**LONG | {"durations": filling.request.durations})
     until(lambda: filling.done >= 1, "a plan is there")
     test.run()
@@ -151,7 +153,7 @@ def test_two_fillings_are_enough(here: ConsoleHere) -> None:
 
 
 def test_a_stored_catalog_by_its_link_and_what_is_stale(here: ConsoleHere) -> None:
-    store = here.console._store
+    store = here.store
     fingerprint = filled(here.console, micro_batches=5)
     question = parse_request(**QUESTION, micro_batches=5).question
     old = CatalogInfo.of(question).model_copy(update={"planner_version": "0"})

@@ -36,7 +36,6 @@ def open_page(section: str = "") -> AppTest:
     test = AppTest.from_file(MAIN, default_timeout=30)
     if section:
         test.query_params["section"] = SECTIONS[section]
-    test.run()
     test.switch_page("help.py").run()
     assert not test.exception, test.exception[0].message
     return test

@@ -44,9 +44,9 @@ def open_page(job_id: str | None, page: str = "live") -> AppTest:
     test = AppTest.from_file(MAIN, default_timeout=TIMEOUT)
     if job_id is not None:
         test.query_params["job"] = job_id
-    test.run()
     if page != "live":
-        test.switch_page(f"{page}.py").run()
+        test.switch_page(f"{page}.py")
+    test.run()
     assert not test.exception, test.exception[0].message
     return test
 

@@ -228,7 +228,7 @@ def test_every_page_says_what_of_its_link_cannot_be(
     def open_page(**values: str) -> AppTest:
         test = AppTest.from_file(MAIN, default_timeout=60)
         if page != "live":
-            test.run().switch_page(f"{page}.py")
+            test.switch_page(f"{page}.py")
         for name, value in ({"job": job.job_id} | query | values).items():
             test.query_params[name] = value
         test.run()

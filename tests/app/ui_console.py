@@ -31,9 +31,10 @@ class ConsoleHere:
     def __init__(self, folder: Path, failure_timeouts: FailureTimeouts | None = None) -> None:
         self.database = Database(f"sqlite:///{folder / 'console.db'}")
         self.database.upgrade()
+        self.store = Store(self.database)
         # No silence is ever too long here: tests pause as they like.
         self.console = ConsoleService(
-            Store(self.database),
+            self.store,
             failure_timeouts=failure_timeouts or FailureTimeouts(1.0, 80_000.0, 86_000.0),
             tolerance=1,
         )

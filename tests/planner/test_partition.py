@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import combinations, pairwise, product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from openrecycle.planner.check import check
@@ -22,6 +22,7 @@ from openrecycle.planner.plans.packed import pack, unpack
 from openrecycle.planner.plans.plan import JobDoc, Plan, job_doc
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
 from openrecycle.planner.solvers.portfolio import make_plan
+from tests.conftest import examples
 
 TIMES = (0.5, 1.0, 1.25, 2.0, 3.0)
 SPEEDS = (0.5, 0.75, 1.5)
@@ -92,7 +93,7 @@ REROUTING = (Technique.ADAPTIVE, Technique.DECOUPLED, Technique.STAGGERED)
 MEMORIES = ("1f1b", "uniform", "none", "1", "2", "bytes")
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(data=st.data(), job=layered(), technique=st.sampled_from(REROUTING), memory=st.sampled_from(MEMORIES))
 def test_no_partition_beats_the_bound(data: st.DataObject, job: Job, technique: Technique, memory: str) -> None:
     dead, limit = dead_of(data, job), MemoryLimit(memory)
@@ -105,7 +106,7 @@ def test_no_partition_beats_the_bound(data: st.DataObject, job: Job, technique: 
     assert bound is not None and bound.ticks <= best[0] <= best[1]
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(data=st.data(), job=layered(), technique=st.sampled_from(REROUTING), memory=st.sampled_from(MEMORIES))
 def test_the_layout_is_one_of_the_best_and_keeps_within_its_bound(
     data: st.DataObject, job: Job, technique: Technique, memory: str
@@ -122,7 +123,7 @@ def test_the_layout_is_one_of_the_best_and_keeps_within_its_bound(
     assert found.moved == layers_moved(job.partition, found.partition)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     job=layered(layers=5, pipelines=2, speeds=False),
     technique=st.sampled_from(REROUTING),
@@ -252,7 +253,7 @@ def test_a_job_without_layers_has_no_partition() -> None:
         lay_out(Job.uniform(2, 2, 2))
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(layered())
 def test_the_document_of_a_job_has_its_layers(job: Job) -> None:
     document = job_doc(job)
@@ -294,7 +295,7 @@ def planned(job: Job, *failed: Worker, over: Over = "partitions", memory: str = 
     return make_plan(layout.problem, solver="list", look_ahead=False, layout=layout)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     data=st.data(), job=layered(), technique=st.sampled_from(REROUTING), over=st.sampled_from(("partitions", "layouts"))
 )
@@ -312,7 +313,7 @@ def test_a_plan_carries_the_bound_and_the_check_proves_it_again(
     assert unpack(pack(plan)).to_json() == plan.to_json()
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(data=st.data(), job=layered(), technique=st.sampled_from(REROUTING), memory=st.sampled_from(MEMORIES))
 def test_the_check_refuses_a_bound_that_is_not_proven_for_all_partitions(
     data: st.DataObject, job: Job, technique: Technique, memory: str
