@@ -68,6 +68,7 @@ class SiblingError(TransferError):
     """An exchange among the ranks of this worker broke."""
 
 
+_CANCELLED = "connection closed: the exchange among the ranks was cancelled"
 _BROKEN = re.compile("gloo|pair closure|[Cc]onnection (closed|reset)|Broken pipe")
 """What gloo says in an exchange whose other end is gone, or was woken."""
 
@@ -95,6 +96,8 @@ class Connections:
         """torch's own."""
         self._rank, self._size = rank, size
         self._nccl: Any = None
+        self._to_abort: Any = None
+        self._aborting, self.aborted = threading.Lock(), False
         self.cancelled = False
         self.seconds = timeouts.group
         self.unended: list[Any] = []
@@ -106,9 +109,9 @@ class Connections:
         nccl = compat.nccl_group(store, self._rank, self._size, timeout=NO_LIMIT)
         # It connects with its first operation.
         token = torch.zeros(1, device=device)
-        NcclPending(nccl.allreduce([token]), token, self.seconds, lambda: self.cancelled, None).wait()
+        NcclPending(nccl.allreduce([token]), token, self.seconds, lambda: self.aborted, None).wait()
         compat.add_nccl(self.group, nccl)
-        self._nccl = nccl
+        self._nccl = self._to_abort = nccl
 
     def carries(self, tensor: Tensor) -> bool:
         """As it is; else by way of the host's memory."""
@@ -118,13 +121,20 @@ class Connections:
         """Makes every wait in them fail within milliseconds. From any thread."""
         self.cancelled = True
         if self._nccl is not None:
+            # First: whoever sees a collective end because of the abort must see that, too.
+            self.aborted = True
             # Aside: whoever cancels hears the launcher's news, and must not wait here.
-            threading.Thread(target=self._abort, name="abort-ranks", daemon=True).start()
+            threading.Thread(target=self.halt, name="abort-ranks", daemon=True).start()
         wake(self._gloo, (other for other in range(self._size) if other != self._rank))
 
-    def _abort(self) -> None:
-        with contextlib.suppress(RuntimeError):  # of a communicator whose peer is gone
-            self._nccl.abort()
+    def halt(self) -> None:
+        """Ends what is under way on a GPU, and goes on there with nothing. From any thread."""
+        self.aborted = True
+        with self._aborting:
+            nccl, self._to_abort = self._to_abort, None
+            if nccl is not None:
+                with contextlib.suppress(RuntimeError):  # of a communicator whose peer is gone
+                    nccl.abort()
 
 
 class ReplaceableGroup(dist.ProcessGroup):  # type: ignore[misc]
@@ -178,8 +188,11 @@ class ReplaceableGroup(dist.ProcessGroup):  # type: ignore[misc]
         tensors = [t for t in compat.tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)]
         work: Any
         if all(map(connections.carries, tensors)):
+            on_device = any(t.device.type != "cpu" for t in tensors)
+            if on_device and connections.aborted:
+                raise RuntimeError(_CANCELLED)
             work = getattr(connections.group, name)(*args, **kwargs)
-            if any(t.device.type != "cpu" for t in tensors):
+            if on_device:
                 return DeviceWork(connections, work, then)
         else:
             args, kwargs, bring_back = _by_host(name, args, kwargs)
@@ -285,7 +298,7 @@ class CancellableWork(HandedOn):
                     raise
             if self._connections.cancelled:
                 self._connections.unended.append(self._work)
-                raise RuntimeError("connection closed: the exchange among the ranks was cancelled")
+                raise RuntimeError(_CANCELLED)
 
 
 class DeviceWork(HandedOn):
@@ -294,7 +307,7 @@ class DeviceWork(HandedOn):
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         seconds = timeout.total_seconds() if timeout else self._connections.seconds
-        NcclPending(self._work, _NOTHING, seconds, lambda: self._connections.cancelled, None).wait()
+        NcclPending(self._work, _NOTHING, seconds, lambda: self._connections.aborted, None).wait()
         return self._done()
 
 
@@ -381,6 +394,12 @@ class Ranks:
                 return
             connections.cancelled = True
         connections.cancel()
+
+    def halt(self) -> None:
+        """Ends what is under way on the device, until `connect`. What is on the CPU goes on: a sibling is woken by the
+        news of a generation, which comes to all ranks."""
+        if self._group is not None:
+            self._group.connections.halt()
 
     @property
     def _cancelled(self) -> bool:

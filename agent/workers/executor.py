@@ -341,6 +341,7 @@ class Executor:
         """Drops the iteration in flight and every transfer; of what is summed, as keep_finished says."""
         self._progress.at(LEAVING)
         if self._groups is not None:
+            self._groups.ranks.halt()  # before the device is waited for
             self._transfers.drop()
             self._groups = None
         self._queue.forget()

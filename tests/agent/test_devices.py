@@ -26,6 +26,7 @@ from openrecycle.agent.launcher.processes import ProcessPool
 from openrecycle.agent.models import compat
 from openrecycle.agent.transport import nccl
 from openrecycle.agent.transport.group import TransferError, halt_all
+from openrecycle.agent.transport.ranks import Connections, ReplaceableGroup
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Worker
 from tests.agent import own_jobs
@@ -230,7 +231,7 @@ class _Work:
     def exception(self) -> BaseException | None:
         return self.failure
 
-    def wait(self) -> None:
+    def wait(self, timeout: object = None) -> None:
         self.joined = True
 
 
@@ -322,3 +323,54 @@ def test_what_breaks_says_with_whom(group: Any) -> None:
     with pytest.raises(TransferError) as waiting:
         group.send(1, torch.zeros(2), 0).wait()
     assert waiting.value.peer == Worker(0, 1)
+
+
+# -- the same among the ranks of a worker ----------------------------------------------------------
+
+
+@pytest.fixture
+def among_ranks(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A group whose tensors of other devices than the CPU go over a stand-in for NCCL; with that stand-in."""
+    backend = _Backend(None, 0, 2, None)
+    gloo = SimpleNamespace(recv=lambda *_: _Work(lambda: True))
+    whole = SimpleNamespace(allreduce=lambda tensors, options: backend.allreduce(tensors))
+    for name, found in {"gloo_device": None, "gloo_group": gloo, "process_group": whole, "nccl_group": backend}.items():
+        monkeypatch.setattr(compat, name, lambda *_, found=found, **__: found)
+    monkeypatch.setattr(compat, "add_nccl", lambda group, nccl: None)
+    connections = Connections(None, 0, 2, Timeouts())
+    backend.done = True
+    connections.add_nccl(None, CPU)
+    backend.done = False
+    found = ReplaceableGroup(0, 2)
+    found.connections = connections
+    return found, backend
+
+
+THERE = torch.device("meta")
+
+
+def test_a_collective_of_ranks_is_over_when_the_device_says_so(among_ranks: Any) -> None:
+    group, backend = among_ranks
+    work = group.allreduce([torch.zeros(2, device=THERE)], None)
+    waiting = threading.Thread(target=work.wait)
+    waiting.start()
+    waiting.join(0.05)
+    assert waiting.is_alive()
+    backend.done = True
+    waiting.join()
+
+
+@pytest.mark.parametrize("end", ["cancel", "halt"])
+def test_what_an_abort_ends_among_ranks_is_no_data(end: str, among_ranks: Any) -> None:
+    """The news of a generation does it, and who leaves an iteration before that; then nothing begins any more."""
+    group, backend = among_ranks
+    work = group.allreduce([torch.zeros(2, device=THERE)], None)
+    ending = threading.Timer(0.05, getattr(group.connections, end))
+    ending.start()
+    with pytest.raises(TransferError, match="cancelled"):
+        work.wait()
+    ending.join()
+    with pytest.raises(RuntimeError, match="cancelled"):
+        group.allreduce([torch.zeros(2, device=THERE)], None)
+    group.connections.halt()
+    assert backend.aborted == 1 and len(backend.works) == 2, "the first connects"
