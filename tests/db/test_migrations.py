@@ -52,8 +52,8 @@ def test_processes_that_start_together_take_turns(database_url: str) -> None:
 
 
 def test_every_migration_can_be_taken_back(database: Database) -> None:
-    with database._writing() as connection:
-        command.downgrade(alembic_config(connection), "base")
+    with database.write() as session:
+        command.downgrade(alembic_config(session.connection()), "base")
     assert set(inspect(database.engine).get_table_names()) <= {"alembic_version"}
     database.upgrade()
     assert "job" in inspect(database.engine).get_table_names()
@@ -64,8 +64,8 @@ def test_a_job_of_the_first_release_is_kept(database: Database) -> None:
     store = Store(database)
     make_job(store)
     store.apply("job", JobUpdate(plan=("f", "{}", [], False), generation=generation(1)))
-    with database._writing() as connection:
-        command.downgrade(alembic_config(connection), "release_1")
+    with database.write() as session:
+        command.downgrade(alembic_config(session.connection()), "release_1")
     assert "partition" not in {column["name"] for column in inspect(database.engine).get_columns("generation")}
     database.upgrade()
     (kept,) = store.generations("job")
