@@ -47,18 +47,18 @@ class Counting(Store):
 
 
 @pytest.fixture
-def console(tmp_path: Path) -> Iterator[ConsoleService]:
+def store(tmp_path: Path) -> Iterator[Counting]:
     database = Database(f"sqlite:///{tmp_path / 'console.db'}")
     database.upgrade()
-    console = ConsoleService(Counting(database))
-    yield console
-    console.close()
+    yield Counting(database)
     database.close()
 
 
-def store_of(console: ConsoleService) -> Counting:
-    assert isinstance(console._store, Counting)
-    return console._store
+@pytest.fixture
+def console(store: Counting) -> Iterator[ConsoleService]:
+    console = ConsoleService(store)
+    yield console
+    console.close()
 
 
 def registrations(console: ConsoleService, job_id: str) -> list[IncomingReport]:
@@ -75,7 +75,9 @@ def acknowledgements(console: ConsoleService, job_id: str, generation: int) -> l
     return console.reports.acknowledgements(job_id, messages)[1]
 
 
-def test_the_state_and_the_history_are_those_of_reports_that_come_alone(console: ConsoleService) -> None:
+def test_the_state_and_the_history_are_those_of_reports_that_come_alone(
+    console: ConsoleService, store: Counting
+) -> None:
     jobs: list[LiveJob] = [console.jobs.find(console.jobs.create(SPEC)[0].job_id) for _ in range(2)]
     together, alone = jobs
     answers = together.apply_all(registrations(console, together.job_id))
@@ -88,7 +90,7 @@ def test_the_state_and_the_history_are_those_of_reports_that_come_alone(console:
         members = [(m.name, m.state, m.incarnation, m.generation, m.acknowledged) for m in job.state.members.values()]
         rows = console.queries.generations(job.job_id)[0]["acknowledgements"]
         events = [(e["seq"], e["kind"], e["text"]) for e in console.queries.events(job.job_id, 0, 100)]
-        stored = read_processes(console._store.workers(job.job_id))
+        stored = read_processes(store.workers(job.job_id))
         assert stored == job.processes
         hosts = {p.incarnation: (p.host, p.pid, p.slot, p.role) for p in stored.values()}
         return members, {(a["worker"], a["state"]) for a in rows}, events, hosts
@@ -99,11 +101,11 @@ def test_the_state_and_the_history_are_those_of_reports_that_come_alone(console:
 
 @pytest.mark.parametrize(("most", "expected"), [(1024, [1, 11]), (4, [1, 4, 4, 3])])
 def test_what_comes_together_is_stored_in_few_transactions(
-    console: ConsoleService, monkeypatch: pytest.MonkeyPatch, most: int, expected: list[int]
+    console: ConsoleService, store: Counting, monkeypatch: pytest.MonkeyPatch, most: int, expected: list[int]
 ) -> None:
     monkeypatch.setattr(agents, "MOST", most)
     job_id = console.jobs.create(SPEC)[0].job_id
-    job, store = console.jobs.find(job_id), store_of(console)
+    job = console.jobs.find(job_id)
     job.apply_all(registrations(console, job_id))
     assert len(store.changes) == 2  # three registrations; the fourth, which opens the generation
     store.changes.clear()
@@ -138,9 +140,9 @@ def test_a_refused_report_does_not_keep_out_the_others(console: ConsoleService) 
     assert len(console.queries.generations(job_id)[0]["acknowledgements"]) == 12
 
 
-def test_without_a_database_all_are_told_and_nothing_has_changed(console: ConsoleService) -> None:
+def test_without_a_database_all_are_told_and_nothing_has_changed(console: ConsoleService, store: Counting) -> None:
     job_id = console.jobs.create(SPEC)[0].job_id
-    job, store = console.jobs.find(job_id), store_of(console)
+    job = console.jobs.find(job_id)
     job.apply_all(registrations(console, job_id))
     before, store.broken = job.state, True
     reports = acknowledgements(console, job_id, 1)
