@@ -92,7 +92,7 @@ def _broken_text(state: State) -> str:
     return json.dumps({"broken": first, "complaints": complaints, "links": state.links.to_json()})
 
 
-def _read_broken(text: str) -> tuple[Broken | None, Links]:
+def read_broken(text: str) -> tuple[Broken | None, Links]:
     """What `_broken_text` wrote; or, of a version that knew no links, the transfer alone."""
     said = json.loads(text) if text else {"broken": None, "complaints": [], "links": Links().to_json()}
     if isinstance(said, list):
@@ -171,7 +171,7 @@ def read_state(store: Store, job_row: Record, spec: JobSpec, partition: tuple[in
     for row in store.workers(job_id):
         members[row["name"]] = read_member(row, members[row["name"]].stage, acknowledged)
     over = JobState(job_row["state"]) if job_row["state"] in ("finished", "stopped") else None
-    broken, links = _read_broken(job_row["broken"])
+    broken, links = read_broken(job_row["broken"])
     return replace(
         state,
         members=members,

@@ -10,14 +10,16 @@ from sqlalchemy import Connection, text
 
 from openrecycle.db.models import Base
 
-# What databases of before the first release say that they are at, where they have all of its tables.
+# What databases of before the first release say that they are at.
 BEFORE = "release_2"
 
 
 def adopt(connection: Connection) -> None:
-    """A database of before the first release lacks nothing but a name."""
+    """A database of before the first release lacks a name and two columns."""
     if MigrationContext.configure(connection).get_current_revision() == BEFORE:
         connection.execute(text("alter table job rename column patience to choice_timeout"))
+        for column in ("lead_term bigint", "lead_node integer"):
+            connection.execute(text(f"alter table job add column {column} default 0 not null"))
         connection.execute(text("update alembic_version set version_num = 'first_release'"))
 
 

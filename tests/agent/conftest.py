@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+from openrecycle.agent.transport.store import RendezvousStore
 from tests.agent.launches import warm
 
 
@@ -24,3 +26,12 @@ def _warm(request: pytest.FixtureRequest) -> None:
     """Else the first job of a test process starts a server that lacks what the next one's workers import."""
     if request.node.get_closest_marker("processes"):
         warm()
+
+
+@pytest.fixture
+def store() -> Iterator[RendezvousStore]:
+    """Where the workers of a generation meet, in a process of its own."""
+    warm()
+    store = RendezvousStore(multiprocessing.get_context("forkserver"))
+    yield store
+    store.kill()

@@ -166,5 +166,14 @@ def fault_free_losses(iterations: int, **grid: Any) -> list[str]:
     process that asks for the same grid (of plain values) and no more iterations."""
     question = repr(sorted(grid.items()))
     if len(_references.get(question, ())) < iterations:
-        _references[question] = LocalJob(iterations=-(-iterations // 20) * 20, **grid).run().losses
+        _references[question] = uncut(iterations=-(-iterations // 20) * 20, **grid).losses
     return _references[question][:iterations]
+
+
+def uncut(*, workload: NamedWorkload | None = None, **grid: Any) -> LocalJob:
+    """The job of that grid when nothing happens to it, and no pipeline is cut into stages: the same bits, from a
+    third of the processes."""
+    given = workload or NamedWorkload("openrecycle.agent.examples.gpt:Gpt", TINY)
+    layers = int(given.options.get("layers") or grid.pop("stages", 3))
+    whole = NamedWorkload(given.path, {**given.options, "layers": layers})
+    return LocalJob(**(grid | {"stages": 1}), workload=whole, partition=(layers,)).run()

@@ -7,10 +7,20 @@ import pytest
 
 from openrecycle.planner.jobs.job import Worker
 from tests.agent.agreement_model import IDLE, REPLICA, Model, Violation
+from tests.conftest import at_length
 
 
-@pytest.mark.parametrize("waits", [False, True], ids=["staggered", "waits"])
-@pytest.mark.parametrize("lazy", [frozenset(), IDLE, REPLICA], ids=["all-work", "one-idle", "replica-dropped"])
+@pytest.mark.parametrize(
+    ("lazy", "waits"),
+    [
+        pytest.param(frozenset(), False, id="all work"),
+        pytest.param(IDLE, True, id="one idle, steps wait"),
+        pytest.param(REPLICA, False, id="replica dropped"),
+        at_length(frozenset(), True),
+        at_length(IDLE, False),
+        at_length(REPLICA, True),
+    ],
+)
 def test_every_order_leads_to_an_agreement(lazy: frozenset[Worker], waits: bool) -> None:
     found = Model(2, 2, iterations=3, deaths=1, returns=1, lazy=lazy, waits=waits).explore()
     assert found > 10_000, "the model has moved"

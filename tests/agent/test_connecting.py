@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,6 @@ from openrecycle.agent.transport.group import TransferError
 from openrecycle.agent.transport.store import RendezvousStore
 from openrecycle.planner.jobs.job import Worker
 from tests.agent.connecting import ConnectingGroup
-from tests.agent.launches import warm
 from tests.agent.local_jobs import TINY, LocalJob, fault_free_losses
 from tests.golden import golden
 
@@ -30,14 +27,6 @@ pytestmark = pytest.mark.processes
 
 GRID: dict[str, Any] = {"pipelines": 3, "stages": 2, "micro_batches": 2}
 ITERATIONS = 8
-
-
-@pytest.fixture
-def store() -> Iterator[RendezvousStore]:
-    warm()
-    store = RendezvousStore(multiprocessing.get_context("forkserver"))
-    yield store
-    store.kill()
 
 
 @pytest.mark.timeout(100)

@@ -25,7 +25,7 @@ from openrecycle.agent.coordination.events import (
 from openrecycle.agent.coordination.membership import FailureTimeouts, State
 from openrecycle.agent.messages.protocol import JobState, WorkerState
 from openrecycle.app.jobs.live_job import TICK_SECONDS
-from openrecycle.app.jobs.records import _read_broken, job_columns
+from openrecycle.app.jobs.records import job_columns, read_broken
 from openrecycle.planner.jobs.errors import InputError
 from tests.agent.coordinator_run import LADDER, Run, fingerprint
 from tests.golden import golden
@@ -232,7 +232,7 @@ def test_a_pair_that_breaks_again_loses_an_end_and_at_last_for_good() -> None:
         run.resume()
     # What a console remembers of it survives a restart, without a word of its own in the database.
     text = job_columns(State.new(3, 2, 9), run.state)["broken"]
-    assert _read_broken(text) == (None, run.state.links)
+    assert read_broken(text) == (None, run.state.links)
     _breaks(run, ("W0_0", "W1_1"), ("W1_1", "W0_0"))
     assert "W1_1" not in run.opened[-1].living and run.member("W1_1").state is WorkerState.FAILED
     run.resume(*run.opened[-1].living)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -16,7 +15,6 @@ from openrecycle.agent.transport.communicator import Communicator, Groups
 from openrecycle.agent.transport.group import TransferError
 from openrecycle.agent.transport.store import RendezvousStore
 from openrecycle.planner.jobs.job import Worker
-from tests.agent.launches import warm
 from tests.golden import golden
 
 TIMEOUTS = Timeouts(form=1.0, transfer=60.0, group=90.0)
@@ -50,14 +48,6 @@ def test_who_joins_waits_for_the_iteration_in_hand(
     with pytest.raises(TransferError, match=golden("generation-2-did-not-come")):
         communicator.form(2, me, [me, peer], ("127.0.0.1", 1), at_boundary=at_boundary)
     assert store.waited == [timedelta(seconds=seconds)]
-
-
-@pytest.fixture
-def store() -> Iterator[RendezvousStore]:
-    warm()
-    store = RendezvousStore(multiprocessing.get_context("forkserver"))
-    yield store
-    store.kill()
 
 
 def until(condition: Callable[[], bool]) -> None:

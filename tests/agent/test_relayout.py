@@ -16,7 +16,7 @@ from openrecycle.agent.models.workload import NamedWorkload
 from openrecycle.agent.workers.relayout import Move, moves
 from openrecycle.planner.jobs.job import Worker
 from tests.agent.launches import warm
-from tests.agent.local_jobs import ENDLESS, TINY, LocalJob, Message
+from tests.agent.local_jobs import ENDLESS, TINY, LocalJob, Message, uncut
 from tests.conftest import at_length
 
 LAYERS = 6
@@ -69,7 +69,7 @@ def _job(iterations: int, partitions: dict[int, tuple[int, ...]], **given: Any) 
 
 @pytest.fixture(scope="module")
 def calm() -> LocalJob:
-    return LocalJob(iterations=8, workload=LAYERED, optimization=CLIP).run()
+    return uncut(iterations=8, workload=LAYERED, optimization=CLIP)
 
 
 @pytest.mark.processes
@@ -93,7 +93,7 @@ def test_layers_of_a_sharded_optimizer_move(undo: bool) -> None:
     job = _job(ENDLESS, {2: (4, 2), 4: (3, 3)}, **grid, kills=kills, on_line=act, optimization=sharded, pace=0.01)
     changes = [line["relayout"]["partition"] for line in job.lines if "relayout" in line]
     assert changes == [[4, 2], [3, 3]]
-    calm = LocalJob(**grid, iterations=len(job.losses), workload=LAYERED, optimization=wanted).run()
+    calm = uncut(**grid, iterations=len(job.losses), workload=LAYERED, optimization=wanted)
     assert job.losses == calm.losses and job.lines[-1] == calm.lines[-1]
 
 
@@ -112,7 +112,7 @@ def test_after_a_death_layers_move_and_the_bits_stay(calm: LocalJob, at_once: in
 @pytest.mark.processes
 def test_layers_move_and_move_back_when_the_worker_returns() -> None:
     long = 30  # paced, so that the worker has time to come back
-    calm = LocalJob(iterations=long, workload=LAYERED, optimization=CLIP).run()
+    calm = uncut(iterations=long, workload=LAYERED, optimization=CLIP)
 
     def act(job: LocalJob, line: Message) -> None:
         if "relayout" in line and line["relayout"]["generation"] == 2:
@@ -140,7 +140,7 @@ def test_layers_go_on_to_move_after_a_worker_has_come_back_in_between() -> None:
     job = _job(ENDLESS, {2: (3, 1, 2)}, kills=("W1_1@1:F1",), hand_over=slow, on_line=act, pace=0.01)
     changes = [line["relayout"] for line in job.lines if "relayout" in line]
     assert [(c["generation"] > 2, c["partition"]) for c in changes] == [(True, [3, 1, 2])]
-    calm = LocalJob(iterations=len(job.losses), workload=LAYERED, optimization=CLIP).run()
+    calm = uncut(iterations=len(job.losses), workload=LAYERED, optimization=CLIP)
     assert job.losses == calm.losses and job.lines[-1] == calm.lines[-1]
 
 
@@ -239,7 +239,7 @@ def test_a_job_moves_layers_by_itself_and_moves_them_back() -> None:
     long = 36
     grid = {"pipelines": 3, "stages": 2, "micro_batches": 2}
     workload = NamedWorkload("openrecycle.agent.examples.gpt:Gpt", TINY | {"layers": 8})
-    undisturbed = LocalJob(**grid, iterations=long, workload=workload).run()
+    undisturbed = uncut(**grid, iterations=long, workload=workload)
 
     def act(job: LocalJob, line: Message) -> None:
         if "relayout" in line and line["relayout"]["partition"] != [4, 4]:

@@ -6,7 +6,7 @@ import contextlib
 import multiprocessing
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -21,21 +21,12 @@ from openrecycle.agent.transport.communicator import Communicator, Groups
 from openrecycle.agent.transport.group import GlooGroup, TransferError
 from openrecycle.agent.transport.store import RendezvousStore
 from openrecycle.planner.jobs.job import Worker, WorkerRank
-from tests.agent.launches import warm
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(100)]
 
 PATIENT = Timeouts(form=60.0, transfer=700.0, group=800.0)
 GRID = [Worker(pipeline, stage) for pipeline in range(3) for stage in range(2)]
 T = TypeVar("T")
-
-
-@pytest.fixture
-def store() -> Iterator[RendezvousStore]:
-    warm()
-    store = RendezvousStore(multiprocessing.get_context("forkserver"))
-    yield store
-    store.kill()
 
 
 @pytest.fixture

@@ -27,6 +27,7 @@ from openrecycle.agent.nodes.succession import (
 )
 from openrecycle.planner.jobs.job import Worker
 from tests.agent.consoles import until
+from tests.conftest import examples
 
 RUN = "a run"
 
@@ -82,6 +83,7 @@ def test_a_vote_is_given_once_and_for_no_older_copy(
 # -- what a node keeps ----------------------------------------------------------------------------
 
 
+@examples(30)
 @given(st.lists(st.text(max_size=20), max_size=30), st.integers(0, 30), st.integers(0, 30))
 def test_the_record_reaches_a_node_whatever_it_has_of_it(texts: list[str], has: int, cut: int) -> None:
     lead, node = Spool(), Spool()

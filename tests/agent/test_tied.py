@@ -16,8 +16,9 @@ from openrecycle.agent.models.layers import build_layers
 from openrecycle.agent.models.workload import NamedWorkload
 from openrecycle.agent.workers.tied import Route, routes
 from openrecycle.planner.jobs.job import Worker
-from tests.agent.local_jobs import TINY, LocalJob, Message
+from tests.agent.local_jobs import TINY, LocalJob, Message, uncut
 from tests.agent.test_relayout import Rearranging
+from tests.conftest import at_length
 
 LAYERS = 6
 CLIP = Optimization(clip_norm=0.3)
@@ -57,7 +58,7 @@ def _reference(iterations: int) -> list[float]:
 
 @pytest.fixture(scope="module")
 def calm() -> LocalJob:
-    return LocalJob(iterations=8, workload=TIED, optimization=CLIP).run()
+    return uncut(iterations=8, workload=TIED, optimization=CLIP)
 
 
 @pytest.mark.processes
@@ -67,11 +68,9 @@ def test_it_trains_as_one_parameter_does(calm: LocalJob) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("grid", "partition"), [((2, 3, 4), (4, 1, 1)), ((2, 2, 4), (5, 1)), ((2, 1, 4), (6,))])
-def test_the_partition_does_not_show(calm: LocalJob, grid: tuple[int, int, int], partition: tuple[int, ...]) -> None:
-    pipelines, stages, micro_batches = grid
-    size = {"pipelines": pipelines, "stages": stages, "micro_batches": micro_batches}
-    job = LocalJob(**size, iterations=8, workload=TIED, optimization=CLIP, partition=partition).run()
+@pytest.mark.parametrize("partition", [(4, 1, 1), at_length((5, 1))])
+def test_the_partition_does_not_show(calm: LocalJob, partition: tuple[int, ...]) -> None:
+    job = LocalJob(stages=len(partition), iterations=8, workload=TIED, optimization=CLIP, partition=partition).run()
     assert job.losses == calm.losses and job.lines[-1] == calm.lines[-1]
 
 
@@ -86,7 +85,7 @@ class Moving(Rearranging):
 def test_a_death_a_move_a_return_a_death_a_move_and_a_return() -> None:
     """The two copies are on the first and last stage all along, and what lies between moves."""
     long = 28
-    undisturbed = LocalJob(iterations=long, workload=TIED, optimization=CLIP).run()
+    undisturbed = uncut(iterations=long, workload=TIED, optimization=CLIP)
     back: list[str] = []
 
     def act(job: LocalJob, line: Message) -> None:

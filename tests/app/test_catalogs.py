@@ -21,7 +21,6 @@ from openrecycle.app.runtime.processes import Channel, Children
 from openrecycle.app.ui import catalog_view, text
 from openrecycle.app.ui.charts.catalog import catalog_curves
 from openrecycle.app.ui.theme import DARK, LIGHT
-from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 from openrecycle.planner.catalogs.catalog_store import PLANNER_VERSION, CatalogInfo, open_folder
 from openrecycle.planner.check import check
@@ -37,14 +36,6 @@ from tests.golden import golden
 SMALL = {"pipelines": 2, "stages": 2, "micro_batches": 3, "tolerance": 1}
 # Tasks of one plan each, so that it can be caught in the middle.
 LONG = {"pipelines": 4, "stages": 4, "micro_batches": 6, "tolerance": 3, "solver": "cp-sat", "time_limit": 30.0}
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    database = Database(f"sqlite:///{tmp_path / 'console.db'}")
-    database.upgrade()
-    yield Store(database)
-    database.close()
 
 
 @pytest.fixture

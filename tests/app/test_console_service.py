@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 from sqlalchemy import text
@@ -26,7 +25,6 @@ from openrecycle.agent.messages.protocol import (
 from openrecycle.app.console.service import ConsoleService, get_console, set_console
 from openrecycle.app.jobs.states import RoleState
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 from tests.golden import golden
 
@@ -34,14 +32,6 @@ pytestmark = pytest.mark.processes
 
 SPEC = JobSpec(name="job", pipelines=3, stages=2, micro_batches=3, iterations=50)
 NAMES = [f"W{p}_{s}" for p in range(3) for s in range(2)]
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    database = Database(f"sqlite:///{tmp_path / 'console.db'}")
-    database.upgrade()
-    yield Store(database)
-    database.close()
 
 
 @pytest.fixture

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
@@ -12,7 +11,6 @@ from openrecycle.agent.messages.protocol import Acknowledgement, FailureReport, 
 from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.plans.service import Drifting
-from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.layers.drift import DriftLimits
@@ -96,15 +94,8 @@ def started(store: Store) -> ConsoleService:
     return console
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    database = Database(f"sqlite:///{tmp_path / 'console.db'}")
-    database.upgrade()
-    yield Store(database)
-    database.close()
-
-
-def test_a_slow_worker_gets_less_to_do_until_it_is_well(store: Store) -> None:
+def training(store: Store) -> tuple[ConsoleService, Workers]:
+    """A job whose workers have all taken up the first generation."""
     console = started(store)
     created, _ = console.jobs.create(SPEC)
     workers = Workers(console, created.job_id)
@@ -112,12 +103,17 @@ def test_a_slow_worker_gets_less_to_do_until_it_is_well(store: Store) -> None:
         created.job_id, [Registration(worker=name, incarnation=f"{name}-a", host="h", pid=7) for name in NAMES]
     )
     workers.resume()
+    return console, workers
+
+
+def test_a_slow_worker_gets_less_to_do_until_it_is_well(store: Store) -> None:
+    console, workers = training(store)
     workers.beat({}, rounds=WINDOW)
     assert workers.job.state.generation == 1 and workers.job.measurements.slow == {}
 
     workers.beat({"W1_1": 2.0}, rounds=WINDOW + 1)
     until(lambda: workers.job.state.generation == 2)
-    view = console.queries.view(created.job_id)
+    view = console.queries.view(workers.job_id)
     assert [w.slow for w in view.workers] == [0, 0, 0, 2]
     assert workers.plan.job.speeds == {"W1_1": 0.5} and workers.job.plans.job.speeds == ((SLOW, 0.5),)
     # Its peer takes work off it.
@@ -130,7 +126,7 @@ def test_a_slow_worker_gets_less_to_do_until_it_is_well(store: Store) -> None:
     # What fails next is planned with that speed, too.
     workers.resume()
     failed = FailureReport(worker="W0_0", incarnation="W0_0-a", cause="exit", reporter="launcher", detail="gone")
-    console.reports.failure(created.job_id, failed)
+    console.reports.failure(workers.job_id, failed)
     assert workers.plan.job.speeds == {"W1_1": 0.5} and workers.plan.failed == ("W0_0",)
 
     # A console that starts anew knows it from the plan in force.
@@ -149,19 +145,13 @@ def test_a_slow_worker_gets_less_to_do_until_it_is_well(store: Store) -> None:
 
 
 def test_while_the_plan_is_frozen_a_better_one_waits(store: Store) -> None:
-    console = started(store)
-    created, _ = console.jobs.create(SPEC)
-    workers = Workers(console, created.job_id)
-    console.reports.register(
-        created.job_id, [Registration(worker=name, incarnation=f"{name}-a", host="h", pid=7) for name in NAMES]
-    )
-    workers.resume()
-    console.operators.freeze(created.job_id, True, "ada")
+    console, workers = training(store)
+    console.operators.freeze(workers.job_id, True, "ada")
     workers.beat({"W1_1": 2.0}, rounds=WINDOW + 1)
     until(lambda: any("it waits: ada has frozen the plan" in text for text in workers.texts()))
     assert workers.job.state.generation == 1
     assert workers.job.plans.job.speeds == ((SLOW, 0.5),), "what fails now is planned with that speed"
-    console.operators.freeze(created.job_id, False, "ada")
+    console.operators.freeze(workers.job_id, False, "ada")
     workers.beat({"W1_1": 2.0}, rounds=1)
     until(lambda: workers.job.state.generation == 2)
     assert workers.plan.job.speeds == {"W1_1": 0.5}
@@ -169,13 +159,7 @@ def test_while_the_plan_is_frozen_a_better_one_waits(store: Store) -> None:
 
 
 def test_all_together_are_slow_and_no_plan_is_to_blame(store: Store) -> None:
-    console = started(store)
-    created, _ = console.jobs.create(SPEC)
-    workers = Workers(console, created.job_id)
-    console.reports.register(
-        created.job_id, [Registration(worker=name, incarnation=f"{name}-a", host="h", pid=7) for name in NAMES]
-    )
-    workers.resume()
+    console, workers = training(store)
     workers.beat(dict.fromkeys(NAMES, 1.5), rounds=WINDOW + 1)
     said = "all workers' ops take 1.5 times what the profile says"
     until(lambda: any(said in text for text in workers.texts()))

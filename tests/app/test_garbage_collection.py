@@ -24,6 +24,14 @@ class Thing:
     """Something that a weak reference can point at."""
 
 
+@pytest.fixture(scope="module", autouse=True)
+def frozen_again() -> Iterator[None]:
+    """Else each collection that comes later in this process looks through all that tests have imported."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def thawed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(patches, "WHOLE_SECONDS", 0.0)

@@ -134,8 +134,8 @@ def rows(
     ]
 
 
-def commit(console: ConsoleService, job: JobHere, made: list[Record]) -> None:
-    console._store.add_iterations(job.job_id, made)
+def commit(here: ConsoleHere, job: JobHere, made: list[Record]) -> None:
+    here.store.add_iterations(job.job_id, made)
     job.commit(made[-1]["iteration"], made[-1]["iteration"], 1)
 
 
@@ -145,24 +145,24 @@ def test_the_yardstick_is_pinned_and_no_slower_machine_moves_it(here: ConsoleHer
     driven = JobHere(console, "pinned", iterations=5000, paced=False, durations={}).register()
     job = console.jobs.find(driven.job_id)
     assert console.accounts.of(job).fault_free is None
-    commit(console, driven, rows(0, 40, 1.0))
+    commit(here, driven, rows(0, 40, 1.0))
     until(lambda: job.baseline is not None, "it is measured")
     pinned = job.baseline
     assert pinned is not None and pinned.samples_per_second == pytest.approx(18 / 1.01, rel=0.02)
     assert pinned.words == golden("measured-at-iterations-1-to") and len(feed(console, job.job_id)) == 1
     before = console.accounts.of(job).fault_free
-    commit(console, driven, rows(41, 700, 2.0))
+    commit(here, driven, rows(41, 700, 2.0))
     time.sleep(0.6)  # two ticks of the console in which it could have been moved
     assert console.accounts.of(job).fault_free == before and len(feed(console, job.job_id)) == 1
     # An operator has it measured anew, and the feed says what it was.
     console.operators.measure_anew(job.job_id, "ada")
     assert console.accounts.of(job).fault_free == before, "until there is a new one"
-    commit(console, driven, rows(701, 740, 2.0))
+    commit(here, driven, rows(701, 740, 2.0))
     until(lambda: job.baseline is not None and job.baseline.renew is None, "it is measured anew")
     assert job.baseline is not None and job.baseline.first > 700
     assert job.baseline.samples_per_second == pytest.approx(9 / 1.01, rel=0.02)
     assert "until now 17" in feed(console, job.job_id)[-1] and "ada" in feed(console, job.job_id)[-2]
-    again = ConsoleService(console._store)
+    again = ConsoleService(here.store)
     try:
         read = again.jobs.take_up(job.job_id)
         assert read is not None and read.baseline == job.baseline
@@ -177,10 +177,10 @@ def test_an_unsteady_start_is_no_yardstick(here: ConsoleHere) -> None:
     made = rows(0, 30, 1.0)
     for row in made[:15]:
         row["seconds"] = 1.0 + 2.0 * (row["iteration"] % 2)
-    commit(here.console, driven, made)
+    commit(here, driven, made)
     time.sleep(0.6)  # two ticks of the console in which it could have been pinned too early
     assert job.baseline is None
-    commit(here.console, driven, rows(31, 60, 1.0))
+    commit(here, driven, rows(31, 60, 1.0))
     until(lambda: job.baseline is not None, "a stable window")
     assert job.baseline is not None and job.baseline.first >= 12
 
@@ -192,12 +192,12 @@ def test_micro_batches_that_are_left_out_were_not_trained(here: ConsoleHere, mon
     job.pin(PINNED)
     made = rows(0, 99, 1.0)
     made[5]["skipped"] = list(range(9))
-    commit(here.console, driven, made)
+    commit(here, driven, made)
     view = iteration_view(made[5], job.spec)
     assert view.samples_per_second == 9 / view.seconds
-    one_by_one = Accounts(here.console._store).of(job)
+    one_by_one = Accounts(here.store).of(job)
     monkeypatch.setattr(goodput, "BATCH", 10)
-    at_once = Accounts(here.console._store).of(job)
+    at_once = Accounts(here.store).of(job)
     for found in (one_by_one, at_once):
         assert found.goodput == pytest.approx((100 * 18 - 9) / (18 * found.wall))
 
@@ -236,7 +236,7 @@ def test_a_persons_time_is_no_cost_and_no_dip(here: ConsoleHere) -> None:
         row["committed_at"] += 60
     made[20]["seconds"] += 60
     job.commands.held = [("pause", made[19]["committed_at"] - 0.5), ("resume", made[19]["committed_at"] + 60)]
-    commit(console, driven, made)
+    commit(here, driven, made)
     view = console.queries.view(job.job_id)
     slowest = min(i.samples_per_second for i in view.iterations if i.iteration < 29)
     assert slowest > 17, "the pause is no dip"

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from openrecycle.agent.messages.protocol import JobSpec
 from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 from openrecycle.planner.jobs.job import Job, StageProfile, Worker
 from openrecycle.planner.plans.plan import job_doc
@@ -32,14 +28,6 @@ UNEVEN = Job(
 )
 SIZES = {"name": "job", "pipelines": 2, "stages": 2, "micro_batches": 3, "iterations": 5}
 SPEC = JobSpec.model_validate({**SIZES, "memory": "bytes", "profile": job_doc(UNEVEN)})
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    database = Database(f"sqlite:///{tmp_path / 'console.db'}")
-    database.upgrade()
-    yield Store(database)
-    database.close()
 
 
 def test_a_profile_outlives_its_console(store: Store) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -16,14 +14,6 @@ from openrecycle.db.store import Store
 from openrecycle.planner.jobs.job import Job, Problem, Worker
 from openrecycle.planner.plans.plan import Plan
 from openrecycle.planner.solvers.portfolio import make_plan
-
-
-@pytest.fixture
-def database(tmp_path: Path) -> Iterator[Database]:
-    database = Database(f"sqlite:///{tmp_path}/console.db")
-    database.upgrade()
-    yield database
-    database.close()
 
 
 @pytest.fixture

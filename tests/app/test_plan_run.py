@@ -79,7 +79,7 @@ def test_while_a_newcomer_takes_its_state_the_plan_that_is_run_is_shown(
     assert next(iter(console.sources.names(job.job_id).values())) == "Interim, generation 3: without W1_2 (joining)"
     assert console.queries.head(job.job_id).plan == plan.fingerprint
     # A console that is started anew knows it too.
-    again = ConsoleService(console._store)
+    again = ConsoleService(here.store)
     try:
         read = again.jobs.take_up(job.job_id)
         assert read is not None and read.plan_run == console.jobs.find(job.job_id).plan_run

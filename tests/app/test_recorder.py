@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,14 +25,6 @@ from tests.golden import golden
 pytestmark = pytest.mark.processes
 
 SPEC = JobSpec(name="job", pipelines=2, stages=2, micro_batches=2, iterations=50)
-
-
-@pytest.fixture
-def database(tmp_path: Path) -> Iterator[Database]:
-    database = Database(f"sqlite:///{tmp_path / 'console.db'}")
-    database.upgrade()
-    yield database
-    database.close()
 
 
 @pytest.fixture

@@ -40,18 +40,18 @@ class Counting(Store):
 
 
 @pytest.fixture
-def console(tmp_path: Path) -> Iterator[ConsoleService]:
+def store(tmp_path: Path) -> Iterator[Counting]:
     database = Database(f"sqlite:///{tmp_path / 'console.db'}")
     database.upgrade()
-    console = ConsoleService(Counting(database))
-    yield console
-    console.close()
+    yield Counting(database)
     database.close()
 
 
-def store_of(console: ConsoleService) -> Counting:
-    assert isinstance(console._store, Counting)
-    return console._store
+@pytest.fixture
+def console(store: Counting) -> Iterator[ConsoleService]:
+    console = ConsoleService(store)
+    yield console
+    console.close()
 
 
 REGISTRATIONS = [Registration(worker=name, incarnation=f"{name}-a", host="h", pid=7) for name in NAMES]
@@ -62,7 +62,9 @@ ACKNOWLEDGEMENTS = [
 ]
 
 
-def test_the_state_and_the_history_are_those_of_reports_that_come_alone(console: ConsoleService) -> None:
+def test_the_state_and_the_history_are_those_of_reports_that_come_alone(
+    console: ConsoleService, store: Counting
+) -> None:
     jobs: list[LiveJob] = [console.jobs.find(console.jobs.create(SPEC)[0].job_id) for _ in range(2)]
     together, alone = jobs
     assert console.reports.register(together.job_id, REGISTRATIONS).taken == len(NAMES)
@@ -75,7 +77,7 @@ def test_the_state_and_the_history_are_those_of_reports_that_come_alone(console:
         members = [(m.name, m.state, m.incarnation, m.generation, m.acknowledged) for m in job.state.members.values()]
         rows = console.queries.generations(job.job_id)[0]["acknowledgements"]
         events = [(e["seq"], e["kind"], e["text"]) for e in console.queries.events(job.job_id, 0, 100)]
-        stored = read_processes(console._store.workers(job.job_id))
+        stored = read_processes(store.workers(job.job_id))
         assert stored == job.processes
         hosts = {p.incarnation: (p.host, p.pid, p.slot, p.role) for p in stored.values()}
         return members, {(a["worker"], a["state"]) for a in rows}, events, hosts
@@ -84,9 +86,8 @@ def test_the_state_and_the_history_are_those_of_reports_that_come_alone(console:
     assert together.state.job_state == "running"
 
 
-def test_what_comes_together_is_stored_in_few_transactions(console: ConsoleService) -> None:
+def test_what_comes_together_is_stored_in_few_transactions(console: ConsoleService, store: Counting) -> None:
     job_id = console.jobs.create(SPEC)[0].job_id
-    store = store_of(console)
     console.reports.register(job_id, REGISTRATIONS)
     assert len(store.changes) == 2  # three registrations; the fourth, which opens the generation
     store.changes.clear()
@@ -117,9 +118,11 @@ def test_who_follows_generations_itself_is_told_which_are_not_its_own(console: C
     assert console.reports.register(job_id, [again]).before == {"W1_1": 1}
 
 
-def test_without_a_database_nothing_has_changed_and_all_is_to_be_sent_again(console: ConsoleService) -> None:
+def test_without_a_database_nothing_has_changed_and_all_is_to_be_sent_again(
+    console: ConsoleService, store: Counting
+) -> None:
     job_id = console.jobs.create(SPEC)[0].job_id
-    job, store = console.jobs.find(job_id), store_of(console)
+    job = console.jobs.find(job_id)
     console.reports.register(job_id, REGISTRATIONS)
     before, store.broken = job.state, True
     with pytest.raises(ConsoleError) as failed:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -28,14 +27,6 @@ from tests.golden import golden
 pytestmark = pytest.mark.processes
 
 SPEC = {"name": "x", "pipelines": 2, "stages": 2, "micro_batches": 2, "iterations": 9}
-
-
-@pytest.fixture
-def database(tmp_path: Path) -> Iterator[Database]:
-    database = Database(f"sqlite:///{tmp_path / 'console.db'}")
-    database.upgrade()
-    yield database
-    database.close()
 
 
 def fill(database: Database) -> None:

@@ -34,7 +34,6 @@ def job(here: ConsoleHere) -> JobHere:
 
 def open_page(**query: Any) -> AppTest:
     test = AppTest.from_file(MAIN, default_timeout=60)
-    test.run()
     for name, value in query.items():
         test.query_params[name] = value
     test.switch_page("schedule.py").run()

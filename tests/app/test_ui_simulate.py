@@ -24,7 +24,7 @@ def job(here: ConsoleHere) -> JobHere:
 
 def open_page() -> AppTest:
     test = AppTest.from_file(MAIN, default_timeout=TIMEOUT)
-    test.run().switch_page("simulate.py").run()
+    test.switch_page("simulate.py").run()
     for name in ("sim_pipelines", "sim_stages", "sim_micro_batches"):
         test.number_input(key=name).set_value(2)
     return test.run()

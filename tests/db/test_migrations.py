@@ -52,8 +52,8 @@ def test_processes_that_start_together_take_turns(database_url: str) -> None:
 
 
 def test_every_migration_can_be_taken_back(database: Database) -> None:
-    with database._writing() as connection:
-        command.downgrade(alembic_config(connection), "base")
+    with database.write() as session:
+        command.downgrade(alembic_config(session.connection()), "base")
     assert set(inspect(database.engine).get_table_names()) <= {"alembic_version"}
     database.upgrade()
     assert "job" in inspect(database.engine).get_table_names()
@@ -63,9 +63,11 @@ def test_a_database_of_before_the_first_release_is_taken_over_with_its_jobs(data
     store = Store(database)
     make_job(store)
     store.apply("job", JobUpdate(job={"choice_timeout": 7.5}, plan=("f", "{}", [], False), generation=generation(1)))
-    with database._writing() as connection:
-        connection.execute(text("alter table job rename column choice_timeout to patience"))
-        connection.execute(text("update alembic_version set version_num = 'release_2'"))
+    with database.write() as session:
+        session.execute(text("alter table job rename column choice_timeout to patience"))
+        for column in ("lead_term", "lead_node"):
+            session.execute(text(f"alter table job drop column {column}"))
+        session.execute(text("update alembic_version set version_num = 'release_2'"))
     for _ in range(2):
         database.upgrade()
         job = store.job("job")

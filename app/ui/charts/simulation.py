@@ -39,7 +39,7 @@ def policy_words(name: str) -> str:
     return POLICIES[name][0] if name in POLICIES else name
 
 
-def _look(name: str, colours: Palette) -> tuple[str, str]:
+def look(name: str, colours: Palette) -> tuple[str, str]:
     """Colour and dash; one colour for any number of spares, whose dashes tell them apart."""
     base, _, number = name.partition("-") if name.startswith("spares") else (name, "", "")
     dash = POLICIES[base][1] if base in POLICIES else "solid"
@@ -78,7 +78,7 @@ def throughput_over_time(curves: Mapping[str, Curve], living: Curve, colours: Pa
     figure = go.Figure()
     unit, short, of_hour = _unit(living[-1][0] - living[0][0] if living else 0.0)
     for name, curve in curves.items():
-        colour, dash = _look(name, colours)
+        colour, dash = look(name, colours)
         points = thinned(curve)
         figure.add_scatter(
             x=[of_hour * x for x, _ in points],
@@ -125,7 +125,7 @@ def sensitivity(
     """Average samples per second by one worker's mean time between failures (logarithmic)."""
     figure = go.Figure()
     for name, values in rates.items():
-        colour, dash = _look(name, colours)
+        colour, dash = look(name, colours)
         figure.add_scatter(
             x=list(mtbf),
             y=list(values),

@@ -53,6 +53,8 @@ def upgrade() -> None:
         sa.Column("reason", sa.Text(), nullable=False),
         sa.Column("mode", sa.String(length=16), server_default="automatic", nullable=False),
         sa.Column("choice_timeout", sa.Double(), server_default="60", nullable=False),
+        sa.Column("lead_term", sa.BigInteger(), server_default="0", nullable=False),
+        sa.Column("lead_node", sa.Integer(), server_default="0", nullable=False),
         sa.Column("frozen_by", sa.String(length=80), server_default="", nullable=False),
         sa.Column("broken", sa.Text(), server_default="", nullable=False),
         sa.Column("moves", sa.Text(), server_default="[]", nullable=False),
