@@ -166,7 +166,7 @@ class LearnedTransfers(TaggedTransfers):
         if lane not in self._said:
             group = self._lines.forward if kind == "F" else self._lines.backward
             pending = group.send(self._lines.rank[lane[1]], _header(specs), _HEADER_TAG + "FI".index(kind))
-            self._sent.append((self._iteration, pending))
+            self._sent.setdefault((self._iteration, kind, key), []).append(pending)
             self._said[lane] = specs
         if self._said[lane] != specs:
             text = ", ".join(map(str, specs))

@@ -39,13 +39,15 @@ _SMALL = 4 << 20
 @dataclass(frozen=True)
 class MicroBatchMemory:
     """Bytes of one micro-batch on a stage. forward: held from F to I. backward: from I to W. beside: while an op runs,
-    beside the larger of them. received, sent: what the neighbours give and get, both ways."""
+    beside the larger of them. received: what a neighbour gives, at most. given, back: what the next one gets, and the
+    one before."""
 
     forward: int = 0
     backward: int = 0
     beside: int = 0
     received: int = 0
-    sent: int = 0
+    given: int = 0
+    back: int = 0
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,8 @@ class StageMemory:
     parameters: with buffers. optimizer: what it keeps of them, of its shards where it is sharded. sums: of gradients.
     undo: of what a step changes, as far as it does not fit where the sums are. gradients: of what is computed or
     stepped at a time; where they are clipped of all that is stepped. activations: of as many micro-batches as a plan
-    may have in flight, with what an op needs for a moment. transfers: what neighbours are sent, until an iteration
-    later, and what is received ahead. checkpoint: the copy that is written. hand_over: pieces on their way to workers
+    may have in flight, with what an op needs for a moment. transfers: what neighbours are sent, for as long as it is
+    kept, and what is received ahead. checkpoint: the copy that is written. hand_over: pieces on their way to workers
     that join.
     """
 
@@ -127,8 +129,8 @@ def with_activations(
     """per_iteration: micro-batches of a worker. ranks: that hold as much as one that is alone. splits: as of
     `activation_memory`."""
     activations = activation_memory(one, in_flight, splits=splits)
-    # What is sent in an iteration is let go at the end of the next one.
-    transfers = PREFETCH * one.received + 2 * per_iteration * one.sent
+    # An output is kept until its gradient comes; a gradient until the end of the next iteration.
+    transfers = PREFETCH * one.received + in_flight * one.given + 2 * per_iteration * one.back
     return replace(state, activations=ranks * activations, transfers=ranks * transfers)
 
 
@@ -209,7 +211,7 @@ def _one(
     with live:
         stage.weight_backward(_KEY)
     beside = max(0, live.most - max(after_f, after_i))
-    memory = MicroBatchMemory(after_f, after_i, beside, max(came, given), given + (0 if first else back))
+    memory = MicroBatchMemory(after_f, after_i, beside, max(came, given), given, 0 if first else back)
     return memory, tuple(t.detach() for t in outputs)
 
 

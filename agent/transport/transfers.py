@@ -67,7 +67,8 @@ class Transfers(ABC):
 
     def __init__(self, lines: Lines, layout: TransferLayout) -> None:
         self._lines, self._layout = lines, layout
-        self._sent: deque[tuple[int, PendingTransfer]] = deque()
+        self._sent: dict[tuple[int, str, MicroBatch], list[PendingTransfer]] = {}
+        """By iteration, in the order in which they were."""
         self._receiving: dict[Transfer, dict[int, PendingTransfer]] = {}
         self._expected: Iterator[Transfer] = iter(())
         self._ahead = 0
@@ -90,11 +91,13 @@ class Transfers(ABC):
             tensors = _flat(tensors, specs, self._shapes_at, whole=group.whole_buffers)
         for i, tensor in tensors.items():
             pending = group.send(to, tensor.contiguous(), self._tag(kind, key, i))
-            self._sent.append((self._iteration, pending))
+            self._sent.setdefault((self._iteration, kind, key), []).append(pending)
 
     def receive(self, kind: str, key: MicroBatch) -> dict[int, Tensor]:
         """The tensors that were sent, by their place in the boundary; waits for them."""
         arrived = {i: pending.wait() for i, pending in self._receiving.pop((kind, key)).items()}
+        if kind == "I" and arrived:  # whoever gives gradients of it has the output, so this does not wait
+            self._forget((self._iteration, "F", key))
         self._ahead -= 1
         self._post_ahead()
         return _shaped(arrived, self._specs(kind, key), self._shapes_at) if self._layout.varies else arrived
@@ -105,8 +108,13 @@ class Transfers(ABC):
 
     def let_go(self, before: int | None = None) -> None:
         """Waits until peers have all that was sent (of iterations before this one), and forgets it."""
-        while self._sent and (before is None or self._sent[0][0] < before):
-            self._sent.popleft()[1].wait()
+        for sent in [sent for sent in self._sent if before is None or sent[0] < before]:
+            self._forget(sent)
+
+    def _forget(self, sent: tuple[int, str, MicroBatch]) -> None:
+        for pending in self._sent.get(sent, ()):
+            pending.wait()
+        self._sent.pop(sent, None)
 
     def reduce(self, tensor: Tensor) -> None:
         """Sums `tensor` over the living peers of the stage, in place."""

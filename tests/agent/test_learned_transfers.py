@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -91,3 +92,30 @@ def test_another_shape_than_before_is_refused() -> None:
         with pytest.raises(InputError) as caught:
             transfers.send("F", (0, 1), {0: other})
         assert "float32[2, 3]" in str(caught.value)
+
+
+def test_an_output_is_let_go_when_its_gradient_is_there() -> None:
+    """Not only after the iteration, when those of all its micro-batches are."""
+    job, store = Job.uniform(1, 2, 2), dist.HashStore()
+    living = list(job.workers())
+    schedule = random_schedule(1, job, frozenset(), coupled=True)
+    with ThreadPoolExecutor(2) as threads:
+        lines = list(threads.map(lambda me: lines_of(store, me, living), living))
+        first, second = (LearnedTransfers(mine, job) for mine in lines)
+        for transfers, mine in zip((first, second), lines, strict=True):
+            transfers.begin(0, Script.of(schedule, mine.me))
+        keys = [(op.pipeline, op.micro_batch) for op in Script.of(schedule, first._lines.me).ops if op.kind == "F"]
+        outputs = {key: torch.ones(3) for key in keys}
+        kept = {key: weakref.ref(output) for key, output in outputs.items()}
+        for key in keys:
+            first.send("F", key, {0: outputs.pop(key)})
+
+        def answer() -> None:
+            for key in keys:
+                second.send("I", key, second.receive("F", key))
+
+        answered = threads.submit(answer)
+        for key in keys:
+            first.receive("I", key)
+            assert kept[key]() is None
+        answered.result()

@@ -77,9 +77,9 @@ def test_what_a_micro_batch_holds_is_counted(small: int, monkeypatch: pytest.Mon
     # After F: what enters each Linear and each GELU. After I: what enters each Linear, and the gradient of what leaves
     # it. What leaves the stage is sent, and counted there.
     assert first.forward == first.backward == 4 * ROW
-    assert first.sent == ROW and first.received == ROW
+    assert (first.given, first.back, first.received) == (ROW, 0, ROW)
     # The last keeps the output's difference from the targets for the loss, too.
-    assert 5 * ROW <= last.forward <= 6 * ROW and last.sent == ROW
+    assert 5 * ROW <= last.forward <= 6 * ROW and (last.given, last.back) == (0, ROW)
     assert ROW <= first.beside <= 4 * ROW
 
 
