@@ -11,13 +11,14 @@ branch_labels = None
 depends_on = None
 
 
+# Not in a batch, which on SQLite makes the table anew: with the old one all that refers to its jobs would go.
+
+
 def upgrade() -> None:
-    with op.batch_alter_table("job", schema=None) as batch_op:
-        batch_op.add_column(sa.Column("lead_term", sa.BigInteger(), server_default="0", nullable=False))
-        batch_op.add_column(sa.Column("lead_node", sa.Integer(), server_default="0", nullable=False))
+    op.add_column("job", sa.Column("lead_term", sa.BigInteger(), server_default="0", nullable=False))
+    op.add_column("job", sa.Column("lead_node", sa.Integer(), server_default="0", nullable=False))
 
 
 def downgrade() -> None:
-    with op.batch_alter_table("job", schema=None) as batch_op:
-        batch_op.drop_column("lead_node")
-        batch_op.drop_column("lead_term")
+    op.drop_column("job", "lead_node")
+    op.drop_column("job", "lead_term")
