@@ -15,7 +15,7 @@ from openrecycle.agent.jobs.preflight import check_workload
 from openrecycle.agent.models import compat
 from openrecycle.agent.profiling import memory
 from openrecycle.agent.profiling.memory import micro_batch_memory, state_memory
-from openrecycle.agent.stages.gradients import gradient_sum
+from openrecycle.agent.stages.gradients import SUM_OF
 from openrecycle.agent.stages.optimizer import StageOptimizer
 from openrecycle.agent.stages.post_validation import CLEAN
 from openrecycle.planner.jobs.errors import InputError
@@ -111,7 +111,7 @@ def test_what_is_kept_beside_activations_is_what_is_said(mode: Mode, clips: bool
     live = compat.LiveBytes()
     with live:
         module = _linear(layers, width)
-        sums = gradient_sum(mode, module.parameters(), terms=2)
+        sums = SUM_OF[mode](module.parameters(), terms=2)
         stage = StageOptimizer(module, torch.optim.AdamW(module.parameters()), sums, clips=clips)
         for _ in range(3):
             for parameter in sums.parameters:
