@@ -94,15 +94,3 @@ def test_a_link_shows_what_its_sender_saw(browser: Browser, server: ConsoleServe
     with watched(browser, server.root) as other:
         other.goto(link)
         shows_the_same(other)
-
-
-def test_help_draws_five_pictures_and_says_how_to_connect(page: Page, server: ConsoleServer) -> None:
-    page.get_by_role("link", name="Help").click()
-    pictures = page.locator(".or-idea img")
-    expect(pictures).to_have_count(5)
-    for i in range(5):
-        assert pictures.nth(i).evaluate("image => image.decode().then(() => image.naturalWidth)") > 500
-        assert (pictures.nth(i).get_attribute("alt") or "").startswith("Schedule of ")
-    page.get_by_text("Your own job", exact=True).click()
-    expect(page.get_by_text(f'console="{server.root}"').first).to_be_visible()
-    expect(page.get_by_text("OPENRECYCLE_TOKEN")).to_have_count(0)
