@@ -79,7 +79,6 @@ class Local:
         ({"profile": job_doc(Job(2, 2, 3)), "planning": PACED}, ["planning.pace: got", "beside `profile`"]),
         ({"profile": "gpt3-medium", "job": Job.uniform(2, 2, 3, durations={"F": 2})}, ["profile: got 'gpt3-medium'"]),
         ({"faults": Faults(kill=["W7_0@1:F0"])}, ["faults.kill: got 'W7_0'", "W0_0 to W1_1"]),
-        ({"console": Console(url="nowhere")}, ["console.url: got 'nowhere'"]),
         ({"weights": __file__}, ["weights: got", "expected a folder"]),
         ({"checkpoints": Checkpoints(directory=__file__)}, ["checkpoints.directory: got", "expected a folder"]),
         ({"checkpoints": Checkpoints(resume="newest")}, ["checkpoints.resume: got 'newest'", "too, the folder"]),
