@@ -422,7 +422,7 @@ def _check_memory(
             # Tensor parallel ranks run every sample, and split some of what they hold of it, or nothing.
             times = 1 if divided else ranks
             splits, mine = options.planning.limits[0].splits, micro_batches[stage]
-            one = with_activations(state, mine, 1, 0, times, splits=splits)
+            one = with_activations(state, replace(mine, received=0), 1, 0, 1, splits=splits)
             state = with_activations(state, mine, count, job.micro_batches, times, splits=splits)
         if options.checkpoints.directory is not None and on_cpu:
             named = [parameter for layer in spans(partition)[stage] for parameter in shapes[layer]]

@@ -198,7 +198,7 @@ class WorkerProcess:
         """Of one that is silent. Of several ranks each whose threads run ends by itself, and has shown thereby that it
         was not the one that hangs; whoever does not is killed: rank 0 soon, and the others by `join`."""
         self.asked = True
-        self.outbox.put({"kind": "fenced"})
+        self.post("fenced")
         if not self.siblings:
             self.kill()
             return

@@ -479,6 +479,7 @@ def _cancel(joined: _Joined) -> None:
     for group in (joined.lines.forward, joined.lines.peers):
         if group is not None:
             group.cancel()
+            group.close()  # which wakes those, too, for whom nobody waits here
 
 
 def _bits(number: float) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ tests/benchmarks/bench_memory.py compares it with what workers take.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -34,6 +35,8 @@ from openrecycle.agent.workers.state_transfer import PIECE_ELEMENTS
 _KEY = (0, 0)
 _SMALL = 4 << 20
 """Bytes of parameters of a model that runs for real in less time than it takes to load what runs it without data."""
+_LARGE = 256 << 20
+"""Bytes of parameters above which a model never runs for real: it may take minutes, and memory that is not there."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class MicroBatchMemory:
 class StageMemory:
     """Bytes that one worker of a stage takes, beside the program itself.
 
-    parameters: with buffers. optimizer: what it keeps of them, of its shards where it is sharded. sums: of gradients.
+    parameters: without buffers. optimizer: what it keeps of them, of its shards where it is sharded. sums: of gradients.
     undo: of what a step changes, as far as it does not fit where the sums are. gradients: of what is computed or
     stepped at a time; where they are clipped of all that is stepped. activations: of as many micro-batches as a plan
     may have in flight, with what an op needs for a moment. transfers: what neighbours are sent, for as long as it is
@@ -156,21 +159,28 @@ def micro_batch_memory(
             module = LayerStack(built, form=input_form(workload, layers))
             last = stage == len(partition) - 1
             loss = (lambda y: workload.loss(y, targets)) if last else None
-            memory, inputs = _one(module, inputs, loss, autocast, first=stage == 0)
+            with _nothing_compiled():
+                memory, inputs = _one(module, inputs, loss, autocast, first=stage == 0)
             found.append(memory)
         return found
 
-    ways = [_real, compat.tensors_without_data] if parameter_bytes <= _SMALL else [compat.tensors_without_data, _real]
+    ways = [compat.tensors_without_data, _real][: 1 if parameter_bytes > _LARGE else 2]
+    if parameter_bytes <= _SMALL:
+        ways.reverse()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as workers have
     try:
-        with torch.compiler.set_stance("force_eager"):  # nothing is compiled only to be measured
-            for way in ways:
-                with contextlib.suppress(Exception), way() as take:
-                    return run(take)
+        for way in ways:
+            with contextlib.suppress(Exception), way() as take:
+                return run(take)
     finally:
         torch.set_num_threads(threads)
     return None
+
+
+def _nothing_compiled() -> contextlib.AbstractContextManager[Any]:
+    """Only to be measured. Where no layer is to be compiled, what compiles is not loaded for it, in 1.6 s."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -187,9 +197,8 @@ def _one(
     first: bool,
 ) -> tuple[MicroBatchMemory, tuple[Tensor, ...]]:
     """What a micro-batch takes on a stage, and the stage's output."""
-    split: Strategy = Deferred(module)
-    if isinstance(split, Deferred) and not split.layers.parameters:
-        split = Fused(module)
+    deferred = Deferred(module)
+    split: Strategy = deferred if deferred.layers.parameters else Fused(module)
     stage = Stage(module, _Dropped(), split=split, autocast=autocast)
     live = compat.LiveBytes()
     with live:

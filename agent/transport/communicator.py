@@ -78,12 +78,13 @@ class Standby:
         self.generation, self._me, self.members = generation, me, tuple(members)
         self._lock = threading.Lock()
         self._dropped = False
+        self._begun: list[GlooGroup] = []
         self._groups: list[GlooGroup] | None = None
         """Connected: of all members, and where asked for, of those of the stage."""
         self.of_ranks: Connections | None = None
 
         def connect() -> None:
-            begun: list[GlooGroup] = []
+            begun = self._begun
             plane = _plane(generation, ranks) + "standby/"
             parts = [("world", self.members)]
             stage = _peers(me, members)
@@ -94,10 +95,11 @@ class Standby:
                 # A connection to the store serves one caller at a time, and gloo may wait in it for long.
                 store = stores.borrow(address_of_store, timeouts.form)
                 for name, workers in parts:
-                    begun.append(GlooGroup(store, plane + name, workers.index(me), workers, timeouts, address))
+                    group = GlooGroup(store, plane + name, workers.index(me), workers, timeouts, address)
+                    begun.append(group)
                     if self._dropped:
                         break
-                    begun[-1].arm()
+                    group.arm()
                 if not self._dropped:
                     of_ranks = dist.PrefixStore(f"generation{generation}/{me}/standby", store)
                     self.of_ranks = ranks.connections(of_ranks, timeouts)
@@ -127,7 +129,7 @@ class Standby:
     def take(self) -> tuple[GlooGroup, GlooGroup | None]:
         """Of a connected one, the group of all members and that of the stage; they are the caller's from here on."""
         with self._lock:
-            groups, self._groups = self._groups, None
+            groups, self._groups, self._begun = self._groups, None, []
         assert groups is not None
         world, *stage = groups
         return world, stage[0] if stage else None
@@ -135,8 +137,9 @@ class Standby:
     def drop(self) -> None:
         with self._lock:
             self._dropped = True
-            groups, self._groups = self._groups, None
-        if groups is not None:
+            # Also those of one that still waits for a sibling, which it may do for as long as a group's time-out.
+            groups, self._groups, self._begun = self._begun, None, []
+        if groups:
             threading.Thread(target=_close, args=(groups,), name="close-standby", daemon=True).start()
 
 

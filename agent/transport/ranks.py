@@ -307,7 +307,10 @@ class DeviceWork(HandedOn):
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         seconds = timeout.total_seconds() if timeout else self._connections.seconds
-        NcclPending(self._work, _NOTHING, seconds, lambda: self._connections.aborted, None).wait()
+        try:
+            NcclPending(self._work, _NOTHING, seconds, lambda: self._connections.aborted, None).wait()
+        except TransferError as error:
+            raise SiblingError(first_line(error)) from None
         return self._done()
 
 

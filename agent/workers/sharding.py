@@ -228,9 +228,8 @@ class ShardedStage:
         send_packed(self._groups, to, pack(state), _STATE)
 
     def _receive_packed(self, source: Worker) -> StageState:
-        packed = receive_packed(self._groups, source, _STATE)
         try:
-            return unpack(*packed)
+            return unpack(*receive_packed(self._groups, source, _STATE))
         except StateError as error:
             raise TransferError(f"the state from {source} can't be used: {error}", source) from None
 

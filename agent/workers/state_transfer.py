@@ -344,16 +344,13 @@ def send_packed(groups: Groups, to: Worker, packed: tuple[bytes, Sequence[Tensor
 
 
 def receive_packed(groups: Groups, source: Worker, tag: int) -> tuple[bytes, list[Tensor]]:
-    """What `send_packed` of the source sends, to be unpacked. Raises TransferError."""
+    """What `send_packed` of the source sends, to be unpacked. Raises TransferError; StateError for what can't be."""
     size = int(groups.receive(source, torch.zeros(1, dtype=torch.int64), tag).wait())
     if not 0 < size <= MAX_HEADER_BYTES:
-        raise StateTransferError(f"the state from {source} claims a header of {size} bytes", source)
+        raise StateError(f"it claims a header of {size} bytes")
     text = groups.receive(source, torch.empty(size, dtype=torch.uint8), tag).wait()
     header = bytes(memory(text))
-    try:
-        messages = messages_for(header)
-    except StateError as error:
-        raise StateTransferError(f"the state from {source} can't be used: {error}", source) from None
+    messages = messages_for(header)
     return header, [groups.receive(source, m, tag).wait() if m.numel() else m for m in messages]
 
 
@@ -372,7 +369,7 @@ def receive_offer(groups: Groups, source: Worker) -> Holder | None:
     offer = groups.receive(source, torch.empty(_OFFER_BYTES, dtype=torch.uint8), _TAG).wait()
     try:
         return _holder(source, read_json(bytes(memory(offer))))
-    except (KeyError, TypeError, ValueError):
+    except (StateError, KeyError, TypeError, ValueError):
         return None
 
 
@@ -457,9 +454,9 @@ class StateReceiver:
         nothing changed, when it can't be used; StateTransferFailed when it is not the first one that can't.
         """
         source, *others = sources
-        header, messages = receive_packed(groups, source, _TAG)
-        offers = [(worker, receive_offer(groups, worker)) for worker in others]
         try:
+            header, messages = receive_packed(groups, source, _TAG)
+            offers = [(worker, receive_offer(groups, worker)) for worker in others]
             state = unpack(header, messages)
             description: Mapping[str, Any] = state.document["hand_over"]
             first = _holder(source, description["offer"])

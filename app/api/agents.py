@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Annotated, TypeVar
 from weakref import WeakKeyDictionary
 
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
@@ -25,6 +27,7 @@ from openrecycle.agent.messages.protocol import (
     JobSpec,
     LeadAnswer,
     LeadClaim,
+    Message,
     Recovery,
     Registrations,
     Relayout,
@@ -46,6 +49,7 @@ LeadHeader = Annotated[
     str | None, Header(alias=LEAD, max_length=20, pattern="^(0|[1-9][0-9]{0,14})/(0|[1-9][0-9]{0,3})$")
 ]
 IdempotencyKey = Annotated[str | None, Header(min_length=1, max_length=255)]
+M = TypeVar("M", bound=Message)
 
 
 class JobWanted(JobSpec):
@@ -56,11 +60,20 @@ class JobWanted(JobSpec):
 
 def router(console: ConsoleService) -> APIRouter:
     deployments = Deployments(console)
+    turns: WeakKeyDictionary[LiveJob, asyncio.Lock] = WeakKeyDictionary()
+
+    async def in_turn_of(
+        job_id: str, take: Callable[[str, Sequence[M]], BatchReply], messages: Sequence[M]
+    ) -> Response:
+        """In one thread a job, however many senders wait for it: the others are for other jobs and for people."""
+        async with turns.setdefault(console.jobs.find(job_id), asyncio.Lock()):
+            return await in_thread(lambda: _json(take(job_id, messages)))
 
     async def of_lead(request: Request, lead: LeadHeader = None) -> None:
         """The launcher that leads a job of several nodes says so with all that it asks; 409: another leads since."""
         job_id = request.path_params.get("job_id")
-        if lead is not None and job_id is not None:
+        # Whoever may only look asks for deployments, too, and must not have a word in who leads.
+        if lead is not None and job_id is not None and caller_of(console.security.access, request.headers).reports:
             sender = LeadTerm.parse(lead)
             if not console.reports.heard_lead(job_id, sender):
                 await in_thread(console.reports.new_lead, job_id, sender)
@@ -97,7 +110,7 @@ def router(console: ConsoleService) -> APIRouter:
     @api.post("/{job_id}/workers", response_model=BatchReply)
     async def register(job_id: str, message: Registrations) -> Response:
         """Each is taken or refused by itself; one that is malformed is a 422 for all, and none is taken."""
-        return await in_thread(lambda: _json(console.reports.register(job_id, message.registrations)))
+        return await in_turn_of(job_id, console.reports.register, message.registrations)
 
     @api.get("/{job_id}/deployment", response_model=Deployment, responses={204: {}})
     async def deployment(job_id: str, after: After = 0, wait: Wait = 0) -> Response:
@@ -117,7 +130,7 @@ def router(console: ConsoleService) -> APIRouter:
     @api.post("/{job_id}/acknowledgements", response_model=BatchReply)
     async def acknowledge(job_id: str, message: Acknowledgements) -> Response:
         """Each is taken or refused by itself; one that is malformed is a 422 for all, and none is taken."""
-        return await in_thread(lambda: _json(console.reports.acknowledge(job_id, message.acknowledgements)))
+        return await in_turn_of(job_id, console.reports.acknowledge, message.acknowledgements)
 
     @api.post("/{job_id}/failures")
     async def failure(job_id: str, message: FailureReport) -> ReportOutcome:

@@ -152,7 +152,7 @@ class Histories:
             if why := self.kept_for(job_id):
                 raise ConsoleError(409, "job_runs", f"job: {job_id} {why}, expected one that has ended")
             self._rows.hide(job_id, {**audit, "job_id": job_id, "target": job_id, "detail": job.spec.name})
-        self._jobs.let_go(job_id)
+            self._jobs.let_go(job_id)
         self._deleted.set()
         log.info("job deleted", job=job_id, actor=actor)
 

@@ -41,7 +41,9 @@ LEFT_OUT = {
     "audit": ("id",),
 }
 # Columns that older versions had, which their files have still.
-GONE = {"worker": ("host", "pid"), "job": ("patience",)}
+GONE = {"worker": ("host", "pid")}
+# Columns that have another name since.
+RENAMED = {"job": {"patience": "choice_timeout"}}
 # The job's id is that of the file, or another one.
 JOB_COLUMN = "job_id"
 MOST_TEXT = 2**20
@@ -164,9 +166,9 @@ class TableFormat:
         """Without the columns that an older file does not have."""
         row = {
             name: self._read[name](value) if name in self._read else value
-            for name in line.model_fields_set
-            if name not in GONE.get(self.name, ())
-            for value in (getattr(line, name),)
+            for said in line.model_fields_set
+            if said not in GONE.get(self.name, ())
+            for name, value in ((RENAMED.get(self.name, {}).get(said, said), getattr(line, said)),)
         }
         if self.name == "iteration":
             row["loss_hex"] = exact(row["loss_hex"], row["loss"])
@@ -193,6 +195,7 @@ def format_of(name: str) -> TableFormat:
         elif isinstance(column.type, Text) and stricter is not None:
             write[column.name], read[column.name] = json.loads, json.dumps
     fields |= dict.fromkeys(GONE.get(name, ()), (Any, None))
+    fields |= {before: (fields[now][0], None) for before, now in RENAMED.get(name, {}).items()}
     model = create_model(
         name, __config__=ConfigDict(extra="forbid", protected_namespaces=(), use_enum_values=True), **fields
     )

@@ -356,6 +356,7 @@ class LiveJob:
             raise ConsoleError(503, "unavailable", "who leads the job has changed meanwhile; try again")
         self.lead.read(lead.term, lead.node)
         self.version += 1
+        log.info("a job's lead is known", job=self.job_id, node=lead.node, term=lead.term)
 
     def tick(self) -> None:
         """Takes the heartbeats that came in, then looks for those that did not.

@@ -13,13 +13,15 @@ import re
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
-from sqlalchemy.exc import DataError, SQLAlchemyError
 
 from openrecycle.planner.jobs.words import printable
 from openrecycle.planner.plans.plan import DuplicateKey, refuse_duplicates
+
+if TYPE_CHECKING:
+    from sqlalchemy.exc import SQLAlchemyError
 
 # What drivers say of a database that can't be reached any more.
 _GONE = re.compile(
@@ -48,6 +50,8 @@ def unknown_job(job_id: str) -> ConsoleError:
 
 def unavailable(error: SQLAlchemyError) -> ConsoleError:
     """In words, where the database has said what it is. What it can never store is not to be tried again."""
+    from sqlalchemy.exc import DataError
+
     if isinstance(error, DataError):
         return ConsoleError(422, "invalid", "a text has a NUL character, or a number is larger than what can be stored")
     said = str(getattr(error, "orig", None) or "").strip().splitlines()
@@ -76,6 +80,8 @@ def refused(code: str, detail: str) -> ConsoleError:
 @contextmanager
 def storing() -> Iterator[None]:
     """Turns an error of the database into a ConsoleError (503)."""
+    from sqlalchemy.exc import SQLAlchemyError  # 11 MiB of the server that children are forked from
+
     try:
         yield
     except SQLAlchemyError as error:

@@ -166,6 +166,12 @@ def _up_to_now() -> None:
 def _results(simulation: Simulation, viewer: str, colours: Palette) -> None:
     simulation.look(viewer)
     done, steps = simulation.steps
+    if not simulation.done:
+        st.session_state.pop("simulation-whole", None)
+    elif st.session_state.get("simulation-whole") != simulation.request:
+        # Once more, without the refresh of a run under way; one that was ended while nobody looked begins anew.
+        st.session_state["simulation-whole"] = simulation.request
+        st.rerun()
     if simulation.error:
         st.error(simulation.error)
         return
@@ -174,10 +180,6 @@ def _results(simulation: Simulation, viewer: str, colours: Palette) -> None:
             components.quiet(f"Planned and simulated: all {steps} parts are there.")
         else:
             st.progress(done / steps, text=f"Planning and simulating: {done} of {steps} parts are there")
-    if simulation.done and st.session_state.get("simulation-whole") != simulation.request:
-        # Once more, without the refresh of a run under way.
-        st.session_state["simulation-whole"] = simulation.request
-        st.rerun()
     if not simulation.rows:
         return
     components.cards(_cards(simulation))

@@ -12,7 +12,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -96,17 +95,11 @@ def _measure(server: ConsoleServer) -> None:
     job = f"/jobs/{server.post('/jobs', spec).json()['job_id']}"
     names = [f"W{p}_{s}" for p in range(GRID["pipelines"]) for s in range(GRID["stages"])]
 
-    def register(name: str) -> None:
-        process: dict[str, str | int] = {"worker": name, "incarnation": "a", "host": "h", "pid": 1}
-        came = requests.post(f"{server.base}{job}/workers", json={"registrations": [process]}, timeout=60)
-        came.raise_for_status()
-
     def in_generation(number: int) -> bool:
         return bool(server.get(job).json()["generation"] == number)
 
-    # Together: what comes at the same time is stored in one transaction.
-    with ThreadPoolExecutor(64) as pool:
-        list(pool.map(register, names))
+    came = [{"worker": name, "incarnation": "a", "host": "h", "pid": 1} for name in names]
+    server.post(f"{job}/workers", {"registrations": came}).raise_for_status()
     until(partial(in_generation, 1))
     for turn, dead in enumerate(("W5_3", "W9_7"), start=2):
         with watched(server, f"replan without {dead}, to its generation"):
