@@ -58,11 +58,11 @@ class StageMemory:
     """Bytes that one worker of a stage takes, beside the program itself.
 
     parameters: without buffers. optimizer: what it keeps of them, of its shards where that is sharded. sums: of
-    gradients. undo: of what a step changes, as far as it does not fit where the sums are. gradients: of what is computed or
-    stepped at a time; where they are clipped of all that is stepped. activations: of as many micro-batches as a plan
-    may have in flight, with what an op needs for a moment. transfers: what neighbours are sent, for as long as it is
-    kept, and what is received ahead. checkpoint: the copy that is written. hand_over: pieces on their way to workers
-    that join.
+    gradients. undo: of what a step changes, as far as it does not fit where the sums are. gradients: of what is
+    computed or stepped at a time; where they are clipped of all that is stepped. activations: of as many micro-batches
+    as a plan may have in flight, with what an op needs for a moment. transfers: what neighbours are sent, for as long
+    as it is kept, and what is received ahead. checkpoint: the copy that is written. hand_over: pieces on their way to
+    workers that join.
     """
 
     parameters: int

@@ -204,6 +204,18 @@ def first_plan(change: Callable[[dict[str, Any]], Any]) -> Callable[[dict[str, b
     return of_parts
 
 
+def test_a_file_of_before_has_its_time_out_for_choices(
+    origin: tuple[Database, str, Path], target: Database, tmp_path: Path
+) -> None:
+    def change(parts: dict[str, bytes], _: dict[str, Any]) -> None:
+        line = json.loads(parts[table_file("job")])
+        del line["choice_timeout"]
+        parts[table_file("job")] = json.dumps({**line, "patience": 7.5}).encode() + b"\n"
+
+    import_history(target, rewritten(origin[2], tmp_path / "before.zip", change))
+    assert Store(target).jobs()[0]["choice_timeout"] == 7.5
+
+
 def twice(parts: dict[str, bytes], manifest: dict[str, Any]) -> None:
     name = table_file("event")
     parts[name] = parts[name].splitlines(keepends=True)[0] * 2

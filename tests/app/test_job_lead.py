@@ -13,6 +13,8 @@ from ui_console import ConsoleHere, JobHere, until
 
 from openrecycle.agent.coordination.membership import FailureTimeouts
 from openrecycle.agent.messages.protocol import DEPOSED, LEAD
+from openrecycle.app.security.access import Access
+from openrecycle.app.security.callers import CALLER, Caller, Role
 from openrecycle.app.server import create_api
 from openrecycle.db.store import Store
 
@@ -31,8 +33,10 @@ def here(tmp_path: Path) -> Iterator[ConsoleHere]:
 class Lead:
     """What a launcher asks, as the lead of a term; "": as one of a job on one node."""
 
-    def __init__(self, here: ConsoleHere, job_id: str, lead: str) -> None:
+    def __init__(self, here: ConsoleHere, job_id: str, lead: str, role: Role | None = None) -> None:
         headers = {LEAD: lead} if lead else {}
+        if role is not None:
+            headers[CALLER] = Caller("console", "x", role).to_header().decode()
         self._api = TestClient(create_api(here.console), headers=headers, base_url="http://localhost")
         self._job = f"/jobs/{job_id}"
 
@@ -87,6 +91,13 @@ def test_a_restarted_console_knows_who_leads(tmp_path: Path) -> None:
         assert not nobody.claims(4, 1, 3), "nobody leads a job that is over"
     finally:
         after.close()
+
+
+def test_who_may_only_look_has_no_word_in_it(here: ConsoleHere) -> None:
+    job = JobHere(here.console, "nodes").register()
+    here.console.security.access = Access("a token of more than sixteen letters", here.console.security.tokens)
+    lead, later = Lead(here, job.job_id, "1/0", Role.AGENT), Lead(here, job.job_id, "9/1", Role.VIEW)
+    assert lead.asks() == (200, "") and later.asks() == (200, "") and lead.asks() == (200, "")
 
 
 def test_the_database_gives_a_term_once(here: ConsoleHere) -> None:
