@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from sqlalchemy.exc import OperationalError
 
-from openrecycle.agent.messages.protocol import Acknowledgement, FailureReport, JobSpec, Registration
+from openrecycle.agent.messages.protocol import (
+    Acknowledgement,
+    BatchReply,
+    FailureReport,
+    JobSpec,
+    RefusedReport,
+    Registration,
+)
+from openrecycle.app.api.agents import Together
 from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.jobs.records import read_processes
@@ -155,3 +164,44 @@ def test_acknowledgements_do_not_wake_those_that_wait_for_a_generation(console: 
         return len(looks)
 
     assert asyncio.run(main()) == 2
+
+
+def test_what_is_posted_while_a_job_stores_is_taken_together_and_answered_apart() -> None:
+    taken: list[list[str]] = []
+    stores, stored = threading.Event(), threading.Event()
+
+    def take(job_id: str, messages: Sequence[Acknowledgement]) -> BatchReply:
+        taken.append([message.worker for message in messages])
+        stores.set()
+        assert stored.wait(60)
+        against = [(i, m.worker) for i, m in enumerate(messages) if m.worker == "W1_0"]
+        refused = tuple(RefusedReport(index=i, worker=worker, code="fenced", detail="") for i, worker in against)
+        return BatchReply(generation=3, taken=len(messages) - len(refused), refused=refused)
+
+    async def all_at_once() -> list[BatchReply]:
+        together, parts = Together(take), [ACKNOWLEDGEMENTS[:1], ACKNOWLEDGEMENTS[:4], ACKNOWLEDGEMENTS[2:4]]
+        posts = [asyncio.create_task(together.post("job", parts[0]))]
+        assert await asyncio.to_thread(stores.wait, 60)
+        posts += [asyncio.create_task(together.post("job", part)) for part in parts[1:]]
+        gone = asyncio.create_task(together.post("job", ACKNOWLEDGEMENTS[:1]))
+        await asyncio.sleep(0)
+        gone.cancel()
+        stored.set()
+        return await asyncio.gather(*posts)
+
+    first, second, third = asyncio.run(all_at_once())
+    assert taken == [NAMES[:1], [*NAMES, *NAMES[2:], *NAMES[:1]]]
+    assert (first.taken, second.taken, third.taken) == (1, 3, 1)
+    assert [r.index for r in second.refused] == [2] and [r.index for r in third.refused] == [0]
+
+
+def test_all_whose_reports_can_not_be_stored_are_told(console: ConsoleService, store: Counting) -> None:
+    job_id = console.jobs.create(SPEC)[0].job_id
+    store.broken = True
+
+    async def both() -> list[BatchReply | BaseException]:
+        together = Together(console.reports.register)
+        posts = [together.post(job_id, REGISTRATIONS[:1]), together.post(job_id, REGISTRATIONS[1:])]
+        return await asyncio.gather(*posts, return_exceptions=True)
+
+    assert [getattr(answer, "status", 0) for answer in asyncio.run(both())] == [503, 503]
