@@ -54,7 +54,9 @@ class Platform(OptionGroup):
 
     PATH: ClassVar[str] = "platform"
 
-    device: Kind = option("cpu", "cpu, or cuda: a GPU for every worker. Where there are fewer, workers share them.")
+    device: Kind = option(
+        "cpu", "cpu, or cuda: a GPU for every worker, or for each of its ranks. Where there are fewer, they share them."
+    )
     transport: Transport | None = option(
         None,
         "How messages find their receives: tagged (over gloo; from GPUs by way of the host's memory), or ordered (as "
@@ -76,8 +78,8 @@ class Platform(OptionGroup):
         return self.transport or ("tagged" if self.device == "cpu" else "ordered")
 
     def check(self, workers: int) -> str:
-        """Returns a sentence where workers share GPUs. Imports torch for any device but the CPU. Raises InputError
-        unless this node can run so many workers."""
+        """Returns a sentence where ranks share GPUs. Imports torch for any device but the CPU. Raises InputError
+        unless this node can run so many. workers: the ranks on it, so the workers where each has one."""
         if self.device == "cpu":
             return ""
         import torch
@@ -98,11 +100,11 @@ class Platform(OptionGroup):
             have, need = (".".join(map(str, v)) for v in (cuda.nccl.version(), SHARING_NCCL))
             raise self.refuse(
                 "device",
-                f"a GPU for each of the {workers} workers on this node, which has {gpus}: NCCL {have} takes no two "
-                f"workers on one, as {need} does; or `platform.transport` tagged, which takes them over gloo",
+                f"a GPU for each of the {workers} ranks on this node, which has {gpus}: NCCL {have} takes no two "
+                f"ranks on one, as {need} does; or `platform.transport` tagged, which takes them over gloo",
             )
         each = -(-workers // gpus)
-        return f"the {workers} workers of this node share {gpus} GPU{'s' * (gpus > 1)}, up to {each} on one: " + (
+        return f"the {workers} ranks of this node share {gpus} GPU{'s' * (gpus > 1)}, up to {each} on one: " + (
             "they take turns on it, so this is for trying out"
         )
 

@@ -365,12 +365,12 @@ class JobMemory:
         the least fits."""
         if has is None:
             return ""
-        _refuse_above(sum(self.least[worker.stage] for worker in workers), workers, has, "at least", where)
+        _refuse_above(sum(self.least[worker.stage] for worker in workers), workers, has, "or more", where)
         if (together := self.of(workers)) <= has:
             return ""
         return (
-            f"warning: the {len(workers)} workers {where} may come to take {_size(together)} together, and there are "
-            f"{_size(has)}: fewer micro-batches in flight (--memory), fewer workers, or more machines"
+            f"warning: the {len(workers)} workers {where} may come to take {_size(together)} together, and may have "
+            f"{_size(has)}; to be safe: fewer micro-batches in flight (--memory), fewer workers, or more machines"
         )
 
 
@@ -383,8 +383,8 @@ def _refuse_above(together: int, workers: Collection[Worker], has: int, how: str
     if together > has:
         raise InputError(
             "job",
-            f"{len(workers)} workers {where}, which take {how} {_size(together)}",
-            f"what goes into the {_size(has)} that they may have: fewer pipelines, a smaller model, or more machines",
+            f"{len(workers)} workers {where}, which take {_size(together)} {how}",
+            f"what fits into the {_size(has)} that they may have: fewer pipelines, a smaller model, or more machines",
         )
 
 
@@ -484,8 +484,8 @@ def _said(
             more = max(f.total - s.total + t for f, s, t in zip(states(count), states(peers), totals, strict=True))
             return _size(more)
 
-        less = f"{with_peers(peers - 1)} with one worker of its stage less, " if peers > 3 else ""
-        text += f", {less}{with_peers(2)} with two workers of its stage left"
+        less = f"{with_peers(peers - 1)} once its stage has lost one worker, " if peers > 3 else ""
+        text += f", {less}{with_peers(2)} once its stage has two workers left"
     return text
 
 

@@ -37,7 +37,7 @@ AGENT_TOKEN = "OpenRecycle-Agent-Token"
 # With whatever a lead of several nodes asks of its console: its term and its node (agent.coordination.lead).
 LEAD = "OpenRecycle-Lead"
 DEPOSED = "deposed"
-"""The code of the problem (409) when another node leads since."""
+"""The code of the problem (409) when another node has taken the lead."""
 # Where programs find the token that they were given.
 TOKEN_VARIABLE = "OPENRECYCLE_TOKEN"
 # Of one worker and iteration, at most.
@@ -251,8 +251,8 @@ class Registration(Message):
 
 
 class Registrations(Message):
-    """POST /jobs/{job_id}/workers -> BatchReply. From a launcher, before anything else that it says of them: those of
-    its worker processes that have come up since the last one. Each is taken or refused by itself."""
+    """POST /jobs/{job_id}/workers -> BatchReply. From a launcher, before it says anything else of them: the worker
+    processes that have come up since it last registered any. Each is taken or refused by itself."""
 
     registrations: Annotated[tuple[Registration, ...], Field(min_length=1, max_length=BATCH, fail_fast=True)]
 
@@ -307,8 +307,8 @@ class RefusedReport(Message):
 class BatchReply(Message):
     """generation: the newest generation of the job (0: none yet). measure: an iteration, not begun yet, whose ops all
     workers record and post as a MeasuredOps. taken: how many reports counted; the others are in refused. before: of
-    each process that has registered and follows generations itself, the newest one that it is not in; the one before it
-    in its place may have been."""
+    each process that has registered and follows generations itself, the newest generation that it is not in; the
+    process before it in its place may have been in that one."""
 
     generation: Count
     measure: Count | None = None
@@ -548,8 +548,8 @@ class Commands(Message):
 
 
 class LeadClaim(Message):
-    """POST /jobs/{job_id}/lead -> LeadAnswer. A launcher of several nodes, whom too few of the others follow, wants to
-    lead in `term`. after: the newest term that it knows of. ask: it only asks whether it might."""
+    """POST /jobs/{job_id}/lead -> LeadAnswer. A node that too few of the others follow wants to lead in `term`. after:
+    the newest term that it knows of. ask: it only asks whether it might."""
 
     term: Term
     node: Annotated[int, Field(ge=0, le=4095), INTEGER]

@@ -325,9 +325,9 @@ class NodeHub:
         self.lead_status = lead_status or LeadStatus(0, lead=0, term=1, run=uuid.uuid4().hex)
         self.links: dict[int, NodeLink] = {}
         self.members: dict[int, Address] = {}
-        self.memory: dict[int, int] = {}
-        """Of the nodes that have said what their workers may take, in bytes."""
         """Where the other nodes listen that are in the job, and not known to be gone."""
+        self.memory: dict[int, int] = {}
+        """Bytes that the workers of a node may take, of the nodes that have said so."""
         self.lead: Address | None = None
         """Where the lead listens, if that is another launcher, as far as is known."""
         self.deposed = ""
@@ -560,7 +560,7 @@ class NodeHub:
                     del self.members[rank]
                 self.news.notify_all()
             if isinstance(seen, Here) and seen.term > lead_status.term and seen.lead is not None:
-                self.depose(f"node {seen.lead} leads the job by now: this one was not heard for too long")
+                self.depose(f"node {seen.lead} leads the job by now, since this node was not heard for too long")
             time.sleep(0.5)
 
 

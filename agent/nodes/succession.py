@@ -40,7 +40,7 @@ STAND_SECONDS = 3.0
 SEEK_SECONDS = 120.0
 """After so long without a lead a node gives up."""
 MINORITY_SECONDS = 30.0
-"""So long those that are less than half of the nodes leave it to the others to find a lead."""
+"""Where less than half of the nodes follow one, it waits so long for the others to find a lead, before it asks."""
 ASK_SECONDS = 1.0
 """Between two questions to the console."""
 _PAUSE_SECONDS = 0.1
@@ -125,7 +125,7 @@ def may_ask_console(voters: int, nodes: int, seconds: float) -> tuple[bool, str]
     """May a node, too few of which follow it, ask for the lead there? seconds: since it looks for one."""
     if 2 * voters >= nodes or seconds >= MINORITY_SECONDS:
         return True, f"{voters} of {nodes} nodes follow it, and the console decides"
-    return False, f"{voters} of {nodes} nodes follow it: it is for the others to find a lead first"
+    return False, f"only {voters} of {nodes} nodes follow it: for {MINORITY_SECONDS:.0f} s it leaves the lead to others"
 
 
 def may_have_vote(free: bool, promised: int, own: Age, term: int, age: Age) -> tuple[bool, str]:

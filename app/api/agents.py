@@ -126,7 +126,7 @@ def router(console: ConsoleService) -> APIRouter:
     registrations, acknowledgements = Together(console.reports.register), Together(console.reports.acknowledge)
 
     async def of_lead(request: Request, lead: LeadHeader = None) -> None:
-        """The launcher that leads a job of several nodes says so with all that it asks; 409: another leads since."""
+        """The launcher that leads a job of several nodes says so with every request; 409: another node leads by now."""
         job_id = request.path_params.get("job_id")
         # Whoever may only look asks for deployments, too, and must not have a word in who leads.
         if lead is not None and job_id is not None and caller_of(console.security.access, request.headers).reports:
@@ -218,7 +218,7 @@ def router(console: ConsoleService) -> APIRouter:
 
     @api.post("/{job_id}/lead")
     async def lead(job_id: str, message: LeadClaim) -> LeadAnswer:
-        """A launcher of several nodes, whom too few of the others follow, asks for the lead."""
+        """A node that too few of the others follow asks for the lead."""
         return await in_thread(console.reports.claim_lead, job_id, message)
 
     @api.post("/{job_id}/finish", status_code=204)

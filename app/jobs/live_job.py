@@ -353,10 +353,10 @@ class LiveJob:
     def _store_lead(self, lead: LeadTerm) -> None:
         if not self._store.take_lead(self.job_id, lead.term, lead.node, self.lead.newest.term):
             self._doubtful = True
-            raise ConsoleError(503, "unavailable", "who leads the job has changed meanwhile; try again")
+            raise ConsoleError(503, "unavailable", "another node has taken the lead of the job meanwhile; try again")
         self.lead.read(lead.term, lead.node)
         self.version += 1
-        log.info("a job's lead is known", job=self.job_id, node=lead.node, term=lead.term)
+        log.info("a node leads a job", job=self.job_id, node=lead.node, term=lead.term)
 
     def tick(self) -> None:
         """Takes the heartbeats that came in, then looks for those that did not.

@@ -97,7 +97,7 @@ class Node(NamedTuple):
         (Node(with_nccl=False), None, "is built without NCCL"),
         (Node(available=False, gpus=0), None, "a GPU and a driver that torch can use"),
         (Node(available=False, gpus=0), "tagged", "a GPU and a driver that torch can use"),
-        (Node(gpus=5), None, "a GPU for each of the 6 workers on this node, which has 5: NCCL 2.29.7 takes no two"),
+        (Node(gpus=5), None, "a GPU for each of the 6 ranks on this node, which has 5: NCCL 2.29.7 takes no two"),
     ],
 )
 def test_what_a_node_lacks(node: Node, transport: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
