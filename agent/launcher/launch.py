@@ -341,6 +341,19 @@ class Launcher:
         if not takeover.lost:
             self._send_deployments(after=None)  # it may have been decided, and not told to all
 
+    def _replace_store(self) -> None:
+        """Raises StoreError where there is none then: one that lives may be slow, as all is here, and serves on."""
+        try:
+            new = RendezvousStore(self._pool.context, self._pool.host)
+        except StoreError as error:
+            if not self._store.process.is_alive():
+                raise
+            self._listener({"warning": f"the store does not answer, and another one can't be started: {error}"})
+            self._store.wait_again()
+            return
+        self._store.kill()
+        self._store = new
+
     # -- one turn of the loop -----------------------------------------------------------------
 
     def _turn(self, timeout: float) -> None:
@@ -352,8 +365,7 @@ class Launcher:
         ready = wait([*pipes, *sentinels, store, *([wake] if wake is not None else [])], timeout)
         if store in ready or self._store.hangs:
             # Who is forming groups right now fails and says so; who trains does not notice.
-            self._store.kill()
-            self._store = RendezvousStore(self._pool.context, self._pool.host)
+            self._replace_store()
         for item in ready:
             if item in pipes:
                 self._read(pipes[item])  # type: ignore[index]

@@ -198,10 +198,11 @@ class WorkerProcess:
         """Of one that is silent. Of several ranks each whose threads run ends by itself, and has shown thereby that it
         was not the one that hangs; whoever does not is killed: rank 0 soon, and the others by `join`."""
         self.asked = True
-        self.post("fenced")
         if not self.siblings:
+            self.post("fenced")
             self.kill()
             return
+        self.outbox.put({"kind": "fenced"})  # at once: a lead holds others back until its nodes know of them
         late = threading.Timer(END_SECONDS, self._kill_rank_0)
         late.daemon = True
         late.start()
@@ -349,8 +350,8 @@ class ProcessPool:
 
     def spare(self, entry: WorkerProcess) -> None:
         """Of a worker that has ended: remembers what is left of it."""
-        slots = (-1,) * len(entry.spare_ranks) if entry.elsewhere else [entry.slots[rank] for rank in entry.spare_ranks]
-        left = zip(entry.spare_ranks, slots, strict=True)
+        ranks = entry.spare_ranks  # once: another one may end meanwhile
+        left = [(rank, -1 if entry.elsewhere else entry.slots[rank]) for rank in ranks]
         self.spares.add(self.node_of(entry), [SpareRank((entry.incarnation, rank), slot) for rank, slot in left])
         if not entry.elsewhere and entry.siblings:
             self.spares.hurt |= entry.hurt_slots

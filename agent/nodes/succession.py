@@ -39,8 +39,6 @@ STAND_SECONDS = 3.0
 """So long a node waits for one with a lower number to stand for the lead."""
 SEEK_SECONDS = 120.0
 """After so long without a lead a node gives up."""
-MINORITY_SECONDS = 30.0
-"""Where less than half of the nodes follow one, it waits so long for the others to find a lead, before it asks."""
 ASK_SECONDS = 1.0
 """Between two questions to the console."""
 _PAUSE_SECONDS = 0.1
@@ -121,11 +119,12 @@ def may_go_on(followers: int, nodes: int) -> tuple[bool, str]:
     return False, f"only {followers} of {nodes} nodes follow it: the others may have another lead"
 
 
-def may_ask_console(voters: int, nodes: int, seconds: float) -> tuple[bool, str]:
-    """May a node, too few of which follow it, ask for the lead there? seconds: since it looks for one."""
-    if 2 * voters >= nodes or seconds >= MINORITY_SECONDS:
+def may_ask_console(voters: int, nodes: int) -> tuple[bool, str]:
+    """May a node that is followed by no more than half ask for the lead there? By fewer it could not go on as the lead
+    (`may_go_on`)."""
+    if 2 * voters >= nodes:
         return True, f"{voters} of {nodes} nodes follow it, and the console decides"
-    return False, f"only {voters} of {nodes} nodes follow it: for {MINORITY_SECONDS:.0f} s it leaves the lead to others"
+    return False, f"only {voters} of {nodes} nodes follow it, and with fewer than half it could not lead"
 
 
 def may_have_vote(free: bool, promised: int, own: Age, term: int, age: Age) -> tuple[bool, str]:
@@ -393,6 +392,8 @@ class Search(threading.Thread):
         """When the console may be asked again, and what it has said."""
         self._cancelled = threading.Event()
         self._began = time.monotonic()
+        self._enough_at: float | None = None
+        """Since when one after the other round enough nodes are there, or the console would have this one lead."""
         self._gone = set[int]()
         """Also where another process listens at the same address by now."""
         self.outcome: Outcome | None = None
@@ -436,16 +437,21 @@ class Search(threading.Thread):
             # Before it stands: a node that does hears its lead no more, which may be there after all.
             enough, why = self._ask_console(wanted, 1 + len(free), nodes, why)
         if not enough:
+            self._enough_at = None
             return why
+        self._enough_at = self._enough_at or time.monotonic()
         first, why = first_to_lead({lead_status.rank: lead_status.age, **free})
-        if first != lead_status.rank and time.monotonic() < self._began + STAND_SECONDS:
+        if first != lead_status.rank and time.monotonic() < self._enough_at + STAND_SECONDS:
             return why
-        if self._cancelled.is_set() or not lead_status.stand(term):
-            return "it follows another"
+        if not free and self._arbiter is not None and not may_lead(1, nodes)[0]:
+            # Nobody votes: the console's word comes first, for the same reason.
+            enough, why = self._arbiter.decide(wanted, copy.term)
+        if self._cancelled.is_set() or not enough or not lead_status.stand(term):
+            return why if not enough else "it follows another"
         votes = self._ask_all(free, {"term": term, "age": lead_status.age})
-        voters = [rank for rank, it in votes.items() if isinstance(it, Here) and it.granted]
-        enough, why = may_lead(1 + len(voters), nodes)
-        if not enough and self._arbiter is not None:
+        voters = 1 + sum(isinstance(it, Here) and it.granted for it in votes.values())
+        enough, why = may_lead(voters, nodes)
+        if not enough and self._arbiter is not None and may_ask_console(voters, nodes)[0]:
             enough, why = self._arbiter.decide(wanted, copy.term)
         if not enough or not lead_status.win(term):
             return why
@@ -456,7 +462,7 @@ class Search(threading.Thread):
         now = time.monotonic()
         if self._arbiter is None:
             return False, why
-        may, why = may_ask_console(voters, nodes, now - self._began)
+        may, why = may_ask_console(voters, nodes)
         if not may or now < self._ask_at:
             return False, self._told if may else why
         granted, self._told = self._arbiter.decide(wanted, self._copy.term, ask=True)

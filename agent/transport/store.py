@@ -78,15 +78,21 @@ class RendezvousStore:
         """Has it not answered for HANG_SECONDS? To be asked in every turn of a loop."""
         return self._unanswered.look(time.monotonic(), self._answers) > HANG_SECONDS
 
+    def wait_again(self) -> None:
+        """It is to be given as much time as at first."""
+        self._unanswered = Unanswered(time.monotonic())
+
     def _ask(self) -> None:
         """Ends with the store, which answers as workers are answered: by torch's own server."""
-        with contextlib.suppress(RuntimeError, OSError):
-            client = _client(self.address, HANG_SECONDS)
-            while True:
+        client = None
+        while not self._killed.is_set():
+            try:
+                client = client or _client(self.address, HANG_SECONDS)
                 client.check(["does it answer?"])
                 self._answers += 1
-                if self._killed.wait(ASK_SECONDS):
-                    return
+            except (RuntimeError, OSError):
+                client = None  # it may be this process that could not ask, for want of a descriptor
+            self._killed.wait(ASK_SECONDS)
 
     def kill(self) -> None:
         self._killed.set()

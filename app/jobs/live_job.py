@@ -341,7 +341,7 @@ class LiveJob:
     def claim_lead(self, wanted: LeadTerm, after: int, *, ask: bool) -> tuple[bool, str]:
         """One that too few others follow would lead; see LeadClaim. Whether it may, and why."""
         with self.writing():
-            granted, reason = self.lead.may_take(wanted, after, self.failure_timeouts.suspect)
+            granted, reason = self.lead.may_take(wanted, after, self.failure_timeouts.dead)
             if self.state.over:
                 granted, reason = False, f"the job is {self.state.over}"
             if granted and not ask and wanted != self.lead.newest:

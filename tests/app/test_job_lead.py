@@ -20,7 +20,7 @@ from openrecycle.db.store import Store
 
 pytestmark = pytest.mark.processes
 
-TIMEOUTS = FailureTimeouts(0.05, 1.0, 80_000.0, 2.0)
+TIMEOUTS = FailureTimeouts(0.05, 0.5, 1.0, 0.5)
 
 
 @pytest.fixture
