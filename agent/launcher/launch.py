@@ -26,7 +26,7 @@ from openrecycle.agent.launcher.record import DataWait, DivergedError, Evaluatio
 from openrecycle.agent.messages import channel
 from openrecycle.agent.messages.protocol import Command, Deployment, Iteration, Relayout, ValidationReport
 from openrecycle.agent.monitoring.liveness import CurrentOp, LoopLag, Silences, boot_clock
-from openrecycle.agent.transport.store import RendezvousStore, StoreError
+from openrecycle.agent.transport.store import HANG_SECONDS, RendezvousStore, StoreError
 from openrecycle.agent.workers import worker
 from openrecycle.agent.workers.spec import RunSpec, WorkerSpec
 from openrecycle.planner.catalogs.catalog import Catalog
@@ -343,11 +343,14 @@ class Launcher:
 
     def _replace_store(self) -> None:
         """Raises StoreError where there is none then: one that lives may be slow, as all is here, and serves on."""
+        if not self._store.process.is_alive():
+            self._store.kill()
+            self._store = RendezvousStore(self._pool.context, self._pool.host)
+            return
         try:
-            new = RendezvousStore(self._pool.context, self._pool.host)
+            # The launcher does nothing else meanwhile, and what is slow here is slow for the new one, too.
+            new = RendezvousStore(self._pool.context, self._pool.host, HANG_SECONDS)
         except StoreError as error:
-            if not self._store.process.is_alive():
-                raise
             self._listener({"warning": f"the store does not answer, and another one can't be started: {error}"})
             self._store.wait_again()
             return

@@ -388,7 +388,7 @@ class Search(threading.Thread):
     def __init__(self, lead_status: LeadStatus, copy: Copy, token: str, arbiter: Arbiter | None = None) -> None:
         super().__init__(name="who leads", daemon=True)
         self._lead_status, self._copy, self._token, self._arbiter = lead_status, copy, token, arbiter
-        self._ask_at, self._told = 0.0, ""
+        self._ask_at, self._told = 0.0, (False, "")
         """When the console may be asked again, and what it has said."""
         self._cancelled = threading.Event()
         self._began = time.monotonic()
@@ -443,6 +443,8 @@ class Search(threading.Thread):
         first, why = first_to_lead({lead_status.rank: lead_status.age, **free})
         if first != lead_status.rank and time.monotonic() < self._enough_at + STAND_SECONDS:
             return why
+        if self._cancelled.is_set():
+            return "it follows another"
         if not free and self._arbiter is not None and not may_lead(1, nodes)[0]:
             # Nobody votes: the console's word comes first, for the same reason.
             enough, why = self._arbiter.decide(wanted, copy.term)
@@ -463,11 +465,12 @@ class Search(threading.Thread):
         if self._arbiter is None:
             return False, why
         may, why = may_ask_console(voters, nodes)
-        if not may or now < self._ask_at:
-            return False, self._told if may else why
-        granted, self._told = self._arbiter.decide(wanted, self._copy.term, ask=True)
-        self._ask_at = time.monotonic() + ASK_SECONDS
-        return granted, self._told
+        if not may:
+            return False, why
+        if now >= self._ask_at:
+            self._told = self._arbiter.decide(wanted, self._copy.term, ask=True)
+            self._ask_at = time.monotonic() + ASK_SECONDS
+        return self._told
 
     def _ask_all(self, ranks: Iterable[int], question: Mapping[str, Any] | None = None) -> dict[int, Reply]:
         nodes, run = self._copy.nodes, self._copy.run

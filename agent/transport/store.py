@@ -53,8 +53,8 @@ class Unanswered:
 class RendezvousStore:
     """A running store. host: the address it listens on, which workers must be able to reach."""
 
-    def __init__(self, context: BaseContext, host: str = "127.0.0.1") -> None:
-        """Raises StoreError when it does not come up."""
+    def __init__(self, context: BaseContext, host: str = "127.0.0.1", seconds: float = START_SECONDS) -> None:
+        """Raises StoreError when it does not come up in so many seconds."""
         ours, theirs = context.Pipe(duplex=True)
         # BaseContext has no type for Process: each start method brings its own.
         self.process = context.Process(target=serve, args=(host, theirs), name="store", daemon=True)  # type: ignore[attr-defined]
@@ -63,8 +63,9 @@ class RendezvousStore:
             self.process.start()
             theirs.close()
             # Second by second: it counts for one, however long this process and the store are suspended.
-            if not any(ours.poll(1.0) for _ in range(round(START_SECONDS))):
-                raise StoreError(f"the store on {host} did not come up in {START_SECONDS:.0f} s")
+            if not any(ours.poll(1.0) for _ in range(round(seconds))):
+                self.process.kill()
+                raise StoreError(f"the store on {host} did not come up in {seconds:.0f} s")
             self.address: tuple[str, int] = (host, int(ours.recv_bytes()))
         except (EOFError, OSError, ValueError) as error:
             theirs.close()

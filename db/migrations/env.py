@@ -10,16 +10,23 @@ from sqlalchemy import Connection, text
 
 from openrecycle.db.models import Base
 
-# What databases of before the first release say that they are at.
-BEFORE = "release_2"
+# What databases of before the first release say that they are at, and what they lack beside what all of them do.
+BEFORE = {
+    "release_1": (
+        "generation add column partition text default '[]' not null",
+        "generation add column moved_at bigint",
+    ),
+    "release_2": (),
+}
 
 
 def adopt(connection: Connection) -> None:
-    """A database of before the first release lacks a name and two columns."""
-    if MigrationContext.configure(connection).get_current_revision() == BEFORE:
-        connection.execute(text("alter table job rename column patience to choice_timeout"))
-        for column in ("lead_term bigint", "lead_node integer"):
-            connection.execute(text(f"alter table job add column {column} default 0 not null"))
+    """Makes the first release's of a database of before it."""
+    lacks = BEFORE.get(MigrationContext.configure(connection).get_current_revision() or "")
+    if lacks is not None:
+        leads = (f"job add column {column} default 0 not null" for column in ("lead_term bigint", "lead_node integer"))
+        for change in ("job rename column patience to choice_timeout", *leads, *lacks):
+            connection.execute(text(f"alter table {change}"))
         connection.execute(text("update alembic_version set version_num = 'first_release'"))
 
 

@@ -59,15 +59,18 @@ def test_every_migration_can_be_taken_back(database: Database) -> None:
     assert "job" in inspect(database.engine).get_table_names()
 
 
-def test_a_database_of_before_the_first_release_is_taken_over_with_its_jobs(database: Database) -> None:
+@pytest.mark.parametrize("revision", ["release_1", "release_2"])
+def test_a_database_of_before_the_first_release_is_taken_over_with_its_jobs(revision: str, database: Database) -> None:
     store = Store(database)
     make_job(store)
     store.apply("job", JobUpdate(job={"choice_timeout": 7.5}, plan=("f", "{}", [], False), generation=generation(1)))
     with database.write() as session:
         session.execute(text("alter table job rename column choice_timeout to patience"))
-        for column in ("lead_term", "lead_node"):
-            session.execute(text(f"alter table job drop column {column}"))
-        session.execute(text("update alembic_version set version_num = 'release_2'"))
+        lacks = ["job.lead_term", "job.lead_node"]
+        lacks += ["generation.partition", "generation.moved_at"] if revision == "release_1" else []
+        for table, _, column in (name.partition(".") for name in lacks):
+            session.execute(text(f"alter table {table} drop column {column}"))
+        session.execute(text(f"update alembic_version set version_num = '{revision}'"))
     for _ in range(2):
         database.upgrade()
         job = store.job("job")
