@@ -210,6 +210,7 @@ def prepare(page: Page, name: str) -> None:
         run = page.get_by_role("button", name=re.compile("^Simulate|^Run"))
         if run.count():
             run.first.click()
+        page.get_by_text(re.compile("^Planned and simulated")).first.wait_for()
     if name != "help":
         page.locator(CHART).first.wait_for()
 
