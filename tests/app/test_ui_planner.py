@@ -15,6 +15,7 @@ from ui_factory import plan
 from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.plans.solving import Solves
 from openrecycle.app.plans.whatif import WhatIf, parse
+from openrecycle.app.security.access import Access
 from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.plans.plan import job_doc
 from tests.golden import golden
@@ -289,6 +290,20 @@ def test_a_plan_is_kept_and_its_link_shows_it(console: ConsoleService) -> None:
     click(again, "planner-forget")
     assert console.plans.library.saved() == [] and "saved" not in params(again)
     assert golden("expected-the-fingerprint-of-a") in words(open_page(saved=link["saved"]))
+
+
+def test_a_saved_plan_that_may_not_be_forgotten_stays_on_the_page(console: ConsoleService) -> None:
+    console.plans.library.save(plan(("W2_1",), unit="slot"), "two one")
+    test = open_page(saved=plan(("W2_1",), unit="slot").fingerprint)
+    link, everybodys = params(test), console.security.access
+    console.security.access = Access("a token, which nobody has given here")
+    try:
+        click(test, "planner-forget")
+    finally:
+        console.security.access = everybodys
+    assert golden("the-session-has-ended-load") in words(test)
+    assert params(test) == link and golden("a-saved-plan") in words(test)
+    assert len(console.plans.library.saved()) == 1
 
 
 def test_a_jobs_question_is_taken_over_and_the_answer_applied(console: ConsoleService) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 
 import streamlit as st
 
-from openrecycle.agent.messages.protocol import JobState
 from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.plans.exporting import Export
 from openrecycle.app.plans.service import misfit, use_plan
@@ -478,7 +477,7 @@ def _keep(console: ConsoleService, plan: Plan, key: str) -> None:
         with acting(console, "save plan", plan.fingerprint):
             console.plans.library.save(plan, name)
     except ConsoleError as error:
-        say("page", str(error))
+        say(PAGE, str(error))
         return
     change(now(), saved=plan.fingerprint)
     say(SAVED, f"Saved as “{' '.join(name.split())}”. The link to this page shows the same.")
@@ -489,7 +488,8 @@ def _forget(console: ConsoleService, plan: Plan) -> None:
         with acting(console, "forget plan", plan.fingerprint):
             console.plans.library.forget(plan.fingerprint)
     except ConsoleError as error:
-        say("page", str(error))
+        say(PAGE, str(error))
+        return
     change(now())
 
 
@@ -546,8 +546,7 @@ JOB = "planner-apply-job"
 
 def apply(console: ConsoleService, plan: Plan) -> None:
     """A button that asks which job; where the plan does not fit, why not."""
-    over = (JobState.FINISHED, JobState.STOPPED)
-    jobs = {job.job_id: job.name for job in console.queries.list_jobs() if job.state not in over}
+    jobs = {job.job_id: job.name for job in console.queries.list_jobs() if job.state not in facts.OVER}
     with st.popover("Apply to a job", icon=":material/play_circle:", key="planner-apply", disabled=not jobs):
         if not jobs:
             return
