@@ -540,10 +540,9 @@ Outcome = Literal["planning", "adopted", "kept", "failed"]
 
 @dataclass(frozen=True)
 class Replan:
-    """One request. failed: the workers that were out. at: POSIX seconds of the request, then of its end.
-
-    reason: why it ended so. elapsed: seconds of solving so far; best, bound: in the job's time unit.
-    """
+    """The newest request for a new plan. failed: the workers that were out. outcome: planning; adopted: it is in
+    force; kept: the plan before stays; failed: none was made. reason: why. at: POSIX seconds of the request,
+    then of its end. elapsed: seconds of solving. best, bound: of the period, in the job's time unit."""
 
     actor: str
     solver: str

@@ -193,7 +193,7 @@ def test_who_decides_can_be_changed(console: ConsoleService) -> None:
     test.radio(key="mode-choice-automatic").set_value(Mode.MANUAL).run()
     test.button(key="mode-apply").click().run()
     assert not test.exception
-    assert console.operators.choice(job.job_id)["mode"] == Mode.MANUAL
+    assert console.operators.choice(job.job_id).mode == Mode.MANUAL
 
 
 def test_a_job_is_paused_and_goes_on(console: ConsoleService) -> None:
@@ -213,17 +213,17 @@ def test_the_ways_on_stand_side_by_side_until_one_is_chosen(console: ConsoleServ
     job = JobHere(console, "manual").register().commit(0, 9, 1).beat(10, 1)
     console.operators.set_mode(job.job_id, Mode.MANUAL, 3600.0, "test")
     job.die("W1_2")
-    until(lambda: bool(console.operators.choice(job.job_id)["candidates"]), "the options are worked out")
+    until(lambda: bool(console.operators.choice(job.job_id).candidates), "the options are worked out")
     choice = console.operators.choice(job.job_id)
-    assert choice["waiting"]
+    assert choice.waiting
     test = open_live(job.job_id)
     page = html(test)
     assert "Which option?" in page and golden("is-taken-in") in page
-    names = [way["name"] for way in choice["candidates"]]
+    names = [way.name for way in choice.candidates]
     assert "re-route" in names
-    for way in choice["candidates"]:
-        assert test.button(key=f"choose-{way['name']}").label == "Apply"
-        assert f"plan=job:{job.job_id}:{way['plan']}" in page
+    for way in choice.candidates:
+        assert test.button(key=f"choose-{way.name}").label == "Apply"
+        assert f"plan=job:{job.job_id}:{way.plan}" in page
     test.button(key="choose-re-route").click().run()
     assert not test.exception
     until(lambda: console.queries.view(job.job_id).generation == 2, "the job goes on")
