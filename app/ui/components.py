@@ -20,6 +20,7 @@ from openrecycle.app.jobs.states import Condition, RoleState
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import access, text
 from openrecycle.app.ui.charts.chart_placeholder import chart_placeholder
+from openrecycle.app.ui.charts.vega import LiveChart
 from openrecycle.app.ui.charts.worker_grid import LOOKS
 from openrecycle.app.ui.facts import Card, op_time_words
 from openrecycle.app.ui.theme import Palette, palette
@@ -197,6 +198,11 @@ def until_drawn(figure: go.Figure) -> None:
     has drawn that."""
     if picture := chart_placeholder(figure):
         st.html(picture)
+
+
+def live_chart(chart: LiveChart, key: str, alt: str, **look: Any) -> None:
+    """look: passed on to Streamlit."""
+    st.vega_lite_chart(None, chart.whole(), theme=None, key=key, alt=alt, **look)
 
 
 def schedule_chart(

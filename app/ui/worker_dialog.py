@@ -19,7 +19,7 @@ from openrecycle.app.console.view import JobView, StateInterval, WorkerDetail, W
 from openrecycle.app.jobs.states import ALIVE, HOLDING, OUT, RankState, RoleState
 from openrecycle.app.observing.recorder import Series
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.app.ui import facts, text, url_state
+from openrecycle.app.ui import components, facts, text, url_state
 from openrecycle.app.ui.access import actor
 from openrecycle.app.ui.charts.progress import memory, op_times
 from openrecycle.app.ui.charts.worker_grid import LOOKS
@@ -315,13 +315,11 @@ def _over_time(console: ConsoleService, job_id: str, detail: WorkerDetail) -> No
     colours = palette(st.context.theme.type)
     planned = {op.kind: op.planned for op in detail.op_times if op.planned is not None}
     if any(kind in series.metrics for kind in OP_WORDS):
-        chart = op_times(series, planned, colours)
         alt = f"Op times of {name} over time, by op kind. The table below has the same in figures."
-        st.vega_lite_chart(None, chart.whole(), theme=None, key="worker-op-times", alt=alt)
+        components.live_chart(op_times(series, planned, colours), "worker-op-times", alt)
     if "resident_bytes" in series.metrics:
-        chart = memory(series, colours)
         alt = f"Memory of {name}'s process over time. The table below has the same in figures."
-        st.vega_lite_chart(None, chart.whole(), theme=None, key="worker-memory", alt=alt)
+        components.live_chart(memory(series, colours), "worker-memory", alt)
     st.html(over_time_html(series, planned))
 
 

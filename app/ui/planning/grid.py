@@ -12,7 +12,7 @@ import streamlit as st
 
 from openrecycle.app.plans.whatif import GRID, Checked, WhatIf, at_random
 from openrecycle.app.ui import components, text
-from openrecycle.app.ui.charts.worker_grid import PICKED_DEAD, dead_grid
+from openrecycle.app.ui.charts.worker_grid import PICKED, dead_grid
 from openrecycle.app.ui.planning.state import change, entered, field_error, now, say, shown
 from openrecycle.app.ui.theme import Palette
 from openrecycle.planner.jobs.errors import PlannerError
@@ -103,19 +103,16 @@ def _toggle(name: str) -> None:
 
 
 def _heat_map(question: WhatIf, takes: Mapping[str, int], colours: Palette) -> None:
-    chart = dead_grid(question, takes, colours)
     # A new theme draws the chart anew, without the clicks of the old one.
     key = f"planner-map-{colours.name}-{question.pipelines}x{question.stages}"
     if key not in st.session_state:  # first drawn, or after a visit to another page: nothing is selected in it
         st.session_state[SEEN] = {}
-    st.vega_lite_chart(
-        None,
-        chart.whole(),
-        theme=None,
-        key=key,
+    components.live_chart(
+        dead_grid(question, takes, colours),
+        key,
+        "Worker grid: pipelines across, stages down. The list below names the dead ones.",
         on_select=partial(_mapped, key),
-        selection_mode=PICKED_DEAD,
-        alt="Worker grid: pipelines across, stages down. The list below names the dead ones.",
+        selection_mode=PICKED,
     )
 
 
@@ -128,7 +125,7 @@ def _mapped(key: str) -> None:
 def _clicked(key: str, state: Mapping[str, Any]) -> set[str]:
     """Workers that were clicked since the last look. The chart keeps a set, into and out of which each click
     takes one; a chart that was drawn anew has none, and that is no click."""
-    picked = {str(point["worker"]) for point in state["selection"].get(PICKED_DEAD) or []}
+    picked = {str(point["worker"]) for point in state["selection"].get(PICKED) or []}
     seen: set[str] = st.session_state.get(SEEN, {}).get(key, set())
     st.session_state[SEEN] = {key: picked}
     return set() if not picked and len(seen) > 1 else picked ^ seen

@@ -156,8 +156,7 @@ def drawn(solve: Solve, unit: str, colours: Palette, *, key: str) -> None:
         components.quiet("The first plan is on its way.")
         return
     if not solve.over or len(solve.points) > 1:
-        chart = search_chart(solve, unit, colours)
-        st.vega_lite_chart(None, chart.whole(), theme=None, key=key, alt=search_words(solve, unit))
+        components.live_chart(search_chart(solve, unit, colours), key, search_words(solve, unit))
     log(log_lines(solve, unit))
 
 
