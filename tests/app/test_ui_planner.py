@@ -187,8 +187,8 @@ def test_a_plan_with_its_figures_chart_and_comparison(console: ConsoleService) -
     assert "+3 re-routed" in test.button(key="worker-W0_2").label
     assert figure(test)["layout"]["yaxis"]["ticktext"][0] == "W0_0"
     table = compared(test)
-    assert table["figure"] == ["This plan", "Fault-free 1F1B"] and table["period"] == ["27 slots", "27 slots"]
-    assert table["gap"][0] == "0 %" and table[golden("period-vs-best-fault-free")] == ["+42.1 %", "+42.1 %"]
+    assert table["figure"] == ["This plan", "Fault-free 1F1B"] and table["period"] == ["27 slots", "27 slots (±0 %)"]
+    assert table["gap"][0] == "0 %" and table[golden("slowdown-vs-best-fault-free")] == ["+42.1 %", "+42.1 %"]
     assert test.button(key="planner-plan").disabled, "it is planned already"
     assert golden("no-other-distribution") in page, "leaving the failure where it is, is best"
     # Another question: its result stands beside the one before.
@@ -197,7 +197,7 @@ def test_a_plan_with_its_figures_chart_and_comparison(console: ConsoleService) -
     assert golden("no-plan-can-be-shorter-than") in words(test)
     planned(test, console)
     table = compared(test)
-    assert table["period"] == ["29 slots", "27 slots", "27 slots"]
+    assert table["period"] == ["29 slots", "27 slots (−6.9 %)", "27 slots (−6.9 %)"]
     assert table["figure"][2].startswith("Before: 3 × 4 × 6")
     test.segmented_control(key="planner-show").set_value("1f1b")
     run(test)

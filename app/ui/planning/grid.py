@@ -29,7 +29,7 @@ def grid(question: WhatIf, found: Checked, plan: Plan | None, colours: Palette) 
     """plan: the one that answers the question, if there is one; it says who takes re-routed work."""
     cells = question.pipelines * question.stages
     components.heading("Workers", "select one to mark it dead, or alive again")
-    takes = _takes(plan) if plan is not None else {}
+    takes = plan.rerouted() if plan is not None else {}
     _legend(question, takes)
     if cells <= MAX_TILES:
         _tiles(question, takes)
@@ -40,15 +40,6 @@ def grid(question: WhatIf, found: Checked, plan: Plan | None, colours: Palette) 
     _by_hand(question, buttons=cells <= MAX_TILES)
     if found.infeasible:
         field_error(found.infeasible[:1].upper() + found.infeasible[1:] + ".")
-
-
-def _takes(plan: Plan) -> dict[str, int]:
-    """Re-routed micro-batches by worker; a large plan is looked through once."""
-    return st.cache_data(_load, max_entries=16, show_spinner=False)(plan.fingerprint, plan)  # type: ignore[no-any-return]
-
-
-def _load(fingerprint: str, _plan: Plan) -> dict[str, int]:
-    return _plan.rerouted()
 
 
 def _legend(question: WhatIf, takes: Mapping[str, int]) -> None:

@@ -42,10 +42,10 @@ from openrecycle.app.ui.planning.state import (
     say,
     shown,
 )
-from openrecycle.app.ui.tables import beside_html, of_workers, workers_table
+from openrecycle.app.ui.tables import beside_html, differences, of_workers, workers_table
 from openrecycle.app.ui.theme import CHART_CONFIG, Palette
 from openrecycle.app.ui.time_range import choose_time
-from openrecycle.planner.export.compare import against_best, comparable
+from openrecycle.planner.export.compare import comparable
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.plans.drawing import FAILED, Drawing
@@ -168,7 +168,7 @@ def others(console: ConsoleService, shown: Sequence[str]) -> None:
         job = solve.request.job
         with st.container(horizontal=True, vertical_alignment="center", key=f"planner-other-{solve.id}"):
             components.quiet(
-                f"Also being planned: {job.pipelines} × {job.stages} × {job.micro_batches}, "
+                f"Also being planned: {text.grid(job)}, "
                 f"{text.count(len(solve.request.failed), 'worker')} dead, {solve.request.technique.value} "
                 f"({_search_status(solve)})."
             )
@@ -318,6 +318,19 @@ MAX_BEFORE = 4
 MAX_BEFORE_OPS = 10_000
 SCHEDULE, COMPARE = (Path(__file__).resolve().parents[1] / name for name in ("schedule.py", "compare.py"))
 THIS, REFERENCE = "this", "1f1b"
+# Of all that can be compared (planner.export.compare).
+FIGURES = (
+    "failed",
+    "period",
+    "lower_bound",
+    "gap",
+    "slowdown_vs_1f1b",
+    "slowdown_vs_best",
+    "bubble_fraction",
+    "peak_activations",
+    "peak_bytes",
+    "solver",
+)
 
 
 @dataclass(frozen=True)
@@ -359,9 +372,10 @@ def result(console: ConsoleService, question: WhatIf, plan: Plan, solve: Solve |
         _picture(schedule, colours)
     else:
         _chart(compared, colours)
-    components.heading("Compared")
+    components.heading("Compared", "changes are against this plan")
     shown = list(compared.values())
-    st.html(beside_html([s.name for s in shown], _comparison([s.plan for s in shown]), "Plans compared"))
+    figures = differences([s.plan for s in shown], FIGURES)
+    st.html(beside_html([s.name for s in shown], figures, "Plans compared"))
     how, workers = url_state.tabs(["How it was found", "Workers"], key="details")
     with how:
         if solve is None:
@@ -425,31 +439,6 @@ def _picture(schedule: Schedule, colours: Palette) -> None:
     st.html(large.overview(drawing, large.picture(drawing, colours), alt))
 
 
-def _comparison(plans: Sequence[Plan]) -> list[tuple[str, list[str]]]:
-    """What is compared, and what it is of each plan."""
-    units = [plan.job.time_unit for plan in plans]
-    metrics = [plan.metrics for plan in plans]
-    rows = [
-        ("dead", [f"{len(plan.failed):,}" for plan in plans]),
-        ("period", [text.planned(m.period, unit, 5) for m, unit in zip(metrics, units, strict=True)]),
-        ("lower bound", [text.planned(m.lower_bound, unit, 5) for m, unit in zip(metrics, units, strict=True)]),
-        ("gap", [text.percent(max(m.gap, 0)) for m in metrics]),
-        ("period vs fault-free 1F1B", [text.percent(m.slowdown_vs_1f1b, sign=True) for m in metrics]),
-        ("period vs best fault-free", [text.percent(over, sign=True) for over in against_best(plans)]),
-        ("bubbles", [text.percent(m.bubble_fraction) for m in metrics]),
-        ("peak activations", [f"{max(m.peak_activations.values(), default=0):,}" for m in metrics]),
-        ("peak memory", [_peak_memory(plan) for plan in plans]),
-        ("made by", [plan.solver.name for plan in plans]),
-    ]
-    return [(name, cells) for name, cells in rows if any(cells)]
-
-
-def _peak_memory(plan: Plan) -> str:
-    """Empty where the profile does not say what a worker holds."""
-    schedule = schedule_of(plan)
-    return text.size(max(schedule.peak_bytes.values())) if schedule.counts_bytes else ""
-
-
 # -- keeping ------------------------------------------------------------------------------------
 
 
@@ -457,7 +446,7 @@ def _save(console: ConsoleService, plan: Plan, question: WhatIf) -> None:
     kept = next((row for row in console.plans.library.saved() if row["fingerprint"] == plan.fingerprint), None)
     with st.popover("Saved" if kept else "Save", icon=":material/bookmark:", key="planner-save"):
         if kept:
-            st.markdown(f"Kept as **{_plain(kept['name'])}**. The link to this page shows it.")
+            st.markdown(f"Kept as **{text.plain_markdown(kept['name'])}**. The link to this page shows it.")
         name = kept["name"] if kept else question_words(question)[:80]
         key = f"{NAME}-{plan.fingerprint[:8]}"
         st.text_input("Name", name, key=key, max_chars=80)
@@ -533,11 +522,6 @@ def _sent(console: ConsoleService, link: str) -> Shown | None:
 def _reference(plan: Plan) -> Plan:
     """Made in milliseconds at the sizes that are drawn op by op."""
     return reference_plan(plan.job.job(), "1f1b")
-
-
-def _plain(words: str) -> str:
-    """Without Markdown's marks."""
-    return "".join(f"\\{c}" if c in "\\`*_{}[]()#+-.!:$<>|~" else c for c in words)
 
 
 JOB = "planner-apply-job"
