@@ -52,12 +52,20 @@ def facts_html(detail: WorkerDetail) -> str:
         "Process": _process(worker),
         "Ranks": _ranks(detail),
         "Memory in use": text.size(worker.resident_bytes) if worker.resident_bytes else "",
+        "May take": reckoned_words(detail),
         "Activations, by plan": f"at most {text.count(detail.activations, 'micro-batch', 'micro-batches')} at once"
         if detail.activations is not None
         else "",
     }
     items = "".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in rows.items() if v)
     return f'<dl class="or-facts">{items}</dl>'
+
+
+def reckoned_words(detail: WorkerDetail) -> str:
+    """What was said before the start of the memory that it may come to take."""
+    if detail.may_take is None:
+        return ""
+    return f"up to {text.size(detail.may_take)} where it computes, beside the program itself: reckoned before the start"
 
 
 def doing(at: Doing, *, limit: bool = True) -> str:
@@ -320,6 +328,8 @@ def _over_time(console: ConsoleService, job_id: str, detail: WorkerDetail) -> No
     if "resident_bytes" in series.metrics:
         alt = f"Memory of {name}'s process over time. The table below has the same in figures."
         components.live_chart(memory(series, colours), "worker-memory", alt)
+        if words := reckoned_words(detail):
+            components.quiet(f"It may take {words}.")
     st.html(over_time_html(series, planned))
 
 
