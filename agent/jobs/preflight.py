@@ -356,6 +356,11 @@ class JobMemory:
     text: str
     warning: bool = False
 
+    @property
+    def told(self) -> tuple[int, ...]:
+        """To a console, by stage: what a worker may come to take; () where activations are not known."""
+        return tuple(s.total for s in self.stages) if all(s.activations for s in self.stages) else ()
+
     def of(self, workers: Collection[Worker]) -> int:
         """All of them together. One of each stage writes its checkpoints."""
         return sum(_together(self.stages, workers))

@@ -286,8 +286,8 @@ class ResilientTrainer:
         self._stop_asked = False
         self._workload = SentWorkload.of(workload)
         self._options, self._layers = options, count
-        memory = check_workload(workload, options)
-        log.log(logging.WARNING if memory.warning else logging.INFO, "%s", memory.text)
+        self._needed = check_workload(workload, options)
+        log.log(logging.WARNING if self._needed.warning else logging.INFO, "%s", self._needed.text)
 
     @classmethod
     def from_transformers(
@@ -388,7 +388,7 @@ class ResilientTrainer:
                 # The caller's own random numbers must not depend on what is tried out first.
                 with torch.random.fork_rng(devices=[]):
                     launcher = make_launcher(
-                        replace(options, weights=folder), self._workload, listener, log.info, checked=True
+                        replace(options, weights=folder), self._workload, listener, log.info, needed=self._needed
                     )
                 # Not before: a start that is refused leaves an earlier record in its place.
                 if options.record is not None:

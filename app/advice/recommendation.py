@@ -18,7 +18,7 @@ from openrecycle.app.runtime.processes import Channel, answered
 from openrecycle.planner.check import checked
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.job import MayMove, MemoryLimit, Over, Problem, Technique, Worker
-from openrecycle.planner.jobs.words import DROP, MIGRATE, REROUTE, layers_moved, names, percent
+from openrecycle.planner.jobs.words import DROP, MIGRATE, REROUTE, layers_move, layers_moved, names, percent
 from openrecycle.planner.layers.partition import lay_out
 from openrecycle.planner.plans.packed import to_bytes
 from openrecycle.planner.plans.plan import JobDoc, Plan
@@ -166,8 +166,7 @@ def candidates(
         plan = _laid_out(planned, failed)
         if plan is not None and plan.partition != planned.job.partition:
             rate = Rate(plan.metrics.period * planned.unit, planned.samples).per_second
-            count = layers_moved(planned.job.partition, plan.partition)
-            words = "1 layer moves to another stage" if count == 1 else f"{count} layers move to other stages"
+            words = layers_move(layers_moved(planned.job.partition, plan.partition))
             way = Option(REPARTITION, laid.pause, rate, partition=plan.partition)
             found.append(_candidate(way, failed, (), words, planned, advice.horizon, plan))
     broken = sorted({worker.pipeline for worker in failed})

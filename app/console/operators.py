@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 import structlog
 
 from openrecycle.agent.coordination.choosing import coming_back, out
 from openrecycle.agent.coordination.events import Chosen, DrainAsked, ModeSet, Note, PlanFrozen
-from openrecycle.agent.coordination.membership import LEAST_CHOICE_TIMEOUT, MOST_CHOICE_TIMEOUT, Member, Mode, Offer
+from openrecycle.agent.coordination.membership import (
+    LEAST_CHOICE_TIMEOUT,
+    MOST_CHOICE_TIMEOUT,
+    Candidate,
+    Member,
+    Mode,
+    Offer,
+)
 from openrecycle.agent.messages.protocol import Command, WorkerState
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.runtime.errors import ConsoleError, named, plain, storing
@@ -20,6 +27,28 @@ from openrecycle.db.store import Record, Store
 from openrecycle.planner.jobs.job import Worker
 
 log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class Choice:
+    """mode: who decides when workers are lost. choice_timeout: seconds that the job waits in manual mode. frozen_by:
+    the operator who has frozen the plan; "": nobody. paused: has an operator stopped it? stopped: and do
+    all workers wait by now? waiting: does it stand still for a choice now? seconds_left: then, until the best is taken.
+
+    failed: the workers that are out. candidates: best first; empty until they are worked out, and when
+    nobody is out. better: the name of one that is clearly better than re-routing, "" where none is.
+    """
+
+    mode: Mode
+    choice_timeout: float
+    frozen_by: str
+    paused: bool
+    stopped: bool
+    waiting: bool
+    seconds_left: float | None
+    failed: tuple[str, ...]
+    candidates: tuple[Candidate, ...]
+    better: str
 
 
 class Operators:
@@ -174,10 +203,8 @@ class Operators:
             job.topic.publish()
         return new
 
-    def choice(self, job_id: str) -> Record:
-        """Who decides, and what there is to choose from. frozen_by: who has frozen the plan; "": nobody. paused:
-        did an operator stop the job? stopped: and do all workers wait by now? waiting: does it stand still for a
-        choice? seconds_left: then, until the best is taken."""
+    def choice(self, job_id: str) -> Choice:
+        """Who decides, and what there is to choose from."""
         job = self._find(job_id)
         state = job.state
         pending = state.pending
@@ -185,18 +212,18 @@ class Operators:
         failed = pending.failed if pending is not None and waiting else out(state)
         left = pending.until - time.monotonic() if pending is not None and pending.until is not None else None
         offer = state.offer if state.offer and state.offer.failed == failed else Offer((), ())
-        return {
-            "mode": state.mode,
-            "choice_timeout": state.choice_timeout,
-            "frozen_by": state.frozen_by,
-            "paused": job.paused,
-            "stopped": job.paused and not job.worker_states().running_on,
-            "waiting": waiting,
-            "seconds_left": None if left is None else max(0.0, left),
-            "failed": list(failed or ()),
-            "candidates": [asdict(candidate) for candidate in offer.candidates],
-            "better": offer.better,
-        }
+        return Choice(
+            mode=state.mode,
+            choice_timeout=state.choice_timeout,
+            frozen_by=state.frozen_by,
+            paused=job.paused,
+            stopped=job.paused and not job.worker_states().running_on,
+            waiting=waiting,
+            seconds_left=None if left is None else max(0.0, left),
+            failed=failed or (),
+            candidates=offer.candidates,
+            better=offer.better,
+        )
 
 
 def _audit(actor: str, action: str, target: str) -> Record:

@@ -42,7 +42,7 @@ from openrecycle.app.runtime.errors import ConsoleError, plain, storing
 from openrecycle.db.store import Store
 from openrecycle.planner.check import check
 from openrecycle.planner.jobs.errors import PlannerError
-from openrecycle.planner.jobs.words import micro_batch_names, milliseconds
+from openrecycle.planner.jobs.words import layers_move, micro_batch_names, milliseconds
 from openrecycle.planner.plans.plan import Plan
 
 # A report that was sent twice stands among so many of the newest events.
@@ -241,8 +241,7 @@ class Reports:
             detail = f"partition: got {list(partition)}, which is not that of generation {message.generation}"
             raise ConsoleError(409, "misfit", detail)
         took = milliseconds(message.stall_ms)
-        what = "1 layer moved to another stage" if count == 1 else f"{count} layers moved to other stages"
-        text = f"{what}, which held training for {took}"
+        text = f"{layers_move(count, done=True)}, which held training for {took}"
         job.apply(happening.LayersMoved(message.generation, message.iteration, partition, text))
 
     def validated(self, job_id: str, report: ValidationReport) -> None:

@@ -300,7 +300,7 @@ class WorkerDetail:
     """op_times: in the order F, I, W, B, O. events: newest first. log: oldest first. activations: of micro-batches,
     that it holds at most at once by the plan in force, None when it has no part in it. held, coming: as in JobView.
     ranks: the processes that it consists of, or did last, where there are several; made_of: the workers whose spare
-    ranks these were."""
+    ranks these were. may_take: bytes, as it was reckoned before the start (JobSpec.stage_bytes); None: not known."""
 
     worker: WorkerView
     stays: tuple[StateInterval, ...]
@@ -312,6 +312,7 @@ class WorkerDetail:
     coming: tuple[int, ...] = ()
     ranks: tuple[Rank, ...] = ()
     made_of: tuple[str, ...] = ()
+    may_take: int | None = None
 
 
 def _op_times(job: LiveJob, view: JobView, worker: WorkerView) -> tuple[OpTime, ...]:
@@ -523,6 +524,7 @@ class Queries:
             tuple(dict.fromkeys(known[whose].slot for whose, _ in process.made_of if whose in known))
             if process
             else (),
+            job.spec.stage_bytes[worker.stage] if job.spec.stage_bytes else None,
         )
 
     def sentence(self, job: LiveJob) -> str:

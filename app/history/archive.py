@@ -438,7 +438,7 @@ _IDENTIFIER = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 @dataclass(frozen=True)
 class Imported:
-    """rows: of all tables together."""
+    """rows: of all tables together. plans: documents, whether they were there before or not."""
 
     job_id: str
     rows: int

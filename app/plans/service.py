@@ -41,7 +41,7 @@ from openrecycle.planner.catalogs.catalog_build import LISTED
 from openrecycle.planner.jobs.errors import InputError, PlannerError
 from openrecycle.planner.jobs.failures import canonical_pattern
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Worker
-from openrecycle.planner.jobs.words import names, percent
+from openrecycle.planner.jobs.words import counts, grid, names, percent
 from openrecycle.planner.layers.drift import Drift, DriftLimits, DriftState, Ratios, assumed, drifted, forget, observe
 from openrecycle.planner.layers.migration import SECONDS
 from openrecycle.planner.plans.packed import CatalogQuestion, plan_name
@@ -540,10 +540,9 @@ Outcome = Literal["planning", "adopted", "kept", "failed"]
 
 @dataclass(frozen=True)
 class Replan:
-    """One request. failed: the workers that were out. at: POSIX seconds of the request, then of its end.
-
-    reason: why it ended so. elapsed: seconds of solving so far; best, bound: in the job's time unit.
-    """
+    """The newest request for a new plan. failed: the workers that were out. outcome: planning; adopted: it is in
+    force; kept: the plan before stays; failed: none was made. reason: why. at: POSIX seconds of the request,
+    then of its end. elapsed: seconds of solving. best, bound: of the period, in the job's time unit."""
 
     actor: str
     solver: str
@@ -710,7 +709,7 @@ def misfit(job: LiveJob, plan: Plan) -> str:
         document.stages,
         document.micro_batches,
     ):
-        grids = [f"{d.pipelines} × {d.stages} × {d.micro_batches}" for d in (document, own)]
+        grids = list(map(grid, (document, own)))
         return f"the plan is for a grid of {grids[0]}, the job's is {grids[1]}"
     if own != document:
         return 'the plan was made for other op times. On Planner, choose the job under "Take over", and plan again'
@@ -725,9 +724,7 @@ def misfit(job: LiveJob, plan: Plan) -> str:
     if current.plan_fingerprint == plan.fingerprint:
         return "it is in force already"
     if plan.partition != current.partition and job.spec.relayout == "never":
-        return (
-            f"its layers per stage are {_counts(plan.partition)}, and those of this job stay {_counts(job.state.held)}"
-        )
+        return f"its layers per stage are {counts(plan.partition)}, and those of this job stay {counts(job.state.held)}"
     return _too_much(job, plan)
 
 
@@ -748,10 +745,6 @@ def use_plan(job: LiveJob, plan: Plan, actor: str) -> str:
         "detail": "",
     }
     return job.apply(UsePlan(plan.fingerprint, plan.failed, who, "", plan.partition), plan=plan, audit=audit)
-
-
-def _counts(partition: tuple[int, ...]) -> str:
-    return ", ".join(map(str, partition))
 
 
 def _too_much(job: LiveJob, plan: Plan) -> str:

@@ -18,6 +18,7 @@ import structlog
 from cachetools import LRUCache
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from openrecycle.app.runtime.errors import sentence
 from openrecycle.app.runtime.processes import Channel, ChildEnded, Children, PendingAnswer
 from openrecycle.planner.jobs.errors import InputError, PlannerError
 from openrecycle.planner.jobs.job import Job, count_ops
@@ -375,9 +376,8 @@ def shapes() -> list[str]:
 
 
 def parse_request(**values: Any) -> SimulationRequest:
-    """Raises InputError naming the field."""
+    """Raises PlannerError, a sentence that names the field."""
     try:
         return SimulationRequest(**values)
     except ValidationError as error:
-        first = error.errors()[0]
-        raise InputError(str(first["loc"][0]), first["input"], first["msg"]) from None
+        raise PlannerError(sentence(error.errors())) from None

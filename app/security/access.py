@@ -370,9 +370,9 @@ class Access:
 
     # -- sessions ---------------------------------------------------------------------------
 
-    def session(self, caller: Caller, until: float | None = None) -> str:
+    def session(self, caller: Caller) -> str:
         """The cookie's value: until when, which token, and both under the console's key."""
-        ends = min(caller.until, time.time() + SESSION_SECONDS) if until is None else until
+        ends = min(caller.until, time.time() + SESSION_SECONDS)
         return self._sessions.sign(f"{int(ends)}.{caller.key}").decode()
 
     def _by_session(self, value: str) -> Caller | None:

@@ -150,15 +150,12 @@ def _heat_map(view: JobView, colours: Palette) -> None:
         )
         st.button("Open", disabled=chosen is None, key="worker-open", on_click=open_worker, args=(chosen,))
     components.legend(facts.legend_counts(view))
-    chart = worker_grid(view, colours)
-    st.vega_lite_chart(
-        None,
-        chart.whole(),
-        theme=None,
-        key="worker-map",
+    components.live_chart(
+        worker_grid(view, colours),
+        "worker-map",
+        "Worker grid: pipelines across, stages down. The table below has each worker's state.",
         on_select=_picked,
         selection_mode=PICKED,
-        alt="Worker grid: pipelines across, stages down. The table below has each worker's state.",
     )
     figures = url_state.expander("The same in figures", key="worker-figures")
     if figures.open:
@@ -195,15 +192,8 @@ def _progress(view: JobView, colours: Palette) -> None:
         drawn, turn = time_range.drawn_with(name, f"{view.job_id} {colours.name}", shown)
         key = f"{name}-{turn}"
         with st.container(key=f"progress-{name}"):
-            st.vega_lite_chart(
-                None,
-                make(rows, colours, drawn).whole(),
-                theme=None,
-                key=key,
-                on_select=partial(iteration_range.zoomed, name, key),
-                selection_mode=ZOOM,
-                alt=alt,
-            )
+            zoomed = partial(iteration_range.zoomed, name, key)
+            components.live_chart(make(rows, colours, drawn), key, alt, on_select=zoomed, selection_mode=ZOOM)
     url_state.say(iteration_range.ITERATIONS)
     source = (
         f"Fault-free {text.rate(reference.samples_per_second)} samples/s (dotted), {reference.words}. "

@@ -284,9 +284,9 @@ class Lives(RuleBasedStateMachine):
             if event.kind == "failure" and event.worker and " failed: " in event.text:
                 assert event.worker in ended, (event.text, ended)
         choice = world.operators.choice(world.job_id)
-        assert choice["paused"] == self.paused
-        for name in choice["failed"]:
-            assert name not in holds.values() or choice["waiting"], (name, choice)
+        assert choice.paused == self.paused
+        for name in choice.failed:
+            assert name not in holds.values() or choice.waiting, (name, choice)
         if (run := world.job.plan_run) is not None:
             for name in run.failed[:4]:
                 state, moved = now[name].state, now[name].moved_to

@@ -148,11 +148,11 @@ def test_paused_is_said_once_the_workers_have_stopped(here: ConsoleHere) -> None
     view = console.queries.view(job.job_id)
     assert view.condition is Condition.PAUSING and states()["W2_3"] is RoleState.RUNNING
     assert "waiting for W2_3 to finish" in view.sentence
-    assert console.operators.choice(job.job_id)["stopped"] is False
+    assert console.operators.choice(job.job_id).stopped is False
     beat(["W2_3"], "paused", 100)
     until(lambda: console.queries.view(job.job_id).condition is Condition.PAUSED, "all have stopped")
     assert set(states().values()) == {RoleState.PAUSED} and card(console, job, "Throughput").value == "0"
-    assert console.operators.choice(job.job_id)["stopped"] is True
+    assert console.operators.choice(job.job_id).stopped is True
     # A second pause: what was said in the first one is old.
     console.operators.resume(job.job_id, "ada")
     assert console.queries.view(job.job_id).condition is Condition.RUNNING
