@@ -268,12 +268,11 @@ def test_the_reader_of_the_readme_gets_the_example_that_is_tested() -> None:
     assert f"```python\n{example}```" in (ROOT / "README.md").read_text()
 
 
-def test_the_readmes_calls_fit_their_signatures() -> None:
+def test_the_pages_calls_fit_their_signatures() -> None:
     import openrecycle as agent
 
-    blocks = re.findall(
-        r"```python\n(.*?)```", (ROOT / "README.md").read_text() + (ROOT / "app/docs/own-job.md").read_text(), re.S
-    )
+    pages = [ROOT / "README.md", *(ROOT / "app/docs").glob("*.md")]
+    blocks = [block for page in pages for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.S)]
     calls = [node for block in blocks for node in ast.walk(ast.parse(block)) if isinstance(node, ast.Call)]
     named = {call.func.id: call for call in calls if isinstance(call.func, ast.Name) and call.func.id in agent.__all__}
     assert set(named) >= {"ResilientTrainer", "Reporter"}
