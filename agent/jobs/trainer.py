@@ -272,6 +272,7 @@ class ResilientTrainer:
             split=parallelize,
         )
         self._pretrained: Pretrained | None = None
+        self._written_folder = False
         check_sendable(workload)
         with torch.random.fork_rng(devices=[]):  # the caller's own numbers must not depend on what is looked at
             try:
@@ -339,6 +340,7 @@ class ResilientTrainer:
             failed.pop_all()
         weakref.finalize(trainer, ending.close)
         trainer._pretrained = source
+        trainer._written_folder = source.folder is not None and not isinstance(model, (str, Path))
         sent = trainer._workload
         trainer._workload = replace(sent, modules=(*sent.modules, source.kind.__module__))
         return trainer
@@ -433,13 +435,22 @@ class ResilientTrainer:
         folder = self._options.checkpoints.folder
         assert folder is not None
         layers = self._layers or self._options.job.stages
-        weights = CheckpointWeights(folder, iteration, self.workload, layers, self._options.seed)
+        weights = CheckpointWeights(folder, iteration, self._load, layers, self._options.seed)
         return WrittenCheckpoint(iteration, weights, self._pretrained)
 
     def workload(self) -> Workload:
-        """Layers, data and loss as a worker process makes them of what was given here.
+        """Layers, data and loss as a worker process makes them of what was given here: what `openrecycle train
+        --workload` takes, where a function at the top level of a file returns it.
 
-        Who holds this method holds the trainer, and with it the files of a pretrained model."""
+        Raises InputError where a model of transformers was given with its weights: each worker calls that function, and
+        would write the whole model into a folder that nobody removes."""
+        if self._written_folder:
+            expected = "a config, a folder (`model.save_pretrained`) or a name on the hub where `workload()` is used"
+            raise InputError("model", "a model with its weights", expected)
+        return self._load()
+
+    def _load(self) -> Workload:
+        """Who holds this method holds the trainer, and with it the files of a pretrained model."""
         return self._workload.load()
 
     def stop(self) -> None:
