@@ -64,6 +64,7 @@ from openrecycle.agent.models.layers import Tied
 from openrecycle.agent.models.stage_io import StageIO
 from openrecycle.agent.models.streams import StreamBatches, stream_of
 from openrecycle.agent.models.workload import Workload, first_readable
+from openrecycle.agent.nodes.role import check_alone
 from openrecycle.forking import fork_context
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job
@@ -352,10 +353,11 @@ class ResilientTrainer:
         What is worth a remark on the way goes to the log `openrecycle`. Where nobody else heeds SIGTERM, it ends the
         job in order, and this raises SystemExit.
 
-        Raises InputError, JobFailed where the job can't go on (no process is left behind), ConsoleUnavailable
-        or ConsoleRefused where a console was asked for and does not take it, and what a callback raised (see
-        on_error), once the weights are written.
+        Raises InputError, also where torchrun or srun started several of this process; JobFailed where the job can't
+        go on (no process is left behind), ConsoleUnavailable or ConsoleRefused where a console was asked for and does
+        not take it, and what a callback raised (see on_error), once the weights are written.
         """
+        check_alone(os.environ)
         self._stop_asked = False
         with _when_terminated(self._terminated):
             return self._fit(iterations)

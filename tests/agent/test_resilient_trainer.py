@@ -109,6 +109,16 @@ def test_iterations_are_counted_in_whole_numbers(iterations: Any) -> None:
         own_jobs.trainer().fit(iterations=iterations)
 
 
+def test_each_process_of_torchrun_would_start_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its model and data may be asked for: so does each node of `openrecycle train` under torchrun."""
+    for name, value in (("TORCHELASTIC_RUN_ID", "none"), ("WORLD_SIZE", "2"), ("RANK", "0")):
+        monkeypatch.setenv(name, value)
+    trainer = own_jobs.trainer()
+    assert trainer.workload().samples_per_micro_batch == 4
+    with pytest.raises(InputError, match="2 processes that torchrun started"):
+        trainer.fit(iterations=1)
+
+
 @cache
 def undisturbed() -> TrainingResult:
     return own_jobs.trainer(scheduler=own_jobs.halving).fit(iterations=4)
