@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from openrecycle.agent.checkpoints.weights import CheckpointWeights, KeptWeights, load_weights
+from openrecycle.agent.checkpoints.weights import CheckpointWeights, KeptWeights, read_weights
 from openrecycle.agent.config.devices import Platform
 from openrecycle.agent.config.options import (
     Checkpoints,
@@ -418,7 +418,7 @@ class ResilientTrainer:
                     callbacks.each("on_exception", error)
                     raise
             if options.weights is not None:
-                weights: Callable[..., dict[str, Any]] = partial(load_weights, folder)
+                weights: Callable[..., dict[str, Any]] = partial(read_weights, folder)
             else:
                 weights = KeptWeights(folder, self._layers or options.job.stages)
             result = lines.result(weights, self._pretrained)

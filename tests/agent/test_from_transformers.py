@@ -26,7 +26,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from openrecycle import Checkpoints, Faults, Job, Loading, PadCollate, Planning
+from openrecycle import Checkpoints, Faults, Job, Loading, PadCollate, Planning, load_weights
+from openrecycle.agent.checkpoints.weights import save_weights
 from openrecycle.agent.jobs.trainer import TrainingResult
 from openrecycle.agent.models.hugging_face import Pretrained, TokenBatches, pretrained, pretrained_job
 from openrecycle.agent.models.layers import LayerStack, build_layer, build_layers
@@ -300,10 +301,30 @@ def test_two_nodes_train_it_by_the_name_of_a_function(tmp_path: Path) -> None:
     """Each makes its workload of what the function returns; a death does not show either."""
     named = ("--workload", "tests.agent.language_models:workload", "--workload-options", "{}")
     grid = ("--stages", "2", "--micro-batches", "3", "--iterations", "3", "--kill", "W1_1@1:F2")
-    with two_nodes(tmp_path, *named, *grid) as (lead, node):
+    with two_nodes(tmp_path, *named, *grid, "--weights", str(tmp_path / "trained")) as (lead, node):
         assert (lead.wait(90), node.wait(90)) == (0, 0), (tmp_path / "lead.log").read_text()
     *_, last = lines(tmp_path)
-    assert last["final"]["parameters_sha256"] == trainer(llama()).fit(iterations=3).parameters_sha256
+    here = trainer(llama()).fit(iterations=3)
+    assert last["final"]["parameters_sha256"] == here.parameters_sha256
+    state = load_weights(whole(llama()), tmp_path / "trained").state_dict()
+    for k in range(LAST + 1):
+        assert all(torch.equal(value, state[name]) for name, value in here.state_dict(k).items())
+
+
+def test_a_folder_of_weights_becomes_a_model_of_transformers(tmp_path: Path) -> None:
+    """Also where its head is its embedding, of which both layers have a copy."""
+    torch.manual_seed(1)
+    trained = AutoModelForCausalLM.from_config(gpt2())
+    with cut(trained) as source:
+        layers = [source(k, LAST + 1).state_dict() for k in range(LAST + 1)]
+    layers[LAST]["lm_head.weight"] = layers[0]["transformer.wte.weight"]
+    for k, layer in enumerate(layers):
+        save_weights(str(tmp_path / "layers"), k, layer)
+    load_weights(whole(gpt2()), tmp_path / "layers").save_pretrained(tmp_path / "trained")
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "trained")
+    assert all(torch.equal(value, read.state_dict()[name]) for name, value in trained.state_dict().items())
+    with pytest.raises(InputError, match="model: got 'GPT2LMHeadModel'"):
+        load_weights(whole(gpt2(n_layer=2)), tmp_path / "layers")
 
 
 def test_the_weights_of_a_model_do_not_come_with_a_function() -> None:
