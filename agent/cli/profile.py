@@ -16,7 +16,7 @@ from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.profiles import Clock, Profile
 
-MODELS_HELP = "gpt3-medium, gpt3-3.35b or gpt3-6.7b: one layer, the embedding and the head are measured."
+MODELS_HELP = "gpt-3-medium, gpt-3-3.35b or gpt-3-6.7b: one layer, the embedding and the head are measured."
 MAX_REPEATS = 1000
 
 

@@ -28,6 +28,7 @@ from openrecycle.agent.stages.optimizer import StageOptimizer, stage_optimizer
 from openrecycle.agent.stages.stage import Stage
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job
+from openrecycle.planner.plans.models import shape_name
 from openrecycle.planner.profiles import Hardware, Measurements, Part, Reductions, Timing
 
 __all__ = ["MeasuringError", "measure_model", "measure_workload"]
@@ -58,9 +59,9 @@ TERMS = 64
 """Micro-batches per iteration that the sums are made for; the times do not depend on it."""
 _PUBLISHED = "the GPT-3 paper's table of sizes"
 SHAPES = {
-    "gpt3-medium": Shape(24, 1024, 16, _PUBLISHED),
-    "gpt3-3.35b": Shape(28, 3072, 24, "chosen here so that layers and one embedding make 3.3 billion parameters"),
-    "gpt3-6.7b": Shape(32, 4096, 32, _PUBLISHED),
+    "gpt-3-medium": Shape(24, 1024, 16, _PUBLISHED),
+    "gpt-3-3.35b": Shape(28, 3072, 24, "chosen here so that layers and one embedding make 3.3 billion parameters"),
+    "gpt-3-6.7b": Shape(32, 4096, 32, _PUBLISHED),
 }
 
 
@@ -131,7 +132,8 @@ def measure_model(
     grid: pipelines, stages, micro-batches. say: gets sentences about the progress. Raises InputError
     or MeasuringError.
     """
-    shape, (pipelines, stages, _) = shape_of(name), grid
+    name, (pipelines, stages, _) = shape_name(name), grid
+    shape = shape_of(name)
     if stages > shape.layers:
         raise InputError("--stages", stages, f"at most {shape.layers}, the layers of {name}")
     parts = []

@@ -17,6 +17,7 @@ from pydantic import Field, ValidationError, model_validator
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.files import read_whole
 from openrecycle.planner.jobs.job import MAX_LAYERS, Job, LayerProfile, StageProfile, Worker
+from openrecycle.planner.plans.models import shape_name
 from openrecycle.planner.plans.plan import (
     INTEGER,
     PRINTABLE,
@@ -260,15 +261,21 @@ def shipped() -> list[str]:
     return sorted(path.stem for path in _FOLDER.glob("*.json"))
 
 
+def _path(name: str | Path) -> Path:
+    """Of a shipped profile by its name, or of a file."""
+    known = shape_name(str(name))
+    return _FOLDER / f"{known}.json" if known in shipped() else Path(name)
+
+
 def load_profile(name: str | Path) -> Profile:
     """A shipped profile by its name, or a file. Raises PlanError naming the field that is wrong."""
-    path = _FOLDER / f"{name}.json" if str(name) in shipped() else Path(name)
+    path = _path(name)
     return _profile(path, _read(path))
 
 
 def load(name: str | Path) -> Profile | JobDoc:
     """As `load_profile`, or the document of a job. Raises PlanError naming the field that is wrong."""
-    path = _FOLDER / f"{name}.json" if str(name) in shipped() else Path(name)
+    path = _path(name)
     text = _read(path)
     try:
         document = read_json(text)
@@ -340,7 +347,8 @@ def _read(path: Path) -> bytes:
     try:
         return read_whole(path)
     except OSError as error:
-        named = f"; profiles by name: {', '.join(shipped())}" if not path.suffix else ""
+        # 6.7b is no suffix of a file.
+        named = f"; profiles by name: {', '.join(shipped())}" if path.suffix != ".json" else ""
         raise PlanError(f"{path} can't be read: {error.strerror or error}{named}") from None
 
 

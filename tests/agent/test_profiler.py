@@ -66,11 +66,11 @@ def test_deciles() -> None:
 
 def test_shapes_have_the_size_of_their_names() -> None:
     assert {name: round(shape.parameters / 1e9, 1) for name, shape in SHAPES.items()} == {
-        "gpt3-medium": 0.4,
-        "gpt3-3.35b": 3.5,
-        "gpt3-6.7b": 6.9,
+        "gpt-3-medium": 0.4,
+        "gpt-3-3.35b": 3.5,
+        "gpt-3-6.7b": 6.9,
     }
-    with pytest.raises(InputError, match="gpt3-medium"):
+    with pytest.raises(InputError, match="gpt-3-medium"):
         shape_of("gpt5")
 
 
@@ -104,19 +104,19 @@ def test_a_plan_is_made_from_what_was_measured(tmp_path: Path) -> None:
     ("arguments", "field"),
     [
         ([], "--model"),
-        (["--model", "gpt3-medium", "--workload", "a:b"], "--model"),
-        (["--model", "gpt5"], "gpt3-medium"),
-        (["--model", "gpt3-medium", "--stages", "25"], "at most 24"),
+        (["--model", "gpt-3-medium", "--workload", "a:b"], "--model"),
+        (["--model", "gpt5"], "gpt-3-medium"),
+        (["--model", "gpt-3-medium", "--stages", "25"], "at most 24"),
         (["--workload", "no.such:thing"], "--workload"),
         (["--workload", "openrecycle.agent.examples.gpt:Gpt", "--workload-options", "[]"], "--workload-options"),
-        (["--model", "gpt3-medium", "--repeats", "0"], "--repeats"),
-        (["--model", "gpt3-medium", "--warm-up", "-1"], "--warm-up"),
-        (["--model", "gpt3-medium", "--threads", "1000"], "--threads"),
-        (["--model", "gpt3-medium", "--clock", "sun"], "--clock"),
-        (["--model", "gpt3-medium", "--mode", "slow"], "--mode"),
-        (["--model", "gpt3-medium", "--spread-limit", "nan"], "--spread-limit"),
-        (["--model", "gpt3-medium", "--pipelines", "0"], "pipelines"),
-        (["--model", "gpt3-medium", "--out", "/no/such/folder/x.json"], "--out"),
+        (["--model", "gpt-3-medium", "--repeats", "0"], "--repeats"),
+        (["--model", "gpt-3-medium", "--warm-up", "-1"], "--warm-up"),
+        (["--model", "gpt-3-medium", "--threads", "1000"], "--threads"),
+        (["--model", "gpt-3-medium", "--clock", "sun"], "--clock"),
+        (["--model", "gpt-3-medium", "--mode", "slow"], "--mode"),
+        (["--model", "gpt-3-medium", "--spread-limit", "nan"], "--spread-limit"),
+        (["--model", "gpt-3-medium", "--pipelines", "0"], "pipelines"),
+        (["--model", "gpt-3-medium", "--out", "/no/such/folder/x.json"], "--out"),
     ],
 )
 def test_what_can_not_be_measured_is_said(arguments: list[str], field: str, tmp_path: Path) -> None:
