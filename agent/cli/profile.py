@@ -28,7 +28,9 @@ TRAINED_WITH = ("optimization.mode", "optimization.autocast", "planning.capacity
 def profile_command(
     out: Annotated[Path, typer.Option(help="JSON file to write; `openrecycle plan --profile` reads it.")],
     model: Annotated[str | None, typer.Option(help=MODELS_HELP)] = None,
-    workload: Annotated[str | None, typer.Option(help="module:factory, as for train: each stage is measured.")] = None,
+    workload: Annotated[
+        str | None, typer.Option(help="module:factory, as for train: each of its layers is measured.")
+    ] = None,
     workload_options: Annotated[str, typer.Option(help="JSON object with the factory's arguments.")] = "{}",
     pipelines: Annotated[int, typer.Option(help="Of the job; reductions are measured among up to this many.")] = 2,
     stages: Annotated[int, typer.Option(help="Stages of the job.")] = 4,

@@ -185,12 +185,12 @@ def _read(text: str) -> Profile | JobDoc:
 
 def _summary(document: Profile | JobDoc) -> dict[str, Any]:
     if isinstance(document, Profile):
-        layered = document.cut == "layers"
+        layered = document.cut != "stages"
         return {
             "kind": "measured",
             "about": document.about or document.model,
             "stages": None if layered else len(document.parts),
-            "layers": document.layers if layered else None,
+            "layers": document.layers or len(document.parts) if layered else None,
             "time_unit": "ms",
         }
     about = f"job of {document.pipelines} x {document.stages} x {document.micro_batches}"
