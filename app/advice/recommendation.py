@@ -18,7 +18,7 @@ from openrecycle.app.runtime.processes import Channel, answered
 from openrecycle.planner.check import checked
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.job import MayMove, MemoryLimit, Over, Problem, Technique, Worker
-from openrecycle.planner.jobs.words import DROP, MIGRATE, REROUTE, layers_move, layers_moved, names, percent
+from openrecycle.planner.jobs.words import DROP, MIGRATE, REROUTE, STAND_BY, layers_move, layers_moved, names, percent
 from openrecycle.planner.layers.partition import lay_out
 from openrecycle.planner.plans.packed import to_bytes
 from openrecycle.planner.plans.plan import JobDoc, Plan
@@ -179,8 +179,8 @@ def candidates(
                 f"pipeline{'' if one else 's'} {', '.join(map(str, broken))} "
                 f"stand{'s' if one else ''} by, and the others run all micro-batches"
             )
-            dropped = Option(DROP, stay.pause, rate)
-            found.append(_candidate(dropped, column, (), words, planned, advice.horizon, plan))
+            stood_by = Option(STAND_BY, stay.pause, rate)
+            found.append(_candidate(stood_by, column, (), words, planned, advice.horizon, plan))
     return sorted(found, key=lambda pair: merit(pair[0].name, pair[0].samples, pair[0].pause))
 
 
@@ -253,10 +253,9 @@ def decide(
     basis: said last."""
     horizon, full, samples = advice.horizon, whole.per_second, whole.samples
     known = {option.name: option for option in advice.options}
-    # Dropped, a replica's micro-batches are run by the others here, which is another rate than the advisor's.
     can = {way.name: Option(way.name, way.pause, way.rate) for way in ways}
-    # Nor are layers moved together with workers.
-    can |= {name: known[name] for name in (REROUTE, *can) if name in known and name not in (DROP, REPARTITION)}
+    # Layers are not moved together with workers here, which is another rate than the advisor's.
+    can |= {name: known[name] for name in (REROUTE, *can) if name in known and name != REPARTITION}
     ranked = best_option(list(can.values()), horizon, full)
     taken = can.get(REROUTE)
     goes = [o for o in ranked if _taken_alone(o, taken, horizon, full, samples, relayout)]

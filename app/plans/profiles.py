@@ -22,6 +22,7 @@ from openrecycle.planner.jobs.errors import InputError, PlannerError
 from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.jobs.profile import MAX_DECIMALS, StageProfile
 from openrecycle.planner.layers.migration import SECONDS
+from openrecycle.planner.plans.models import shape_name
 from openrecycle.planner.plans.plan import JobDoc, LayerDoc, StageDoc, first_problem, job_doc, read_model
 from openrecycle.planner.profiles import Profile, job_on, load_profile, shipped
 
@@ -82,8 +83,8 @@ class NamedProfiles:
 
     def get(self, name: str) -> tuple[ProfileInfo, Profile | JobDoc]:
         """Raises ConsoleError (404)."""
-        if name in shipped():
-            return _shipped_line(name), _shipped_document(name)
+        if (known := shape_name(name)) in shipped():
+            return _shipped_line(known), _shipped_document(known)
         with storing():
             found = self._rows.get(name)
         if found is None:
@@ -184,12 +185,12 @@ def _read(text: str) -> Profile | JobDoc:
 
 def _summary(document: Profile | JobDoc) -> dict[str, Any]:
     if isinstance(document, Profile):
-        layered = document.cut == "layers"
+        layered = document.cut != "stages"
         return {
             "kind": "measured",
             "about": document.about or document.model,
             "stages": None if layered else len(document.parts),
-            "layers": document.layers if layered else None,
+            "layers": document.layers or len(document.parts) if layered else None,
             "time_unit": "ms",
         }
     about = f"job of {document.pipelines} x {document.stages} x {document.micro_batches}"

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-# What may be done when workers are lost, as planner.simulation.policy calls it.
-REROUTE, MIGRATE, DROP = "re-route", "migrate and re-route", "drop the replica"
+# What may be done when workers are lost, as planner.simulation.policy calls it. Dropped, a replica's micro-batches are
+# left out; where its other workers stand by, the other pipelines run them.
+REROUTE, MIGRATE, DROP, STAND_BY = "re-route", "migrate and re-route", "drop the replica", "stand by"
 
 
 def printable(text: str, keep: str = "") -> str:
