@@ -28,6 +28,7 @@ from openrecycle.db.models import (
     IterationRow,
     JobPlanRow,
     JobRow,
+    PlanRow,
     RecoveryRow,
     WorkerRow,
     WorkerStateRow,
@@ -266,6 +267,10 @@ class Store:
         """The plan document as JSON."""
         with self.database.read() as session:
             return plan_document(session, fingerprint)
+
+    def has_plan(self, fingerprint: str) -> bool:
+        with self.database.read() as session:
+            return session.scalar(select(PlanRow.fingerprint).where(PlanRow.fingerprint == fingerprint)) is not None
 
     def job_plans(self, job_id: str) -> list[Record]:
         """What plans a job has, without the documents; `failed` as a list, fewest failures first."""

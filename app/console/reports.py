@@ -34,7 +34,6 @@ from openrecycle.agent.messages.protocol import (
     Relayout,
     ValidationReport,
 )
-from openrecycle.app.jobs.job_plans import stored_plan
 from openrecycle.app.jobs.live_job import IncomingReport, LiveJob
 from openrecycle.app.jobs.states import Arrival
 from openrecycle.app.jobs.waiting import Waited
@@ -182,7 +181,7 @@ class Reports:
             if grid != of_job or not same or sorted(plan.failed) != sorted(failed) or check(plan):
                 raise ConsoleError(422, "invalid", "document: expected a valid plan of the job, as the report names it")
         with storing():
-            known = plan is not None or stored_plan(self._store, message.plan_fingerprint) is not None
+            known = plan is not None or self._store.has_plan(message.plan_fingerprint)
         interim = Interim(message.plan_fingerprint if known else "", failed)
         return job.apply(happening.InterimPlanUsed(message.generation, interim), plan=plan)
 
