@@ -24,7 +24,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from openrecycle.agent.coordination.choosing import out
 from openrecycle.agent.coordination.events import Note, UsePlan
 from openrecycle.agent.messages.protocol import OpKind
-from openrecycle.app.catalogs.contents import MOST, CatalogRequest, PlansNeeded
+from openrecycle.app.catalogs.contents import MOST, CatalogRequest, PlansNeeded, needed
 from openrecycle.app.catalogs.service import KEPT_OPS, Catalogs, info_of
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.plans.library import Library, PlanCache
@@ -144,30 +144,15 @@ class JobPlanner:
         job.plans.ahead.wanted = job.plans.ahead.made = 0
 
     def make_ahead(self, job: LiveJob) -> None:
-        """The fault-free plan first, then one for each failure pattern, one failure after another. Returns at once:
-        which patterns a large grid has is worked out elsewhere."""
+        """The fault-free plan first, then one for each failure pattern, one failure after another."""
         self._stop_filling(job)
-        asked = job.plans.job
-        job.plans.ahead.wanted, job.plans.ahead.made = (
-            1,
-            0,
-        )  # the fault-free one, until it is known how many there are
-
-        def take(needed: PlansNeeded | None, why: str) -> None:
-            if job.plans.job is not asked or job.state.over:
-                return  # its workers' speeds have changed since
-            job.plans.ahead.wanted = 0
-            if needed is None:
-                log.warning("only the fault-free plan is made ahead", job=job.job_id, reason=why)
-                self._submit(job, [frozenset()])
-                return
-            patterns = needed.patterns[:MOST]  # the list scheduler serves the rest when they happen
-            if job.plans.ops * len(patterns) <= HELD_OPS:
-                self._submit(job, patterns)
-            elif _lasts(job):
-                self._fill(job, needed)
-
-        self._catalogs.needed(job.plans.question, self._tolerance, take)
+        found = needed(job.plans.question, self._tolerance)
+        patterns = found.patterns[:MOST]  # the list scheduler serves the rest when they happen
+        job.plans.ahead.wanted = job.plans.ahead.made = 0
+        if job.plans.ops * len(patterns) <= HELD_OPS:
+            self._submit(job, patterns)
+        elif _lasts(job):
+            self._fill(job, found)
 
     def make_next(self, job: LiveJob) -> None:
         """Beyond the tolerance too, whatever worker fails next finds its plan made."""
