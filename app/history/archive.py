@@ -39,6 +39,7 @@ from openrecycle.db.job_rows import IMPORTING, MODELS, OVER, HiddenJob, JobRows,
 from openrecycle.db.session import Database
 from openrecycle.planner.check import check
 from openrecycle.planner.jobs.errors import PlannerError
+from openrecycle.planner.plans.packed import SMALL_OPS, Packed, pack
 from openrecycle.planner.plans.plan import INTEGER, Plan, read_model
 
 MANIFEST = "manifest.json"
@@ -535,9 +536,15 @@ def _store(rows: JobRows, history: History, job_id: str, rest: Callable[[float],
     for form in importable():
         for batch in _batches(history, form):
             named = {row[c] for row in batch for c in ("fingerprint", "plan_fingerprint") if c in row} - known
-            rows.add(form.name, job_id, batch, ((f, history.plan(f)) for f in sorted(named)))
+            rows.add(form.name, job_id, batch, ((f, _storable(history.plan(f))) for f in sorted(named)))
             known |= named
             rest(REST)
+
+
+def _storable(document: str) -> str | Packed:
+    """As planner.plans.packed.storable of a plan, whose document stays as it is."""
+    plan = Plan.from_json(document)
+    return Packed(pack(plan), zlib.compress(document.encode())) if plan.op_count > SMALL_OPS else document
 
 
 def _batches(history: History, form: TableFormat) -> Iterator[list[Record]]:

@@ -792,7 +792,7 @@ class PlansService:
 
     def close(self) -> None:
         """Ends the child processes."""
-        for service in (self.ahead, self.simulations, self.solves, self.uploads, self.making, self.cache):
+        for service in (self.ahead, self.simulations, self.solves, self.uploads, self.making):
             service.close()
 
     def _keep(self, job: LiveJob, plan: Plan) -> None:
