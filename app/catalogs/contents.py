@@ -15,10 +15,9 @@ from functools import cached_property
 from itertools import chain, islice
 from typing import Annotated, Any, Literal
 
-import structlog
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from openrecycle.app.runtime.processes import Channel
+from openrecycle.app.runtime.processes import Channel, unexpected
 from openrecycle.planner.catalogs.catalog_build import LISTED, fill, targets
 from openrecycle.planner.catalogs.catalog_engines import make_engine
 from openrecycle.planner.catalogs.catalog_store import PLANNER_VERSION, CatalogInfo
@@ -28,8 +27,6 @@ from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker, co
 from openrecycle.planner.plans.packed import CatalogQuestion, Effort, Header, plan_name
 from openrecycle.planner.plans.plan import INTEGER, PRINTABLE, JobDoc, job_doc
 from openrecycle.planner.solvers.portfolio import SOLVERS
-
-log = structlog.get_logger()
 
 # Patterns that are looked for: no more are ever planned one by one.
 MOST = 512
@@ -419,8 +416,7 @@ def serve_filling(channel: Channel, request: CatalogRequest, stored: dict[str, b
     except PlannerError as error:
         _say(channel, error=str(error))
     except Exception as error:
-        log.exception("filling a catalog failed")
-        _say(channel, error=f"the planner failed ({type(error).__name__}); the console's log says more")
+        _say(channel, error=unexpected(error))
 
 
 def read_message(data: bytes) -> dict[str, Any] | tuple[str, bytes]:
