@@ -146,22 +146,6 @@ class JobView:
     spares: tuple[Rank, ...] = ()
 
 
-@dataclass(frozen=True)
-class JobHead:
-    """What every page says of a job: little, and nothing that has to be read. workers: of the grid. plan: the
-    fingerprint of the one that is run, and plan_words how the job stands to it."""
-
-    job_id: str
-    spec: JobSpec
-    state: JobState
-    condition: Condition
-    workers: int
-    plan: str | None
-    plan_words: str
-    planned_ahead: int
-    plans_to_make: int
-
-
 # Of jobs of so many workers, what is seen of each is made once a second, however many look.
 SHARED, SHARED_SECONDS = 256, 1.0
 # And some at a time: while another thread is at work, the event loop gets its turn once for each heartbeat, which is
@@ -234,21 +218,6 @@ def worker_view(job: LiveJob, member: Member, worker_states: WorkerStates) -> Wo
         moved_to=role.moved_to,
         doing=beat.doing if beat else None,
         spare=sum(r.state is RankState.SPARE for r in worker_states.ranks(process)) if process and process.spare else 0,
-    )
-
-
-def head(job: LiveJob) -> JobHead:
-    run = job.plan_run
-    return JobHead(
-        job_id=job.job_id,
-        spec=job.spec,
-        state=job.state.job_state,
-        condition=job.worker_states().condition,
-        workers=len(job.state.members),
-        plan=run.fingerprint if run else None,
-        plan_words=run.words if run else "",
-        planned_ahead=job.plans.ahead.made,
-        plans_to_make=job.plans.ahead.wanted,
     )
 
 
@@ -392,9 +361,6 @@ class Queries:
         if found is None:
             found = self._seen[job] = KeptViews()
         return found
-
-    def head(self, job_id: str) -> JobHead:
-        return head(self._find(job_id))
 
     def view(self, job_id: str, iterations: int = 600, events: int = 200, *, workers: bool = True) -> JobView:
         """workers: with what is seen of each, of which there may be thousands."""
