@@ -25,7 +25,7 @@ from openrecycle.app.runtime.processes import prepare_children
 from openrecycle.app.runtime.settings import RetentionLimits, Settings, default_database_url, read_token, seconds
 from openrecycle.app.security.access import AuditLog, Tokens
 from openrecycle.app.security.sign_in import read_oidc
-from openrecycle.db.access import AuditStore, TokenStore
+from openrecycle.db.access import AuditStore, TokenStore, audit_row
 from openrecycle.db.job_rows import OVER, JobRows
 from openrecycle.db.leadership import LeaderSession
 from openrecycle.db.session import Database, DatabaseError
@@ -184,8 +184,8 @@ def delete_command(job: JobId, database_url: DatabaseUrl = "") -> None:
             fail(f"--job: got {job!r}, expected the id of a job of this database")
         with nullcontext() if row["state"] in OVER else _no_console(database, job, row["state"]):
             rows = JobRows(database)
-            audit = {"at": time.time(), "actor": _actor(), "action": "delete", "job_id": job, "target": job}
-            if (hidden := rows.hide(job, {**audit, "detail": row["name"]})) is not None:
+            audit = audit_row(_actor(), "delete", job, job_id=job, detail=row["name"])
+            if (hidden := rows.hide(job, audit)) is not None:
                 delete_job(rows, hidden)
     print(f"job {job} is deleted")
 

@@ -179,7 +179,7 @@ class Store:
             if change.states:
                 session.execute(insert(WorkerStateRow), [{"job_id": job_id, **s} for s in change.states])
             if change.audit:
-                self.database.write_audit(session, {"job_id": job_id, **change.audit})
+                self.database.write_audit(session, {**change.audit, "job_id": job_id})
 
     def heartbeats(self, beats: Mapping[str, Sequence[Record]]) -> None:
         """Writes the latest heartbeat of many workers at once. beats: job -> worker columns."""

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from openrecycle.app.runtime.errors import first_wrong
 from openrecycle.app.runtime.processes import Channel, unexpected
 from openrecycle.planner.catalogs.catalog_build import LISTED, fill, targets
 from openrecycle.planner.catalogs.catalog_engines import make_engine
@@ -372,8 +373,7 @@ def parse_request(**values: Any) -> CatalogRequest:
     try:
         request = CatalogRequest(**values)
     except ValidationError as error:
-        first = error.errors()[0]
-        raise InputError(".".join(map(str, first["loc"])), first["input"], first["msg"]) from None
+        raise first_wrong(error) from None
     _ = request.question
     return request
 

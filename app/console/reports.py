@@ -37,7 +37,7 @@ from openrecycle.agent.messages.protocol import (
 from openrecycle.app.jobs.live_job import IncomingReport, LiveJob
 from openrecycle.app.jobs.states import Arrival
 from openrecycle.app.jobs.waiting import Waited
-from openrecycle.app.runtime.errors import ConsoleError, plain, storing
+from openrecycle.app.runtime.errors import ConsoleError, plain, storing, unknown_worker
 from openrecycle.db.store import Store
 from openrecycle.planner.check import check
 from openrecycle.planner.jobs.errors import PlannerError
@@ -212,7 +212,7 @@ class Reports:
     def recovered(self, job_id: str, message: Recovery) -> None:
         job = self._find(job_id)
         if message.worker not in job.state.members:
-            raise ConsoleError(404, "unknown_worker", f"worker: got {message.worker!r}, expected one of the job's grid")
+            raise unknown_worker(message.worker)
         took, at = milliseconds(message.resumed_ms), time.time()
         text = f"generation {message.generation}: training resumed {took} after {message.worker} died"
         with storing():

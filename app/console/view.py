@@ -35,7 +35,7 @@ from openrecycle.app.jobs.states import (
 from openrecycle.app.jobs.throughput import Figures, IterationView, iteration_view, recent_rate, share_of
 from openrecycle.app.jobs.waiting import Waited, segments
 from openrecycle.app.plans.library import PlanCache
-from openrecycle.app.runtime.errors import ConsoleError, plain, storing, unknown_plan
+from openrecycle.app.runtime.errors import plain, storing, unknown_plan, unknown_worker
 from openrecycle.db.observations import Observations
 from openrecycle.db.plan_rows import PlanColumns
 from openrecycle.db.store import Record, Store
@@ -462,7 +462,7 @@ class Queries:
         """now: POSIX seconds. Raises ConsoleError."""
         worker = next((w for w in view.workers if w.name == name), None)
         if worker is None:
-            raise ConsoleError(404, "unknown_worker", f"worker: got {name!r}, expected one of the job's grid")
+            raise unknown_worker(name)
         job = self._find(view.job_id)
         states, known = job.worker_states(), job.processes
         role = states.roles[name]

@@ -34,6 +34,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 
 from openrecycle.agent.messages.protocol import JobSpec
 from openrecycle.app.history.tables import Fingerprint, TableFormat, format_of
+from openrecycle.db.access import audit_row
 from openrecycle.db.heartbeats import GROUP, BlockError, unpack
 from openrecycle.db.job_rows import IMPORTING, MODELS, OVER, HiddenJob, JobRows, Record
 from openrecycle.db.session import Database
@@ -477,8 +478,8 @@ def import_history(
             raise _taken(job_id)
         try:
             _store(rows, history, job_id, rest)
-            audit = {"at": time.time(), "actor": actor, "action": "import", "job_id": job_id, "target": job_id}
-            rows.finish(job, {**audit, "detail": f"exported as {history.manifest.job}"[:2000]})
+            detail = f"exported as {history.manifest.job}"
+            rows.finish(job, audit_row(actor, "import", job_id, job_id=job_id, detail=detail))
         except BaseException:
             delete_job(rows, hidden, rest)
             raise

@@ -33,9 +33,10 @@ from openrecycle.app.plans.profiles import NamedProfiles
 from openrecycle.app.plans.simulations import Simulations
 from openrecycle.app.plans.solving import PlanAsked, Point, Solve, Solves
 from openrecycle.app.plans.uploading import Uploads
-from openrecycle.app.runtime.errors import ConsoleError, plain, storing
+from openrecycle.app.runtime.errors import ConsoleError, named, storing
 from openrecycle.app.runtime.patches import LARGE_OPS, building
 from openrecycle.app.runtime.task_queue import AHEAD, URGENT, Done
+from openrecycle.db.access import audit_row
 from openrecycle.db.store import Store
 from openrecycle.planner.catalogs.catalog_build import LISTED
 from openrecycle.planner.jobs.errors import InputError, PlannerError
@@ -595,7 +596,7 @@ class Replanning:
                 raise ConsoleError(409, "no_choice", "the job is being planned again already; stop that first")
             solve = self._solves.start(asked)
             text = f"{actor} asked for a new plan{_without(failed)} ({solver}, at most {seconds:g} s)"
-            audit = {"at": time.time(), "actor": actor, "action": "replan", "target": solver, "detail": f"{seconds:g}"}
+            audit = audit_row(actor, "replan", solver, detail=f"{seconds:g}")
             job.record(Note("warning", "operator", text), audit=audit)
             self._running[job] = _Running(Replan(actor, solver, seconds, failed, time.time()), planned, solve)
         return text
@@ -724,15 +725,9 @@ def use_plan(job: LiveJob, plan: Plan, actor: str) -> str:
     """
     if why := misfit(job, plan):
         raise ConsoleError(409, "misfit", f"plan {plan.fingerprint[:8]}: {why}")
-    who = plain(actor).strip()[:80] or "unknown"
-    audit = {
-        "at": time.time(),
-        "actor": who,
-        "action": "use plan",
-        "target": plan.fingerprint,
-        "detail": "",
-    }
-    return job.apply(UsePlan(plan.fingerprint, plan.failed, who, "", plan.partition), plan=plan, audit=audit)
+    who = named(actor)
+    event = UsePlan(plan.fingerprint, plan.failed, who, "", plan.partition)
+    return job.apply(event, plan=plan, audit=audit_row(who, "use plan", plan.fingerprint))
 
 
 def _counts(partition: tuple[int, ...]) -> str:

@@ -17,6 +17,7 @@ from typing import Annotated, Any
 from cachetools import LRUCache
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from openrecycle.app.runtime.errors import first_wrong
 from openrecycle.app.runtime.processes import Channel, ChildEnded, Children, PendingAnswer, unexpected
 from openrecycle.planner.jobs.errors import InputError, PlannerError
 from openrecycle.planner.jobs.job import Job, count_ops
@@ -373,5 +374,4 @@ def parse_request(**values: Any) -> SimulationRequest:
     try:
         return SimulationRequest(**values)
     except ValidationError as error:
-        first = error.errors()[0]
-        raise InputError(str(first["loc"][0]), first["input"], first["msg"]) from None
+        raise first_wrong(error) from None

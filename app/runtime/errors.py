@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.words import printable
 from openrecycle.planner.plans.plan import DuplicateKey, refuse_duplicates
 
 if TYPE_CHECKING:
+    from pydantic import ValidationError
     from sqlalchemy.exc import SQLAlchemyError
 
 # What drivers say of a database that can't be reached any more.
@@ -46,6 +48,10 @@ class SettingsError(Exception):
 
 def unknown_job(job_id: str) -> ConsoleError:
     return ConsoleError(404, "unknown_job", f"job: got {job_id!r}, expected the id of a job of this console")
+
+
+def unknown_worker(name: str) -> ConsoleError:
+    return ConsoleError(404, "unknown_worker", f"worker: got {name!r}, expected one of the job's grid")
 
 
 def unavailable(error: SQLAlchemyError) -> ConsoleError:
@@ -96,6 +102,12 @@ def plain(text: str) -> str:
 def named(actor: str) -> str:
     """As the feed and the audit log call who asks."""
     return plain(actor).strip()[:80] or "unknown"
+
+
+def first_wrong(error: ValidationError) -> InputError:
+    """For a page, which has a place for one."""
+    first = error.errors()[0]
+    return InputError(".".join(map(str, first["loc"])), first["input"], first["msg"])
 
 
 _SHORT = reprlib.Repr()

@@ -37,7 +37,7 @@ from openrecycle.app.runtime.runner import in_thread
 from openrecycle.app.runtime.settings import OidcSettings
 from openrecycle.app.security.callers import CALLER, LOCAL, Caller, Role, from_header
 from openrecycle.app.security.sign_in import COOKIE, SESSION_SECONDS, Login, role_of, signed_in
-from openrecycle.db.access import AuditStore, TokenStore
+from openrecycle.db.access import AuditStore, TokenStore, audit_row
 from openrecycle.db.session import Database
 from openrecycle.db.store import Record
 
@@ -462,10 +462,9 @@ class AuditLog:
         self._store = store
 
     def record(self, actor: str, action: str, target: str = "", *, job_id: str | None = None, detail: str = "") -> None:
-        """actor: the name of a token or an account. action: a verb and what it is done to."""
-        row = {"actor": named(actor), "action": action, "target": target[:255], "detail": detail}
+        """actor: the name of a token or an account. The others: see db.access.audit_row."""
         with storing():
-            self._store.add({"at": time.time(), "job_id": job_id, **row})
+            self._store.add(audit_row(named(actor), action, target, job_id=job_id, detail=detail))
 
     def read(self, after: int = 0, limit: int = 200, job_id: str | None = None) -> list[Record]:
         """Lines with an id > after, oldest first."""
