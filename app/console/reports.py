@@ -17,7 +17,6 @@ from openrecycle.agent.coordination.membership import Interim
 from openrecycle.agent.messages.protocol import (
     Acknowledgement,
     BatchReply,
-    Command,
     Deployment,
     FailureReport,
     Heartbeat,
@@ -257,14 +256,6 @@ class Reports:
         job = self._find(job_id)
         job.measurements.logs.take(job.sender(message.worker, message.incarnation).name, message)
 
-    def heard_lead(self, job_id: str, sender: LeadTerm) -> bool:
-        """Something comes from the launcher that leads, of several nodes. False: that is to be stored first."""
-        return self._find(job_id).lead.heard(sender)
-
-    def new_lead(self, job_id: str, sender: LeadTerm) -> None:
-        """As `heard_lead`, of one that leads since then."""
-        self._find(job_id).heard_lead(sender)
-
     def claim_lead(self, job_id: str, message: LeadClaim) -> LeadAnswer:
         wanted = LeadTerm(message.term, message.node)
         granted, reason = self._find(job_id).claim_lead(wanted, message.after, ask=message.ask)
@@ -288,7 +279,3 @@ class Reports:
         if known is None or known[0] != key:
             known = self._deployments[job] = key, deployment_of(generation, leaving)
         return known[1]
-
-    def commands(self, job_id: str, after: int) -> list[Command]:
-        """The commands with seq > after. Does not block."""
-        return self._find(job_id).commands.after(after)

@@ -244,6 +244,11 @@ BEFORE = {"starting": "empty", "re-joining": "joining"}
 _EVENT = ("seq", "at", "severity", "kind", "worker", "text", "count", "last_at")
 
 
+def _event(row: Record, seen: Mapping[int, tuple[str, float]]) -> EventView:
+    """seen: by the number of an event, who has taken note of it, and when."""
+    return EventView(**{column: row[column] for column in _EVENT}, seen_by=seen.get(row["seq"], ("", 0.0))[0])
+
+
 @dataclass(frozen=True)
 class StateInterval:
     """The worker was in `state` from `begin` to `end` (POSIX seconds); the last stay ends now."""
@@ -434,20 +439,7 @@ class Queries:
                 iteration_view(row, job.spec, waited)
                 for row in self._store.iterations(job.job_id, limit=iterations, newest=True)
             ),
-            tuple(
-                EventView(
-                    row["seq"],
-                    row["at"],
-                    row["severity"],
-                    row["kind"],
-                    row["worker"],
-                    row["text"],
-                    seen_by.get(row["seq"], ("", 0.0))[0],
-                    row["count"],
-                    row["last_at"],
-                )
-                for row in feed
-            ),
+            tuple(_event(row, seen_by) for row in feed),
             tuple(
                 RecoveryView(**{k: v for k, v in row.items() if k != "job_id"}, steps=tuple(segments(row, waited)))
                 for row in self._store.recoveries(job.job_id)
@@ -480,7 +472,7 @@ class Queries:
                 for row, end in zip(rows, ends, strict=True)
             ),
             _op_times(job, view, worker),
-            tuple(EventView(**{k: e[k] for k in _EVENT}, seen_by=seen.get(e["seq"], ("",))[0]) for e in events),
+            tuple(_event(row, seen) for row in events),
             job.measurements.logs.lines(name),
             view.plan.metrics.peak_activations.get(name) if view.plan else None,
             view.held,

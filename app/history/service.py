@@ -122,7 +122,7 @@ class Histories:
         finally:
             path.unlink(missing_ok=True)
         with storing():
-            await asyncio.to_thread(self.look)
+            await asyncio.to_thread(self._jobs.follow)
         log.info("job imported", job=done.job_id, rows=done.rows, actor=actor)
         return done
 
@@ -163,15 +163,11 @@ class Histories:
         alive = sorted(m.name for m in members if m.state in _ALIVE and m.incarnation is not None)
         return f"is {job.state.job_state} ({alive[0]} lives)" if alive and not job.state.over else ""
 
-    def look(self) -> None:
-        """Takes up jobs that have been imported, and lets go of those that were deleted. Raises SQLAlchemyError."""
-        self._jobs.follow()
-
     def _follow(self) -> None:
         while True:
             try:
                 self._delete_rows()
-                self.look()
+                self._jobs.follow()
             except SQLAlchemyError as error:
                 log.warning("histories wait for the database", reason=type(error).__name__)
             except Exception:

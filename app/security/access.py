@@ -4,11 +4,7 @@ Tokens that an administrator makes for others (`orc_<id>_<secret>`) are checked 
 the database. Another process may make or revoke some in the same database, so they are read again every few seconds,
 and an id that is not known is looked up.
 
-The limits: agents 20,000 requests a second and 100,000 at once per token, which 8,192 workers at one
-heartbeat a second and all that they say when a generation opens stay below; people and programs 100 a second
-and 1,000 at once per token or account (a page is some 100 files); addresses without a right token 10 a
-second and 200 at once. Wrong tokens: 20 a minute per address, 200 a minute in all; an address from which a right one
-came before has 200 a minute of its own.
+Limits are per token or account, and per address where there is no right one.
 """
 
 from __future__ import annotations
@@ -245,7 +241,9 @@ class RateLimit:
     burst: float
 
 
+# 8,192 workers at one heartbeat a second, and all that they say when a generation opens, stay below.
 AGENTS = RateLimit(20_000, 100_000)
+# People and programs; a page is some 100 files.
 PEOPLE = RateLimit(100, 1_000)
 UNKNOWN = RateLimit(10, 200)
 
