@@ -8,9 +8,8 @@ from __future__ import annotations
 import json
 import math
 from base64 import b64encode
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
 
 from openrecycle.agent.coordination.choosing import MOVE_ITERATIONS, worth_moving
 from openrecycle.agent.coordination.membership import Candidate
@@ -93,9 +92,6 @@ class AdviceRequest:
     timeout: float = 60.0
     makes: bool = True
 
-    def to_json(self) -> bytes:
-        return json.dumps({**self.__dict__, "job": self.job.model_dump(mode="json")}).encode()
-
     def read(self, document: bytes) -> Recommendation:
         body = json.loads(document)
         candidates = tuple(
@@ -109,37 +105,37 @@ class AdviceRequest:
         return Recommendation(**body | {"candidates": candidates, "plans": tuple(body["plans"])})
 
 
-def serve(channel: Channel, request: bytes) -> None:
+def serve(channel: Channel, request: AdviceRequest) -> None:
     """In a child process."""
-    channel.say(answered(request, lambda asked: recommendation_document(asked).encode()))
+    channel.say(answered(lambda: recommendation_document(request).encode()))
 
 
-def recommendation_document(request: Mapping[str, Any]) -> str:
-    """The recommendation on an AdviceRequest, as JSON. Takes seconds for a large job. Raises PlannerError."""
-    job = JobDoc.model_validate(request["job"]).job()
+def recommendation_document(asked: AdviceRequest) -> str:
+    """The recommendation, as JSON. Takes seconds for a large job. Raises PlannerError."""
+    job = asked.job.job()
     planned = PlannedJob(
-        job.with_partition(request["partition"]) if job.layers else job,
-        samples=request["samples"],
-        technique=Technique.of(request["technique"]),
-        memory=MemoryLimit.parse(request["memory"]),
-        unit_seconds=request["unit_seconds"],
+        job.with_partition(asked.partition) if job.layers else job,
+        samples=asked.samples,
+        technique=Technique.of(asked.technique),
+        memory=MemoryLimit.parse(asked.memory),
+        unit_seconds=asked.unit_seconds,
     )
-    failed = frozenset(Worker.parse(name, field="failed") for name in request["failed"])
-    costs = RecoveryCosts(detect=request["detect"], recover=request["recover"], migrate=request["copy"])
-    move = request["move"]
-    if job.layers and request["relayout"] != "never":
-        costs = replace(costs, repartition=MOVE_ITERATIONS * planned.full.seconds if move is None else move)
-    advice = advise(PolicyState(failed, request["since_checkpoint"]), planned, costs, heals_in=request["heals_in"])
-    made = candidates(advice, planned, failed, migrate=request["migrate"], relayout=request["relayout"])
+    failed = frozenset(Worker.parse(name, field="failed") for name in asked.failed)
+    costs = RecoveryCosts(detect=asked.detect, recover=asked.recover, migrate=asked.copy)
+    if job.layers and asked.relayout != "never":
+        move = MOVE_ITERATIONS * planned.full.seconds if asked.move is None else asked.move
+        costs = replace(costs, repartition=move)
+    advice = advise(PolicyState(failed, asked.since_checkpoint), planned, costs, heals_in=asked.heals_in)
+    made = candidates(advice, planned, failed, migrate=asked.migrate, relayout=asked.relayout)
     recommendation = decide(
         advice,
-        request["failed"],
+        asked.failed,
         planned.full,
-        request["basis"],
+        asked.basis,
         [c for c, _ in made],
-        automatic=request["automatic"],
-        migrate=request["migrate"],
-        relayout=request["relayout"],
+        automatic=asked.automatic,
+        migrate=asked.migrate,
+        relayout=asked.relayout,
     )
     plans = [b64encode(to_bytes(plan)).decode() for _, plan in made if plan is not None]
     return json.dumps(asdict(recommendation) | {"plans": plans})

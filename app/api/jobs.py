@@ -49,7 +49,7 @@ from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.jobs.throughput import RECENT
 from openrecycle.app.observing.as_run import MeasuredIteration
 from openrecycle.app.observing.recorder import Series
-from openrecycle.app.runtime.errors import ConsoleError
+from openrecycle.app.runtime.errors import storing
 from openrecycle.app.runtime.runner import answer_in_thread, in_thread
 from openrecycle.app.security.access import caller_of
 from openrecycle.db.heartbeats import Level
@@ -320,12 +320,13 @@ def observed_router(console: ConsoleService) -> APIRouter:
 def _history(
     console: ConsoleService, job: LiveJob, worker: str, since: float, until: float, step: Level | None
 ) -> WorkerHistory:
-    if worker not in job.state.members:
-        raise ConsoleError(404, "unknown_worker", f"worker: got {worker!r}, expected one of the job's grid")
+    series = console.recorder.series(job, worker, since, until, step)
+    with storing():
+        states = console.queries.observations.states(job.job_id, worker)
     return WorkerHistory(
         worker=worker,
-        series=console.recorder.series(job, worker, since, until, step),
-        states=[StateInfo(**row) for row in console.queries.observations.states(job.job_id, worker)],
+        series=series,
+        states=[StateInfo(**row) for row in states],
         op_milliseconds=job.measurements.op_times.smoothed(worker),  # type: ignore[arg-type]
         log=list(job.measurements.logs.lines(worker)),
     )

@@ -19,7 +19,7 @@ from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.jobs.measurements import grid_place
-from openrecycle.app.runtime.errors import ConsoleError, storing
+from openrecycle.app.runtime.errors import ConsoleError, storing, unknown_worker
 from openrecycle.app.runtime.settings import RetentionLimits
 from openrecycle.db.heartbeats import METRICS, PHASES, HeartbeatStore, Level, Samples, joined, rolled_up
 from openrecycle.db.retention import Retention
@@ -113,7 +113,7 @@ class Recorder:
         Raises ConsoleError: 404 for an unknown worker; 422 for a time that is none; 503.
         """
         if worker not in job.state.members:
-            raise ConsoleError(404, "unknown_worker", f"worker: got {worker!r}, expected one of the job's grid")
+            raise unknown_worker(worker)
         if not since < until:
             raise ConsoleError(422, "invalid", f"until: got {until!r}, expected more than since, {since!r}")
         level = step or _level(since, until, time.time(), self.keep.seconds, self.keep.minutes)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ValidationError
 
 from openrecycle.agent.messages.protocol import OpKind
-from openrecycle.app.runtime.errors import ConsoleError, storing
+from openrecycle.app.runtime.errors import ConsoleError, named, storing
 from openrecycle.db import profiles as rows
 from openrecycle.db.session import Database
 from openrecycle.planner.jobs.errors import InputError, PlannerError
@@ -101,7 +101,7 @@ class NamedProfiles:
 
         Raises ConsoleError: 409 for the name of one that is shipped, 422 for a document that makes no job.
         """
-        text, by = self._checked(name, document), _actor(actor)
+        text, by = self._checked(name, document), named(actor)
         with storing():
             return self._rows.put(name, text, _summary(document), by)
 
@@ -111,7 +111,7 @@ class NamedProfiles:
 
         Raises ConsoleError as `put` does, and 409 where it is no longer so.
         """
-        text, by = self._checked(name, document), _actor(actor)
+        text, by = self._checked(name, document), named(actor)
         with storing():
             if self._rows.put_over(name, text, _summary(document), by, updated_at=updated_at):
                 return
@@ -163,10 +163,6 @@ class NamedProfiles:
         except PlannerError as error:
             why = str(error).removeprefix("--")
             raise ConsoleError(422, "invalid", f"profile {name!r}: {why}") from None
-
-
-def _actor(name: str) -> str:
-    return name.strip()[:80] or "unknown"
 
 
 def unknown_profile(name: str) -> ConsoleError:

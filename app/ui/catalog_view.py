@@ -55,7 +55,7 @@ def cards(report: CatalogReport) -> list[Card]:
             "warn" if covered is None else "good" if covered >= report.tolerance else "",
         ),
     ]
-    if not report.plans:
+    if report.reference is None:  # nothing is stored
         return out
     whole = report.lines[0]
     last = next((line for line in reversed(report.lines) if line.plans and line.wanted), whole)

@@ -8,7 +8,7 @@ from functools import partial
 import streamlit as st
 
 from openrecycle.app.console.service import ConsoleService, get_console
-from openrecycle.app.console.view import JobHead
+from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.plans.sources import (
     MOST,
     NOT_KEPT,
@@ -65,13 +65,13 @@ def page() -> None:
         _compare(console, sources, colours)
 
 
-def _title(head: JobHead) -> bool:
+def _title(job: LiveJob) -> bool:
     """The head does not name a job that none of the plans is of."""
     try:
         asked = [parse_reference(each, field="plans") for each in st.query_params.get_all("plans")]
     except InputError:
         return False  # the page says so
-    if not asked or any(job_of(each) == head.job_id for each in asked):
+    if not asked or any(job_of(each) == job.job_id for each in asked):
         return False
     st.html(TITLE)
     return True

@@ -14,8 +14,9 @@ from typing import Any
 import plotly.graph_objects as go
 import streamlit as st
 
+from openrecycle.agent.messages.protocol import JobSpec
 from openrecycle.app.console.service import get_console
-from openrecycle.app.console.view import JobHead, JobView, RecoveryView
+from openrecycle.app.console.view import JobView, RecoveryView
 from openrecycle.app.jobs.states import Condition, RoleState
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import access, text
@@ -162,9 +163,8 @@ def legend_of(drawings: Sequence[Drawing], *, ghost: bool) -> None:
     op_legend({kind for kind, _ in looks}, rerouted=any(moved for _, moved in looks), ghost=ghost)
 
 
-def job_title(head: JobHead, *, pace: bool = True) -> None:
+def job_title(spec: JobSpec, *, pace: bool = True) -> None:
     """The job's name, what it is, and whether its op times are paced."""
-    spec = head.spec
     about = _about(spec, spec.technique, spec.memory)
     if spec.profile is not None and spec.profile.layers:
         about += f" · {text.count(len(spec.profile.layers), 'layer')}"

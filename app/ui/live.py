@@ -51,20 +51,20 @@ def page() -> None:
     if opened is None:
         event_feed.say_now()
         return
-    head, controls = opened
-    over = head.state in OVER
-    offered = console.operators.choice(head.job_id)
+    job, controls = opened
+    over = job.state.job_state in OVER
+    offered = console.operators.choice(job.job_id)
     with controls:
-        operating.mode_switch(console, head.job_id, offered, over=over)
-        operating.plan_menu(console, head.job_id, over=over)
-        operating.job_menu(console, head)
+        operating.mode_switch(console, job.job_id, offered, over=over)
+        operating.plan_menu(console, job.job_id, over=over)
+        operating.job_menu(console, job)
         moving = url_state.toggle(
             "Refresh", value=True, key="refresh", help="Off: the page stands still, to look closely."
         )
-    every = (1.0 if head.workers <= MAX_TILES else 2.0) if moving else None
-    show_opened(console, head.job_id)  # first, since somebody has just clicked
+    every = (1.0 if len(job.state.members) <= MAX_TILES else 2.0) if moving else None
+    show_opened(console, job.job_id)  # first, since somebody has just clicked
     said = operating.said_by_controls(offered)
-    st.fragment(_live, run_every=every)(console, head.job_id, colours, over=over, moving=moving, said=said)
+    st.fragment(_live, run_every=every)(console, job.job_id, colours, over=over, moving=moving, said=said)
 
 
 def _live(

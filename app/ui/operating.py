@@ -14,7 +14,8 @@ from openrecycle.agent.coordination.membership import LEAST_CHOICE_TIMEOUT, MOST
 from openrecycle.agent.messages.protocol import API
 from openrecycle.app.console.operators import Choice
 from openrecycle.app.console.service import ConsoleService
-from openrecycle.app.console.view import JobHead, JobView
+from openrecycle.app.console.view import JobView
+from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.jobs.states import OUT
 from openrecycle.app.observing.rollout import RollOut
 from openrecycle.app.plans.service import Replan
@@ -164,9 +165,9 @@ def _choose(console: ConsoleService, job_id: str, name: str, failed: tuple[str, 
 NAME = "delete-name"
 
 
-def job_menu(console: ConsoleService, head: JobHead) -> None:
+def job_menu(console: ConsoleService, job: LiveJob) -> None:
     """Draws the button; what is behind it acts only after it was confirmed."""
-    name, job_id = head.spec.name, head.job_id
+    name, job_id = job.spec.name, job.job_id
     with st.popover("Job", icon=":material/folder:", key=f"job-menu-{job_id}"):
         st.markdown("**History**")
         link = f"{API}/jobs/{escape(job_id)}/history.zip"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from base64 import b64decode
 from collections.abc import Callable
 from pathlib import Path
@@ -264,7 +263,7 @@ def test_who_has_moved_stays(grid: tuple[int, int, int], failed: tuple[str, ...]
 
     def better(out: tuple[str, ...]) -> Candidate | None:
         asked = request(job=job, failed=out, migrate=True)
-        recommendation = asked.read(recommendation_document(json.loads(asked.to_json())))
+        recommendation = asked.read(recommendation_document(asked))
         return next((c for c in recommendation.candidates if c.name == recommendation.better), None)
 
     moved = better(failed)
@@ -277,7 +276,7 @@ LAYERED = job_doc(Job.uniform(3, 4, 6, durations={"F": 4.0, "I": 4.0, "W": 4.0},
 
 def recommend(**given: object) -> Recommendation:
     asked = request(**({"job": LAYERED, "failed": ("W1_2",), "relayout": "auto", "partition": (11,) * 4} | given))
-    return asked.read(recommendation_document(json.loads(asked.to_json())))
+    return asked.read(recommendation_document(asked))
 
 
 def test_layers_that_may_move_do_so_where_that_pays_within_the_hour() -> None:

@@ -66,10 +66,7 @@ class Console(Queries):
 
     @property
     def read(self) -> JobView:
-        try:
-            return self.view(self._world.job_id, 5, 200)
-        finally:
-            self.plans.close()
+        return self.view(self._world.job_id, 5, 200)
 
     def dialog(self, view: JobView, name: str) -> WorkerDetail:
         return self.worker_detail(view, name, time.time())
@@ -90,7 +87,6 @@ class Console(Queries):
         try:
             return next(iter(sources.names(self._world.job_id).values()))
         finally:
-            plans.close()
             catalogs.close()
 
 

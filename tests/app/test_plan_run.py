@@ -77,7 +77,7 @@ def test_while_a_newcomer_takes_its_state_the_plan_that_is_run_is_shown(
     assert found.label == "Interim plan · generation 3" and found.note.startswith(golden("until-w1-2-has-the"))
     assert shown.name == "returns interim: without W1_2 (joining)"
     assert next(iter(console.sources.names(job.job_id).values())) == "Interim, generation 3: without W1_2 (joining)"
-    assert console.queries.head(job.job_id).plan == plan.fingerprint
+    assert console.jobs.find(job.job_id).plan_run.fingerprint == plan.fingerprint  # type: ignore[union-attr]
     # A console that is started anew knows it too.
     again = ConsoleService(here.store)
     try:
