@@ -73,7 +73,8 @@ def reconsider(state: State, reason: str, notes: list[Decision], now: float, *, 
         )
         wait = any(m.generation != state.generation for m in _present(state))
         wait = wait and not state.tally.unsettled and not state.frozen_by
-        if not (anew or died or wait or state.pending or state.halted):
+        halted = state.halted and not state.unheard  # which no generation would end
+        if not (anew or died or wait or state.pending or halted):
             return Transition(state, tuple(notes), reason)
 
     pending = pend(state, reason, moves, restore=restore)

@@ -18,6 +18,8 @@ from openrecycle.planner.jobs.errors import InputError
 # -- limits and modes -------------------------------------------------------------------------
 
 LOST_SECONDS = 3600.0
+UNHEARD = "halted: no worker has been heard for "
+"""Begins the text of a halt that ends with the first heartbeat."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class FailureTimeouts:
 
     @property
     def lost(self) -> float:
-        """Silence of all workers, after which the job is given up; until then they may have been suspended together."""
+        """Silence of all workers, after which the job counts as halted; whenever they are heard again, it goes on."""
         return max(self.dead, LOST_SECONDS)
 
     def check_above(self, transfer: float | None, group: float | None) -> None:
@@ -272,6 +274,11 @@ class State:
     def generation(self) -> int:
         """The newest generation's number; 0 before the first."""
         return self.current.number if self.current else 0
+
+    @property
+    def unheard(self) -> bool:
+        """Is it halted for nothing but the silence of all its workers?"""
+        return self.halted.startswith(UNHEARD)
 
     @property
     def moving(self) -> bool:
