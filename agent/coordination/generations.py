@@ -29,7 +29,7 @@ from openrecycle.agent.coordination.membership import (
     State,
 )
 from openrecycle.agent.messages.protocol import Deployment, WorkerState
-from openrecycle.planner.jobs.words import names
+from openrecycle.planner.jobs.words import encodable, names
 
 RUNNING, SUSPECT, FAILED = WorkerState.RUNNING, WorkerState.SUSPECT, WorkerState.FAILED
 REJOINING, STARTING, FINISHED = WorkerState.REJOINING, WorkerState.STARTING, WorkerState.FINISHED
@@ -218,7 +218,7 @@ def deployment_of(generation: Generation, leaving: tuple[str, ...] = (), origin:
         moves=generation.moves,
         restore=generation.restore,
         leaving=leaving,
-        reason="; ".join(filter(None, (generation.reason, origin)))[:2000],
+        reason=encodable("; ".join(filter(None, (generation.reason, origin)))[:2000]),
     )
 
 

@@ -46,6 +46,7 @@ from openrecycle.agent.messages.protocol import (
 )
 from openrecycle.agent.monitoring.heartbeat import WorkerReports
 from openrecycle.planner.jobs.job import Worker
+from openrecycle.planner.jobs.words import encodable
 from openrecycle.planner.plans.plan import Plan
 
 LONG_POLL_SECONDS = 20.0
@@ -292,7 +293,7 @@ class ConsoleCoordination:
             incarnation=incarnation,
             cause="exit",
             reporter="launcher",
-            detail=detail[:2000],
+            detail=encodable(detail[:2000]),
             spare=tuple(spare),
         )
         self._report("/failures", report)
@@ -321,7 +322,7 @@ class ConsoleCoordination:
             incarnation=incarnation,
             cause=cause,
             reporter="launcher",
-            detail=text[:2000],
+            detail=encodable(text[:2000]),
             generation=generation,
         )
         self._report("/failures", report)
@@ -361,7 +362,7 @@ class ConsoleCoordination:
         self._tell(float("inf"))
         self._workers.stop()
         self._workers.join(WORKERS_TIMEOUT_SECONDS)
-        self._report("/finish", JobFinished(state=state, reason=reason[:2000]))  # type: ignore[arg-type]
+        self._report("/finish", JobFinished(state=state, reason=encodable(reason[:2000])))  # type: ignore[arg-type]
 
     def saved(self) -> dict[str, Any]:
         reports = [*self._reports.all, *self._decided]

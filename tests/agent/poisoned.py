@@ -45,7 +45,8 @@ class Poisoned(Gpt):
 
     def targets(self, seed: int, iteration: int, pipeline: int, micro_batch: int) -> Tensor:
         if (iteration, pipeline, micro_batch) in self._bad_targets:
-            raise ValueError(f"a label out of range at {iteration}, {pipeline}, {micro_batch}")
+            file = os.fsdecode(b"caf\xe9.txt")  # in an encoding that is not UTF-8
+            raise ValueError(f"a label out of range at {iteration}, {pipeline}, {micro_batch} in {file}")
         return super().targets(seed, iteration, pipeline, micro_batch)
 
     def _is_broken(self) -> bool:

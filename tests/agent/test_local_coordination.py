@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import threading
 import time
 from collections.abc import Iterable
 from dataclasses import replace
@@ -67,6 +69,15 @@ def test_a_death_opens_a_generation_without_the_dead_and_a_return_one_with_it() 
     _all_form(coordination, deploy.deployment)
     deployment = _only(coordination.poll(2.0)).deployment
     assert deployment.generation == 3 and deployment.joining == ("W1_0",) and deployment.failed == ()
+
+
+def test_whatever_a_worker_says_at_its_end_its_peers_can_read_the_next_deployment() -> None:
+    coordination = _started()
+    coordination.poll(0.0)
+    coordination.exited(Worker(1, 0), "W1_0", "ended with exit code 1 (ValueError: bad caf\udce9.txt)")
+    deployment = _only(coordination.poll(1.0)).deployment
+    told = Deployment.model_validate(json.loads(json.dumps(deployment.model_dump())))
+    assert told.failed == ("W1_0",) and "bad caf?.txt" in told.reason
 
 
 class _Wrong(Catalog):
