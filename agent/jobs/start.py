@@ -237,17 +237,24 @@ def _origin(options: TrainingOptions, source: WorkloadSource, layers: int, say: 
 
 
 def _restore_point(folder: Path, say: Callable[[str], None]) -> Callable[[], str | None]:
-    """Asked for the newest checkpoint that is not damaged, when a stage's state is lost."""
+    """Asked for the newest checkpoint that is not damaged, when a stage's state is lost. Raises OSError."""
+    said = ""
 
     def newest() -> str | None:
         from openrecycle.agent.checkpoints.checkpoint import CheckpointError, find, set_aside_later
 
+        nonlocal said
         try:
             found = find(folder, "newest-intact")
+            set_aside_later(folder, found.iteration)
         except CheckpointError as error:
             say(str(error))
             return None
-        set_aside_later(folder, found.iteration)
+        except OSError as error:
+            if str(error) != said:
+                said = str(error)
+                say(f"{folder}: can't be read, and is tried again: {said}")
+            raise
         return str(found.path)
 
     return newest

@@ -13,12 +13,21 @@ import queue
 import socket
 import threading
 import time
+import traceback
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from openrecycle.agent.coordination.launcher import Deploy, Event, Halt, Measure, ProcessFenced
+from openrecycle.agent.coordination.launcher import (
+    CHECKPOINT_SECONDS,
+    Deploy,
+    Event,
+    Halt,
+    Measure,
+    ProcessFenced,
+    restore_point,
+)
 from openrecycle.agent.messages.client import Backoff, ConsoleClient, ConsoleRefused, ConsoleUnavailable, Offset
 from openrecycle.agent.messages.delivery import Outbox
 from openrecycle.agent.messages.protocol import (
@@ -190,7 +199,8 @@ class ConsoleCoordination:
 
     wake_fd: becomes readable when `poll` has something. say: called, from a thread, with the
     console's sentence when the job does not train and nothing is announced. checkpoint: asked for
-    the checkpoint to go back to when the console says so; None: the job writes none. interval: seconds between two
+    the checkpoint to go back to when the console says so, for `patience` seconds where it raises OSError; None: the job
+    writes none. interval: seconds between two
     posts of the workers' heartbeats. decide: given what is to be done once this launcher may
     (agent.launcher.processes): on several nodes another may lead by then. saved: what another launcher has `saved`,
     which this one goes on from.
@@ -203,6 +213,7 @@ class ConsoleCoordination:
         say: Callable[[str], None],
         *,
         checkpoint: Callable[[], str | None] | None = None,
+        patience: float = CHECKPOINT_SECONDS,
         interval: float = 1.0,
         decide: Callable[[Callable[[], None]], None] = lambda send: send(),
         saved: Mapping[str, Any] | None = None,
@@ -214,7 +225,7 @@ class ConsoleCoordination:
         newest: tuple[int, int] = (0, 0) if saved is None else (saved["generation"], saved["command"])
         self._generation, self._command = newest
         """That the launcher was told."""
-        self._checkpoint = checkpoint
+        self._checkpoint, self._patience = checkpoint, patience
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._reports: Outbox[QueuedReport] = Outbox(MAX_REPORTS, merge=merge_iterations, droppable=is_history)
         self._report_there, self._closing = threading.Event(), threading.Event()
@@ -491,12 +502,18 @@ class ConsoleCoordination:
             except ConsoleRefused as refusal:
                 self._put(Halt(f"the console refused: {refusal}"))
                 return
+            except Exception as error:  # nobody would ever hear of a generation again
+                traceback.print_exc()
+                self._put(Halt(f"generations can't be followed any more: {type(error).__name__}: {error}"))
+                return
 
     def _event(self, deployment: Deployment, plan: Plan) -> Event:
         moves = tuple((Worker.parse(source), Worker.parse(to)) for source, to in deployment.moves)
-        restore = self._checkpoint() if deployment.restore and self._checkpoint else None
-        if deployment.restore and restore is None:
-            return Halt(f"{deployment.reason}; and there is no whole checkpoint yet")
+        if not deployment.restore:
+            return Deploy(deployment, plan, moves)
+        restore = restore_point(self._checkpoint, deployment.reason, self._closing.wait, self._patience)
+        if isinstance(restore, Halt):
+            return restore
         return Deploy(deployment, plan, moves, restore)
 
     def _say_who_is_refused(self, answer: BatchReply | ConsoleRefused) -> None:
