@@ -17,6 +17,7 @@ from openrecycle.agent.config.settings import spelled
 from openrecycle.agent.config.timeouts import ALIVE_SECONDS
 from openrecycle.agent.launcher.processes import preload, start_worker_server
 from openrecycle.agent.messages.client import ConsoleClient
+from openrecycle.agent.messages.delivery import prints_anyway
 from openrecycle.agent.messages.protocol import JobSpec
 from openrecycle.agent.nodes.role import NodeRole
 from openrecycle.planner.catalogs.catalog import Catalog
@@ -52,6 +53,7 @@ def _with_step(options: TrainingOptions, workload: WorkloadSource, say: Callable
     return replace(options, job=replace(job, profiles=profiles))
 
 
+@prints_anyway()
 def make_launcher(
     options: TrainingOptions,
     source: WorkloadSource,
