@@ -235,7 +235,7 @@ def _lead_changed(state: State, event: LeadChanged, now: float, failure_timeouts
         if member.incarnation == incarnation and member.state not in (FAILED, FINISHED):
             dead[member.name] = event.detail
         elif member.incarnation != incarnation:
-            state = state.with_member(replace(member, retired=(*member.retired, incarnation)))
+            state = state.with_member(replace(member, retired=member.and_retired(incarnation)))
     notes: list[Decision] = [Note("warning", "failure", event.detail)]
     if dead:
         return lose(state, dead, notes, now, anew=True)
@@ -369,7 +369,7 @@ def _exited(state: State, event: Exited, now: float, failure_timeouts: FailureTi
         return Transition(state, reason=f"the end of that process of {event.worker} is known")
     if member.incarnation not in (None, event.incarnation) or (member.incarnation is None and member.state is FAILED):
         # Its process died before it could register: nothing but that incarnation is lost.
-        retired = replace(member, retired=(*member.retired, event.incarnation))
+        retired = replace(member, retired=member.and_retired(event.incarnation))
         return Transition(state.with_member(retired), reason=f"a process of {event.worker} ended before it registered")
     if member.leaving:
         return Transition(

@@ -113,6 +113,9 @@ class Offer:
 AckState = Literal["", "adopted", "formed", "resumed"]
 ACK_ORDER: tuple[AckState, ...] = ("", "adopted", "formed", "resumed")
 
+MOST_RETIRED = 64
+"""Of a place; what an older process says is that of a stranger, which does not count either."""
+
 # Members that count as there: in the generation, or able to enter the next one.
 PRESENT = frozenset({WorkerState.RUNNING, WorkerState.SUSPECT, WorkerState.REJOINING})
 
@@ -121,7 +124,7 @@ PRESENT = frozenset({WorkerState.RUNNING, WorkerState.SUSPECT, WorkerState.REJOI
 class Member:
     """One cell of the grid.
 
-    incarnation: of the process that now counts; retired: those that came before it, fenced for
+    incarnation: of the process that now counts; retired: the newest of those that came before it, fenced for
     good. generation: the newest one that this incarnation is in (0: none yet). acknowledged: how far it
     came in taking up that generation. draining: it says that its work is done, unless another failure
     calls it back. detail: why it is FAILED. leaving: it is out because it was asked to go, and its
@@ -149,8 +152,13 @@ class Member:
 
     @property
     def incarnations(self) -> tuple[str, ...]:
-        """All that there were, the present one last."""
-        return self.retired if self.incarnation is None else (*self.retired, self.incarnation)
+        """The newest that there were, the present one last."""
+        return self.retired if self.incarnation is None else self.and_retired(self.incarnation)
+
+    def and_retired(self, incarnation: str) -> tuple[str, ...]:
+        """`retired`, and another one. Of a place that has had many nobody remembers the oldest: each is written anew
+        with every newcomer."""
+        return (*self.retired, incarnation)[-MOST_RETIRED:]
 
 
 class Interim(NamedTuple):

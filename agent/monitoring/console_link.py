@@ -299,6 +299,7 @@ class ConsoleCoordination:
 
     def exited(self, worker: Worker, incarnation: str, detail: str, spare: Sequence[int] = ()) -> None:
         self._workers.remove(incarnation)
+        self._beats.pop(incarnation, None)
         report = FailureReport(
             worker=str(worker),
             incarnation=incarnation,

@@ -282,7 +282,8 @@ class LiveJob:
     def apply_all(self, reports: Sequence[IncomingReport], sender: LeadTerm | None = None) -> list[str | ConsoleError]:
         """Takes reports as `apply` would take each, with few transactions; the reason or the error of each.
 
-        Raises ConsoleError where the database fails: nobody knows which are stored, and all are to be sent again.
+        Raises ConsoleError where the database fails: nobody knows which are stored, and all are to be sent again; and
+        where another node leads than the one that sends them.
         """
         out: list[str | ConsoleError] = []
         while left := reports[len(out) :]:
@@ -435,7 +436,8 @@ class LiveJob:
         if workers or changed:
             states = state_rows(WorkerStates(old, self.processes), WorkerStates(new, known), now)
         rows = {row["name"]: row for row in workers}
-        for row in process_rows(known, changed):
+        changed_rows, known = process_rows(known, changed)
+        for row in changed_rows:
             rows.setdefault(row["name"], {}).update(row)
         choices = after_change(self.choices, new.choosing, new.generation + 1 if new.pending else new.generation, now)
         opened = next((d.generation for d in decisions if isinstance(d, OpenGeneration)), None)

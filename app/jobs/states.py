@@ -180,7 +180,9 @@ def follow(
             if process.role != name:
                 process = replace(process, held=(*process.held, (name, at)))
             changed[incarnation] = process
-        for gone in member.retired[len(before.retired) :]:
+        for gone in member.retired if member.retired != before.retired else ():
+            if gone in before.retired:
+                continue
             process = known_as(gone, name)
             registered = gone in known or gone in came or gone in changed
             if registered and not process.ended and process.role == name:
