@@ -265,7 +265,7 @@ def take_better(state: State, offer: Offer, notes: list[Decision]) -> Transition
 def _take(state: State, candidate: Candidate, why: str, notes: list[Decision]) -> Transition:
     """Asks for the generation in which the job goes on by `candidate`; where workers have changed since it was
     worked out, by re-routing."""
-    if problem := why_not(state, candidate.moves, candidate.failed):
+    if problem := _is_moving(state, candidate) or why_not(state, candidate.moves, candidate.failed):
         notes.append(Note("warning", "plan", f"{candidate.name} is not possible any more: {problem}"))
         if state.pending is not None:
             return ask(state, state.pending, notes)
@@ -282,6 +282,15 @@ def _take(state: State, candidate: Candidate, why: str, notes: list[Decision]) -
             _let_go(members, name, _stands_by(lost, candidate.name))
     state = replace(state, members=members)
     return ask(state, pend(state, why, candidate.moves, partition=candidate.partition), notes)
+
+
+def _is_moving(state: State, candidate: Candidate) -> str:
+    """Why its layers can't be had now; "": they can. Some workers may have gone over to those of the generation in
+    force, and others not: which of them the next ones are taken from nobody could say."""
+    current = state.current
+    if candidate.partition and state.moving and current is not None and candidate.partition != current.partition:
+        return f"layers per stage are about to become {', '.join(map(str, current.partition))}"
+    return ""
 
 
 def coming_back(state: State) -> tuple[str, ...]:

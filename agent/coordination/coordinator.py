@@ -49,6 +49,7 @@ from openrecycle.agent.coordination.generations import lose, reconsider
 from openrecycle.agent.coordination.membership import (
     ACK_ORDER,
     PRESENT,
+    UNHEARD,
     Broken,
     FailureTimeouts,
     Member,
@@ -107,6 +108,8 @@ def _registered(state: State, event: WorkerRegistered, now: float, failure_timeo
         leaving=False,
     )
     notes: list[Decision] = []
+    if event.reports:
+        state = _awake(state, notes, now, failure_timeouts)
     if state.current and member.state in PRESENT:
         text = f"{member.name} was started anew while its earlier process was still in the job"
         notes.append(Note("error", "failure", text, member.name))
@@ -232,7 +235,7 @@ def _lead_changed(state: State, event: LeadChanged, now: float, failure_timeouts
         if member.incarnation == incarnation and member.state not in (FAILED, FINISHED):
             dead[member.name] = event.detail
         elif member.incarnation != incarnation:
-            state = state.with_member(replace(member, retired=(*member.retired, incarnation)))
+            state = state.with_member(replace(member, retired=member.and_retired(incarnation)))
     notes: list[Decision] = [Note("warning", "failure", event.detail)]
     if dead:
         return lose(state, dead, notes, now, anew=True)
@@ -250,12 +253,10 @@ def _fence(state: State, member: Member, incarnation: str) -> Transition | None:
 
 
 def _heard(state: State, event: HeartbeatsReceived, now: float, failure_timeouts: FailureTimeouts) -> Transition:
-    notes, passing = list[Decision](), True
-    if nobody_heard(state, now) > failure_timeouts.suspect and event.beats:
-        # All were suspended, or cut off: who is woken later than the first has all of its time, too.
-        waited = _waited_for(state)
-        state = state.with_heard({**state.members, **{m.name: replace(m, last_heard=now) for m in waited}})
-        passing = False
+    notes, before_all = list[Decision](), state
+    if event.beats:
+        state = _awake(state, notes, now, failure_timeouts)
+    passing = state is before_all
     members = dict(state.members)
     for said, (incarnation, heard, draining) in event.beats.items():
         member = holder(state, said, incarnation)
@@ -274,12 +275,25 @@ def _heard(state: State, event: HeartbeatsReceived, now: float, failure_timeouts
     return Transition(state.with_heard(members), tuple(notes), "heartbeats", passing)
 
 
+def _awake(state: State, notes: list[Decision], now: float, failure_timeouts: FailureTimeouts) -> State:
+    """One of them speaks. Where all were suspended, or cut off, who is woken later than the first has all of its time,
+    too."""
+    if nobody_heard(state, now) > failure_timeouts.suspect:
+        waited = _waited_for(state)
+        state = state.with_heard({**state.members, **{m.name: replace(m, last_heard=now) for m in waited}})
+    if state.unheard:
+        state = replace(state, halted="")
+        notes.append(Note("info", "job", "workers are heard again: the job goes on where it was"))
+    return state
+
+
 def _tick(state: State, event: Tick, now: float, failure_timeouts: FailureTimeouts) -> Transition:
     if state.over:
         return Transition(state)
     members, notes, dead = dict(state.members), list[Decision](), dict[str, str]()
     # Where nobody is heard, nobody would be left to go on with: they are suspended together, or cut off.
-    together = failure_timeouts.suspect < nobody_heard(state, now) <= failure_timeouts.lost
+    nobody = nobody_heard(state, now)
+    together = nobody > failure_timeouts.suspect
     for name, member in state.members.items():
         if member.last_heard is None or member.state in (FAILED, FINISHED):
             continue
@@ -298,8 +312,17 @@ def _tick(state: State, event: Tick, now: float, failure_timeouts: FailureTimeou
         return lose(state, dead, notes, now)
     if state.pending and state.pending.until is not None and now >= state.pending.until:
         return choosing.overdue(state, notes)
+    if nobody > failure_timeouts.lost and not state.pending and not state.halted:
+        # Nobody is put out: they may train, and only this console not hear it.
+        text = (
+            f"{UNHEARD}{failure_timeouts.lost / 3600:.3g} h. Their launcher has ended, is suspended, or can't reach "
+            "this console. If they still train, the job goes on as soon as one of them is heard; if not, it can be "
+            "deleted."
+        )
+        notes.append(Note("error", "job", text))
+        return Transition(replace(state, halted=text), tuple(notes), text)
     broken = state.broken
-    if broken and not state.pending and now - broken.since >= failure_timeouts.transfer_grace:
+    if broken and not state.pending and not state.unheard and now - broken.since >= failure_timeouts.transfer_grace:
         return _blame(state, broken, notes, now)
     return Transition(state, tuple(notes), "time went by")
 
@@ -346,7 +369,7 @@ def _exited(state: State, event: Exited, now: float, failure_timeouts: FailureTi
         return Transition(state, reason=f"the end of that process of {event.worker} is known")
     if member.incarnation not in (None, event.incarnation) or (member.incarnation is None and member.state is FAILED):
         # Its process died before it could register: nothing but that incarnation is lost.
-        retired = replace(member, retired=(*member.retired, event.incarnation))
+        retired = replace(member, retired=member.and_retired(event.incarnation))
         return Transition(state.with_member(retired), reason=f"a process of {event.worker} ended before it registered")
     if member.leaving:
         return Transition(

@@ -29,7 +29,7 @@ from openrecycle.agent.coordination.membership import (
     State,
 )
 from openrecycle.agent.messages.protocol import Deployment, WorkerState
-from openrecycle.planner.jobs.words import names
+from openrecycle.planner.jobs.words import encodable, names
 
 RUNNING, SUSPECT, FAILED = WorkerState.RUNNING, WorkerState.SUSPECT, WorkerState.FAILED
 REJOINING, STARTING, FINISHED = WorkerState.REJOINING, WorkerState.STARTING, WorkerState.FINISHED
@@ -73,7 +73,8 @@ def reconsider(state: State, reason: str, notes: list[Decision], now: float, *, 
         )
         wait = any(m.generation != state.generation for m in _present(state))
         wait = wait and not state.tally.unsettled and not state.frozen_by
-        if not (anew or died or wait or state.pending or state.halted):
+        halted = state.halted and not state.unheard  # which no generation would end
+        if not (anew or died or wait or state.pending or halted):
             return Transition(state, tuple(notes), reason)
 
     pending = pend(state, reason, moves, restore=restore)
@@ -217,7 +218,7 @@ def deployment_of(generation: Generation, leaving: tuple[str, ...] = (), origin:
         moves=generation.moves,
         restore=generation.restore,
         leaving=leaving,
-        reason="; ".join(filter(None, (generation.reason, origin)))[:2000],
+        reason=encodable("; ".join(filter(None, (generation.reason, origin)))[:2000]),
     )
 
 

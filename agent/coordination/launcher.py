@@ -43,6 +43,32 @@ class Halt:
     reason: str
 
 
+CHECKPOINT_SECONDS = 60.0
+"""For a folder of checkpoints that can't be read, such as one on another machine that starts anew."""
+
+
+def restore_point(
+    checkpoint: Callable[[], str | None] | None,
+    reason: str,
+    pause: Callable[[float], object],
+    patience: float = CHECKPOINT_SECONDS,
+) -> str | Halt:
+    """The checkpoint that all are to go back to. checkpoint: asked for it, and again as long as it raises OSError, with
+    `pause` in between for `patience` seconds in all. reason: why all go back."""
+    wait, waited = 0.1, 0.0
+    while True:
+        try:
+            found = checkpoint() if checkpoint else None
+            return Halt(f"{reason}; and there is no whole checkpoint yet") if found is None else found
+        except OSError as error:
+            if waited >= patience:
+                return Halt(f"{reason}; and no checkpoint could be read for {patience:g} s ({error})")
+        except Exception as error:
+            return Halt(f"{reason}; and no checkpoint could be read ({type(error).__name__}: {error})")
+        pause(wait)
+        waited, wait = waited + wait, min(2 * wait, 5.0)
+
+
 @dataclass(frozen=True)
 class LauncherWarning:
     """A warning for people. refused: the newcomer that it is about, which may not join; None: nobody is refused."""

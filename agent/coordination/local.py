@@ -8,6 +8,8 @@ training, once they form; what was made ahead has been.
 from __future__ import annotations
 
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -38,7 +40,7 @@ from openrecycle.agent.coordination.events import (
     WorkerRegistered,
 )
 from openrecycle.agent.coordination.generations import deployment_of, why_not
-from openrecycle.agent.coordination.launcher import Coordination, Deploy, Halt, LauncherWarning
+from openrecycle.agent.coordination.launcher import Coordination, Deploy, Halt, LauncherWarning, restore_point
 from openrecycle.agent.coordination.launcher import Event as Order
 from openrecycle.agent.coordination.membership import AckState, FailureTimeouts, Generation, State
 from openrecycle.agent.messages.protocol import Iteration, Recovery, Relayout, ValidationReport
@@ -57,13 +59,24 @@ if TYPE_CHECKING:
 _STATE = TypeAdapter(State)
 
 
+Checkpoint = Callable[[], "str | Halt"]
+
+
+def in_thread(find: Checkpoint) -> Future[str | Halt]:
+    """Not in the pool that plans: a plan may take long, and whoever wants the program to end waits for that."""
+    found = Future[str | Halt]()
+    threading.Thread(target=lambda: found.set_result(find()), name="checkpoint", daemon=True).start()
+    return found
+
+
 class LocalCoordination(Coordination):
     """Decides alone, for a job without a console. No clock.
 
     grace: seconds that a broken transfer waits for the exit that explains it, before a link is blamed
     (agent.coordination.blame) and all form anew. migrate: move a failure to another stage whenever a shorter plan
     follows; in any case a worker moves to a stage that nobody lives on. checkpoint: asked for the checkpoint to
-    go back to when a stage's state is lost; None: the job writes none. relayout: may layers change their stage?
+    go back to when a stage's state is lost, by way of `beside`: the newest is read whole, and hashed; None: the job
+    writes none. relayout: may layers change their stage?
     """
 
     def __init__(
@@ -73,10 +86,14 @@ class LocalCoordination(Coordination):
         grace: float = FailureTimeouts.transfer_grace,
         migrate: bool = False,
         checkpoint: Callable[[], str | None] | None = None,
+        beside: Callable[[Checkpoint], Future[str | Halt]] = in_thread,
         relayout: MayMove = "never",
     ) -> None:
         job = catalog.job
         self._relayout = relayout
+        self._find_beside = beside
+        self._restoring: tuple[Generation, Future[str | Halt]] | None = None
+        """The newest generation, and the checkpoint that it goes back to, once that is found."""
         self._beside = ThreadPoolExecutor(1, "planning")
         self._unchecked: list[Plan] = []
         self._checks: list[Future[Plan]] = []
@@ -188,6 +205,7 @@ class LocalCoordination(Coordination):
         self._take(Tick())
         self._take_layout()
         self._take_checks()
+        self._deploy_restored()
         orders, self._orders = self._orders, []
         return orders
 
@@ -289,12 +307,27 @@ class LocalCoordination(Coordination):
         return () if why_not(self._state, moves) else moves
 
     def _open(self, generation: Generation) -> None:
+        before, self._restoring = self._restoring, None
+        if not generation.restore:
+            self._deploy(generation, None)
+            return
+        # One that is being looked for serves a generation that has come in between, too: nobody has trained since.
+        find = partial(restore_point, self._checkpoint, generation.reason, time.sleep)
+        self._restoring = generation, before[1] if before else self._find_beside(find)
+        self._deploy_restored()
+
+    def _deploy_restored(self) -> None:
+        if self._restoring is None or not self._restoring[1].done():
+            return
+        (generation, found), self._restoring = self._restoring, None
+        if isinstance(restore := found.result(), Halt):
+            self._orders.append(restore)
+        else:
+            self._deploy(generation, restore)
+
+    def _deploy(self, generation: Generation, restore: str | None) -> None:
         assert self._planned is not None
         plan, origin = self._planned
-        restore = self._checkpoint() if generation.restore and self._checkpoint else None
-        if generation.restore and restore is None:
-            self._orders.append(Halt(f"{generation.reason}; and there is no whole checkpoint yet"))
-            return
         holds = {m.incarnation: name for name, m in self._state.members.items() if m.incarnation in self._places}
         moves = {(self._places[i], name) for i, name in holds.items() if i and self._places[i] != name}
         self._places |= {i: name for i, name in holds.items() if i}

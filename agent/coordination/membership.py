@@ -18,6 +18,8 @@ from openrecycle.planner.jobs.errors import InputError
 # -- limits and modes -------------------------------------------------------------------------
 
 LOST_SECONDS = 3600.0
+UNHEARD = "halted: no worker has been heard for "
+"""Begins the text of a halt that ends with the first heartbeat."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class FailureTimeouts:
 
     @property
     def lost(self) -> float:
-        """Silence of all workers, after which the job is given up; until then they may have been suspended together."""
+        """Silence of all workers, after which the job counts as halted; whenever they are heard again, it goes on."""
         return max(self.dead, LOST_SECONDS)
 
     def check_above(self, transfer: float | None, group: float | None) -> None:
@@ -111,6 +113,9 @@ class Offer:
 AckState = Literal["", "adopted", "formed", "resumed"]
 ACK_ORDER: tuple[AckState, ...] = ("", "adopted", "formed", "resumed")
 
+MOST_RETIRED = 64
+"""Of a place; what an older process says is that of a stranger, which does not count either."""
+
 # Members that count as there: in the generation, or able to enter the next one.
 PRESENT = frozenset({WorkerState.RUNNING, WorkerState.SUSPECT, WorkerState.REJOINING})
 
@@ -119,7 +124,7 @@ PRESENT = frozenset({WorkerState.RUNNING, WorkerState.SUSPECT, WorkerState.REJOI
 class Member:
     """One cell of the grid.
 
-    incarnation: of the process that now counts; retired: those that came before it, fenced for
+    incarnation: of the process that now counts; retired: the newest of those that came before it, fenced for
     good. generation: the newest one that this incarnation is in (0: none yet). acknowledged: how far it
     came in taking up that generation. draining: it says that its work is done, unless another failure
     calls it back. detail: why it is FAILED. leaving: it is out because it was asked to go, and its
@@ -147,8 +152,13 @@ class Member:
 
     @property
     def incarnations(self) -> tuple[str, ...]:
-        """All that there were, the present one last."""
-        return self.retired if self.incarnation is None else (*self.retired, self.incarnation)
+        """The newest that there were, the present one last."""
+        return self.retired if self.incarnation is None else self.and_retired(self.incarnation)
+
+    def and_retired(self, incarnation: str) -> tuple[str, ...]:
+        """`retired`, and another one. Of a place that has had many nobody remembers the oldest: each is written anew
+        with every newcomer."""
+        return (*self.retired, incarnation)[-MOST_RETIRED:]
 
 
 class Interim(NamedTuple):
@@ -272,6 +282,11 @@ class State:
     def generation(self) -> int:
         """The newest generation's number; 0 before the first."""
         return self.current.number if self.current else 0
+
+    @property
+    def unheard(self) -> bool:
+        """Is it halted for nothing but the silence of all its workers?"""
+        return self.halted.startswith(UNHEARD)
 
     @property
     def moving(self) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from openrecycle.agent.config.devices import memory_limit
 from openrecycle.agent.config.options import Optimization, TrainingOptions
 from openrecycle.agent.launcher.bad_samples import named
+from openrecycle.agent.messages.delivery import prints_anyway
 from openrecycle.agent.models import compat
 from openrecycle.agent.models.layers import (
     Partition,
@@ -59,6 +60,7 @@ _STEPS = 6
 """Before what is tried, and after it: optimizers that do something every fifth step are not rare."""
 
 
+@prints_anyway()
 def check_workload(workload: Workload, options: TrainingOptions, here: Collection[Worker] | None = None) -> JobMemory:
     """Returns what memory workers take.
 

@@ -17,6 +17,7 @@ from openrecycle.agent.config.settings import spelled
 from openrecycle.agent.config.timeouts import ALIVE_SECONDS
 from openrecycle.agent.launcher.processes import preload, start_worker_server
 from openrecycle.agent.messages.client import ConsoleClient
+from openrecycle.agent.messages.delivery import prints_anyway
 from openrecycle.agent.messages.protocol import JobSpec
 from openrecycle.agent.nodes.role import NodeRole
 from openrecycle.planner.catalogs.catalog import Catalog
@@ -53,6 +54,7 @@ def _with_step(options: TrainingOptions, workload: WorkloadSource, say: Callable
     return replace(options, job=replace(job, profiles=profiles))
 
 
+@prints_anyway()
 def make_launcher(
     options: TrainingOptions,
     source: WorkloadSource,
@@ -242,17 +244,24 @@ def _origin(options: TrainingOptions, source: WorkloadSource, layers: int, say: 
 
 
 def _restore_point(folder: Path, say: Callable[[str], None]) -> Callable[[], str | None]:
-    """Asked for the newest checkpoint that is not damaged, when a stage's state is lost."""
+    """Asked for the newest checkpoint that is not damaged, when a stage's state is lost. Raises OSError."""
+    said = ""
 
     def newest() -> str | None:
         from openrecycle.agent.checkpoints.checkpoint import CheckpointError, find, set_aside_later
 
+        nonlocal said
         try:
             found = find(folder, "newest-intact")
+            set_aside_later(folder, found.iteration)
         except CheckpointError as error:
             say(str(error))
             return None
-        set_aside_later(folder, found.iteration)
+        except OSError as error:
+            if str(error) != said:
+                said = str(error)
+                say(f"{folder}: can't be read, and is tried again: {said}")
+            raise
         return str(found.path)
 
     return newest

@@ -175,8 +175,9 @@ def committed(bad: BadSamples, iterations: int, living: Mapping[str, str]) -> tu
     done = [s for s in bad.suspects if s.first.iteration < iterations]
     if not done:
         return bad, ()
-    strikes, blamed = dict(bad.strikes), []
     names = {incarnation: worker for worker, incarnation in living.items()}
+    # Of those that are gone nobody counts any more.
+    strikes, blamed = {i: count for i, count in bad.strikes.items() if i in names}, []
     for suspect in done:
         for incarnation in suspect.tried:
             worker = names.get(incarnation)

@@ -19,6 +19,7 @@ from typing import Any, Protocol, TypeVar
 
 from openrecycle.agent.messages.protocol import Deployment
 from openrecycle.planner.jobs.job import Worker
+from openrecycle.planner.jobs.words import encodable
 from openrecycle.planner.plans.plan import Plan
 
 Message = dict[str, Any]
@@ -31,8 +32,18 @@ def send(pipe: Connection, kind: str, **fields: Any) -> None:
 
 def receive(pipe: Connection) -> Message:
     """Raises EOFError or OSError when the other end is gone."""
-    message: Message = json.loads(pipe.recv_bytes())
-    return message
+    encoded = pipe.recv_bytes()
+    message: Message = json.loads(encoded)
+    # An exception's text may hold what no console, and no other worker, could read.
+    return _encodable(message) if b"\\ud" in encoded else message
+
+
+def _encodable(value: Any) -> Any:
+    if isinstance(value, str):
+        return encodable(value)
+    if isinstance(value, list):
+        return [_encodable(one) for one in value]
+    return {name: _encodable(one) for name, one in value.items()} if isinstance(value, dict) else value
 
 
 M = TypeVar("M")

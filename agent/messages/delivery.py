@@ -8,10 +8,11 @@ import contextlib
 import itertools
 import json
 import logging
+import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Generic, TextIO, TypeVar
@@ -126,23 +127,63 @@ class LogTail:
 
 
 class Followed:
-    """A text stream, such as sys.stdout, whose lines go into a LogTail as well."""
+    """A text stream, such as sys.stdout, whose lines go into a LogTail as well. Nothing that is written raises OSError:
+    a disk that is full, or a reader that has gone, is no fault of whoever prints.
 
-    def __init__(self, stream: TextIO, tail: LogTail) -> None:
+    tail: None: nobody asks for the lines. lost: called with the error, once.
+    """
+
+    def __init__(
+        self, stream: TextIO, tail: LogTail | None, lost: Callable[[OSError], None] = lambda _error: None
+    ) -> None:
         self._stream, self._tail, self._part = stream, tail, ""
+        self._lost: Callable[[OSError], None] | None = lost
 
     def write(self, text: str) -> int:
+        if self._tail is not None:
+            self._follow(text, self._tail)
+        self._attempt(lambda stream: stream.write(text))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        self._attempt(lambda stream: stream.flush())
+
+    def _attempt(self, write: Callable[[TextIO], object]) -> None:
+        try:
+            write(self._stream)
+        except OSError as error:
+            lost, self._lost = self._lost, None
+            if lost is not None:
+                lost(error)
+
+    def _follow(self, text: str, tail: LogTail) -> None:
         self._part += text
         if "\n" in self._part:
             whole, _, self._part = self._part.rpartition("\n")
-            self._tail.add(whole)
+            tail.add(whole)
         elif len(self._part) > LOG_LINE:
-            self._tail.add(self._part)
+            tail.add(self._part)
             self._part = ""
-        return self._stream.write(text)
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def prints_anyway() -> Iterator[None]:
+    """While code of others runs in this process, which may print."""
+    before = sys.stdout, sys.stderr
+    for name, stream in zip(("stdout", "stderr"), before, strict=True):
+        if stream is not None:  # it was closed when Python began: nothing is printed
+            setattr(sys, name, Followed(stream, None))
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
 
 
 # -- a run's record on its way -----------------------------------------------------------------------

@@ -13,12 +13,21 @@ import queue
 import socket
 import threading
 import time
+import traceback
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from openrecycle.agent.coordination.launcher import Deploy, Event, Halt, Measure, ProcessFenced
+from openrecycle.agent.coordination.launcher import (
+    CHECKPOINT_SECONDS,
+    Deploy,
+    Event,
+    Halt,
+    Measure,
+    ProcessFenced,
+    restore_point,
+)
 from openrecycle.agent.messages.client import Backoff, ConsoleClient, ConsoleRefused, ConsoleUnavailable, Offset
 from openrecycle.agent.messages.delivery import Outbox
 from openrecycle.agent.messages.protocol import (
@@ -46,6 +55,7 @@ from openrecycle.agent.messages.protocol import (
 )
 from openrecycle.agent.monitoring.heartbeat import WorkerReports
 from openrecycle.planner.jobs.job import Worker
+from openrecycle.planner.jobs.words import encodable
 from openrecycle.planner.plans.plan import Plan
 
 LONG_POLL_SECONDS = 20.0
@@ -189,7 +199,8 @@ class ConsoleCoordination:
 
     wake_fd: becomes readable when `poll` has something. say: called, from a thread, with the
     console's sentence when the job does not train and nothing is announced. checkpoint: asked for
-    the checkpoint to go back to when the console says so; None: the job writes none. interval: seconds between two
+    the checkpoint to go back to when the console says so, for `patience` seconds where it raises OSError; None: the job
+    writes none. interval: seconds between two
     posts of the workers' heartbeats. decide: given what is to be done once this launcher may
     (agent.launcher.processes): on several nodes another may lead by then. saved: what another launcher has `saved`,
     which this one goes on from.
@@ -202,6 +213,7 @@ class ConsoleCoordination:
         say: Callable[[str], None],
         *,
         checkpoint: Callable[[], str | None] | None = None,
+        patience: float = CHECKPOINT_SECONDS,
         interval: float = 1.0,
         decide: Callable[[Callable[[], None]], None] = lambda send: send(),
         saved: Mapping[str, Any] | None = None,
@@ -213,7 +225,7 @@ class ConsoleCoordination:
         newest: tuple[int, int] = (0, 0) if saved is None else (saved["generation"], saved["command"])
         self._generation, self._command = newest
         """That the launcher was told."""
-        self._checkpoint = checkpoint
+        self._checkpoint, self._patience = checkpoint, patience
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._reports: Outbox[QueuedReport] = Outbox(MAX_REPORTS, merge=merge_iterations, droppable=is_history)
         self._report_there, self._closing = threading.Event(), threading.Event()
@@ -287,12 +299,13 @@ class ConsoleCoordination:
 
     def exited(self, worker: Worker, incarnation: str, detail: str, spare: Sequence[int] = ()) -> None:
         self._workers.remove(incarnation)
+        self._beats.pop(incarnation, None)
         report = FailureReport(
             worker=str(worker),
             incarnation=incarnation,
             cause="exit",
             reporter="launcher",
-            detail=detail[:2000],
+            detail=encodable(detail[:2000]),
             spare=tuple(spare),
         )
         self._report("/failures", report)
@@ -321,7 +334,7 @@ class ConsoleCoordination:
             incarnation=incarnation,
             cause=cause,
             reporter="launcher",
-            detail=text[:2000],
+            detail=encodable(text[:2000]),
             generation=generation,
         )
         self._report("/failures", report)
@@ -361,7 +374,7 @@ class ConsoleCoordination:
         self._tell(float("inf"))
         self._workers.stop()
         self._workers.join(WORKERS_TIMEOUT_SECONDS)
-        self._report("/finish", JobFinished(state=state, reason=reason[:2000]))  # type: ignore[arg-type]
+        self._report("/finish", JobFinished(state=state, reason=encodable(reason[:2000])))  # type: ignore[arg-type]
 
     def saved(self) -> dict[str, Any]:
         reports = [*self._reports.all, *self._decided]
@@ -490,12 +503,18 @@ class ConsoleCoordination:
             except ConsoleRefused as refusal:
                 self._put(Halt(f"the console refused: {refusal}"))
                 return
+            except Exception as error:  # nobody would ever hear of a generation again
+                traceback.print_exc()
+                self._put(Halt(f"generations can't be followed any more: {type(error).__name__}: {error}"))
+                return
 
     def _event(self, deployment: Deployment, plan: Plan) -> Event:
         moves = tuple((Worker.parse(source), Worker.parse(to)) for source, to in deployment.moves)
-        restore = self._checkpoint() if deployment.restore and self._checkpoint else None
-        if deployment.restore and restore is None:
-            return Halt(f"{deployment.reason}; and there is no whole checkpoint yet")
+        if not deployment.restore:
+            return Deploy(deployment, plan, moves)
+        restore = restore_point(self._checkpoint, deployment.reason, self._closing.wait, self._patience)
+        if isinstance(restore, Halt):
+            return restore
         return Deploy(deployment, plan, moves, restore)
 
     def _say_who_is_refused(self, answer: BatchReply | ConsoleRefused) -> None:

@@ -45,6 +45,7 @@ from openrecycle.agent.messages.protocol import (
 )
 from openrecycle.agent.monitoring.liveness import AT_REST, OpProgress
 from openrecycle.agent.monitoring.timeline import IterationTimeline, Timeline
+from openrecycle.planner.jobs.words import encodable
 
 M = TypeVar("M", bound=Message)
 
@@ -168,7 +169,7 @@ class WorkerReports(threading.Thread):
                 incarnation=incarnation,
                 cause="transfer",
                 reporter=worker,
-                detail=detail[:2000],
+                detail=encodable(detail[:2000]),
                 generation=generation,
             )
         )

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 
 from openrecycle.agent.config.timeouts import ALIVE_SECONDS, TIMES_LONGEST, Timeouts
+from openrecycle.planner.jobs.words import encodable
 
 Clock = Callable[[], float]
 
@@ -264,7 +265,7 @@ def describe_exception(error: BaseException) -> str:
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(libraries)]
     place = f", at {own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-    return f"{type(error).__name__}: {error}{notes}{place}"
+    return encodable(f"{type(error).__name__}: {error}{notes}{place}")
 
 
 def _place(frame: FrameType | None) -> str:

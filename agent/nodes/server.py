@@ -309,6 +309,7 @@ class NodeServer:
     def _ended(self, incarnation: str) -> None:
         self._pass_on(incarnation)
         entry = self._entries.pop(incarnation)
+        self._numbers.pop(incarnation, None)
         entry.join()
         if self._pool is not None:
             self._pool.forget(entry)

@@ -50,7 +50,15 @@ from openrecycle.agent.transport.script import Script
 from openrecycle.agent.workers.executor import Executor, Interrupted, OpError
 from openrecycle.agent.workers.kept_micro_batches import Redo, decode, encode
 from openrecycle.agent.workers.kept_micro_batches import redo as plan_redo
-from openrecycle.agent.workers.recovery import Agreement, Environment, NoAgreementError, agree, check_alike, in_turn
+from openrecycle.agent.workers.recovery import (
+    Agreement,
+    Environment,
+    NoAgreementError,
+    agree,
+    check_alike,
+    in_turn,
+    newest_partition,
+)
 from openrecycle.agent.workers.relayout import Exchange, IncomingLayers, common_strategy, moves, regrouped
 from openrecycle.agent.workers.sharding import ShardedStage
 from openrecycle.agent.workers.spec import WorkerSpec
@@ -105,7 +113,8 @@ class WorkerLoop:
             self._state.holds_everything()
             if origin is not None and origin.resumed is not None:
                 self._load(load_layers(Path(origin.resumed), self._cuts.span(me.stage)))
-        self._generation = 0
+        self._generation = self._taken_in = 0
+        """_taken_in: the generation in which its layers were taken into use; 0: they were the stage's when it came."""
         self._evaluated = self._evaluated_by_all = 0
         """The newest iteration before which this worker has evaluated, and as far as is known every worker."""
         self._stood_still = 0.0
@@ -189,7 +198,7 @@ class WorkerLoop:
                 state = load_layers(Path(orders.restore), cuts.span(orders.cell.stage))
         except CheckpointError as error:
             raise TransferError(str(error)) from None
-        self._cuts = cuts
+        self._cuts, self._taken_in = cuts, 0
         # With the origin that the job has, as one has that comes later: all must write the same checkpoints.
         self._take_place(orders.cell, self._origin)
         if state is not None:
@@ -403,22 +412,25 @@ class WorkerLoop:
 
     def _agree(self, groups: Groups, living: list[Worker], target: Partition, held: Partition) -> Agreement[Worker]:
         """Compares what everybody has, and takes up what follows: rolls back, settles the last step
-        where it is in doubt, and where anybody has the layers of `target` already, takes them into use: all have
-        what they need for it then. held: the layers that the launcher takes all to have. Raises NoAgreementError."""
+        where it is in doubt, and where anybody has gone over to other layers already, takes those into use: all have
+        what they need for it then. They need not be those of `target`: another plan may have been chosen since. held:
+        the layers that the launcher takes all to have. Raises NoAgreementError."""
         committed = self._optimizer.committed if self._state.begun else _JOINING
         alike = self._makeup.numbers()
-        there, agreed = int(self._cuts.partition == target), int(self._split_agreed)
+        has = (self._taken_in, *self._cuts.partition)
         rows = groups.gather_rows(
             (
                 *(committed, self._state.missing, self._evaluated, self._state.provisional),
-                *(*alike, there, agreed, *self._steps.numbers()),
+                *(*alike, int(self._split_agreed), *has, *self._steps.numbers()),
             )
         )
         front = 4 + len(alike)
-        gone_over = any(row[front] for row in rows.values() if row[0] != _JOINING)
+        rest = front + 1 + len(has)
+        has_of = {w: row[front + 1 : rest] for w, row in rows.items()}
+        newest = newest_partition([has_of[w] for w, row in rows.items() if row[0] != _JOINING] or [has])
         self._evaluated_by_all = min((row[2] for row in rows.values() if row[0] != _JOINING), default=0)
-        if gone_over and not there and committed == _JOINING:
-            self._cuts = replace(self._cuts, partition=target)
+        if self._cuts.partition != newest and committed == _JOINING:
+            self._cuts = replace(self._cuts, partition=newest)
             self._take_place(self._me, self._origin)
         check_alike({w: row[4:front] for w, row in rows.items()})
         counts = {w: None if row[0] == _JOINING else row[0] for w, row in rows.items()}
@@ -433,9 +445,7 @@ class WorkerLoop:
         elif self._me in agreement.roll_back:
             self._optimizer.roll_back()
         self._come_along(agreement.iteration)
-        holders = {
-            w: (row[0], *row[front + 2 :]) for w, row in rows.items() if row[0] != _JOINING and w not in members.anew
-        }
+        holders = {w: (row[0], *row[rest:]) for w, row in rows.items() if row[0] != _JOINING and w not in members.anew}
         self._corrected = self._steps.begin(groups, living, agreement.iteration, holders)
         self._state.agreed(agreement.iteration, corrected=self._corrected)
         for coming in self._coming.values():
@@ -447,14 +457,14 @@ class WorkerLoop:
                 members = agree(counts, incomplete | lost, attempt=self._generation)
                 agreement = members.of_rank(groups.ranks.rank)
         # A generation may have ended while some ranks of this worker had gone over, and others had not.
-        mine = [(row[front], row[front + 1]) for member, row in rows.items() if member.worker == self._me]
-        some_had_not = gone_over and not all(has for has, _ in mine)
-        if some_had_not or not all(split for _, split in mine):
-            if gone_over and self._cuts.partition != target and any(c.missing for c in self._coming.values()):
+        mine = [member for member in rows if member.worker == self._me]
+        some_had_not = not all(has_of[member][1:] == newest for member in mine)
+        if some_had_not or not all(rows[member][front] for member in mine):
+            if self._cuts.partition != newest and any(c.missing for c in self._coming.values()):
                 raise NoAgreementError(f"{self._me} lacks layers that others have given up")
             self._executor.forget_finished()
-            self._go_over(target if gone_over else self._cuts.partition)
-        if some_had_not or (gone_over and target != held):
+            self._go_over(newest)
+        if newest == target and (some_had_not or target != held):
             self._say_rearranged(agreement.iteration)
         return agreement
 
@@ -588,7 +598,7 @@ class WorkerLoop:
         """Also gives up the layers that are other workers' then. Copies nothing, and exchanges nothing with anybody: so
         it is done wholly or not at all."""
         options, coming = self._options, list(self._coming.values())
-        self._cuts = replace(self._cuts, partition=target)
+        self._cuts, self._taken_in = replace(self._cuts, partition=target), self._generation
         for layers in coming:
             layers.state.stop()
         if self._server is not None:

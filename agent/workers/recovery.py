@@ -146,6 +146,17 @@ def agree(committed: Mapping[H, int | None], incomplete: Collection[H] = (), att
     return Agreement(iteration, ahead_by_one, state_from, reason, anew, bool(ahead_by_one), bool(state_from))
 
 
+def newest_partition(rows: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """The layers per stage that all go on with. rows: of each worker that has any, the generation in which it took its
+    layers into use, and layers per stage. Where some have gone over and others have not come to it, those others have
+    all that they lack (agent.workers.loop). Raises NoAgreementError."""
+    first, newest = min(rows), max(rows)
+    if any(row[0] == newest[0] and row != newest for row in rows) or len({row[1:] for row in rows}) > 2:
+        cuts = " and ".join(", ".join(map(str, row[1:])) for row in (first, newest))
+        raise NoAgreementError(f"workers have cut the model in different ways, into {cuts} layers per stage")
+    return newest[1:]
+
+
 def _text(stage: Any) -> str:
     return str(stage[0] if isinstance(stage, tuple) else stage)
 

@@ -64,8 +64,7 @@ def main(spec: WorkerSpec, pipe: Connection, siblings: Sequence[Connection] = ()
     )
     if relay is not None:
         relay.start(channel.send)
-    if spec.run.heartbeat_seconds is not None:
-        sys.stdout, sys.stderr = Followed(sys.stdout, log), Followed(sys.stderr, log)  # type: ignore[assignment]
+    _guard_output(channel, spec, log)
     threading.Thread(target=_say_alive, args=(channel, status, log, spec), name="alive", daemon=True).start()
     try:
         deterministic = options.optimization.mode == "deterministic"
@@ -92,6 +91,18 @@ def main(spec: WorkerSpec, pipe: Connection, siblings: Sequence[Connection] = ()
         os._exit(FAILED)
     # Not sys.exit: gloo's threads may still sit in a group that was given up.
     os._exit(0)
+
+
+def _guard_output(channel: WorkerChannel, spec: WorkerSpec, log: LogTail) -> None:
+    """An op that prints must not fail where nothing can be printed: its micro-batch would be to blame."""
+
+    def lost(error: OSError) -> None:
+        channel.say("warning", text=f"{spec.worker}: what it prints is lost: {error.strerror or error}")
+
+    tail = None if spec.run.heartbeat_seconds is None else log
+    for name in ("stdout", "stderr"):
+        if (stream := getattr(sys, name)) is not None:  # it was closed when Python began: nothing is printed
+            setattr(sys, name, Followed(stream, tail, lost))
 
 
 def keep_freed_memory() -> None:

@@ -50,6 +50,15 @@ AT_ONCE = 64
 LeadHeader = Annotated[
     str | None, Header(alias=LEAD, max_length=20, pattern="^(0|[1-9][0-9]{0,14})/(0|[1-9][0-9]{0,3})$")
 ]
+
+
+def _lead_of(request: Request) -> LeadTerm | None:
+    """Who said that it leads a job of several nodes, as `of_lead` has found it."""
+    return getattr(request.state, "lead", None)
+
+
+# With what it says: whether it counts is decided once it is its turn.
+Sender = Annotated[LeadTerm | None, Depends(_lead_of)]
 IdempotencyKey = Annotated[str | None, Header(min_length=1, max_length=255)]
 # Of one transaction: whoever else waits for the job, such as the clock that looks for silent workers, comes in between.
 MOST = 1024
@@ -67,20 +76,20 @@ class Together(Generic[M]):
     for people, and in one transaction. Of 2,048 workers in launchers of 8, heartbeats were answered in 0.44 s (p99)
     while generations opened, where each launcher's acknowledgements had a transaction of their own; with this in 0.2 s.
 
-    take: a job's id and messages; the answer to all of them."""
+    take: a job's id, messages, and who said to lead it; the answer to all of them."""
 
-    def __init__(self, take: Callable[[str, Sequence[M]], BatchReply]) -> None:
-        self._take: Callable[[str, Sequence[M]], BatchReply] = take
-        self._posted: dict[str, list[tuple[Sequence[M], asyncio.Future[BatchReply]]]] = {}
+    def __init__(self, take: Callable[[str, Sequence[M], LeadTerm | None], BatchReply]) -> None:
+        self._take: Callable[[str, Sequence[M], LeadTerm | None], BatchReply] = take
+        self._posted: dict[str, list[tuple[Sequence[M], LeadTerm | None, asyncio.Future[BatchReply]]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def post(self, job_id: str, messages: Sequence[M]) -> BatchReply:
+    async def post(self, job_id: str, messages: Sequence[M], sender: LeadTerm | None = None) -> BatchReply:
         """Raises ConsoleError."""
         answer: asyncio.Future[BatchReply] = asyncio.get_running_loop().create_future()
         if job_id in self._posted:
-            self._posted[job_id].append((messages, answer))
+            self._posted[job_id].append((messages, sender, answer))
         else:
-            self._posted[job_id] = [(messages, answer)]
+            self._posted[job_id] = [(messages, sender, answer)]
             task = asyncio.create_task(self._drain(job_id))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -88,18 +97,21 @@ class Together(Generic[M]):
 
     async def _drain(self, job_id: str) -> None:
         while posted := self._posted[job_id]:
-            sizes = accumulate(len(messages) for messages, _ in posted)
+            sender = posted[0][1]
+            # Of one sender alone: what another one says may not count.
+            sizes = accumulate(MOST + 1 if who != sender else len(messages) for messages, who, _ in posted)
             count = max(1, sum(size <= MOST for size in sizes))
             now, self._posted[job_id] = posted[:count], posted[count:]
             replies: Iterable[BatchReply | Exception]
             try:
-                parts = [messages for messages, _ in now]
-                replies = _split(await in_thread(self._take, job_id, [m for part in parts for m in part]), parts)
+                parts = [messages for messages, _, _ in now]
+                whole = [m for part in parts for m in part]
+                replies = _split(await in_thread(self._take, job_id, whole, sender), parts)
             except Exception as error:
                 replies = [error] * len(now)
             if last := not self._posted[job_id]:
                 del self._posted[job_id]  # before anybody hears of it: a loop may end with its last answer
-            for (_, answer), reply in zip(now, replies, strict=True):
+            for (_, _, answer), reply in zip(now, replies, strict=True):
                 if answer.done():  # its connection is gone
                     continue
                 if isinstance(reply, Exception):
@@ -130,7 +142,7 @@ def router(console: ConsoleService) -> APIRouter:
         job_id = request.path_params.get("job_id")
         # Whoever may only look asks for deployments, too, and must not have a word in who leads.
         if lead is not None and job_id is not None and caller_of(console.security.access, request.headers).reports:
-            sender = LeadTerm.parse(lead)
+            request.state.lead = sender = LeadTerm.parse(lead)
             job = console.jobs.find(job_id)
             if not job.lead.heard(sender):  # it leads since then, which is to be stored first
                 await in_thread(job.heard_lead, sender)
@@ -165,9 +177,9 @@ def router(console: ConsoleService) -> APIRouter:
         return created
 
     @api.post("/{job_id}/workers", response_model=BatchReply)
-    async def register(job_id: str, message: Registrations) -> Response:
+    async def register(job_id: str, message: Registrations, sender: Sender) -> Response:
         """Each is taken or refused by itself; one that is malformed is a 422 for all, and none is taken."""
-        return _json(await registrations.post(job_id, message.registrations))
+        return _json(await registrations.post(job_id, message.registrations, sender))
 
     @api.get("/{job_id}/deployment", response_model=Deployment, responses={204: {}})
     async def deployment(job_id: str, after: After = 0, wait: Wait = 0) -> Response:
@@ -185,30 +197,30 @@ def router(console: ConsoleService) -> APIRouter:
         return work() if len(message.heartbeats) <= AT_ONCE else await beside(work)
 
     @api.post("/{job_id}/acknowledgements", response_model=BatchReply)
-    async def acknowledge(job_id: str, message: Acknowledgements) -> Response:
+    async def acknowledge(job_id: str, message: Acknowledgements, sender: Sender) -> Response:
         """Each is taken or refused by itself; one that is malformed is a 422 for all, and none is taken."""
-        return _json(await acknowledgements.post(job_id, message.acknowledgements))
+        return _json(await acknowledgements.post(job_id, message.acknowledgements, sender))
 
     @api.post("/{job_id}/failures")
-    async def failure(job_id: str, message: FailureReport) -> ReportOutcome:
-        return ReportOutcome(reason=await in_thread(console.reports.failure, job_id, message))
+    async def failure(job_id: str, message: FailureReport, sender: Sender) -> ReportOutcome:
+        return ReportOutcome(reason=await in_thread(console.reports.failure, job_id, message, sender))
 
     @api.post("/{job_id}/interim")
-    async def interim(job_id: str, message: InterimPlan) -> ReportOutcome:
+    async def interim(job_id: str, message: InterimPlan, sender: Sender) -> ReportOutcome:
         """What a generation runs until those who take their state from a peer have it."""
-        return ReportOutcome(reason=await in_thread(console.reports.meanwhile, job_id, message))
+        return ReportOutcome(reason=await in_thread(console.reports.meanwhile, job_id, message, sender))
 
     @api.post("/{job_id}/iterations", status_code=204)
-    async def iterations(job_id: str, message: IterationReport) -> None:
-        await in_thread(console.reports.committed, job_id, message.iterations, message.age)
+    async def iterations(job_id: str, message: IterationReport, sender: Sender) -> None:
+        await in_thread(console.reports.committed, job_id, message.iterations, message.age, sender)
 
     @api.post("/{job_id}/recoveries", status_code=204)
-    async def recovery(job_id: str, message: Recovery) -> None:
-        await in_thread(console.reports.recovered, job_id, message)
+    async def recovery(job_id: str, message: Recovery, sender: Sender) -> None:
+        await in_thread(console.reports.recovered, job_id, message, sender)
 
     @api.post("/{job_id}/relayouts", status_code=204)
-    async def relayout(job_id: str, message: Relayout) -> None:
-        await in_thread(console.reports.rearranged, job_id, message)
+    async def relayout(job_id: str, message: Relayout, sender: Sender) -> None:
+        await in_thread(console.reports.rearranged, job_id, message, sender)
 
     @api.get("/{job_id}/commands")
     async def commands(job_id: str, after: After = 0, wait: Wait = 0) -> Commands:
@@ -223,8 +235,8 @@ def router(console: ConsoleService) -> APIRouter:
         return await in_thread(console.reports.claim_lead, job_id, message)
 
     @api.post("/{job_id}/finish", status_code=204)
-    async def finish(job_id: str, message: JobFinished) -> None:
-        await in_thread(console.reports.finish, job_id, message)
+    async def finish(job_id: str, message: JobFinished, sender: Sender) -> None:
+        await in_thread(console.reports.finish, job_id, message, sender)
 
     return api
 

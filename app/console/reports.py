@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from weakref import WeakKeyDictionary
 
 from openrecycle.agent.coordination import events as happening
@@ -78,7 +79,8 @@ def validation_note(report: ValidationReport) -> happening.Note:
 
 class Reports:
     """Thread-safe. Every method raises ConsoleError: for an unknown job or worker, a process that does
-    not count, or a database that does not answer.
+    not count, or a database that does not answer. sender: of a job on several nodes, who said that it leads; what a
+    launcher says that leads no more changes nothing.
 
     ended: called with a job for which nothing more is to be done. measure: which iteration the workers of a job are to
     record. waited: for a person, by a job.
@@ -97,13 +99,13 @@ class Reports:
         # The newest of each job, and of what it was made.
         self._deployments: WeakKeyDictionary[LiveJob, tuple[object, Deployment]] = WeakKeyDictionary()
 
-    def register(self, job_id: str, said: Sequence[Registration]) -> BatchReply:
+    def register(self, job_id: str, said: Sequence[Registration], sender: LeadTerm | None = None) -> BatchReply:
         """Each is taken or refused by itself."""
         job, reports = self._find(job_id), list[IncomingReport]()
         for one in said:
             process = Arrival(plain(one.host), one.pid, one.ranks, one.made_of)
             reports.append(IncomingReport(happening.WorkerRegistered(one.worker, one.incarnation), process))
-        reply = self._reply(job, said, job.apply_all(reports))
+        reply = self._reply(job, said, job.apply_all(reports, sender))
         refused, members = {report.index for report in reply.refused}, job.state.members
         before = dict[str, int]()
         for index, one in enumerate(said):
@@ -138,7 +140,7 @@ class Reports:
         taken = len(reports) - len(refused)
         return BatchReply(generation=job.state.generation, measure=self._measure(job), taken=taken, refused=refused)
 
-    def failure(self, job_id: str, message: FailureReport) -> str:
+    def failure(self, job_id: str, message: FailureReport, sender: LeadTerm | None = None) -> str:
         """Returns what the coordinator makes of it."""
         job = self._find(job_id)
         if message.cause == "exit":
@@ -146,25 +148,28 @@ class Reports:
             seen = f" (seen {late:.1f} s before the report came)" if late >= 1 else ""
             detail = plain(message.detail) + seen
             event = happening.Exited(message.worker, message.incarnation, message.reporter, detail)
-            return job.apply(event, beside=[IncomingReport(event, spare=message.spare)] if message.spare else ())
+            beside = [IncomingReport(event, spare=message.spare)] if message.spare else ()
+            return job.apply(event, beside=beside, sender=sender)
         if message.cause in ("exception", "state-lost"):
             what = happening.OpRaised if message.cause == "exception" else happening.StateLost
-            return job.apply(what(message.worker, message.incarnation, message.generation, plain(message.detail)))
+            raised = what(message.worker, message.incarnation, message.generation, plain(message.detail))
+            return job.apply(raised, sender=sender)
         return job.apply(
             happening.TransferBroken(
                 message.reporter, message.incarnation, message.worker, message.generation, plain(message.detail)
-            )
+            ),
+            sender=sender,
         )
 
-    def acknowledge(self, job_id: str, said: Sequence[Acknowledgement]) -> BatchReply:
+    def acknowledge(self, job_id: str, said: Sequence[Acknowledgement], sender: LeadTerm | None = None) -> BatchReply:
         """Each is taken or refused by itself."""
         job, reports = self._find(job_id), list[IncomingReport]()
         for one in said:
             event = happening.GenerationAcknowledged(one.worker, one.incarnation, one.generation, one.state)
             reports.append(IncomingReport(event, acknowledgement={**one.model_dump(), "at": time.time()}))
-        return self._reply(job, said, job.apply_all(reports))
+        return self._reply(job, said, job.apply_all(reports, sender))
 
-    def meanwhile(self, job_id: str, message: InterimPlan) -> str:
+    def meanwhile(self, job_id: str, message: InterimPlan, sender: LeadTerm | None = None) -> str:
         """What a generation runs until newcomers have their state."""
         job, failed, plan = self._find(job_id), message.failed, None
         if len(set(failed)) < len(failed) or any(name not in job.state.members for name in failed):
@@ -182,9 +187,11 @@ class Reports:
         with storing():
             known = plan is not None or self._store.has_plan(message.plan_fingerprint)
         interim = Interim(message.plan_fingerprint if known else "", failed)
-        return job.apply(happening.InterimPlanUsed(message.generation, interim), plan=plan)
+        return job.apply(happening.InterimPlanUsed(message.generation, interim), plan=plan, sender=sender)
 
-    def committed(self, job_id: str, iterations: Sequence[Iteration], age: float = 0.0) -> None:
+    def committed(
+        self, job_id: str, iterations: Sequence[Iteration], age: float = 0.0, sender: LeadTerm | None = None
+    ) -> None:
         """age: seconds since the newest was committed."""
         job = self._find(job_id)
         for report in iterations:
@@ -199,16 +206,16 @@ class Reports:
         for report in reversed(iterations):
             rows.append({**report.model_dump(), "skipped": report.skipped, "committed_at": max(0.0, at)})
             at -= report.seconds  # of a batch that has waited each is as old as those after it took
-        with storing():
+        with nullcontext() if sender is None else job.taking(sender), storing():
             self._store.add_iterations(job_id, rows[::-1])
             count = self._store.committed_iterations(job_id)
         job.stored()
         left_out = [i for i in iterations if i.skipped and i.iteration >= job.state.committed]
         if left_out:
             job.record(*(skipped_note(i, job.spec.micro_batches) for i in left_out))
-        job.apply(happening.IterationsCommitted(count))
+        job.apply(happening.IterationsCommitted(count), sender=sender)
 
-    def recovered(self, job_id: str, message: Recovery) -> None:
+    def recovered(self, job_id: str, message: Recovery, sender: LeadTerm | None = None) -> None:
         job = self._find(job_id)
         if message.worker not in job.state.members:
             raise unknown_worker(message.worker)
@@ -218,13 +225,13 @@ class Reports:
             people = sum(self._waited(job).in_recovery({**message.model_dump(), "at": at}))
         if people:
             text += f", of it {milliseconds(1000 * people)} waiting for a person"
-        with job.writing():
+        with job.taking(sender):
             events = job.feed.rows([happening.Note("info", "recovery", text, message.worker)])
             if self._store.add_recovery(job_id, {**message.model_dump(), "at": at}, events):
                 job.stored(len(events))
         job.topic.publish()
 
-    def rearranged(self, job_id: str, message: Relayout) -> None:
+    def rearranged(self, job_id: str, message: Relayout, sender: LeadTerm | None = None) -> None:
         job = self._find(job_id)
         try:
             partition = job.plans.nominal.check_partition(message.partition)
@@ -240,7 +247,7 @@ class Reports:
             raise ConsoleError(409, "misfit", detail)
         took = milliseconds(message.stall_ms)
         text = f"{layers_move(count, done=True)}, which held training for {took}"
-        job.apply(happening.LayersMoved(message.generation, message.iteration, partition, text))
+        job.apply(happening.LayersMoved(message.generation, message.iteration, partition, text), sender=sender)
 
     def validated(self, job_id: str, report: ValidationReport) -> None:
         """What came of checking an iteration's gradients. A report that is known already changes nothing."""
@@ -260,9 +267,9 @@ class Reports:
         granted, reason = self._find(job_id).claim_lead(wanted, message.after, ask=message.ask)
         return LeadAnswer(granted=granted, reason=reason)
 
-    def finish(self, job_id: str, message: JobFinished) -> None:
+    def finish(self, job_id: str, message: JobFinished, sender: LeadTerm | None = None) -> None:
         job = self._find(job_id)
-        job.apply(happening.Finished(JobState(message.state), plain(message.reason)))
+        job.apply(happening.Finished(JobState(message.state), plain(message.reason)), sender=sender)
         self._ended(job)
 
     def deployment(self, job_id: str, after: int) -> Deployment | None:

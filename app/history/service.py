@@ -161,7 +161,9 @@ class Histories:
         job = self._jobs.find(job_id)
         members = job.state.members.values()
         alive = sorted(m.name for m in members if m.state in _ALIVE and m.incarnation is not None)
-        return f"is {job.state.job_state} ({alive[0]} lives)" if alive and not job.state.over else ""
+        # Of workers that have not been heard for so long nobody knows; whoever deletes the job has looked.
+        kept = alive and not job.state.over and not job.state.unheard
+        return f"is {job.state.job_state} ({alive[0]} lives)" if kept else ""
 
     def _follow(self) -> None:
         while True:

@@ -36,7 +36,7 @@ from openrecycle.agent.coordination.events import (
 )
 from openrecycle.agent.coordination.lead import LeadTerm
 from openrecycle.agent.coordination.membership import FailureTimeouts, Member, State
-from openrecycle.agent.messages.protocol import Heartbeat, JobSpec
+from openrecycle.agent.messages.protocol import DEPOSED, Heartbeat, JobSpec
 from openrecycle.app.jobs.feed import LOOK_BACK, JobFeed
 from openrecycle.app.jobs.job_plans import JobPlans, LookUp, stored_plan
 from openrecycle.app.jobs.lead import JobLead
@@ -243,14 +243,15 @@ class LiveJob:
         plan: Plan | None = None,
         audit: Record | None = None,
         now: float | None = None,
+        sender: LeadTerm | None = None,
     ) -> str:
         """Takes one event, stores what follows from it, and returns the reason.
 
         beside: the report of the event, if it is one. audit: a row that is stored if the event is
-        accepted. plan: the one that a PlanReady speaks of. now: when it happened; None: at this moment.
-        Raises ConsoleError when the event is refused or can't be stored; then nothing has changed.
+        accepted. plan: the one that a PlanReady speaks of. now: when it happened; None: at this moment. sender: see
+        `taking`. Raises ConsoleError when the event is refused or can't be stored; then nothing has changed.
         """
-        with self.writing():
+        with self.taking(sender):
             old, now = self.state, self._clock() if now is None else now
             step = coordinator.step(old, event, now, self.failure_timeouts)
             if step.refusal:
@@ -278,24 +279,25 @@ class LiveJob:
             self._on_generation(self)
         return reason
 
-    def apply_all(self, reports: Sequence[IncomingReport]) -> list[str | ConsoleError]:
+    def apply_all(self, reports: Sequence[IncomingReport], sender: LeadTerm | None = None) -> list[str | ConsoleError]:
         """Takes reports as `apply` would take each, with few transactions; the reason or the error of each.
 
-        Raises ConsoleError where the database fails: nobody knows which are stored, and all are to be sent again.
+        Raises ConsoleError where the database fails: nobody knows which are stored, and all are to be sent again; and
+        where another node leads than the one that sends them.
         """
         out: list[str | ConsoleError] = []
         while left := reports[len(out) :]:
             try:
-                out += self._apply_quiet(left) or [self.apply(left[0].event, beside=left[:1])]
+                out += self._apply_quiet(left, sender) or [self.apply(left[0].event, beside=left[:1], sender=sender)]
             except ConsoleError as error:
-                if error.status == 503:
+                if error.status == 503 or error.code == DEPOSED:
                     raise
                 out.append(error)
         return out
 
-    def _apply_quiet(self, reports: Sequence[IncomingReport]) -> list[str | ConsoleError]:
+    def _apply_quiet(self, reports: Sequence[IncomingReport], sender: LeadTerm | None) -> list[str | ConsoleError]:
         """Those up to the first that asks for a plan, in one transaction. Raises ConsoleError if it fails."""
-        with self.writing():
+        with self.taking(sender):
             state, notes, answers = run_together(self.state, reports, self._clock(), self.failure_timeouts)
             taken = [report for report, answer in zip(reports, answers, strict=False) if isinstance(answer, str)]
             change = self._take(self.state, state, notes, None, taken, None)
@@ -337,6 +339,15 @@ class LiveJob:
             with self.writing():
                 if not self.lead.heard(sender):
                     self._store_lead(sender)
+
+    @contextmanager
+    def taking(self, sender: LeadTerm | None) -> Iterator[None]:
+        """As `writing`, for what the launcher that led in `sender` has sent: it may have waited for a thread since it
+        came, and counts only if that launcher still leads. None: of a job on one node. Raises ConsoleError."""
+        with self.writing():
+            if sender is not None:
+                self.heard_lead(sender)
+            yield
 
     def claim_lead(self, wanted: LeadTerm, after: int, *, ask: bool) -> tuple[bool, str]:
         """One that too few others follow would lead; see LeadClaim. Whether it may, and why."""
@@ -425,7 +436,8 @@ class LiveJob:
         if workers or changed:
             states = state_rows(WorkerStates(old, self.processes), WorkerStates(new, known), now)
         rows = {row["name"]: row for row in workers}
-        for row in process_rows(known, changed):
+        changed_rows, known = process_rows(known, changed)
+        for row in changed_rows:
             rows.setdefault(row["name"], {}).update(row)
         choices = after_change(self.choices, new.choosing, new.generation + 1 if new.pending else new.generation, now)
         opened = next((d.generation for d in decisions if isinstance(d, OpenGeneration)), None)

@@ -207,18 +207,24 @@ def state_rows(old: WorkerStates, new: WorkerStates, at: float) -> list[Record]:
     return rows
 
 
-def process_rows(known: Mapping[str, ProcessState], changed: Mapping[str, ProcessState]) -> list[Record]:
-    """The worker columns of the places that processes were started for, where one of those has changed."""
+def process_rows(
+    known: Mapping[str, ProcessState], changed: Mapping[str, ProcessState]
+) -> tuple[list[Record], dict[str, ProcessState]]:
+    """The worker columns of the places that processes were started for, where one of those has changed; and those that
+    are known from then on."""
     of: dict[str, list[ProcessState]] = {process.slot: [] for process in changed.values()}
     for process in known.values() if of else ():
         if process.slot in of:
             of[process.slot].append(process)
-    rows = []
+    rows, left = [], dict(known)
     for slot, own in of.items():
         # What became of the oldest nobody asks for any more.
-        kept = [p for p in own[:-KEPT] if not p.ended] + own[-KEPT:]
+        gone = {p.incarnation for p in own[:-KEPT] if p.ended}
+        kept = [p for p in own if p.incarnation not in gone]
         rows.append({"name": slot, "processes": json.dumps([[*vars(p).values()] for p in kept])})
-    return rows
+        for incarnation in gone:
+            del left[incarnation]
+    return rows, left
 
 
 def read_processes(rows: Iterable[Record]) -> dict[str, ProcessState]:

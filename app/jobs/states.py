@@ -180,7 +180,9 @@ def follow(
             if process.role != name:
                 process = replace(process, held=(*process.held, (name, at)))
             changed[incarnation] = process
-        for gone in member.retired[len(before.retired) :]:
+        for gone in member.retired if member.retired != before.retired else ():
+            if gone in before.retired:
+                continue
             process = known_as(gone, name)
             registered = gone in known or gone in came or gone in changed
             if registered and not process.ended and process.role == name:
@@ -430,7 +432,7 @@ def _text(worker_states: WorkerStates, now: float, failure_timeouts: FailureTime
     if (nobody := nobody_heard(state, now)) > failure_timeouts.suspect:
         return (
             f"Waiting for all workers: none has been heard for {nobody:.0f} s. Look at their launcher: it has ended, "
-            f"is suspended, or can't reach this console. The job is given up at {failure_timeouts.lost:g} s."
+            f"is suspended, or can't reach this console. The job counts as halted at {failure_timeouts.lost:g} s."
         )
     if silent := _overdue(state, now, failure_timeouts):
         first, others = silent[0], len(silent) - 1

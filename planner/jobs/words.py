@@ -19,6 +19,11 @@ def printable(text: str, keep: str = "") -> str:
     return "".join(shown)
 
 
+def encodable(text: str) -> str:
+    """Without what UTF-8 can't say: halves of characters, which Python makes of a file name in another encoding."""
+    return text.encode("utf-8", "replace").decode()
+
+
 def percent(fraction: float, digits: int = 0) -> str:
     """`7 %`; with a digit `7.4 %`."""
     return f"{100 * fraction:.{digits}f} %"

@@ -35,8 +35,9 @@ class Run:
         iterations: int = 100,
         plans: bool = True,
         checkpoints: bool = False,
+        partition: tuple[int, ...] = (),
     ) -> None:
-        self.state = State.new(pipelines, stages, iterations, checkpoints=checkpoints)
+        self.state = State.new(pipelines, stages, iterations, checkpoints=checkpoints, partition=partition)
         self.now = 100.0
         self.plans = plans
         self.log: list[tuple[Event, float]] = []

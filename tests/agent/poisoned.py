@@ -19,7 +19,7 @@ class Poisoned(Gpt):
     """inputs, targets: of which the first stage's, or the last one's, raise whenever they are read. ragged: of which
     the first stage's are shorter than the others. broken: the first
     process that reads the first stage's data of this iteration or a later one fails at it from then on, as with a bad
-    disk; its process number is in the file `mark`."""
+    disk; its process number is in the file `mark`. prints: so many characters are printed with each micro-batch."""
 
     def __init__(
         self,
@@ -28,14 +28,17 @@ class Poisoned(Gpt):
         ragged: Sequence[Place] = (),
         broken: int | None = None,
         mark: str = "",
+        prints: int = 0,
         **settings: Any,
     ) -> None:
         super().__init__(**settings)
         self._bad_inputs, self._bad_targets = {tuple(p) for p in inputs}, {tuple(p) for p in targets}
         self._ragged = {tuple(p) for p in ragged}
-        self._broken, self._mark = broken, Path(mark)
+        self._broken, self._mark, self._prints = broken, Path(mark), prints
 
     def inputs(self, seed: int, iteration: int, pipeline: int, micro_batch: int) -> Tensor:
+        if self._prints:
+            print("." * self._prints)
         if (iteration, pipeline, micro_batch) in self._bad_inputs:
             raise ValueError(f"a damaged picture at {iteration}, {pipeline}, {micro_batch}")
         if self._broken is not None and iteration >= self._broken and self._is_broken():
@@ -45,7 +48,8 @@ class Poisoned(Gpt):
 
     def targets(self, seed: int, iteration: int, pipeline: int, micro_batch: int) -> Tensor:
         if (iteration, pipeline, micro_batch) in self._bad_targets:
-            raise ValueError(f"a label out of range at {iteration}, {pipeline}, {micro_batch}")
+            file = os.fsdecode(b"caf\xe9.txt")  # in an encoding that is not UTF-8
+            raise ValueError(f"a label out of range at {iteration}, {pipeline}, {micro_batch} in {file}")
         return super().targets(seed, iteration, pipeline, micro_batch)
 
     def _is_broken(self) -> bool:

@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrecycle.agent.workers.recovery import MAX_HOLDERS, Environment, NoAgreementError, agree, check_alike
+from openrecycle.agent.workers.recovery import (
+    MAX_HOLDERS,
+    Environment,
+    NoAgreementError,
+    agree,
+    check_alike,
+    newest_partition,
+)
 from openrecycle.planner.jobs.job import Worker
 from tests.golden import golden
 
@@ -21,6 +28,17 @@ def test_those_ahead_roll_back() -> None:
     assert agreement.iteration == 7
     assert agreement.roll_back == {Worker(0, 0), Worker(1, 1)}
     assert "2 of 4" in agreement.reason
+
+
+def test_layers_that_some_have_taken_into_use_are_taken_by_all() -> None:
+    """Whatever plan the generation is for."""
+    assert newest_partition([(0, 3, 3), (0, 3, 3)]) == (3, 3)
+    assert newest_partition([(2, 4, 2), (0, 3, 3), (0, 3, 3)]) == (4, 2)
+    assert newest_partition([(2, 4, 2), (0, 4, 2)]) == (4, 2), "one came when they had them"
+    assert newest_partition([(5, 3, 3), (2, 4, 2)]) == (3, 3)
+    for wrong in ([(2, 4, 2), (2, 2, 4)], [(5, 1, 5), (2, 4, 2), (0, 3, 3)]):
+        with pytest.raises(NoAgreementError):
+            newest_partition(wrong)
 
 
 def test_newcomers_take_state_from_all_living_peers_in_turn() -> None:

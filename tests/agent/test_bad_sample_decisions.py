@@ -48,6 +48,13 @@ def test_it_is_tried_again_on_another_worker_first() -> None:
     assert assign(first.bad, lambda micro_batch, stage: "W2_0", PEERS)[1] == ()
 
 
+def test_of_a_process_that_is_gone_nothing_is_counted_any_more() -> None:
+    bad = BadSamples(strikes={"gone": 2, "i2": 1})
+    bad, _ = assign(found(bad, report("W0_0")).bad, planned, PEERS)
+    bad, blamed = committed(bad, 6, PEERS)
+    assert bad.strikes == {"i0": 1, "i2": 1} and [b.worker for b in blamed] == ["W0_0"]
+
+
 def test_what_raises_on_two_workers_is_the_datas_fault() -> None:
     bad = found(BadSamples(), report("W0_0")).bad
     skipped = found(bad, report("W1_0"))

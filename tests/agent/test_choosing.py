@@ -11,16 +11,19 @@ from openrecycle.agent.coordination.events import (
     DrainAsked,
     Exited,
     GenerationAcknowledged,
+    LayersMoved,
     ModeSet,
     Offered,
     PlanReady,
     Stalled,
     Tick,
     TransferBroken,
+    UsePlan,
 )
 from openrecycle.agent.coordination.membership import Candidate, Mode, Offer
 from openrecycle.agent.messages.protocol import JobState, WorkerState
 from openrecycle.planner.jobs.words import MIGRATE, REROUTE, STAND_BY
+from openrecycle.planner.simulation.options import REPARTITION
 from tests.agent.coordinator_run import Run, fingerprint
 from tests.golden import golden
 
@@ -269,6 +272,31 @@ def test_nothing_to_choose_is_a_sentence() -> None:
     refused = run.send(Chosen(REROUTE, "ada")).refusal
     assert refused is not None and refused.code == "no_choice"
     assert refused.detail.startswith(golden("there-is-nothing-to-choose"))
+
+
+@pytest.mark.parametrize("operator", [True, False], ids=["chosen", "overdue"])
+def test_layers_that_are_on_their_way_are_had_before_others(operator: bool) -> None:
+    """Some workers may have taken them into use already, and others not."""
+    run = Run(3, 2, partition=(3, 3)).start()
+    run.send(ModeSet(Mode.MANUAL, 30.0, "ada"))
+    run.send(UsePlan("other-layers", (), "ada", partition=(4, 2)))
+    run.resume()
+    run.plans = False
+    run.exit("W1_1")
+    assert run.state.moving and run.state.choosing
+    others = Candidate(REPARTITION, ("W1_1",), partition=(2, 4))
+    run.send(Offered(("W1_1",), Offer(("W1_1",), (others, Candidate(REROUTE, ("W1_1",))), REPARTITION)))
+    if operator:
+        run.send(Chosen(REPARTITION, "ada"))
+    else:
+        run.wait(30, *run.names)
+    assert run.state.pending is not None and not run.state.choosing
+    assert run.state.pending.partition == (4, 2) and run.state.pending.failed == ("W1_1",)
+    run.send(PlanReady(("W1_1",), "rerouted", "made"))
+    run.resume()
+    run.send(LayersMoved(3, 9, (4, 2)))
+    run.send(Chosen(REPARTITION, "ada"))
+    assert run.state.pending is not None and run.state.pending.partition == (2, 4)
 
 
 def test_a_way_that_no_longer_fits_is_not_taken() -> None:

@@ -171,6 +171,19 @@ def test_time_in_which_the_console_stood_still_counts_for_nobody() -> None:
     assert len(run.opened) == 1
 
 
+def test_workers_that_nobody_heard_for_hours_are_refused_nothing() -> None:
+    run = Run().start()
+    run.wait(3, *run.names)
+    run.wait(7200)
+    assert {m.state for m in run.state.members.values()} == {WorkerState.SUSPECT}
+    assert run.state.job_state is JobState.HALTED and run.sentence() == golden("halted-no-worker-has-been")
+    assert sum(note.severity == "error" for note in run.notes) == 1
+    assert run.beat("W0_0").refusal is None
+    run.wait(3, *run.names)
+    assert {m.state for m in run.state.members.values()} == {WorkerState.RUNNING}
+    assert run.state.generation == 1 and run.state.job_state is JobState.RUNNING
+
+
 def test_a_heartbeat_of_another_incarnation_does_not_count() -> None:
     run = Run().start()
     run.wait(3, *run.names)

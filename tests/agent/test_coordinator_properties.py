@@ -22,6 +22,7 @@ from openrecycle.agent.coordination.events import (
     PlanReady,
     PlanRefused,
     Stalled,
+    Tick,
     TransferBroken,
     UsePlan,
     WorkerRegistered,
@@ -92,6 +93,16 @@ class Membership(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([1, 3, 8, 25]), workers=st.sets(name, min_size=3))
     def time_goes_by(self, seconds: int, workers: set[str]) -> None:
         self.run_.wait(seconds, *workers)
+
+    @rule(seconds=st.sampled_from([30, round(LADDER.lost) + 1]))
+    def nobody_is_heard(self, seconds: int) -> None:
+        """Whatever is decided then, nobody is put out for it."""
+        before, out = self.run_.state, (WorkerState.FAILED, WorkerState.FINISHED)
+        self.run_.now += seconds
+        self.run_.send(Tick())
+        if not (before.pending or before.broken):
+            went = [n for n, m in before.members.items() if m.state not in out and self.run_.member(n).state in out]
+            assert all(before.members[n].draining or before.committed >= before.iterations for n in went)
 
     @rule(seconds=st.floats(1, 100))
     def console_stalls(self, seconds: float) -> None:

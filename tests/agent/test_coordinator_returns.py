@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from openrecycle.agent.coordination.events import GenerationAcknowledged, TransferBroken, WorkerRegistered
+from openrecycle.agent.coordination.membership import MOST_RETIRED
 from openrecycle.agent.messages.protocol import JobState, WorkerState
 from tests.agent.coordinator_run import Run
 from tests.golden import golden
@@ -70,6 +71,20 @@ def test_a_new_incarnation_of_a_running_worker_means_that_the_old_one_died() -> 
     run.back("W0_1")
     assert (run.opened[-1].number, run.opened[-1].joining) == (2, ("W0_1",))
     assert "W0_1-1" in run.member("W0_1").retired
+
+
+def test_of_a_place_that_has_had_many_processes_the_newest_are_remembered() -> None:
+    run = Run().start()
+    for _ in range(MOST_RETIRED + 9):
+        run.back("W0_1")
+    member = run.member("W0_1")
+    assert len(member.retired) == MOST_RETIRED and member.retired[-1] == f"W0_1-again{MOST_RETIRED + 8}"
+    here = [process for process in run.processes.values() if process.slot == "W0_1"]
+    assert [process.incarnation for process in here if not process.ended] == [member.incarnation]
+    before = run.state
+    for old in ("W0_1-1", member.retired[0]):
+        refusal = run.send(GenerationAcknowledged("W0_1", old, run.state.generation, "adopted")).refusal
+        assert refusal is not None and refusal.code == "fenced" and run.state is before
 
 
 @pytest.mark.parametrize("incarnation", ["W1_0-1", "never-seen"])

@@ -21,6 +21,7 @@ from openrecycle.agent.messages.delivery import Delivery, RecordFile
 from openrecycle.planner.jobs.errors import InputError
 from tests.agent import own_jobs
 from tests.agent.launches import Launched
+from tests.agent.local_jobs import TINY as SMALL
 from tests.agent.runs import GRID, TINY
 from tests.conftest import NO_BYTECODE
 from tests.golden import golden
@@ -50,6 +51,19 @@ def test_a_full_disk_is_said_at_once_and_training_goes_on(tmp_path: Path) -> Non
     assert golden("is-not-whole-5-lines") in said[1]
     assert told.count(golden("nothing-can-be-printed-any")) == 1
     assert "Traceback" not in told and "Exception ignored" not in told
+
+
+@pytest.mark.processes
+def test_a_model_that_prints_on_a_full_disk_is_not_to_blame(tmp_path: Path) -> None:
+    record, errors = tmp_path / "run.jsonl", tmp_path / "errors.txt"
+    grid = ("--pipelines", "2", "--stages", "2", "--micro-batches", "2", "--iterations", "4", "--record", str(record))
+    task = ("--workload", "tests.agent.poisoned:Poisoned", "--workload-options", json.dumps(SMALL | {"prints": 9000}))
+    job = Launched("launch", *grid, *task, errors=errors, prints=FULL, alone=True)
+    assert job.wait(120) == 0, errors.read_text()
+    lines = [json.loads(line) for line in record.read_text().splitlines()]
+    assert sum("loss" in line for line in lines) == 4 and not [line for line in lines if "raised" in line]
+    said = [line["warning"] for line in lines if "is lost" in line.get("warning", "")]
+    assert sorted(text.partition(":")[0] for text in said) == ["W0_0", "W1_0"], "each says it once"
 
 
 @pytest.mark.processes

@@ -13,11 +13,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from openrecycle.agent.coordination.launcher import Deploy, Halt
 from openrecycle.agent.coordination.membership import FailureTimeouts
 from openrecycle.agent.messages.client import Backoff, ConsoleClient
+from openrecycle.agent.messages.protocol import Deployment
 from openrecycle.agent.monitoring import console_link
 from openrecycle.agent.monitoring.console_link import ConsoleCoordination
-from openrecycle.planner.jobs.job import Worker
+from openrecycle.planner.catalogs.catalog import Catalog
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
 from tests.golden import golden
 
 TRIES = 12
@@ -54,7 +57,8 @@ def test_tries_are_closer_together_than_the_console_waits(monkeypatch: pytest.Mo
 
 class Console(ThreadingHTTPServer):
     """Not there (503) until `back`; keeps the paths and bodies that it took. It takes no
-    registration, as one of another version, and counts those that it refuses."""
+    registration, as one of another version, and counts those that it refuses. offers: what it answers, by how the path
+    ends."""
 
     daemon_threads = True
 
@@ -62,11 +66,20 @@ class Console(ThreadingHTTPServer):
         self.back = threading.Event()
         self.refused = 0
         self.taken: list[tuple[str, dict[str, object]]] = []
+        self.offers: dict[str, str] = {}
         console = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                self.send_error(503)
+                path, _, query = self.path.partition("?")
+                offered = console.offers.get(path.rsplit("/", 1)[1])
+                if offered is None or (query and "after=0" not in query.split("&")):
+                    self.send_error(503)
+                    return
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(offered)))
+                self.end_headers()
+                self.wfile.write(offered.encode())
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -139,6 +152,41 @@ def test_a_launcher_whose_workers_can_not_register_says_why_and_says_it_once(con
     link.close(lambda: True)
     assert console.refused >= 3, "it is tried again"
     assert len(told) == 1 and told[0].endswith("worker: missing")
+
+
+@pytest.mark.parametrize("again", [True, False], ids=["once", "always"])
+def test_a_folder_of_checkpoints_that_can_not_be_read_is_read_again_or_ends_the_job(
+    console: Console, again: bool
+) -> None:
+    plan, _ = Catalog(Job(1, 1, 1), Technique.STAGGERED, MemoryLimit("uniform")).plan_for(())
+    deployment = Deployment(
+        generation=1, plan_fingerprint=plan.fingerprint, living=("W0_0",), failed=(), joining=(), restore=True
+    )
+    console.offers |= {"deployment": deployment.model_dump_json(), plan.fingerprint: plan.to_json()}
+    asked: list[int] = []
+
+    def newest() -> str:
+        asked.append(len(asked))
+        if again and len(asked) > 1:
+            return "point-7"
+        raise OSError("stale file handle")
+
+    link = ConsoleCoordination(
+        lambda: ConsoleClient(f"http://127.0.0.1:{console.server_port}"),
+        "job",
+        lambda text: None,
+        checkpoint=newest,
+        patience=TIMEOUT if again else 0.0,
+    )
+    deadline = time.monotonic() + TIMEOUT
+    while not (events := link.poll(time.monotonic())) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    link.close(lambda: True)
+    (event,) = events
+    if again:
+        assert isinstance(event, Deploy) and event.restore == "point-7"
+    else:
+        assert isinstance(event, Halt) and "stale file handle" in event.reason
 
 
 def test_nobody_waits_for_long_once_the_launcher_is_told_to_stop(console: Console) -> None:

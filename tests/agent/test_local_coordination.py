@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +35,12 @@ def _started(
             assert not coordination.poll(0.0)
             coordination.ready(Worker(p, s), str(Worker(p, s)))
     return coordination
+
+
+def _at_once(find: Callable[[], str | Halt]) -> Future[str | Halt]:
+    found = Future[str | Halt]()
+    found.set_result(find())
+    return found
 
 
 def _only(events: list[object]) -> Deploy:
@@ -67,6 +76,15 @@ def test_a_death_opens_a_generation_without_the_dead_and_a_return_one_with_it() 
     _all_form(coordination, deploy.deployment)
     deployment = _only(coordination.poll(2.0)).deployment
     assert deployment.generation == 3 and deployment.joining == ("W1_0",) and deployment.failed == ()
+
+
+def test_whatever_a_worker_says_at_its_end_its_peers_can_read_the_next_deployment() -> None:
+    coordination = _started()
+    coordination.poll(0.0)
+    coordination.exited(Worker(1, 0), "W1_0", "ended with exit code 1 (ValueError: bad caf\udce9.txt)")
+    deployment = _only(coordination.poll(1.0)).deployment
+    told = Deployment.model_validate(json.loads(json.dumps(deployment.model_dump())))
+    assert told.failed == ("W1_0",) and "bad caf?.txt" in told.reason
 
 
 class _Wrong(Catalog):
@@ -146,7 +164,7 @@ def test_a_broken_transfer_waits_for_its_explanation() -> None:
 
 
 def test_an_empty_stage_is_re_staffed_from_the_checkpoint() -> None:
-    coordination = _started(2, 2, checkpoint=lambda: "point-7")
+    coordination = _started(2, 2, checkpoint=lambda: "point-7", beside=_at_once)
     coordination.poll(0.0)
     coordination.exited(Worker(0, 1), "W0_1", "died")
     _only(coordination.poll(0.0))
@@ -169,6 +187,47 @@ def test_an_empty_stage_is_re_staffed_from_the_checkpoint() -> None:
     assert isinstance(halt, Deploy | Halt) and str(to) in (
         halt.reason if isinstance(halt, Halt) else halt.deployment.reason
     )
+
+
+def test_the_launcher_goes_on_while_the_newest_checkpoint_is_read() -> None:
+    read, asked = threading.Event(), list[int]()
+
+    def newest() -> str:
+        asked.append(len(asked))
+        if len(asked) == 1:
+            raise OSError("stale file handle")
+        assert read.wait(60)
+        return "point-7"
+
+    coordination = _started(3, 2, checkpoint=newest)
+    coordination.poll(0.0)
+    for pipeline in range(3):
+        coordination.exited(Worker(pipeline, 1), f"W{pipeline}_1", "died")
+    assert [e.deployment.generation for e in coordination.poll(0.0) if isinstance(e, Deploy)] == [2, 3]
+    assert coordination.poll(0.1) == []
+    # Another one dies meanwhile: all go back to the same checkpoint without it, whichever place it was to have.
+    moved = {str(Worker(2, 0)): "W2_0", str(Worker(1, 0)): "W1_0"}
+    coordination.exited(Worker(1, 0), moved["W1_0"], "died")
+    assert coordination.poll(0.2) == []
+    read.set()
+    while not (events := coordination.poll(0.3)):
+        time.sleep(0.001)
+    deploy = _only(events)
+    assert deploy.restore == "point-7" and len(asked) == 2 and deploy.deployment.generation == 5
+    ((source, to),) = deploy.moves
+    assert {str(w) for w in (source, to)} < {"W2_0", *deploy.deployment.living} and to.stage == 1
+
+
+def test_a_checkpoint_that_can_not_be_had_is_a_sentence() -> None:
+    def broken() -> str:
+        raise RuntimeError("not a checkpoint")
+
+    coordination = _started(checkpoint=broken, beside=_at_once)
+    coordination.poll(0.0)
+    coordination.exited(Worker(0, 1), "W0_1", "died")
+    coordination.exited(Worker(1, 1), "W1_1", "died")
+    (halt,) = [event for event in coordination.poll(0.0) if isinstance(event, Halt)]
+    assert "not a checkpoint" in halt.reason
 
 
 def test_a_planned_move_shortens_the_plan_and_leaves_no_stage_to_a_newcomer() -> None:
@@ -196,7 +255,7 @@ class Play(RuleBasedStateMachine):
         job = Job(self.pipelines, self.stages, 2)
         catalog = Catalog(job, Technique.STAGGERED, MemoryLimit("uniform"))
         point = (lambda: "point") if checkpoints else None
-        self.decides = LocalCoordination(catalog, grace=1.0, migrate=migrate, checkpoint=point)
+        self.decides = LocalCoordination(catalog, grace=1.0, migrate=migrate, checkpoint=point, beside=_at_once)
         self.now, self.count, self.halted = 0.0, 0, False
         self.processes: dict[Worker, str] = {}
         self.newest: Deployment | None = None
@@ -270,6 +329,11 @@ class Play(RuleBasedStateMachine):
             self.decides.broken(worker, self.processes[worker], self.newest.generation, self.now, str(peer))
         self.now += seconds
         self.poll()
+
+    @precondition(lambda self: self.halted)
+    @rule()
+    def it_is_over(self) -> None:
+        """Nothing else can happen."""
 
     @invariant()
     def who_died_is_gone_from_the_next(self) -> None:

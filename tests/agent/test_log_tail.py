@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import io
 import logging
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -50,6 +53,20 @@ def test_what_is_too_long_or_unprintable_is_cut_and_marked() -> None:
     tail.add("x" * (LOG_LINE + 1))
     tail.add("bell\a and \x00")
     assert texts(tail) == ["x" * LOG_LINE, "bell\N{REPLACEMENT CHARACTER} and \N{REPLACEMENT CHARACTER}"]
+
+
+def test_nothing_that_is_written_to_a_full_disk_raises() -> None:
+    tail, lost = LogTail(), list[OSError]()
+    with Path("/dev/full").open("w") as full:
+        out = Followed(full, tail, lost.append)
+        for _ in range(3):
+            print("x" * 9000, file=out, flush=True)
+        out.writelines(["one\n", "two\n"])
+        out.flush()
+        assert [error.errno for error in lost] == [errno.ENOSPC]
+        assert texts(tail)[-2:] == ["one", "two"]
+        with contextlib.suppress(OSError):
+            full.close()
 
 
 def test_a_followed_stream_writes_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ from openrecycle.agent.messages.protocol import (
 )
 from openrecycle.app.console.operators import Operators
 from openrecycle.app.console.reports import Reports
-from openrecycle.app.jobs.live_job import LiveJob
+from openrecycle.app.jobs.live_job import TICK_SECONDS, LiveJob
 from openrecycle.app.observing.goodput import Waiting
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.db.observations import Observations
@@ -315,6 +315,12 @@ class World:
     @property
     def living(self) -> list[Process]:
         return [process for process in self.processes.values() if process.alive]
+
+    def silence(self, seconds: float) -> None:
+        """Nobody is heard, while the console looks as ever."""
+        for _ in range(round(seconds / TICK_SECONDS)):
+            self.now += TICK_SECONDS
+            self.job.tick()
 
     def tick(self, seconds: int, heard: list[Process]) -> None:
         """Time goes by; `heard` go on sending heartbeats."""

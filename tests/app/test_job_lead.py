@@ -3,16 +3,23 @@ other."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+import sys
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
 from ui_console import ConsoleHere, JobHere, until
 
+from openrecycle.agent.coordination.lead import LeadTerm
 from openrecycle.agent.coordination.membership import FailureTimeouts
-from openrecycle.agent.messages.protocol import DEPOSED, LEAD
+from openrecycle.agent.messages.protocol import DEPOSED, LEAD, Acknowledgement, BatchReply, WorkerState
+from openrecycle.app.api.agents import Together
+from openrecycle.app.jobs.live_job import LiveJob
+from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.security.access import Access
 from openrecycle.app.security.callers import CALLER, Caller, Role
 from openrecycle.app.server import create_api
@@ -30,6 +37,15 @@ def here(tmp_path: Path) -> Iterator[ConsoleHere]:
     made.close()
 
 
+ACKNOWLEDGED = {"worker": "W0_0", "incarnation": "W0_0-a", "generation": 1, "state": "resumed", "iteration": 0}
+ITERATION = {"iteration": 0, "loss": 2.0, "loss_hex": (2.0).hex(), "seconds": 0.1, "generation": 1, "living": 12}
+
+
+def _waiting() -> int:
+    """How many threads wait to change what is stored of a job."""
+    return sum(frame.f_code is LiveJob.writing.__wrapped__.__code__ for frame in sys._current_frames().values())  # type: ignore[attr-defined]
+
+
 class Lead:
     """What a launcher asks, as the lead of a term; "": as one of a job on one node."""
 
@@ -43,6 +59,10 @@ class Lead:
     def asks(self) -> tuple[int, str]:
         answer = self._api.get(f"{self._job}/commands")
         return answer.status_code, "" if answer.status_code == 200 else answer.json()["code"]
+
+    def posts(self, path: str, message: dict[str, Any]) -> tuple[int, str]:
+        answer = self._api.post(f"{self._job}/{path}", json=message)
+        return answer.status_code, "" if answer.status_code < 300 else answer.json()["code"]
 
     def finishes(self) -> int:
         return self._api.post(
@@ -73,6 +93,51 @@ def test_a_lead_that_is_not_heard_loses_it_to_one_that_asks(here: ConsoleHere) -
     assert old.asks() == (409, DEPOSED) and old.finishes() == 409
     assert not here.console.jobs.find(job.job_id).state.over, "what it says changes nothing"
     assert new.asks() == (200, "") and nobody.claims(2, granted[0], 1), "the answer may have been lost"
+
+
+def test_what_waits_while_another_takes_the_lead_changes_nothing(here: ConsoleHere) -> None:
+    """It came in time, and its turn comes too late."""
+    job = JobHere(here.console, "nodes").register()
+    live, workers = here.console.jobs.find(job.job_id), [f"W{pipeline}_1" for pipeline in range(3)]
+    old = Lead(here, job.job_id, "1/0")
+    assert old.asks() == (200, "")
+    posts: dict[str, dict[str, Any]] = {
+        "failures": {"worker": "W0_1", "incarnation": "W0_1-a", "cause": "exit", "reporter": "launcher"},
+        "finish": {"state": "stopped", "reason": "no worker is left"},
+        "acknowledgements": {"acknowledgements": [ACKNOWLEDGED]},
+        "iterations": {"iterations": [ITERATION]},
+    }
+    with ThreadPoolExecutor(len(posts)) as several:
+        with live.lock:
+            answers = [several.submit(old.posts, path, message) for path, message in posts.items()]
+            until(lambda: _waiting() == len(posts), "all of them to wait for their turn")
+            live.heard_lead(LeadTerm(2, 1))
+        assert [answer.result() for answer in answers] == [(409, DEPOSED)] * len(posts)
+    state = live.state
+    assert {state.members[name].state for name in workers} == {WorkerState.RUNNING}
+    assert not state.over and state.generation == 1 and not here.store.committed_iterations(job.job_id)
+    new = Lead(here, job.job_id, "2/1")
+    assert new.posts("failures", posts["failures"])[0] == 200
+    assert live.state.members["W0_1"].state is WorkerState.FAILED
+
+
+def test_reports_of_two_leads_share_no_transaction() -> None:
+    taken: list[tuple[int, LeadTerm | None]] = []
+
+    def take(job_id: str, messages: Sequence[Acknowledgement], sender: LeadTerm | None) -> BatchReply:
+        taken.append((len(messages), sender))
+        if sender == LeadTerm(1, 0):
+            raise ConsoleError(409, DEPOSED, "node 1 leads")
+        return BatchReply(generation=1, taken=len(messages), refused=())
+
+    async def all_at_once() -> list[BatchReply | BaseException]:
+        together, one = Together(take), Acknowledgement.model_validate(ACKNOWLEDGED)
+        leads = [None, LeadTerm(2, 1), LeadTerm(2, 1), LeadTerm(1, 0), LeadTerm(2, 1)]
+        return await asyncio.gather(*(together.post("job", [one], lead) for lead in leads), return_exceptions=True)
+
+    answers = asyncio.run(all_at_once())
+    assert [isinstance(answer, BatchReply) for answer in answers] == [True, True, True, False, True]
+    assert taken == [(1, None), (2, LeadTerm(2, 1)), (1, LeadTerm(1, 0)), (1, LeadTerm(2, 1))]
 
 
 def test_a_restarted_console_knows_who_leads(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy.exc import OperationalError
 
+from openrecycle.agent.coordination.lead import LeadTerm
 from openrecycle.agent.messages.protocol import (
     Acknowledgement,
     BatchReply,
@@ -170,7 +171,7 @@ def test_what_is_posted_while_a_job_stores_is_taken_together_and_answered_apart(
     taken: list[list[str]] = []
     stores, stored = threading.Event(), threading.Event()
 
-    def take(job_id: str, messages: Sequence[Acknowledgement]) -> BatchReply:
+    def take(job_id: str, messages: Sequence[Acknowledgement], sender: LeadTerm | None) -> BatchReply:
         taken.append([message.worker for message in messages])
         stores.set()
         assert stored.wait(60)

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import Phase, settings
 
 from openrecycle.agent.coordination.events import Offered
-from openrecycle.agent.coordination.membership import Candidate, Offer
+from openrecycle.agent.coordination.membership import MOST_RETIRED, Candidate, Offer
 from openrecycle.agent.messages.protocol import FailureReport, JobSpec, Registration
 from openrecycle.app.jobs import job_plans as planned
-from openrecycle.app.jobs.records import read_state
+from openrecycle.app.jobs.records import KEPT, read_state
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.planner.jobs.words import MIGRATE
 from tests.app.flaky_database import FlakyDatabase
@@ -113,6 +113,21 @@ def test_what_died_at_an_empty_place_before_it_registered_stays_out(world: World
     late = Registration(worker="W2_1", incarnation="new", host="node1", pid=9)
     (refused,) = world.reports.register(world.job_id, [late]).refused
     assert refused.code == "fenced"
+
+
+def test_a_place_that_is_filled_again_and_again_takes_no_more_room(world: World) -> None:
+    world.begin()
+    for _ in range(MOST_RETIRED + 3):
+        world.die(world.at("W0_1"))  # type: ignore[arg-type]
+        world.take_up()
+        world.start("W0_1")
+        world.take_up()
+    kept = [process for process in world.job.processes.values() if process.slot == "W0_1"]
+    assert len(kept) == KEPT and [process.ended for process in kept] == ["failed"] * (KEPT - 1) + [""]
+    assert len(world.job.state.members["W0_1"].retired) == MOST_RETIRED
+    before = world.job.processes
+    world.restart_console()
+    assert world.job.processes == before and len(world.job.state.members["W0_1"].retired) == MOST_RETIRED
 
 
 def test_an_acknowledgement_after_the_end_is_not_stored(world: World) -> None:

@@ -3,15 +3,45 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from openrecycle.agent.coordination.events import Stalled
-from openrecycle.agent.messages.protocol import JobState, WorkerState
+from openrecycle.agent.coordination.events import PlanReady, Stalled
+from openrecycle.agent.messages.protocol import JobSpec, JobState, WorkerState
+from openrecycle.app.history.service import Histories
+from openrecycle.app.jobs.live_job import LiveJob
 from tests.agent.coordinator_run import LADDER, Run
+from tests.app.flaky_database import FlakyDatabase
+from tests.app.job_world import World
 from tests.golden import golden
 
 ALL = {WorkerState.RUNNING}
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    database = FlakyDatabase(f"sqlite:///{tmp_path / 'console.db'}")
+    database.upgrade()
+    world = World(database, JobSpec(name="job", pipelines=2, stages=2, micro_batches=2, iterations=9)).begin()
+    world.tick(2, world.living)
+    yield world
+    database.close()
+
+
+class _Only:
+    """The jobs of a console: one."""
+
+    def __init__(self, job: LiveJob) -> None:
+        self._job = job
+
+    def find(self, job_id: str) -> LiveJob:
+        return self._job
+
+    def follow(self) -> None: ...
+
+    def let_go(self, job_id: str) -> None: ...
 
 
 def states(run: Run) -> set[WorkerState]:
@@ -75,10 +105,51 @@ def test_a_console_that_stood_still_with_the_job_blames_nobody() -> None:
     assert states(run) == ALL and run.state.generation == 1
 
 
-def test_a_job_that_is_never_heard_again_is_given_up() -> None:
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_job_that_is_not_heard_for_hours_is_called_halted_and_goes_on_when_it_is(
+    world: World, restarted: bool
+) -> None:
+    """Its workers may train all the while: it is this console that can't hear them."""
+    histories = Histories(_Only(world.job), world.database)
+    world.silence(2 * LADDER.lost)
+    assert {m.state for m in world.job.state.members.values()} == {WorkerState.SUSPECT}
+    assert world.job.state.job_state is JobState.HALTED and not histories.kept_for(world.job_id)
+    assert len([e for e in world.store.events(world.job_id, limit=99) if "halted" in e["text"]]) == 1
+    if restarted:
+        world.restart_console()
+        world.tick(2, [])
+        assert world.job.state.job_state is JobState.HALTED and world.row["state"] == "halted"
+    world.tick(30, world.living)
+    assert len(world.living) == 4, "none was told that it is out"
+    assert {m.state for m in world.job.state.members.values()} == ALL and world.job.state.generation == 1
+    assert world.job.state.job_state is JobState.RUNNING and world.row["state"] == "running"
+    assert Histories(_Only(world.job), world.database).kept_for(world.job_id)
+
+
+def test_a_silent_job_that_was_told_to_open_a_generation_is_not_halted_before_it_has() -> None:
+    run = Run().start()
+    run.plans = False
+    run.wait(3, *run.names)
+    run.exit("W1_1")
+    run.wait(round(LADDER.lost) + 2)
+    assert run.state.pending is not None and not run.state.halted
+    run.send(PlanReady(("W1_1",), "late", "made"))
+    run.wait(1)
+    assert run.state.generation == 2 and run.state.job_state is JobState.HALTED
+    assert run.sentence().startswith("Halted: no worker")
+    run.beat("W0_0", "W0_1", "W1_0")
+    run.resume()
+    assert run.state.generation == 2 and run.state.job_state is JobState.RUNNING
+
+
+def test_a_worker_that_is_started_anew_gives_those_that_were_suspended_with_it_their_time() -> None:
     run = Run().start()
     run.wait(round(LADDER.lost) + 2)
-    assert states(run) == {WorkerState.FAILED} and run.state.job_state is JobState.HALTED
+    run.back("W1_1")
+    run.wait(10)
+    run.wait(30, *run.names)
+    run.resume()
+    assert states(run) == ALL and run.state.job_state is JobState.RUNNING and not run.opened[-1].failed
 
 
 def test_the_last_worker_that_is_waited_for_is_waited_for_as_all_are() -> None:
@@ -87,4 +158,4 @@ def test_the_last_worker_that_is_waited_for_is_waited_for_as_all_are() -> None:
     run.wait(round(LADDER.dead) + 2)
     assert states(run) == {WorkerState.SUSPECT}
     run.wait(round(LADDER.lost))
-    assert states(run) == {WorkerState.FAILED}
+    assert states(run) == {WorkerState.SUSPECT}

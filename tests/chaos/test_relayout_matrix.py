@@ -69,6 +69,25 @@ def test_a_second_death_while_layers_move(calm: tuple[str, LocalJob], second: st
     assert [line["relayout"]["partition"] for line in job.lines if "relayout" in line] == [[3, 1]]
 
 
+class ChosenMeanwhile(Rearranging):
+    """Others are chosen once a second worker has died, whoever has gone over to the first ones by then."""
+
+    partitions = {2: (3, 1), 3: (1, 3)}  # noqa: RUF012 -- as in its base
+
+
+@pytest.mark.parametrize("iteration", range(2, 6))
+@pytest.mark.parametrize("op", ["F0", "R", "O", "V"])
+@pytest.mark.parametrize("second", ["W0_0", "W1_1"])
+def test_other_layers_are_chosen_while_layers_move(
+    calm: tuple[str, LocalJob], second: str, op: str, iteration: int
+) -> None:
+    wish, undisturbed = calm
+    job = _run(wish, (FIRST, f"{second}@{iteration}:{op}"), rate=4e5, decides=ChosenMeanwhile)
+    assert job.dead == sorted([FIRST[:4], second])
+    assert job.losses == undisturbed.losses and job.lines[-1] == undisturbed.lines[-1]
+    assert [line["relayout"]["partition"] for line in job.lines if "relayout" in line][-1] == [1, 3]
+
+
 @pytest.fixture(scope="module", params=[(way, wish) for way in WAYS for wish in ("clipped", "sharded")], ids="-".join)
 def calm_ranks(request: pytest.FixtureRequest) -> tuple[dict[str, Any], LocalJob]:
     way, wish = request.param
