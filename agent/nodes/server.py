@@ -210,6 +210,7 @@ class NodeServer:
     def _follow(self, copy: Copy, found: Follow) -> None:
         if self._frames is not None:
             self._frames.close()
+            self._frames = None  # it may take more than one try
         try:
             connection = socket.create_connection(copy.nodes[found.rank], 5.0)
         except OSError:
