@@ -421,13 +421,13 @@ class Search(threading.Thread):
         seen = self._ask_all(copy.nodes.keys() - self._gone - {lead_status.rank})
         here = {rank: it for rank, it in seen.items() if isinstance(it, Here)}
         self._gone |= {rank for rank, it in seen.items() if it == "gone"}
-        for rank, it in here.items():
-            if it.lead != rank:
-                continue
-            if it.term > copy.term and it.term >= lead_status.term:
-                return Follow(rank, it.term)
-            if it.term == copy.term and lead_status.term == copy.term:
+        if leads := [(it.term, rank) for rank, it in here.items() if it.lead == rank]:
+            term, rank = max(leads)
+            # Also where it has won just now, and has handed out no copy yet.
+            if (term, rank) == (lead_status.term, lead_status.lead):
                 return GiveUp(f"node {rank} leads on without this one")
+            if term > copy.term and term >= lead_status.term:
+                return Follow(rank, term)
         nodes = len(copy.nodes) - len(self._gone)
         free = {rank: it.age for rank, it in here.items() if it.free}
         term = 1 + max(lead_status.term, *(it.term for it in here.values()), 0)

@@ -207,3 +207,23 @@ def test_a_lead_that_is_there_leads_on() -> None:
     finally:
         hub.close("")
         lead.close("")
+
+
+def test_a_new_lead_that_has_handed_out_no_copy_yet_leads_on() -> None:
+    """Whoever follows it already has nobody to go to, and stays with it; the one that led before counts no more."""
+    hub, new, old = (
+        NodeHub("127.0.0.1", 0, 3, "", lambda _: None, status)
+        for status in (LeadStatus(2), LeadStatus(1, lead=1, term=2, run=RUN), LeadStatus(0, lead=0, term=1, run=RUN))
+    )
+    try:
+        nodes = {rank: (one.host, one.port) for rank, one in enumerate((old, new, hub))}
+        hub.lead_status.follow(0, 0)
+        assert hub.lead_status.take(copy_of(nodes))
+        hub.lead_status.lose_lead()
+        assert found(Search(hub.lead_status, copy_of(nodes), "")) == Follow(1, 2)
+        assert hub.lead_status.follow(1, 2)
+        hub.lead_status.lose_lead()
+        assert isinstance(found(Search(hub.lead_status, copy_of(nodes), "")), GiveUp)
+    finally:
+        for one in (hub, new, old):
+            one.close("")
