@@ -373,7 +373,10 @@ class Lead:
 
 @dataclass(frozen=True)
 class GiveUp:
+    """to: who leads on without this node; None: nobody leads."""
+
     why: str
+    to: Follow | None = None
 
 
 Outcome = Follow | Lead | GiveUp
@@ -425,7 +428,7 @@ class Search(threading.Thread):
             term, rank = max(leads)
             # Also where it has won just now, and has handed out no copy yet.
             if (term, rank) == (lead_status.term, lead_status.lead):
-                return GiveUp(f"node {rank} leads on without this one")
+                return GiveUp(f"node {rank} leads on without this one", Follow(rank, term))
             if term > copy.term and term >= lead_status.term:
                 return Follow(rank, term)
         nodes = len(copy.nodes) - len(self._gone)

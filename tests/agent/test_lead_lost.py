@@ -131,6 +131,23 @@ def test_a_lead_that_was_stopped_for_long_leads_no_more(reference: Run, tmp_path
 
 
 @pytest.mark.chaos
+def test_a_node_that_stood_still_when_the_lead_was_lost_comes_back(reference: Run, tmp_path: Path) -> None:
+    """It comes too late to follow the new one; one of the workers that were lost with it starts there again."""
+    again = ("--rejoin", f"W2_0@{ITERATIONS}", "--iterations", str(3 * ITERATIONS))
+    with nodes(tmp_path, 4, *PACED, *again) as launchers:
+        until(lambda: len(lead_lines(tmp_path, "run0.jsonl")) >= 2, "two iterations")
+        os.kill(launchers[2].pid, signal.SIGSTOP)
+        os.kill(launchers[0].pid, signal.SIGKILL)
+        until(lambda: leading(tmp_path, (1, 3), 3) is not None, "another to lead")
+        os.kill(launchers[2].pid, signal.SIGCONT)
+        run = ended(tmp_path, launchers, (1, 3))
+        assert launchers[2].wait(90) == 0, log_of(tmp_path, 2)
+    assert "comes back without" in log_of(tmp_path, 2)
+    assert run.losses[:ITERATIONS] == reference.losses
+    assert run.iterations[-1]["living"] == 1 + min(line["living"] for line in run.iterations)
+
+
+@pytest.mark.chaos
 def test_the_lead_is_lost_while_a_worker_takes_its_state(reference: Run, tmp_path: Path) -> None:
     slowly = ("--hand-over-rate", "20KB", "--kill", "W1_1@1:F1", "--rejoin", "W1_1@1")
     with nodes(tmp_path, 3, *PACED, *slowly) as launchers:

@@ -135,3 +135,31 @@ def test_a_node_follows_a_lead_that_was_not_ready_for_it_at_first(first: FirstLe
         next_lead.take_over({0: first.address}, frozenset({RANK}))
         assert RANK in next_lead.followers(20), (node.said, node.ended)
     assert isinstance(node.ended, LeadLost), "it was stopped"
+
+
+def test_a_node_that_comes_too_late_to_follow_comes_back_as_a_new_one(first: FirstLead, next_lead: NodeHub) -> None:
+    with node_of(first, next_lead) as node:
+        next_lead.take_over({RANK: first.node or first.address}, frozenset())
+        next_lead.followers(0)
+        first.close()
+        until(lambda: RANK in next_lead.links or node.ended, "it to come back", 20)
+        assert RANK in next_lead.links, (node.said, node.ended)
+        assert next_lead.links[RANK].resumes == (0, 0), "it has nothing of before"
+        assert next_lead.members[RANK] != first.node, "where it listened nobody does, so it was gone"
+
+
+def test_a_node_whose_lead_goes_on_without_it_comes_back(next_lead: NodeHub) -> None:
+    """The connection with a lead that lives is broken."""
+    next_lead.take_over({}, frozenset())
+    node = Node((next_lead.host, next_lead.port))
+    try:
+        until(lambda: RANK in next_lead.links, "it to come", 20)
+        link = next_lead.links[RANK]
+        copy = copy_for({1: (next_lead.host, next_lead.port), RANK: next_lead.members[RANK]})
+        link.post(dataclasses.replace(copy, term=2, lead=1).to_message())
+        until(lambda: link.acked == 1, "it to have a copy", 20)
+        link.close()
+        until(lambda: next_lead.links.get(RANK, link) is not link or node.ended, "it to come back", 20)
+        assert RANK in next_lead.links, (node.said, node.ended)
+    finally:
+        node.stop()
