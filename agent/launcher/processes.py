@@ -15,6 +15,7 @@ import shutil
 import signal
 import tempfile
 import threading
+import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,6 +29,7 @@ from openrecycle.agent.models.workload import WorkloadSource
 from openrecycle.agent.monitoring.liveness import Activity, CurrentOp, activity
 from openrecycle.forking import fork_context, start_server
 from openrecycle.planner.jobs.job import Worker
+from openrecycle.planner.plans.plan import Plan
 
 
 class ProcessHandle(Protocol):
@@ -54,7 +56,9 @@ class ProcessHandle(Protocol):
 
 
 JOIN_SECONDS = 2.0
-"""For a rank to end whose sibling has ended."""
+"""For the ranks to end whose sibling has ended."""
+KILLED_SECONDS = 5.0
+"""For those to end that were killed."""
 END_SECONDS = 1.0
 """For rank 0 of a silent worker to end once it is told to."""
 
@@ -132,9 +136,9 @@ class WorkerProcess:
     lived_at: when its system last showed that it is at work. stopped:
     by a signal. looked_at: when that was asked last.
     op_limit: seconds that any of its ops may take. current: what it said last that it is at. excused_until:
-    then it is time that it was through with that, whose peers were late, too. heard: number of its newest message that
-    counts, where its node numbers them. send: takes what is posted; None: it goes to the process at once. elsewhere: on
-    another node?
+    then it is time that it was through with that, whose peers were late, too. plans: that it has. heard: number of its
+    newest message that counts, where its node numbers them. send: takes what is posted; None: it goes to the process at
+    once. elsewhere: on another node?
     """
 
     elsewhere: ClassVar[bool] = False
@@ -163,6 +167,7 @@ class WorkerProcess:
     op_limit: float | None = None
     current: CurrentOp | None = None
     excused_until: float = float("-inf")
+    plans: dict[str, None] = field(default_factory=dict)
     heard: int = 0
     send: Callable[[dict[str, Any]], None] | None = None
     _activity: Activity | None = None
@@ -186,6 +191,15 @@ class WorkerProcess:
     def post(self, kind: str, **fields: Any) -> None:
         """Sends a message; returns at once. A worker that is gone does not matter here."""
         (self.send or self.outbox.put)({"kind": kind, **fields})
+
+    def lacks(self, plans: Iterable[Plan]) -> list[Plan]:
+        """Of the plans that a deployment names, in order, those that are to be sent with it: the others it has."""
+        new = []
+        for plan in plans:
+            if plan.fingerprint not in self.plans:
+                new.append(plan)
+            channel.keep_newest(self.plans, plan.fingerprint, None)
+        return new
 
     def kill(self) -> None:
         """SIGKILL, which also ends a stopped process."""
@@ -245,9 +259,15 @@ class WorkerProcess:
     def join(self) -> None:
         """Returns when it has ended, with all its ranks: each ends when another one of them has."""
         self.process.join()
-        for process in self.siblings:
-            process.join(JOIN_SECONDS)
+        _join(self.siblings, JOIN_SECONDS)
         self.kill()
+
+
+def _join(processes: Iterable[ProcessHandle], seconds: float) -> None:
+    """Returns when all have ended, or after so long."""
+    deadline = time.monotonic() + seconds
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
 
 
 def spare_of(codes: Sequence[int | None]) -> tuple[int, ...]:
@@ -444,7 +464,6 @@ class ProcessPool:
         entries = self.entries
         for entry in entries:
             entry.kill()
+        _join((process for entry in entries for process in (entry.process, *entry.siblings)), KILLED_SECONDS)
         for entry in entries:
-            for process in (entry.process, *entry.siblings):
-                process.join(5.0)
             self.forget(entry)

@@ -239,9 +239,9 @@ class NodeLink:
         with self._lock:
             if self.alive:
                 self._workers[incarnation] = process, pipe
-        if not self.alive:
-            pipe.close()
-            process.ended(None)
+            else:
+                pipe.close()
+                process.ended(None)
         return process
 
     def had(self, term: int, lines: int) -> None:
@@ -662,6 +662,8 @@ class SpreadPool(ProcessPool):
         if node == own:
             entry = super().start(worker, lambda i: replace(make_spec(i), address=self._hub.host), now, spares)
             self._hold_back(entry)
+        elif node not in links:
+            raise OSError(f"node {node} is lost")  # since its spare ranks were taken
         else:
             entry = self._start_there(links[node], worker, make_spec, now, spares)
             self.running[worker] = entry

@@ -264,7 +264,7 @@ class NodeServer:
         if self._rank != 0:
             self._hub.call_back(self._front)
         return Succession(
-            *(decode_run(copy.job), self._nodes, self._hub, copy, self._record, won),
+            *(decode_run(copy.job), self._nodes, self._hub, copy, self._record),
             *(self._entries, self._said, self._lost_at or time.monotonic_ns()),
             SpareRanks() if self._pool is None else self._pool.spares,
         )
@@ -470,7 +470,6 @@ class Succession:
     hub: NodeHub
     copy: Copy
     record: Spool
-    won: Lead
     entries: Mapping[str, WorkerProcess]
     unheard: Mapping[str, Iterable[Mapping[str, Any]]]
     lost_at: int
@@ -478,8 +477,9 @@ class Succession:
 
     def take_over(self) -> tuple[SpreadPool, Takeover]:
         """Waits for the nodes that follow."""
-        hub, copy, now = self.hub, self.copy, time.monotonic()
+        hub, copy = self.hub, self.copy
         links = hub.followers(FOLLOW_SECONDS)
+        now = time.monotonic()
         self.record.cut(copy.lines)
         pool = SpreadPool(preload(self.run.workload), hub, place(self.run.options.job, self.nodes), self.record)
         pool.count(copy.nodes)

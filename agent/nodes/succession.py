@@ -17,6 +17,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
+import os
 import socket
 import tempfile
 import threading
@@ -150,10 +151,11 @@ def first_to_lead(ages: Mapping[int, Age]) -> tuple[int, str]:
 
 
 class Spool:
-    """The lines of the record so far, in a file without a name: who leads next writes them anew."""
+    """The lines of the record so far, in a file without a name: who leads next writes them anew. They may be read in
+    another thread than the one that adds to them."""
 
     def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile("w+b")  # noqa: SIM115 -- for as long as the job lasts
+        self._file = tempfile.TemporaryFile("w+b", buffering=0)  # noqa: SIM115 -- for as long as the job lasts
         self._ends: list[int] = []
         self.broken = ""
         """Why lines are missing; "": none is."""
@@ -166,9 +168,9 @@ class Spool:
             end = self._ends[-1] if self._ends else 0
             text = json.dumps(line).encode() + b"\n"
             try:
-                self._file.seek(end)
-                self._file.write(text)
-                self._file.flush()
+                written = 0
+                while written < len(text):
+                    written += os.pwrite(self._file.fileno(), text[written:], end + written)
             except OSError as error:
                 self.broken, text = error.strerror or "it can't be written", b""
             self._ends.append(end + len(text))
@@ -177,14 +179,19 @@ class Spool:
         """Forgets all but the first so many."""
         del self._ends[lines:]
 
-    def lines(self, first: int = 0) -> Iterator[dict[str, Any]]:
+    def lines(self, first: int = 0, end: int | None = None) -> Iterator[dict[str, Any]]:
         begin = self._ends[first - 1] if first else 0
-        for end in self._ends[first:]:
-            self._file.seek(begin)
-            text = self._file.read(end - begin)
-            begin = end
+        for at in self._ends[first:end]:
+            text = os.pread(self._file.fileno(), at - begin, begin)
+            begin = at
             if text:
                 yield json.loads(text)
+
+    def parts(self) -> Iterator[bytes]:
+        """All lines that are there now, as they stand in a record."""
+        size = self._ends[-1] if self._ends else 0
+        file = self._file
+        return (os.pread(file.fileno(), min(_CHUNK, size - at), at) for at in range(0, size, _CHUNK))
 
     def messages(self, first: int) -> Iterator[dict[str, Any]]:
         """All from line `first` on, as a node is told them."""
@@ -200,7 +207,13 @@ class Spool:
 
     def newest_losses(self, most: int) -> list[tuple[int, str]]:
         """Of the last iterations: number and loss."""
-        return list(deque(((line["iteration"], line["loss"]) for line in self.lines() if "loss" in line), most))
+        newest, first = deque[tuple[int, str]](), len(self)
+        while first and len(newest) < most:
+            # Who leads next waits for it, so no more is read than it takes.
+            first, end = max(0, first - most), first
+            found = [(line["iteration"], line["loss"]) for line in self.lines(first, end) if "loss" in line]
+            newest.extendleft(reversed(found))
+        return list(newest)[-most:]
 
 
 class LeadStatus:

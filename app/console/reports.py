@@ -256,7 +256,7 @@ class Reports:
     def printed(self, job_id: str, message: LogLines) -> None:
         """What a worker's process has written."""
         job = self._find(job_id)
-        job.measurements.logs.take(job.sender(message.worker, message.incarnation).name, message)
+        job.measurements.logs.take(job.writer(message.worker, message.incarnation).name, message)
 
     def heard_lead(self, job_id: str, sender: LeadTerm) -> bool:
         """Something comes from the launcher that leads, of several nodes. False: that is to be stored first."""
