@@ -90,8 +90,6 @@ class SpareRanks:
 
     def __init__(self) -> None:
         self._left: dict[int, list[SpareRank]] = {}
-        self.hurt: set[int] = set()
-        """Slots of this node whose ranks have ended by themselves."""
 
     def on(self, node: int) -> tuple[SpareRank, ...]:
         return tuple(self._left.get(node, ()))
@@ -251,11 +249,6 @@ class WorkerProcess:
             return ()
         return spare_of([process.exitcode for process in (self.process, *self.siblings)])
 
-    @property
-    def hurt_slots(self) -> frozenset[int]:
-        """Of the ranks that did not end for another's sake."""
-        return frozenset(slot for rank, slot in enumerate(self.slots) if rank not in self.spare_ranks)
-
     def join(self) -> None:
         """Returns when it has ended, with all its ranks: each ends when another one of them has."""
         self.process.join()
@@ -323,11 +316,12 @@ class ProcessPool:
         ours, theirs = self.context.Pipe(duplex=True)
         # Those put aside still hold what they held, until they have ended.
         taken = {slot for entry in self.entries if not entry.elsewhere for slot in entry.slots}
-        if spares is not None:
-            taken |= self.spares.hurt
         spec = make_spec(incarnation)
         ranks = getattr(spec, "ranks", 1)
-        slots = tuple(itertools.islice((n for n in itertools.count() if n not in taken), ranks))
+        if spares is not None:
+            slots = tuple(spare.slot for spare in spares.left)
+        else:
+            slots = tuple(itertools.islice((n for n in itertools.count() if n not in taken), ranks))
         meeting = tempfile.mkdtemp(prefix="openrecycle-ranks-") if ranks > 1 else ""
         pairs = [self.context.Pipe(duplex=True) for _ in slots[1:]]
 
@@ -373,8 +367,6 @@ class ProcessPool:
         ranks = entry.spare_ranks  # once: another one may end meanwhile
         left = [(rank, -1 if entry.elsewhere else entry.slots[rank]) for rank in ranks]
         self.spares.add(self.node_of(entry), [SpareRank((entry.incarnation, rank), slot) for rank, slot in left])
-        if not entry.elsewhere and entry.siblings:
-            self.spares.hurt |= entry.hurt_slots
 
     def take_spares(self, ranks: int) -> Spares | None:
         """So many of one node that is there. None: no node has as many."""

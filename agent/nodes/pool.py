@@ -700,7 +700,6 @@ class SpreadPool(ProcessPool):
             if node != own:
                 self.spares.add(node, [SpareRank((incarnation, rank), -1)])
         self.spares.add(own, here.on(0))
-        self.spares.hurt |= here.hurt
 
     def count(self, nodes: Iterable[int]) -> None:
         """So many know already that they belong to the job."""
