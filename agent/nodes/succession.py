@@ -461,8 +461,8 @@ class Search(threading.Thread):
             return why
         if self._cancelled.is_set():
             return "it follows another"
-        if not free and self._arbiter is not None and not may_lead(1, nodes)[0]:
-            # Nobody votes: the console's word comes first, for the same reason.
+        if self._arbiter is not None and not may_lead(1 + len(free), nodes)[0]:
+            # However they vote, the console decides: its word comes first, for the same reason.
             enough, why = self._arbiter.decide(wanted, copy.term)
         if self._cancelled.is_set() or not enough or not lead_status.stand(term):
             return why if not enough else "it follows another"
