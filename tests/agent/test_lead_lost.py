@@ -132,10 +132,11 @@ def test_a_lead_that_was_stopped_for_long_leads_no_more(reference: Run, tmp_path
 
 @pytest.mark.chaos
 def test_a_node_that_stood_still_when_the_lead_was_lost_comes_back(reference: Run, tmp_path: Path) -> None:
-    """It comes too late to follow the new one; one of the workers that were lost with it starts there again."""
-    again = ("--rejoin", f"W2_0@{ITERATIONS}", "--iterations", str(3 * ITERATIONS))
+    """It comes too late to follow the new one; one of its workers, which had died before, starts there again."""
+    last = 3 * ITERATIONS
+    again = ("--kill", "W2_0@1:F1", "--rejoin", f"W2_0@{last - 8}", "--iterations", str(last))
     with nodes(tmp_path, 4, *PACED, *again) as launchers:
-        until(lambda: len(lead_lines(tmp_path, "run0.jsonl")) >= 2, "two iterations")
+        until(lambda: record_of(tmp_path, 0).failures, "the first death")
         os.kill(launchers[2].pid, signal.SIGSTOP)
         os.kill(launchers[0].pid, signal.SIGKILL)
         until(lambda: leading(tmp_path, (1, 3), 3) is not None, "another to lead")
