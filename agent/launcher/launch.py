@@ -7,6 +7,7 @@ a process of its own; one that dies or hangs is replaced.
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 from collections import Counter
@@ -167,8 +168,10 @@ class Launcher:
         recorded = self._pool.recorded
 
         def listen(line: dict[str, Any]) -> None:
-            recorded(line)
+            warning = recorded(line)
             listener(line)
+            if warning:
+                listen({"warning": warning})
 
         self._listener = listen
         self._store = RendezvousStore(self._pool.context, self._pool.host)
@@ -270,13 +273,14 @@ class Launcher:
             reason = str(error)
             raise JobFailed(reason) from None
         finally:
-            # How it ended counts only if no other leads by now.
-            self._pool.hand_out(self._spec, self._saved, last=True)
-            self._pool.kill_all()
-            self._store.kill()
-            self._coordination.finished(state, reason)
-            # Who has it stopped waits for it; otherwise it matters more that the console learns why it is over.
-            self._coordination.close(lambda: bool(self._stop))
+            with contextlib.ExitStack() as ending:  # from the last to the first, whatever fails on the way
+                # Who has it stopped waits for it; otherwise it matters more that the console learns why it is over.
+                ending.callback(self._coordination.close, lambda: bool(self._stop))
+                ending.callback(self._coordination.finished, state, reason)
+                ending.callback(self._store.kill)
+                ending.callback(self._pool.kill_all)
+                # How it ended counts only if no other leads by now.
+                ending.callback(self._pool.hand_out, self._spec, self._saved, last=True)
 
     # -- several nodes ------------------------------------------------------------------------
 

@@ -380,8 +380,9 @@ class ProcessPool:
     def node_of(self, entry: WorkerProcess) -> int:
         return 0
 
-    def recorded(self, line: dict[str, Any]) -> None:
-        """A line of the record, for other nodes (see agent.nodes.pool)."""
+    def recorded(self, line: dict[str, Any]) -> str:
+        """A line of the record, for other nodes (see agent.nodes.pool). Returns a warning, or ""."""
+        return ""
 
     def decide(self, send: Callable[[], None]) -> None:
         """To send something that has just been decided, or found, once `hand_out` lets it."""

@@ -711,8 +711,8 @@ class SpreadPool(ProcessPool):
         else:
             self._decided.append(send)
 
-    def recorded(self, line: dict[str, Any]) -> None:
-        self._record.add([line])
+    def recorded(self, line: dict[str, Any]) -> str:
+        return self._record.add([line])
 
     def hand_out(self, run: RunSpec, saved: Callable[[], dict[str, Any] | None], *, last: bool = False) -> str:
         # What this process itself stood still is no silence of the others'.

@@ -60,7 +60,7 @@ class NodeServer:
         self._begin(lead or front)
 
     def _begin(self, lead: tuple[str, int]) -> None:
-        """As one that has just been started knows nothing of the job."""
+        """Knows nothing of the job, as when it has just been started. lead: where it listens."""
         self._lead = lead
         self._lead_status = LeadStatus(self._rank)
         self._hub: NodeHub | None = None
@@ -365,7 +365,8 @@ class NodeServer:
                 frames.send({"kind": "clock", "at": time.monotonic_ns()})
             case "lines":
                 self._record.cut(message["first"])
-                self._record.add(message["lines"])
+                if warning := self._record.add(message["lines"]):
+                    self._say(warning)
             case "copy":
                 self._take(frames, Copy.of(message, self._copy))
             case "resume":

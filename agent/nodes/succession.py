@@ -27,6 +27,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal
 
 from openrecycle.agent.coordination.lead import LeadTerm
@@ -151,47 +152,64 @@ def first_to_lead(ages: Mapping[int, Age]) -> tuple[int, str]:
 
 
 class Spool:
-    """The lines of the record so far, in a file without a name: who leads next writes them anew. They may be read in
-    another thread than the one that adds to them."""
+    """The lines of the record so far, in a file without a name: who leads next writes them anew. What the file does not
+    take, as on a full disk, is kept in memory until it does. `parts` may be read in another thread than the one that
+    adds."""
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile("w+b", buffering=0)  # noqa: SIM115 -- for as long as the job lasts
         self._ends: list[int] = []
-        self.broken = ""
-        """Why lines are missing; "": none is."""
+        """Of the lines in the file."""
+        self._late = deque[bytes]()
+        """Those after them."""
+        self._warned = False
 
     def __len__(self) -> int:
-        return len(self._ends)
+        return len(self._ends) + len(self._late)
 
-    def add(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        for line in lines:
-            end = self._ends[-1] if self._ends else 0
-            text = json.dumps(line).encode() + b"\n"
-            try:
-                written = 0
-                while written < len(text):
-                    written += os.pwrite(self._file.fileno(), text[written:], end + written)
-            except OSError as error:
-                self.broken, text = error.strerror or "it can't be written", b""
-            self._ends.append(end + len(text))
+    def add(self, lines: Iterable[Mapping[str, Any]]) -> str:
+        """Returns a warning where the file takes nothing, at the first time; else ""."""
+        self._late.extend(json.dumps(line).encode() + b"\n" for line in lines)
+        try:
+            while self._late:
+                self._write(self._late[0])
+                self._late.popleft()
+        except OSError as error:
+            told, self._warned = self._warned, True
+            if not told:
+                return (
+                    f"the record's lines for other nodes can't be written to {tempfile.gettempdir()} "
+                    f"({error.strerror}): they are kept in memory, and writing is tried again"
+                )
+        return ""
+
+    def _write(self, line: bytes) -> None:
+        end, written = self._ends[-1] if self._ends else 0, 0
+        while written < len(line):
+            written += os.pwrite(self._file.fileno(), line[written:], end + written)
+        self._ends.append(end + written)
 
     def cut(self, lines: int) -> None:
         """Forgets all but the first so many."""
+        while self._late and len(self) > lines:
+            self._late.pop()
         del self._ends[lines:]
 
     def lines(self, first: int = 0, end: int | None = None) -> Iterator[dict[str, Any]]:
-        begin = self._ends[first - 1] if first else 0
-        for at in self._ends[first:end]:
-            text = os.pread(self._file.fileno(), at - begin, begin)
+        written, late, after = self._ends[first:end], list(self._late), len(self._ends)
+        begin = self._ends[first - 1] if first and written else 0
+        for at in written:
+            yield json.loads(os.pread(self._file.fileno(), at - begin, begin))
             begin = at
-            if text:
-                yield json.loads(text)
+        for line in late[max(0, first - after) : None if end is None else max(0, end - after)]:
+            yield json.loads(line)
 
     def parts(self) -> Iterator[bytes]:
         """All lines that are there now, as they stand in a record."""
         size = self._ends[-1] if self._ends else 0
         file = self._file
-        return (os.pread(file.fileno(), min(_CHUNK, size - at), at) for at in range(0, size, _CHUNK))
+        written = (os.pread(file.fileno(), min(_CHUNK, size - at), at) for at in range(0, size, _CHUNK))
+        return chain(written, list(self._late))
 
     def messages(self, first: int) -> Iterator[dict[str, Any]]:
         """All from line `first` on, as a node is told them."""
