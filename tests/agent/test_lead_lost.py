@@ -15,6 +15,7 @@ from tests.agent.launches import Launched
 from tests.agent.node_runs import free_port, kill_group, launch_node, members
 from tests.agent.node_runs import lines as lead_lines
 from tests.agent.runs import TINY, Run, forked
+from tests.golden import golden
 
 pytestmark = pytest.mark.processes
 
@@ -143,7 +144,7 @@ def test_a_node_that_stood_still_when_the_lead_was_lost_comes_back(reference: Ru
         os.kill(launchers[2].pid, signal.SIGCONT)
         run = ended(tmp_path, launchers, (1, 3))
         assert launchers[2].wait(90) == 0, log_of(tmp_path, 2)
-    assert "comes back without" in log_of(tmp_path, 2)
+    assert golden("comes-back-without") in log_of(tmp_path, 2)
     assert run.losses[:ITERATIONS] == reference.losses
     assert run.iterations[-1]["living"] == 1 + min(line["living"] for line in run.iterations)
 
