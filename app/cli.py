@@ -25,7 +25,7 @@ from openrecycle.app.runtime.processes import prepare_children
 from openrecycle.app.runtime.settings import RetentionLimits, Settings, default_database_url, read_token, seconds
 from openrecycle.app.security.access import AuditLog, Tokens
 from openrecycle.app.security.sign_in import read_oidc
-from openrecycle.db.access import AuditStore, TokenStore
+from openrecycle.db.access import AuditStore, TokenStore, audit_row
 from openrecycle.db.job_rows import OVER, JobRows
 from openrecycle.db.leadership import LeaderSession
 from openrecycle.db.session import Database, DatabaseError
@@ -46,8 +46,9 @@ def create(
     database_url: DatabaseUrl = "",
 ) -> None:
     """Prints a new token, this once: the console keeps only a hash of it."""
-    with _token_store(database_url) as (made, audit, jobs):
-        if job is not None and job not in jobs:
+    with _store(database_url) as database:
+        made, audit = Tokens(TokenStore(database)), AuditLog(AuditStore(database))
+        if job is not None and all(row["id"] != job for row in Store(database).jobs()):
             raise ConsoleError(404, "unknown_job", f"--job: got {job!r}, expected the id of a job of this console")
         token, text = made.create(role, created_by=_actor(), name=name, job_id=job, days=days)
         audit.record(_actor(), "create token", token.id, job_id=job, detail=token.name)
@@ -59,8 +60,8 @@ def create(
 @tokens.command("list")
 def listed(database_url: DatabaseUrl = "") -> None:
     """Every token, newest first, without its secret."""
-    with _token_store(database_url) as (made, _, _):
-        found = made.list()
+    with _store(database_url) as database:
+        found = Tokens(TokenStore(database)).list()
     now = time.time()
     rows = [("ID", "ROLE", "NAME", "CREATED", "LAST USED", "STATE")]
     for token in found:
@@ -81,26 +82,28 @@ def revoke(
     database_url: DatabaseUrl = "",
 ) -> None:
     """From now on the token is good for nothing; a console that runs notices within two seconds."""
-    with _token_store(database_url) as (made, audit, _):
-        gone = made.revoke(token)
-        audit.record(_actor(), "revoke token", gone.id, job_id=gone.job_id, detail=gone.name)
+    with _store(database_url) as database:
+        gone = Tokens(TokenStore(database)).revoke(token)
+        AuditLog(AuditStore(database)).record(_actor(), "revoke token", gone.id, job_id=gone.job_id, detail=gone.name)
     print(f"{gone.name!r} ({gone.id}) is revoked", file=sys.stderr)
 
 
 @contextmanager
-def _token_store(database_url: str) -> Iterator[tuple[Tokens, AuditLog, set[str]]]:
-    """Tokens, audit log, and the ids of jobs. What is refused ends the program: a sentence, status 2."""
+def _store(database_url: str) -> Iterator[Database]:
+    """The database, up to date. What is refused ends the program: a sentence, status 2."""
     try:
         database = Database(database_url or default_database_url())
         try:
             database.upgrade()
-            store = Store(database)
-            yield Tokens(TokenStore(database)), AuditLog(AuditStore(database)), {row["id"] for row in store.jobs()}
+            yield database
         finally:
             database.close()
-    except (ConsoleError, DatabaseError) as error:
-        print(error, file=sys.stderr)
-        raise SystemExit(2) from None
+    except (ConsoleError, HistoryError, DatabaseError) as error:
+        fail(str(error))
+    except SQLAlchemyError as error:
+        fail(f"the database can't take this now ({type(error).__name__}); try again")
+    except OSError as error:
+        fail(f"{error.filename or 'the file'} can't be written: {error.strerror or error}")
 
 
 def _words(role: str, job: str | None) -> str:
@@ -125,107 +128,6 @@ DatabaseUrl = Annotated[
     typer.Option(envvar="DATABASE_URL", help="The console's database, as for serve.", show_default=False),
 ]
 JobId = Annotated[str, typer.Option("--job", help="Id of the job.")]
-
-
-def install_histories(cli: typer.Typer) -> None:
-    cli.command("export")(export_command)
-    cli.command("import")(import_command)
-    cli.command("delete")(delete_command)
-
-
-def export_command(
-    job: JobId,
-    out: Annotated[
-        Path, typer.Option(help="File to write, - for standard output; an old one of that name is replaced.")
-    ],
-    database_url: DatabaseUrl = "",
-) -> None:
-    """Write all that is stored of a job into a file (zip)."""
-    if is_stdout(out):
-        with TemporaryDirectory() as folder:
-            whole = Path(folder) / "job.zip"
-            _export_to(job, whole, database_url, file=sys.stderr)
-            with whole.open("rb") as data:
-                shutil.copyfileobj(data, sys.stdout.buffer)
-            sys.stdout.buffer.flush()
-        return
-    try:
-        target = destination(out)
-    except InputError as error:
-        fail(str(error))
-    _export_to(job, target, database_url, file=sys.stdout)
-
-
-def _export_to(job: str, out: Path, database_url: str, *, file: TextIO) -> None:
-    with _history_store(database_url) as database:
-        manifest = export(database, job, out)
-    if manifest is None:
-        fail(f"--job: got {job!r}, expected the id of a job of this database")
-    rows = sum(table.rows for table in manifest.tables.values())
-    print(f"{out}: job {job}, {rows:,} rows, {len(manifest.plans):,} plans, {out.stat().st_size:,} bytes", file=file)
-
-
-def import_command(
-    file: Annotated[Path, typer.Argument(help="What export has written.", show_default=False)],
-    as_id: Annotated[str | None, typer.Option("--as", help="Id of the job here, instead of its own.")] = None,
-    database_url: DatabaseUrl = "",
-) -> None:
-    """Store the job of a file, all of it or nothing. A console that runs shows it within seconds."""
-    with _history_store(database_url) as database:
-        done = import_history(database, file, new_id=as_id, actor=_actor())
-    print(f"job {done.job_id}: {done.rows:,} rows, {done.plans:,} plans")
-
-
-def delete_command(job: JobId, database_url: DatabaseUrl = "") -> None:
-    """Delete a job with everything of it: one that has ended, or any while no console runs on the database."""
-    with _history_store(database_url) as database:
-        row = next((row for row in Store(database).jobs() if row["id"] == job), None)
-        if row is None:
-            fail(f"--job: got {job!r}, expected the id of a job of this database")
-        with nullcontext() if row["state"] in OVER else _no_console(database, job, row["state"]):
-            rows = JobRows(database)
-            audit = {"at": time.time(), "actor": _actor(), "action": "delete", "job_id": job, "target": job}
-            if (hidden := rows.hide(job, {**audit, "detail": row["name"]})) is not None:
-                delete_job(rows, hidden)
-    print(f"job {job} is deleted")
-
-
-@contextmanager
-def _no_console(database: Database, job: str, state: str) -> Iterator[None]:
-    """Keeps consoles from the database meanwhile: one that runs looks after the job."""
-    refusal = f"--job: {job} is {state}, and a console runs on this database; delete the job there, or stop the console"
-    if database.is_sqlite:
-        try:
-            database.lead()
-        except DatabaseError:
-            fail(refusal)
-        yield
-        return
-    session = LeaderSession(database, secrets.token_hex(8))
-    try:
-        if not session.try_lock():
-            fail(refusal)
-        yield
-    finally:
-        session.close()
-
-
-@contextmanager
-def _history_store(database_url: str) -> Iterator[Database]:
-    """What is refused ends the program: a sentence, status 2."""
-    try:
-        database = Database(database_url or default_database_url())
-        try:
-            database.upgrade()
-            yield database
-        finally:
-            database.close()
-    except (HistoryError, DatabaseError) as error:
-        fail(str(error))
-    except SQLAlchemyError as error:
-        fail(f"the database can't take this now ({type(error).__name__}); try again")
-    except OSError as error:
-        fail(f"{error.filename or 'the file'} can't be written: {error.strerror or error}")
 
 
 cli = typer.Typer(
@@ -357,8 +259,87 @@ def demo(
     raise SystemExit(status)
 
 
+@cli.command("export")
+def export_command(
+    job: JobId,
+    out: Annotated[
+        Path, typer.Option(help="File to write, - for standard output; an old one of that name is replaced.")
+    ],
+    database_url: DatabaseUrl = "",
+) -> None:
+    """Write all that is stored of a job into a file (zip)."""
+    if is_stdout(out):
+        with TemporaryDirectory() as folder:
+            whole = Path(folder) / "job.zip"
+            _export_to(job, whole, database_url, file=sys.stderr)
+            with whole.open("rb") as data:
+                shutil.copyfileobj(data, sys.stdout.buffer)
+            sys.stdout.buffer.flush()
+        return
+    try:
+        target = destination(out)
+    except InputError as error:
+        fail(str(error))
+    _export_to(job, target, database_url, file=sys.stdout)
+
+
+def _export_to(job: str, out: Path, database_url: str, *, file: TextIO) -> None:
+    with _store(database_url) as database:
+        manifest = export(database, job, out)
+    if manifest is None:
+        fail(f"--job: got {job!r}, expected the id of a job of this database")
+    rows = sum(table.rows for table in manifest.tables.values())
+    print(f"{out}: job {job}, {rows:,} rows, {len(manifest.plans):,} plans, {out.stat().st_size:,} bytes", file=file)
+
+
+@cli.command("import")
+def import_command(
+    file: Annotated[Path, typer.Argument(help="What export has written.", show_default=False)],
+    as_id: Annotated[str | None, typer.Option("--as", help="Id of the job here, instead of its own.")] = None,
+    database_url: DatabaseUrl = "",
+) -> None:
+    """Store the job of a file, all of it or nothing. A console that runs shows it within seconds."""
+    with _store(database_url) as database:
+        done = import_history(database, file, new_id=as_id, actor=_actor())
+    print(f"job {done.job_id}: {done.rows:,} rows, {done.plans:,} plans")
+
+
+@cli.command("delete")
+def delete_command(job: JobId, database_url: DatabaseUrl = "") -> None:
+    """Delete a job with everything of it: one that has ended, or any while no console runs on the database."""
+    with _store(database_url) as database:
+        row = next((row for row in Store(database).jobs() if row["id"] == job), None)
+        if row is None:
+            fail(f"--job: got {job!r}, expected the id of a job of this database")
+        with nullcontext() if row["state"] in OVER else _no_console(database, job, row["state"]):
+            rows = JobRows(database)
+            audit = audit_row(_actor(), "delete", job, job_id=job, detail=row["name"])
+            if (hidden := rows.hide(job, audit)) is not None:
+                delete_job(rows, hidden)
+    print(f"job {job} is deleted")
+
+
+@contextmanager
+def _no_console(database: Database, job: str, state: str) -> Iterator[None]:
+    """Keeps consoles from the database meanwhile: one that runs looks after the job."""
+    refusal = f"--job: {job} is {state}, and a console runs on this database; delete the job there, or stop the console"
+    if database.is_sqlite:
+        try:
+            database.lead()
+        except DatabaseError:
+            fail(refusal)
+        yield
+        return
+    session = LeaderSession(database, secrets.token_hex(8))
+    try:
+        if not session.try_lock():
+            fail(refusal)
+        yield
+    finally:
+        session.close()
+
+
 cli.add_typer(tokens, name="token")
-install_histories(cli)
 
 
 def main() -> None:

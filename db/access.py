@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 
 from sqlalchemy import Table, bindparam, insert, or_, select, update
@@ -9,6 +10,12 @@ from sqlalchemy import Table, bindparam, insert, or_, select, update
 from openrecycle.db.models import AuditRow, TokenRow
 from openrecycle.db.session import Database
 from openrecycle.db.store import Record
+
+
+def audit_row(actor: str, action: str, target: str = "", *, job_id: str | None = None, detail: str = "") -> Record:
+    """A line of now. action: a verb and what it is done to. detail: of which so much is kept as anybody reads."""
+    what = {"actor": actor, "action": action, "job_id": job_id, "target": target[:255], "detail": detail[:2000]}
+    return {"at": time.time(), **what}
 
 
 class AuditStore:

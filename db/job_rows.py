@@ -47,6 +47,7 @@ from openrecycle.db.models import (
 from openrecycle.db.plan_rows import keep_plan, plan_document
 from openrecycle.db.retention import drop_orphans
 from openrecycle.db.session import Database
+from openrecycle.planner.plans.packed import Packed
 
 OVER = ("finished", "stopped")
 
@@ -159,8 +160,10 @@ class JobRows:
             return None
         return HiddenJob(job["id"], IMPORTING, note)
 
-    def add(self, name: str, job_id: str, rows: Sequence[Record], plans: Iterable[tuple[str, str]] = ()) -> None:
-        """plans: (fingerprint, document) that these rows refer to and that may not be stored yet."""
+    def add(
+        self, name: str, job_id: str, rows: Sequence[Record], plans: Iterable[tuple[str, str | Packed]] = ()
+    ) -> None:
+        """plans: (fingerprint, as `keep_plan` takes it) that these rows refer to and that may not be stored yet."""
         with self._database.write() as session:
             for fingerprint, document in plans:
                 keep_plan(self._database, session, fingerprint, document)

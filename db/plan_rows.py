@@ -52,14 +52,6 @@ class PlanColumns:
         with self._database.read() as session:
             return session.scalar(select(PlanColumnsRow.data).where(PlanColumnsRow.fingerprint == fingerprint))
 
-    def put(self, fingerprint: str, data: bytes) -> None:
-        """Does nothing where the plan has them already, or is not stored any more."""
-        with self._database.write() as session:
-            kept = select(PlanRow.fingerprint).where(PlanRow.fingerprint == fingerprint).with_for_update()
-            if session.scalar(kept) is not None:
-                row = {"fingerprint": fingerprint, "data": data}
-                session.execute(self._database.insert_new(PlanColumnsRow).values(row))
-
     def deflated_document(self, fingerprint: str, job_id: str | None = None) -> bytes | None:
         """The plan's JSON as it is stored, for a process that has more time to read it. job_id: of the job that it
         must be a plan of."""

@@ -28,6 +28,7 @@ from openrecycle.db.models import (
     IterationRow,
     JobPlanRow,
     JobRow,
+    PlanRow,
     RecoveryRow,
     WorkerRow,
     WorkerStateRow,
@@ -178,7 +179,7 @@ class Store:
             if change.states:
                 session.execute(insert(WorkerStateRow), [{"job_id": job_id, **s} for s in change.states])
             if change.audit:
-                self.database.write_audit(session, {"job_id": job_id, **change.audit})
+                self.database.write_audit(session, {**change.audit, "job_id": job_id})
 
     def heartbeats(self, beats: Mapping[str, Sequence[Record]]) -> None:
         """Writes the latest heartbeat of many workers at once. beats: job -> worker columns."""
@@ -266,6 +267,10 @@ class Store:
         """The plan document as JSON."""
         with self.database.read() as session:
             return plan_document(session, fingerprint)
+
+    def has_plan(self, fingerprint: str) -> bool:
+        with self.database.read() as session:
+            return session.scalar(select(PlanRow.fingerprint).where(PlanRow.fingerprint == fingerprint)) is not None
 
     def job_plans(self, job_id: str) -> list[Record]:
         """What plans a job has, without the documents; `failed` as a list, fewest failures first."""

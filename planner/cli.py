@@ -35,7 +35,7 @@ from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.failures import parse_failed
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Over, Problem, Technique, Worker
 from openrecycle.planner.jobs.profile import AUTO
-from openrecycle.planner.jobs.words import plural
+from openrecycle.planner.jobs.words import layers_move, plural
 from openrecycle.planner.layers.partition import Layout, lay_out
 from openrecycle.planner.plans.plan import Plan
 from openrecycle.planner.plans.schedule import Schedule
@@ -198,7 +198,7 @@ def _moves(layout: Layout | None) -> list[str]:
     """What has to move for a plan."""
     if layout is None or not layout.problem.job.layers:
         return []
-    moved = f"{layout.moved} layers move to another stage" if layout.moved else ""
+    moved = layers_move(layout.moved) if layout.moved else ""
     return [line for line in (moved, *map(str, layout.migrations)) if line]
 
 

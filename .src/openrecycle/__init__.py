@@ -1,8 +1,9 @@
 """OpenReCycle: pipeline-parallel training that survives failures without spare GPUs.
 
-`ResilientTrainer` trains, `Reporter` tells a console about a job that keeps its own loop. Names are loaded when they
-are used: torch takes seconds to import. In a clone `agent`, `app`, `db` and `planner` lie at the top; they are added to
-this package's path, so that all code has one name there and in site-packages.
+`ResilientTrainer` trains, `load_weights` gives a model what was trained, `Reporter` tells a console about a job that
+keeps its own loop. Names are loaded when they are used: torch takes seconds to import. In a clone `agent`, `app`, `db`
+and `planner` lie at the top; they are added to this package's path, so that all code has one name there and in
+site-packages.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from openrecycle.agent.checkpoints.weights import load_weights
     from openrecycle.agent.config.devices import Platform
     from openrecycle.agent.config.options import Checkpoints, Console, Faults, HandOver, Optimization, Planning
     from openrecycle.agent.config.timeouts import Timeouts
@@ -60,6 +62,7 @@ _HOMES = {
     "Timeouts": "openrecycle.agent.config.timeouts",
     "TrainingResult": "openrecycle.agent.jobs.trainer",
     "WeightsAndBiases": "openrecycle.agent.jobs.callbacks",
+    "load_weights": "openrecycle.agent.checkpoints.weights",
 }
 
 __all__ = [
@@ -91,6 +94,7 @@ __all__ = [
     "Timeouts",
     "TrainingResult",
     "WeightsAndBiases",
+    "load_weights",
 ]
 
 

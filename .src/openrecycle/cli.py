@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Mapping
 from importlib import import_module
 from importlib.metadata import version
 from typing import NoReturn
@@ -30,6 +31,13 @@ COMMANDS = {
 }
 
 
+HISTORY = {
+    "export": "Write all that is stored of a job into a file (zip).",
+    "import": "Store the job of a file, all of it or nothing.",
+    "delete": "Delete a job with everything of it.",
+}
+
+
 def main(room: str | None = None) -> NoReturn:
     """room: run this folder's own command line; None: `openrecycle COMMAND`. Ends the process."""
     # Rounds of Python's collector are a sixth of what it takes to import torch.
@@ -53,17 +61,24 @@ def _chosen() -> str:
     if name == "--version":
         _end(f"openrecycle {version('openrecycle')}", 0)
     if name in ("--help", "-h"):
-        width = max(map(len, COMMANDS))
-        lines = [f"  {command:{width}}  {text}" for command, (_, text) in COMMANDS.items()]
-        _end("\n".join(["Usage: openrecycle COMMAND [OPTIONS]", "", *lines]), 0)
+        _list("openrecycle", {command: text for command, (_, text) in COMMANDS.items()}, 0)
     if name not in COMMANDS:
         _end(f"error: no such command: {name!r}; one of {', '.join(COMMANDS)}", 2)
     sys.argv[0] = "openrecycle"
     if name == "history":
+        # The console's command line has these beside its others.
         sys.argv[:2] = ["openrecycle history"]
-        if sys.argv[1:2] and sys.argv[1] not in ("export", "import", "delete", "--help"):
-            _end(f"error: no such command: {sys.argv[1]!r}; one of export, import, delete", 2)
+        if sys.argv[1:2] in ([], ["--help"], ["-h"]):
+            _list("openrecycle history", HISTORY, 0 if sys.argv[1:] else 2)
+        if sys.argv[1] not in HISTORY:
+            _end(f"error: no such command: {sys.argv[1]!r}; one of {', '.join(HISTORY)}", 2)
     return COMMANDS[name][0]
+
+
+def _list(program: str, commands: Mapping[str, str], status: int) -> NoReturn:
+    width = max(map(len, commands))
+    lines = [f"  {command:{width}}  {text}" for command, text in commands.items()]
+    _end("\n".join([f"Usage: {program} COMMAND [OPTIONS]", "", *lines]), status)
 
 
 def _end(text: str, status: int) -> NoReturn:

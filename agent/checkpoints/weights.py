@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from openrecycle.agent.checkpoints.checkpoint import CheckpointError, reason_of, whole_checkpoints
 from openrecycle.agent.models.layers import build_layer, first_names
@@ -44,7 +46,7 @@ def save_weights(folder: str, layer: int, state: Mapping[str, Any], *, averaged:
         raise WeightsError(f"the weights of layer {layer} could not be written to {file}: {reason}") from None
 
 
-def load_weights(folder: str, layer: int, *, averaged: bool = False) -> dict[str, Any]:
+def read_weights(folder: str, layer: int, *, averaged: bool = False) -> dict[str, Any]:
     """The state dict of a layer. Raises OSError where there is none; StateError where it is damaged."""
     tensors, metadata = read_tensors(weights_file(folder, layer, averaged=averaged))
     try:
@@ -56,15 +58,15 @@ def load_weights(folder: str, layer: int, *, averaged: bool = False) -> dict[str
 
 
 class KeptWeights:
-    """What a folder holds, in memory: `load_weights` of it, also when it is gone."""
+    """What a folder holds, in memory: `read_weights` of it, also when it is gone."""
 
     def __init__(self, folder: str, layers: int) -> None:
-        """Raises as `load_weights`."""
-        self._plain = [load_weights(folder, layer) for layer in range(layers)]
+        """Raises as `read_weights`."""
+        self._plain = [read_weights(folder, layer) for layer in range(layers)]
         self._averaged: dict[int, dict[str, Any]] = {}
         for layer in range(layers):
             with contextlib.suppress(FileNotFoundError):
-                self._averaged[layer] = load_weights(folder, layer, averaged=True)
+                self._averaged[layer] = read_weights(folder, layer, averaged=True)
 
     def __call__(self, layer: int, *, averaged: bool = False) -> dict[str, Any]:
         if averaged and not self._averaged:
@@ -74,7 +76,7 @@ class KeptWeights:
 
 
 class CheckpointWeights:
-    """What a checkpoint holds of the weights: `load_weights` of it. Read at each call. It is of the job of that
+    """What a checkpoint holds of the weights: `read_weights` of it. Read at each call. It is of the job of that
     workload, which is asked for then, and of that seed, with so many layers."""
 
     def __init__(
@@ -103,6 +105,44 @@ class CheckpointWeights:
             built = build_layer(self._workload(), layer, self._layers, self._seed)
         first = first_names(built)
         return {n: values.get(f"{layer}.{first.get(n, n)}", value) for n, value in built.state_dict().items()}
+
+
+Loaded = TypeVar("Loaded", bound=nn.Module | Sequence[nn.Module])
+
+
+def load_weights(model: Loaded, folder: str | Path, *, averaged: bool = False) -> Loaded:
+    """The model with the weights of a job, from the folder of `--weights` (or ResilientTrainer's `weights=`).
+
+    model: one of transformers, for a job of `ResilientTrainer.from_transformers`, which can then `save_pretrained`; or
+    the job's layers in order, an nn.Sequential or another sequence (of a job given as stages, these). averaged: with
+    the moving averages. Raises InputError where they are not this model's.
+    """
+    folder = str(folder)
+    layers = sum(1 for _ in itertools.takewhile(Path.is_file, map(partial(weights_file, folder), itertools.count())))
+    if not layers:
+        raise InputError("folder", folder, f"the folder of --weights, with {weights_file('', 0)}")
+    try:
+        kept = KeptWeights(folder, layers)
+        states = [kept(layer, averaged=averaged) for layer in range(layers)]
+    except StateError as error:
+        raise InputError("folder", folder, f"weights that can be read ({error})") from None
+    except FileNotFoundError:
+        raise InputError(
+            "averaged", True, "the weights of a job with optimizer=ExponentialMovingAverage(...)"
+        ) from None
+    parts: Sequence[nn.Module] | nn.Module = model
+    if isinstance(parts, Sequence | nn.Sequential | nn.ModuleList):
+        if len(parts) != layers:
+            raise InputError("model", f"{len(parts)} layers", f"the {layers} whose weights are in {folder}")
+        given = list(zip(parts, states, strict=True))
+    else:  # whose layers have its names; what they share is in several, alike
+        given = [(parts, dict(item for state in states for item in state.items()))]
+    for part, state in given:
+        try:
+            part.load_state_dict(state)
+        except RuntimeError as error:
+            raise InputError("model", type(part).__name__, f"that of the weights in {folder} ({error})") from None
+    return model
 
 
 def weights_file(folder: str, layer: int, *, averaged: bool = False) -> Path:

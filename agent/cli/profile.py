@@ -16,7 +16,7 @@ from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.profiles import Clock, Profile
 
-MODELS_HELP = "gpt3-medium, gpt3-3.35b or gpt3-6.7b: one layer, the embedding and the head are measured."
+MODELS_HELP = "gpt-3-medium, gpt-3-3.35b or gpt-3-6.7b: one layer, the embedding and the head are measured."
 MAX_REPEATS = 1000
 
 
@@ -28,7 +28,9 @@ TRAINED_WITH = ("optimization.mode", "optimization.autocast", "planning.capacity
 def profile_command(
     out: Annotated[Path, typer.Option(help="JSON file to write; `openrecycle plan --profile` reads it.")],
     model: Annotated[str | None, typer.Option(help=MODELS_HELP)] = None,
-    workload: Annotated[str | None, typer.Option(help="module:factory, as for train: each stage is measured.")] = None,
+    workload: Annotated[
+        str | None, typer.Option(help="module:factory, as for train: each of its layers is measured.")
+    ] = None,
     workload_options: Annotated[str, typer.Option(help="JSON object with the factory's arguments.")] = "{}",
     pipelines: Annotated[int, typer.Option(help="Of the job; reductions are measured among up to this many.")] = 2,
     stages: Annotated[int, typer.Option(help="Stages of the job.")] = 4,

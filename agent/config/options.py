@@ -195,7 +195,9 @@ def with_profile(job: Job, profile: str | Path | Profile | JobDoc | None) -> Job
     except PlanError as error:
         raise InputError("profile", str(profile), f"a profile, or the document of a job ({error})") from None
     with spelled({flag: path for path, flag in GRID.items()}):
-        return job_on(document, job.pipelines, job.stages, job.micro_batches)
+        # Of a model whose own layers were measured, they may move.
+        each = isinstance(document, Profile) and document.cut == "each"
+        return job_on(document, job.pipelines, job.stages, job.micro_batches, by_layers=each)
 
 
 @documented

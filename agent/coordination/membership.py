@@ -77,7 +77,7 @@ class Candidate:
 
     rate: samples per second by its plan; share: of the fault-free plan's, slowdown_vs_1f1b: against
     fault-free 1F1B. pause: seconds until it trains. samples: until the expected repair. plan: its
-    fingerprint. text: what it does and brings, in a sentence without its full stop.
+    fingerprint, "" where it is not made yet. text: what it does and brings, in a sentence without its full stop.
     """
 
     name: str

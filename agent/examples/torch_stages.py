@@ -32,9 +32,9 @@ def data(iteration: int, pipeline: int, micro_batch: int) -> tuple[Tensor, Tenso
 
 if __name__ == "__main__":
     adamw, job = partial(torch.optim.AdamW, lr=1e-2), Job.uniform(pipelines=2, stages=2, micro_batches=4)
-    hurt = Faults(kill=["W1_1@5:F2"])
+    faults = Faults(kill=["W1_1@5:F2"])
     trainer = ResilientTrainer(
-        layers=build, layer_count=4, loss=mse_loss, data=data, optimizer=adamw, job=job, faults=hurt
+        layers=build, layer_count=4, loss=mse_loss, data=data, optimizer=adamw, job=job, faults=faults
     )
     result = trainer.fit(iterations=20)
     print("loss", result.losses[0], "to", result.losses[-1], "without", *(r.worker for r in result.recoveries))

@@ -35,7 +35,9 @@ def loss(scores: Tensor, targets: Tensor) -> Tensor:
 
 if __name__ == "__main__":
     adamw, job = partial(torch.optim.AdamW, lr=1e-3), Job.uniform(pipelines=2, stages=2, micro_batches=3)
-    hurt = Faults(kill=["W1_1@3:F2"])
-    trainer = ResilientTrainer(layers=build, layer_count=8, loss=loss, data=data, optimizer=adamw, job=job, faults=hurt)
+    faults = Faults(kill=["W1_1@3:F2"])
+    trainer = ResilientTrainer(
+        layers=build, layer_count=8, loss=loss, data=data, optimizer=adamw, job=job, faults=faults
+    )
     result = trainer.fit(iterations=8)
     print("loss", result.losses[0], "to", result.losses[-1], "without", *(r.worker for r in result.recoveries))

@@ -63,8 +63,8 @@ def check_workload(workload: Workload, options: TrainingOptions, here: Collectio
     """Returns what memory workers take.
 
     Raises InputError for a torch that can't be used, for data that the layers can't be given, for what two layers share
-    without saying so, for an optimizer or scheduler that can't be driven, or whose state can't be handed over, and for
-    a model that this machine has no memory for. here: the workers on it; None: all."""
+    without saying so, for sparse gradients, for an optimizer or scheduler that can't be driven, or whose state can't be
+    handed over, and for a model that this machine has no memory for. here: the workers on it; None: all."""
     compat.check_version()
     # The caller's own random numbers must not depend on what is tried out here.
     with torch.random.fork_rng(devices=[]):
@@ -178,6 +178,10 @@ def _build(workload: Workload, layers: int, seed: int) -> list[NamedParameters]:
                 raise
             text = f"{type(error).__name__}: {error}".splitlines()[0]
             raise InputError(f"{kind}s", text[:200], f"a builder that makes {kind} {layer}") from error
+        for name, part in module.named_modules():
+            if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
+                got = f"{type(part).__name__}(sparse=True), {name or 'which is the whole'} of {kind} {layer}"
+                raise InputError(f"{kind}s", got, "sparse=False: gradients are summed as dense tensors")
         mine = [*module.named_parameters(), *module.named_buffers()]
         for name, parameter in module.named_parameters():
             if parameter.is_complex():
@@ -269,6 +273,8 @@ def _make(workload: Workload, named: NamedParameters, optimization: Optimization
         text = type(optimizer).__name__
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise InputError("optimizer", text, "a function that returns a torch.optim.Optimizer")
+        if isinstance(optimizer, torch.optim.SparseAdam):
+            raise InputError("optimizer", text, "one for dense gradients, such as AdamW: no others are summed")
         scheduler = getattr(workload, "scheduler", None)
     except InputError:
         raise
@@ -355,6 +361,11 @@ class JobMemory:
     least: tuple[int, ...]
     text: str
     warning: bool = False
+
+    @property
+    def told(self) -> tuple[int, ...]:
+        """To a console, by stage: what a worker may come to take; () where activations are not known."""
+        return tuple(s.total for s in self.stages) if all(s.activations for s in self.stages) else ()
 
     def of(self, workers: Collection[Worker]) -> int:
         """All of them together. One of each stage writes its checkpoints."""

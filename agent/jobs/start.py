@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from openrecycle.agent.checkpoints.checkpointing import Origin
     from openrecycle.agent.coordination.launcher import Coordination
     from openrecycle.agent.coordination.local import LocalCoordination
+    from openrecycle.agent.jobs.preflight import JobMemory
     from openrecycle.agent.launcher.launch import Launcher
     from openrecycle.agent.models.workload import WorkloadSource
     from openrecycle.agent.nodes.pool import Fits, SpreadPool
@@ -59,11 +60,11 @@ def make_launcher(
     say: Callable[[str], None],
     *,
     role: NodeRole | None = None,
-    checked: bool = False,
+    needed: JobMemory | None = None,
 ) -> Launcher:
     """A launcher whose `run` trains. source: of the workload. listener: gets every line of the record. say: gets
     sentences for the person who started it, also from threads. role: where this launcher leads a job of several
-    nodes. checked: agent.jobs.preflight has seen the workload.
+    nodes. needed: what agent.jobs.preflight has said of the workload, where that has seen it already.
 
     Raises InputError, InfeasibleError, ConsoleUnavailable or ConsoleRefused; with `role`, also LedElsewhere.
     """
@@ -87,11 +88,10 @@ def make_launcher(
     _make_folder("checkpoints.directory", options.checkpoints.folder)
     _make_folder("weights", None if options.weights is None else Path(options.weights))
     workload = source.load()
-    fits: Fits | None = None
-    if not checked:
+    if needed is None:
         needed = check_workload(workload, options, here)
         say(needed.text)
-        fits = needed.check if options.platform.device == "cpu" else None
+    fits: Fits | None = needed.check if options.platform.device == "cpu" else None
     layers = layer_count(workload, options.job.stages)
     options = replace(
         options, job=options.planning.layered(options.job, None if kind_of(workload) == "stage" else layers)
@@ -125,7 +125,12 @@ def make_launcher(
         url, token, timeouts = options.console.url, options.console.token, options.faults.timeouts
         client = ConsoleClient(url, token=token)
         with spelled({**TOLD, "durations": "planning.pace"}):
-            spec = JobSpec.of(options.job, samples_per_micro_batch=workload.samples_per_micro_batch, **options.told())
+            spec = JobSpec.of(
+                options.job,
+                samples_per_micro_batch=workload.samples_per_micro_batch,
+                stage_bytes=needed.told,
+                **options.told(),
+            )
         created = create_job(client, spec)
         # A console that does not know of them has not checked them.
         timeouts.check_above(created.dead_seconds)

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from openrecycle.agent.checkpoints.weights import CheckpointWeights, KeptWeights, load_weights
+from openrecycle.agent.checkpoints.weights import CheckpointWeights, KeptWeights, read_weights
 from openrecycle.agent.config.devices import Platform
 from openrecycle.agent.config.options import (
     Checkpoints,
@@ -64,6 +64,7 @@ from openrecycle.agent.models.layers import Tied
 from openrecycle.agent.models.stage_io import StageIO
 from openrecycle.agent.models.streams import StreamBatches, stream_of
 from openrecycle.agent.models.workload import Workload, first_readable
+from openrecycle.agent.nodes.role import check_alone
 from openrecycle.forking import fork_context
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job
@@ -272,6 +273,7 @@ class ResilientTrainer:
             split=parallelize,
         )
         self._pretrained: Pretrained | None = None
+        self._written_folder = False
         check_sendable(workload)
         with torch.random.fork_rng(devices=[]):  # the caller's own numbers must not depend on what is looked at
             try:
@@ -286,8 +288,8 @@ class ResilientTrainer:
         self._stop_asked = False
         self._workload = SentWorkload.of(workload)
         self._options, self._layers = options, count
-        memory = check_workload(workload, options)
-        log.log(logging.WARNING if memory.warning else logging.INFO, "%s", memory.text)
+        self._needed = check_workload(workload, options)
+        log.log(logging.WARNING if self._needed.warning else logging.INFO, "%s", self._needed.text)
 
     @classmethod
     def from_transformers(
@@ -339,6 +341,7 @@ class ResilientTrainer:
             failed.pop_all()
         weakref.finalize(trainer, ending.close)
         trainer._pretrained = source
+        trainer._written_folder = source.folder is not None and not isinstance(model, (str, Path))
         sent = trainer._workload
         trainer._workload = replace(sent, modules=(*sent.modules, source.kind.__module__))
         return trainer
@@ -350,10 +353,11 @@ class ResilientTrainer:
         What is worth a remark on the way goes to the log `openrecycle`. Where nobody else heeds SIGTERM, it ends the
         job in order, and this raises SystemExit.
 
-        Raises InputError, JobFailed where the job can't go on (no process is left behind), ConsoleUnavailable
-        or ConsoleRefused where a console was asked for and does not take it, and what a callback raised (see
-        on_error), once the weights are written.
+        Raises InputError, also where torchrun or srun started several of this process; JobFailed where the job can't
+        go on (no process is left behind), ConsoleUnavailable or ConsoleRefused where a console was asked for and does
+        not take it, and what a callback raised (see on_error), once the weights are written.
         """
+        check_alone(os.environ)
         self._stop_asked = False
         with _when_terminated(self._terminated):
             return self._fit(iterations)
@@ -388,7 +392,7 @@ class ResilientTrainer:
                 # The caller's own random numbers must not depend on what is tried out first.
                 with torch.random.fork_rng(devices=[]):
                     launcher = make_launcher(
-                        replace(options, weights=folder), self._workload, listener, log.info, checked=True
+                        replace(options, weights=folder), self._workload, listener, log.info, needed=self._needed
                     )
                 # Not before: a start that is refused leaves an earlier record in its place.
                 if options.record is not None:
@@ -415,7 +419,7 @@ class ResilientTrainer:
                     callbacks.each("on_exception", error)
                     raise
             if options.weights is not None:
-                weights: Callable[..., dict[str, Any]] = partial(load_weights, folder)
+                weights: Callable[..., dict[str, Any]] = partial(read_weights, folder)
             else:
                 weights = KeptWeights(folder, self._layers or options.job.stages)
             result = lines.result(weights, self._pretrained)
@@ -434,13 +438,22 @@ class ResilientTrainer:
         folder = self._options.checkpoints.folder
         assert folder is not None
         layers = self._layers or self._options.job.stages
-        weights = CheckpointWeights(folder, iteration, self.workload, layers, self._options.seed)
+        weights = CheckpointWeights(folder, iteration, self._load, layers, self._options.seed)
         return WrittenCheckpoint(iteration, weights, self._pretrained)
 
     def workload(self) -> Workload:
-        """Layers, data and loss as a worker process makes them of what was given here.
+        """Layers, data and loss as a worker process makes them of what was given here: what `openrecycle train
+        --workload` takes, where a function at the top level of a file returns it.
 
-        Who holds this method holds the trainer, and with it the files of a pretrained model."""
+        Raises InputError where a model of transformers was given with its weights: each worker calls that function, and
+        would write the whole model into a folder that nobody removes."""
+        if self._written_folder:
+            expected = "a config, a folder (`model.save_pretrained`) or a name on the hub where `workload()` is used"
+            raise InputError("model", "a model with its weights", expected)
+        return self._load()
+
+    def _load(self) -> Workload:
+        """Who holds this method holds the trainer, and with it the files of a pretrained model."""
         return self._workload.load()
 
     def stop(self) -> None:

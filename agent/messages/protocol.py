@@ -128,7 +128,8 @@ class JobSpec(Message):
     told to change their stage, in their processes (Deployment.moves). relayout: may layers change theirs, where the
     profile has layers? When it pays, never, or whenever another partition is better. transfer_timeout, group_timeout:
     seconds that a worker waits for a peer's data, and for a sum over a stage; the console has its say on
-    them (agent.config.timeouts). None: not said. ranks_per_worker: processes of each worker.
+    them (agent.config.timeouts). None: not said. ranks_per_worker: processes of each worker. stage_bytes: by stage,
+    what a worker may come to take where it computes, beside the program itself, as it was reckoned before the start.
     """
 
     name: Name
@@ -152,6 +153,7 @@ class JobSpec(Message):
     transfer_timeout: Annotated[Seconds | None, Field(exclude_if=lambda value: value is None)] = None
     group_timeout: Annotated[Seconds | None, Field(exclude_if=lambda value: value is None)] = None
     ranks_per_worker: Annotated[int, Field(ge=1, le=RANKS, exclude_if=lambda value: value == 1), INTEGER] = 1
+    stage_bytes: Annotated[tuple[Count, ...], Field(max_length=16_384, exclude_if=lambda value: not value)] = ()
 
     @classmethod
     def of(cls, job: Job, **about: Any) -> Self:
@@ -190,6 +192,8 @@ class JobSpec(Message):
             job = self.profile.job()
         if self.relayout != "never" and not job.layers:
             raise InputError("relayout", self.relayout, "never for a job whose profile has no layers")
+        if self.stage_bytes and len(self.stage_bytes) != self.stages:
+            raise InputError("stage_bytes", len(self.stage_bytes), f"{self.stages} numbers, one for each stage")
         MemoryLimit.parse(self.memory, field="memory").limits(job, Technique(self.technique))
         return job
 

@@ -71,8 +71,9 @@ class Pretrained:
     @cached_property
     def cut(self) -> Cut:
         """Made once in a process."""
-        # Whether a layer's numbers are drawn before or after that must not show in them.
-        with torch.random.fork_rng(devices=[]):
+        # Whether a layer's numbers are drawn before or after that must not show in them. Who asks first may be building
+        # layers without memory; the few numbers that show how the model is cut are real.
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             with torch.device("meta"):
                 model = self.kind._from_config(  # type: ignore[no-untyped-call]
                     copy.deepcopy(self.config), dtype=self.dtype

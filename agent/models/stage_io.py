@@ -106,9 +106,11 @@ class StageCuts:
         autocast: Autocast | None = None,
         device: torch.device = CPU,
         seed: int = 0,
+        layers: int | None = None,
     ) -> StageCuts:
-        """As given, or even; see `layer_io_of`. Raises InputError."""
-        partition = partition_of(partition, layer_count(workload, stages), stages)
+        """As given, or even; see `layer_io_of`. layers: of the model; None: as the workload says for so many stages.
+        Raises InputError."""
+        partition = partition_of(partition, layers or layer_count(workload, stages), stages)
         return cls(partition, layer_io_of(workload, sum(partition), seed, autocast, device))
 
 

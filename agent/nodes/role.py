@@ -59,6 +59,24 @@ def role_of(env: Mapping[str, str], nodes: int | None, rank: int | None, lead: s
     return _torchrun(env) or _slurm(env, lead)
 
 
+def check_alone(env: Mapping[str, str]) -> None:
+    """Raises InputError in one of several processes that torchrun or srun started of a script that starts its workers
+    itself: each would train a job of its own."""
+    if "TORCHELASTIC_RUN_ID" in env:
+        by, count = "torchrun", env.get("WORLD_SIZE", "1")
+    elif "SLURM_STEP_ID" in env:  # not in a batch script, whose allocation may be of many tasks
+        by, count = "srun", env.get("SLURM_STEP_NUM_TASKS") or env.get("SLURM_NTASKS", "1")
+    else:
+        return
+    if re.fullmatch(r"[0-9]{1,7}", count) and int(count) > 1:
+        raise InputError(
+            "fit",
+            f"one of {count} processes that {by} started",
+            "a script that plain `python` starts once: it starts its workers itself, and each of these processes "
+            "would train a whole job of its own; on several machines, `openrecycle train --workload MODULE:FUNCTION`",
+        )
+
+
 def check_token(role: NodeRole, token: str | None) -> None:
     """Raises InputError when the nodes would talk over a network without one, or with one that can be guessed: whoever
     sees a handshake may try tokens on it for as long as they like."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -17,6 +18,7 @@ from torch.nn import functional
 
 from openrecycle.agent.config.options import Optimization
 from openrecycle.agent.examples.gpt import Block
+from openrecycle.agent.models.layers import kind_of, spans
 from openrecycle.agent.models.stage_io import LOWER, StageCuts, Tensors, tensors_of
 from openrecycle.agent.models.workload import NamedWorkload
 from openrecycle.agent.profiling.profiler import PartSpec, ProfilingEffort, measure_part, size_of, timing_of
@@ -27,7 +29,8 @@ from openrecycle.agent.stages.gradients import SUM_OF
 from openrecycle.agent.stages.optimizer import StageOptimizer, stage_optimizer
 from openrecycle.agent.stages.stage import Stage
 from openrecycle.planner.jobs.errors import InputError
-from openrecycle.planner.jobs.job import Job
+from openrecycle.planner.jobs.job import MAX_LAYERS, Job
+from openrecycle.planner.plans.models import shape_name
 from openrecycle.planner.profiles import Hardware, Measurements, Part, Reductions, Timing
 
 __all__ = ["MeasuringError", "measure_model", "measure_workload"]
@@ -58,9 +61,9 @@ TERMS = 64
 """Micro-batches per iteration that the sums are made for; the times do not depend on it."""
 _PUBLISHED = "the GPT-3 paper's table of sizes"
 SHAPES = {
-    "gpt3-medium": Shape(24, 1024, 16, _PUBLISHED),
-    "gpt3-3.35b": Shape(28, 3072, 24, "chosen here so that layers and one embedding make 3.3 billion parameters"),
-    "gpt3-6.7b": Shape(32, 4096, 32, _PUBLISHED),
+    "gpt-3-medium": Shape(24, 1024, 16, _PUBLISHED),
+    "gpt-3-3.35b": Shape(28, 3072, 24, "chosen here so that layers and one embedding make 3.3 billion parameters"),
+    "gpt-3-6.7b": Shape(32, 4096, 32, _PUBLISHED),
 }
 
 
@@ -131,7 +134,8 @@ def measure_model(
     grid: pipelines, stages, micro-batches. say: gets sentences about the progress. Raises InputError
     or MeasuringError.
     """
-    shape, (pipelines, stages, _) = shape_of(name), grid
+    name, (pipelines, stages, _) = shape_name(name), grid
+    shape = shape_of(name)
     if stages > shape.layers:
         raise InputError("--stages", stages, f"at most {shape.layers}, the layers of {name}")
     parts = []
@@ -139,7 +143,8 @@ def measure_model(
         say(f"measuring {spec.name} of {name}")
         parts.append(measure_part(spec, effort)[0])
     boundary = torch.float32.itemsize * batch * shape.sequence * shape.width
-    transfers, reductions = _traffic((boundary,), parts, pipelines, effort, say)
+    reduced = max(part.reduced_bytes for part in parts)
+    transfers, reductions = _traffic((boundary,), reduced, pipelines, effort, say)
     about = (
         f"{shape.layers} layers, hidden {shape.width}, {shape.heads} heads, sequence {shape.sequence}, "
         f"vocabulary {shape.vocabulary}, {shape.parameters / 1e9:.2f} billion parameters; sizes: {shape.note}"
@@ -162,15 +167,25 @@ def measure_model(
 def measure_workload(
     path: str, options: Mapping[str, Any], grid: Grid, optimization: Optimization, effort: ProfilingEffort, say: Say
 ) -> Measurements:
-    """Of any workload: each of its stages as a worker puts it together and runs it. Bytes are those of one
-    micro-batch, fed with what the stage before puts out.
+    """Of any workload: each of its layers as a worker puts it together and runs it, were it a stage; of one that comes
+    in stages, each of these. Bytes are those of one micro-batch, fed with what the one before puts out.
+
+    What an op costs beside its layers would count once for each of them; so the stages of an even cut are measured,
+    too, and a layer's time is its part of its stage's.
 
     grid: pipelines, stages, micro-batches. Raises InputError or MeasuringError.
     """
     pipelines, stages, micro_batches = grid
     source, job = NamedWorkload(path, options), Job.uniform(*grid)
     workload = source.load()
-    cuts = StageCuts.of(workload, stages, autocast=optimization.autocast)
+    autocast = optimization.autocast
+    whole = StageCuts.of(workload, stages, autocast=autocast)
+    what = kind_of(workload) if whole.layers <= MAX_LAYERS else "stage"
+    cuts, alone, together = whole, job, tuple(range(k, k + 1) for k in range(stages))
+    if what == "layer":
+        together = spans(whole.partition)
+        cuts = StageCuts((1,) * whole.layers, whole.layer_io)
+        alone = Job.uniform(pipelines, cuts.layers, micro_batches)
     inputs = tensors_of(workload.inputs(0, 0, 0, 0), "data")
     x: Tensors = inputs if len(inputs) > 1 else inputs[0]
     targets = workload.targets(0, 0, 0, 0)
@@ -178,34 +193,54 @@ def measure_workload(
     def scaled_loss(output: Any) -> Tensor:
         return workload.loss(output, targets) / (pipelines * micro_batches)
 
-    def trained(stage: int) -> tuple[Stage, StageOptimizer]:
-        made, _ = assemble(workload, job, cuts, stage, 0, optimization)
+    def trained(number: int) -> tuple[Stage, StageOptimizer]:
+        made, _ = assemble(workload, alone, cuts, number, 0, optimization)
         return made, stage_optimizer(workload, made.module, made.gradients, optimization)
 
     parts, sizes = [], []
-    say(f"measuring the bytes that {stages} stages of {path} keep")
-    for stage in range(stages):
-        last = stage == stages - 1
-        spec = PartSpec(f"stage {stage}", partial(trained, stage), x, scaled_loss if last else None)
+    say(f"measuring the bytes that {alone.stages} {what}s of {path} keep")
+    for number in range(alone.stages):
+        last = number == alone.stages - 1
+        spec = PartSpec(f"{what} {number}", partial(trained, number), x, scaled_loss if last else None)
         part, x = measure_part(spec, replace(effort, repeats=1, warm_up=0))
         parts.append(part)
         if not last:
             sizes.append(size_of(x))
-    rounds = measure_stages(source, job, optimization, effort, say)
+    rounds = measure_stages(source, alone, optimization, effort, say, what=what, layers=cuts.layers)
+    if alone.stages > stages:
+        of_stages = measure_stages(source, job, optimization, effort, say, layers=cuts.layers)
+        rounds = [
+            layer
+            for span, stage in zip(together, of_stages, strict=True)
+            for layer in shared_out(stage, [rounds[k] for k in span])
+        ]
     parts = [_timed(part, found) for part, found in zip(parts, rounds, strict=True)]
-    transfers, reductions = _traffic(tuple(sizes), parts, pipelines, effort, say)
+    reduced = max(sum(parts[k].reduced_bytes for k in span) for span in together)
+    transfers, reductions = _traffic(tuple(sizes), reduced, pipelines, effort, say)
     return Measurements(
         model=path,
-        about=f"{stages} stages of {path} with options {dict(options)}"[:300],
+        about=f"{alone.stages} {what}s of {path} with options {dict(options)}"[:300],
         samples_per_micro_batch=workload.samples_per_micro_batch,
         mode=optimization.mode,
         hardware=_hardware(effort, optimization),
-        cut="stages",
+        cut="each" if what == "layer" else "stages",
+        layers=alone.stages if what == "layer" else 0,
         parts=tuple(parts),
         boundary_bytes=max(sizes, default=0),
         transfers=transfers,
         reductions=reductions,
     )
+
+
+def shared_out(stage: Rounds, layers: list[Rounds]) -> list[Rounds]:
+    """Of the stage's seconds, to each of its layers its part, by what each takes alone."""
+    made: list[Rounds] = [{} for _ in layers]
+    for kind, seconds in stage.items():
+        alone = [statistics.median(layer[kind]) for layer in layers]
+        whole = sum(alone)
+        for out, mine in zip(made, alone, strict=True):
+            out[kind] = [each * mine / whole if whole else each / len(layers) for each in seconds]
+    return made
 
 
 def _timed(part: Part, found: Rounds) -> Part:
@@ -214,12 +249,16 @@ def _timed(part: Part, found: Rounds) -> Part:
 
 
 def _traffic(
-    sizes: tuple[int, ...], parts: list[Part], pipelines: int, effort: ProfilingEffort, say: Say
+    sizes: tuple[int, ...], reduced: int, pipelines: int, effort: ProfilingEffort, say: Say
 ) -> tuple[tuple[Timing, ...], Reductions | None]:
+    """One transfer per boundary. reduced: bytes of the largest sum."""
     say("measuring transfers and reductions")
-    largest = max(part.reduced_bytes for part in parts)
-    repeats = max(5, effort.repeats)
-    return measure_traffic(sizes, largest, pipelines, repeats=repeats, warm_up=effort.warm_up, clock=effort.clock)
+    repeats, unlike = max(5, effort.repeats), tuple(sorted(set(sizes)))
+    found, reductions = measure_traffic(
+        unlike, reduced, pipelines, repeats=repeats, warm_up=effort.warm_up, clock=effort.clock
+    )
+    by_size = dict(zip(unlike, found, strict=True))
+    return tuple(by_size[size] for size in sizes), reductions
 
 
 def _hardware(effort: ProfilingEffort, optimization: Optimization) -> Hardware:

@@ -46,7 +46,7 @@ STEP_ROUNDS, STEP_WARM_UP = 5, 2
 
 @dataclass(frozen=True)
 class StageRun:
-    """What a process that measures is told; plain data."""
+    """What a process that measures is told; plain data. layers: of the model; None: as the workload says."""
 
     cell: Worker
     job: Job
@@ -54,6 +54,7 @@ class StageRun:
     optimization: Optimization
     effort: ProfilingEffort
     threads: int
+    layers: int | None = None
 
 
 Rounds = dict[str, list[float]]
@@ -61,18 +62,26 @@ Rounds = dict[str, list[float]]
 
 
 def measure_stages(
-    workload: NamedWorkload, job: Job, optimization: Optimization, effort: ProfilingEffort, say: Callable[[str], None]
+    workload: NamedWorkload,
+    job: Job,
+    optimization: Optimization,
+    effort: ProfilingEffort,
+    say: Callable[[str], None],
+    *,
+    what: str = "stage",
+    layers: int | None = None,
 ) -> list[Rounds]:
-    """By stage. Raises MeasuringError."""
+    """By stage. what: it is called. layers: of the model; None: as the workload says for so many stages. Raises
+    MeasuringError."""
     threads = torch.get_num_threads()
     found: list[Rounds] = [{} for _ in range(job.stages)]
     for together in batches(job, max(1, (os.cpu_count() or 1) // threads)):
-        say("measuring ops of " + ", ".join(f"stage {cell.stage}" for cell in together) + " at the same time")
+        say("measuring ops of " + ", ".join(f"{what} {cell.stage}" for cell in together) + " at the same time")
         pool = ProcessPool(_process, [*preload(workload), "openrecycle.agent.profiling.stages"])
         try:
             running = []
             for place, cell in enumerate(together):
-                run = StageRun(cell, job, workload, optimization, effort, threads)
+                run = StageRun(cell, job, workload, optimization, effort, threads, layers)
                 running.append(pool.start(Worker(place, 0), lambda _, run=run: run, time.monotonic()))  # type: ignore[misc]
             for entry in running:
                 hear(entry, "ready", _TIMEOUT_SECONDS)
@@ -148,7 +157,7 @@ class StageBenchmark:
 
     def __init__(self, run: StageRun, clock: Callable[[], float] | None = None, device: torch.device = CPU) -> None:
         workload, me, job = run.workload.load(), run.cell, run.job
-        cuts = StageCuts.of(workload, job.stages, autocast=run.optimization.autocast, device=device)
+        cuts = StageCuts.of(workload, job.stages, autocast=run.optimization.autocast, device=device, layers=run.layers)
         between = cuts.stage_io
         stage, _ = assemble(workload, job, cuts, me.stage, 0, run.optimization, device)
         optimizer = stage_optimizer(workload, stage.module, stage.gradients, run.optimization)

@@ -8,9 +8,8 @@ from __future__ import annotations
 import json
 import math
 from base64 import b64encode
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
 
 from openrecycle.agent.coordination.choosing import MOVE_ITERATIONS, worth_moving
 from openrecycle.agent.coordination.membership import Candidate
@@ -18,7 +17,7 @@ from openrecycle.app.runtime.processes import Channel, answered
 from openrecycle.planner.check import checked
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.job import MayMove, MemoryLimit, Over, Problem, Technique, Worker
-from openrecycle.planner.jobs.words import DROP, MIGRATE, REROUTE, layers_moved, names, percent
+from openrecycle.planner.jobs.words import DROP, MIGRATE, REROUTE, STAND_BY, layers_move, layers_moved, names, percent
 from openrecycle.planner.layers.partition import lay_out
 from openrecycle.planner.plans.packed import to_bytes
 from openrecycle.planner.plans.plan import JobDoc, Plan
@@ -93,9 +92,6 @@ class AdviceRequest:
     timeout: float = 60.0
     makes: bool = True
 
-    def to_json(self) -> bytes:
-        return json.dumps({**self.__dict__, "job": self.job.model_dump(mode="json")}).encode()
-
     def read(self, document: bytes) -> Recommendation:
         body = json.loads(document)
         candidates = tuple(
@@ -109,37 +105,37 @@ class AdviceRequest:
         return Recommendation(**body | {"candidates": candidates, "plans": tuple(body["plans"])})
 
 
-def serve(channel: Channel, request: bytes) -> None:
+def serve(channel: Channel, request: AdviceRequest) -> None:
     """In a child process."""
-    channel.say(answered(request, lambda asked: recommendation_document(asked).encode()))
+    channel.say(answered(lambda: recommendation_document(request).encode()))
 
 
-def recommendation_document(request: Mapping[str, Any]) -> str:
-    """The recommendation on an AdviceRequest, as JSON. Takes seconds for a large job. Raises PlannerError."""
-    job = JobDoc.model_validate(request["job"]).job()
+def recommendation_document(asked: AdviceRequest) -> str:
+    """The recommendation, as JSON. Takes seconds for a large job. Raises PlannerError."""
+    job = asked.job.job()
     planned = PlannedJob(
-        job.with_partition(request["partition"]) if job.layers else job,
-        samples=request["samples"],
-        technique=Technique.of(request["technique"]),
-        memory=MemoryLimit.parse(request["memory"]),
-        unit_seconds=request["unit_seconds"],
+        job.with_partition(asked.partition) if job.layers else job,
+        samples=asked.samples,
+        technique=Technique.of(asked.technique),
+        memory=MemoryLimit.parse(asked.memory),
+        unit_seconds=asked.unit_seconds,
     )
-    failed = frozenset(Worker.parse(name, field="failed") for name in request["failed"])
-    costs = RecoveryCosts(detect=request["detect"], recover=request["recover"], migrate=request["copy"])
-    move = request["move"]
-    if job.layers and request["relayout"] != "never":
-        costs = replace(costs, repartition=MOVE_ITERATIONS * planned.full.seconds if move is None else move)
-    advice = advise(PolicyState(failed, request["since_checkpoint"]), planned, costs, heals_in=request["heals_in"])
-    made = candidates(advice, planned, failed, migrate=request["migrate"], relayout=request["relayout"])
+    failed = frozenset(Worker.parse(name, field="failed") for name in asked.failed)
+    costs = RecoveryCosts(detect=asked.detect, recover=asked.recover, migrate=asked.copy)
+    if job.layers and asked.relayout != "never":
+        move = MOVE_ITERATIONS * planned.full.seconds if asked.move is None else asked.move
+        costs = replace(costs, repartition=move)
+    advice = advise(PolicyState(failed, asked.since_checkpoint), planned, costs, heals_in=asked.heals_in)
+    made = candidates(advice, planned, failed, migrate=asked.migrate, relayout=asked.relayout)
     recommendation = decide(
         advice,
-        request["failed"],
+        asked.failed,
         planned.full,
-        request["basis"],
+        asked.basis,
         [c for c, _ in made],
-        automatic=request["automatic"],
-        migrate=request["migrate"],
-        relayout=request["relayout"],
+        automatic=asked.automatic,
+        migrate=asked.migrate,
+        relayout=asked.relayout,
     )
     plans = [b64encode(to_bytes(plan)).decode() for _, plan in made if plan is not None]
     return json.dumps(asdict(recommendation) | {"plans": plans})
@@ -166,8 +162,7 @@ def candidates(
         plan = _laid_out(planned, failed)
         if plan is not None and plan.partition != planned.job.partition:
             rate = Rate(plan.metrics.period * planned.unit, planned.samples).per_second
-            count = layers_moved(planned.job.partition, plan.partition)
-            words = "1 layer moves to another stage" if count == 1 else f"{count} layers move to other stages"
+            words = layers_move(layers_moved(planned.job.partition, plan.partition))
             way = Option(REPARTITION, laid.pause, rate, partition=plan.partition)
             found.append(_candidate(way, failed, (), words, planned, advice.horizon, plan))
     broken = sorted({worker.pipeline for worker in failed})
@@ -180,8 +175,8 @@ def candidates(
                 f"pipeline{'' if one else 's'} {', '.join(map(str, broken))} "
                 f"stand{'s' if one else ''} by, and the others run all micro-batches"
             )
-            dropped = Option(DROP, stay.pause, rate)
-            found.append(_candidate(dropped, column, (), words, planned, advice.horizon, plan))
+            stood_by = Option(STAND_BY, stay.pause, rate)
+            found.append(_candidate(stood_by, column, (), words, planned, advice.horizon, plan))
     return sorted(found, key=lambda pair: merit(pair[0].name, pair[0].samples, pair[0].pause))
 
 
@@ -254,10 +249,9 @@ def decide(
     basis: said last."""
     horizon, full, samples = advice.horizon, whole.per_second, whole.samples
     known = {option.name: option for option in advice.options}
-    # Dropped, a replica's micro-batches are run by the others here, which is another rate than the advisor's.
     can = {way.name: Option(way.name, way.pause, way.rate) for way in ways}
-    # Nor are layers moved together with workers.
-    can |= {name: known[name] for name in (REROUTE, *can) if name in known and name not in (DROP, REPARTITION)}
+    # Layers are not moved together with workers here, which is another rate than the advisor's.
+    can |= {name: known[name] for name in (REROUTE, *can) if name in known and name != REPARTITION}
     ranked = best_option(list(can.values()), horizon, full)
     taken = can.get(REROUTE)
     goes = [o for o in ranked if _taken_alone(o, taken, horizon, full, samples, relayout)]

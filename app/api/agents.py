@@ -131,8 +131,9 @@ def router(console: ConsoleService) -> APIRouter:
         # Whoever may only look asks for deployments, too, and must not have a word in who leads.
         if lead is not None and job_id is not None and caller_of(console.security.access, request.headers).reports:
             sender = LeadTerm.parse(lead)
-            if not console.reports.heard_lead(job_id, sender):
-                await in_thread(console.reports.new_lead, job_id, sender)
+            job = console.jobs.find(job_id)
+            if not job.lead.heard(sender):  # it leads since then, which is to be stored first
+                await in_thread(job.heard_lead, sender)
 
     api = APIRouter(prefix="/jobs", tags=["agents"], route_class=ReadBeside, dependencies=[Depends(of_lead)])
 
@@ -213,7 +214,7 @@ def router(console: ConsoleService) -> APIRouter:
     async def commands(job_id: str, after: After = 0, wait: Wait = 0) -> Commands:
         """Commands with seq > after, as soon as there are any; an empty list after `wait` seconds at most."""
         topic = console.jobs.find(job_id).topic
-        found = await topic.wait_for(lambda: console.reports.commands(job_id, after) or None, wait)
+        found = await topic.wait_for(lambda: console.jobs.find(job_id).commands.after(after) or None, wait)
         return Commands(commands=tuple(found or ()))
 
     @api.post("/{job_id}/lead")

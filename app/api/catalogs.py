@@ -24,8 +24,6 @@ from openrecycle.planner.plans.plan import JobDoc, job_doc
 Fingerprint = Annotated[str, Path(pattern="^[0-9a-f]{32}$")]
 PlanName = Annotated[str, Path(pattern="^[0-9]{6}-[0-9a-f]{24}$")]
 Tolerance = Annotated[int, Query(ge=0, le=MAX_TOLERANCE)]
-# When to ask again for what is being worked out.
-RETRY_SECONDS = 1
 
 
 class CatalogAsked(CatalogRequest):
@@ -92,7 +90,8 @@ class CountInfo(BaseModel):
 
 
 class CatalogDetail(BaseModel):
-    """covered: up to how many failures nothing is missing. reference: the period of fault-free 1F1B."""
+    """covered: up to how many failures nothing is missing. reference: the period of fault-free 1F1B; null while
+    nothing is stored."""
 
     fingerprint: str
     job: JobDoc
@@ -103,15 +102,8 @@ class CatalogDetail(BaseModel):
     wanted: int
     there: int
     covered: int | None
-    reference: float
+    reference: float | None
     lines: list[CountInfo]
-
-
-class CatalogPending(BaseModel):
-    """What there is to plan for a large job is worked out by another process."""
-
-    fingerprint: str
-    state: Literal["running"] = "running"
 
 
 class CatalogLines(BaseModel):
@@ -126,12 +118,8 @@ def router(console: ConsoleService) -> APIRouter:
     catalogs = console.catalogs
 
     def report(question: CatalogQuestion, tolerance: int, fingerprint: str | None = None) -> Response:
-        found = catalogs.report(question, tolerance, fingerprint)
-        if found is not None:
-            return Response(_detail(found).model_dump_json(), media_type="application/json")
-        pending = CatalogPending(fingerprint=fingerprint or info_of(question).fingerprint)
-        again = {"Retry-After": str(RETRY_SECONDS)}
-        return Response(pending.model_dump_json(), 202, media_type="application/json", headers=again)
+        detail = _detail(catalogs.report(question, tolerance, fingerprint))
+        return Response(detail.model_dump_json(), media_type="application/json")
 
     def stored_report(fingerprint: str, tolerance: int) -> Response:
         return report(catalogs.stored(fingerprint).question, tolerance, fingerprint)
@@ -151,9 +139,9 @@ def router(console: ConsoleService) -> APIRouter:
         await in_thread(console.security.audit.record, x_actor, "fill catalog", made.fingerprint)
         return _filling(made)
 
-    @api.get("/catalogs/{fingerprint}", response_model=CatalogDetail, responses={202: {"model": CatalogPending}})
+    @api.get("/catalogs/{fingerprint}", response_model=CatalogDetail)
     async def catalog(fingerprint: Fingerprint, tolerance: Tolerance | None = None) -> Response:
-        """tolerance: by default the console's own. 202: of a large job it is being worked out; ask again."""
+        """tolerance: by default the console's own."""
         wanted = console.tolerance if tolerance is None else tolerance
         return await in_thread(stored_report, fingerprint, wanted)
 
@@ -190,9 +178,9 @@ def router(console: ConsoleService) -> APIRouter:
         named = {"Content-Disposition": f'attachment; filename="catalog-{fingerprint[:12]}.{format}.zip"'}
         return Response(data, media_type="application/zip", headers=named)
 
-    @api.get("/jobs/{job_id}/catalog", response_model=CatalogDetail, responses={202: {"model": CatalogPending}})
+    @api.get("/jobs/{job_id}/catalog", response_model=CatalogDetail)
     async def of_job(job_id: str, tolerance: Tolerance | None = None) -> Response:
-        """That of the job's question, though nothing may be stored of it yet. 202: as for `/catalogs/{fingerprint}`."""
+        """That of the job's question, though nothing may be stored of it yet."""
         job = console.jobs.find(job_id)
         wanted = console.tolerance if tolerance is None else tolerance
         return await in_thread(report, job.plans.question, wanted)

@@ -16,15 +16,19 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from openrecycle.agent.messages.protocol import API
+from openrecycle.app.plans.uploading import MOST_WAITING, TIMEOUT
 from openrecycle.app.runtime.errors import ConsoleError, storing
 from openrecycle.app.runtime.problems import problem
 from openrecycle.app.runtime.runner import in_thread
+from openrecycle.app.security.callers import ACTOR, CALLER, from_header
 from openrecycle.db.idempotency import Earlier, IdempotentRequests
 
 HEADER = "Idempotency-Key"
 MOST_CHARACTERS = 255
-# Seconds after which a request that was never answered may be done anew: the longest one takes less.
+# Seconds after which a request that was never answered may be done anew: any takes less, but a plan that is uploaded
+# while others are read.
 STALE = 120.0
+STALE_UPLOAD = TIMEOUT * (MOST_WAITING + 1)
 # A larger answer is none that a request with an effect gets.
 MOST_BYTES = 1 << 20
 
@@ -50,9 +54,12 @@ class Idempotency:
             await problem(422, "invalid", detail)(scope, receive, send)
             return
         body = await Request(scope, receive).body()  # bounded by the guard before
-        key = _digest(scope["path"], Headers(scope=scope).get("X-Actor", ""), given)
+        headers = Headers(scope=scope)
+        caller = headers.get(CALLER)
+        asks = from_header(caller).key if caller else ""  # names are no keys: two tokens may have the same one
+        key = _digest(scope["path"], asks, headers.get(ACTOR, ""), given)
         try:
-            earlier = await in_thread(self._begin, key, scope["query_string"], body)
+            earlier = await in_thread(self._begin, key, scope, body)
         except ConsoleError as error:
             await problem(error.status, error.code, error.detail, {"Retry-After": "1"})(scope, receive, send)
             return
@@ -61,10 +68,11 @@ class Idempotency:
             return
         await self._first(scope, body, send, key)
 
-    def _begin(self, key: str, query: bytes, body: bytes) -> Earlier | None:
-        request = _digest(query.decode("latin-1"), body)  # of megabytes: not in the event loop
+    def _begin(self, key: str, scope: Scope, body: bytes) -> Earlier | None:
+        request = _digest(scope["query_string"], body)  # of megabytes: not in the event loop
+        stale = STALE_UPLOAD if scope["path"].removeprefix(API) == "/plans" else STALE
         with storing():
-            earlier = self.requests.begin(key, request, stale=STALE)
+            earlier = self.requests.begin(key, request, stale=stale)
         if earlier is not None and earlier.request != request:
             raise ConsoleError(409, "idempotency_conflict", f"{HEADER}: it was used for another request to this path")
         return earlier
@@ -99,8 +107,8 @@ class Idempotency:
         finally:
             if not kept:
                 await in_thread(self._forget, key)
-        for message in messages:
-            await send(message)
+            for message in messages:  # also where a handler failed: it is answered, and raised once it is
+                await send(message)
 
     def _forget(self, key: str) -> None:
         try:

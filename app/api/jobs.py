@@ -44,10 +44,12 @@ from openrecycle.app.api.models import (
 from openrecycle.app.api.parsing import After, Most, ReadBeside, page
 from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.console.view import summary
+from openrecycle.app.history.archive import Imported
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.jobs.throughput import RECENT
 from openrecycle.app.observing.as_run import MeasuredIteration
-from openrecycle.app.runtime.errors import ConsoleError
+from openrecycle.app.observing.recorder import Series
+from openrecycle.app.runtime.errors import storing
 from openrecycle.app.runtime.runner import answer_in_thread, in_thread
 from openrecycle.app.security.access import caller_of
 from openrecycle.db.heartbeats import Level
@@ -267,35 +269,12 @@ class StateInfo(BaseModel):
     at: float
 
 
-class MetricSamples(BaseModel):
-    """One entry per sample; null where no heartbeat of it brought this metric."""
-
-    low: list[float | None]
-    mean: list[float | None]
-    high: list[float | None]
-
-
-class SeriesInfo(BaseModel):
-    """Samples of `step` seconds each, one entry per sample in every list; a step without a heartbeat has none.
-
-    at: POSIX seconds of their begin. beats: heartbeats in it. iteration, phase: of the last one. metrics: F, I,
-    W, B, O in milliseconds, resident_bytes, silence_seconds; those that were reported.
-    """
-
-    step: int
-    at: list[int]
-    beats: list[int]
-    iteration: list[int]
-    phase: list[str]
-    metrics: dict[str, MetricSamples]
-
-
 class WorkerHistory(BaseModel):
     """states: oldest first. log: its newest lines, oldest first; kept in memory only. series: what its
     heartbeats brought."""
 
     worker: str
-    series: SeriesInfo
+    series: Series
     states: list[StateInfo]
     op_milliseconds: dict[Literal["F", "I", "W", "B", "O"], float]
     log: list[LogLine]
@@ -341,14 +320,13 @@ def observed_router(console: ConsoleService) -> APIRouter:
 def _history(
     console: ConsoleService, job: LiveJob, worker: str, since: float, until: float, step: Level | None
 ) -> WorkerHistory:
-    if worker not in job.state.members:
-        raise ConsoleError(404, "unknown_worker", f"worker: got {worker!r}, expected one of the job's grid")
-    series = asdict(console.recorder.series(job, worker, since, until, step))
-    series.pop("worker")
+    series = console.recorder.series(job, worker, since, until, step)
+    with storing():
+        states = console.queries.observations.states(job.job_id, worker)
     return WorkerHistory(
         worker=worker,
-        series=SeriesInfo(**series),
-        states=[StateInfo(**row) for row in console.queries.observations.states(job.job_id, worker)],
+        series=series,
+        states=[StateInfo(**row) for row in states],
         op_milliseconds=job.measurements.op_times.smoothed(worker),  # type: ignore[arg-type]
         log=list(job.measurements.logs.lines(worker)),
     )
@@ -361,14 +339,6 @@ BODY = {
         "content": {"application/zip": {"schema": {"type": "string", "format": "binary"}}},
     }
 }
-
-
-class ImportedJob(BaseModel):
-    """rows: of all tables together. plans: documents, whether they were there before or not."""
-
-    job_id: str
-    rows: int
-    plans: int
 
 
 def histories_router(console: ConsoleService) -> APIRouter:
@@ -394,10 +364,9 @@ def histories_router(console: ConsoleService) -> APIRouter:
         request: Request,
         new_id: Annotated[Identifier | None, Query(alias="as", description="its id here, instead of its own")] = None,
         x_actor: Actor = "API",
-    ) -> ImportedJob:
+    ) -> Imported:
         """Imports the job of such a file, all of it or nothing; never over another one (409)."""
-        done = await console.histories.take_in(request.stream(), new_id, x_actor)
-        return ImportedJob(job_id=done.job_id, rows=done.rows, plans=done.plans)
+        return await console.histories.take_in(request.stream(), new_id, x_actor)
 
     @api.delete("/jobs/{job_id}", status_code=202, tags=["operator"], responses={409: {}})
     async def delete(job_id: str, x_actor: Actor = "API") -> ReportOutcome:

@@ -5,15 +5,16 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from fastapi import Header, Query
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, BeforeValidator, Field
 
 from openrecycle.agent.messages.protocol import JobSpec, JobState
 from openrecycle.app.jobs.states import Condition, RoleState
 from openrecycle.app.plans.profiles import NAME
 from openrecycle.app.plans.solving import Migrations, Point, Solve, SolveState
+from openrecycle.app.security.callers import MAX_ACTOR, actor_of
 
 # What requests have in common: who asks (where no token says so), for how long an answer may wait, a profile.
-Actor = Annotated[str, Header(max_length=80, alias="X-Actor")]
+Actor = Annotated[str, Header(max_length=MAX_ACTOR, alias="X-Actor"), BeforeValidator(actor_of)]
 Wait = Annotated[float, Query(ge=0, le=60, description="seconds to wait for something new, at most")]
 ProfileName = Annotated[str, Field(pattern=NAME)]
 

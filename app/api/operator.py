@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Annotated, Literal
 
 from fastapi import APIRouter
@@ -12,55 +11,12 @@ from openrecycle.agent.coordination.membership import CHOICE_TIMEOUT, LEAST_CHOI
 from openrecycle.agent.messages.protocol import WorkerName
 from openrecycle.app.api.models import Actor, ReportOutcome
 from openrecycle.app.api.parsing import ReadBeside
+from openrecycle.app.console.operators import Choice
 from openrecycle.app.console.service import ConsoleService
-from openrecycle.app.plans.service import Outcome as ReplanOutcome
+from openrecycle.app.plans.service import Replan
 from openrecycle.app.plans.solving import MAX_SECONDS
 from openrecycle.app.runtime.errors import named
 from openrecycle.app.runtime.runner import in_thread
-
-
-class CandidateInfo(BaseModel):
-    """One option that the job can take by itself. failed: the places that are empty under it. moves: (from,
-    to) of workers that change their stage.
-
-    rate: samples per second by its plan. share: of the fault-free plan's rate. slowdown_vs_1f1b: of its
-    period, 0.08 = 8 % longer than fault-free 1F1B. pause: seconds until it trains. samples: until the
-    expected repair. plan: fingerprint; "" where it is not made yet. text: all this in words. partition: layers per
-    stage, where some move.
-    """
-
-    name: str
-    failed: list[str]
-    moves: list[tuple[str, str]]
-    rate: float
-    share: float
-    slowdown_vs_1f1b: float
-    pause: float
-    samples: float
-    plan: str
-    text: str
-    partition: list[int] = []
-
-
-class ChoiceInfo(BaseModel):
-    """mode: who decides when workers are lost. choice_timeout: seconds that the job waits in manual mode. frozen_by:
-    the operator who has frozen the plan; "": nobody. paused: has an operator stopped it? stopped: and do
-    all workers wait by now? waiting: does it stand still for a choice now? seconds_left: then, until the best is taken.
-
-    failed: the workers that are out. candidates: best first; empty until they are worked out, and when
-    nobody is out. better: the name of one that is clearly better than re-routing, "" where none is.
-    """
-
-    mode: Mode
-    choice_timeout: float
-    frozen_by: str
-    paused: bool
-    stopped: bool
-    waiting: bool
-    seconds_left: float | None
-    failed: list[str]
-    candidates: list[CandidateInfo]
-    better: str
 
 
 class ChoiceMade(BaseModel):
@@ -97,23 +53,6 @@ class ReplanWanted(BaseModel):
     seconds: Annotated[float, Field(strict=True, gt=0, le=MAX_SECONDS, allow_inf_nan=False)] = 20.0
 
 
-class ReplanInfo(BaseModel):
-    """The newest request for a new plan. failed: the workers that were out. outcome: planning; adopted: it is in
-    force; kept: the plan before stays; failed: none was made. reason: why. at: POSIX seconds of the request,
-    then of its end. elapsed: seconds of solving. best, bound: of the period, in the job's time unit."""
-
-    actor: str
-    solver: str
-    seconds: float
-    failed: list[str]
-    at: float
-    outcome: ReplanOutcome
-    reason: str
-    elapsed: float
-    best: float | None
-    bound: float | None
-
-
 def router(console: ConsoleService) -> APIRouter:
     api = APIRouter(prefix="/jobs", tags=["operator"], route_class=ReadBeside)
     operators = console.operators
@@ -134,9 +73,9 @@ def router(console: ConsoleService) -> APIRouter:
         return ReportOutcome(reason=await in_thread(operators.resume, job_id, x_actor))
 
     @api.get("/{job_id}/choice")
-    async def choice(job_id: str) -> ChoiceInfo:
+    async def choice(job_id: str) -> Choice:
         """Who decides how the job goes on, and the ways that it can take while workers are out."""
-        return ChoiceInfo(**await in_thread(operators.choice, job_id))
+        return await in_thread(operators.choice, job_id)
 
     @api.post("/{job_id}/choice", responses={409: {}})
     async def choose(job_id: str, body: ChoiceMade, x_actor: Actor = "API") -> ReportOutcome:
@@ -172,10 +111,9 @@ def router(console: ConsoleService) -> APIRouter:
         return ReportOutcome(reason=reason)
 
     @api.get("/{job_id}/replan")
-    async def replan_status(job_id: str) -> ReplanInfo | None:
+    async def replan_status(job_id: str) -> Replan | None:
         """What has become of the newest request for a new plan; null: there was none since the console started."""
-        found = await in_thread(console.plans.replanning.status, job_id)
-        return None if found is None else ReplanInfo(**asdict(found))
+        return await in_thread(console.plans.replanning.status, job_id)
 
     @api.post("/{job_id}/replan/stop", status_code=202, responses={409: {}})
     async def stop_replan(job_id: str, x_actor: Actor = "API") -> ReportOutcome:

@@ -32,6 +32,7 @@ from openrecycle.app.plans.sources import OfJob, Reference, Saved, Source
 from openrecycle.app.plans.uploading import LARGE, MOST_WAITING, PlanToSave, ReadPlan
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.runner import exporting, in_thread
+from openrecycle.app.security.callers import ACTOR, actor_of
 from openrecycle.planner.export import EXPORTERS
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.plans.plan import INTEGER, JobDoc, Plan, job_doc
@@ -237,7 +238,7 @@ class ReadElsewhere(ReadBeside):
             if len(body) <= LARGE or not is_json(request):
                 return await usual(request)
             console: ConsoleService = request.app.state.console
-            actor = request.headers.get("X-Actor", "API")
+            actor = actor_of(request.headers.get(ACTOR, "API"))
             kept = asyncio.get_running_loop().run_in_executor(_uploads, _upload, console, body, actor)
             return Response(await kept, 201, media_type="application/json")
 

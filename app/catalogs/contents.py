@@ -1,9 +1,7 @@
 """What a catalog is to hold, what it holds, and how it is filled: pure, or run in a child process.
 
-Which workers may fail, and how long an iteration without failures takes, costs more than the API's process may take
-once a job has thousands of stages or micro-batches: the answer then comes from a child (app.runtime.processes). The one
-that fills a catalog gets the question and what is stored of it already, and sends each plan as it is made; who reads
-its messages stores them, so that nothing is lost when it is ended.
+The child that fills a catalog gets the question and what is stored of it already, and sends each plan as it is made;
+who reads its messages stores them, so that nothing is lost when it is ended.
 """
 
 from __future__ import annotations
@@ -15,42 +13,33 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, islice
-from math import comb
 from typing import Annotated, Any, Literal
 
-import structlog
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from openrecycle.app.runtime.processes import Channel, answered
+from openrecycle.app.runtime.errors import first_wrong
+from openrecycle.app.runtime.processes import Channel, unexpected
 from openrecycle.planner.catalogs.catalog_build import LISTED, fill, targets
 from openrecycle.planner.catalogs.catalog_engines import make_engine
 from openrecycle.planner.catalogs.catalog_store import PLANNER_VERSION, CatalogInfo
 from openrecycle.planner.jobs.errors import InputError, PlannerError
 from openrecycle.planner.jobs.failures import patterns
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker, count_ops
-from openrecycle.planner.plans.baseline import reference_period
 from openrecycle.planner.plans.packed import CatalogQuestion, Effort, Header, plan_name
 from openrecycle.planner.plans.plan import INTEGER, PRINTABLE, JobDoc, job_doc
 from openrecycle.planner.solvers.portfolio import SOLVERS
 
-log = structlog.get_logger()
-
 # Patterns that are looked for: no more are ever planned one by one.
 MOST = 512
-# Seconds that the child may take for one answer.
-TIMEOUT = 30.0
-# Up to so many ops, and sets of workers that might be looked at, the answer takes milliseconds.
-QUICK_OPS, QUICK_SETS = 20_000, 20_000
 
 
 @dataclass(frozen=True)
 class PlansNeeded:
     """patterns: canonical failure sets that leave every stage a living peer, fewest failures first: all of up to
-    `tolerance` failures, or the first MOST + 1. reference: the period of fault-free 1F1B, in the job's time unit."""
+    `tolerance` failures, or the first MOST + 1."""
 
     tolerance: int
     patterns: tuple[frozenset[Worker], ...]
-    reference: float
 
     def listed(self, tolerance: int, most: int) -> list[frozenset[Worker]] | None:
         """All of up to `tolerance` failures, unless there are more than `most` (at most MOST)."""
@@ -58,64 +47,16 @@ class PlansNeeded:
         return found if len(found) <= most else None
 
 
-@dataclass(frozen=True)
-class PlansNeededRequest:
-    """Asks for the PlansNeeded of a question."""
-
-    owner: str
-    job: JobDoc
-    technique: str
-    memory: str
-    tolerance: int
-    timeout: float
-    makes: bool = False
-
-    @classmethod
-    def of(cls, owner: str, info: CatalogInfo, tolerance: int) -> PlansNeededRequest:
-        return cls(owner, info.job, info.technique.value, info.memory, tolerance, TIMEOUT)
-
-    def to_json(self) -> bytes:
-        return json.dumps({**self.__dict__, "job": self.job.model_dump(mode="json")}).encode()
-
-    def read(self, document: bytes) -> PlansNeeded:
-        said = json.loads(document)
-        found = tuple(frozenset(map(Worker.parse, names)) for names in said["patterns"])
-        return PlansNeeded(said["tolerance"], found, said["reference"])
-
-
 def most_failures(question: CatalogQuestion) -> int:
     """How many failures leave each stage a living worker."""
     return question.job.stages * (question.job.pipelines - 1) if question.technique.reroutes else 0
 
 
-def is_quick(question: CatalogQuestion, tolerance: int) -> bool:
-    """Does `needed` take milliseconds, whatever the job's shape is?"""
-    job = question.job
-    if job.ops > QUICK_OPS:
-        return False
-    workers = job.pipelines * job.stages
-    return comb(workers, min(tolerance, most_failures(question), workers // 2)) <= QUICK_SETS
-
-
 def needed(question: CatalogQuestion, tolerance: int) -> PlansNeeded:
-    """Its time has no bound, unless `is_quick` says so."""
+    """Takes milliseconds, whatever the job's shape is; of 1,024 failures in one stage a third of a second."""
     job, tolerance = question.job, min(tolerance, most_failures(question))
     every = chain.from_iterable(patterns(job, count) for count in range(tolerance + 1))
-    return PlansNeeded(tolerance, tuple(islice(every, MOST + 1)), reference_period(job) / job.ticks_per_unit)
-
-
-def serve_needed(channel: Channel, request: bytes) -> None:
-    """In a child process."""
-    channel.say(answered(request, lambda asked: needed_document(asked).encode()))
-
-
-def needed_document(asked: dict[str, Any]) -> str:
-    """In the child: what `PlansNeededRequest.read` reads. Raises PlannerError."""
-    job = JobDoc.model_validate(asked["job"]).job()
-    question = CatalogQuestion(job, Technique.of(asked["technique"]), MemoryLimit.parse(asked["memory"]))
-    found = needed(question, asked["tolerance"])
-    names = [sorted(map(str, pattern)) for pattern in found.patterns]
-    return json.dumps({"tolerance": found.tolerance, "patterns": names, "reference": found.reference})
+    return PlansNeeded(tolerance, tuple(islice(every, MOST + 1)))
 
 
 @dataclass(frozen=True)
@@ -194,7 +135,7 @@ class CountLine:
 class CatalogReport:
     """by_pattern: every failure pattern has a plan of its own; else one per number of failures, for the
     stages where they cost least. limit: activations that the fullest worker may hold. reference: the
-    period of fault-free 1F1B.
+    period of fault-free 1F1B, which the stored plans are compared with; None: there are none.
     """
 
     question: CatalogQuestion
@@ -203,7 +144,7 @@ class CatalogReport:
     lines: tuple[CountLine, ...]
     by_pattern: bool
     limit: int | None
-    reference: float
+    reference: float | None
 
     @property
     def wanted(self) -> int:
@@ -284,8 +225,14 @@ def report(
         tuple(lines),
         patterns is not None,
         max(limits, default=None),
-        needed.reference,
+        next((_reference(header, job) for header in headers.values()), None),
     )
+
+
+def _reference(header: Header, job: Job) -> float:
+    """Worked out anew it takes seconds for thousands of stages. In whole ticks, as every plan says the same one."""
+    metrics = header.metrics
+    return round(metrics.period / (1 + metrics.slowdown_vs_1f1b) * job.ticks_per_unit) / job.ticks_per_unit
 
 
 def whole_counts(found: CatalogReport) -> CatalogReport:
@@ -426,8 +373,7 @@ def parse_request(**values: Any) -> CatalogRequest:
     try:
         request = CatalogRequest(**values)
     except ValidationError as error:
-        first = error.errors()[0]
-        raise InputError(".".join(map(str, first["loc"])), first["input"], first["msg"]) from None
+        raise first_wrong(error) from None
     _ = request.question
     return request
 
@@ -470,8 +416,7 @@ def serve_filling(channel: Channel, request: CatalogRequest, stored: dict[str, b
     except PlannerError as error:
         _say(channel, error=str(error))
     except Exception as error:
-        log.exception("filling a catalog failed")
-        _say(channel, error=f"the planner failed ({type(error).__name__}); the console's log says more")
+        _say(channel, error=unexpected(error))
 
 
 def read_message(data: bytes) -> dict[str, Any] | tuple[str, bytes]:

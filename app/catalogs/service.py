@@ -14,7 +14,6 @@ import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal
 
 import structlog
@@ -25,21 +24,15 @@ from openrecycle.app.catalogs.contents import (
     CatalogReport,
     CatalogRequest,
     CatalogSummary,
-    PlansNeeded,
-    PlansNeededRequest,
-    is_quick,
-    most_failures,
     needed,
     read_message,
     report,
     serve_filling,
-    serve_needed,
     share_of_cores,
     summary,
 )
 from openrecycle.app.runtime.errors import ConsoleError, storing
 from openrecycle.app.runtime.processes import Channel, ChildEnded, Children, PendingAnswer
-from openrecycle.app.runtime.task_queue import Done, TaskQueue
 from openrecycle.db.store import Store
 from openrecycle.planner.catalogs.catalog_store import INFO, SUFFIX, CatalogInfo, StoredCatalog
 from openrecycle.planner.jobs.errors import PlannerError
@@ -65,13 +58,10 @@ MAX_FILLING = 2
 MAX_KEPT = 16
 # Plans beyond this are not encoded in the console's process, which would hold up its heartbeats.
 KEPT_OPS = 20_000
-# Questions for PlansNeeded that readers may have ahead of them, and seconds for which a failed one is not tried again.
-MAX_WAITING, FAILED_SECONDS = 16, 30.0
 # Plans that are stored at once.
 BATCH = 64
 
 Headers = Mapping[str, Header]
-Waiting = list[Done[PlansNeeded]]
 
 
 @dataclass
@@ -141,20 +131,12 @@ class Catalogs:
         self._fillings: OrderedDict[str, Filling] = OrderedDict()
         self._children = Children(serve_filling, name="catalog", nested=True)
         self._threads: list[threading.Thread] = []
-        self._needed_known: LRUCache[tuple[str, int], PlansNeeded] = LRUCache(MAX_KEPT)
-        self._needed_waiting: dict[tuple[str, int], Waiting] = {}
-        self._needed_failed: dict[tuple[str, int], tuple[str, float]] = {}  # why, and until when (monotonic seconds)
-        self._needed_queue: TaskQueue | None = None
-        self._closed = False
         self.on_plans: Callable[[CatalogQuestion, list[str]], None] = lambda question, names: None
 
     def close(self) -> None:
         """Ends every filling; what they have made is kept."""
         with self._lock:
             threads = list(self._threads)
-            self._closed, maker = True, self._needed_queue
-        if maker is not None:
-            maker.close()
         self._children.close()
         for thread in threads:
             thread.join(10)
@@ -255,73 +237,13 @@ class Catalogs:
             rows = self._store.catalogs()
         return [found for row in reversed(rows) if (found := summary(row)) is not None]
 
-    def report(self, question: CatalogQuestion, tolerance: int, fingerprint: str | None = None) -> CatalogReport | None:
-        """What is planned for up to `tolerance` failures, and what is missing. None: what there is to plan is being
-        worked out by another process; ask again. Raises ConsoleError (503) when it can't be.
+    def report(self, question: CatalogQuestion, tolerance: int, fingerprint: str | None = None) -> CatalogReport:
+        """What is planned for up to `tolerance` failures, and what is missing. Raises ConsoleError.
 
         fingerprint: of a stored catalog that another planner made; by default that of the question.
         """
-        answers: list[tuple[PlansNeeded | None, str]] = []
-        self.needed(question, tolerance, lambda found, why: answers.append((found, why)), most=MAX_WAITING)
-        if not answers:
-            return None
-        found, why = answers[0]
-        if found is None:
-            raise ConsoleError(503, "too_long", f"what there is to plan can't be worked out now ({why}); try again")
         named = fingerprint or info_of(question).fingerprint
-        return report(question, found, named, self._headers_of(named))
-
-    def needed(
-        self, question: CatalogQuestion, tolerance: int, done: Done[PlansNeeded], *, most: int | None = None
-    ) -> None:
-        """What there is to plan for. done: called with it, or with None and why there is none: now, where that is known
-        or takes a moment, else from a thread of ours. most: so many others may be ahead of it."""
-        if is_quick(question, tolerance):
-            done(needed(question, tolerance), "")
-            return
-        key = info_of(question).fingerprint, min(tolerance, most_failures(question))
-        with self._lock:
-            known, why = self._needed_known.get(key), ""
-            if known is None:
-                why = self._why_not(key, most)
-            if known is None and not why:
-                self._want(key, question).append(done)
-                return
-        done(known, why)
-
-    def _why_not(self, key: tuple[str, int], most: int | None) -> str:
-        """Under the lock."""
-        why, until = self._needed_failed.get(key, ("", 0.0))
-        if until > time.monotonic():
-            return why
-        if self._closed:
-            return "the console is stopping"
-        if most is not None and key not in self._needed_waiting and len(self._needed_waiting) >= most:
-            return "others are being worked out"
-        return ""
-
-    def _want(self, key: tuple[str, int], question: CatalogQuestion) -> Waiting:
-        """Who waits for it. Under the lock."""
-        if key not in self._needed_waiting:
-            self._needed_waiting[key] = []
-            if self._needed_queue is None:
-                self._needed_queue = TaskQueue(serve_needed, "needed")
-                self._needed_queue.start(child=False)
-            request = PlansNeededRequest.of("needed", info_of(question), key[1])
-            self._needed_queue.submit(request, partial(self._needed_made, key))
-        return self._needed_waiting[key]
-
-    def _needed_made(self, key: tuple[str, int], found: PlansNeeded | None, why: str) -> None:
-        with self._lock:
-            waiting = self._needed_waiting.pop(key)
-            if found is not None:
-                self._needed_known[key] = found
-            else:
-                now = time.monotonic()
-                self._needed_failed = {k: said for k, said in self._needed_failed.items() if said[1] > now}
-                self._needed_failed[key] = why, now + FAILED_SECONDS
-        for done in waiting:
-            done(found, why)
+        return report(question, needed(question, tolerance), named, self._headers_of(named))
 
     def delete(self, fingerprint: str) -> None:
         """Raises ConsoleError when there is none, or it is being filled."""

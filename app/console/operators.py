@@ -4,22 +4,52 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 import structlog
 
 from openrecycle.agent.coordination.choosing import coming_back, out
 from openrecycle.agent.coordination.events import Chosen, DrainAsked, ModeSet, Note, PlanFrozen
-from openrecycle.agent.coordination.membership import LEAST_CHOICE_TIMEOUT, MOST_CHOICE_TIMEOUT, Member, Mode, Offer
+from openrecycle.agent.coordination.membership import (
+    LEAST_CHOICE_TIMEOUT,
+    MOST_CHOICE_TIMEOUT,
+    Candidate,
+    Member,
+    Mode,
+    Offer,
+)
 from openrecycle.agent.messages.protocol import Command, WorkerState
 from openrecycle.app.jobs.live_job import LiveJob
-from openrecycle.app.runtime.errors import ConsoleError, named, plain, storing
+from openrecycle.app.runtime.errors import ConsoleError, named, plain, storing, unknown_worker
+from openrecycle.db.access import audit_row
 from openrecycle.db.observations import Observations
-from openrecycle.db.store import Record, Store
+from openrecycle.db.store import Store
 from openrecycle.planner.jobs.job import Worker
 
 log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class Choice:
+    """mode: who decides when workers are lost. choice_timeout: seconds that the job waits in manual mode. frozen_by:
+    the operator who has frozen the plan; "": nobody. paused: has an operator stopped it? stopped: and do
+    all workers wait by now? waiting: does it stand still for a choice now? seconds_left: then, until the best is taken.
+
+    failed: the workers that are out. candidates: best first; empty until they are worked out, and when
+    nobody is out. better: the name of one that is clearly better than re-routing, "" where none is.
+    """
+
+    mode: Mode
+    choice_timeout: float
+    frozen_by: str
+    paused: bool
+    stopped: bool
+    waiting: bool
+    seconds_left: float | None
+    failed: tuple[str, ...]
+    candidates: tuple[Candidate, ...]
+    better: str
 
 
 class Operators:
@@ -81,9 +111,8 @@ class Operators:
         job = self._find(job_id)
         member = job.state.members.get(worker)
         if member is None:
-            raise ConsoleError(404, "unknown_worker", f"worker: got {worker!r}, expected one of the job's grid")
-        if job.state.over:
-            raise ConsoleError(409, "job_over", f"the job has {job.state.over}; its processes are gone")
+            raise unknown_worker(worker)
+        _runs(job)
         return job, member
 
     def pause(self, job_id: str, actor: str) -> str:
@@ -96,8 +125,7 @@ class Operators:
 
     def _hold(self, job_id: str, kind: str, actor: str) -> str:
         job = self._find(job_id)
-        if job.state.over:
-            raise ConsoleError(409, "job_over", f"the job has {job.state.over}; its processes are gone")
+        _runs(job)
         with job.writing():
             if job.paused == (kind == "pause"):
                 raise ConsoleError(409, "no_choice", f"the job is {'' if job.paused else 'not '}paused")
@@ -122,7 +150,7 @@ class Operators:
         """Asks a worker to leave when the iteration in hand is done. Raises ConsoleError."""
         job, _ = self._member(job_id, worker)
         who = named(actor)
-        return job.apply(DrainAsked(worker, who), audit=_audit(who, "drain", worker))
+        return job.apply(DrainAsked(worker, who), audit=audit_row(who, "drain", worker))
 
     def set_mode(self, job_id: str, mode: Mode, choice_timeout: float, actor: str) -> str:
         """choice_timeout: seconds that the job waits for a choice in manual mode. Raises ConsoleError."""
@@ -131,21 +159,20 @@ class Operators:
             raise ConsoleError(422, "invalid", f"choice_timeout: got {choice_timeout!r}, expected {expected}")
         who = named(actor)
         return self._find(job_id).apply(
-            ModeSet(mode, choice_timeout, who), audit=_audit(who, "mode", f"{mode} {choice_timeout:g}")
+            ModeSet(mode, choice_timeout, who), audit=audit_row(who, "mode", f"{mode} {choice_timeout:g}")
         )
 
     def freeze(self, job_id: str, frozen: bool, actor: str) -> str:
         """Has the plan in force stay, or no longer (agent.coordination.freezing). Raises ConsoleError."""
         who = named(actor)
         action = "freeze plan" if frozen else "unfreeze plan"
-        return self._find(job_id).apply(PlanFrozen(frozen, who), audit=_audit(who, action, ""))
+        return self._find(job_id).apply(PlanFrozen(frozen, who), audit=audit_row(who, action))
 
     def measure_anew(self, job_id: str, actor: str) -> str:
         """Has the fault-free rate measured again, from the next whole iterations on; until then it stays. Raises
         ConsoleError."""
         job, who = self._find(job_id), named(actor)
-        if job.state.over:
-            raise ConsoleError(409, "job_over", f"the job has {job.state.over}; its processes are gone")
+        _runs(job)
         known = job.baseline
         if known is None or known.source == "planned":
             raise ConsoleError(409, "no_choice", "the fault-free rate is about to be measured for the first time")
@@ -153,13 +180,13 @@ class Operators:
             f"{who} has the fault-free rate measured again; until then it is {known.samples_per_second:,.4g} samples/s"
         )
         note = Note("warning", "operator", text)
-        job.pin(replace(known, renew=job.state.committed), note, _audit(who, "measure fault-free", ""))
+        job.pin(replace(known, renew=job.state.committed), note, audit_row(who, "measure fault-free"))
         return text
 
     def choose(self, job_id: str, name: str, failed: tuple[str, ...] | None, actor: str) -> str:
         """Takes one of the options. failed: without whom, in what the operator saw. Raises ConsoleError."""
         who = named(actor)
-        return self._find(job_id).apply(Chosen(plain(name), who, failed), audit=_audit(who, "choose", plain(name)))
+        return self._find(job_id).apply(Chosen(plain(name), who, failed), audit=audit_row(who, "choose", plain(name)))
 
     def acknowledge(self, job_id: str, seqs: Sequence[int], actor: str) -> int:
         """`actor` has taken note of these events; returns how many nobody had before. Raises ConsoleError."""
@@ -174,10 +201,8 @@ class Operators:
             job.topic.publish()
         return new
 
-    def choice(self, job_id: str) -> Record:
-        """Who decides, and what there is to choose from. frozen_by: who has frozen the plan; "": nobody. paused:
-        did an operator stop the job? stopped: and do all workers wait by now? waiting: does it stand still for a
-        choice? seconds_left: then, until the best is taken."""
+    def choice(self, job_id: str) -> Choice:
+        """Who decides, and what there is to choose from."""
         job = self._find(job_id)
         state = job.state
         pending = state.pending
@@ -185,19 +210,21 @@ class Operators:
         failed = pending.failed if pending is not None and waiting else out(state)
         left = pending.until - time.monotonic() if pending is not None and pending.until is not None else None
         offer = state.offer if state.offer and state.offer.failed == failed else Offer((), ())
-        return {
-            "mode": state.mode,
-            "choice_timeout": state.choice_timeout,
-            "frozen_by": state.frozen_by,
-            "paused": job.paused,
-            "stopped": job.paused and not job.worker_states().running_on,
-            "waiting": waiting,
-            "seconds_left": None if left is None else max(0.0, left),
-            "failed": list(failed or ()),
-            "candidates": [asdict(candidate) for candidate in offer.candidates],
-            "better": offer.better,
-        }
+        return Choice(
+            mode=state.mode,
+            choice_timeout=state.choice_timeout,
+            frozen_by=state.frozen_by,
+            paused=job.paused,
+            stopped=job.paused and not job.worker_states().running_on,
+            waiting=waiting,
+            seconds_left=None if left is None else max(0.0, left),
+            failed=failed or (),
+            candidates=offer.candidates,
+            better=offer.better,
+        )
 
 
-def _audit(actor: str, action: str, target: str) -> Record:
-    return {"at": time.time(), "actor": actor, "action": action, "target": target[:255], "detail": ""}
+def _runs(job: LiveJob) -> None:
+    """Raises ConsoleError (409) where it runs no more."""
+    if job.state.over:
+        raise ConsoleError(409, "job_over", f"the job has {job.state.over}; its processes are gone")

@@ -17,7 +17,6 @@ from openrecycle.agent.coordination.membership import Interim
 from openrecycle.agent.messages.protocol import (
     Acknowledgement,
     BatchReply,
-    Command,
     Deployment,
     FailureReport,
     Heartbeat,
@@ -34,15 +33,14 @@ from openrecycle.agent.messages.protocol import (
     Relayout,
     ValidationReport,
 )
-from openrecycle.app.jobs.job_plans import stored_plan
 from openrecycle.app.jobs.live_job import IncomingReport, LiveJob
 from openrecycle.app.jobs.states import Arrival
 from openrecycle.app.jobs.waiting import Waited
-from openrecycle.app.runtime.errors import ConsoleError, plain, storing
+from openrecycle.app.runtime.errors import ConsoleError, plain, storing, unknown_worker
 from openrecycle.db.store import Store
 from openrecycle.planner.check import check
 from openrecycle.planner.jobs.errors import PlannerError
-from openrecycle.planner.jobs.words import micro_batch_names, milliseconds
+from openrecycle.planner.jobs.words import layers_move, micro_batch_names, milliseconds
 from openrecycle.planner.plans.plan import Plan
 
 # A report that was sent twice stands among so many of the newest events.
@@ -182,7 +180,7 @@ class Reports:
             if grid != of_job or not same or sorted(plan.failed) != sorted(failed) or check(plan):
                 raise ConsoleError(422, "invalid", "document: expected a valid plan of the job, as the report names it")
         with storing():
-            known = plan is not None or stored_plan(self._store, message.plan_fingerprint) is not None
+            known = plan is not None or self._store.has_plan(message.plan_fingerprint)
         interim = Interim(message.plan_fingerprint if known else "", failed)
         return job.apply(happening.InterimPlanUsed(message.generation, interim), plan=plan)
 
@@ -213,7 +211,7 @@ class Reports:
     def recovered(self, job_id: str, message: Recovery) -> None:
         job = self._find(job_id)
         if message.worker not in job.state.members:
-            raise ConsoleError(404, "unknown_worker", f"worker: got {message.worker!r}, expected one of the job's grid")
+            raise unknown_worker(message.worker)
         took, at = milliseconds(message.resumed_ms), time.time()
         text = f"generation {message.generation}: training resumed {took} after {message.worker} died"
         with storing():
@@ -241,8 +239,7 @@ class Reports:
             detail = f"partition: got {list(partition)}, which is not that of generation {message.generation}"
             raise ConsoleError(409, "misfit", detail)
         took = milliseconds(message.stall_ms)
-        what = "1 layer moved to another stage" if count == 1 else f"{count} layers moved to other stages"
-        text = f"{what}, which held training for {took}"
+        text = f"{layers_move(count, done=True)}, which held training for {took}"
         job.apply(happening.LayersMoved(message.generation, message.iteration, partition, text))
 
     def validated(self, job_id: str, report: ValidationReport) -> None:
@@ -257,14 +254,6 @@ class Reports:
         """What a worker's process has written."""
         job = self._find(job_id)
         job.measurements.logs.take(job.writer(message.worker, message.incarnation).name, message)
-
-    def heard_lead(self, job_id: str, sender: LeadTerm) -> bool:
-        """Something comes from the launcher that leads, of several nodes. False: that is to be stored first."""
-        return self._find(job_id).lead.heard(sender)
-
-    def new_lead(self, job_id: str, sender: LeadTerm) -> None:
-        """As `heard_lead`, of one that leads since then."""
-        self._find(job_id).heard_lead(sender)
 
     def claim_lead(self, job_id: str, message: LeadClaim) -> LeadAnswer:
         wanted = LeadTerm(message.term, message.node)
@@ -289,7 +278,3 @@ class Reports:
         if known is None or known[0] != key:
             known = self._deployments[job] = key, deployment_of(generation, leaving)
         return known[1]
-
-    def commands(self, job_id: str, after: int) -> list[Command]:
-        """The commands with seq > after. Does not block."""
-        return self._find(job_id).commands.after(after)

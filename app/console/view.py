@@ -35,7 +35,7 @@ from openrecycle.app.jobs.states import (
 from openrecycle.app.jobs.throughput import Figures, IterationView, iteration_view, recent_rate, share_of
 from openrecycle.app.jobs.waiting import Waited, segments
 from openrecycle.app.plans.library import PlanCache
-from openrecycle.app.runtime.errors import ConsoleError, plain, storing, unknown_plan
+from openrecycle.app.runtime.errors import plain, storing, unknown_plan, unknown_worker
 from openrecycle.db.observations import Observations
 from openrecycle.db.plan_rows import PlanColumns
 from openrecycle.db.store import Record, Store
@@ -146,22 +146,6 @@ class JobView:
     spares: tuple[Rank, ...] = ()
 
 
-@dataclass(frozen=True)
-class JobHead:
-    """What every page says of a job: little, and nothing that has to be read. workers: of the grid. plan: the
-    fingerprint of the one that is run, and plan_words how the job stands to it."""
-
-    job_id: str
-    spec: JobSpec
-    state: JobState
-    condition: Condition
-    workers: int
-    plan: str | None
-    plan_words: str
-    planned_ahead: int
-    plans_to_make: int
-
-
 # Of jobs of so many workers, what is seen of each is made once a second, however many look.
 SHARED, SHARED_SECONDS = 256, 1.0
 # And some at a time: while another thread is at work, the event loop gets its turn once for each heartbeat, which is
@@ -237,21 +221,6 @@ def worker_view(job: LiveJob, member: Member, worker_states: WorkerStates) -> Wo
     )
 
 
-def head(job: LiveJob) -> JobHead:
-    run = job.plan_run
-    return JobHead(
-        job_id=job.job_id,
-        spec=job.spec,
-        state=job.state.job_state,
-        condition=job.worker_states().condition,
-        workers=len(job.state.members),
-        plan=run.fingerprint if run else None,
-        plan_words=run.words if run else "",
-        planned_ahead=job.plans.ahead.made,
-        plans_to_make=job.plans.ahead.wanted,
-    )
-
-
 def summary(job: LiveJob, sentence: str) -> JobSummary:
     state = job.state
     return JobSummary(
@@ -273,6 +242,11 @@ GENERATION_ROWS = 32_768
 # What older versions stored, and how it is called since.
 BEFORE = {"starting": "empty", "re-joining": "joining"}
 _EVENT = ("seq", "at", "severity", "kind", "worker", "text", "count", "last_at")
+
+
+def _event(row: Record, seen: Mapping[int, tuple[str, float]]) -> EventView:
+    """seen: by the number of an event, who has taken note of it, and when."""
+    return EventView(**{column: row[column] for column in _EVENT}, seen_by=seen.get(row["seq"], ("", 0.0))[0])
 
 
 @dataclass(frozen=True)
@@ -300,7 +274,7 @@ class WorkerDetail:
     """op_times: in the order F, I, W, B, O. events: newest first. log: oldest first. activations: of micro-batches,
     that it holds at most at once by the plan in force, None when it has no part in it. held, coming: as in JobView.
     ranks: the processes that it consists of, or did last, where there are several; made_of: the workers whose spare
-    ranks these were."""
+    ranks these were. may_take: bytes, as it was reckoned before the start (JobSpec.stage_bytes); None: not known."""
 
     worker: WorkerView
     stays: tuple[StateInterval, ...]
@@ -312,6 +286,7 @@ class WorkerDetail:
     coming: tuple[int, ...] = ()
     ranks: tuple[Rank, ...] = ()
     made_of: tuple[str, ...] = ()
+    may_take: int | None = None
 
 
 def _op_times(job: LiveJob, view: JobView, worker: WorkerView) -> tuple[OpTime, ...]:
@@ -393,9 +368,6 @@ class Queries:
             found = self._seen[job] = KeptViews()
         return found
 
-    def head(self, job_id: str) -> JobHead:
-        return head(self._find(job_id))
-
     def view(self, job_id: str, iterations: int = 600, events: int = 200, *, workers: bool = True) -> JobView:
         """workers: with what is seen of each, of which there may be thousands."""
         job = self._find(job_id)
@@ -468,20 +440,7 @@ class Queries:
                 iteration_view(row, job.spec, waited)
                 for row in self._store.iterations(job.job_id, limit=iterations, newest=True)
             ),
-            tuple(
-                EventView(
-                    row["seq"],
-                    row["at"],
-                    row["severity"],
-                    row["kind"],
-                    row["worker"],
-                    row["text"],
-                    seen_by.get(row["seq"], ("", 0.0))[0],
-                    row["count"],
-                    row["last_at"],
-                )
-                for row in feed
-            ),
+            tuple(_event(row, seen_by) for row in feed),
             tuple(
                 RecoveryView(**{k: v for k, v in row.items() if k != "job_id"}, steps=tuple(segments(row, waited)))
                 for row in self._store.recoveries(job.job_id)
@@ -496,7 +455,7 @@ class Queries:
         """now: POSIX seconds. Raises ConsoleError."""
         worker = next((w for w in view.workers if w.name == name), None)
         if worker is None:
-            raise ConsoleError(404, "unknown_worker", f"worker: got {name!r}, expected one of the job's grid")
+            raise unknown_worker(name)
         job = self._find(view.job_id)
         states, known = job.worker_states(), job.processes
         role = states.roles[name]
@@ -514,7 +473,7 @@ class Queries:
                 for row, end in zip(rows, ends, strict=True)
             ),
             _op_times(job, view, worker),
-            tuple(EventView(**{k: e[k] for k in _EVENT}, seen_by=seen.get(e["seq"], ("",))[0]) for e in events),
+            tuple(_event(row, seen) for row in events),
             job.measurements.logs.lines(name),
             view.plan.metrics.peak_activations.get(name) if view.plan else None,
             view.held,
@@ -523,6 +482,7 @@ class Queries:
             tuple(dict.fromkeys(known[whose].slot for whose, _ in process.made_of if whose in known))
             if process
             else (),
+            job.spec.stage_bytes[worker.stage] if job.spec.stage_bytes else None,
         )
 
     def sentence(self, job: LiveJob) -> str:

@@ -34,11 +34,13 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 
 from openrecycle.agent.messages.protocol import JobSpec
 from openrecycle.app.history.tables import Fingerprint, TableFormat, format_of
+from openrecycle.db.access import audit_row
 from openrecycle.db.heartbeats import GROUP, BlockError, unpack
 from openrecycle.db.job_rows import IMPORTING, MODELS, OVER, HiddenJob, JobRows, Record
 from openrecycle.db.session import Database
 from openrecycle.planner.check import check
 from openrecycle.planner.jobs.errors import PlannerError
+from openrecycle.planner.plans.packed import SMALL_OPS, Packed, pack
 from openrecycle.planner.plans.plan import INTEGER, Plan, read_model
 
 MANIFEST = "manifest.json"
@@ -438,7 +440,7 @@ _IDENTIFIER = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 @dataclass(frozen=True)
 class Imported:
-    """rows: of all tables together."""
+    """rows: of all tables together. plans: documents, whether they were there before or not."""
 
     job_id: str
     rows: int
@@ -476,8 +478,8 @@ def import_history(
             raise _taken(job_id)
         try:
             _store(rows, history, job_id, rest)
-            audit = {"at": time.time(), "actor": actor, "action": "import", "job_id": job_id, "target": job_id}
-            rows.finish(job, {**audit, "detail": f"exported as {history.manifest.job}"[:2000]})
+            detail = f"exported as {history.manifest.job}"
+            rows.finish(job, audit_row(actor, "import", job_id, job_id=job_id, detail=detail))
         except BaseException:
             delete_job(rows, hidden, rest)
             raise
@@ -535,9 +537,15 @@ def _store(rows: JobRows, history: History, job_id: str, rest: Callable[[float],
     for form in importable():
         for batch in _batches(history, form):
             named = {row[c] for row in batch for c in ("fingerprint", "plan_fingerprint") if c in row} - known
-            rows.add(form.name, job_id, batch, ((f, history.plan(f)) for f in sorted(named)))
+            rows.add(form.name, job_id, batch, ((f, _storable(history.plan(f))) for f in sorted(named)))
             known |= named
             rest(REST)
+
+
+def _storable(document: str) -> str | Packed:
+    """As planner.plans.packed.storable of a plan, whose document stays as it is."""
+    plan = Plan.from_json(document)
+    return Packed(pack(plan), zlib.compress(document.encode())) if plan.op_count > SMALL_OPS else document
 
 
 def _batches(history: History, form: TableFormat) -> Iterator[list[Record]]:

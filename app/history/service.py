@@ -9,7 +9,6 @@ import os
 import resource
 import tempfile
 import threading
-import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -25,6 +24,7 @@ from openrecycle.app.history.archive import REST, HistoryError, Imported, abando
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.runtime.errors import ConsoleError, named, storing, unknown_job
 from openrecycle.app.runtime.processes import Channel, ChildEnded, Children
+from openrecycle.db.access import audit_row
 from openrecycle.db.job_rows import DELETING, JobRows
 from openrecycle.db.session import Database, DatabaseError
 
@@ -122,7 +122,7 @@ class Histories:
         finally:
             path.unlink(missing_ok=True)
         with storing():
-            await asyncio.to_thread(self.look)
+            await asyncio.to_thread(self._jobs.follow)
         log.info("job imported", job=done.job_id, rows=done.rows, actor=actor)
         return done
 
@@ -147,11 +147,11 @@ class Histories:
     def delete(self, job_id: str, actor: str) -> None:
         """From now on there is no such job; its rows are deleted in the background. Raises ConsoleError."""
         job = self._jobs.find(job_id)
-        audit = {"at": time.time(), "actor": named(actor), "action": "delete"}
+        audit = audit_row(named(actor), "delete", job_id, job_id=job_id, detail=job.spec.name)
         with job.lock, storing():  # nobody registers meanwhile
             if why := self.kept_for(job_id):
                 raise ConsoleError(409, "job_runs", f"job: {job_id} {why}, expected one that has ended")
-            self._rows.hide(job_id, {**audit, "job_id": job_id, "target": job_id, "detail": job.spec.name})
+            self._rows.hide(job_id, audit)
             self._jobs.let_go(job_id)
         self._deleted.set()
         log.info("job deleted", job=job_id, actor=actor)
@@ -163,15 +163,11 @@ class Histories:
         alive = sorted(m.name for m in members if m.state in _ALIVE and m.incarnation is not None)
         return f"is {job.state.job_state} ({alive[0]} lives)" if alive and not job.state.over else ""
 
-    def look(self) -> None:
-        """Takes up jobs that have been imported, and lets go of those that were deleted. Raises SQLAlchemyError."""
-        self._jobs.follow()
-
     def _follow(self) -> None:
         while True:
             try:
                 self._delete_rows()
-                self.look()
+                self._jobs.follow()
             except SQLAlchemyError as error:
                 log.warning("histories wait for the database", reason=type(error).__name__)
             except Exception:

@@ -19,7 +19,7 @@ from openrecycle.agent.coordination.choosing import STANDS_BY
 from openrecycle.agent.coordination.coordinator import nobody_heard
 from openrecycle.agent.coordination.membership import FailureTimeouts, Member, State, peer_of, returned
 from openrecycle.agent.messages.protocol import JobState, WorkerState
-from openrecycle.planner.jobs.words import layers_moved, names, percent
+from openrecycle.planner.jobs.words import counts, layers_move, layers_moved, names, percent
 
 
 class RoleState(StrEnum):
@@ -503,9 +503,8 @@ def _in_a_generation(worker_states: WorkerStates, share: float | None) -> str:
 def _moving(state: State) -> str:
     assert state.current is not None
     then = state.current.partition
-    count = layers_moved(state.held, then)
-    what = "1 layer moves to another stage" if count == 1 else f"{count} layers move to other stages"
-    return f"{what}, beside the training; from then on stages hold {', '.join(map(str, then))}."
+    what = layers_move(layers_moved(state.held, then))
+    return f"{what}, beside the training; from then on stages hold {counts(then)}."
 
 
 def _who_is_out(worker_states: WorkerStates) -> str:

@@ -19,7 +19,7 @@ from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.jobs.measurements import grid_place
-from openrecycle.app.runtime.errors import ConsoleError, storing
+from openrecycle.app.runtime.errors import ConsoleError, storing, unknown_worker
 from openrecycle.app.runtime.settings import RetentionLimits
 from openrecycle.db.heartbeats import METRICS, PHASES, HeartbeatStore, Level, Samples, joined, rolled_up
 from openrecycle.db.retention import Retention
@@ -50,7 +50,7 @@ Values = tuple[float | None, ...]
 
 @dataclass(frozen=True)
 class MetricSeries:
-    """One entry per sample; None where no heartbeat of it brought this metric."""
+    """One entry per sample; null where no heartbeat of it brought this metric."""
 
     low: Values
     mean: Values
@@ -59,14 +59,13 @@ class MetricSeries:
 
 @dataclass(frozen=True)
 class Series:
-    """step: seconds that a sample stands for. at: POSIX seconds, when each sample begins, rising; a step without
-    a heartbeat has none. beats: heartbeats in it. iteration, phase: of the last one.
+    """Samples of `step` seconds each, one entry per sample in every list; a step without a heartbeat has none.
 
-    metrics: by name; F, I, W, B, O in milliseconds, resident_bytes, silence_seconds (from the worker's
-    heartbeat before); without those that nobody has reported.
+    at: POSIX seconds of their begin, rising. beats: heartbeats in it. iteration, phase: of the last one. metrics: F,
+    I, W, B, O in milliseconds, resident_bytes, silence_seconds (from the worker's heartbeat before); those that were
+    reported.
     """
 
-    worker: str
     step: int
     at: tuple[int, ...]
     beats: tuple[int, ...]
@@ -114,7 +113,7 @@ class Recorder:
         Raises ConsoleError: 404 for an unknown worker; 422 for a time that is none; 503.
         """
         if worker not in job.state.members:
-            raise ConsoleError(404, "unknown_worker", f"worker: got {worker!r}, expected one of the job's grid")
+            raise unknown_worker(worker)
         if not since < until:
             raise ConsoleError(422, "invalid", f"until: got {until!r}, expected more than since, {since!r}")
         level = step or _level(since, until, time.time(), self.keep.seconds, self.keep.minutes)
@@ -133,7 +132,6 @@ class Recorder:
                     *(_values(getattr(samples, kind)[:, i]) for kind in ("low", "mean", "high"))
                 )
         return Series(
-            worker=worker,
             step=int(level),
             at=tuple(samples.at.tolist()),
             beats=tuple(samples.beats.tolist()),

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 from openrecycle.agent.messages.protocol import JobSpec
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.app.runtime.processes import Channel, ChildEnded, Children
+from openrecycle.app.runtime.processes import Channel, ChildEnded, Children, made, read_answer, why_not
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.export import EXPORTERS, yaml_document
 from openrecycle.planner.export.picture import MAX_ROWS, MAX_STAGES
@@ -320,9 +320,10 @@ def _in_child(export: Export, name: str, pipeline: int | None) -> bytes:
             late = f"the file was not done after {CHILD_SECONDS:.0f} s; use the CLI"
             raise ConsoleError(413, "too_large", late) from None
         raise ConsoleError(503, "unavailable", "the export was ended before it was done") from None
-    if said[:1] == _REFUSED:
-        raise ConsoleError(422, "not_in_this_format", said[1:].decode())
-    return said[1:]
+    file, why = read_answer(said)
+    if file is None:
+        raise ConsoleError(422, "not_in_this_format", why)
+    return file
 
 
 def make_file(
@@ -331,10 +332,9 @@ def make_file(
     """In a child: the file, or a sentence."""
     try:
         parsed = JobSpec.model_validate_json(spec) if spec else None
-        channel.say(_MADE + _made(Plan.from_json(document), called, parsed, catalog, name, pipeline))
+        channel.say(made(_made(Plan.from_json(document), called, parsed, catalog, name, pipeline)))
     except ConsoleError as error:
-        channel.say(_REFUSED + error.detail.encode())
+        channel.say(why_not(error.detail))
 
 
-_MADE, _REFUSED = b"+", b"-"
 _CHILDREN = Children(make_file, name="export", most=2)

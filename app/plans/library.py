@@ -1,50 +1,31 @@
-"""Stored plans: read in the quickest way there is, and those that people keep under a name, apart from any job.
-
-Large ones are put into columns (planner.plans.packed), in processes of their own, one after the other, and the most
-recently used ones stay parsed.
-"""
+"""Stored plans: the most recently used ones stay parsed; and those that people keep under a name, apart from any
+job."""
 
 from __future__ import annotations
 
-import gc
-import queue
 import threading
-import zlib
 from collections.abc import Callable
 from typing import Any
 
-import structlog
 from cachetools import LRUCache
-from sqlalchemy.exc import SQLAlchemyError
 
 from openrecycle.app.jobs.job_plans import stored_plan
 from openrecycle.app.plans.uploading import ReadPlan, summary_of
 from openrecycle.app.runtime.errors import ConsoleError, plain, storing, unknown_plan
-from openrecycle.app.runtime.patches import LARGE_OPS
-from openrecycle.app.runtime.processes import Channel, ChildEnded, Children
-from openrecycle.db.plan_rows import PlanColumns, SavedPlans
+from openrecycle.db.plan_rows import SavedPlans
 from openrecycle.db.store import Store
-from openrecycle.planner.jobs.errors import PlannerError
-from openrecycle.planner.plans.packed import Packed, decode_header, pack, storable
+from openrecycle.planner.plans.packed import Packed, storable
 from openrecycle.planner.plans.plan import Plan
-
-log = structlog.get_logger()
 
 # Ops of the parsed plans that are kept in memory, about 40 MB; a small plan counts as so many, a larger one fills it.
 _KEEP_OPS, _LEAST_OPS = 400_000, 2_000
-# Beyond this a process has gone astray.
-TIMEOUT = 600.0
 
 
 class PlanCache:
-    """Plans by fingerprint, out of the store; the most recently used ones stay parsed. Thread-safe.
-
-    Large ones are packed once they are asked for, and are read in no time from then on.
-    """
+    """Plans by fingerprint, out of the store; the most recently used ones stay parsed. Thread-safe."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._packing = Packing(PlanColumns(store.database), self._packed)
         self._lock = threading.Lock()
         self._plans: LRUCache[str, tuple[Plan, dict[str, int]]] = LRUCache(
             _KEEP_OPS, lambda found: min(max(found[0].op_count, _LEAST_OPS), _KEEP_OPS)
@@ -74,88 +55,10 @@ class PlanCache:
         plan = stored_plan(self._store, fingerprint)
         if plan is None:
             return None
-        if not any(plan.workers.stored):
-            self._packing.want(fingerprint, plan.op_count)
         found = (plan, plan.rerouted())
         with self._lock:
             self._plans[fingerprint] = found
         return found
-
-    def will_be_asked_for(self, fingerprint: str, ops: int) -> None:
-        """A document that nobody has read here has been stored, and need not be read as one."""
-        self._packing.want(fingerprint, ops)
-
-    def close(self) -> None:
-        """Ends what is done in the background."""
-        self._packing.close()
-
-    def _packed(self, fingerprint: str) -> None:
-        """Whoever asks next gets the columns, which take a tenth of the memory."""
-        with self._lock:
-            self._plans.pop(fingerprint, None)
-
-
-class Packing:
-    """Thread-safe. on_packed: called with the fingerprint of each plan whose columns have been stored."""
-
-    def __init__(self, columns: PlanColumns, on_packed: Callable[[str], None]) -> None:
-        self._columns = columns
-        self._on_packed = on_packed
-        self._queue: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._asked: set[str] = set()
-        self._thread: threading.Thread | None = None
-        self._children = Children(put_into_columns, name="packing")
-        self._closed = False
-
-    def want(self, fingerprint: str, ops: int) -> None:
-        """Asks once for each plan; small ones are read quickly enough as they are."""
-        with self._lock:
-            if ops <= LARGE_OPS or self._closed or fingerprint in self._asked:
-                return
-            self._asked.add(fingerprint)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="packing", daemon=True)
-                self._thread.start()
-        self._queue.put(fingerprint)
-
-    def close(self) -> None:
-        """Ends what runs; plans that have no columns yet are read as documents."""
-        with self._lock:
-            self._closed = True
-        self._children.close()
-        self._queue.put(None)
-        if self._thread is not None:
-            self._thread.join(10)
-
-    def _run(self) -> None:
-        while (fingerprint := self._queue.get()) is not None and not self._closed:
-            try:
-                document = self._columns.deflated_document(fingerprint)
-                data = self._children.ask(document, timeout=TIMEOUT) if document is not None else None
-                if data:
-                    self._columns.put(fingerprint, data)
-                    self._on_packed(fingerprint)
-            except (ChildEnded, SQLAlchemyError) as error:
-                if not self._closed:
-                    log.warning("a plan has no columns; it is read as a document", reason=type(error).__name__)
-
-
-def put_into_columns(channel: Channel, document: bytes) -> None:
-    """In a child."""
-    gc.disable()  # a million lists would be looked through again and again, and all goes with the process
-    if data := packed(document):
-        channel.say(data)
-
-
-def packed(document: bytes) -> bytes:
-    """The columns of a deflated document; empty: they can't hold it."""
-    try:
-        data = pack(Plan.from_json(zlib.decompress(document)))
-        return data if decode_header(data).form == "columns" else b""
-    except (PlannerError, zlib.error, MemoryError) as error:
-        log.warning("a stored plan can't be put into columns", reason=str(error))
-        return b""
 
 
 MAX_NAME = 80
@@ -174,9 +77,7 @@ class Library:
 
     def save_read(self, plan: ReadPlan) -> str:
         """As `save`, of one that a process of its own has read and checked."""
-        fingerprint = self._save(plan.fingerprint, lambda: plan.document, plan.name, plan.summary)
-        self._plans.will_be_asked_for(plan.fingerprint, plan.ops)
-        return fingerprint
+        return self._save(plan.fingerprint, lambda: plan.stored, plan.name, plan.summary)
 
     def _save(self, fingerprint: str, document: Callable[[], str | Packed], name: str, summary: dict[str, Any]) -> str:
         name = " ".join(name.split())

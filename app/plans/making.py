@@ -6,14 +6,11 @@ pipe in columns (planner.plans.packed).
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 import time
-from base64 import b64decode, b64encode
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from cachetools import LRUCache
 
@@ -44,9 +41,6 @@ class PlanRequest:
     timeout: None = None
     makes: bool = True
 
-    def to_json(self) -> bytes:
-        return json.dumps({**self.__dict__, "job": self.job.model_dump(mode="json")}).encode()
-
     def read(self, document: bytes) -> Plan:
         return from_bytes(document, source="the planning process")
 
@@ -64,9 +58,6 @@ class LookUpRequest:
     timeout: None = None
     makes: bool = False
 
-    def to_json(self) -> bytes:
-        return json.dumps({"look_up": {**self.__dict__, "stored": b64encode(self.stored).decode()}}).encode()
-
     def read(self, document: bytes) -> Plan:
         return from_bytes(document, source="the planning process")
 
@@ -76,36 +67,26 @@ def plan_maker(name: str = "planning", *, on_made: Callable[[Plan], None] = lamb
     return TaskQueue(serve, name, on_made=on_made)
 
 
-def serve(channel: Channel, request: bytes) -> None:
+def serve(channel: Channel, request: PlanRequest | LookUpRequest) -> None:
     """In the child."""
-    channel.say(answered(request, _plan))
+    channel.say(answered(lambda: to_bytes(_plan(request))))
 
 
-def _plan(asked: dict[str, Any]) -> bytes:
-    if "look_up" in asked:
-        return to_bytes(_looked_up(**asked["look_up"]))
+def _plan(asked: PlanRequest | LookUpRequest) -> Plan:
+    """Raises PlannerError, also when a stored plan is damaged, or not for such failures."""
+    if isinstance(asked, LookUpRequest):
+        catalog = StoredCatalog(CatalogInfo.from_json(asked.info), MappedBlobs({asked.name: asked.stored}))
+        found = catalog.find(parse_workers(asked.failed))
+        if found is None:
+            raise PlanError(f"plan {asked.name} is not for these failures")
+        return found.plan
     plan = make_plan(
-        problem(
-            JobDoc.model_validate(asked["job"]),
-            asked["failed"],
-            asked["technique"],
-            asked["memory"],
-            asked["partition"],
-        ),
-        solver=asked["solver"],
-        time_limit=asked["time_limit"],
-        look_ahead=asked["solver"] != "list",  # asked for while workers wait
+        problem(asked.job, asked.failed, asked.technique, asked.memory, asked.partition),
+        solver=asked.solver,
+        time_limit=asked.time_limit,
+        look_ahead=asked.solver != "list",  # asked for while workers wait
     )
-    return to_bytes(checked(plan))
-
-
-def _looked_up(info: str, failed: Sequence[str], name: str, stored: str, **_: object) -> Plan:
-    """Raises PlannerError when the stored plan is damaged, or not for such failures."""
-    catalog = StoredCatalog(CatalogInfo.from_json(info), MappedBlobs({name: b64decode(stored)}))
-    found = catalog.find(parse_workers(failed))
-    if found is None:
-        raise PlanError(f"plan {name} is not for these failures")
-    return found.plan
+    return checked(plan)
 
 
 def problem(

@@ -15,13 +15,14 @@ from typing import Any, Literal
 from pydantic import BaseModel, ValidationError
 
 from openrecycle.agent.messages.protocol import OpKind
-from openrecycle.app.runtime.errors import ConsoleError, storing
+from openrecycle.app.runtime.errors import ConsoleError, named, storing
 from openrecycle.db import profiles as rows
 from openrecycle.db.session import Database
 from openrecycle.planner.jobs.errors import InputError, PlannerError
 from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.jobs.profile import MAX_DECIMALS, StageProfile
 from openrecycle.planner.layers.migration import SECONDS
+from openrecycle.planner.plans.models import shape_name
 from openrecycle.planner.plans.plan import JobDoc, LayerDoc, StageDoc, first_problem, job_doc, read_model
 from openrecycle.planner.profiles import Profile, job_on, load_profile, shipped
 
@@ -82,8 +83,8 @@ class NamedProfiles:
 
     def get(self, name: str) -> tuple[ProfileInfo, Profile | JobDoc]:
         """Raises ConsoleError (404)."""
-        if name in shipped():
-            return _shipped_line(name), _shipped_document(name)
+        if (known := shape_name(name)) in shipped():
+            return _shipped_line(known), _shipped_document(known)
         with storing():
             found = self._rows.get(name)
         if found is None:
@@ -100,7 +101,7 @@ class NamedProfiles:
 
         Raises ConsoleError: 409 for the name of one that is shipped, 422 for a document that makes no job.
         """
-        text, by = self._checked(name, document), _actor(actor)
+        text, by = self._checked(name, document), named(actor)
         with storing():
             return self._rows.put(name, text, _summary(document), by)
 
@@ -110,7 +111,7 @@ class NamedProfiles:
 
         Raises ConsoleError as `put` does, and 409 where it is no longer so.
         """
-        text, by = self._checked(name, document), _actor(actor)
+        text, by = self._checked(name, document), named(actor)
         with storing():
             if self._rows.put_over(name, text, _summary(document), by, updated_at=updated_at):
                 return
@@ -164,10 +165,6 @@ class NamedProfiles:
             raise ConsoleError(422, "invalid", f"profile {name!r}: {why}") from None
 
 
-def _actor(name: str) -> str:
-    return name.strip()[:80] or "unknown"
-
-
 def unknown_profile(name: str) -> ConsoleError:
     return ConsoleError(404, "unknown_profile", f"profile: got {name!r}, expected the name of one; GET .../profiles")
 
@@ -184,12 +181,12 @@ def _read(text: str) -> Profile | JobDoc:
 
 def _summary(document: Profile | JobDoc) -> dict[str, Any]:
     if isinstance(document, Profile):
-        layered = document.cut == "layers"
+        layered = document.cut != "stages"
         return {
             "kind": "measured",
             "about": document.about or document.model,
             "stages": None if layered else len(document.parts),
-            "layers": document.layers if layered else None,
+            "layers": document.layers or len(document.parts) if layered else None,
             "time_unit": "ms",
         }
     about = f"job of {document.pipelines} x {document.stages} x {document.micro_batches}"

@@ -24,7 +24,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from openrecycle.agent.coordination.choosing import out
 from openrecycle.agent.coordination.events import Note, UsePlan
 from openrecycle.agent.messages.protocol import OpKind
-from openrecycle.app.catalogs.contents import MOST, CatalogRequest, PlansNeeded
+from openrecycle.app.catalogs.contents import MOST, CatalogRequest, PlansNeeded, needed
 from openrecycle.app.catalogs.service import KEPT_OPS, Catalogs, info_of
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.plans.library import Library, PlanCache
@@ -33,15 +33,16 @@ from openrecycle.app.plans.profiles import NamedProfiles
 from openrecycle.app.plans.simulations import Simulations
 from openrecycle.app.plans.solving import PlanAsked, Point, Solve, Solves
 from openrecycle.app.plans.uploading import Uploads
-from openrecycle.app.runtime.errors import ConsoleError, plain, storing
+from openrecycle.app.runtime.errors import ConsoleError, named, storing
 from openrecycle.app.runtime.patches import LARGE_OPS, building
 from openrecycle.app.runtime.task_queue import AHEAD, URGENT, Done
+from openrecycle.db.access import audit_row
 from openrecycle.db.store import Store
 from openrecycle.planner.catalogs.catalog_build import LISTED
 from openrecycle.planner.jobs.errors import InputError, PlannerError
 from openrecycle.planner.jobs.failures import canonical_pattern
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Worker
-from openrecycle.planner.jobs.words import names, percent
+from openrecycle.planner.jobs.words import counts, grid, names, percent
 from openrecycle.planner.layers.drift import Drift, DriftLimits, DriftState, Ratios, assumed, drifted, forget, observe
 from openrecycle.planner.layers.migration import SECONDS
 from openrecycle.planner.plans.packed import CatalogQuestion, plan_name
@@ -144,30 +145,15 @@ class JobPlanner:
         job.plans.ahead.wanted = job.plans.ahead.made = 0
 
     def make_ahead(self, job: LiveJob) -> None:
-        """The fault-free plan first, then one for each failure pattern, one failure after another. Returns at once:
-        which patterns a large grid has is worked out elsewhere."""
+        """The fault-free plan first, then one for each failure pattern, one failure after another."""
         self._stop_filling(job)
-        asked = job.plans.job
-        job.plans.ahead.wanted, job.plans.ahead.made = (
-            1,
-            0,
-        )  # the fault-free one, until it is known how many there are
-
-        def take(needed: PlansNeeded | None, why: str) -> None:
-            if job.plans.job is not asked or job.state.over:
-                return  # its workers' speeds have changed since
-            job.plans.ahead.wanted = 0
-            if needed is None:
-                log.warning("only the fault-free plan is made ahead", job=job.job_id, reason=why)
-                self._submit(job, [frozenset()])
-                return
-            patterns = needed.patterns[:MOST]  # the list scheduler serves the rest when they happen
-            if job.plans.ops * len(patterns) <= HELD_OPS:
-                self._submit(job, patterns)
-            elif _lasts(job):
-                self._fill(job, needed)
-
-        self._catalogs.needed(job.plans.question, self._tolerance, take)
+        found = needed(job.plans.question, self._tolerance)
+        patterns = found.patterns[:MOST]  # the list scheduler serves the rest when they happen
+        job.plans.ahead.wanted = job.plans.ahead.made = 0
+        if job.plans.ops * len(patterns) <= HELD_OPS:
+            self._submit(job, patterns)
+        elif _lasts(job):
+            self._fill(job, found)
 
     def make_next(self, job: LiveJob) -> None:
         """Beyond the tolerance too, whatever worker fails next finds its plan made."""
@@ -540,10 +526,9 @@ Outcome = Literal["planning", "adopted", "kept", "failed"]
 
 @dataclass(frozen=True)
 class Replan:
-    """One request. failed: the workers that were out. at: POSIX seconds of the request, then of its end.
-
-    reason: why it ended so. elapsed: seconds of solving so far; best, bound: in the job's time unit.
-    """
+    """The newest request for a new plan. failed: the workers that were out. outcome: planning; adopted: it is in
+    force; kept: the plan before stays; failed: none was made. reason: why. at: POSIX seconds of the request,
+    then of its end. elapsed: seconds of solving. best, bound: of the period, in the job's time unit."""
 
     actor: str
     solver: str
@@ -610,7 +595,7 @@ class Replanning:
                 raise ConsoleError(409, "no_choice", "the job is being planned again already; stop that first")
             solve = self._solves.start(asked)
             text = f"{actor} asked for a new plan{_without(failed)} ({solver}, at most {seconds:g} s)"
-            audit = {"at": time.time(), "actor": actor, "action": "replan", "target": solver, "detail": f"{seconds:g}"}
+            audit = audit_row(actor, "replan", solver, detail=f"{seconds:g}")
             job.record(Note("warning", "operator", text), audit=audit)
             self._running[job] = _Running(Replan(actor, solver, seconds, failed, time.time()), planned, solve)
         return text
@@ -710,7 +695,7 @@ def misfit(job: LiveJob, plan: Plan) -> str:
         document.stages,
         document.micro_batches,
     ):
-        grids = [f"{d.pipelines} × {d.stages} × {d.micro_batches}" for d in (document, own)]
+        grids = list(map(grid, (document, own)))
         return f"the plan is for a grid of {grids[0]}, the job's is {grids[1]}"
     if own != document:
         return 'the plan was made for other op times. On Planner, choose the job under "Take over", and plan again'
@@ -725,9 +710,7 @@ def misfit(job: LiveJob, plan: Plan) -> str:
     if current.plan_fingerprint == plan.fingerprint:
         return "it is in force already"
     if plan.partition != current.partition and job.spec.relayout == "never":
-        return (
-            f"its layers per stage are {_counts(plan.partition)}, and those of this job stay {_counts(job.state.held)}"
-        )
+        return f"its layers per stage are {counts(plan.partition)}, and those of this job stay {counts(job.state.held)}"
     return _too_much(job, plan)
 
 
@@ -739,19 +722,9 @@ def use_plan(job: LiveJob, plan: Plan, actor: str) -> str:
     """
     if why := misfit(job, plan):
         raise ConsoleError(409, "misfit", f"plan {plan.fingerprint[:8]}: {why}")
-    who = plain(actor).strip()[:80] or "unknown"
-    audit = {
-        "at": time.time(),
-        "actor": who,
-        "action": "use plan",
-        "target": plan.fingerprint,
-        "detail": "",
-    }
-    return job.apply(UsePlan(plan.fingerprint, plan.failed, who, "", plan.partition), plan=plan, audit=audit)
-
-
-def _counts(partition: tuple[int, ...]) -> str:
-    return ", ".join(map(str, partition))
+    who = named(actor)
+    event = UsePlan(plan.fingerprint, plan.failed, who, "", plan.partition)
+    return job.apply(event, plan=plan, audit=audit_row(who, "use plan", plan.fingerprint))
 
 
 def _too_much(job: LiveJob, plan: Plan) -> str:
@@ -807,7 +780,7 @@ class PlansService:
 
     def close(self) -> None:
         """Ends the child processes."""
-        for service in (self.ahead, self.simulations, self.solves, self.uploads, self.making, self.cache):
+        for service in (self.ahead, self.simulations, self.solves, self.uploads, self.making):
             service.close()
 
     def _keep(self, job: LiveJob, plan: Plan) -> None:

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-import structlog
 from cachetools import LRUCache
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from openrecycle.app.runtime.processes import Channel, ChildEnded, Children, PendingAnswer
+from openrecycle.app.runtime.errors import first_wrong
+from openrecycle.app.runtime.processes import Channel, ChildEnded, Children, PendingAnswer, unexpected
 from openrecycle.planner.jobs.errors import InputError, PlannerError
 from openrecycle.planner.jobs.job import Job, count_ops
 from openrecycle.planner.plans.models import SHAPES, analytic_job, model_shape
@@ -31,8 +31,6 @@ from openrecycle.planner.simulation.policy_base import RecoveryCosts
 from openrecycle.planner.simulation.trace import Trace, scaled
 from openrecycle.planner.simulation.traces import from_history, public_traces
 from openrecycle.planner.simulation.traces.generated import HOST, Domain, generated
-
-log = structlog.get_logger()
 
 POLICIES = (*PLANNED, "spares")
 DRAWN, HISTORY = "drawn", "history"
@@ -187,7 +185,7 @@ class Simulations:
         self._children.close()
 
     def _start(self, simulation: Simulation) -> None:
-        simulation.asked = self._children.begin(simulation.request.model_dump_json().encode(), grace=HEED)
+        simulation.asked = self._children.begin(simulation.request, grace=HEED)
         threading.Thread(target=_follow, args=(simulation, simulation.asked), name="simulation", daemon=True).start()
 
     def _end_unless_watched(self, simulation: Simulation) -> None:
@@ -220,10 +218,9 @@ class Simulator:
         for _ in run(SimulationRequest(pipelines=2, stages=2, micro_batches=2, hours=24, mtbf=12)):
             """Once, for what Python reads in at the first one."""
 
-    def answer(self, question: bytes, wanted: Callable[[], bool]) -> Iterator[bytes]:
+    def answer(self, request: SimulationRequest, wanted: Callable[[], bool]) -> Iterator[bytes]:
         """One message per policy, one for the sweep, and the end."""
         try:
-            request = SimulationRequest.model_validate_json(question)
             for message in run(request, lambda job, samples: self._plan(job, samples, wanted)):
                 yield json.dumps(message).encode()
             yield b'{"done": true}'
@@ -232,9 +229,7 @@ class Simulator:
         except PlannerError as error:
             yield json.dumps({"error": str(error)}).encode()
         except Exception as error:
-            log.exception("a simulation failed")
-            text = f"the simulation failed ({type(error).__name__}); the console's log says more"
-            yield json.dumps({"error": text}).encode()
+            yield json.dumps({"error": unexpected(error, "the simulation")}).encode()
 
     def _plan(self, job: Job, samples: float, wanted: Callable[[], bool]) -> PlannedJob:
         planned = self._planned.get((job, samples))
@@ -250,9 +245,9 @@ def simulator() -> Simulator:
     return Simulator()
 
 
-def answer(channel: Channel, question: bytes) -> None:
+def answer(channel: Channel, request: SimulationRequest) -> None:
     """In the child."""
-    for message in simulator().answer(question, channel.wanted):
+    for message in simulator().answer(request, channel.wanted):
         channel.say(message)
         if not channel.wanted():
             return
@@ -375,9 +370,8 @@ def shapes() -> list[str]:
 
 
 def parse_request(**values: Any) -> SimulationRequest:
-    """Raises InputError naming the field."""
+    """Raises PlannerError, a sentence that names the field."""
     try:
         return SimulationRequest(**values)
     except ValidationError as error:
-        first = error.errors()[0]
-        raise InputError(str(first["loc"][0]), first["input"], first["msg"]) from None
+        raise first_wrong(error) from None

@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import structlog
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field
 
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.notify import Topic
 from openrecycle.app.runtime.patches import OP_BYTES, building
-from openrecycle.app.runtime.processes import Channel, ChildEnded, Children, PendingAnswer
+from openrecycle.app.runtime.processes import Channel, ChildEnded, Children, PendingAnswer, unexpected
 from openrecycle.planner.check import checked
 from openrecycle.planner.jobs.errors import InputError, PlannerError
 from openrecycle.planner.jobs.failures import parse_workers
@@ -151,7 +151,6 @@ class MigrationsAsked(_Asked, MigrationsSettings):
 
 
 Request: TypeAlias = PlanAsked | MigrationsAsked
-_REQUEST: TypeAdapter[Request] = TypeAdapter(Annotated[Request, Field(discriminator="kind")])
 
 
 class MigrationAnswer(BaseModel):
@@ -185,21 +184,20 @@ POINTS_PER_SECOND = 10
 PLAN = b"+"
 
 
-def serve(channel: Channel, document: bytes) -> None:
+def serve(channel: Channel, request: Request) -> None:
     """In the child: points of progress, then what it made, or a sentence."""
 
     def report(point: Any) -> None:
         channel.say(json.dumps({"point": point}).encode())
 
     try:
-        channel.say(answer(_REQUEST.validate_json(document), report, channel.wanted))
+        channel.say(answer(request, report, channel.wanted))
     except PlannerError as error:
         _say_why(channel, str(error))
     except MemoryError:
         _say_why(channel, "this machine has too little memory for a plan of this size")
     except Exception as error:
-        log.exception("the planner failed")
-        _say_why(channel, f"the planner failed ({type(error).__name__}); the console's log says more")
+        _say_why(channel, unexpected(error))
 
 
 def _say_why(channel: Channel, sentence: str) -> None:
@@ -335,7 +333,7 @@ class Solves:
         self,
         *,
         running: int = MAX_RUNNING,
-        work: Callable[[Channel, bytes], None] = serve,
+        work: Callable[[Channel, Request], None] = serve,
         on_made: Callable[[Plan], None] = lambda plan: None,
     ) -> None:
         self._most = running
@@ -418,9 +416,8 @@ class Solves:
                 self._begin(solve)
 
     def _begin(self, solve: Solve) -> None:
-        document = solve.request.model_dump_json().encode()
         # A search that lasts longer than it was asked to ends with its best plan so far.
-        solve.child = self._children.begin(document, timeout=solve.request.timeout, grace=STOP_GRACE)
+        solve.child = self._children.begin(solve.request, timeout=solve.request.timeout, grace=STOP_GRACE)
         solve.state, solve.begun = "running", time.monotonic()
         solve.changed()
         threading.Thread(target=self._collect, args=(solve, solve.child), name="solve", daemon=True).start()

@@ -29,11 +29,9 @@ from openrecycle.app.plans.making import TIME_LIMIT, Making, PlanQuestion
 from openrecycle.app.runtime.errors import ConsoleError, storing
 from openrecycle.db.store import Record, Store
 from openrecycle.planner.catalogs.catalog import Catalog
-from openrecycle.planner.export.compare import by_stage
 from openrecycle.planner.jobs.errors import InputError, PlannerError
 from openrecycle.planner.jobs.job import MAX_OPS, Job, MemoryLimit, Technique, Worker
 from openrecycle.planner.plans.plan import Plan, job_doc
-from openrecycle.planner.plans.schedule import Schedule
 
 IN_FORCE = "in-force"
 EXPECTED = (
@@ -229,45 +227,6 @@ WORKED_EXAMPLE = (
     Made(Technique.DECOUPLED, "none", "3x4x6", ("W1_2",)),
     Made(Technique.STAGGERED, "none", "3x4x6", ("W1_2",)),
 )
-
-Table = dict[str, list[object]]
-
-
-def stage_table(labels: Sequence[str], schedules: Sequence[Schedule]) -> Table:
-    """One row per stage and plan; times in each plan's own unit."""
-    table: Table = {
-        name: []
-        for name in (
-            "stage",
-            "plan",
-            "living workers",
-            "busiest works",
-            "bubbles %",
-            "from",
-            "to",
-            "peak activations",
-            "limit",
-            "re-routed micro-batches",
-        )
-    }
-    both = [(figures, label, s) for label, s in zip(labels, schedules, strict=True) for figures in by_stage(s)]
-    for figures, label, schedule in sorted(both, key=lambda found: found[0].stage):
-        units = schedule.problem.job.units
-        row: tuple[object, ...] = (
-            figures.stage,
-            label,
-            figures.living,
-            units(figures.busy),
-            round(100 * figures.bubble_fraction, 1),
-            units(figures.start),
-            units(figures.end),
-            figures.peak,
-            figures.limit,
-            figures.rerouted,
-        )
-        for column, value in zip(table.values(), row, strict=True):
-            column.append(value)
-    return table
 
 
 class PlanSources:

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from openrecycle.app.runtime.errors import ConsoleError, bounded, sentence
 from openrecycle.app.runtime.processes import Channel, ChildEnded, Children
 from openrecycle.planner.check import check, further
+from openrecycle.planner.plans.packed import Packed, packed
 from openrecycle.planner.plans.plan import Plan
 
 log = structlog.get_logger()
@@ -58,13 +59,12 @@ class PlanToSave(BaseModel):
 
 
 class ReadPlan(NamedTuple):
-    """A plan that has been checked, without its ops. summary: as app.plans.summary has it. ops: how many."""
+    """A plan that has been checked, and is not read again to be stored. summary: see `summary_of`."""
 
     name: str
     fingerprint: str
     summary: dict[str, object]
-    ops: int
-    document: str
+    stored: Packed
 
 
 class Reading:
@@ -105,13 +105,14 @@ class Uploads:
         finally:
             with self._lock:
                 self._waiting -= 1
-        head, _, document = answered.partition(b"\n")
+        head, _, rest = answered.partition(b"\n")
         said = json.loads(head)
         if why := said.get("wrong"):
             raise ConsoleError(422, "invalid", why)
         if "solve" in said:
             return PlanToSave(name=said["name"], solve=said["solve"])
-        return ReadPlan(said["name"], said["fingerprint"], said["summary"], said["ops"], document.decode())
+        stored = Packed(rest[: said["columns"]], rest[said["columns"] :])
+        return ReadPlan(said["name"], said["fingerprint"], said["summary"], stored)
 
     def begin(self, name: str, document: bytes, keep: Callable[[ReadPlan], str]) -> Reading:
         """Reads the Plan document of that file name in a thread of its own, and keeps the plan under the name.
@@ -148,7 +149,8 @@ def read_upload(channel: Channel, body: bytes) -> None:
 
 
 def answer(body: bytes) -> bytes:
-    """A line of JSON: {"wrong": sentence}, {"name", "solve"}, or all of a ReadPlan but its document, which follows."""
+    """A line of JSON: {"wrong": sentence}, {"name", "solve"}, or of a ReadPlan how long its columns are, which
+    follow with its document."""
     try:
         size = len(body)
         containers, fields = max(MOST_CONTAINERS, size // CONTAINER_BYTES), max(MOST_FIELDS, size // FIELD_BYTES)
@@ -165,13 +167,14 @@ def answer(body: bytes) -> bytes:
     plan = message.plan
     if plan is None:
         return json.dumps({"name": message.name, "solve": message.solve}).encode()
+    columns, document = packed(plan)
     head = {
         "name": message.name,
         "fingerprint": plan.fingerprint,
         "summary": summary_of(plan),
-        "ops": plan.op_count,
+        "columns": len(columns),
     }
-    return json.dumps(head).encode() + b"\n" + plan.to_json().encode()
+    return json.dumps(head).encode() + b"\n" + columns + document
 
 
 def summary_of(plan: Plan) -> dict[str, Any]:

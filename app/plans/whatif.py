@@ -26,6 +26,7 @@ from openrecycle.planner.jobs.job import Job, MemoryLimit, StageProfile, Techniq
 from openrecycle.planner.jobs.profile import AUTO, UNEVEN_SCALES, parse_partition
 from openrecycle.planner.layers.distribution import COPY_BANDWIDTH
 from openrecycle.planner.plans.bounds import Bound, best_bound
+from openrecycle.planner.plans.models import shape_name
 from openrecycle.planner.plans.plan import JobDoc, Plan, PlanError, first_problem, job_doc, read_json, read_model
 from openrecycle.planner.profiles import Profile, job_on, load_profile, of_layers, on_grid, shipped
 from openrecycle.planner.solvers.portfolio import SOLVERS
@@ -403,9 +404,10 @@ def _profile(text: str, kept: SavedProfile | None) -> dict[str, Any]:
         if kept is None or text != saved_word(kept):
             raise InputError("profile", name, "the name of a profile that is kept here")
         return {"profile": text, "kept": kept}
-    if text not in PRESETS and text not in shipped():
+    if text not in PRESETS and shape_name(text) not in shipped():
         read_profile(text)
-    return {"profile": text}
+        return {"profile": text}
+    return {"profile": shape_name(text)}
 
 
 def _one_of(field: str, text: str, known: tuple[str, ...]) -> str:

@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.words import printable
 from openrecycle.planner.plans.plan import DuplicateKey, refuse_duplicates
 
 if TYPE_CHECKING:
+    from pydantic import ValidationError
     from sqlalchemy.exc import SQLAlchemyError
 
 # What drivers say of a database that can't be reached any more.
@@ -46,6 +48,10 @@ class SettingsError(Exception):
 
 def unknown_job(job_id: str) -> ConsoleError:
     return ConsoleError(404, "unknown_job", f"job: got {job_id!r}, expected the id of a job of this console")
+
+
+def unknown_worker(name: str) -> ConsoleError:
+    return ConsoleError(404, "unknown_worker", f"worker: got {name!r}, expected one of the job's grid")
 
 
 def unavailable(error: SQLAlchemyError) -> ConsoleError:
@@ -98,6 +104,12 @@ def named(actor: str) -> str:
     return plain(actor).strip()[:80] or "unknown"
 
 
+def first_wrong(error: ValidationError) -> InputError:
+    """For a page, which has a place for one."""
+    first = error.errors()[0]
+    return InputError(".".join(map(str, first["loc"])), first["input"], _expected(str(first["msg"])))
+
+
 _SHORT = reprlib.Repr()
 # More than is shown of any value, and far less than what somebody may send.
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 4, 100, 100, 100
@@ -119,12 +131,17 @@ def sentence(errors: Sequence[Mapping[str, Any]]) -> str:
     elif kind == "json_invalid":
         text = f"the body is not JSON: {first.get('ctx', {}).get('error', message)}"
     else:
-        for start, wording in (("Input should be ", ""), ("String should ", "a string to "), ("Value error, ", "")):
-            if message.startswith(start):
-                message = wording + message.removeprefix(start)
-        text = f"{where}: got {shown}, expected {message}"
+        text = f"{where}: got {shown}, expected {_expected(message)}"
     more = len(errors) - 1
     return text + (f"; and {more} more" if more else "")
+
+
+def _expected(message: str) -> str:
+    """Of pydantic's message, what comes after `expected`."""
+    for start, wording in (("Input should be ", ""), ("String should ", "a string to "), ("Value error, ", "")):
+        if message.startswith(start):
+            message = wording + message.removeprefix(start)
+    return message
 
 
 # Of one body: objects and lists; and fields of all its objects together. A batch of 8,192 heartbeats, and a job of

@@ -8,7 +8,6 @@ are bytes. Nothing that comes out of a child is unpickled: it may have read what
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import multiprocessing
@@ -147,21 +146,35 @@ def _limit_memory(more: int) -> None:
 _MADE, _WHY = b"+", b"-"
 
 
+def made(data: bytes) -> bytes:
+    """In the child: what `read_answer` reads."""
+    return _MADE + data
+
+
+def why_not(sentence: str) -> bytes:
+    """In the child: that nothing is made, and why."""
+    return _WHY + sentence.encode()
+
+
 def read_answer(data: bytes) -> tuple[bytes | None, str]:
     """(what was made, "") or (None, why there is nothing)."""
     return (data[1:], "") if data[:1] == _MADE else (None, data[1:].decode())
 
 
-def answered(request: bytes, make: Callable[[dict[str, Any]], bytes]) -> bytes:
-    """In the child: what `read_answer` reads. make: from the request's JSON; may raise PlannerError."""
-    asked = json.loads(request)
+def answered(make: Callable[[], bytes]) -> bytes:
+    """In the child: what `read_answer` reads. make: may raise PlannerError."""
     try:
-        return _MADE + make(asked)
+        return made(make())
     except PlannerError as error:
-        return _WHY + str(error).encode()
+        return why_not(str(error))
     except Exception as error:
-        log.exception("the planner failed", failed=asked.get("failed"))
-        return _WHY + f"the planner failed ({type(error).__name__}); the console's log says more".encode()
+        return why_not(unexpected(error))
+
+
+def unexpected(error: Exception, who: str = "the planner") -> str:
+    """In the child: the sentence for an error that is a mistake of ours, of which the log says all."""
+    log.exception(f"{who} failed", exc_info=error)
+    return f"{who} failed ({type(error).__name__}); the console's log says more"
 
 
 # -- the console -------------------------------------------------------------------------------

@@ -28,14 +28,14 @@ _ATTEMPTS = 2
 _TRY_AGAIN_SECONDS = 1.0
 
 
-Serve = Callable[[Channel, bytes], None]
+Serve = Callable[[Channel, Any], None]
 Made = TypeVar("Made")
 Made_co = TypeVar("Made_co", covariant=True)
 
 
 class Request(Protocol[Made_co]):
-    """owner: what `cancel` goes by (the job's id). timeout: seconds that its work may take; None: any. makes: is what
-    comes of it new, and not just looked up?"""
+    """What the child gets. owner: what `cancel` goes by (the job's id). timeout: seconds that its work may take; None:
+    any. makes: is what comes of it new, and not just looked up?"""
 
     @property
     def owner(self) -> str: ...
@@ -43,7 +43,6 @@ class Request(Protocol[Made_co]):
     def makes(self) -> bool: ...
     @property
     def timeout(self) -> float | None: ...
-    def to_json(self) -> bytes: ...
     def read(self, document: bytes) -> Made_co: ...
 
 
@@ -108,7 +107,7 @@ class TaskQueue:
         attempts = 0
         while attempts < _ATTEMPTS and not self._stopping:
             try:
-                made, why = read_answer(self._children.ask(request.to_json(), timeout=request.timeout))
+                made, why = read_answer(self._children.ask(request, timeout=request.timeout))
             except ChildEnded as ended:
                 if ended.late:
                     return None, f"it took more than {request.timeout:g} s"

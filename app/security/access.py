@@ -4,11 +4,7 @@ Tokens that an administrator makes for others (`orc_<id>_<secret>`) are checked 
 the database. Another process may make or revoke some in the same database, so they are read again every few seconds,
 and an id that is not known is looked up.
 
-The limits: agents 20,000 requests a second and 100,000 at once per token, which 8,192 workers at one
-heartbeat a second and all that they say when a generation opens stay below; people and programs 100 a second
-and 1,000 at once per token or account (a page is some 100 files); addresses without a right token 10 a
-second and 200 at once. Wrong tokens: 20 a minute per address, 200 a minute in all; an address from which a right one
-came before has 200 a minute of its own.
+Limits are per token or account, and per address where there is no right one.
 """
 
 from __future__ import annotations
@@ -37,7 +33,7 @@ from openrecycle.app.runtime.runner import in_thread
 from openrecycle.app.runtime.settings import OidcSettings
 from openrecycle.app.security.callers import CALLER, LOCAL, Caller, Role, from_header
 from openrecycle.app.security.sign_in import COOKIE, SESSION_SECONDS, Login, role_of, signed_in
-from openrecycle.db.access import AuditStore, TokenStore
+from openrecycle.db.access import AuditStore, TokenStore, audit_row
 from openrecycle.db.session import Database
 from openrecycle.db.store import Record
 
@@ -245,7 +241,9 @@ class RateLimit:
     burst: float
 
 
+# 8,192 workers at one heartbeat a second, and all that they say when a generation opens, stay below.
 AGENTS = RateLimit(20_000, 100_000)
+# People and programs; a page is some 100 files.
 PEOPLE = RateLimit(100, 1_000)
 UNKNOWN = RateLimit(10, 200)
 
@@ -370,9 +368,9 @@ class Access:
 
     # -- sessions ---------------------------------------------------------------------------
 
-    def session(self, caller: Caller, until: float | None = None) -> str:
+    def session(self, caller: Caller) -> str:
         """The cookie's value: until when, which token, and both under the console's key."""
-        ends = min(caller.until, time.time() + SESSION_SECONDS) if until is None else until
+        ends = min(caller.until, time.time() + SESSION_SECONDS)
         return self._sessions.sign(f"{int(ends)}.{caller.key}").decode()
 
     def _by_session(self, value: str) -> Caller | None:
@@ -462,10 +460,9 @@ class AuditLog:
         self._store = store
 
     def record(self, actor: str, action: str, target: str = "", *, job_id: str | None = None, detail: str = "") -> None:
-        """actor: the name of a token or an account. action: a verb and what it is done to."""
-        row = {"actor": named(actor), "action": action, "target": target[:255], "detail": detail}
+        """actor: the name of a token or an account. The others: see db.access.audit_row."""
         with storing():
-            self._store.add({"at": time.time(), "job_id": job_id, **row})
+            self._store.add(audit_row(named(actor), action, target, job_id=job_id, detail=detail))
 
     def read(self, after: int = 0, limit: int = 200, job_id: str | None = None) -> list[Record]:
         """Lines with an id > after, oldest first."""

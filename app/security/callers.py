@@ -14,7 +14,7 @@ from openrecycle.agent.messages.protocol import API
 
 # Set by the guard on every request that it lets through, and never taken from outside.
 CALLER = "x-openrecycle-caller"
-ACTOR = "x-actor"
+ACTOR = "x-actor"  # of any alphabet: see `actor_of`
 # In the scope, from the guard: may whoever asked still ask? For answers that take long.
 STILL = "openrecycle.still"
 MAX_ACTOR = 80
@@ -65,6 +65,11 @@ def from_header(text: str) -> Caller:
     """What the guard wrote. Raises ValueError for anything else."""
     key, name, role, job_id, until = json.loads(text)
     return Caller(key, name, Role(role), job_id, math.inf if until is None else until)
+
+
+def actor_of(text: str) -> str:
+    """What the guard wrote in ACTOR, in UTF-8. text: as Starlette reads headers, in latin-1."""
+    return text.encode("latin-1", "replace").decode("utf-8", "replace")
 
 
 # Anybody on this machine, where the console has no token. The API says who it was by X-Actor.

@@ -481,7 +481,7 @@ def _as(scope: Scope, caller: Caller | None, claimed: str | None) -> Scope:
     else:
         actor = claimed or ""
     if actor:
-        headers.append((ACTOR.encode(), actor[:MAX_ACTOR].encode("latin-1", "replace")))
+        headers.append((ACTOR.encode(), actor[:MAX_ACTOR].encode()))
     headers.append((CALLER.encode(), caller.to_header()))
     return {**scope, "headers": headers}
 

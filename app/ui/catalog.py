@@ -26,8 +26,6 @@ COUNT, PLAN = "cat_count", "cat_plan"
 MOST_ROWS = 100
 # Seconds between two looks at a filling; of so many plans, which take longer to draw, fewer.
 REFRESH, MANY = 0.5, 100
-# Between two looks at what is being worked out.
-WAIT = 1.0
 
 
 def page() -> None:
@@ -45,9 +43,6 @@ def page() -> None:
     if request is None:
         return
     report = console.catalogs.report(request.question, request.tolerance, st.query_params.get("catalog"))
-    if report is None:
-        st.fragment(_wait, run_every=WAIT)(console, request)
-        return
     if "catalog" in st.query_params:
         components.heading(catalog_view.question_words(report))
     filling = console.catalogs.filling(report.fingerprint)
@@ -57,26 +52,9 @@ def page() -> None:
     _others(console, report)
 
 
-def _wait(console: ConsoleService, request: CatalogRequest) -> None:
-    """What there is to plan for a large job is worked out by another process."""
-    try:
-        report = console.catalogs.report(request.question, request.tolerance, st.query_params.get("catalog"))
-    except ConsoleError as error:
-        st.error(str(error))
-        return
-    if report is not None:
-        st.rerun()
-    components.quiet(
-        "Which plans so large a job needs is being worked out; they are shown here as soon as that is known."
-    )
-
-
 def _catalog(console: ConsoleService, request: CatalogRequest, colours: Palette) -> None:
     """All that changes while it is filled."""
     report = console.catalogs.report(request.question, request.tolerance, st.query_params.get("catalog"))
-    if report is None:  # it is not remembered any more
-        st.rerun()
-        return
     _fill(console, request, report)
     if not report.plans:
         components.quiet(

@@ -55,7 +55,7 @@ def cards(report: CatalogReport) -> list[Card]:
             "warn" if covered is None else "good" if covered >= report.tolerance else "",
         ),
     ]
-    if not report.plans:
+    if report.reference is None:  # nothing is stored
         return out
     whole = report.lines[0]
     last = next((line for line in reversed(report.lines) if line.plans and line.wanted), whole)
@@ -156,7 +156,7 @@ def stored_table(catalogs: Sequence[CatalogSummary], states: Sequence[str], now:
     """One row per stored catalog. states: whether each is used, and why not. now: POSIX seconds."""
     jobs = [catalog.info.job for catalog in catalogs]
     return {
-        "grid": [f"{job.pipelines} × {job.stages} × {job.micro_batches}" for job in jobs],
+        "grid": list(map(text.grid, jobs)),
         "technique": [catalog.info.technique.value for catalog in catalogs],
         "memory": [catalog.info.memory for catalog in catalogs],
         "unit": [job.time_unit for job in jobs],
@@ -170,12 +170,8 @@ def stored_table(catalogs: Sequence[CatalogSummary], states: Sequence[str], now:
 
 def question_words(report: CatalogReport) -> str:
     """`3 pipelines × 4 stages, 6 micro-batches each · staggered · memory limit uniform`."""
-    job, question = report.question.job, report.question
-    return (
-        f"{text.count(job.pipelines, 'pipeline')} × {text.count(job.stages, 'stage')}, "
-        f"{text.count(job.micro_batches, 'micro-batch', 'micro-batches')} each · {question.technique.value} · "
-        f"memory limit {question.memory.text}"
-    )
+    question = report.question
+    return f"{text.grid_words(question.job)} · {question.technique.value} · memory limit {question.memory.text}"
 
 
 def filling_words(filling: Filling) -> str:

@@ -8,7 +8,7 @@ from functools import partial
 import streamlit as st
 
 from openrecycle.app.console.service import ConsoleService, get_console
-from openrecycle.app.console.view import JobHead
+from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.plans.sources import (
     MOST,
     NOT_KEPT,
@@ -19,7 +19,6 @@ from openrecycle.app.plans.sources import (
     job_of,
     parse_reference,
     pinned,
-    stage_table,
 )
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import components, facts, text, time_range, url_state
@@ -31,7 +30,7 @@ from openrecycle.app.ui.picker import open_job
 from openrecycle.app.ui.plan_files import export_button, open_file
 from openrecycle.app.ui.plan_source import clock, newest, say_measured, wait_for
 from openrecycle.app.ui.schedule_view import choose_rows
-from openrecycle.app.ui.tables import beside_html, differences
+from openrecycle.app.ui.tables import beside_html, differences, stage_table
 from openrecycle.app.ui.theme import Palette
 from openrecycle.app.ui.time_range import choose_time
 from openrecycle.app.ui.url_state import BEGAN_WITH
@@ -66,13 +65,13 @@ def page() -> None:
         _compare(console, sources, colours)
 
 
-def _title(head: JobHead) -> bool:
+def _title(job: LiveJob) -> bool:
     """The head does not name a job that none of the plans is of."""
     try:
         asked = [parse_reference(each, field="plans") for each in st.query_params.get_all("plans")]
     except InputError:
         return False  # the page says so
-    if not asked or any(job_of(each) == head.job_id for each in asked):
+    if not asked or any(job_of(each) == job.job_id for each in asked):
         return False
     st.html(TITLE)
     return True
@@ -275,7 +274,7 @@ def _cards(labels: list[str], sources: list[Source]) -> list[Card]:
 
 
 def _grid(plan: Plan) -> str:
-    return f"{plan.job.pipelines} × {plan.job.stages} × {plan.job.micro_batches}"
+    return text.grid(plan.job)
 
 
 def _tables(console: ConsoleService, sources: list[Source], schedules: list[Schedule], labels: list[str]) -> None:

@@ -14,12 +14,14 @@ from typing import Any
 import plotly.graph_objects as go
 import streamlit as st
 
+from openrecycle.agent.messages.protocol import JobSpec
 from openrecycle.app.console.service import get_console
-from openrecycle.app.console.view import JobHead, JobView, RecoveryView
+from openrecycle.app.console.view import JobView, RecoveryView
 from openrecycle.app.jobs.states import Condition, RoleState
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import access, text
 from openrecycle.app.ui.charts.chart_placeholder import chart_placeholder
+from openrecycle.app.ui.charts.vega import LiveChart
 from openrecycle.app.ui.charts.worker_grid import LOOKS
 from openrecycle.app.ui.facts import Card, op_time_words
 from openrecycle.app.ui.theme import Palette, palette
@@ -161,14 +163,9 @@ def legend_of(drawings: Sequence[Drawing], *, ghost: bool) -> None:
     op_legend({kind for kind, _ in looks}, rerouted=any(moved for _, moved in looks), ghost=ghost)
 
 
-def job_title(head: JobHead, *, pace: bool = True) -> None:
+def job_title(spec: JobSpec, *, pace: bool = True) -> None:
     """The job's name, what it is, and whether its op times are paced."""
-    spec = head.spec
-    about = (
-        f"{text.count(spec.pipelines, 'pipeline')} × {text.count(spec.stages, 'stage')}, "
-        f"{text.count(spec.micro_batches, 'micro-batch', 'micro-batches')} each · {spec.technique} · "
-        f"memory limit {'by bytes' if spec.memory == 'bytes' else spec.memory}"
-    )
+    about = _about(spec, spec.technique, spec.memory)
     if spec.profile is not None and spec.profile.layers:
         about += f" · {text.count(len(spec.profile.layers), 'layer')}"
     paced, times = "", op_time_words(spec)
@@ -182,13 +179,14 @@ def job_title(head: JobHead, *, pace: bool = True) -> None:
     st.html(f'<h1 class="or-title">{escape(spec.name)}</h1><div class="or-about">{escape(about)}{paced}</div>')
 
 
+def _about(grid: text.Grid, technique: str, memory: str) -> str:
+    limit = "by bytes" if memory == "bytes" else memory
+    return f"{text.grid_words(grid)} · {technique} · memory limit {limit}"
+
+
 def plan_title(name: str, plan: Plan, aside: str) -> None:
     """The name of a plan that is no job's, what it is for, and what it has to do with the job."""
-    about = (
-        f"{text.count(plan.job.pipelines, 'pipeline')} × {text.count(plan.job.stages, 'stage')}, "
-        f"{text.count(plan.job.micro_batches, 'micro-batch', 'micro-batches')} each · {plan.technique.value} · "
-        f"memory limit {'by bytes' if plan.memory == 'bytes' else plan.memory} · {aside}"
-    )
+    about = f"{_about(plan.job, plan.technique.value, plan.memory)} · {aside}"
     st.html(f'<h1 class="or-title">{escape(name)}</h1><div class="or-about">{escape(about)}</div>')
 
 
@@ -197,6 +195,11 @@ def until_drawn(figure: go.Figure) -> None:
     has drawn that."""
     if picture := chart_placeholder(figure):
         st.html(picture)
+
+
+def live_chart(chart: LiveChart, key: str, alt: str, **look: Any) -> None:
+    """look: passed on to Streamlit."""
+    st.vega_lite_chart(None, chart.whole(), theme=None, key=key, alt=alt, **look)
 
 
 def schedule_chart(

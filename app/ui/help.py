@@ -11,6 +11,7 @@ from openrecycle.app.console.service import get_console
 from openrecycle.app.plans.introduction import JOB, IntroductionPicture, pictures
 from openrecycle.app.ui import components, url_state
 from openrecycle.app.ui.charts.worker_grid import LOOKS
+from openrecycle.app.ui.facts import OVER
 from openrecycle.app.ui.help_words import SECTIONS, WORDS, demo_line, launch_line, reporter, token_line, trainer
 from openrecycle.app.ui.theme import Palette
 from openrecycle.planner.export.picture import small
@@ -72,7 +73,7 @@ def _drawn(theme: str, _colours: Palette) -> list[tuple[str, str, str, str]]:
 
 
 def _steps(colours: Palette) -> None:
-    demo = any(job.state != "finished" for job in get_console().queries.list_jobs())
+    demo = any(job.state not in OVER for job in get_console().queries.list_jobs())
     first = f"Start a demo job for this console, in a second terminal: `{demo_line(_address())}`."
     if demo:
         first = "A job is here already: open **Live**."

@@ -52,7 +52,7 @@ WORDS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
             (
                 "Option",
                 "What the job can do when workers are lost: re-route, re-partition (move layers to other stages), "
-                "migrate and re-route (a worker changes its stage), or drop the replica (its pipeline stands by).",
+                "migrate and re-route (a worker changes its stage), or stand by (the rest of a pipeline waits, too).",
             ),
         ),
     ),

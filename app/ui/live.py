@@ -51,20 +51,20 @@ def page() -> None:
     if opened is None:
         event_feed.say_now()
         return
-    head, controls = opened
-    over = head.state in OVER
-    offered = console.operators.choice(head.job_id)
+    job, controls = opened
+    over = job.state.job_state in OVER
+    offered = console.operators.choice(job.job_id)
     with controls:
-        operating.mode_switch(console, head.job_id, offered, over=over)
-        operating.plan_menu(console, head.job_id, over=over)
-        operating.job_menu(console, head)
+        operating.mode_switch(console, job.job_id, offered, over=over)
+        operating.plan_menu(console, job.job_id, over=over)
+        operating.job_menu(console, job)
         moving = url_state.toggle(
             "Refresh", value=True, key="refresh", help="Off: the page stands still, to look closely."
         )
-    every = (1.0 if head.workers <= MAX_TILES else 2.0) if moving else None
-    show_opened(console, head.job_id)  # first, since somebody has just clicked
+    every = (1.0 if len(job.state.members) <= MAX_TILES else 2.0) if moving else None
+    show_opened(console, job.job_id)  # first, since somebody has just clicked
     said = operating.said_by_controls(offered)
-    st.fragment(_live, run_every=every)(console, head.job_id, colours, over=over, moving=moving, said=said)
+    st.fragment(_live, run_every=every)(console, job.job_id, colours, over=over, moving=moving, said=said)
 
 
 def _live(
@@ -150,15 +150,12 @@ def _heat_map(view: JobView, colours: Palette) -> None:
         )
         st.button("Open", disabled=chosen is None, key="worker-open", on_click=open_worker, args=(chosen,))
     components.legend(facts.legend_counts(view))
-    chart = worker_grid(view, colours)
-    st.vega_lite_chart(
-        None,
-        chart.whole(),
-        theme=None,
-        key="worker-map",
+    components.live_chart(
+        worker_grid(view, colours),
+        "worker-map",
+        "Worker grid: pipelines across, stages down. The table below has each worker's state.",
         on_select=_picked,
         selection_mode=PICKED,
-        alt="Worker grid: pipelines across, stages down. The table below has each worker's state.",
     )
     figures = url_state.expander("The same in figures", key="worker-figures")
     if figures.open:
@@ -195,15 +192,8 @@ def _progress(view: JobView, colours: Palette) -> None:
         drawn, turn = time_range.drawn_with(name, f"{view.job_id} {colours.name}", shown)
         key = f"{name}-{turn}"
         with st.container(key=f"progress-{name}"):
-            st.vega_lite_chart(
-                None,
-                make(rows, colours, drawn).whole(),
-                theme=None,
-                key=key,
-                on_select=partial(iteration_range.zoomed, name, key),
-                selection_mode=ZOOM,
-                alt=alt,
-            )
+            zoomed = partial(iteration_range.zoomed, name, key)
+            components.live_chart(make(rows, colours, drawn), key, alt, on_select=zoomed, selection_mode=ZOOM)
     url_state.say(iteration_range.ITERATIONS)
     source = (
         f"Fault-free {text.rate(reference.samples_per_second)} samples/s (dotted), {reference.words}. "

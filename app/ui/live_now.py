@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from openrecycle.app.console.operators import Choice
 from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.console.view import JobView
 from openrecycle.app.observing.as_run import MeasuredIteration
@@ -22,10 +23,10 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Now:
-    """choice: see Operators.choice. at: POSIX seconds."""
+    """at: POSIX seconds."""
 
     view: JobView
-    choice: dict[str, Any]
+    choice: Choice
     measured: MeasuredIteration | None
     roll_out: RollOut | None
     at: float

@@ -7,14 +7,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from html import escape
-from typing import Any
 
 import streamlit as st
 
-from openrecycle.agent.coordination.membership import LEAST_CHOICE_TIMEOUT, MOST_CHOICE_TIMEOUT, Mode
+from openrecycle.agent.coordination.membership import LEAST_CHOICE_TIMEOUT, MOST_CHOICE_TIMEOUT, Candidate, Mode
 from openrecycle.agent.messages.protocol import API
+from openrecycle.app.console.operators import Choice
 from openrecycle.app.console.service import ConsoleService
-from openrecycle.app.console.view import JobHead, JobView
+from openrecycle.app.console.view import JobView
+from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.jobs.states import OUT
 from openrecycle.app.observing.rollout import RollOut
 from openrecycle.app.plans.service import Replan
@@ -32,15 +33,14 @@ WORDS = {Mode.AUTOMATIC: "Automatic", Mode.MANUAL: "Manual"}
 MOST_COLUMNS = 4
 
 
-def said_by_controls(choice: dict[str, Any]) -> tuple[object, ...]:
-    """What the controls in the page's head say of the job. Others may change it, and workers take their time.
-    choice: see Operators.choice."""
-    return tuple(choice[key] for key in ("mode", "choice_timeout", "paused", "stopped", "frozen_by"))
+def said_by_controls(choice: Choice) -> tuple[object, ...]:
+    """What the controls in the page's head say of the job. Others may change it, and workers take their time."""
+    return choice.mode, choice.choice_timeout, choice.paused, choice.stopped, choice.frozen_by
 
 
-def mode_switch(console: ConsoleService, job_id: str, choice: dict[str, Any], *, over: bool) -> None:
+def mode_switch(console: ConsoleService, job_id: str, choice: Choice, *, over: bool) -> None:
     """Says who decides; changing it takes effect only when it is applied. Pauses the job, and lets it go on."""
-    mode, paused, stopped = Mode(choice["mode"]), bool(choice["paused"]), bool(choice["stopped"])
+    mode, paused, stopped = choice.mode, choice.paused, choice.stopped
     said = "Paused" if stopped else "Pausing" if paused else WORDS[mode]
     with st.popover(said, icon=":material/tune:", key="mode", disabled=over):
         st.markdown("**When workers are lost**")
@@ -60,12 +60,12 @@ def mode_switch(console: ConsoleService, job_id: str, choice: dict[str, Any], *,
             "Seconds to choose in",
             min_value=LEAST_CHOICE_TIMEOUT,
             max_value=MOST_CHOICE_TIMEOUT,
-            value=float(choice["choice_timeout"]),
+            value=float(choice.choice_timeout),
             step=10.0,
             disabled=wanted is not Mode.MANUAL,
-            key=f"choice_timeout-{choice['choice_timeout']}",
+            key=f"choice_timeout-{choice.choice_timeout}",
         )
-        unchanged = wanted is mode and (wanted is Mode.AUTOMATIC or choice_timeout == choice["choice_timeout"])
+        unchanged = wanted is mode and (wanted is Mode.AUTOMATIC or choice_timeout == choice.choice_timeout)
         if st.button("Apply", type="primary", disabled=unchanged, key="mode-apply"):
             try:
                 console.operators.set_mode(job_id, Mode(wanted), choice_timeout, actor(console))
@@ -91,17 +91,17 @@ def mode_switch(console: ConsoleService, job_id: str, choice: dict[str, Any], *,
             st.rerun()
 
 
-def options(console: ConsoleService, view: JobView, choice: dict[str, Any]) -> None:
+def options(console: ConsoleService, view: JobView, choice: Choice) -> None:
     """The options side by side: in full while the job waits for one, else folded up while workers are out, with which
     of them is best. While there is nothing to choose, a line in its place, so that a loss moves nothing on the page."""
     with st.container(key="ways", gap="xsmall"):
-        if choice["candidates"] and choice["waiting"]:
-            left = choice["seconds_left"]
+        if choice.candidates and choice.waiting:
+            left = choice.seconds_left
             until = f"{_best(choice)} is taken in {text.seconds(left)} unless you choose" if left else ""
             components.heading("Which option?", until)
             _cards(console, view.job_id, choice, "Apply")
-        elif choice["candidates"] or view.advice:
-            out = choice["failed"] or [w.name for w in view.workers if w.state in OUT]
+        elif choice.candidates or view.advice:
+            out = choice.failed or [w.name for w in view.workers if w.state in OUT]
             title = f"Options with {names(out, 4)} empty" if out else "Options now that all workers are back"
             with url_state.expander(title, icon=":material/alt_route:", key="ways-folded"):
                 if view.advice:
@@ -111,12 +111,12 @@ def options(console: ConsoleService, view: JobView, choice: dict[str, Any]) -> N
             components.quiet(words)
 
 
-def _best(choice: dict[str, Any]) -> str:
-    return str(choice["candidates"][0]["name"])
+def _best(choice: Choice) -> str:
+    return choice.candidates[0].name
 
 
-def _cards(console: ConsoleService, job_id: str, choice: dict[str, Any], verb: str) -> None:
-    ways = choice["candidates"]
+def _cards(console: ConsoleService, job_id: str, choice: Choice, verb: str) -> None:
+    ways = choice.candidates
     with st.container(key="ways-on"):
         for begin in range(0, len(ways), MOST_COLUMNS):
             row = ways[begin : begin + MOST_COLUMNS]
@@ -125,24 +125,24 @@ def _cards(console: ConsoleService, job_id: str, choice: dict[str, Any], verb: s
                     _card(console, job_id, choice, way, verb)
 
 
-def _card(console: ConsoleService, job_id: str, choice: dict[str, Any], way: dict[str, Any], verb: str) -> None:
-    name, best = way["name"], way["name"] == _best(choice)
+def _card(console: ConsoleService, job_id: str, choice: Choice, way: Candidate, verb: str) -> None:
+    name, best = way.name, way.name == _best(choice)
     # `in force` is the one whose plan the job runs while it trains.
     run = console.jobs.find(job_id).plan_run
-    in_force = not choice["waiting"] and run is not None and run.fingerprint == way["plan"]
+    in_force = not choice.waiting and run is not None and run.fingerprint == way.plan
     badge = "in force" if in_force else "the best" if best else ""
-    moves = ", ".join(f"{source} → {to}" for source, to in way["moves"])
-    head = "h3" if choice["waiting"] else "h2"  # below a heading, or folded up below none
+    moves = ", ".join(f"{source} → {to}" for source, to in way.moves)
+    head = "h3" if choice.waiting else "h2"  # below a heading, or folded up below none
     st.html(
         f'<div class="or-way"><{head}>{escape(name)} <span class="or-aside">{badge}</span></{head}>'
-        f"<p><b>{text.percent(way['share'])}</b> of the fault-free plan's throughput · period "
-        f"{text.percent(way['slowdown_vs_1f1b'], sign=True)} vs fault-free 1F1B</p>"
+        f"<p><b>{text.percent(way.share)}</b> of the fault-free plan's throughput · period "
+        f"{text.percent(way.slowdown_vs_1f1b, sign=True)} vs fault-free 1F1B</p>"
         + (f"<p>Moves {escape(moves)}</p>" if moves else "")
-        + (f"<p>Layers per stage {text.counts(way['partition'])}</p>" if way["partition"] else "")
-        + f"<p class='or-aside'>{escape(way['text'])}.</p></div>"
+        + (f"<p>Layers per stage {text.counts(way.partition)}</p>" if way.partition else "")
+        + f"<p class='or-aside'>{escape(way.text)}.</p></div>"
     )
-    if way["plan"]:
-        st.markdown(f"[Its plan](schedule?job={job_id}&plan=job:{job_id}:{way['plan']})")
+    if way.plan:
+        st.markdown(f"[Its plan](schedule?job={job_id}&plan=job:{job_id}:{way.plan})")
     st.button(
         verb,
         key=f"choose-{name}",
@@ -150,7 +150,7 @@ def _card(console: ConsoleService, job_id: str, choice: dict[str, Any], way: dic
         disabled=in_force,
         width="stretch",
         on_click=_choose,
-        args=(console, job_id, name, tuple(choice["failed"])),
+        args=(console, job_id, name, choice.failed),
     )
 
 
@@ -165,9 +165,9 @@ def _choose(console: ConsoleService, job_id: str, name: str, failed: tuple[str, 
 NAME = "delete-name"
 
 
-def job_menu(console: ConsoleService, head: JobHead) -> None:
+def job_menu(console: ConsoleService, job: LiveJob) -> None:
     """Draws the button; what is behind it acts only after it was confirmed."""
-    name, job_id = head.spec.name, head.job_id
+    name, job_id = job.spec.name, job.job_id
     with st.popover("Job", icon=":material/folder:", key=f"job-menu-{job_id}"):
         st.markdown("**History**")
         link = f"{API}/jobs/{escape(job_id)}/history.zip"
@@ -214,7 +214,7 @@ HEADS = ("has the plan", "in its groups", "trains")
 
 def plan_menu(console: ConsoleService, job_id: str, *, over: bool) -> None:
     """Freezes the plan in force, and has the job planned again."""
-    frozen_by = str(console.operators.choice(job_id)["frozen_by"])
+    frozen_by = console.operators.choice(job_id).frozen_by
     with st.popover(
         "Plan frozen" if frozen_by else "Plan",
         icon=":material/lock:" if frozen_by else ":material/route:",

@@ -8,7 +8,7 @@ import streamlit as st
 from streamlit.delta_generator import DeltaGenerator
 
 from openrecycle.app.console.service import ConsoleService
-from openrecycle.app.console.view import JobHead
+from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.jobs.states import JobSummary
 from openrecycle.app.ui import components, url_state
 from openrecycle.app.ui.facts import OVER
@@ -19,8 +19,8 @@ PICKER = "job-picker"
 
 
 def open_job(
-    console: ConsoleService, *, pace: bool = True, title: Callable[[JobHead], bool] = lambda head: False
-) -> tuple[JobHead, DeltaGenerator] | None:
+    console: ConsoleService, *, pace: bool = True, title: Callable[[LiveJob], bool] = lambda job: False
+) -> tuple[LiveJob, DeltaGenerator] | None:
     """Draws the page's head; returns the job and the place for the page's own controls.
 
     pace: also say whether the job is paced. title: draws what the page shows in the place of the job's name, and
@@ -44,7 +44,7 @@ def open_job(
         controls = st.container(horizontal=True, vertical_alignment="bottom", width="content", key="page-controls")
     job_id = jobs[0].job_id if wanted is None else wanted
     # Before the controls, which on a narrow page are below it and would be moved by it.
-    head = None if unknown else _titled(place, console, job_id, title, pace=pace)
+    opened = None if unknown else _titled(place, console, job_id, title, pace=pace)
     if len(jobs) > 1 or unknown:
         with controls:
             chosen = _pick(known, None if unknown else job_id)
@@ -55,19 +55,19 @@ def open_job(
         job_id = chosen
     if st.query_params.get("job") != job_id:
         st.query_params["job"] = job_id  # so that a link shows what its sender saw
-    if head is None or head.job_id != job_id:
-        head = _titled(place, console, job_id, title, pace=pace)
-    return head, controls
+    if opened is None or opened.job_id != job_id:
+        opened = _titled(place, console, job_id, title, pace=pace)
+    return opened, controls
 
 
 def _titled(
-    place: DeltaGenerator, console: ConsoleService, job_id: str, title: Callable[[JobHead], bool], *, pace: bool
-) -> JobHead:
-    head = console.queries.head(job_id)
+    place: DeltaGenerator, console: ConsoleService, job_id: str, title: Callable[[LiveJob], bool], *, pace: bool
+) -> LiveJob:
+    job = console.jobs.find(job_id)
     with place.container():
-        if not title(head):
-            components.job_title(head, pace=pace)
-    return head
+        if not title(job):
+            components.job_title(job.spec, pace=pace)
+    return job
 
 
 def _pick(known: dict[str, JobSummary], job_id: str | None) -> str | None:

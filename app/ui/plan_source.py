@@ -10,7 +10,7 @@ import streamlit as st
 from streamlit.delta_generator import DeltaGenerator
 
 from openrecycle.app.console.service import ConsoleService
-from openrecycle.app.console.view import JobHead
+from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.plans.sources import (
     NOT_KEPT,
     MeasuredReference,
@@ -67,17 +67,17 @@ def pick_plan(console: ConsoleService, job_id: str | None, notes: DeltaGenerator
     return found
 
 
-def title_of(console: ConsoleService, head: JobHead) -> bool:
+def title_of(console: ConsoleService, job: LiveJob) -> bool:
     """For `open_job`: the head names the plan that the address asks for, where that is not the job's."""
     said = st.query_params.get("plan", "")
     try:
         reference = parse_reference(said) if ":" in said else None
-        found = console.sources.find(reference) if reference is not None and job_of(reference) != head.job_id else None
+        found = console.sources.find(reference) if reference is not None and job_of(reference) != job.job_id else None
     except (InputError, ConsoleError):
         return False  # the page says why, and shows the job's
     if not isinstance(found, Source):
         return False
-    components.plan_title(found.name, found.plan, f"not a plan of {head.spec.name}, the job chosen here")
+    components.plan_title(found.name, found.plan, f"not a plan of {job.spec.name}, the job chosen here")
     return True
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import streamlit as st
 
 from openrecycle.app.console.service import ConsoleService, get_console
+from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.plans.sources import Made, OfJob, Source
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import components, facts, url_state
@@ -39,20 +40,20 @@ def page() -> None:
         if not console.queries.list_jobs():
             open_file(console, partial(show_instead, None))
         return
-    head = opened[0] if opened else None
-    if head is None:
+    job = opened[0] if opened else None
+    if job is None:
         st.html('<h1 class="or-title">Schedule</h1>')
     else:
-        st.fragment(_follow, run_every=2)(console, head.job_id, (head.plan, head.plan_words))
+        st.fragment(_follow, run_every=2)(console, job.job_id, _run_of(job))
     notes = st.container()
     filters = st.container(horizontal=True, vertical_alignment="bottom", key="filters")
     with filters:
-        source = pick_plan(console, head.job_id if head else None, notes)
+        source = pick_plan(console, job.job_id if job else None, notes)
         open_file(console, partial(show_instead, None))
-    if head is not None and head.plan is None:
+    if job is not None and job.plan_run is None:
         components.quiet(
             "No plan is in force yet: the first one is rolled out when all workers have registered. "
-            f"Made ahead so far: {head.planned_ahead} of {head.plans_to_make} plans."
+            f"Made ahead so far: {job.plans.ahead.made} of {job.plans.ahead.wanted} plans."
         )
     if source is None:
         return
@@ -72,14 +73,20 @@ def _workers_table(fingerprint: str, names: str, out: dict[str, str], _schedule:
     return workers_table(_schedule, [Worker.parse(name) for name in names.split(",")], out)
 
 
-def _follow(console: ConsoleService, job_id: str, shown: tuple[str | None, str]) -> None:
+def _follow(console: ConsoleService, job_id: str, shown: tuple[str, str] | None) -> None:
     """Runs the page again when another plan is run."""
     try:
-        run = console.jobs.find(job_id).plan_run
+        now = _run_of(console.jobs.find(job_id))
     except ConsoleError:
         return
-    if ((run.fingerprint, run.words) if run else (None, "")) != shown:
+    if now != shown:
         st.rerun()
+
+
+def _run_of(job: LiveJob) -> tuple[str, str] | None:
+    """The plan that it runs now, and in words how it stands to it."""
+    run = job.plan_run
+    return (run.fingerprint, run.words) if run else None
 
 
 def _chart(

@@ -31,7 +31,7 @@ from openrecycle.app.ui.charts.simulation import (
 from openrecycle.app.ui.facts import Card
 from openrecycle.app.ui.tables import rows_html
 from openrecycle.app.ui.theme import CHART_CONFIG, Palette
-from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.plans.plan import job_doc
 from openrecycle.planner.simulation.traces import public_traces
 
@@ -54,7 +54,7 @@ def page() -> None:
     )
     try:
         request = _ask(console)
-    except InputError as error:
+    except PlannerError as error:
         st.error(str(error))
         return
     viewer = st.session_state.setdefault(VIEWER, secrets.token_hex(8))
@@ -71,7 +71,7 @@ def page() -> None:
 
 def _ask(console: ConsoleService) -> SimulationRequest | None:
     """The controls; their state is in the URL. None: there is nothing to simulate, and the page has said why.
-    Raises InputError."""
+    Raises PlannerError."""
     jobs = {job.job_id: job.name for job in reversed(console.queries.list_jobs())}
     values: dict[str, Any] = {}
     with st.container(horizontal=True, vertical_alignment="bottom", key="simulate-job"):
@@ -86,13 +86,13 @@ def _ask(console: ConsoleService) -> SimulationRequest | None:
             values["model"] = url_state.selectbox(
                 "Model", shapes(), index=shapes().index("gpt-3-6.7b"), key="model", width=160
             )
-            for name, label, value in (
-                ("pipelines", "Pipelines", 6),
-                ("stages", "Stages", 4),
-                ("micro_batches", "Micro-batches", 16),
+            for name, label, value, most in (
+                ("pipelines", "Pipelines", 6, 1024),
+                ("stages", "Stages", 4, 512),
+                ("micro_batches", "Micro-batches", 16, 1024),
             ):
                 values[name] = url_state.number_input(
-                    label, 1, 1024, value, key=f"sim_{name}", width=110, help="Per pipeline."
+                    label, 1, most, value, key=f"sim_{name}", width=110, help="Per pipeline."
                     if name == "micro_batches" else None,
                 )  # fmt: skip
         else:
@@ -106,14 +106,14 @@ def _ask(console: ConsoleService) -> SimulationRequest | None:
             "Failures", traces, format_func=lambda t: names.get(t, t), key="trace", width=240
         )
         if values["trace"] == DRAWN:
-            for name, label, hours, least, note in (
-                ("mtbf", "MTBF (h)", 100.0, 0.1, "Mean hours between failures of one worker."),
-                ("repair", "Repair (h)", 4.0, 0.0, "Hours until a failed worker is back."),
-                ("hours", "Length (h)", 72.0, 1.0, "Of the run."),
-                ("host_mtbf", "Host MTBF (h)", 0.0, 0.0, "Hours between failures of a whole host of 8; 0: never."),
+            for name, label, hours, least, longest, note in (
+                ("mtbf", "MTBF (h)", 100.0, 0.1, 1e6, "Mean hours between failures of one worker."),
+                ("repair", "Repair (h)", 4.0, 0.0, 1e4, "Hours until a failed worker is back."),
+                ("hours", "Length (h)", 72.0, 1.0, 8760.0, "Of the run."),
+                ("host_mtbf", "Host MTBF (h)", 0.0, 0.0, 1e7, "Hours between failures of a whole host of 8; 0: never."),
             ):
                 values[name] = url_state.number_input(
-                    label, least, 1e6, hours, key=f"sim_{name}", width=130, help=note, format="%g"
+                    label, least, longest, hours, key=f"sim_{name}", width=130, help=note, format="%g"
                 )
             values["seed"] = url_state.number_input("Seed", 0, 2**31, 2, key="sim_seed", width=100)
         values["dollars"] = url_state.number_input(

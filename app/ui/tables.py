@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -13,7 +13,7 @@ from openrecycle.app.jobs.throughput import IterationView
 from openrecycle.app.ui import text
 from openrecycle.app.ui.charts.progress import Mark
 from openrecycle.app.ui.charts.worker_grid import LOOKS, QUIET
-from openrecycle.planner.export.compare import compare
+from openrecycle.planner.export.compare import by_stage, compare
 from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.jobs.words import micro_batch_names
 from openrecycle.planner.plans.drawing import OP_WORDS, OUT
@@ -40,11 +40,11 @@ def _decimals(value: float) -> int:
     return len(f"{value:.{DECIMALS}f}".rstrip("0").partition(".")[2])
 
 
-def differences(plans: Sequence[Plan]) -> list[tuple[str, list[str]]]:
+def differences(plans: Sequence[Plan], only: Container[str] | None = None) -> list[tuple[str, list[str]]]:
     """What is compared, and what it is of each plan. Times are in each plan's unit, with five digits and by how much
-    they differ from the first plan's."""
+    they differ from the first plan's. only: the rows of these keys."""
     rows = []
-    for row in compare(plans):
+    for row in compare(plans, only):
         cells = []
         for i, value in enumerate(row.values):
             if value is None:
@@ -53,6 +53,8 @@ def differences(plans: Sequence[Plan]) -> list[tuple[str, list[str]]]:
                 cells.append(value.replace(" x ", " × "))
             elif row.kind == "fraction":
                 cells.append(text.percent(value, sign=row.key.startswith("slowdown")))
+            elif row.kind == "bytes":
+                cells.append(text.size(int(value)))
             elif row.kind == "time":
                 change = row.changes[i] if i else None
                 against = "" if change is None else f" ({text.percent(change, sign=True)})"
@@ -128,33 +130,53 @@ def workers_table(schedule: Schedule, workers: Sequence[Worker], out: Mapping[st
     What is looked at most comes first, so that on a narrow screen little has to be scrolled to. out: why a
     job goes without a worker (default: nobody knows).
     """
-    job = schedule.problem.job
+    units, moved = schedule.problem.job.units, schedule.rerouted_forwards
+
+    def each(read: Callable[[Worker], object], gone: object = None) -> list[object]:
+        return [read(worker) if worker in schedule.ops else gone for worker in workers]
+
     table: Table = {
-        name: [] for name in ("worker", "state", "re-routed", "bubble %", "peak activations", "busy", "end", "ops")
+        "worker": list(map(str, workers)),
+        "state": [
+            ("takes re-routed work" if moved[w] else "runs its own")
+            if w in schedule.ops
+            else (out or {}).get(str(w), OUT)
+            for w in workers
+        ],
+        "re-routed": each(moved.__getitem__, 0),
+        "bubble %": each(lambda w: round(100 * schedule.worker_bubble_fraction(w), 1)),
+        "peak activations": each(schedule.peak_activations.__getitem__),
+        "busy": each(lambda w: units(schedule.busy(w))),
+        "end": each(lambda w: units(schedule.ends[w])),
+        "ops": each(schedule.op_counts.__getitem__, 0),
     }
-    for worker in workers:
-        row: list[object]
-        if worker not in schedule.ops:
-            row = [str(worker), (out or {}).get(str(worker), OUT), 0, None, None, None, None, 0]
-        else:
-            moved = schedule.rerouted_forwards[worker]
-            row = [
-                str(worker),
-                "takes re-routed work" if moved else "runs its own",
-                moved,
-                round(100 * schedule.worker_bubble_fraction(worker), 1),
-                schedule.peak_activations[worker],
-                job.units(schedule.busy(worker)),
-                job.units(schedule.ends[worker]),
-                schedule.op_counts[worker],
-            ]
-        for column, value in zip(table.values(), row, strict=True):
-            column.append(value)
     if schedule.counts_bytes:
         unit, scale = text.size_unit(max(schedule.peak_bytes.values()))
         peaks = [schedule.peak_bytes.get(worker) for worker in workers]
         table[f"peak memory ({unit})"] = [None if peak is None else round(peak / scale, 2) for peak in peaks]
     return table
+
+
+def stage_table(labels: Sequence[str], schedules: Sequence[Schedule]) -> Table:
+    """One row per stage and plan; times in each plan's own unit."""
+    found = [
+        (label, schedule.problem.job.units, figures)
+        for label, schedule in zip(labels, schedules, strict=True)
+        for figures in by_stage(schedule)
+    ]
+    found.sort(key=lambda row: row[2].stage)
+    return {
+        "stage": [f.stage for _, _, f in found],
+        "plan": [label for label, _, _ in found],
+        "living workers": [f.living for _, _, f in found],
+        "busiest works": [units(f.busy) for _, units, f in found],
+        "bubbles %": [round(100 * f.bubble_fraction, 1) for _, _, f in found],
+        "from": [units(f.start) for _, units, f in found],
+        "to": [units(f.end) for _, units, f in found],
+        "peak activations": [f.peak for _, _, f in found],
+        "limit": [f.limit for _, _, f in found],
+        "re-routed micro-batches": [f.rerouted for _, _, f in found],
+    }
 
 
 def operations_table(schedule: Schedule, workers: Sequence[Worker], window: tuple[float, float] | None = None) -> Table:

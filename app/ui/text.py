@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from datetime import datetime
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
+from openrecycle.planner.jobs.words import Grid as Grid
+from openrecycle.planner.jobs.words import counts as counts
+from openrecycle.planner.jobs.words import grid as grid
 from openrecycle.planner.jobs.words import milliseconds as milliseconds
 from openrecycle.planner.jobs.words import planned as planned
 from openrecycle.planner.jobs.words import plural as plural
@@ -26,9 +29,10 @@ def layers(partition: Sequence[int], stage: int) -> str:
     return f"{first}" if first == last else f"{first}–{last}"
 
 
-def counts(partition: Sequence[int]) -> str:
-    """Layers per stage: `11, 14, 7, 12`."""
-    return ", ".join(map(str, partition))
+def grid_words(of: Grid) -> str:
+    """`3 pipelines × 4 stages, 6 micro-batches each`."""
+    micro_batches = count(of.micro_batches, "micro-batch", "micro-batches")
+    return f"{count(of.pipelines, 'pipeline')} × {count(of.stages, 'stage')}, {micro_batches} each"
 
 
 def age(seconds: float | None) -> str:
@@ -107,9 +111,6 @@ def size_unit(most: int) -> tuple[str, int]:
 
 def size(number: int) -> str:
     """Bytes as `412 MiB`."""
-    value = float(number)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.3g} {unit}" if value < 999.5 else f"{value:,.0f} {unit}"
-        value /= 1024
-    return f"{value:.3g} TiB"
+    name, unit = size_unit(number)
+    value = number / unit
+    return f"{value:.3g} {name}" if value < 999.5 else f"{value:,.0f} {name}"

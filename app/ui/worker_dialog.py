@@ -19,7 +19,7 @@ from openrecycle.app.console.view import JobView, StateInterval, WorkerDetail, W
 from openrecycle.app.jobs.states import ALIVE, HOLDING, OUT, RankState, RoleState
 from openrecycle.app.observing.recorder import Series
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.app.ui import facts, text, url_state
+from openrecycle.app.ui import components, facts, text, url_state
 from openrecycle.app.ui.access import actor
 from openrecycle.app.ui.charts.progress import memory, op_times
 from openrecycle.app.ui.charts.worker_grid import LOOKS
@@ -52,12 +52,20 @@ def facts_html(detail: WorkerDetail) -> str:
         "Process": _process(worker),
         "Ranks": _ranks(detail),
         "Memory in use": text.size(worker.resident_bytes) if worker.resident_bytes else "",
+        "May take": reckoned_words(detail),
         "Activations, by plan": f"at most {text.count(detail.activations, 'micro-batch', 'micro-batches')} at once"
         if detail.activations is not None
         else "",
     }
     items = "".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in rows.items() if v)
     return f'<dl class="or-facts">{items}</dl>'
+
+
+def reckoned_words(detail: WorkerDetail) -> str:
+    """What was said before the start of the memory that it may come to take."""
+    if detail.may_take is None:
+        return ""
+    return f"up to {text.size(detail.may_take)} where it computes, beside the program itself: reckoned before the start"
 
 
 def doing(at: Doing, *, limit: bool = True) -> str:
@@ -315,13 +323,13 @@ def _over_time(console: ConsoleService, job_id: str, detail: WorkerDetail) -> No
     colours = palette(st.context.theme.type)
     planned = {op.kind: op.planned for op in detail.op_times if op.planned is not None}
     if any(kind in series.metrics for kind in OP_WORDS):
-        chart = op_times(series, planned, colours)
         alt = f"Op times of {name} over time, by op kind. The table below has the same in figures."
-        st.vega_lite_chart(None, chart.whole(), theme=None, key="worker-op-times", alt=alt)
+        components.live_chart(op_times(series, planned, colours), "worker-op-times", alt)
     if "resident_bytes" in series.metrics:
-        chart = memory(series, colours)
         alt = f"Memory of {name}'s process over time. The table below has the same in figures."
-        st.vega_lite_chart(None, chart.whole(), theme=None, key="worker-memory", alt=alt)
+        components.live_chart(memory(series, colours), "worker-memory", alt)
+        if words := reckoned_words(detail):
+            components.quiet(f"It may take {words}.")
     st.html(over_time_html(series, planned))
 
 

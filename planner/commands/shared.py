@@ -22,7 +22,7 @@ LAYERS_HELP = "Layers of the model, alike; --durations are then those of one."
 PARTITION_HELP = "Layers per stage: auto (the default with --layers) or numbers such as 11,11,11,11."
 MEMORY_HELP = "Activations per worker: 1f1b, uniform, none, a number, or bytes (what fits by the profile)."
 PROFILE_HELP = (
-    "Op times: a file of `openrecycle profile`, a shipped profile's name (gpt3-medium), or a JSON file with the "
+    "Op times: a file of `openrecycle profile`, a shipped profile's name (gpt-3-medium), or a JSON file with the "
     "document of a job."
 )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,7 +11,7 @@ from openrecycle.planner.plans.plan import MEASURED, Plan
 from openrecycle.planner.plans.schedule import Schedule
 
 Value = str | int | float | None
-Kind = Literal["text", "time", "fraction", "count"]
+Kind = Literal["text", "time", "fraction", "count", "bytes"]
 
 # (F, I or W; home pipeline; micro-batch; stage): which op it is, wherever and whenever it runs.
 _Key = tuple[str, int, int | None, int]
@@ -42,6 +42,8 @@ class ComparisonRow:
             return f"{value:.2%}" if self.key in ("gap", "bubble_fraction") else f"{value:+.2%}"
         if self.kind == "count":
             return f"{value:,}"
+        if self.kind == "bytes":
+            return f"{value / 2**30:,.4g} GiB"
         change = self.changes[index] if index else None
         return f"{value:,.6g}" + ("" if change is None else f" ({change:+.1%})")
 
@@ -59,10 +61,18 @@ _NUMBERS: tuple[tuple[str, str, Kind, Callable[[Plan], Value]], ...] = (
     ("bubble_fraction", "bubbles", "fraction", lambda p: p.metrics.bubble_fraction),
     ("slowdown_vs_1f1b", "slowdown vs fault-free 1F1B", "fraction", lambda p: p.metrics.slowdown_vs_1f1b),
     ("peak_activations", "most activations on a worker", "count", lambda p: _peak(p)),
+    ("peak_bytes", "most memory on a worker", "bytes", lambda p: _peak_bytes(p)),
     ("ops", "ops", "count", lambda p: p.op_count),
     ("rerouted_ops", "re-routed ops", "count", lambda p: _rerouted(p)),
     ("solver", "solver", "text", lambda p: _solver(p)),
     ("fingerprint", "fingerprint", "text", lambda p: p.fingerprint[:12]),
+)
+
+
+_MOVED = (
+    ("moved_worker", "ops on another worker"),
+    ("moved_start", "ops at another time only"),
+    ("split_otherwise", "backwards split in one only"),
 )
 
 
@@ -127,8 +137,9 @@ def against_best(plans: Sequence[Plan]) -> tuple[float, ...]:
     return tuple(plan.metrics.period / best(plan) - 1 for plan in plans)
 
 
-def compare(plans: Sequence[Plan]) -> tuple[ComparisonRow, ...]:
-    """The numbers of all plans, then what moved against the first.
+def compare(plans: Sequence[Plan], only: Container[str] | None = None) -> tuple[ComparisonRow, ...]:
+    """The numbers of all plans, then what moved against the first. only: the rows of these keys. Memory has no row
+    where no profile says what a worker holds.
 
     Ops are matched by kind, micro-batch and stage, a B with an I, which begins the backward too.
     They are counted only for plans whose grid is the first one's, and starts only where the time
@@ -136,20 +147,16 @@ def compare(plans: Sequence[Plan]) -> tuple[ComparisonRow, ...]:
     """
     rows = []
     for key, label, kind, read in _NUMBERS:
-        rows.append(_row(plans, key, label, kind, read))
-        if key == "slowdown_vs_1f1b":
+        if only is None or key in only:
+            rows.append(_row(plans, key, label, kind, read))
+        if key == "slowdown_vs_1f1b" and (only is None or "slowdown_vs_best" in only):
             rows.append(
                 ComparisonRow("slowdown_vs_best", "slowdown vs best fault-free", "fraction", against_best(plans))
             )
-    moved = [_moved(plans[0], plan) for plan in plans]
-    for i, (key, label) in enumerate(
-        (
-            ("moved_worker", "ops on another worker"),
-            ("moved_start", "ops at another time only"),
-            ("split_otherwise", "backwards split in one only"),
-        )
-    ):
-        rows.append(ComparisonRow(key, label, "count", tuple(counts[i] for counts in moved)))
+    rows = [row for row in rows if row.kind != "bytes" or any(value is not None for value in row.values)]
+    wanted = [(i, key, label) for i, (key, label) in enumerate(_MOVED) if only is None or key in only]
+    moved = [_moved(plans[0], plan) for plan in plans] if wanted else []
+    rows += [ComparisonRow(key, label, "count", tuple(counts[i] for counts in moved)) for i, key, label in wanted]
     return tuple(rows)
 
 
@@ -212,6 +219,12 @@ def _listed(names: Sequence[str]) -> str:
 
 def _peak(plan: Plan) -> int:
     return max(plan.metrics.peak_activations.values(), default=0)
+
+
+def _peak_bytes(plan: Plan) -> int | None:
+    if not any(profile.counts_bytes for profile in plan.job.job().profiles):
+        return None
+    return max(plan.schedule().peak_bytes.values())
 
 
 def _rerouted(plan: Plan) -> int:

@@ -107,6 +107,9 @@ def patterns(job: Job, count: int) -> Iterator[frozenset[Worker]]:
     if job.speeds:
         yield from _unlike(job, count)
         return
+    if job.stages == 1:  # row by row the only one would take milliseconds
+        yield frozenset(Worker(p, 0) for p in range(count))
+        return
     for sizes in _partitions(count, job.pipelines, job.stages):
         yield from _fill(job, sizes)
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
-# What may be done when workers are lost, as planner.simulation.policy calls it.
-REROUTE, MIGRATE, DROP = "re-route", "migrate and re-route", "drop the replica"
+# What may be done when workers are lost, as planner.simulation.policy calls it. Dropped, a replica's micro-batches are
+# left out; where its other workers stand by, the other pipelines run them.
+REROUTE, MIGRATE, DROP, STAND_BY = "re-route", "migrate and re-route", "drop the replica", "stand by"
 
 
 def printable(text: str, keep: str = "") -> str:
@@ -77,3 +79,31 @@ def layers_moved(before: Sequence[int], after: Sequence[int]) -> int:
     was = [s for s, n in enumerate(before) for _ in range(n)]
     now = [s for s, n in enumerate(after) for _ in range(n)]
     return sum(a != b for a, b in zip(was, now, strict=True))
+
+
+def layers_move(count: int, *, done: bool = False) -> str:
+    """`1 layer moves to another stage`, `3 layers move to other stages`; done: they have moved."""
+    if count == 1:
+        return f"1 layer {'moved' if done else 'moves'} to another stage"
+    return f"{count} layers {'moved' if done else 'move'} to other stages"
+
+
+def counts(partition: Sequence[int]) -> str:
+    """Layers per stage: `11, 14, 7, 12`."""
+    return ", ".join(map(str, partition))
+
+
+class Grid(Protocol):
+    """A job's, as plans, questions and jobs that run have it."""
+
+    @property
+    def pipelines(self) -> int: ...
+    @property
+    def stages(self) -> int: ...
+    @property
+    def micro_batches(self) -> int: ...
+
+
+def grid(of: Grid) -> str:
+    """`3 × 4 × 6`."""
+    return f"{of.pipelines} × {of.stages} × {of.micro_batches}"

@@ -69,8 +69,14 @@ SHAPES = {
 FLOPS, EFFICIENCY, BANDWIDTH, MEMORY = 312e12, 0.45, 12.5e9, 80 * 10**9
 
 
+def shape_name(text: str) -> str:
+    """As it is spelled here and in the published tables: `gpt3-6.7b` is taken for gpt-3-6.7b."""
+    return f"gpt-3-{text[5:]}" if text.startswith("gpt3-") else text
+
+
 def model_shape(name: str) -> ModelShape:
     """Raises InputError."""
+    name = shape_name(name)
     if name not in SHAPES:
         raise InputError("--model", name, "one of " + ", ".join(SHAPES))
     return SHAPES[name]

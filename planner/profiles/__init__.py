@@ -1,7 +1,7 @@
 """Measured profiles: what the agent's profiler writes, and the jobs that follow from it.
 
-A profile holds *parts*: the stages of one cut model, or the pieces of a layered one (embedding,
-one layer, head), from which the stages of any grid are put together. Each time comes with its spread, and
+A profile holds *parts*: the stages of one cut model, all its layers, or the pieces of one whose layers are alike
+(embedding, one layer, head); of layers the stages of any grid are put together. Each time comes with its spread, and
 the document says on what it was measured. The profiles in this folder go by name (`shipped`).
 Where a profile is asked for, the document of a job will do, too (`load`).
 """
@@ -9,6 +9,7 @@ Where a profile is asked for, the document of a job will do, too (`load`).
 from __future__ import annotations
 
 import math
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -17,6 +18,8 @@ from pydantic import Field, ValidationError, model_validator
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.files import read_whole
 from openrecycle.planner.jobs.job import MAX_LAYERS, Job, LayerProfile, StageProfile, Worker
+from openrecycle.planner.jobs.profile import balanced
+from openrecycle.planner.plans.models import shape_name
 from openrecycle.planner.plans.plan import (
     INTEGER,
     PRINTABLE,
@@ -120,9 +123,9 @@ class Hardware(DocumentModel):
 class Measurements(DocumentModel):
     """What was measured of a model, whatever grid it will train on.
 
-    cut: `stages` (each part is one) or `layers` (parts: first, layer, last; `layers` of the middle
-    one). mode: how gradients were summed. transfers: of the tensor between stages, one per
-    boundary; one for all where cut is `layers`. capacity_bytes: memory of one worker; 0 when not known.
+    cut: `stages` (each part is one), `each` (each part is a layer of the model), or `layers` (parts: first, layer,
+    last; `layers` of the middle one). mode: how gradients were summed. transfers: of the tensor between stages, or
+    layers, one per boundary; one for all where cut is `layers`. capacity_bytes: memory of one worker; 0 when not known.
     """
 
     profile_version: Annotated[Literal[1], INTEGER] = 1
@@ -131,9 +134,9 @@ class Measurements(DocumentModel):
     samples_per_micro_batch: Count
     mode: Literal["deterministic", "fast"]
     hardware: Hardware
-    cut: Literal["stages", "layers"]
+    cut: Literal["stages", "layers", "each"]
     layers: Annotated[int, Field(ge=0, le=MAX_LAYERS), INTEGER] = 0
-    parts: Annotated[tuple[Part, ...], Field(min_length=1, fail_fast=True)]
+    parts: Annotated[tuple[Part, ...], Field(min_length=1, max_length=MAX_LAYERS, fail_fast=True)]
     boundary_bytes: Bytes
     transfers: Annotated[tuple[Timing, ...], Field(fail_fast=True)]
     reductions: Reductions | None
@@ -143,9 +146,10 @@ class Measurements(DocumentModel):
     def _whole(self) -> Self:
         if self.cut == "layers" and (len(self.parts) != 3 or self.layers < 1 or len(self.transfers) != 1):
             raise ValueError("a profile by layers has 3 parts, at least 1 layer and 1 transfer")
-        if self.cut == "stages" and len(self.transfers) != len(self.parts) - 1:
+        if self.cut != "layers" and len(self.transfers) != len(self.parts) - 1:
+            what = "stages" if self.cut == "stages" else "layers"
             raise ValueError(
-                f"{len(self.parts)} stages have {len(self.parts) - 1} transfers, not {len(self.transfers)}"
+                f"{len(self.parts)} {what} have {len(self.parts) - 1} transfers, not {len(self.transfers)}"
             )
         return self
 
@@ -160,6 +164,9 @@ class Measurements(DocumentModel):
         members, transfers = self._cut(stages), tuple(t.median for t in self.transfers)
         if self.cut == "layers":
             transfers *= stages - 1
+        elif self.cut == "each":
+            ends = list(accumulate(map(len, members)))[:-1]
+            transfers = tuple(transfers[end - 1] for end in ends)
         decimals = _decimals([sum(p.forward.median for p in group) for group in members])
         return Job(
             pipelines,
@@ -176,23 +183,27 @@ class Measurements(DocumentModel):
 
         Raises InputError where the profile is of whole stages.
         """
-        if self.cut != "layers":
+        if self.cut == "stages":
             raise InputError("--partition", self.cut, "a profile by layers: this one was measured by stages")
         Job.uniform(pipelines, stages, micro_batches)
-        first, layer, last = self.parts
         decimals = _decimals([part.forward.median for part in self.parts])
-        wire = round(self.transfers[0].median, decimals)
-        made = {
-            id(part): LayerProfile(**vars(self._stage([part], pipelines, decimals)), transfer=wire)
-            for part in self.parts
-        }
+        # Behind the last layer nothing is sent.
+        wires = [round(t.median, decimals) for t in self.transfers] or [0.0]
+        wires = wires * 3 if self.cut == "layers" else [*wires, wires[-1]]
+        made = [
+            LayerProfile(**vars(self._stage([part], pipelines, decimals)), transfer=wire)
+            for part, wire in zip(self.parts, wires, strict=False)
+        ]
+        if self.cut == "layers":
+            first, layer, last = made
+            made = [first, *[layer] * self.layers, last]
         return Job(
             pipelines,
             stages,
             micro_batches,
             time_unit="ms",
             capacity_bytes=(self.capacity_bytes,) * stages if self.capacity_bytes else (),
-            layers=tuple(made[id(part)] for part in (first, *[layer] * self.layers, last)),
+            layers=tuple(made),
         )
 
     def _cut(self, stages: int) -> list[list[Part]]:
@@ -201,6 +212,12 @@ class Measurements(DocumentModel):
             if stages != len(self.parts):
                 raise InputError("--stages", stages, f"{len(self.parts)}, as the profile was measured so")
             return [[part] for part in self.parts]
+        if self.cut == "each":
+            counts = balanced([_work(part) for part in self.parts], stages)
+            if counts is None:
+                raise InputError("--stages", stages, f"at most {len(self.parts)}, one layer for each")
+            ends = accumulate(counts, initial=0)
+            return [list(self.parts[a:b]) for a, b in pairwise(ends)]
         first, layer, last = self.parts
         members = [[layer] * count for count in spread_layers((first, layer, last), self.layers, stages)]
         members[0].insert(0, first)
@@ -229,7 +246,8 @@ class Measurements(DocumentModel):
 
     def profile(self, pipelines: int, stages: int, micro_batches: int) -> Profile:
         """The document for that grid. Raises InputError."""
-        job = job_doc(self.job_for(pipelines, stages, micro_batches))
+        make = self.layered_job_for if self.cut == "each" else self.job_for
+        job = job_doc(make(pipelines, stages, micro_batches))
         return Profile(job=job, **{name: getattr(self, name) for name in Measurements.model_fields})
 
 
@@ -244,7 +262,7 @@ def spread_layers(parts: tuple[Part, ...], layers: int, stages: int) -> list[int
     far, the embedding's and the head's included. Raises InputError for more stages than layers."""
     if stages > layers:
         raise InputError("--stages", stages, f"at most {layers}, one layer for each")
-    first, layer, last = (p.forward.median + p.input_backward.median + p.weight_backward.median for p in parts)
+    first, layer, last = map(_work, parts)
     counts, load = [1] * stages, [layer] * stages
     load[0] += first
     load[-1] += last
@@ -255,20 +273,30 @@ def spread_layers(parts: tuple[Part, ...], layers: int, stages: int) -> list[int
     return counts
 
 
+def _work(part: Part) -> float:
+    return part.forward.median + part.input_backward.median + part.weight_backward.median
+
+
 def shipped() -> list[str]:
     """Names of the profiles in this folder."""
     return sorted(path.stem for path in _FOLDER.glob("*.json"))
 
 
+def _path(name: str | Path) -> Path:
+    """Of a shipped profile by its name, or of a file."""
+    known = shape_name(str(name))
+    return _FOLDER / f"{known}.json" if known in shipped() else Path(name)
+
+
 def load_profile(name: str | Path) -> Profile:
     """A shipped profile by its name, or a file. Raises PlanError naming the field that is wrong."""
-    path = _FOLDER / f"{name}.json" if str(name) in shipped() else Path(name)
+    path = _path(name)
     return _profile(path, _read(path))
 
 
 def load(name: str | Path) -> Profile | JobDoc:
     """As `load_profile`, or the document of a job. Raises PlanError naming the field that is wrong."""
-    path = _FOLDER / f"{name}.json" if str(name) in shipped() else Path(name)
+    path = _path(name)
     text = _read(path)
     try:
         document = read_json(text)
@@ -340,7 +368,8 @@ def _read(path: Path) -> bytes:
     try:
         return read_whole(path)
     except OSError as error:
-        named = f"; profiles by name: {', '.join(shipped())}" if not path.suffix else ""
+        # 6.7b is no suffix of a file.
+        named = f"; profiles by name: {', '.join(shipped())}" if path.suffix != ".json" else ""
         raise PlanError(f"{path} can't be read: {error.strerror or error}{named}") from None
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from openrecycle.planner.jobs.words import DROP
+from openrecycle.planner.jobs.words import DROP, STAND_BY
 
 if TYPE_CHECKING:
     from openrecycle.planner.layers.migration import Migration
@@ -42,4 +42,4 @@ def best_option(options: Sequence[Option], horizon: float, before: float) -> lis
 def merit(name: str, samples: float, pause: float) -> tuple[float, float, bool, str]:
     """Sorts options, the best first: by what is trained; of those that differ in the last bits alone by the shorter
     pause, and then one that puts nobody healthy out comes first."""
-    return -float(f"{samples:.9g}"), pause, name == DROP, name
+    return -float(f"{samples:.9g}"), pause, name in (DROP, STAND_BY), name

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from openrecycle.agent.checkpoints.weights import load_weights, save_weights
+from openrecycle.agent.checkpoints.weights import read_weights, save_weights
 from openrecycle.agent.config.devices import on_device
 from openrecycle.agent.config.faults import FaultInjector
 from openrecycle.agent.config.options import Optimization
@@ -312,8 +312,8 @@ def _handed_on(
     with tempfile.TemporaryDirectory() as folder:
         save_weights(folder, me.stage, dict(other.module.layers)[me.stage].state_dict())
         module = workload.build_stage(me.stage, JOB.stages, 1)
-        module.load_state_dict(load_weights(folder, me.stage))
-        assert all(t.device.type == "cpu" for t in load_weights(folder, me.stage).values())
+        module.load_state_dict(read_weights(folder, me.stage))
+        assert all(t.device.type == "cpu" for t in read_weights(folder, me.stage).values())
         x = workload.inputs(0, 0, 0, 0) if me.stage == 0 else torch.ones(4, 5, WIDTH)
         here, there = module.eval()(x), other.module.eval()(on_device(x, device), seed=0)
         assert torch.equal(here, there.cpu())

@@ -28,6 +28,7 @@ from transformers import (
 
 from openrecycle import Job
 from openrecycle.agent.jobs.trainer import ResilientTrainer
+from openrecycle.agent.models.workload import Workload
 
 VOCABULARY, TOKENS, BLOCKS = 61, 12, 3
 _SIZES: dict[str, Any] = {
@@ -108,3 +109,8 @@ def batch(iteration: int, pipeline: int, micro_batch: int) -> dict[str, Tensor]:
 def trainer(model: Any, **changes: Any) -> ResilientTrainer:
     arguments: dict[str, Any] = {"data": Words(), "batch_size": 4, "optimizer": adamw, "job": Job.uniform(2, 2, 3)}
     return ResilientTrainer.from_transformers(model, **(arguments | changes))
+
+
+def workload() -> Workload:
+    """What `openrecycle train --workload` takes."""
+    return trainer(llama()).workload()

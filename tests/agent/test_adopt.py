@@ -18,14 +18,16 @@ import yaml
 
 from tests.agent.consoles import until
 from tests.agent.node_runs import kill_group, lines
-from tests.agent.runs import Run, forked
+from tests.agent.runs import Run
 from tests.conftest import at_length
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "app/docs/adopt.md").read_text()
-PYTHON = ("plain_torch", "hugging_face_gpt2", "torch_stages", "torchtitan_debug", "own_workload")
+SHOWN = ("plain_torch", "hugging_face_gpt2", "torch_stages")
 GRID = ("--pipelines", "2", "--stages", "2", "--micro-batches", "4", "--iterations", "60")
 TOKEN = "a secret of 20 signs"
+PAGES = sorted(str(page.relative_to(ROOT)) for page in (ROOT / "app/docs").glob("*.md"))
+PAGES += ["README.md", "DEVELOPMENT.md", "tests/security/README.md"]
 
 
 def blocks(language: str) -> list[str]:
@@ -66,12 +68,20 @@ def running(command: list[str], folder: Path, log: str, env: dict[str, str]) -> 
         kill_group(process)
 
 
+def with_job(folder: Path) -> Path:
+    """With the script that the page tells its reader to write."""
+    (folder / "my_job.py").write_text(blocks("python")[-1])
+    return folder
+
+
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """What the job of the last three computes when nothing happens to it."""
-    workload = ("--workload", "openrecycle.agent.examples.own_workload:Points")
-    run = forked(tmp_path_factory.mktemp("calm") / "run.jsonl", *GRID, *workload)
-    assert run.status == 0, run.errors
+    folder = with_job(tmp_path_factory.mktemp("calm"))
+    command = ["openrecycle", "train", *GRID, "--workload", "my_job:workload", "--record", "run.jsonl"]
+    with running(command, folder, "calm.log", environment()) as job:
+        assert job.wait(100) == 0, (folder / "calm.log").read_text()
+    run = whole(folder)
     assert float.fromhex(run.losses[-1]) < float.fromhex(run.losses[0])
     return run
 
@@ -80,22 +90,31 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def test_the_page_shows_what_is_run() -> None:
-    files = [(ROOT / f"agent/examples/{name}.py").read_text().partition('"""\n\n')[2] for name in PYTHON]
-    assert blocks("python") == files
+    files = [(ROOT / f"agent/examples/{name}.py").read_text().partition('"""\n\n')[2] for name in SHOWN]
+    *shown, _ = blocks("python")
+    assert shown == files
 
 
 def test_each_is_short() -> None:
     found = [*blocks("python"), *blocks("bash"), *blocks("yaml")]
-    assert len(found) == len(PYTHON) + 3
+    assert len(found) == len(SHOWN) + 4
     assert [block for block in found if len(block.splitlines()) >= 40] == []
 
 
-def test_its_links_lead_somewhere() -> None:
-    text = re.sub(r"```.*?```", "", PAGE, flags=re.S)
-    for file, _, part in (link.partition("#") for link in re.findall(r"\]\(([^)]+)\)", text)):
-        text = (ROOT / "app/docs" / file).read_text()
-        headings = [re.sub(r"[^a-z0-9 -]", "", line.lower()).strip() for line in text.splitlines() if line[:1] == "#"]
-        assert not part or part in [heading.replace(" ", "-") for heading in headings], part
+def without_code(page: Path) -> str:
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_its_links_lead_somewhere(name: str) -> None:
+    page = ROOT / name
+    for link in re.findall(r"\]\(([^)]+)\)", without_code(page)):
+        file, _, part = link.partition("#")
+        other = (page.parent / file).resolve() if file else page
+        assert other.is_file(), link
+        if part:
+            headings = [line.lstrip("# ").lower() for line in without_code(other).splitlines() if line[:1] == "#"]
+            assert part in [re.sub(r"[^\w -]", "", heading).replace(" ", "-") for heading in headings], link
 
 
 # -- on one machine ---------------------------------------------------------------------------------
@@ -128,11 +147,20 @@ def test_a_script_survives_its_kill(name: str, tmp_path: Path) -> None:
 # -- on several -------------------------------------------------------------------------------------
 
 
+@pytest.mark.processes
+def test_the_script_and_the_command_compute_the_same(calm: Run, tmp_path: Path) -> None:
+    command = [sys.executable, "my_job.py"]
+    with running(command, with_job(tmp_path), "script.log", environment()) as script:
+        assert script.wait(100) == 0, (tmp_path / "script.log").read_text()
+    assert (tmp_path / "script.log").read_text().split()[-1] == calm.final["parameters_sha256"]
+
+
 @pytest.mark.chaos
 @pytest.mark.processes
 def test_several_nodes(calm: Run, tmp_path: Path) -> None:
     script, *_ = blocks("bash")
     env = environment(LEAD=address(), OPENRECYCLE_TOKEN=TOKEN)
+    with_job(tmp_path)
     with (
         running(["bash", "-c", script], tmp_path, "lead.log", env | {"NODE": "0"}) as lead,
         running(["bash", "-c", script], tmp_path, "node.log", env | {"NODE": "1"}) as node,
@@ -181,7 +209,7 @@ def test_slurm(calm: Run, tmp_path: Path) -> None:
     first = address()
     env = environment(SLURM_JOB_ID="17", SLURM_NNODES=asked["nodes"], SLURM_JOB_NODELIST=f"{first},node2")
     env["PATH"] = f"{tools}:{env['PATH']}"
-    (tmp_path / "train.sbatch").write_text(script)
+    (with_job(tmp_path) / "train.sbatch").write_text(script)
     with running(["bash", "train.sbatch"], tmp_path, "slurm-17.out", env) as job:
         assert job.wait(150) == 0, (tmp_path / "slurm-17.out").read_text()
     (tmp_path / "run-17-0.jsonl").rename(tmp_path / "run.jsonl")
@@ -238,7 +266,7 @@ def pod(manifest: dict[str, Any], index: int, host: str, saved: Path) -> tuple[l
 @pytest.mark.processes
 def test_kubernetes(calm: Run, manifest: dict[str, Any], tmp_path: Path) -> None:
     """A worker is killed by the example, and then the whole of pod 1, which is started anew."""
-    saved, host = tmp_path / "saved", address()
+    saved, host = with_job(tmp_path) / "saved", address()
     saved.mkdir()
     command, env = pod(manifest, 0, host, saved)
     # Slowly, so that there is a pod to kill; and with a record, as elsewhere on the page.
@@ -259,3 +287,4 @@ def test_kubernetes(calm: Run, manifest: dict[str, Any], tmp_path: Path) -> None
     same(run, calm)
     assert [failure["worker"] for failure in run.failures][:2] == ["W1_1", "W1_0"]
     assert run.iterations[0]["living"] == 4 and run.iterations[-1]["living"] == 2
+    assert len(list((saved / "weights").iterdir())) == 6

@@ -20,15 +20,15 @@ from openrecycle.agent.coordination.events import (
 )
 from openrecycle.agent.coordination.membership import Candidate, Mode, Offer
 from openrecycle.agent.messages.protocol import JobState, WorkerState
-from openrecycle.planner.jobs.words import DROP, MIGRATE, REROUTE
+from openrecycle.planner.jobs.words import MIGRATE, REROUTE, STAND_BY
 from tests.agent.coordinator_run import Run, fingerprint
 from tests.golden import golden
 
 OUT = ("W0_0", "W1_0")
 MOVED = Candidate(MIGRATE, ("W1_0", "W2_1"), (("W2_1", "W0_0"),), text="15 samples/s")
 STAYED = Candidate(REROUTE, OUT, text="10 samples/s")
-DROPPED = Candidate(DROP, ("W0_0", "W0_1", "W1_0", "W1_1"), text="5 samples/s")
-OFFER = Offer(OUT, (MOVED, STAYED, DROPPED), MIGRATE)
+STOOD_BY = Candidate(STAND_BY, ("W0_0", "W0_1", "W1_0", "W1_1"), text="5 samples/s")
+OFFER = Offer(OUT, (MOVED, STAYED, STOOD_BY), MIGRATE)
 
 
 def two_out(mode: Mode = Mode.AUTOMATIC) -> Run:
@@ -138,10 +138,10 @@ def test_what_is_chosen_is_done() -> None:
     assert run.opened[-1].moves == MOVED.moves
 
 
-def test_a_dropped_replica_leaves_with_its_living_workers() -> None:
+def test_those_that_stand_by_leave_with_those_that_are_lost() -> None:
     run = two_out(Mode.MANUAL)
     run.send(Offered(OUT, OFFER))
-    run.send(Chosen(DROP, "ada"))
+    run.send(Chosen(STAND_BY, "ada"))
     generation = run.opened[-1]
     assert generation.living == ("W2_0", "W2_1") and not generation.joining
     assert run.member("W0_1").leaving and run.member("W0_1").state is WorkerState.FAILED
@@ -153,7 +153,7 @@ def test_a_dropped_replica_leaves_with_its_living_workers() -> None:
     assert coming_back(run.state) == (), "nobody that was lost is back"
 
 
-def test_a_dropped_replica_comes_back_with_the_worker_that_was_lost() -> None:
+def test_those_that_stood_by_come_back_with_the_worker_that_was_lost() -> None:
     """All that stood by for it, once they have gone."""
     run = Run(3, 3).start()
     run.send(ModeSet(Mode.MANUAL, 30.0, "ada"))
@@ -161,8 +161,8 @@ def test_a_dropped_replica_comes_back_with_the_worker_that_was_lost() -> None:
     run.exit("W1_1")
     out = ("W0_0", "W1_1")
     both = tuple(f"W{p}_{s}" for p in (0, 1) for s in range(3))
-    run.send(Offered(out, Offer(out, (Candidate(DROP, both),), DROP)))
-    run.send(Chosen(DROP, "ada"))
+    run.send(Offered(out, Offer(out, (Candidate(STAND_BY, both),), STAND_BY)))
+    run.send(Chosen(STAND_BY, "ada"))
     run.resume()
     for name in ("W0_1", "W1_0", "W1_2"):
         run.send(Exited(name, f"{name}-1", "launcher"))

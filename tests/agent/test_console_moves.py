@@ -125,8 +125,8 @@ def test_a_failure_is_moved_to_where_it_costs_less(reference: Run, tmp_path: Pat
 
 @pytest.mark.chaos
 def test_an_operator_decides_and_lets_workers_go(reference: Run, tmp_path: Path) -> None:
-    """Manual mode: the survivors of a death wait for a choice, and drop the replica, which comes back with the worker
-    that was lost. Then a worker that is asked to leave finishes its iteration first."""
+    """Manual mode: the survivors of a death wait for a choice; those of its pipeline stand by, and come back with the
+    worker that was lost. Then a worker that is asked to leave finishes its iteration first."""
     with job(tmp_path) as running:
         running.settles(6)
         put = f"{running.server.base}/jobs/{running.job_id}/mode"
@@ -134,9 +134,9 @@ def test_an_operator_decides_and_lets_workers_go(reference: Run, tmp_path: Path)
         running.ask("/workers/W1_1/kill")
         seen = until(lambda: (c := running.read("/choice"))["candidates"] and c, "the candidates")
         assert seen["waiting"] and seen["failed"] == ["W1_1"]
-        assert {c["name"] for c in seen["candidates"]} >= {"re-route", "drop the replica"}
+        assert {c["name"] for c in seen["candidates"]} >= {"re-route", "stand by"}
         assert [e["generation"] for e in running.generations()] == [1]
-        running.ask("/choice", {"name": "drop the replica", "failed": ["W1_1"]})
+        running.ask("/choice", {"name": "stand by", "failed": ["W1_1"]})
         running.settles(4)
         assert running.generations()[-1]["failed"] == ["W1_0", "W1_1"]
         running.commits()

@@ -28,7 +28,7 @@ from openrecycle.agent.coordination.events import (
 )
 from openrecycle.agent.coordination.membership import Candidate, Mode, Offer, State
 from openrecycle.agent.messages.protocol import JobState, WorkerState
-from openrecycle.planner.jobs.words import DROP, MIGRATE, REROUTE
+from openrecycle.planner.jobs.words import MIGRATE, REROUTE, STAND_BY
 from tests.agent.coordinator_run import LADDER, Run
 from tests.conftest import examples
 
@@ -160,7 +160,7 @@ class Membership(RuleBasedStateMachine):
         candidates = (
             Candidate(MIGRATE, after, moves),
             Candidate(REROUTE, failed),
-            Candidate(DROP, tuple(n for n in NAMES if n in {*failed, *dropped})),
+            Candidate(STAND_BY, tuple(n for n in NAMES if n in {*failed, *dropped})),
         )
         offer = Offer(failed, candidates, MIGRATE if better and moves else "")
         self.run_.send(Offered(failed, offer))
@@ -171,7 +171,7 @@ class Membership(RuleBasedStateMachine):
         now = state.pending or state.current
         self.run_.send(Offered(now.failed if now else (), None, "it took too long"))
 
-    @rule(way=st.sampled_from([REROUTE, MIGRATE, DROP, "nothing"]))
+    @rule(way=st.sampled_from([REROUTE, MIGRATE, STAND_BY, "nothing"]))
     def operator_chooses(self, way: str) -> None:
         self.run_.send(Chosen(way, "ada"))
 

@@ -26,7 +26,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from openrecycle import Checkpoints, Faults, Job, Loading, PadCollate, Planning
+from openrecycle import Checkpoints, Faults, Job, Loading, PadCollate, Planning, load_weights
+from openrecycle.agent.checkpoints.weights import save_weights
 from openrecycle.agent.jobs.trainer import TrainingResult
 from openrecycle.agent.models.hugging_face import Pretrained, TokenBatches, pretrained, pretrained_job
 from openrecycle.agent.models.layers import LayerStack, build_layer, build_layers
@@ -35,6 +36,7 @@ from openrecycle.planner.jobs.errors import InputError
 from tests.agent import language_models
 from tests.agent.language_models import BLOCKS, CONFIGS, TOKENS, VOCABULARY, Words, gpt2, llama, trainer
 from tests.agent.launches import warm
+from tests.agent.node_runs import lines, two_nodes
 from tests.agent.test_split_architectures import Case, run_split, unsplit
 from tests.conftest import at_length
 from tests.golden import golden
@@ -161,6 +163,21 @@ def test_a_layers_first_values_do_not_depend_on_what_was_built_before() -> None:
     assert torch.equal(head.get_parameter(f"{LAST}.lm_head.weight"), early.get_parameter("transformer.wte.weight"))
 
 
+@pytest.mark.parametrize("family", ["gpt2", "llama", at_length("gemma3"), at_length("mixtral")])
+def test_it_may_be_cut_where_layers_are_built_without_memory(family: str) -> None:
+    """As a check before the start builds them, which is the first to ask where a worker makes its workload anew."""
+    with cut(CONFIGS[family]) as early, cut(CONFIGS[family]) as late:
+        with torch.device("meta"):
+            bare = [late(k, LAST + 1) for k in range(LAST + 1)]
+        assert all(p.is_meta for layer in bare for p in layer.parameters())
+        for k in range(LAST + 1):
+            torch.manual_seed(k)
+            one = early(k, LAST + 1).state_dict()
+            torch.manual_seed(k)
+            other = late(k, LAST + 1).state_dict()
+            assert list(one) == list(other) and all(torch.equal(one[name], other[name]) for name in one)
+
+
 @pytest.mark.parametrize("family", ["gpt2", "mixtral"])
 def test_weights_are_drawn_as_the_model_draws_them(family: str) -> None:
     """Norms 1, biases 0, and what is scaled by depth is."""
@@ -276,6 +293,44 @@ def test_a_kill_does_not_show_and_what_is_written_is_read_again(family: str, tmp
         for k, layer in enumerate(trained):
             again = source(k, LAST + 1).state_dict()
             assert all(torch.equal(again[name], value) for name, value in layer.items() if name not in source.cut.tied)
+
+
+@pytest.mark.usefixtures("models_are_there")
+@pytest.mark.processes
+def test_two_nodes_train_it_by_the_name_of_a_function(tmp_path: Path) -> None:
+    """Each makes its workload of what the function returns; a death does not show either."""
+    named = ("--workload", "tests.agent.language_models:workload", "--workload-options", "{}")
+    grid = ("--stages", "2", "--micro-batches", "3", "--iterations", "3", "--kill", "W1_1@1:F2")
+    with two_nodes(tmp_path, *named, *grid, "--weights", str(tmp_path / "trained")) as (lead, node):
+        assert (lead.wait(90), node.wait(90)) == (0, 0), (tmp_path / "lead.log").read_text()
+    *_, last = lines(tmp_path)
+    here = trainer(llama()).fit(iterations=3)
+    assert last["final"]["parameters_sha256"] == here.parameters_sha256
+    state = load_weights(whole(llama()), tmp_path / "trained").state_dict()
+    for k in range(LAST + 1):
+        assert all(torch.equal(value, state[name]) for name, value in here.state_dict(k).items())
+
+
+def test_a_folder_of_weights_becomes_a_model_of_transformers(tmp_path: Path) -> None:
+    """Also where its head is its embedding, of which both layers have a copy."""
+    torch.manual_seed(1)
+    trained = AutoModelForCausalLM.from_config(gpt2())
+    with cut(trained) as source:
+        layers = [source(k, LAST + 1).state_dict() for k in range(LAST + 1)]
+    layers[LAST]["lm_head.weight"] = layers[0]["transformer.wte.weight"]
+    for k, layer in enumerate(layers):
+        save_weights(str(tmp_path / "layers"), k, layer)
+    load_weights(whole(gpt2()), tmp_path / "layers").save_pretrained(tmp_path / "trained")
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "trained")
+    assert all(torch.equal(value, read.state_dict()[name]) for name, value in trained.state_dict().items())
+    with pytest.raises(InputError, match="model: got 'GPT2LMHeadModel'"):
+        load_weights(whole(gpt2(n_layer=2)), tmp_path / "layers")
+
+
+def test_the_weights_of_a_model_do_not_come_with_a_function() -> None:
+    """Each worker would write them, into a folder that nobody removes when it is killed."""
+    with pytest.raises(InputError, match="save_pretrained"):
+        trainer(whole(llama())).workload()
 
 
 @pytest.mark.chaos

@@ -5,6 +5,7 @@ from the clone."""
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -17,6 +18,9 @@ from pathlib import Path
 
 import pytest
 import requests
+
+from openrecycle.app.cli import cli as console
+from openrecycle.cli import HISTORY
 
 pytestmark = pytest.mark.processes
 
@@ -163,6 +167,25 @@ def test_what_pip_installs_is_declared() -> None:
     }
     extras = {re.split(r"[\[<>=]", line)[0] for lines in project["optional-dependencies"].values() for line in lines}
     assert pinned - extras - {"torch", "openrecycle", *PLAIN} == set()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("arguments", "status"), [(["--help"], 0), ([], 2), (["serve"], 2)])
+def test_history_has_three_commands_and_lists_no_others(arguments: list[str], status: int) -> None:
+    code = "import sys; sys.argv[0] = 'openrecycle'; from openrecycle.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "history", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env=os.environ | {"PYTHONPATH": str(ROOT / ".src")},
+    )
+    assert done.returncode == status
+    listed = (done.stdout or done.stderr).replace("'serve'", "")
+    assert all(command in listed for command in HISTORY)
+    assert not any(command in listed for command in ("serve", "demo", "token"))
+    assert set(HISTORY) <= {command.name for command in console.registered_commands}
 
 
 @pytest.mark.processes

@@ -105,19 +105,19 @@ def test_a_profile_gives_a_grid_its_op_times(tmp_path: Path) -> None:
     assert with_profile(grid, job_doc(own)) == own
     (tmp_path / "job.json").write_text(job_doc(own).model_dump_json())
     assert with_profile(grid, tmp_path / "job.json") == own
-    shipped = load_profile("gpt3-medium")
-    assert with_profile(grid, "gpt3-medium") == with_profile(grid, shipped) == shipped.job_for(2, 2, 3)
-    with pytest.raises(InputError, match=golden("profile-got-gpt3-medium-expected-nothing")):
-        with_profile(own, "gpt3-medium")
+    shipped = load_profile("gpt-3-medium")
+    assert with_profile(grid, "gpt-3-medium") == with_profile(grid, shipped) == shipped.job_for(2, 2, 3)
+    with pytest.raises(InputError, match=golden("profile-got-gpt-3-medium-expected-nothing")):
+        with_profile(own, "gpt-3-medium")
     with pytest.raises(InputError, match=golden("job-stages-got-2-expected")):
         with_profile(grid, job_doc(Job(2, 3, 3)))
 
 
 def test_a_measured_capacity_is_planned_with(tmp_path: Path) -> None:
-    measured = load_profile("gpt3-medium").model_copy(update={"capacity_bytes": 1 << 36})
+    measured = load_profile("gpt-3-medium").model_copy(update={"capacity_bytes": 1 << 36})
     assert measured.job_for(2, 4, 8).capacity_bytes == (1 << 36,) * 4
     # Documents of workers whose memory nobody has said are as they were.
-    assert "capacity_bytes" not in json.loads(load_profile("gpt3-medium").model_dump_json())
+    assert "capacity_bytes" not in json.loads(load_profile("gpt-3-medium").model_dump_json())
     written = tmp_path / "profile.json"
     written.write_text(measured.profile(2, 4, 8).model_dump_json())
     assert load_profile(written).job.job().capacity_bytes == (1 << 36,) * 4

@@ -29,7 +29,7 @@ from openrecycle.agent.nodes import frames as frames_module
 from openrecycle.agent.nodes import server
 from openrecycle.agent.nodes.frames import MAX_MESSAGE_BYTES, Frames, NotTrusted, greet
 from openrecycle.agent.nodes.pool import CLOCK_SAMPLES, NodeHub, SpreadPool, open_pool, place, stand_in, wait_for_name
-from openrecycle.agent.nodes.role import NodeRole, check_token, first_host, role_of
+from openrecycle.agent.nodes.role import NodeRole, check_alone, check_token, first_host, role_of
 from openrecycle.agent.nodes.server import Succession
 from openrecycle.agent.nodes.succession import Copy, LeadStatus, Spool, pack
 from openrecycle.agent.nodes.wire import MACHINE, by_name, decode_spec, encode_spec
@@ -124,6 +124,38 @@ def test_what_makes_no_role_is_named(
 ) -> None:
     with pytest.raises(InputError, match=field):
         role_of(env, *options)
+
+
+TORCHRUN_OF_8 = TORCHRUN | {"WORLD_SIZE": "8", "RANK": "3", "LOCAL_WORLD_SIZE": "8", "GROUP_WORLD_SIZE": "1"}
+SRUN_OF_3 = SLURM | {"SLURM_STEP_NUM_TASKS": "3", "SLURM_NTASKS": "3", "SLURM_PROCID": "1"}
+
+
+@pytest.mark.parametrize(
+    ("env", "started"),
+    [
+        (TORCHRUN_OF_8, "8 processes that torchrun started"),
+        (SRUN_OF_3, "3 processes that srun started"),
+        ({"SLURM_STEP_ID": "0", "SLURM_NTASKS": "3"}, "3 processes that srun started"),
+    ],
+)
+def test_a_script_that_starts_its_workers_is_started_once(env: dict[str, str], started: str) -> None:
+    with pytest.raises(InputError, match=started):
+        check_alone(env)
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {},
+        TORCHRUN | {"WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "1"},
+        SRUN_OF_3 | {"SLURM_STEP_NUM_TASKS": "1"},
+        # A batch script in an allocation of three tasks, and a program that only counts itself.
+        {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "3", "SLURM_PROCID": "0"},
+        {"WORLD_SIZE": "8", "RANK": "0"},
+    ],
+)
+def test_a_script_that_is_started_once_is_not_refused(env: dict[str, str]) -> None:
+    check_alone(env)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 import json
 import os
@@ -28,7 +27,6 @@ from tests.conftest import at_length
 from tests.golden import golden
 
 WORKERS = [str(worker) for worker in JOB.workers()]
-ROOT = Path(__file__).parents[2]
 QUICK = ("--heartbeat", "0.2", "--suspect", "1", "--dead", "4")
 
 
@@ -237,12 +235,3 @@ def test_all_change_plans_before_the_same_iteration_and_wrong_calls_are_named(tm
     assert golden("schedule-was-left-at") in errors[0]["left"][1]
     assert golden("schedule-lacks-send") in errors[0]["left out"][1]
     assert errors[1]["left out"][0] == "GroupLost"
-
-
-def test_the_page_shows_the_loop_that_is_tested() -> None:
-    page = (ROOT / "app/docs/own-job.md").read_text()
-    example = ast.parse(program := (ROOT / "agent/examples/own_loop.py").read_text())
-    shown = {f.name: ast.get_source_segment(program, f) for f in example.body if isinstance(f, ast.FunctionDef)}
-    for name in ("train", "run"):
-        assert f"```python\n{shown[name]}\n```" in page
-        assert len(str(shown[name]).splitlines()) < 40

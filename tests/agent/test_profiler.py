@@ -10,14 +10,15 @@ from torch import nn
 from typer.testing import CliRunner
 
 from openrecycle.agent.cli import app
-from openrecycle.agent.profiling.job import SHAPES, shape_of
+from openrecycle.agent.config.options import Planning, with_profile
+from openrecycle.agent.profiling.job import SHAPES, shape_of, shared_out
 from openrecycle.agent.profiling.profiler import PartSpec, ProfilingEffort, kept_bytes, measure_part, timing_of
 from openrecycle.agent.profiling.traffic import measure_traffic
 from openrecycle.agent.stages.gradients import SUM_OF
 from openrecycle.agent.stages.optimizer import StageOptimizer
 from openrecycle.agent.stages.stage import Stage
 from openrecycle.planner.jobs.errors import InputError
-from openrecycle.planner.jobs.job import Problem
+from openrecycle.planner.jobs.job import Job, Problem
 from openrecycle.planner.profiles import load_profile
 from openrecycle.planner.solvers.portfolio import make_plan
 
@@ -66,12 +67,18 @@ def test_deciles() -> None:
 
 def test_shapes_have_the_size_of_their_names() -> None:
     assert {name: round(shape.parameters / 1e9, 1) for name, shape in SHAPES.items()} == {
-        "gpt3-medium": 0.4,
-        "gpt3-3.35b": 3.5,
-        "gpt3-6.7b": 6.9,
+        "gpt-3-medium": 0.4,
+        "gpt-3-3.35b": 3.5,
+        "gpt-3-6.7b": 6.9,
     }
-    with pytest.raises(InputError, match="gpt3-medium"):
+    with pytest.raises(InputError, match="gpt-3-medium"):
         shape_of("gpt5")
+
+
+def test_a_layers_time_is_its_part_of_its_stages() -> None:
+    alone = [{"F": [2.0, 2.0, 9.0], "O": [0.0]}, {"F": [6.0], "O": [0.0]}]
+    one, other = shared_out({"F": [4.0, 8.0], "O": [1.0]}, alone)
+    assert (one, other) == ({"F": [1.0, 2.0], "O": [0.5]}, {"F": [3.0, 6.0], "O": [0.5]})
 
 
 @pytest.mark.processes
@@ -87,15 +94,19 @@ def test_traffic_between_real_processes() -> None:
 def test_a_plan_is_made_from_what_was_measured(tmp_path: Path) -> None:
     out = tmp_path / "profile.json"
     command = ["profile", "--workload", "openrecycle.agent.examples.gpt:Gpt", "--workload-options"]
-    options = ['{"width": 32, "heads": 2, "sequence": 16, "batch": 2}', "--stages", "2", "--micro-batches", "3"]
+    options = ['{"width": 32, "heads": 2, "sequence": 16, "batch": 2, "layers": 5}', "--stages", "2"]
+    options += ["--micro-batches", "3"]
     asked = [*command, *options, "--repeats", "3", "--allow-spread", "--out", str(out)]
     done = CliRunner().invoke(app, asked, catch_exceptions=False)
     assert done.exit_code == 0, done.stderr
     made = load_profile(out)
-    assert made.cut == "stages" and len(made.parts) == 2 and made.samples_per_micro_batch == 2
+    assert made.cut == "each" and len(made.parts) == made.layers == 5 and made.samples_per_micro_batch == 2
     assert made.boundary_bytes == 4 * 2 * 16 * 32 and made.reductions is not None
     job = made.job.job()
     assert (job.pipelines, job.stages, job.micro_batches, job.time_unit) == (2, 2, 3, "ms")
+    assert job == Planning().layered(with_profile(Job.uniform(2, 2, 3), out), 5) and len(job.layers) == 5
+    with pytest.raises(InputError, match="profile: got '5 layers'"):
+        Planning().layered(job, 6)
     assert all(p.activation_bytes > p.weight_backward_bytes // 2 > 0 for p in job.profiles)
     assert make_plan(Problem(job), solver="list", time_limit=5).metrics.period > 0
 
@@ -104,19 +115,19 @@ def test_a_plan_is_made_from_what_was_measured(tmp_path: Path) -> None:
     ("arguments", "field"),
     [
         ([], "--model"),
-        (["--model", "gpt3-medium", "--workload", "a:b"], "--model"),
-        (["--model", "gpt5"], "gpt3-medium"),
-        (["--model", "gpt3-medium", "--stages", "25"], "at most 24"),
+        (["--model", "gpt-3-medium", "--workload", "a:b"], "--model"),
+        (["--model", "gpt5"], "gpt-3-medium"),
+        (["--model", "gpt-3-medium", "--stages", "25"], "at most 24"),
         (["--workload", "no.such:thing"], "--workload"),
         (["--workload", "openrecycle.agent.examples.gpt:Gpt", "--workload-options", "[]"], "--workload-options"),
-        (["--model", "gpt3-medium", "--repeats", "0"], "--repeats"),
-        (["--model", "gpt3-medium", "--warm-up", "-1"], "--warm-up"),
-        (["--model", "gpt3-medium", "--threads", "1000"], "--threads"),
-        (["--model", "gpt3-medium", "--clock", "sun"], "--clock"),
-        (["--model", "gpt3-medium", "--mode", "slow"], "--mode"),
-        (["--model", "gpt3-medium", "--spread-limit", "nan"], "--spread-limit"),
-        (["--model", "gpt3-medium", "--pipelines", "0"], "pipelines"),
-        (["--model", "gpt3-medium", "--out", "/no/such/folder/x.json"], "--out"),
+        (["--model", "gpt-3-medium", "--repeats", "0"], "--repeats"),
+        (["--model", "gpt-3-medium", "--warm-up", "-1"], "--warm-up"),
+        (["--model", "gpt-3-medium", "--threads", "1000"], "--threads"),
+        (["--model", "gpt-3-medium", "--clock", "sun"], "--clock"),
+        (["--model", "gpt-3-medium", "--mode", "slow"], "--mode"),
+        (["--model", "gpt-3-medium", "--spread-limit", "nan"], "--spread-limit"),
+        (["--model", "gpt-3-medium", "--pipelines", "0"], "pipelines"),
+        (["--model", "gpt-3-medium", "--out", "/no/such/folder/x.json"], "--out"),
     ],
 )
 def test_what_can_not_be_measured_is_said(arguments: list[str], field: str, tmp_path: Path) -> None:
@@ -139,4 +150,4 @@ def test_times_that_vary_too_much_are_not_written(tmp_path: Path) -> None:
     # No clock gives the same microseconds five times over.
     sizes = ["--stages", "1", "--pipelines", "1", "--repeats", "5", "--spread-limit", "0", "--out", str(out)]
     done = CliRunner().invoke(app, [*command, *sizes], catch_exceptions=False)
-    assert done.exit_code == 2 and "stage 0 vary by" in done.stderr and not out.exists()
+    assert done.exit_code == 2 and "layer 0 vary by" in done.stderr and not out.exists()

@@ -77,7 +77,7 @@ class Local:
         ({"profile": "no/such.json"}, ["profile: got 'no/such.json'", "can't be read"]),
         ({"profile": job_doc(Job(2, 3, 3))}, ["stages: got 2, expected 3"]),
         ({"profile": job_doc(Job(2, 2, 3)), "planning": PACED}, ["planning.pace: got", "beside `profile`"]),
-        ({"profile": "gpt3-medium", "job": Job.uniform(2, 2, 3, durations={"F": 2})}, ["profile: got 'gpt3-medium'"]),
+        ({"profile": "gpt-3-medium", "job": Job.uniform(2, 2, 3, durations={"F": 2})}, ["profile: got 'gpt-3-medium'"]),
         ({"faults": Faults(kill=["W7_0@1:F0"])}, ["faults.kill: got 'W7_0'", "W0_0 to W1_1"]),
         ({"weights": __file__}, ["weights: got", "expected a folder"]),
         ({"checkpoints": Checkpoints(directory=__file__)}, ["checkpoints.directory: got", "expected a folder"]),
@@ -93,9 +93,9 @@ def test_what_is_wrong_is_said_at_once_and_by_name(changes: dict[str, Any], word
 
 @pytest.mark.parametrize("capacity", ["80GiB", 80 << 30])
 def test_the_memory_of_a_worker_can_be_set(capacity: Any) -> None:
-    own_jobs.trainer(profile="gpt3-medium", planning=Planning(memory="bytes", capacity=capacity))
+    own_jobs.trainer(profile="gpt-3-medium", planning=Planning(memory="bytes", capacity=capacity))
     with pytest.raises(PlannerError, match="stage 0, which has 1,073,741,824"):
-        own_jobs.trainer(profile="gpt3-medium", planning=Planning(memory="bytes", capacity="1GiB"))
+        own_jobs.trainer(profile="gpt-3-medium", planning=Planning(memory="bytes", capacity="1GiB"))
 
 
 def test_deaths_that_no_plan_survives_are_refused() -> None:
@@ -107,6 +107,16 @@ def test_deaths_that_no_plan_survives_are_refused() -> None:
 def test_iterations_are_counted_in_whole_numbers(iterations: Any) -> None:
     with pytest.raises(InputError, match="iterations: got"):
         own_jobs.trainer().fit(iterations=iterations)
+
+
+def test_each_process_of_torchrun_would_start_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its model and data may be asked for: so does each node of `openrecycle train` under torchrun."""
+    for name, value in (("TORCHELASTIC_RUN_ID", "none"), ("WORLD_SIZE", "2"), ("RANK", "0")):
+        monkeypatch.setenv(name, value)
+    trainer = own_jobs.trainer()
+    assert trainer.workload().samples_per_micro_batch == 4
+    with pytest.raises(InputError, match="torchrun"):
+        trainer.fit(iterations=1)
 
 
 @cache
@@ -268,12 +278,11 @@ def test_the_reader_of_the_readme_gets_the_example_that_is_tested() -> None:
     assert f"```python\n{example}```" in (ROOT / "README.md").read_text()
 
 
-def test_the_readmes_calls_fit_their_signatures() -> None:
+def test_the_pages_calls_fit_their_signatures() -> None:
     import openrecycle as agent
 
-    blocks = re.findall(
-        r"```python\n(.*?)```", (ROOT / "README.md").read_text() + (ROOT / "app/docs/own-job.md").read_text(), re.S
-    )
+    pages = [ROOT / "README.md", *(ROOT / "app/docs").glob("*.md")]
+    blocks = [block for page in pages for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.S)]
     calls = [node for block in blocks for node in ast.walk(ast.parse(block)) if isinstance(node, ast.Call)]
     named = {call.func.id: call for call in calls if isinstance(call.func, ast.Name) and call.func.id in agent.__all__}
     assert set(named) >= {"ResilientTrainer", "Reporter"}

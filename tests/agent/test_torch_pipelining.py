@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import re
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,8 +20,6 @@ from openrecycle.agent.models.torch_pipelining import layers_of
 from openrecycle.planner.jobs.errors import InputError
 from tests.agent import pipe_jobs as jobs
 from tests.golden import golden
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(layers: list[nn.Module], *x: Any) -> Any:
@@ -152,19 +147,6 @@ def test_parts_of_a_whole_model_may_be_cut_in_the_worker() -> None:
     hurt = jobs.trainer(layers=jobs.decoder_stage, **given, faults=Faults(kill=["W0_0@1:I1"])).fit(iterations=3)
     same(hurt, calm, 4)
     jobs.Decoder().load_state_dict({k: v for layer in range(4) for k, v in hurt.state_dict(layer).items()})
-
-
-@pytest.mark.chaos
-@pytest.mark.processes
-def test_the_pages_example_runs(tmp_path: Path) -> None:
-    page = (ROOT / "app/docs/own-job.md").read_text()
-    (example,) = (block for block in re.findall(r"```python\n(.*?)```", page, re.S) if "pipeline(" in block)
-    assert len(example.splitlines()) < 40
-    script = tmp_path / "pipe_example.py"
-    script.write_text(example)
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "W1_1 died" in done.stdout and float(done.stdout.split()[-1]) < 0.5
 
 
 # -- what is refused --------------------------------------------------------------------------------

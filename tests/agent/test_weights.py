@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from openrecycle.agent.checkpoints.weights import WeightsError, load_weights, save_weights, weights_file
+from openrecycle.agent.checkpoints.weights import WeightsError, load_weights, read_weights, save_weights, weights_file
 from openrecycle.agent.models.state import StateError
+from openrecycle.planner.jobs.errors import InputError
 
 
 class Counted(nn.Module):
@@ -40,7 +41,7 @@ class Counted(nn.Module):
 def test_a_state_dict_is_read_as_it_was_written(tmp_path: Path) -> None:
     module, other = Counted(), Counted(9)
     save_weights(str(tmp_path), 4, module.state_dict())
-    other.load_state_dict(load_weights(str(tmp_path), 4))
+    other.load_state_dict(read_weights(str(tmp_path), 4))
     mine, theirs = module.state_dict(), other.state_dict()
     assert other.count == 3
     for name, value in mine.items():
@@ -82,6 +83,46 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     file = weights_file(str(tmp_path), 0)
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(StateError, match=file.name):
-        load_weights(str(tmp_path), 0)
+        read_weights(str(tmp_path), 0)
     with pytest.raises(OSError, match="layer1"):
-        load_weights(str(tmp_path), 1)
+        read_weights(str(tmp_path), 1)
+
+
+def test_a_folder_of_weights_goes_into_the_layers(tmp_path: Path) -> None:
+    trained, model = (nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)) for _ in range(2))
+    averages = {name: torch.ones_like(value) for name, value in trained[0].state_dict().items()}
+    for layer, part in enumerate(trained):
+        save_weights(str(tmp_path), layer, part.state_dict())
+    assert load_weights(model, tmp_path) is model
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), trained.parameters(), strict=True))
+    with pytest.raises(InputError, match="averaged: got True"):
+        load_weights(model, tmp_path, averaged=True)
+    save_weights(str(tmp_path), 0, averages, averaged=True)
+    first, _, last = load_weights(list(model), tmp_path, averaged=True)
+    assert isinstance(first, nn.Linear) and torch.equal(first.weight, torch.ones(3, 4))
+    assert torch.equal(last.get_parameter("weight"), trained[2].get_parameter("weight"))
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (nn.Sequential(nn.Linear(4, 3)), ["model: got '1 layers', expected the 2 "]),
+        ([nn.Linear(4, 3), nn.Linear(5, 2)], ["model: got 'Linear'", "size mismatch"]),
+        (nn.Linear(4, 3), ["model: got 'Linear'", "size mismatch"]),
+    ],
+)
+def test_weights_of_another_model_are_refused(model: Any, words: list[str], tmp_path: Path) -> None:
+    for layer, part in enumerate((nn.Linear(4, 3), nn.Linear(3, 2))):
+        save_weights(str(tmp_path), layer, part.state_dict())
+    with pytest.raises(InputError) as caught:
+        load_weights(model, tmp_path)
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_a_folder_without_weights_or_with_damaged_ones_is_refused(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(InputError, match=r"folder: got .*layer0\.safetensors"):
+        load_weights(model, tmp_path)
+    weights_file(str(tmp_path), 0).write_bytes(b"no")
+    with pytest.raises(InputError, match=r"folder: got .*layer0\.safetensors"):
+        load_weights(model, tmp_path)

@@ -64,6 +64,9 @@ def test_a_death_is_decided_by_the_console_and_the_bits_stay(reference: Run, tmp
         job_id = server.job_id()
         state = server.read(f"/jobs/{job_id}")
         assert state["state"] == "finished" and state["committed"] == ITERATIONS
+        told = state["spec"]["stage_bytes"]
+        assert len(told) == state["spec"]["stages"]
+        assert golden("a-worker-takes-up-to", f"{max(told) / 1000000.0:.1f}") in run.errors, "as it was said here"
         rows = server.read(f"/jobs/{job_id}/iterations?limit=100")["iterations"]
         assert [row["loss_hex"] for row in rows] == reference.losses
         plans = server.read(f"/jobs/{job_id}/plans")["plans"]

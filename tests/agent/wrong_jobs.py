@@ -22,6 +22,10 @@ def tied_by_builder(stage: int, stages: int) -> nn.Module:
     return nn.Sequential(TABLE, nn.Linear(WIDTH, WIDTH)) if stage == 0 else Tied()
 
 
+def sparse(stage: int, stages: int) -> nn.Module:
+    return nn.Sequential(nn.Embedding(9, WIDTH, sparse=True), nn.Linear(WIDTH, WIDTH))
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()

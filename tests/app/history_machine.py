@@ -21,7 +21,7 @@ from openrecycle.app.jobs.records import read_state
 from openrecycle.app.plans.library import stored_plan
 from openrecycle.db.access import AuditStore
 from openrecycle.planner.jobs.job import Job
-from openrecycle.planner.jobs.words import DROP, MIGRATE, REROUTE
+from openrecycle.planner.jobs.words import MIGRATE, REROUTE, STAND_BY
 from openrecycle.planner.plans.plan import job_doc
 from openrecycle.planner.simulation.policy import REPARTITION
 from tests.app.flaky_database import FAULTS, Fault, FlakyDatabase
@@ -176,7 +176,7 @@ class History(RuleBasedStateMachine):
         candidates = (
             Candidate(MIGRATE, after, moves),
             Candidate(REROUTE, failed),
-            Candidate(DROP, tuple(n for n in NAMES if n in {*failed, *dropped})),
+            Candidate(STAND_BY, tuple(n for n in NAMES if n in {*failed, *dropped})),
             Candidate(REPARTITION, failed, partition=partition),
         )
         usable = {"": True, MIGRATE: bool(moves), REPARTITION: partition != self.state.held}[better]
@@ -205,7 +205,7 @@ class History(RuleBasedStateMachine):
     def a_worker_is_asked_to_leave(self, worker: str) -> None:
         self.operate("drain", worker)
 
-    @rule(way=st.sampled_from([REROUTE, MIGRATE, DROP, REPARTITION]))
+    @rule(way=st.sampled_from([REROUTE, MIGRATE, STAND_BY, REPARTITION]))
     def an_operator_chooses(self, way: str) -> None:
         self.operate("choose", way, None)
 

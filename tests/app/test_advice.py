@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from base64 import b64decode
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,7 @@ from openrecycle.app.jobs.records import changes, repair_times
 from openrecycle.app.runtime.task_queue import TaskQueue
 from openrecycle.planner.check import check
 from openrecycle.planner.jobs.job import Job
-from openrecycle.planner.jobs.words import DROP, MIGRATE, REROUTE
+from openrecycle.planner.jobs.words import MIGRATE, REROUTE, STAND_BY
 from openrecycle.planner.plans.packed import from_bytes
 from openrecycle.planner.plans.plan import job_doc
 from openrecycle.planner.simulation.planned import Rate
@@ -119,10 +118,10 @@ def test_work_that_a_restart_loses_counts() -> None:
 
 
 def test_where_re_routing_trains_nothing_another_way_that_can_be_taken_is_better() -> None:
-    drop = Candidate(DROP, ("W0_0", "W0_1"), rate=1.0)
+    stood_by = Candidate(STAND_BY, ("W0_0", "W0_1"), rate=1.0)
     options = (Option("re-route", 2 * HOUR, 5.0), Option("re-partition", 0, 3.0))
-    recommendation = decide(advice(*options), ["W0_0"], FULL, "", [drop, STAY])
-    assert recommendation.advised == DROP and golden("the-best-option-is-drop") in recommendation.reason
+    recommendation = decide(advice(*options), ["W0_0"], FULL, "", [stood_by, STAY])
+    assert recommendation.advised == STAND_BY and golden("the-best-option-is-stand-by") in recommendation.reason
 
 
 # -- the grounds --------------------------------------------------------------------------------
@@ -227,26 +226,26 @@ def test_the_process_says_when_bubbles_can_not_absorb_the_load() -> None:
     assert recommendation is not None, why
     assert golden("the-bubbles-cant-absorb-the-load") in recommendation.reason
     assert recommendation.reason.startswith(golden("with-w0-2-w1-2"))
-    assert [c.name for c in recommendation.candidates] == [REROUTE, DROP] and not recommendation.better
+    assert [c.name for c in recommendation.candidates] == [REROUTE, STAND_BY] and not recommendation.better
 
 
 def test_the_process_makes_the_plans_of_all_ways_that_the_job_can_take() -> None:
     recommendation, why = ask(migrate=True)
     assert recommendation is not None, why
-    best, stay, drop = recommendation.candidates
-    assert (best.name, stay.name, drop.name) == (MIGRATE, REROUTE, DROP) and recommendation.better == MIGRATE
+    best, stay, stood_by = recommendation.candidates
+    assert (best.name, stay.name, stood_by.name) == (MIGRATE, REROUTE, STAND_BY) and recommendation.better == MIGRATE
     ((source, to),) = best.moves
     assert to in ("W0_2", "W1_2") and source.endswith(("_0", "_1", "_3")) and best.failed != stay.failed
     assert stay.failed == ("W0_2", "W1_2")
-    assert drop.failed == tuple(f"W{p}_{s}" for p in (0, 1) for s in range(4))
+    assert stood_by.failed == tuple(f"W{p}_{s}" for p in (0, 1) for s in range(4))
     plans = {plan.fingerprint: plan for plan in (from_bytes(b64decode(data)) for data in recommendation.plans)}
     for way in recommendation.candidates:
         assert plans[way.plan].failed == way.failed and check(plans[way.plan]) == []
         assert way.rate == pytest.approx(18 / (plans[way.plan].metrics.period / 1000))
         assert way.slowdown_vs_1f1b == pytest.approx(plans[way.plan].metrics.slowdown_vs_1f1b)
-    assert best.samples > stay.samples > drop.samples
+    assert best.samples > stay.samples > stood_by.samples
     assert golden("takes-the-place-of", source, to) in best.text
-    assert drop.text.startswith(golden("pipelines-0-1-stand-by"))
+    assert stood_by.text.startswith(golden("pipelines-0-1-stand-by"))
 
 
 @pytest.mark.parametrize(
@@ -264,7 +263,7 @@ def test_who_has_moved_stays(grid: tuple[int, int, int], failed: tuple[str, ...]
 
     def better(out: tuple[str, ...]) -> Candidate | None:
         asked = request(job=job, failed=out, migrate=True)
-        recommendation = asked.read(recommendation_document(json.loads(asked.to_json())))
+        recommendation = asked.read(recommendation_document(asked))
         return next((c for c in recommendation.candidates if c.name == recommendation.better), None)
 
     moved = better(failed)
@@ -277,7 +276,7 @@ LAYERED = job_doc(Job.uniform(3, 4, 6, durations={"F": 4.0, "I": 4.0, "W": 4.0},
 
 def recommend(**given: object) -> Recommendation:
     asked = request(**({"job": LAYERED, "failed": ("W1_2",), "relayout": "auto", "partition": (11,) * 4} | given))
-    return asked.read(recommendation_document(json.loads(asked.to_json())))
+    return asked.read(recommendation_document(asked))
 
 
 def test_layers_that_may_move_do_so_where_that_pays_within_the_hour() -> None:

@@ -41,6 +41,8 @@ def assert_problem(answer: requests.Response, status: int, code: str, detail: st
         ({"durations": {"F": -1}}, "durations.F: got -1"),
         ({"durations": {"F": 0, "I": 1, "W": 1}}, "profiles[0].forward: got 0.0, expected a duration above 0"),
         ({"durations": {"Q": 1}}, "durations.Q"),
+        ({"stage_bytes": [1, 2, 3]}, "stage_bytes: got 3, expected 2 numbers, one for each stage"),
+        ({"stage_bytes": [1, -2]}, "stage_bytes.1: got -2"),
         ({"extra": 1}, "extra: got 1, expected no field of that name"),
         ({"memory": "bytes"}, "capacity_bytes: got None, expected bytes per worker"),
         ({"profile": {**PROFILE, "stages": 3}}, "profile.stages: got 3, expected 2, as the job has it"),

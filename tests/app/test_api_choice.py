@@ -69,7 +69,7 @@ def test_the_operator_compares_and_chooses(server: ConsoleServer) -> None:
     until(lambda: bool(choice(agents)["candidates"]), "the candidates come")
     seen = choice(agents)
     assert seen["waiting"] and 0 < seen["seconds_left"] <= 600 and seen["failed"] == ["W0_2", "W1_2"]
-    assert [c["name"] for c in seen["candidates"]] == ["migrate and re-route", "re-route", "drop the replica"]
+    assert [c["name"] for c in seen["candidates"]] == ["migrate and re-route", "re-route", "stand by"]
     assert seen["better"] == "migrate and re-route"
     assert seen["candidates"][0]["rate"] > seen["candidates"][1]["rate"] > seen["candidates"][2]["rate"]
     for candidate in seen["candidates"]:

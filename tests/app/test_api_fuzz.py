@@ -107,7 +107,7 @@ BODIES = {
         detail=short,
         generation=number,
     ),
-    "/{job}/choice": message(name=st.sampled_from(["re-route", "drop the replica", ""]), failed=st.lists(worker)),
+    "/{job}/choice": message(name=st.sampled_from(["re-route", "stand by", ""]), failed=st.lists(worker)),
     "/{job}/iterations": message(iterations=st.lists(iteration, max_size=3)),
     "/{job}/recoveries": message(
         worker=worker, generation=number, detected_ms=number, unblocked_ms=number, reformed_ms=number, resumed_ms=number

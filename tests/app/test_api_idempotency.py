@@ -7,8 +7,17 @@ import threading
 import pytest
 import requests
 from console_server import Agents, ConsoleServer
+from fastapi import FastAPI
+from starlette.applications import Starlette
+from starlette.testclient import TestClient
+from ui_console import ConsoleHere, JobHere
 
-from openrecycle.app.api.idempotency import keeps_keys
+from openrecycle.agent.messages.protocol import API
+from openrecycle.app.api.idempotency import Idempotency, keeps_keys
+from openrecycle.app.runtime import problems
+from openrecycle.app.security.access import Access
+from openrecycle.app.security.guard import AccessGuard
+from openrecycle.app.server import create_routes
 from openrecycle.db.idempotency import KEPT_SECONDS, IdempotentRequests
 from openrecycle.db.session import Database
 
@@ -127,3 +136,32 @@ def test_which_requests_keep_keys() -> None:
     assert not keeps_keys("/jobs")
     assert not keeps_keys("/tokens"), "the answer has the token in it"
     assert not keeps_keys("/jobs/x/heartbeats")
+
+
+def test_a_request_that_fails_is_answered_as_it_is_without_a_key(database: Database) -> None:
+    api = FastAPI()
+    problems.install(api)
+
+    @api.post("/fails")
+    async def fails() -> None:
+        raise RuntimeError("a bug")
+
+    client = TestClient(Idempotency(api, IdempotentRequests(database)), raise_server_exceptions=False)
+    plain, keyed, again = (client.post("/fails", headers=headers) for headers in ({}, KEY, KEY))
+    assert (keyed.status_code, keyed.json(), keyed.headers) == (500, plain.json(), plain.headers)
+    assert again.json() == plain.json(), "and it may be tried again"
+
+
+def test_names_of_any_alphabet_act_under_them_and_share_no_keys(here: ConsoleHere) -> None:
+    console, job = here.console, JobHere(here.console, "keys").register()
+    access = console.security.access = Access("the console's own", console.security.tokens)
+    client = TestClient(AccessGuard(Starlette(routes=create_routes(console)), access), base_url="http://localhost")
+    names = ["\u674e", "\u738b", "\u674e"]  # two of them alike
+    for name in names:
+        token = console.security.tokens.create("operate", created_by="ada", name=name)[1]
+        headers = {**KEY, "Authorization": f"Bearer {token}"}
+        answer = client.post(f"{API}/jobs/{job.job_id}/workers/W1_2/kill", headers=headers)
+        assert (answer.status_code, "Idempotent-Replayed" in answer.headers) == (202, False), answer.text
+    lines = console.security.audit.read(0, 5000, job.job_id)
+    assert [line["actor"] for line in lines if line["target"] == "W1_2"] == names
+    console.security.access = Access()

@@ -33,6 +33,13 @@ def wait_for_plans(agents: Agents) -> dict[str, Any]:
     return job
 
 
+def test_what_a_launcher_reckons_that_workers_take_is_kept_and_may_be_left_out(server: ConsoleServer) -> None:
+    told = [5 * 2**20, 7 * 2**20]
+    job = Agents(server, pipelines=1, stages=2, stage_bytes=told).job()
+    assert job["spec"]["stage_bytes"] == told
+    assert "stage_bytes" not in Agents(server, pipelines=1, stages=2).job()["spec"]
+
+
 def test_a_worker_dies_and_comes_back(agents: Agents) -> None:
     first = agents.register_all()
     assert (first["generation"], first["failed"], first["joining"]) == (1, [], [])

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from ui_console import until
 
-from openrecycle.app.catalogs.contents import CatalogReport, CatalogRequest, parse_request, stale, summary
+from openrecycle.app.catalogs.contents import CatalogRequest, parse_request, stale, summary
 from openrecycle.app.catalogs.service import Catalogs, Filling, documents, json_refusal, stored_zip
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.processes import Channel, Children
@@ -27,6 +27,7 @@ from openrecycle.planner.check import check
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.failures import canonical_pattern
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, Worker
+from openrecycle.planner.plans.baseline import reference_period
 from openrecycle.planner.plans.bounds import period_bound
 from openrecycle.planner.plans.packed import CatalogQuestion, Effort, pack, plan_name
 from openrecycle.planner.plans.plan import Plan
@@ -50,14 +51,6 @@ def ended(filling: Filling) -> Filling:
     return filling
 
 
-def reported(catalogs: Catalogs, question: CatalogQuestion, tolerance: int) -> CatalogReport:
-    """Once it is known what there is to plan."""
-    found: list[CatalogReport | None] = []
-    until(lambda: found.append(catalogs.report(question, tolerance)) or found[-1] is not None, "it is worked out")
-    assert found[-1] is not None
-    return found[-1]
-
-
 @pytest.mark.processes
 def test_filling_makes_every_pattern_and_stores_it(catalogs: Catalogs, store: Store) -> None:
     request = parse_request(**SMALL)
@@ -66,9 +59,11 @@ def test_filling_makes_every_pattern_and_stores_it(catalogs: Catalogs, store: St
     filling = ended(catalogs.fill(request))
     assert (filling.state, filling.why, filling.planned) == ("done", "", 3)
     assert (filling.done, filling.total) == (3, 3)
-    report = reported(catalogs, request.question, 1)
+    report = catalogs.report(request.question, 1)
     assert [(line.failures, line.wanted, line.there) for line in report.lines] == [(0, 1, 1), (1, 2, 2)]
     assert report.covered == 1 and report.missing == 0 and report.by_pattern
+    job = request.question.job
+    assert report.reference == reference_period(job) / job.ticks_per_unit
     assert sorted(seen) == store.catalog_blobs(report.fingerprint).names()
     for line in report.lines:
         for plan in line.plans:
@@ -88,7 +83,7 @@ def test_several_processes_share_a_filling(store: Store) -> None:
     catalogs = Catalogs(store, processes=2)
     request = parse_request(pipelines=3, stages=3, micro_batches=3, tolerance=2)
     assert ended(catalogs.fill(request)).state == "done"
-    report = reported(catalogs, request.question, 2)
+    report = catalogs.report(request.question, 2)
     assert report.missing == 0 and report.there == report.wanted > 10
     catalogs.close()
 
@@ -176,7 +171,7 @@ def test_requests_name_the_field_that_is_wrong(values: dict[str, object], words:
 def test_large_grids_get_one_plan_per_count(catalogs: Catalogs) -> None:
     request = parse_request(pipelines=8, stages=6, micro_batches=8, tolerance=6)
     assert ended(catalogs.fill(request)).state == "done"
-    report = reported(catalogs, request.question, 6)
+    report = catalogs.report(request.question, 6)
     assert not report.by_pattern
     assert [line.wanted for line in report.lines] == [1] * 7
     assert report.covered == 6
@@ -195,7 +190,7 @@ def test_a_better_plan_replaces_a_worse_one_and_no_other(catalogs: Catalogs) -> 
     worse = plan.model_copy(update={"metrics": plan.metrics.model_copy(update={"period": plan.metrics.period + 1})})
     for kept in (worse, plan, worse):
         catalogs.keep(request.question, kept)
-    report = reported(catalogs, request.question, 1)
+    report = catalogs.report(request.question, 1)
     assert [line.there for line in report.lines] == [0, 1]
     assert report.covered is None
     (line,) = report.lines[1].plans
@@ -235,7 +230,7 @@ def test_damaged_plans_count_as_missing_and_are_made_again(catalogs: Catalogs, s
     info = CatalogInfo.of(request.question)
     name = plan_name(canonical_pattern([Worker(0, 1)], request.question.job)[0])
     store.save_catalog(info.fingerprint, info.model_dump_json(), [(name, 1, b"ORP1 and rubbish")])
-    assert reported(catalogs, request.question, 1).there == 0
+    assert catalogs.report(request.question, 1).there == 0
     assert catalogs.find(request.question, [Worker(0, 1)]) is None
     assert ended(catalogs.fill(request)).planned == 3
     assert catalogs.find(request.question, [Worker(1, 1)]) is not None
@@ -317,7 +312,7 @@ def test_the_last_plans_of_a_process_that_ends_are_kept(catalogs: Catalogs, stor
 def test_curves_and_tables_say_the_same(catalogs: Catalogs, colours: object, values: dict[str, object]) -> None:
     request = parse_request(**values)
     ended(catalogs.fill(request))
-    report = reported(catalogs, request.question, request.tolerance)
+    report = catalogs.report(request.question, request.tolerance)
     figure = catalog_curves(report, colours, revision="x")  # type: ignore[arg-type]
     drawn = {trace.name: list(trace.y) for trace in figure.data if trace.name}
     table = catalog_view.counts_table(report)

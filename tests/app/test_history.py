@@ -21,6 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 from sqlalchemy import func, select, update
 
 from openrecycle.app.console.service import ConsoleService
+from openrecycle.app.history import archive
 from openrecycle.app.history import archive as histories
 from openrecycle.app.history.archive import (
     EXPORTED,
@@ -33,10 +34,12 @@ from openrecycle.app.history.archive import (
 )
 from openrecycle.app.history.service import Histories
 from openrecycle.app.history.tables import LEFT_OUT, ProcessLine, format_of
+from openrecycle.app.jobs.job_plans import stored_plan
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.db.access import AuditStore
 from openrecycle.db.job_rows import MODELS, HiddenJob, JobRows, table
 from openrecycle.db.models import AuditRow, Base, JobRow, PlanRow
+from openrecycle.db.plan_rows import PlanColumns
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 from tests.conftest import new_database
@@ -109,6 +112,17 @@ def test_there_and_back_again_equal_row_by_row(
         assert {row.fingerprint: row.document for row in b.execute(query)}.items() <= plans.items()
         assert b.scalar(select(func.count()).select_from(PlanRow)) == done.plans
         assert [row.action for row in b.scalars(select(AuditRow))] == ["import"], "the audit log is never imported"
+
+
+def test_large_plans_are_stored_in_columns_too(
+    origin: tuple[Database, str, Path], target: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, job_id, path = origin
+    monkeypatch.setattr(archive, "SMALL_OPS", 10)
+    import_history(target, path)
+    for row in Store(target).job_plans(job_id):
+        assert PlanColumns(target).get(row["fingerprint"]) is not None
+        assert stored_plan(Store(target), row["fingerprint"]) == stored_plan(Store(source), row["fingerprint"])
 
 
 def test_an_imported_job_is_looked_at_as_any_other(origin: tuple[Database, str, Path], target: Database) -> None:

@@ -15,15 +15,12 @@ import requests
 from typer.testing import CliRunner
 
 from openrecycle.agent.messages.protocol import JobSpec
-from openrecycle.app.catalogs.contents import is_quick
 from openrecycle.app.cli import cli
 from openrecycle.app.console.registry import MAX_WORKERS
 from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
-from openrecycle.planner.jobs.job import MemoryLimit, Technique
-from openrecycle.planner.plans.packed import CatalogQuestion
 from tests.app.console_server import ConsoleServer, ForkedConsole
 from tests.benchmarks.bench_api_stall import SHAPES, measure
 from tests.conftest import at_length, new_database
@@ -89,12 +86,6 @@ def test_a_catalog_that_takes_long_holds_up_no_other_answer(server: ConsoleServe
     for _ in range(20):
         assert requests.get(f"{server.root}/readyz", timeout=GENEROUS).status_code == 200
     assert server.stop() < 15
-
-
-@pytest.mark.parametrize(("pipelines", "stages"), [*SHAPES, (4096, 1), (2, 4096)])
-def test_what_large_jobs_may_lose_is_not_worked_out_in_the_apis_process(pipelines: int, stages: int) -> None:
-    job = JobSpec.model_validate(body(pipelines, stages)).job()
-    assert not is_quick(CatalogQuestion(job, Technique.STAGGERED, MemoryLimit("none")), 2)
 
 
 def test_workers_of_all_live_jobs_together_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

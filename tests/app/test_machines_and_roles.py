@@ -32,7 +32,7 @@ from openrecycle.app.ui import facts
 from openrecycle.app.ui.charts.worker_grid import LOOKS, worker_grid
 from openrecycle.app.ui.theme import LIGHT
 from openrecycle.app.ui.worker_dialog import facts_html
-from openrecycle.planner.jobs.words import DROP, MIGRATE, REROUTE
+from openrecycle.planner.jobs.words import MIGRATE, REROUTE, STAND_BY
 from tests.agent.coordinator_run import LADDER
 from tests.app.flaky_database import FlakyDatabase
 from tests.app.job_world import Process, World
@@ -66,10 +66,7 @@ class Console(Queries):
 
     @property
     def read(self) -> JobView:
-        try:
-            return self.view(self._world.job_id, 5, 200)
-        finally:
-            self.plans.close()
+        return self.view(self._world.job_id, 5, 200)
 
     def dialog(self, view: JobView, name: str) -> WorkerDetail:
         return self.worker_detail(view, name, time.time())
@@ -90,7 +87,6 @@ class Console(Queries):
         try:
             return next(iter(sources.names(self._world.job_id).values()))
         finally:
-            plans.close()
             catalogs.close()
 
 
@@ -158,7 +154,7 @@ class Lives(RuleBasedStateMachine):
             return
         to = failed[0]
         after = tuple(name for name in NAMES if name in {*failed, source} - {to})
-        ways = (Candidate(MIGRATE, after, ((source, to),)), Candidate(REROUTE, failed), Candidate(DROP, failed))
+        ways = (Candidate(MIGRATE, after, ((source, to),)), Candidate(REROUTE, failed), Candidate(STAND_BY, failed))
         self.world.attempt(
             lambda: self.world.job.apply(Offered(failed, Offer(failed, ways, MIGRATE if better else "")))
         )
@@ -284,9 +280,9 @@ class Lives(RuleBasedStateMachine):
             if event.kind == "failure" and event.worker and " failed: " in event.text:
                 assert event.worker in ended, (event.text, ended)
         choice = world.operators.choice(world.job_id)
-        assert choice["paused"] == self.paused
-        for name in choice["failed"]:
-            assert name not in holds.values() or choice["waiting"], (name, choice)
+        assert choice.paused == self.paused
+        for name in choice.failed:
+            assert name not in holds.values() or choice.waiting, (name, choice)
         if (run := world.job.plan_run) is not None:
             for name in run.failed[:4]:
                 state, moved = now[name].state, now[name].moved_to
@@ -368,14 +364,16 @@ def test_who_moved_has_not_failed(database: FlakyDatabase) -> None:
 
 
 def test_who_stands_by_is_not_called_drained(database: FlakyDatabase) -> None:
-    """W2_0 is killed, and its pipeline is dropped."""
+    """W2_0 is killed, and the rest of its pipeline stands by."""
     world = World(database, SPEC).begin()
     killed, leaver = world.at("W2_0"), world.at("W2_1")
     assert killed is not None and leaver is not None
     world.die(killed)
     world.take_up()
     after = ("W2_0", "W2_1")
-    world.job.apply(Offered(("W2_0",), Offer(("W2_0",), (Candidate(DROP, after), Candidate(REROUTE, ("W2_0",))), DROP)))
+    world.job.apply(
+        Offered(("W2_0",), Offer(("W2_0",), (Candidate(STAND_BY, after), Candidate(REROUTE, ("W2_0",))), STAND_BY))
+    )
     world.take_up()
     world.die(leaver, "ended with exit code 0")
     sentence = view_of(world).sentence

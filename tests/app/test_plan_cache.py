@@ -1,17 +1,15 @@
-"""Plans that are read: large ones are put into columns in the background, and come from those afterwards."""
+"""Plans that are read: large ones come from their columns."""
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
-from openrecycle.app.plans import library
 from openrecycle.app.plans.library import PlanCache
 from openrecycle.db.plan_rows import PlanColumns, SavedPlans
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
 from openrecycle.planner.jobs.job import Job, Problem, Worker
+from openrecycle.planner.plans.packed import packed
 from openrecycle.planner.plans.plan import Plan
 from openrecycle.planner.solvers.portfolio import make_plan
 
@@ -25,11 +23,8 @@ def plan(database: Database) -> Plan:
 
 def read(database: Database, plan: Plan) -> Plan | None:
     cache = PlanCache(Store(database))
-    try:
-        assert cache.rerouted(plan.fingerprint)["W0_2"] == 3
-        return cache.get(plan.fingerprint)
-    finally:
-        cache.close()
+    assert cache.rerouted(plan.fingerprint)["W0_2"] == 3
+    return cache.get(plan.fingerprint)
 
 
 def test_small_plans_are_stored_as_documents(database: Database, plan: Plan) -> None:
@@ -38,28 +33,15 @@ def test_small_plans_are_stored_as_documents(database: Database, plan: Plan) -> 
     assert PlanColumns(database).get(plan.fingerprint) is None
 
 
-@pytest.mark.processes
-def test_a_large_plan_is_put_into_columns_once_it_was_read(
-    database: Database, plan: Plan, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(library, "LARGE_OPS", 10)
-    cache = PlanCache(Store(database))
-    assert cache.get(plan.fingerprint) == plan
-    deadline = time.monotonic() + 120
-    while PlanColumns(database).get(plan.fingerprint) is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    cache.close()
+def test_a_plan_in_columns_is_read_from_them_and_they_go_with_it(database: Database, plan: Plan) -> None:
+    SavedPlans(database).forget(plan.fingerprint)
+    SavedPlans(database).save(plan.fingerprint, packed(plan)._replace(document=b"nonsense"), "a plan", {})
     assert read(database, plan) == plan
     SavedPlans(database).forget(plan.fingerprint)
     assert PlanColumns(database).get(plan.fingerprint) is None
 
 
 def test_damaged_columns_do_no_harm(database: Database, plan: Plan) -> None:
-    PlanColumns(database).put(plan.fingerprint, b"nonsense")
+    SavedPlans(database).forget(plan.fingerprint)
+    SavedPlans(database).save(plan.fingerprint, packed(plan)._replace(columns=b"nonsense"), "a plan", {})
     assert read(database, plan) == plan
-
-
-def test_a_plan_that_is_gone_gets_no_columns(database: Database) -> None:
-    PlanColumns(database).put("0123", b"nonsense")
-    assert PlanColumns(database).get("0123") is None

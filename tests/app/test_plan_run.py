@@ -77,7 +77,7 @@ def test_while_a_newcomer_takes_its_state_the_plan_that_is_run_is_shown(
     assert found.label == "Interim plan · generation 3" and found.note.startswith(golden("until-w1-2-has-the"))
     assert shown.name == "returns interim: without W1_2 (joining)"
     assert next(iter(console.sources.names(job.job_id).values())) == "Interim, generation 3: without W1_2 (joining)"
-    assert console.queries.head(job.job_id).plan == plan.fingerprint
+    assert console.jobs.find(job.job_id).plan_run.fingerprint == plan.fingerprint  # type: ignore[union-attr]
     # A console that is started anew knows it too.
     again = ConsoleService(here.store)
     try:
@@ -148,11 +148,11 @@ def test_paused_is_said_once_the_workers_have_stopped(here: ConsoleHere) -> None
     view = console.queries.view(job.job_id)
     assert view.condition is Condition.PAUSING and states()["W2_3"] is RoleState.RUNNING
     assert "waiting for W2_3 to finish" in view.sentence
-    assert console.operators.choice(job.job_id)["stopped"] is False
+    assert console.operators.choice(job.job_id).stopped is False
     beat(["W2_3"], "paused", 100)
     until(lambda: console.queries.view(job.job_id).condition is Condition.PAUSED, "all have stopped")
     assert set(states().values()) == {RoleState.PAUSED} and card(console, job, "Throughput").value == "0"
-    assert console.operators.choice(job.job_id)["stopped"] is True
+    assert console.operators.choice(job.job_id).stopped is True
     # A second pause: what was said in the first one is old.
     console.operators.resume(job.job_id, "ada")
     assert console.queries.view(job.job_id).condition is Condition.RUNNING

@@ -150,16 +150,18 @@ def test_signing_in_sets_a_cookie_that_is_not_the_token() -> None:
 def test_a_cookie_ends_and_can_not_be_made_up() -> None:
     access = Access(TOKEN)
     app = guarded(access)
-    me = Caller("console", "administrator", Role.ADMINISTER)
+
+    def me(until: float) -> Caller:
+        return Caller("console", "administrator", Role.ADMINISTER, until=until)
 
     def status(value: str) -> int:
         return app.get("/x", headers={"Cookie": f"{COOKIE}={value}"}).status_code
 
     later, earlier = int(time.time()) + 60, int(time.time()) - 1
-    assert status(access.session(me, later)) == 200
-    assert status(access.session(me, earlier)) == 401
-    assert status(f"{later + 1}.{access.session(me, later).partition('.')[2]}") == 401
-    assert status(Access("another token altogether").session(me, later)) == 401
+    assert status(access.session(me(later))) == 200
+    assert status(access.session(me(earlier))) == 401
+    assert status(f"{later + 1}.{access.session(me(later)).partition('.')[2]}") == 401
+    assert status(Access("another token altogether").session(me(later))) == 401
     for made_up in ("", "x", ".", "9" * 40, f"{later}", f"-1.{'0' * 64}", f"{later}.console.{'0' * 64}"):
         assert status(made_up) == 401
 

@@ -20,7 +20,7 @@ from openrecycle.app.plans.simulations import (
 )
 from openrecycle.app.ui.charts.simulation import policy_words, sensitivity, thinned, throughput_over_time
 from openrecycle.app.ui.theme import DARK, LIGHT
-from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.plans.models import analytic_job, model_shape
 from openrecycle.planner.plans.plan import job_doc
@@ -124,10 +124,11 @@ def test_one_that_is_not_wanted_any_more_leaves_its_process_to_the_next() -> Non
         ({"mtbf": 0.0}, "mtbf: got 0.0"),
         ({"pipelines": 0}, "pipelines: got 0"),
         ({"hours": float("nan")}, "hours: got nan"),
+        ({"stages": 600}, "stages: got 600, expected less than or equal to 512$"),
     ],
 )
 def test_requests_name_the_field_that_is_wrong(values: dict[str, float], words: str) -> None:
-    with pytest.raises(InputError, match=words):
+    with pytest.raises(PlannerError, match=words):
         parse_request(**values)
 
 

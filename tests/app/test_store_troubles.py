@@ -14,6 +14,7 @@ from sqlalchemy import event, text
 from sqlalchemy.exc import OperationalError
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
+from ui_console import ConsoleHere, JobHere
 
 from openrecycle.agent.messages.protocol import Iteration, JobSpec
 from openrecycle.app.console.service import ConsoleService
@@ -157,3 +158,22 @@ def test_a_history_with_a_wrong_loss_can_be_read(said: str) -> None:
     assert float.fromhex(repaired) in (2.5, float("inf"))
     assert exact((0.1).hex(), 7.0) == (0.1).hex()
     assert Iteration(iteration=0, loss=2.5, loss_hex=repaired, seconds=1, generation=1, living=1)
+
+
+def test_a_database_that_fails_within_an_answer_is_said_in_words(here: ConsoleHere) -> None:
+    """Not at its first query."""
+    job = JobHere(here.console, "fails").register()
+    asked = TestClient(Starlette(routes=create_routes(here.console)), base_url="http://localhost")
+    path = f"/api/v1/jobs/{job.job_id}/workers/W0_0/history"
+    assert asked.get(path).status_code == 200
+
+    def fail(connection: object, cursor: object, statement: str, *_: object) -> None:
+        if "FROM worker_state" in statement:
+            raise OperationalError(statement, {}, RuntimeError("away"))
+
+    event.listen(here.database.engine, "before_cursor_execute", fail)
+    try:
+        refused = asked.get(path)
+    finally:
+        event.remove(here.database.engine, "before_cursor_execute", fail)
+    assert (refused.status_code, refused.json()["code"]) == (503, "unavailable")

@@ -149,7 +149,7 @@ ASKED = [
     ("PUT", f"/api/v1/jobs/{JOB}/mode", "o"),
     ("POST", "/api/v1/solves", "o"),
     ("DELETE", "/api/v1/plans/0123", "o"),
-    ("GET", "/api/v1/profiles/gpt3-medium", "vo"),
+    ("GET", "/api/v1/profiles/gpt-3-medium", "vo"),
     ("PUT", "/api/v1/profiles/mine", "o"),
     ("DELETE", "/api/v1/profiles/mine", "o"),
     ("POST", "/_stcore/upload_file/1", "o"),

@@ -196,14 +196,6 @@ def test_a_link_shows_its_job_when_there_is_a_newer_one(here: ConsoleHere) -> No
     assert sent.number_input[0].value == got.number_input[0].value
 
 
-def test_a_large_jobs_catalog_is_waited_for_with_a_sentence(here: ConsoleHere) -> None:
-    """And shown once another process, which takes a second to begin, has worked out what there is to plan."""
-    test = open_page(**own(40) | {"cat_pipelines": "8", "cat_stages": "64"})
-    assert golden("is-being-worked-out") in words(test)
-    until(lambda: "Nothing is planned ahead" in words(test.run()), "it is shown")
-    assert golden("is-being-worked-out") not in words(test)
-
-
 def test_a_plan_opens_on_schedule(here: ConsoleHere) -> None:
     fingerprint = filled(here.console, micro_batches=3)
     test = open_page(**own(3))

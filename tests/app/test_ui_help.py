@@ -5,12 +5,14 @@ from __future__ import annotations
 import ast
 from base64 import b64decode
 from collections.abc import Iterator
+from typing import Literal
 from xml.etree import ElementTree
 
 import pytest
 from streamlit.testing.v1 import AppTest
 from ui_console import MAIN, ConsoleHere, JobHere
 
+from openrecycle.agent.messages.protocol import JobFinished
 from openrecycle.app.console.service import set_console
 from openrecycle.app.plans.introduction import pictures
 from openrecycle.app.ui.help_words import SECTIONS, reporter, token_line, trainer
@@ -98,6 +100,17 @@ def test_every_section_has_its_own_link(here: ConsoleHere, section: str, expecte
 def test_with_a_job_the_first_step_is_to_look_at_it(here: ConsoleHere) -> None:
     JobHere(here.console, "here already")
     assert golden("a-job-is-here-already") in words(open_page("steps"))
+
+
+@pytest.mark.parametrize("how", ["finished", "stopped"])
+def test_a_job_that_is_over_is_none_to_look_at(here: ConsoleHere, how: Literal["finished", "stopped"]) -> None:
+    for job in here.console.queries.list_jobs():
+        here.console.reports.finish(job.job_id, JobFinished(state="finished"))
+    job = JobHere(here.console, "over").register()
+    assert golden("a-job-is-here-already") in words(open_page("steps"))
+    here.console.reports.finish(job.job_id, JobFinished(state=how))
+    page = words(open_page("steps"))
+    assert golden("a-job-is-here-already") not in page and "--demo" in page
 
 
 def test_snippets_name_this_console_and_no_token(here: ConsoleHere) -> None:

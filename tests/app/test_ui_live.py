@@ -95,7 +95,8 @@ def test_a_worker_shows_its_history_op_times_and_log(console: ConsoleService) ->
 
 
 def test_a_workers_reports_over_time_are_drawn_and_in_a_table(console: ConsoleService) -> None:
-    job = JobHere(console, "over time").register().commit(0, 9, 1).beat(10, 1)
+    told = (2**20, 2**20, 24 * 2**20, 2**20)
+    job = JobHere(console, "over time", stage_bytes=told).register().commit(0, 9, 1).beat(10, 1)
     until(
         lambda: bool(console.jobs.find(job.job_id).measurements.op_times.smoothed("W0_2")),
         "the heartbeats are taken in",
@@ -106,6 +107,7 @@ def test_a_workers_reports_over_time_are_drawn_and_in_a_table(console: ConsoleSe
     table = page.split("1 heartbeat in this time")[1].split("</table>")[0]
     assert "Forward" in table and table.count("40 ms") == 4, "lowest, mean and highest measured (40.5), and the plan's"
     assert "300 MiB" in table
+    assert page.count(golden("up-to-24-mib-where")) == 2, "among the facts, and below the chart of its memory"
     charts = test.get("vega_lite_chart")[-2:]
     ops, memory = (convert_arrow_bytes_to_pandas_df(c.proto.datasets[0].data.data) for c in charts)
     assert list(ops["op"]) == ["F"] and list(ops["planned"]) == [40.0]
@@ -113,7 +115,8 @@ def test_a_workers_reports_over_time_are_drawn_and_in_a_table(console: ConsoleSe
     test.get_by_key("worker-span").set_value("1 day").run()  # type: ignore[attr-defined]
     assert not test.exception and golden("1-heartbeat-in-this-time") in html(test)
     silent = JobHere(console, "silent").register().commit(0, 1, 1)
-    assert golden("it-has-reported-nothing-in") in html(open_live(silent.job_id, worker="W0_0"))
+    page = html(open_live(silent.job_id, worker="W0_0"))
+    assert golden("it-has-reported-nothing-in") in page and "May take" not in page
 
 
 def test_a_worker_is_drained_after_confirmation(console: ConsoleService) -> None:
@@ -193,7 +196,7 @@ def test_who_decides_can_be_changed(console: ConsoleService) -> None:
     test.radio(key="mode-choice-automatic").set_value(Mode.MANUAL).run()
     test.button(key="mode-apply").click().run()
     assert not test.exception
-    assert console.operators.choice(job.job_id)["mode"] == Mode.MANUAL
+    assert console.operators.choice(job.job_id).mode == Mode.MANUAL
 
 
 def test_a_job_is_paused_and_goes_on(console: ConsoleService) -> None:
@@ -213,17 +216,17 @@ def test_the_ways_on_stand_side_by_side_until_one_is_chosen(console: ConsoleServ
     job = JobHere(console, "manual").register().commit(0, 9, 1).beat(10, 1)
     console.operators.set_mode(job.job_id, Mode.MANUAL, 3600.0, "test")
     job.die("W1_2")
-    until(lambda: bool(console.operators.choice(job.job_id)["candidates"]), "the options are worked out")
+    until(lambda: bool(console.operators.choice(job.job_id).candidates), "the options are worked out")
     choice = console.operators.choice(job.job_id)
-    assert choice["waiting"]
+    assert choice.waiting
     test = open_live(job.job_id)
     page = html(test)
     assert "Which option?" in page and golden("is-taken-in") in page
-    names = [way["name"] for way in choice["candidates"]]
+    names = [way.name for way in choice.candidates]
     assert "re-route" in names
-    for way in choice["candidates"]:
-        assert test.button(key=f"choose-{way['name']}").label == "Apply"
-        assert f"plan=job:{job.job_id}:{way['plan']}" in page
+    for way in choice.candidates:
+        assert test.button(key=f"choose-{way.name}").label == "Apply"
+        assert f"plan=job:{job.job_id}:{way.plan}" in page
     test.button(key="choose-re-route").click().run()
     assert not test.exception
     until(lambda: console.queries.view(job.job_id).generation == 2, "the job goes on")

@@ -188,7 +188,7 @@ def test_kill_needs_confirmation_and_says_what_happens(console: ConsoleService, 
     until(lambda: console.operators.share_without(job.job_id, "W2_1") is not None, "a plan without W2_1")
     test = open_page(job.job_id)
     test.button(key="worker-W2_1").click().run()
-    assert console.reports.commands(job.job_id, 0) == [], "opening a worker does nothing to it"
+    assert console.jobs.find(job.job_id).commands.after(0) == [], "opening a worker does nothing to it"
     assert not [b for b in test.button if b.key == "worker-confirm"], "nothing is armed yet"
     for tab in ("History", "Log", "Now"):
         test.session_state["worker-tabs"] = tab
@@ -198,11 +198,11 @@ def test_kill_needs_confirmation_and_says_what_happens(console: ConsoleService, 
     page = words(test)
     assert "Kill W2_1?" in page and "Process 109 on node1" in page
     assert golden("its-6-micro-batches-go-to") in page and golden("of-fault-free-throughput-is-left") in page
-    assert console.reports.commands(job.job_id, 0) == [], "asked, and not confirmed"
+    assert console.jobs.find(job.job_id).commands.after(0) == [], "asked, and not confirmed"
     assert test.button(key="worker-confirm").label == "Kill W2_1"
     test.button(key="worker-confirm").click().run()
     assert not test.exception
-    assert [(c.kind, c.worker) for c in console.reports.commands(job.job_id, 0)] == [("kill", "W2_1")]
+    assert [(c.kind, c.worker) for c in console.jobs.find(job.job_id).commands.after(0)] == [("kill", "W2_1")]
 
 
 def test_restart_is_offered_for_a_failed_worker(console: ConsoleService, jobs: dict[str, JobHere]) -> None:
@@ -212,12 +212,12 @@ def test_restart_is_offered_for_a_failed_worker(console: ConsoleService, jobs: d
     test.button(key="ask-restart").click().run()
     assert test.button(key="worker-confirm").label == "Restart W1_2"
     test.button(key="worker-confirm").click().run()
-    assert [(c.kind, c.worker) for c in console.reports.commands(job.job_id, 0)] == [("restart", "W1_2")]
+    assert [(c.kind, c.worker) for c in console.jobs.find(job.job_id).commands.after(0)] == [("restart", "W1_2")]
 
 
 def test_cancel_does_nothing(console: ConsoleService, jobs: dict[str, JobHere]) -> None:
     job = jobs["failed"]
-    before = console.reports.commands(job.job_id, 0)
+    before = console.jobs.find(job.job_id).commands.after(0)
     test = open_page(job.job_id)
     test.button(key="worker-W0_0").click().run()
     test.button(key="ask-kill").click().run()
@@ -226,7 +226,7 @@ def test_cancel_does_nothing(console: ConsoleService, jobs: dict[str, JobHere]) 
     test.button(key="ask-kill").click().run()
     test.button(key="worker-W0_1").click().run()
     assert not [b for b in test.button if b.key == "worker-confirm"], "another one's dialog is not armed"
-    assert console.reports.commands(job.job_id, 0) == before
+    assert console.jobs.find(job.job_id).commands.after(0) == before
 
 
 def test_last_peer_warns_of_the_halt(console: ConsoleService, jobs: dict[str, JobHere]) -> None:

@@ -34,12 +34,12 @@ def test_the_plan_is_frozen_and_thawed(console: ConsoleService) -> None:
     assert not test.button(key="replan").disabled
     test.button(key="freeze").click().run()
     assert not test.exception
-    assert console.operators.choice(job.job_id)["frozen_by"] == golden("operator-in-the-browser")
+    assert console.operators.choice(job.job_id).frozen_by == golden("operator-in-the-browser")
     assert test.button(key="freeze").label == "Unfreeze"
     assert test.button(key="replan").disabled, "it would be refused"
     assert golden("the-plan-is-frozen-by") in html(test)
     test.button(key="freeze").click().run()
-    assert console.operators.choice(job.job_id)["frozen_by"] == ""
+    assert console.operators.choice(job.job_id).frozen_by == ""
     assert "frozen" not in html(test).split('class="or-cards"')[0].split("or-says")[1]
 
 

@@ -15,6 +15,7 @@ from ui_factory import plan
 from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.plans.solving import Solves
 from openrecycle.app.plans.whatif import WhatIf, parse
+from openrecycle.app.security.access import Access
 from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.plans.plan import job_doc
 from tests.golden import golden
@@ -186,8 +187,8 @@ def test_a_plan_with_its_figures_chart_and_comparison(console: ConsoleService) -
     assert "+3 re-routed" in test.button(key="worker-W0_2").label
     assert figure(test)["layout"]["yaxis"]["ticktext"][0] == "W0_0"
     table = compared(test)
-    assert table["figure"] == ["This plan", "Fault-free 1F1B"] and table["period"] == ["27 slots", "27 slots"]
-    assert table["gap"][0] == "0 %" and table[golden("period-vs-best-fault-free")] == ["+42.1 %", "+42.1 %"]
+    assert table["figure"] == ["This plan", "Fault-free 1F1B"] and table["period"] == ["27 slots", "27 slots (±0 %)"]
+    assert table["gap"][0] == "0 %" and table[golden("slowdown-vs-best-fault-free")] == ["+42.1 %", "+42.1 %"]
     assert test.button(key="planner-plan").disabled, "it is planned already"
     assert golden("no-other-distribution") in page, "leaving the failure where it is, is best"
     # Another question: its result stands beside the one before.
@@ -196,7 +197,7 @@ def test_a_plan_with_its_figures_chart_and_comparison(console: ConsoleService) -
     assert golden("no-plan-can-be-shorter-than") in words(test)
     planned(test, console)
     table = compared(test)
-    assert table["period"] == ["29 slots", "27 slots", "27 slots"]
+    assert table["period"] == ["29 slots", "27 slots (−6.9 %)", "27 slots (−6.9 %)"]
     assert table["figure"][2].startswith("Before: 3 × 4 × 6")
     test.segmented_control(key="planner-show").set_value("1f1b")
     run(test)
@@ -289,6 +290,20 @@ def test_a_plan_is_kept_and_its_link_shows_it(console: ConsoleService) -> None:
     click(again, "planner-forget")
     assert console.plans.library.saved() == [] and "saved" not in params(again)
     assert golden("expected-the-fingerprint-of-a") in words(open_page(saved=link["saved"]))
+
+
+def test_a_saved_plan_that_may_not_be_forgotten_stays_on_the_page(console: ConsoleService) -> None:
+    console.plans.library.save(plan(("W2_1",), unit="slot"), "two one")
+    test = open_page(saved=plan(("W2_1",), unit="slot").fingerprint)
+    link, everybodys = params(test), console.security.access
+    console.security.access = Access("a token, which nobody has given here")
+    try:
+        click(test, "planner-forget")
+    finally:
+        console.security.access = everybodys
+    assert golden("the-session-has-ended-load") in words(test)
+    assert params(test) == link and golden("a-saved-plan") in words(test)
+    assert len(console.plans.library.saved()) == 1
 
 
 def test_a_jobs_question_is_taken_over_and_the_answer_applied(console: ConsoleService) -> None:

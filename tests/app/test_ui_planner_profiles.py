@@ -69,7 +69,7 @@ def choose(test: AppTest, value: str) -> AppTest:
 def test_a_profile_is_saved_chosen_replaced_and_deleted(console: ConsoleService) -> None:
     test = save_as(open_page(profile="uneven"), "not a name")
     assert escape("name: got 'not a name', expected 1 to 80 letters") in words(test) and not test.success
-    assert golden("comes-with-the-planner-choose") in words(save_as(test, "gpt3-medium"))
+    assert golden("comes-with-the-planner-choose") in words(save_as(test, "gpt-3-medium"))
     save_as(test, "stairs")
     link = params(test)["profile"]
     assert link.startswith("saved:stairs@") and "Saved as **stairs**" in words(test)

@@ -80,10 +80,11 @@ def test_a_plan_is_drawn_without_reading_what_its_job_does(
     def read(*_: object) -> None:
         raise AssertionError("the whole view of a job was read")
 
-    fingerprint = console.queries.head(job.job_id).plan
+    run = console.jobs.find(job.job_id).plan_run
+    assert run is not None
     monkeypatch.setattr(console.queries, "view", read)
     monkeypatch.setattr(console.accounts, "of", read)
-    test = open_page(job=job.job_id, plan=f"job:{job.job_id}:{fingerprint}")  # by way of Live, which fails
+    test = open_page(job=job.job_id, plan=f"job:{job.job_id}:{run.fingerprint}")  # by way of Live, which fails
     assert {"memory", "ghost"} <= kinds(test) and "drawn job" in words(test)
 
 

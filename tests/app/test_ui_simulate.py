@@ -8,7 +8,7 @@ import pytest
 from streamlit.testing.v1 import AppTest
 from ui_console import MAIN, ConsoleHere, JobHere, until
 
-from openrecycle.app.plans.simulations import DRAWN, HISTORY
+from openrecycle.app.plans.simulations import DRAWN, HISTORY, parse_request
 from openrecycle.app.ui.charts.simulation import ratio_words
 from tests.golden import golden
 
@@ -22,11 +22,14 @@ def job(here: ConsoleHere) -> JobHere:
     return made.die("W1_2").heal("W1_2", 2).commit(10, 15, 2)
 
 
-def open_page() -> AppTest:
+def open_page(**params: str) -> AppTest:
     test = AppTest.from_file(MAIN, default_timeout=TIMEOUT)
+    for name, word in params.items():
+        test.query_params[name] = word
     test.switch_page("simulate.py").run()
     for name in ("sim_pipelines", "sim_stages", "sim_micro_batches"):
-        test.number_input(key=name).set_value(2)
+        if name not in params:
+            test.number_input(key=name).set_value(2)
     return test.run()
 
 
@@ -63,6 +66,16 @@ def test_a_models_shape_is_simulated() -> None:
         layout = json.loads(chart.proto.spec)["layout"]  # it shows all there is, so no link can miss a zoom
         assert layout["dragmode"] is False
         assert all(layout[axis]["fixedrange"] for axis in layout if axis.startswith(("xaxis", "yaxis")))
+
+
+@pytest.mark.parametrize(
+    ("field", "beyond"), [("stages", 600), ("pipelines", 1025), ("hours", 8761), ("repair", 10_001), ("host_mtbf", 1e8)]
+)
+def test_a_link_beyond_what_is_simulated_says_so_at_its_field(field: str, beyond: float) -> None:
+    test = open_page(**{f"sim_{field}": f"{beyond:g}"})
+    most = test.number_input(key=f"sim_{field}").max
+    assert not test.exception and not test.error and f"to {most:,.10g}" in html(test)
+    parse_request(**{field: most})  # what the field allows is not refused
 
 
 def test_without_a_policy_there_is_nothing_to_simulate() -> None:

@@ -8,7 +8,7 @@ from openrecycle.app.ui.theme import LIGHT
 
 
 def series(**metrics: MetricSeries) -> Series:
-    return Series("W0_0", 1, (10, 11, 12, 60), (1, 2, 1, 1), (1, 2, 3, 4), ("training",) * 4, metrics)
+    return Series(1, (10, 11, 12, 60), (1, 2, 1, 1), (1, 2, 3, 4), ("training",) * 4, metrics)
 
 
 SAME = MetricSeries((1.0, 2.0, 3.0, 4.0), (1.0, 2.5, 3.0, 4.0), (1.0, 3.0, 3.0, 4.0))

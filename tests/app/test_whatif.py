@@ -136,8 +136,9 @@ def test_clicks_kill_and_revive_and_a_smaller_grid_forgets() -> None:
 
 
 def test_shipped_profiles_fit_any_grid_that_the_model_can_be_cut_for() -> None:
-    question = WhatIf(profile="gpt3-medium", pipelines=2, stages=3, micro_batches=5)
-    assert question.job() == load_profile("gpt3-medium").job_for(2, 3, 5)
+    question = WhatIf(profile="gpt-3-medium", pipelines=2, stages=3, micro_batches=5)
+    assert question.job() == load_profile("gpt-3-medium").job_for(2, 3, 5)
+    assert parse({"profile": "gpt3-medium"}) == parse({"profile": "gpt-3-medium"})
     with pytest.raises(InputError, match="--stages: got 500"):
         replace(question, stages=500).job()
 
@@ -152,7 +153,7 @@ def test_files_are_taken_up(form: str) -> None:
         data = plan(("W1_2",)).to_json()
         expected = plan(("W1_2",)).job.job()
     else:
-        measured = load_profile("gpt3-medium")
+        measured = load_profile("gpt-3-medium")
         data = measured.model_dump_json()
         expected = measured.job.job()
     made = uploaded(read_upload(data.encode()), asked)
@@ -195,7 +196,7 @@ def test_the_request_for_migrations_has_the_costs() -> None:
 # -- profiles that go by name -------------------------------------------------------------------
 
 KEPT = SavedProfile("mine", job_doc(MEASURED), "ada")
-LAYERED = SavedProfile("gpt", load_profile("gpt3-medium"), "ada")
+LAYERED = SavedProfile("gpt", load_profile("gpt-3-medium"), "ada")
 
 
 def gone(name: str) -> SavedProfile:
@@ -222,7 +223,7 @@ def test_a_named_profile_on_another_number_of_stages() -> None:
     own = WhatIf().with_kept(KEPT).with_grid(3, 3, 4)
     assert own.named is None and [p.forward for p in own.job().profiles] == [2.5, 3.0, 3.0]
     layered = WhatIf().with_kept(LAYERED).with_grid(2, 6, 4)
-    assert layered.named == LAYERED and layered.job() == load_profile("gpt3-medium").job_for(2, 6, 4)
+    assert layered.named == LAYERED and layered.job() == load_profile("gpt-3-medium").job_for(2, 6, 4)
     assert to_keep(layered) == LAYERED.document, "and not what it makes of six stages"
     # A link by hand that does not fit is said, and mended on the page.
     wrong = parse({"grid": "3x4x6", "profile": saved_word(KEPT)}, KEPT)[0]
@@ -253,7 +254,7 @@ def test_a_name_that_stands_for_something_else_meanwhile() -> None:
 
 
 def test_what_is_kept_of_a_profile() -> None:
-    assert to_keep(WhatIf(profile="gpt3-medium")) == load_profile("gpt3-medium")
+    assert to_keep(WhatIf(profile="gpt-3-medium")) == load_profile("gpt-3-medium")
     assert to_keep(WhatIf()) == job_doc(WhatIf().job())
-    measured = load_profile("gpt3-medium")
+    measured = load_profile("gpt-3-medium")
     assert to_keep(uploaded(measured, WhatIf()), measured) == measured

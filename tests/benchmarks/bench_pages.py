@@ -25,7 +25,6 @@ from playwright.sync_api import Browser, CDPSession, Page, expect, sync_playwrig
 
 from openrecycle.app.catalogs.contents import parse_request
 from openrecycle.app.console.service import ConsoleService
-from openrecycle.db.plan_rows import PlanColumns
 from openrecycle.planner.jobs.job import Job, Problem, Worker
 from openrecycle.planner.plans.plan import job_doc
 from openrecycle.planner.solvers.portfolio import make_plan
@@ -84,9 +83,6 @@ def main() -> None:
                 solver="list",
             )
             fingerprint = here.console.plans.library.save(plan, "large")
-            columns = PlanColumns(here.database)
-            while columns.get(fingerprint) is None:
-                time.sleep(0.2)
         finally:
             here.close()
         with sync_playwright() as playwright:

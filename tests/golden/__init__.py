@@ -17,11 +17,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from openrecycle.planner.jobs.words import DROP, MIGRATE
+from openrecycle.planner.jobs.words import MIGRATE, STAND_BY
 
 FILE = Path(__file__).with_name("wording.json")
 ROOT = Path(__file__).resolve().parents[2]
-_NAMES = {MIGRATE, DROP}
+_NAMES = {MIGRATE, STAND_BY}
 """Are values of the API, as a code is."""
 
 

@@ -20,7 +20,9 @@ from openrecycle.planner import cli
 from openrecycle.planner.cli import app, main, schema_text
 from openrecycle.planner.commands.shared import interruptible
 from openrecycle.planner.jobs.errors import PlannerError
+from openrecycle.planner.plans.models import SHAPES, model_shape
 from openrecycle.planner.plans.plan import Plan
+from openrecycle.planner.profiles import load, shipped
 from openrecycle.planner.solvers.portfolio import make_plan
 from tests.golden import golden
 
@@ -309,11 +311,20 @@ def test_workers_migrate_where_they_may() -> None:
 
 
 def test_layers_that_were_measured() -> None:
-    sizes = ["--pipelines", "2", "--stages", "4", "--micro-batches", "4", "--profile", "gpt3-medium"]
+    sizes = ["--pipelines", "2", "--stages", "4", "--micro-batches", "4", "--profile", "gpt-3-medium"]
     result = invoke("plan", *sizes, "--partition", "auto", "--solver", "list", "--json")
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)
     assert sum(document["partition"]) == len(document["job"]["layers"]) > 4
+
+
+def test_models_have_one_spelling_and_their_names_are_listed(tmp_path: Path) -> None:
+    sizes = ["--pipelines", "2", "--stages", "4", "--micro-batches", "4", "--solver", "list", "--json"]
+    one, other = (invoke("plan", *sizes, "--profile", name) for name in ("gpt-3-6.7b", "gpt3-6.7b"))
+    assert json.loads(one.stdout)["job"] == json.loads(other.stdout)["job"]
+    assert set(shipped()) <= set(SHAPES) and model_shape("gpt3-6.7b") is model_shape("gpt-3-6.7b")
+    with pytest.raises(PlannerError, match=", ".join(shipped())):
+        load(tmp_path / "gpt-3-2.7b")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 
 from openrecycle.planner.export.compare import ComparisonRow, compare
@@ -31,6 +33,24 @@ def test_the_numbers_are_those_of_the_plans() -> None:
     change = b.metrics.period / a.metrics.period - 1
     assert found["period"].shown(1) == f"{b.metrics.period} ({change:+.1%})"
     assert found["bubble_fraction"].shown(1) == f"{b.metrics.bubble_fraction:.2%}"
+
+
+def test_memory_has_a_row_where_a_profile_says_what_a_worker_holds() -> None:
+    job = Job.uniform(2, 2, 4)
+    heavy = replace(job, profiles=tuple(replace(p, activation_bytes=2**29) for p in job.profiles))
+    plain, holding = worked_example(), reference_plan(heavy, "1f1b")
+    assert "peak_bytes" not in rows(plain, worked_example(Technique.ADAPTIVE))
+    found = rows(plain, holding)["peak_bytes"]
+    most = max(holding.schedule().peak_bytes.values())
+    assert found.values == (None, most) and most > 0
+    assert found.shown(0) == "-" and found.shown(1) == f"{most / 2**30:.4g} GiB"
+
+
+def test_of_all_rows_those_that_are_asked_for_are_made() -> None:
+    plans = [worked_example(Technique.ADAPTIVE), worked_example(Technique.ADAPTIVE, "W1_2")]
+    whole = {row.key: row for row in compare(plans)}
+    for key, row in whole.items():
+        assert compare(plans, {key}) == (row,)
 
 
 def test_all_plans_of_a_job_stand_beside_one_best() -> None:

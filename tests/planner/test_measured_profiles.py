@@ -14,13 +14,15 @@ from typer.testing import CliRunner
 from openrecycle.planner.cli import app
 from openrecycle.planner.jobs.errors import InputError, PlannerError
 from openrecycle.planner.jobs.job import MAX_LAYERS, Problem
-from openrecycle.planner.plans.plan import PlanError
+from openrecycle.planner.plans.plan import PlanError, read_model
 from openrecycle.planner.profiles import (
     Hardware,
     Measurements,
     Part,
+    Profile,
     Reductions,
     Timing,
+    job_on,
     load_profile,
     shipped,
     spread_layers,
@@ -117,9 +119,42 @@ def test_the_document_round_trips_and_plans(tmp_path: Path) -> None:
     assert planned("--pipelines", "4", "--stages", "2")["job"]["stages"] == 2
 
 
+def each() -> Measurements:
+    """Four layers, of which the last is as long as the others together."""
+    return layered().model_copy(
+        update={
+            "cut": "each",
+            "layers": 4,
+            "parts": (*(part(f"layer {k}", 10, 10, 10) for k in range(3)), part("layer 3", 30, 30, 30, size=2000)),
+            "transfers": (timing(1.0), timing(2.0), timing(3.0)),
+        }
+    )
+
+
+def test_layers_that_were_all_measured_make_the_stages_of_any_grid() -> None:
+    job = each().job_for(2, 2, 4)
+    assert [p.forward for p in job.profiles] == [30, 30] and job.transfers == (3.0,)
+    assert [p.reductions for p in job.profiles] == [(0, 12), (0, 8)]
+    three = each().layered_job_for(2, 3, 4)
+    assert each().job_for(2, 3, 4).profiles == three.profiles and three.partition == (2, 1, 1)
+    assert each().job_for(2, 3, 4).transfers == three.transfers == (2.0, 3.0)
+    with pytest.raises(InputError, match="--stages: got 5"):
+        each().job_for(2, 5, 4)
+
+
+def test_layers_that_were_all_measured_may_move() -> None:
+    made = each().profile(2, 2, 4)
+    job = made.job.job()
+    assert job.partition == (3, 1) and [layer.transfer for layer in job.layers[:-1]] == [1.0, 2.0, 3.0]
+    assert job.with_partition((2, 2)).profiles[1].forward == 40 and job.with_partition((2, 2)).transfers == (2.0,)
+    assert job_on(made, 3, 4, 4, by_layers=True).profiles[3].forward == 30
+    assert read_model(Profile, made.model_dump_json()) == made
+
+
 @pytest.mark.parametrize(
     ("change", "field"),
     [
+        ({"cut": "each"}, "3 layers have 2 transfers, not 1"),
         ({"layers": 0}, "at least 1 layer"),
         ({"transfers": []}, "1 transfer"),
         ({"profile_version": 2}, "profile_version"),

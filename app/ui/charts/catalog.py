@@ -138,6 +138,8 @@ def _sentence(line: CountLine, unit: str) -> str:
 
 def _reference(figure: go.Figure, report: CatalogReport, colours: Palette, unit: str) -> None:
     """Where fault-free 1F1B is."""
+    if report.reference is None:
+        return
     figure.add_hline(y=report.reference, line={"color": colours.text, "width": 1, "dash": "dot"})
     figure.add_annotation(
         x=0,

@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 
 from openrecycle.app.plans.solving import Migrations, Solve
 from openrecycle.app.ui import text
-from openrecycle.app.ui.charts.vega import LiveChart, config
+from openrecycle.app.ui.charts.vega import LiveChart, y_axis
 from openrecycle.app.ui.theme import Palette, style
 from openrecycle.planner.jobs.job import Job, Worker
 
@@ -116,14 +116,10 @@ def search_chart(solve: Solve, unit: str, colours: Palette) -> LiveChart:
         "scale": {"zero": True, "nice": False, "padding": 4},
         "axis": {"title": "seconds", "grid": False, "tickCount": 8},
     }
-    scale = {"zero": False, "nice": True, "padding": 12}
-    axis = {"title": None, "tickCount": 4, "domain": False, "ticks": False, "minExtent": 34}
     return LiveChart(
         {
             "title": f"Best period and proven bound ({text.plural(unit)})",
             "height": HEIGHT,
-            "width": "container",
-            "autosize": {"type": "fit-x", "contains": "padding"},
             "transform": [
                 {"joinaggregate": [{"op": "max", "field": "seconds", "as": "last"}]},
                 {"calculate": "datum.seconds === datum.last ? 'best ' + datum.incumbent : ''", "as": "best_label"},
@@ -134,7 +130,7 @@ def search_chart(solve: Solve, unit: str, colours: Palette) -> LiveChart:
                 {
                     "mark": {"type": "area", "interpolate": "step-after", "opacity": 0.12, "color": colours.accent},
                     "encoding": {
-                        "y": {"field": "incumbent", "type": "quantitative", "scale": scale, "axis": axis},
+                        "y": y_axis("incumbent", {"zero": False, "nice": True, "padding": 12}),
                         "y2": {"field": "bound"},
                     },
                 },
@@ -143,9 +139,9 @@ def search_chart(solve: Solve, unit: str, colours: Palette) -> LiveChart:
                 _label("incumbent", "best_label", colours.accent, -6),
                 _label("bound", "bound_label", colours.good, 14),
             ],
-            "config": config(colours),
         },
         rows,
+        colours,
     )
 
 

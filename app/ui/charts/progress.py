@@ -15,7 +15,7 @@ import numpy as np
 from openrecycle.app.console.view import EventView, RecoveryView
 from openrecycle.app.jobs.throughput import IterationView
 from openrecycle.app.observing.recorder import Series, Values
-from openrecycle.app.ui.charts.vega import Columns, LiveChart, config
+from openrecycle.app.ui.charts.vega import Columns, LiveChart, y_axis
 from openrecycle.app.ui.theme import Palette
 from openrecycle.planner.jobs.words import milliseconds
 from openrecycle.planner.plans.drawing import OP_WORDS
@@ -34,6 +34,7 @@ LATE = 0.85
 # and where all lines are taken they are left to the tooltip, counted by the last words that stand.
 WORDS = 0.22
 LINES, LINE_HEIGHT = 4, 14
+FROM_ZERO = {"zero": True, "nice": True}
 # Room above the highest value, for words.
 HEADROOM = 1.15
 
@@ -112,13 +113,13 @@ def throughput(rows: Columns, colours: Palette, shown: tuple[float, float] | Non
     known = bool(np.isfinite(rows["reference"]).any())
     curve = _curve("samples_per_second", colours.accent, shown, zero=True)
     layers = [*([reference, label] if known else []), headroom, *curve, *_marks(colours)]
-    return LiveChart(_panel("Throughput (samples/s)", layers, colours), rows)
+    return LiveChart(_panel("Throughput (samples/s)", layers), rows, colours)
 
 
 def losses(rows: Columns, colours: Palette, shown: tuple[float, float] | None = None) -> LiveChart:
     """Loss by iteration. shown: as of `throughput`."""
     layers = [*_curve("loss", colours.muted, shown, zero=False), *_marks(colours, labels=False)]
-    return LiveChart(_panel("Loss", layers, colours, axis_title="iteration"), rows)
+    return LiveChart(_panel("Loss", layers, axis_title="iteration"), rows, colours)
 
 
 def progress_rows(iterations: tuple[IterationView, ...], marks: list[Mark], fault_free: float | None) -> Columns:
@@ -189,12 +190,10 @@ def _count(placed: dict[int, tuple[str, int]], more: int) -> None:
     placed[last] = f"{words} +{more}", line
 
 
-def _panel(title: str, layers: list[Any], colours: Palette, axis_title: str | None = None) -> dict[str, Any]:
+def _panel(title: str, layers: list[Any], axis_title: str | None = None) -> dict[str, Any]:
     return {
         "title": title,
         "height": PANEL_HEIGHT,
-        "width": "container",
-        "autosize": {"type": "fit-x", "contains": "padding"},
         "encoding": {
             "x": {
                 "field": "iteration",
@@ -204,18 +203,12 @@ def _panel(title: str, layers: list[Any], colours: Palette, axis_title: str | No
             }
         },
         "layer": layers,
-        "config": config(colours),
     }
 
 
 def _curve(field: str, colour: str, shown: tuple[float, float] | None, *, zero: bool) -> list[dict[str, Any]]:
     """Line and dots, and an unseen column over each iteration, so that hovering needs no aim."""
-    y = {
-        "field": field,
-        "type": "quantitative",
-        "scale": {"zero": True, "nice": True} if zero else {"zero": False, "nice": False, "padding": 8},
-        "axis": {"title": None, "tickCount": 4, "domain": False, "ticks": False, "minExtent": 34},
-    }
+    y = y_axis(field, FROM_ZERO if zero else {"zero": False, "nice": False, "padding": 8})
     tooltip = [
         {"field": "iteration", "format": ",d"},
         {"field": "samples_per_second", "title": "samples/s", "format": ",.1f"},
@@ -315,15 +308,14 @@ def op_times(series: Series, planned: Mapping[str, float], colours: Palette) -> 
     scale = {"domain": kinds, "range": [colours.ops[kind] for kind in kinds]}
     legend = {"orient": "top", "title": None, "labelColor": colours.muted, "symbolType": "stroke"}
     colour = {"field": "op", "type": "nominal", "scale": scale, "legend": legend}
-    dashed = [
-        {"mark": {"type": "line", "strokeDash": [4, 3], "strokeWidth": 1.5}, "encoding": {"y": _y("planned")}},
-    ]
+    planned_y = y_axis("planned", FROM_ZERO)
+    dashed = [{"mark": {"type": "line", "strokeDash": [4, 3], "strokeWidth": 1.5}, "encoding": {"y": planned_y}}]
     layers = [
         *(dashed if any(kind in planned for kind in kinds) else []),
         {
             "mark": {"type": "line", "strokeWidth": 2, "point": {"size": 12}},
             "encoding": {
-                "y": _y("milliseconds"),
+                "y": y_axis("milliseconds", FROM_ZERO),
                 "tooltip": [
                     _TIME,
                     {"field": "op"},
@@ -344,7 +336,7 @@ def memory(series: Series, colours: Palette) -> LiveChart:
     layer = {
         "mark": {"type": "line", "strokeWidth": 2, "color": colours.accent, "point": {"size": 12}},
         "encoding": {
-            "y": _y("mebibytes"),
+            "y": y_axis("mebibytes", FROM_ZERO),
             "tooltip": [_TIME, {"field": "mebibytes", "title": "MiB", "format": ",.0f"}],
         },
     }
@@ -369,11 +361,6 @@ _CLOCK = {"seconds": "%H:%M:%S", "minutes": "%H:%M", "hours": "%H:%M", "day": "%
 _TIME = {"field": "at", "type": "temporal", "title": "time", "format": "%H:%M:%S"}
 
 
-def _y(field: str) -> dict[str, Any]:
-    axis = {"title": None, "tickCount": 4, "domain": False, "ticks": False, "minExtent": 34}
-    return {"field": field, "type": "quantitative", "scale": {"zero": True, "nice": True}, "axis": axis}
-
-
 def _chart(
     title: str, layers: list[dict[str, Any]], rows: Columns, colours: Palette, encoding: dict[str, Any]
 ) -> LiveChart:
@@ -382,11 +369,9 @@ def _chart(
         {
             "title": title,
             "height": WORKER_PANEL_HEIGHT,
-            "width": "container",
-            "autosize": {"type": "fit-x", "contains": "padding"},
             "encoding": {"x": {"field": "at", "type": "temporal", "axis": axis}, **encoding},
             "layer": layers,
-            "config": config(colours),
         },
         rows,
+        colours,
     )

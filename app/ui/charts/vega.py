@@ -38,10 +38,12 @@ MOST_WORDS = 100
 
 @dataclass(frozen=True)
 class LiveChart:
-    """A Vega-Lite spec of layers that stays the same while the job runs, and the rows that change."""
+    """A Vega-Lite spec of layers that stays the same while the job runs, the rows that change, and the colours that
+    are not of a layer. It is as wide as its place."""
 
     spec: dict[str, Any]
     rows: Columns
+    colours: Palette
 
     def whole(self) -> dict[str, Any]:
         """The spec with its rows, as `st.vega_lite_chart` takes them."""
@@ -51,7 +53,15 @@ class LiveChart:
         x = self.spec["encoding"]["x"]
         as_it_is = {"parse": {name: None for name in rows if x["type"] != "temporal" or name != x["field"]}}
         data = {"name": ROWS, "format": as_it_is}
-        return {**self.spec, "layer": layers, "data": data, "datasets": {ROWS: arrow(rows)}}
+        return {
+            "width": "container",
+            "autosize": {"type": "fit-x", "contains": "padding"},
+            "config": _config(self.colours),
+            **self.spec,
+            "layer": layers,
+            "data": data,
+            "datasets": {ROWS: arrow(rows)},
+        }
 
 
 def _keyed(layer: dict[str, Any]) -> dict[str, Any]:
@@ -78,7 +88,13 @@ def _column(values: Any) -> pa.Array:
     return column
 
 
-def config(colours: Palette) -> dict[str, Any]:
+def y_axis(field: str, scale: dict[str, Any]) -> dict[str, Any]:
+    """Without a line of its own, and so wide that axes of charts above each other begin at one place."""
+    axis = {"title": None, "tickCount": 4, "domain": False, "ticks": False, "minExtent": 34}
+    return {"field": field, "type": "quantitative", "scale": scale, "axis": axis}
+
+
+def _config(colours: Palette) -> dict[str, Any]:
     """Vega's configuration in the theme's colours."""
     text = {"labelFont": FONT, "titleFont": FONT, "labelColor": colours.muted, "titleColor": colours.muted}
     return {

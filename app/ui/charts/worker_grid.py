@@ -14,7 +14,7 @@ from openrecycle.app.console.view import JobView, WorkerView
 from openrecycle.app.jobs.states import HOLDING, OUT, RoleState
 from openrecycle.app.plans.whatif import WhatIf
 from openrecycle.app.ui import text
-from openrecycle.app.ui.charts.vega import Columns, LiveChart, config
+from openrecycle.app.ui.charts.vega import Columns, LiveChart
 from openrecycle.app.ui.theme import Palette
 
 _CROSS = "M-1,-.6L-.6,-1L0,-.4L.6,-1L1,-.6L.4,0L1,.6L.6,1L0,.4L-.6,1L-1,.6L-.4,0Z"
@@ -53,42 +53,45 @@ def worker_grid(view: JobView, colours: Palette) -> LiveChart:
     looks = [state.value for state in LOOKS]
     fills = [getattr(colours, LOOKS[state][2]) if state in QUIET else colours.track for state in LOOKS]
     strokes = [getattr(colours, LOOKS[state][2]) for state in LOOKS]
-    axis = {"grid": False, "domain": False, "ticks": False, "labelOverlap": True, "labelAngle": 0, "labelPadding": 4}
     fields = ["worker", "look", "heartbeat", "iterations behind", "generation", "re-routed micro-batches"]
     if spec.ranks_per_worker > 1:
         fields.append(SPARE)
     tooltip = [{"field": field, "title": "state" if field == "look" else field} for field in fields]
-    return LiveChart(
-        {
-            "height": max(150, min(520, 13 * spec.stages)),
-            "width": "container",
-            "autosize": {"type": "fit-x", "contains": "padding"},
-            "encoding": {
-                "x": {"field": "pipeline", "type": "ordinal", "axis": axis, "scale": {"paddingInner": 0.12}},
-                "y": {"field": "stage", "type": "ordinal", "axis": axis, "scale": {"paddingInner": 0.12}},
-                "tooltip": tooltip,
+    marks = {
+        "shape": _scale(looks, [shape for _, shape, _ in LOOKS.values()]),
+        "color": _scale(looks, strokes),
+        "size": {"value": _mark_size(spec.pipelines, spec.stages)},
+    }
+    loud = {"not": {"field": "look", "oneOf": [state.value for state in QUIET]}}
+    cells = {"color": _scale(looks, fills)}
+    return LiveChart(_grid_spec(spec.stages, tooltip, cells, loud, marks, toggle=False), _rows(view), colours)
+
+
+def _grid_spec(
+    stages: int, tooltip: list[Any], cells: dict[str, Any], marked: object, marks: dict[str, Any], *, toggle: object
+) -> dict[str, Any]:
+    """cells, marks: how they are encoded. marked: the cells that have a mark. toggle: does a click add to those that
+    are picked? Else it picks one instead."""
+    axis = {"grid": False, "domain": False, "ticks": False, "labelAngle": 0, "labelPadding": 4}
+    axis |= {"labelOverlap": True, "labelSeparation": 5}
+    place = {"type": "ordinal", "axis": axis, "scale": {"paddingInner": 0.12}}
+    return {
+        "height": max(150, min(520, 13 * stages)),
+        "encoding": {"x": {"field": "pipeline", **place}, "y": {"field": "stage", **place}, "tooltip": tooltip},
+        "layer": [
+            {
+                "params": [{"name": PICKED, "select": {"type": "point", "fields": ["worker"], "toggle": toggle}}],
+                "mark": {"type": "rect", "cursor": "pointer"},
+                "encoding": cells,
             },
-            "layer": [
-                {
-                    "params": [{"name": PICKED, "select": {"type": "point", "fields": ["worker"], "toggle": False}}],
-                    "mark": {"type": "rect", "cursor": "pointer"},
-                    "encoding": {"color": _scale(looks, fills)},
-                },
-                {
-                    "transform": [{"filter": {"not": {"field": "look", "oneOf": [state.value for state in QUIET]}}}],
-                    "mark": {"type": "point", "filled": True, "opacity": 1, "cursor": "pointer", "strokeWidth": 0},
-                    "encoding": {
-                        "shape": _scale(looks, [shape for _, shape, _ in LOOKS.values()]),
-                        "color": _scale(looks, strokes),
-                        "size": {"value": _mark_size(spec.pipelines, spec.stages)},
-                    },
-                },
-            ],
-            "resolve": {"scale": {"color": "independent"}},
-            "config": config(colours),
-        },
-        _rows(view),
-    )
+            {
+                "transform": [{"filter": marked}],
+                "mark": {"type": "point", "filled": True, "opacity": 1, "cursor": "pointer", "strokeWidth": 0},
+                "encoding": marks,
+            },
+        ],
+        "resolve": {"scale": {"color": "independent"}},
+    }
 
 
 def worker_sentence(worker: WorkerView) -> str:
@@ -150,7 +153,6 @@ def _mark_size(pipelines: int, stages: int) -> float:
     return max(60.0, min(180.0, 12_000 / max(pipelines, 2 * stages)))
 
 
-PICKED_DEAD = "picked"
 # Words of the chart, and the look of the same name on Live.
 _LOOKS = {"alive": RoleState.RUNNING, "takes re-routed work": RoleState.REROUTED, "dead": RoleState.FAILED}
 
@@ -161,44 +163,16 @@ def dead_grid(question: WhatIf, takes: Mapping[str, int], colours: Palette) -> L
     dead = frozenset(question.failed)
     names = [f"W{p}_{s}" for p in range(pipelines) for s in range(stages)]
     looks = ["dead" if n in dead else "takes re-routed work" if takes.get(n) else "alive" for n in names]
-    axis: dict[str, Any] = {"grid": False, "domain": False, "ticks": False, "labelAngle": 0}
-    axis |= {"labelOverlap": True, "labelSeparation": 5}
+    marks = {
+        "shape": _scale(["dead"], [LOOKS[RoleState.FAILED][1]]),
+        "color": {"value": colours.text},
+        "size": {"value": max(16.0, min(120.0, 6_000 / max(pipelines, 2 * stages)))},
+    }
     fills = [getattr(colours, LOOKS[look][2]) for look in _LOOKS.values()]
-    scale = {"domain": list(_LOOKS), "range": fills}
-    shape = {"domain": ["dead"], "range": [LOOKS[RoleState.FAILED][1]]}
+    cells = {"color": _scale(list(_LOOKS), fills), "opacity": {"value": 1}}
+    tooltip = [{"field": f} for f in ("worker", "look", "re-routed micro-batches")]
     return LiveChart(
-        {
-            "height": max(150, min(520, 13 * stages)),
-            "width": "container",
-            "autosize": {"type": "fit-x", "contains": "padding"},
-            "encoding": {
-                "x": {"field": "pipeline", "type": "ordinal", "axis": axis, "scale": {"paddingInner": 0.12}},
-                "y": {"field": "stage", "type": "ordinal", "axis": axis, "scale": {"paddingInner": 0.12}},
-                "tooltip": [{"field": f} for f in ("worker", "look", "re-routed micro-batches")],
-            },
-            "layer": [
-                {
-                    "params": [
-                        {"name": PICKED_DEAD, "select": {"type": "point", "fields": ["worker"], "toggle": "true"}}
-                    ],
-                    "mark": {"type": "rect", "cursor": "pointer"},
-                    "encoding": {
-                        "color": {"field": "look", "type": "nominal", "legend": None, "scale": scale},
-                        "opacity": {"value": 1},
-                    },
-                },
-                {
-                    "transform": [{"filter": "datum.look === 'dead'"}],
-                    "mark": {"type": "point", "filled": True, "opacity": 1, "strokeWidth": 0, "cursor": "pointer"},
-                    "encoding": {
-                        "shape": {"field": "look", "type": "nominal", "legend": None, "scale": shape},
-                        "color": {"value": colours.text},
-                        "size": {"value": max(16.0, min(120.0, 6_000 / max(pipelines, 2 * stages)))},
-                    },
-                },
-            ],
-            "config": config(colours),
-        },
+        _grid_spec(stages, tooltip, cells, "datum.look === 'dead'", marks, toggle="true"),
         {
             "worker": names,
             "pipeline": np.repeat(np.arange(pipelines, dtype=np.int32), stages),
@@ -206,4 +180,5 @@ def dead_grid(question: WhatIf, takes: Mapping[str, int], colours: Palette) -> L
             "look": looks,
             "re-routed micro-batches": np.array([takes.get(n, 0) for n in names], dtype=np.int32),
         },
+        colours,
     )

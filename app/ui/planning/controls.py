@@ -246,5 +246,5 @@ def wrong(found: Checked, name: str) -> None:
 
 def question_words(question: WhatIf) -> str:
     """`3 × 4 × 6, without W1_2, staggered, memory none`."""
-    grid = f"{question.pipelines} × {question.stages} × {question.micro_batches}"
+    grid = text.grid(question)
     return f"{grid}, {without(question.failed)}, {question.technique.value}, memory {question.memory}"

@@ -12,7 +12,7 @@ import streamlit as st
 
 from openrecycle.app.plans.whatif import GRID, Checked, WhatIf, at_random
 from openrecycle.app.ui import components, text
-from openrecycle.app.ui.charts.worker_grid import PICKED_DEAD, dead_grid
+from openrecycle.app.ui.charts.worker_grid import PICKED, dead_grid
 from openrecycle.app.ui.planning.state import change, entered, field_error, now, say, shown
 from openrecycle.app.ui.theme import Palette
 from openrecycle.planner.jobs.errors import PlannerError
@@ -29,7 +29,7 @@ def grid(question: WhatIf, found: Checked, plan: Plan | None, colours: Palette) 
     """plan: the one that answers the question, if there is one; it says who takes re-routed work."""
     cells = question.pipelines * question.stages
     components.heading("Workers", "select one to mark it dead, or alive again")
-    takes = _takes(plan) if plan is not None else {}
+    takes = plan.rerouted() if plan is not None else {}
     _legend(question, takes)
     if cells <= MAX_TILES:
         _tiles(question, takes)
@@ -40,15 +40,6 @@ def grid(question: WhatIf, found: Checked, plan: Plan | None, colours: Palette) 
     _by_hand(question, buttons=cells <= MAX_TILES)
     if found.infeasible:
         field_error(found.infeasible[:1].upper() + found.infeasible[1:] + ".")
-
-
-def _takes(plan: Plan) -> dict[str, int]:
-    """Re-routed micro-batches by worker; a large plan is looked through once."""
-    return st.cache_data(_load, max_entries=16, show_spinner=False)(plan.fingerprint, plan)  # type: ignore[no-any-return]
-
-
-def _load(fingerprint: str, _plan: Plan) -> dict[str, int]:
-    return _plan.rerouted()
 
 
 def _legend(question: WhatIf, takes: Mapping[str, int]) -> None:
@@ -103,19 +94,16 @@ def _toggle(name: str) -> None:
 
 
 def _heat_map(question: WhatIf, takes: Mapping[str, int], colours: Palette) -> None:
-    chart = dead_grid(question, takes, colours)
     # A new theme draws the chart anew, without the clicks of the old one.
     key = f"planner-map-{colours.name}-{question.pipelines}x{question.stages}"
     if key not in st.session_state:  # first drawn, or after a visit to another page: nothing is selected in it
         st.session_state[SEEN] = {}
-    st.vega_lite_chart(
-        None,
-        chart.whole(),
-        theme=None,
-        key=key,
+    components.live_chart(
+        dead_grid(question, takes, colours),
+        key,
+        "Worker grid: pipelines across, stages down. The list below names the dead ones.",
         on_select=partial(_mapped, key),
-        selection_mode=PICKED_DEAD,
-        alt="Worker grid: pipelines across, stages down. The list below names the dead ones.",
+        selection_mode=PICKED,
     )
 
 
@@ -128,7 +116,7 @@ def _mapped(key: str) -> None:
 def _clicked(key: str, state: Mapping[str, Any]) -> set[str]:
     """Workers that were clicked since the last look. The chart keeps a set, into and out of which each click
     takes one; a chart that was drawn anew has none, and that is no click."""
-    picked = {str(point["worker"]) for point in state["selection"].get(PICKED_DEAD) or []}
+    picked = {str(point["worker"]) for point in state["selection"].get(PICKED) or []}
     seen: set[str] = st.session_state.get(SEEN, {}).get(key, set())
     st.session_state[SEEN] = {key: picked}
     return set() if not picked and len(seen) > 1 else picked ^ seen

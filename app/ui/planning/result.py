@@ -12,7 +12,6 @@ from typing import Any
 
 import streamlit as st
 
-from openrecycle.agent.messages.protocol import JobState
 from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.plans.exporting import Export
 from openrecycle.app.plans.service import misfit, use_plan
@@ -43,10 +42,10 @@ from openrecycle.app.ui.planning.state import (
     say,
     shown,
 )
-from openrecycle.app.ui.tables import beside_html, of_workers, workers_table
+from openrecycle.app.ui.tables import beside_html, differences, of_workers, workers_table
 from openrecycle.app.ui.theme import CHART_CONFIG, Palette
 from openrecycle.app.ui.time_range import choose_time
-from openrecycle.planner.export.compare import against_best, comparable
+from openrecycle.planner.export.compare import comparable
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.plans.drawing import FAILED, Drawing
@@ -157,8 +156,7 @@ def drawn(solve: Solve, unit: str, colours: Palette, *, key: str) -> None:
         components.quiet("The first plan is on its way.")
         return
     if not solve.over or len(solve.points) > 1:
-        chart = search_chart(solve, unit, colours)
-        st.vega_lite_chart(None, chart.whole(), theme=None, key=key, alt=search_words(solve, unit))
+        components.live_chart(search_chart(solve, unit, colours), key, search_words(solve, unit))
     log(log_lines(solve, unit))
 
 
@@ -170,7 +168,7 @@ def others(console: ConsoleService, shown: Sequence[str]) -> None:
         job = solve.request.job
         with st.container(horizontal=True, vertical_alignment="center", key=f"planner-other-{solve.id}"):
             components.quiet(
-                f"Also being planned: {job.pipelines} × {job.stages} × {job.micro_batches}, "
+                f"Also being planned: {text.grid(job)}, "
                 f"{text.count(len(solve.request.failed), 'worker')} dead, {solve.request.technique.value} "
                 f"({_search_status(solve)})."
             )
@@ -320,6 +318,19 @@ MAX_BEFORE = 4
 MAX_BEFORE_OPS = 10_000
 SCHEDULE, COMPARE = (Path(__file__).resolve().parents[1] / name for name in ("schedule.py", "compare.py"))
 THIS, REFERENCE = "this", "1f1b"
+# Of all that can be compared (planner.export.compare).
+FIGURES = (
+    "failed",
+    "period",
+    "lower_bound",
+    "gap",
+    "slowdown_vs_1f1b",
+    "slowdown_vs_best",
+    "bubble_fraction",
+    "peak_activations",
+    "peak_bytes",
+    "solver",
+)
 
 
 @dataclass(frozen=True)
@@ -361,9 +372,10 @@ def result(console: ConsoleService, question: WhatIf, plan: Plan, solve: Solve |
         _picture(schedule, colours)
     else:
         _chart(compared, colours)
-    components.heading("Compared")
+    components.heading("Compared", "changes are against this plan")
     shown = list(compared.values())
-    st.html(beside_html([s.name for s in shown], _comparison([s.plan for s in shown]), "Plans compared"))
+    figures = differences([s.plan for s in shown], FIGURES)
+    st.html(beside_html([s.name for s in shown], figures, "Plans compared"))
     how, workers = url_state.tabs(["How it was found", "Workers"], key="details")
     with how:
         if solve is None:
@@ -427,31 +439,6 @@ def _picture(schedule: Schedule, colours: Palette) -> None:
     st.html(large.overview(drawing, large.picture(drawing, colours), alt))
 
 
-def _comparison(plans: Sequence[Plan]) -> list[tuple[str, list[str]]]:
-    """What is compared, and what it is of each plan."""
-    units = [plan.job.time_unit for plan in plans]
-    metrics = [plan.metrics for plan in plans]
-    rows = [
-        ("dead", [f"{len(plan.failed):,}" for plan in plans]),
-        ("period", [text.planned(m.period, unit, 5) for m, unit in zip(metrics, units, strict=True)]),
-        ("lower bound", [text.planned(m.lower_bound, unit, 5) for m, unit in zip(metrics, units, strict=True)]),
-        ("gap", [text.percent(max(m.gap, 0)) for m in metrics]),
-        ("period vs fault-free 1F1B", [text.percent(m.slowdown_vs_1f1b, sign=True) for m in metrics]),
-        ("period vs best fault-free", [text.percent(over, sign=True) for over in against_best(plans)]),
-        ("bubbles", [text.percent(m.bubble_fraction) for m in metrics]),
-        ("peak activations", [f"{max(m.peak_activations.values(), default=0):,}" for m in metrics]),
-        ("peak memory", [_peak_memory(plan) for plan in plans]),
-        ("made by", [plan.solver.name for plan in plans]),
-    ]
-    return [(name, cells) for name, cells in rows if any(cells)]
-
-
-def _peak_memory(plan: Plan) -> str:
-    """Empty where the profile does not say what a worker holds."""
-    schedule = schedule_of(plan)
-    return text.size(max(schedule.peak_bytes.values())) if schedule.counts_bytes else ""
-
-
 # -- keeping ------------------------------------------------------------------------------------
 
 
@@ -459,7 +446,7 @@ def _save(console: ConsoleService, plan: Plan, question: WhatIf) -> None:
     kept = next((row for row in console.plans.library.saved() if row["fingerprint"] == plan.fingerprint), None)
     with st.popover("Saved" if kept else "Save", icon=":material/bookmark:", key="planner-save"):
         if kept:
-            st.markdown(f"Kept as **{_plain(kept['name'])}**. The link to this page shows it.")
+            st.markdown(f"Kept as **{text.plain_markdown(kept['name'])}**. The link to this page shows it.")
         name = kept["name"] if kept else question_words(question)[:80]
         key = f"{NAME}-{plan.fingerprint[:8]}"
         st.text_input("Name", name, key=key, max_chars=80)
@@ -478,7 +465,7 @@ def _keep(console: ConsoleService, plan: Plan, key: str) -> None:
         with acting(console, "save plan", plan.fingerprint):
             console.plans.library.save(plan, name)
     except ConsoleError as error:
-        say("page", str(error))
+        say(PAGE, str(error))
         return
     change(now(), saved=plan.fingerprint)
     say(SAVED, f"Saved as “{' '.join(name.split())}”. The link to this page shows the same.")
@@ -489,7 +476,8 @@ def _forget(console: ConsoleService, plan: Plan) -> None:
         with acting(console, "forget plan", plan.fingerprint):
             console.plans.library.forget(plan.fingerprint)
     except ConsoleError as error:
-        say("page", str(error))
+        say(PAGE, str(error))
+        return
     change(now())
 
 
@@ -536,18 +524,12 @@ def _reference(plan: Plan) -> Plan:
     return reference_plan(plan.job.job(), "1f1b")
 
 
-def _plain(words: str) -> str:
-    """Without Markdown's marks."""
-    return "".join(f"\\{c}" if c in "\\`*_{}[]()#+-.!:$<>|~" else c for c in words)
-
-
 JOB = "planner-apply-job"
 
 
 def apply(console: ConsoleService, plan: Plan) -> None:
     """A button that asks which job; where the plan does not fit, why not."""
-    over = (JobState.FINISHED, JobState.STOPPED)
-    jobs = {job.job_id: job.name for job in console.queries.list_jobs() if job.state not in over}
+    jobs = {job.job_id: job.name for job in console.queries.list_jobs() if job.state not in facts.OVER}
     with st.popover("Apply to a job", icon=":material/play_circle:", key="planner-apply", disabled=not jobs):
         if not jobs:
             return

@@ -81,7 +81,7 @@ def test_a_profile_and_sizes_beside_it(simulate: Any) -> None:
 
 def test_a_measured_profile_takes_the_sizes_that_plan_takes(simulate: Any) -> None:
     code, out, err = simulate(
-        "--policy", "fault-free", *TRACE, "--profile", "gpt3-medium",
+        "--policy", "fault-free", *TRACE, "--profile", "gpt-3-medium",
         "--pipelines", "3", "--stages", "8", "--micro-batches", "4", "--json",
     )  # fmt: skip
     assert code == 0, err
