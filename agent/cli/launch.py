@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,7 +19,7 @@ from openrecycle.agent.config.settings import build, leaves
 from openrecycle.agent.jobs.start import check_writable, make_launcher, take_over
 from openrecycle.agent.launcher.processes import preload, start_worker_server
 from openrecycle.agent.launcher.record import is_remark, sentence_of
-from openrecycle.agent.messages.delivery import Delivery, Line, RecordFile
+from openrecycle.agent.messages.delivery import Delivery, Line, Record
 from openrecycle.agent.models.workload import NamedWorkload, WorkloadSource
 from openrecycle.agent.nodes.role import LedElsewhere, NodeRole, check_token, role_of
 from openrecycle.planner.jobs.errors import InputError
@@ -94,14 +94,14 @@ def launch(
         def say(text: str) -> None:
             terminal({"warning": text})
 
-        written: _Written | None = None
+        written: Record | None = None
 
         def listener(line: Line) -> None:
             if written is not None:
                 written(line)
             terminal(line)
 
-        status, last = 0, ""
+        status, last, whole = 0, "", True
         import_from_here()
         try:
             launcher: Launcher | None = None
@@ -117,16 +117,15 @@ def launch(
                 except LedElsewhere as led:
                     say(str(led))
                     elsewhere = led.lead
-            earlier: Iterable[Line] = ()
+            earlier: Iterable[bytes] = ()
             if launcher is None:
                 assert role is not None
                 succession = serve_node(role, token, node_address, NamedWorkload(workload), stopped, elsewhere)
                 if succession is None:
                     return
-                launcher, earlier = take_over(succession, listener, say), succession.record.lines()
-            written = _Written(record, say)
-            for line in earlier:
-                written(line)
+                launcher, earlier = take_over(succession, listener, say), succession.record.parts()
+            if record is not None:
+                written = Record(record, say, earlier)
             # Only now, so that bad input has not waited for torch.
             from openrecycle.agent.launcher.launch import JobFailed, Stopped
 
@@ -146,15 +145,13 @@ def launch(
                 status = 1
                 say(f"the job ended early: {failure}")
         finally:
-            missing = 0 if written is None else written.close(lambda: bool(stopped))
-            if missing:
-                say(f"the record {record} is not whole: {missing} lines are missing")
+            whole = written is None or written.close(lambda: bool(stopped))
             told = terminal.close(lambda: bool(stopped))
         if not told:
             os._exit(status or 128 + stopped[0])  # standard output takes nothing, and Python would wait for it
         if last:
             printing.show(last)
-        if status or missing:
+        if status or not whole:
             raise typer.Exit(status or INCOMPLETE)
 
 
@@ -168,31 +165,6 @@ def _job(grid: tuple[int | None, int | None, int | None], profile: Path | None, 
     document = load(profile)
     job = job_on(document, *grid)
     return planning.job(Job(job.pipelines, job.stages, job.micro_batches), document)
-
-
-class _Written:
-    """The record's file, where there is one."""
-
-    def __init__(self, path: Path | None, say: Callable[[str], None]) -> None:
-        self._delivery: Delivery | None = None
-        if path is not None:
-            try:
-                self._file = RecordFile(path, say)
-            except OSError as error:
-                raise InputError("record", str(path), f"a file that can be written ({error.strerror})") from None
-            self._delivery = Delivery(self._file, f"the record {path}", say)
-
-    def __call__(self, line: Line) -> None:
-        if self._delivery is not None:
-            self._delivery(line)
-
-    def close(self, hurried: Callable[[], bool]) -> int:
-        """Returns how many lines the file lacks."""
-        if self._delivery is None:
-            return 0
-        self._file.end()
-        whole = self._delivery.close(hurried)
-        return self._file.lost + self._delivery.left_out + (not whole)
 
 
 class _Printing:

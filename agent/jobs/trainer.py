@@ -56,7 +56,7 @@ from openrecycle.agent.jobs.preflight import check_workload
 from openrecycle.agent.jobs.start import check_writable, make_launcher
 from openrecycle.agent.launcher.processes import preload, start_worker_server
 from openrecycle.agent.launcher.record import EvaluationResult, is_remark, iteration_of, sentence_of
-from openrecycle.agent.messages.delivery import Delivery, RecordFile
+from openrecycle.agent.messages.delivery import Delivery, Record
 from openrecycle.agent.messages.protocol import Iteration, Recovery
 from openrecycle.agent.models import torch_pipelining
 from openrecycle.agent.models.data import DatasetBatches, Evaluation, InOrder, Loading, MicroBatchSampler, of_loader
@@ -396,7 +396,8 @@ class ResilientTrainer:
                     )
                 # Not before: a start that is refused leaves an earlier record in its place.
                 if options.record is not None:
-                    targets.insert(0, _open_record(Path(options.record), ending))
+                    targets.insert(0, record := Record(Path(options.record), log.warning))
+                    ending.callback(record.close)
                 self._launcher = launcher
                 if self._stop_asked:
                     launcher.end_soon()
@@ -634,25 +635,6 @@ def _binds(signature: inspect.Signature, arguments: int) -> bool:
     except TypeError:
         return False
     return True
-
-
-def _open_record(path: Path, ending: contextlib.ExitStack) -> Delivery:
-    """Writes what it is called with to the file; at the end of `ending` everything is there, or that it is not
-    is said. Raises InputError."""
-    try:
-        file = RecordFile(path, log.warning)
-    except OSError as error:
-        raise InputError("record", str(path), f"a file that can be written ({error.strerror})") from None
-    delivery = Delivery(file, f"the record {path}", log.warning)
-
-    def end() -> None:
-        file.end()
-        delivery.close()
-        if missing := file.lost + delivery.left_out:
-            log.warning("the record %s is not whole: %d lines are missing", path, missing)
-
-    ending.callback(end)
-    return delivery
 
 
 def _batches(

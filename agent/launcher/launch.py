@@ -7,6 +7,7 @@ a process of its own; one that dies or hangs is replaced.
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 from collections import Counter
@@ -167,8 +168,10 @@ class Launcher:
         recorded = self._pool.recorded
 
         def listen(line: dict[str, Any]) -> None:
-            recorded(line)
+            warning = recorded(line)
             listener(line)
+            if warning:
+                listen({"warning": warning})
 
         self._listener = listen
         self._store = RendezvousStore(self._pool.context, self._pool.host)
@@ -190,9 +193,8 @@ class Launcher:
         """The line of the record on their newest change, while workers may still say how long it took them."""
         self._stalls = dict[str, float]()
         """By worker, milliseconds of that."""
-        self._plans_sent: set[tuple[str, str]] = set()
-        self._plan_told: tuple[Plan | None, str] = None, ""
-        """A plan, and how other nodes are told of it."""
+        self._documents: dict[str, str] = {}
+        """Of plans, by fingerprint, how workers and other nodes are told of them."""
         self._data_wait = DataWait()
         self._validations: set[int] = set()
         self._turns = LoopLag(boot_clock)
@@ -271,13 +273,14 @@ class Launcher:
             reason = str(error)
             raise JobFailed(reason) from None
         finally:
-            # How it ended counts only if no other leads by now.
-            self._pool.hand_out(self._spec, self._saved, last=True)
-            self._pool.kill_all()
-            self._store.kill()
-            self._coordination.finished(state, reason)
-            # Who has it stopped waits for it; otherwise it matters more that the console learns why it is over.
-            self._coordination.close(lambda: bool(self._stop))
+            with contextlib.ExitStack() as ending:  # from the last to the first, whatever fails on the way
+                # Who has it stopped waits for it; otherwise it matters more that the console learns why it is over.
+                ending.callback(self._coordination.close, lambda: bool(self._stop))
+                ending.callback(self._coordination.finished, state, reason)
+                ending.callback(self._store.kill)
+                ending.callback(self._pool.kill_all)
+                # How it ended counts only if no other leads by now.
+                ending.callback(self._pool.hand_out, self._spec, self._saved, last=True)
 
     # -- several nodes ------------------------------------------------------------------------
 
@@ -291,14 +294,12 @@ class Launcher:
         deployed = self._deployed
         if deployed is None:
             return None
-        if self._plan_told[0] is not deployed.plan:
-            self._plan_told = deployed.plan, deployed.plan.to_json()
         about = {"deployment": deployed.deployment.model_dump(mode="json"), "restore": deployed.restore}
         return {
             "decides": self._coordination.saved(),
             "record": self._record.saved(),
             "deployed": about | {"moves": [(str(source), str(to)) for source, to in deployed.moves]},
-            "plan": self._plan_told[1],
+            "plan": self._document(deployed.plan),
             "found": self._found,
             "shared": sorted(map(str, self._shared)),
             "move_waits": self._move_waits,
@@ -801,14 +802,12 @@ class Launcher:
             entry = self._pool.running.get(Worker.parse(name))
             if entry is None:
                 continue
-            new = [p for p in (plan, self._interim) if p and (entry.incarnation, p.fingerprint) not in self._plans_sent]
-            self._plans_sent |= {(entry.incarnation, p.fingerprint) for p in new}
             entry.member = True
             self._hold.tell(entry)
             entry.post(
                 "deployment",
                 deployment=deployment.model_dump(),
-                plans=[p.to_json() for p in new],
+                plans=[self._document(p) for p in entry.lacks(p for p in (plan, self._interim) if p)],
                 interim=self._interim.fingerprint if self._interim else None,
                 cell=str(entry.worker),
                 store=self._store.address,
@@ -818,6 +817,12 @@ class Launcher:
                 held=self._held,
                 **self._found,
             )
+
+    def _document(self, plan: Plan) -> str:
+        """Made once: it takes long, and those who wait for it wait for all others'."""
+        document = self._documents.get(plan.fingerprint) or plan.to_json()
+        channel.keep_newest(self._documents, plan.fingerprint, document)
+        return document
 
     def obey(self, command: Command) -> None:
         """What a person asks for, in the thread of `run`."""

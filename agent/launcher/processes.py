@@ -15,6 +15,7 @@ import shutil
 import signal
 import tempfile
 import threading
+import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,6 +29,7 @@ from openrecycle.agent.models.workload import WorkloadSource
 from openrecycle.agent.monitoring.liveness import Activity, CurrentOp, activity
 from openrecycle.forking import fork_context, start_server
 from openrecycle.planner.jobs.job import Worker
+from openrecycle.planner.plans.plan import Plan
 
 
 class ProcessHandle(Protocol):
@@ -54,7 +56,9 @@ class ProcessHandle(Protocol):
 
 
 JOIN_SECONDS = 2.0
-"""For a rank to end whose sibling has ended."""
+"""For the ranks to end whose sibling has ended."""
+KILLED_SECONDS = 5.0
+"""For those to end that were killed."""
 END_SECONDS = 1.0
 """For rank 0 of a silent worker to end once it is told to."""
 
@@ -86,8 +90,6 @@ class SpareRanks:
 
     def __init__(self) -> None:
         self._left: dict[int, list[SpareRank]] = {}
-        self.hurt: set[int] = set()
-        """Slots of this node whose ranks have ended by themselves."""
 
     def on(self, node: int) -> tuple[SpareRank, ...]:
         return tuple(self._left.get(node, ()))
@@ -132,9 +134,9 @@ class WorkerProcess:
     lived_at: when its system last showed that it is at work. stopped:
     by a signal. looked_at: when that was asked last.
     op_limit: seconds that any of its ops may take. current: what it said last that it is at. excused_until:
-    then it is time that it was through with that, whose peers were late, too. heard: number of its newest message that
-    counts, where its node numbers them. send: takes what is posted; None: it goes to the process at once. elsewhere: on
-    another node?
+    then it is time that it was through with that, whose peers were late, too. plans: that it has. heard: number of its
+    newest message that counts, where its node numbers them. send: takes what is posted; None: it goes to the process at
+    once. elsewhere: on another node?
     """
 
     elsewhere: ClassVar[bool] = False
@@ -163,6 +165,7 @@ class WorkerProcess:
     op_limit: float | None = None
     current: CurrentOp | None = None
     excused_until: float = float("-inf")
+    plans: dict[str, None] = field(default_factory=dict)
     heard: int = 0
     send: Callable[[dict[str, Any]], None] | None = None
     _activity: Activity | None = None
@@ -186,6 +189,15 @@ class WorkerProcess:
     def post(self, kind: str, **fields: Any) -> None:
         """Sends a message; returns at once. A worker that is gone does not matter here."""
         (self.send or self.outbox.put)({"kind": kind, **fields})
+
+    def lacks(self, plans: Iterable[Plan]) -> list[Plan]:
+        """Of the plans that a deployment names, in order, those that are to be sent with it: the others it has."""
+        new = []
+        for plan in plans:
+            if plan.fingerprint not in self.plans:
+                new.append(plan)
+            channel.keep_newest(self.plans, plan.fingerprint, None)
+        return new
 
     def kill(self) -> None:
         """SIGKILL, which also ends a stopped process."""
@@ -237,17 +249,18 @@ class WorkerProcess:
             return ()
         return spare_of([process.exitcode for process in (self.process, *self.siblings)])
 
-    @property
-    def hurt_slots(self) -> frozenset[int]:
-        """Of the ranks that did not end for another's sake."""
-        return frozenset(slot for rank, slot in enumerate(self.slots) if rank not in self.spare_ranks)
-
     def join(self) -> None:
         """Returns when it has ended, with all its ranks: each ends when another one of them has."""
         self.process.join()
-        for process in self.siblings:
-            process.join(JOIN_SECONDS)
+        _join(self.siblings, JOIN_SECONDS)
         self.kill()
+
+
+def _join(processes: Iterable[ProcessHandle], seconds: float) -> None:
+    """Returns when all have ended, or after so long."""
+    deadline = time.monotonic() + seconds
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
 
 
 def spare_of(codes: Sequence[int | None]) -> tuple[int, ...]:
@@ -303,11 +316,12 @@ class ProcessPool:
         ours, theirs = self.context.Pipe(duplex=True)
         # Those put aside still hold what they held, until they have ended.
         taken = {slot for entry in self.entries if not entry.elsewhere for slot in entry.slots}
-        if spares is not None:
-            taken |= self.spares.hurt
         spec = make_spec(incarnation)
         ranks = getattr(spec, "ranks", 1)
-        slots = tuple(itertools.islice((n for n in itertools.count() if n not in taken), ranks))
+        if spares is not None:
+            slots = tuple(spare.slot for spare in spares.left)
+        else:
+            slots = tuple(itertools.islice((n for n in itertools.count() if n not in taken), ranks))
         meeting = tempfile.mkdtemp(prefix="openrecycle-ranks-") if ranks > 1 else ""
         pairs = [self.context.Pipe(duplex=True) for _ in slots[1:]]
 
@@ -353,8 +367,6 @@ class ProcessPool:
         ranks = entry.spare_ranks  # once: another one may end meanwhile
         left = [(rank, -1 if entry.elsewhere else entry.slots[rank]) for rank in ranks]
         self.spares.add(self.node_of(entry), [SpareRank((entry.incarnation, rank), slot) for rank, slot in left])
-        if not entry.elsewhere and entry.siblings:
-            self.spares.hurt |= entry.hurt_slots
 
     def take_spares(self, ranks: int) -> Spares | None:
         """So many of one node that is there. None: no node has as many."""
@@ -368,8 +380,9 @@ class ProcessPool:
     def node_of(self, entry: WorkerProcess) -> int:
         return 0
 
-    def recorded(self, line: dict[str, Any]) -> None:
-        """A line of the record, for other nodes (see agent.nodes.pool)."""
+    def recorded(self, line: dict[str, Any]) -> str:
+        """A line of the record, for other nodes (see agent.nodes.pool). Returns a warning, or ""."""
+        return ""
 
     def decide(self, send: Callable[[], None]) -> None:
         """To send something that has just been decided, or found, once `hand_out` lets it."""
@@ -444,7 +457,6 @@ class ProcessPool:
         entries = self.entries
         for entry in entries:
             entry.kill()
+        _join((process for entry in entries for process in (entry.process, *entry.siblings)), KILLED_SECONDS)
         for entry in entries:
-            for process in (entry.process, *entry.siblings):
-                process.join(5.0)
             self.forget(entry)

@@ -48,6 +48,17 @@ def _encodable(value: Any) -> Any:
 
 M = TypeVar("M")
 
+KEPT_PLANS = 8
+"""The newest ones stay in memory: a generation runs two at most."""
+
+
+def keep_newest(plans: dict[str, M], name: str, plan: M) -> None:
+    """`plan` is in use, by its fingerprint; of many, those go that have not been for the longest time."""
+    plans.pop(name, None)
+    plans[name] = plan
+    while len(plans) > KEPT_PLANS:
+        del plans[next(iter(plans))]
+
 
 def follow(
     receive: Callable[[], M | None],
@@ -125,7 +136,8 @@ class WorkerChannel:
     announced: called in that thread with the generation of each new deployment that this worker must
     leave its iteration for (and with a number above all generations when the job is over). fenced:
     called in that thread when this process no longer counts: it must end. measure: called in that thread with an
-    iteration whose ops are to be recorded. relay: of rank 0 of several, to its siblings.
+    iteration whose ops are to be recorded. relay: of rank 0 of several, to its siblings. last_words: called in that
+    thread with what this process ends by, if it can't understand a message.
     """
 
     OVER = 2**53
@@ -137,8 +149,9 @@ class WorkerChannel:
         fenced: Callable[[], None],
         measure: Callable[[int], None] = lambda _iteration: None,
         relay: Relay | None = None,
+        last_words: Callable[[BaseException], None] = lambda _error: None,
     ) -> None:
-        self._pipe, self._relay = pipe, relay
+        self._pipe, self._relay, self._last_words = pipe, relay, last_words
         self._announced, self._fenced, self._measure = announced, fenced, measure
         self._news = threading.Condition()
         self._orders: GenerationSpec | None = None
@@ -223,7 +236,8 @@ class WorkerChannel:
         try:
             self._hear(encoded)
         except BaseException as error:
-            self.say("error", text=f"{type(error).__name__}: {error}", traceback=traceback.format_exc())
+            self._last_words(error)
+            self.say("error", text=f"{type(error).__name__}: {error}")
             os._exit(1)
 
     def _hear(self, encoded: bytes) -> None:
@@ -260,9 +274,10 @@ class WorkerChannel:
 
     def _take(self, message: Message) -> None:
         deployment = Deployment.model_validate(message["deployment"])
-        for text in message["plans"]:
-            plan = Plan.from_json(text)
-            self._plans[plan.fingerprint] = plan
+        new = {plan.fingerprint: plan for plan in map(Plan.from_json, message["plans"])}
+        for name in (deployment.plan_fingerprint, message["interim"]):  # in the order of WorkerProcess.lacks
+            if name is not None:
+                keep_newest(self._plans, name, new.get(name) or self._plans[name])
         host, port = message["store"]
         self._orders = GenerationSpec(
             deployment,

@@ -20,6 +20,7 @@ from typing import Any, Generic, TextIO, TypeVar
 from pydantic import ValidationError
 
 from openrecycle.agent.messages.protocol import LATEST, LOG_LINE, LOG_LINES, LogLine
+from openrecycle.planner.jobs.errors import InputError
 
 # -- messages that wait for a console, oldest first, in bounded memory -------------------------------
 
@@ -208,13 +209,19 @@ class Delivery:
     """Calls `target` with each line, in order, in a thread of its own; a call of this never blocks and never raises.
 
     what: the target, in words. warn: called, from a thread, with a sentence when the target is far behind. Where
-    lines had to be left out, `target` gets a `warning` line in their place.
+    lines had to be left out, `target` gets a `warning` line in their place. begin: called first, in that thread.
     """
 
     def __init__(
-        self, target: Callable[[Line], None], what: str, warn: Callable[[str], None], *, limit: int = LIMIT
+        self,
+        target: Callable[[Line], None],
+        what: str,
+        warn: Callable[[str], None],
+        *,
+        limit: int = LIMIT,
+        begin: Callable[[], None] = lambda: None,
     ) -> None:
-        self._target, self._what, self._warn, self._limit = target, what, warn, limit
+        self._target, self._what, self._warn, self._limit, self._begin = target, what, warn, limit, begin
         self._lines: Outbox[Line] = Outbox(limit, droppable=lambda line: "loss" in line)
         self._there, self._closing = threading.Event(), threading.Event()
         self._said_slow = False
@@ -249,23 +256,24 @@ class Delivery:
         return not self._thread.is_alive()
 
     def _deliver(self) -> None:
+        self._guarded(self._begin)
         said = 0
         while True:
             while (line := self._lines.take()) is not None:
                 if (dropped := self._lines.dropped) > said:
                     text = f"{dropped - said} iterations are missing here: {self._what} was {self._limit} lines behind"
-                    self._hand({"warning": text})
+                    self._guarded(self._target, {"warning": text})
                     said = dropped
-                self._hand(line)
+                self._guarded(self._target, line)
                 self._lines.sent()
             if self._closing.is_set() and not len(self._lines):
                 return
             self._there.wait()
             self._there.clear()
 
-    def _hand(self, line: Line) -> None:
+    def _guarded(self, call: Callable[..., None], *arguments: Line) -> None:
         try:
-            self._target(line)
+            call(*arguments)
         except Exception:  # it must go on, whatever the target is
             log.exception("%s failed", self._what)
 
@@ -293,10 +301,14 @@ class RecordFile:
         """Lines that could not be written before the job was over."""
 
     def __call__(self, line: Line) -> None:
+        self.write((json.dumps(line) + "\n").encode())
+
+    def write(self, lines: bytes) -> None:
+        """As they are to stand there."""
         if self.lost:
-            self.lost += 1  # it ends where it ends, with no gap
+            self.lost += lines.count(b"\n")  # it ends where it ends, with no gap
             return
-        rest, failing = (json.dumps(line) + "\n").encode(), False
+        rest, failing = lines, False
         while rest:
             try:
                 rest = rest[self._file.write(rest) :]
@@ -308,7 +320,7 @@ class RecordFile:
                         "training goes on, and writing is tried again"
                     )
                 if self._over.wait(RETRY_SECONDS):
-                    self.lost = 1
+                    self.lost = rest.count(b"\n")
                     return
         if failing:
             self._say(f"the record {self._path} is being written again, and lacks nothing")
@@ -316,3 +328,33 @@ class RecordFile:
     def end(self) -> None:
         """The job is over: what can't be written now is given up."""
         self._over.set()
+
+
+class Record:
+    """A run's record in a file, which is written beside the training. say: called, from any thread, with what is wrong
+    with it. earlier: lines of a launcher that led before, as they are to stand there; read in the thread that writes,
+    so that nobody waits for it. Raises InputError where the file can't be opened."""
+
+    def __init__(self, path: Path, say: Callable[[str], None], earlier: Iterable[bytes] = ()) -> None:
+        try:
+            self._file = RecordFile(path, say)
+        except OSError as error:
+            raise InputError("record", str(path), f"a file that can be written ({error.strerror})") from None
+
+        def begin() -> None:
+            for lines in earlier:
+                self._file.write(lines)
+
+        self._path, self._say = path, say
+        self._delivery = Delivery(self._file, f"the record {path}", say, begin=begin)
+
+    def __call__(self, line: Line) -> None:
+        self._delivery(line)
+
+    def close(self, hurried: Callable[[], bool] = lambda: False) -> bool:
+        """Returns whether the file has every line; says so where it lacks some. hurried: see Delivery."""
+        self._file.end()
+        whole = self._delivery.close(hurried)
+        if missing := self._file.lost + self._delivery.left_out + (not whole):
+            self._say(f"the record {self._path} is not whole: {missing} lines are missing")
+        return not missing

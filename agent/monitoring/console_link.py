@@ -28,6 +28,7 @@ from openrecycle.agent.coordination.launcher import (
     ProcessFenced,
     restore_point,
 )
+from openrecycle.agent.messages.channel import keep_newest
 from openrecycle.agent.messages.client import Backoff, ConsoleClient, ConsoleRefused, ConsoleUnavailable, Offset
 from openrecycle.agent.messages.delivery import Outbox
 from openrecycle.agent.messages.protocol import (
@@ -53,7 +54,7 @@ from openrecycle.agent.messages.protocol import (
     ValidationReport,
     clock_name,
 )
-from openrecycle.agent.monitoring.heartbeat import WorkerReports
+from openrecycle.agent.monitoring.heartbeat import WorkerReports, with_op_times
 from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.jobs.words import encodable
 from openrecycle.planner.plans.plan import Plan
@@ -101,8 +102,11 @@ class QueuedReport(NamedTuple):
     @property
     def body(self) -> Message:
         """As it is sent now."""
+        age = max(0.0, time.monotonic() - self.at)
         if isinstance(self.message, IterationReport):
-            return self.message.model_copy(update={"age": max(0.0, time.monotonic() - self.at)})
+            return self.message.model_copy(update={"age": age})
+        if isinstance(self.message, FailureReport):
+            return self.message.model_copy(update={"age_milliseconds": min(1000 * age, 1e9)})
         return self.message
 
 
@@ -129,7 +133,7 @@ def next_deployment(
     client: ConsoleClient, job_path: str, after: int, plans: dict[str, Plan], wait: float
 ) -> tuple[Deployment, Plan] | None:
     """The newest deployment with a generation above `after`, and its plan, as soon as there is one; None
-    when there is none in `wait` seconds. plans: those known, by fingerprint; a new one is added.
+    when there is none in `wait` seconds. plans: the newest that are known, by fingerprint; this one is added.
 
     Raises ConsoleUnavailable or ConsoleRefused.
     """
@@ -137,11 +141,10 @@ def next_deployment(
     if deployment is None or deployment.generation <= after:
         return None
     name = deployment.plan_fingerprint
-    if name not in plans:
-        plan = client.get(f"{job_path}/plans/{name}", Plan)
-        assert plan is not None
-        plans[name] = plan
-    return deployment, plans[name]
+    plan = plans.get(name) or client.get(f"{job_path}/plans/{name}", Plan)
+    assert plan is not None
+    keep_newest(plans, name, plan)
+    return deployment, plan
 
 
 def merge_iterations(older: QueuedReport, newer: QueuedReport) -> QueuedReport | None:
@@ -281,13 +284,15 @@ class ConsoleCoordination:
     def lives(self, worker: Worker, incarnation: str) -> None:
         # Its newest heartbeat once more: the console judges by those alone, and would put it out.
         if incarnation in self._beats:
-            self._said[incarnation] = str(worker), self._beats[incarnation]
+            self._said.setdefault(incarnation, (str(worker), self._beats[incarnation]))
 
     def said(self, worker: Worker, incarnation: str, message: Mapping[str, Any], clock: Offset) -> None:
         match message["kind"]:
             case "alive":
-                self._beats[incarnation] = message["beat"]
-                self._said[incarnation] = str(worker), message["beat"]
+                beat = self._beats[incarnation] = message["beat"]
+                if incarnation in self._said:
+                    beat = with_op_times(self._said[incarnation][1], beat)
+                self._said[incarnation] = str(worker), beat
             case "log":
                 self._workers.wrote(incarnation, message["lines"], message["skipped"])
             case "measured":

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,6 +53,8 @@ M = TypeVar("M", bound=Message)
 QUEUE = 1000
 STALE_SECONDS = 2.0
 """What a worker has said of itself is no sign of life after so long, or after two heartbeats."""
+ENDED = 100
+"""Processes that have ended whose last lines are kept for a console that is away."""
 LAST = "draining"
 """The phase of a worker that is through: said once more at the end, so that what follows is not taken for a death."""
 
@@ -119,6 +122,8 @@ class WorkerReports(threading.Thread):
         self._client, self._path, self._interval = client, f"/jobs/{job_id}", interval
         self._fenced, self._measure, self._gather, self._registered = fenced, measure, gather, registered
         self._processes: dict[str, _ReportedProcess] = {}
+        self._ended: deque[_ReportedProcess] = deque(maxlen=ENDED)
+        """Those whose last lines wait to be posted."""
         self._lock = threading.Lock()
         self._outbox: Outbox[Acknowledgements | FailureReport] = Outbox(QUEUE)
         self._measured: Outbox[tuple[dict[str, Any], Offset]] = Outbox(QUEUE)
@@ -142,9 +147,10 @@ class WorkerReports(threading.Thread):
             ]
 
     def remove(self, incarnation: str) -> None:
-        """It has ended."""
+        """It has ended. What it wrote last often says why, and is still posted."""
         with self._lock:
-            self._processes.pop(incarnation, None)
+            if (process := self._processes.pop(incarnation, None)) is not None:
+                self._ended.append(process)
 
     def heard(self, said: Mapping[str, tuple[str, Mapping[str, Any]]]) -> None:
         """What processes have said of themselves since the last call: by incarnation, their place and the fields of a
@@ -153,7 +159,8 @@ class WorkerReports(threading.Thread):
         with self._lock:
             for incarnation, (worker, fields) in said.items():
                 if (process := self._processes.get(incarnation)) is not None:
-                    process.worker, process.said, process.said_at = worker, fields, now
+                    process.worker, process.said_at = worker, now
+                    process.said = fields if process.said is None else with_op_times(process.said, fields)
                     process.seq += 1
 
     def acknowledge(self, acknowledgements: Sequence[Acknowledgement]) -> None:
@@ -209,6 +216,7 @@ class WorkerReports(threading.Thread):
                 if self._stop_asked.is_set():
                     self._gather()
                     self._beat(lambda process: process.said is not None and process.said["phase"] == LAST)
+                    self._post_logs()
                     return
                 if beats:
                     self._post_measured()
@@ -282,6 +290,9 @@ class WorkerReports(threading.Thread):
                 if p.registered and p.said is not None and p.said_at >= old and which(p)
             ]
         made = [(process, said, _read(Heartbeat, {**said, **own})) for process, said, own in heard]
+        for process, said, beat in made:
+            if beat is None and process.said is said:
+                process.said = None  # it must not spoil the next one
         speak = [(process, said) for process, said, beat in made if beat is not None]
         beats = [beat for _, _, beat in made if beat is not None]
         for at in range(0, len(beats), BATCH):
@@ -329,7 +340,10 @@ class WorkerReports(threading.Thread):
             self._measured.sent()
 
     def _post_logs(self) -> None:
-        for process in self._all():
+        with self._lock:
+            processes = [*self._ended, *self._processes.values()]
+            self._ended.clear()
+        for process in processes:
             lines, skipped = process.log.take()
             if lines:
                 incarnation = process.registration.incarnation
@@ -338,7 +352,19 @@ class WorkerReports(threading.Thread):
                     self._of_one(incarnation, "logs", message)
                 except ConsoleUnavailable:
                     process.log.put_back(lines, skipped)
+                    with self._lock:
+                        gone = [p for p in processes if p.registration.incarnation not in self._processes]
+                        self._ended.extendleft(reversed(gone))
                     raise
+
+
+def with_op_times(older: Mapping[str, Any], newer: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a process says of itself, with the op times of what it said before, which is not posted: they start anew
+    each time that it says something."""
+    before, since = older.get("op_milliseconds"), newer.get("op_milliseconds")
+    if not isinstance(before, dict) or not isinstance(since, dict):
+        return newer  # no console takes it
+    return {**newer, "op_milliseconds": {**before, **since}}
 
 
 def _read(kind: type[M], fields: Mapping[str, Any]) -> M | None:

@@ -239,9 +239,9 @@ class NodeLink:
         with self._lock:
             if self.alive:
                 self._workers[incarnation] = process, pipe
-        if not self.alive:
-            pipe.close()
-            process.ended(None)
+            else:
+                pipe.close()
+                process.ended(None)
         return process
 
     def had(self, term: int, lines: int) -> None:
@@ -662,6 +662,8 @@ class SpreadPool(ProcessPool):
         if node == own:
             entry = super().start(worker, lambda i: replace(make_spec(i), address=self._hub.host), now, spares)
             self._hold_back(entry)
+        elif node not in links:
+            raise OSError(f"node {node} is lost")  # since its spare ranks were taken
         else:
             entry = self._start_there(links[node], worker, make_spec, now, spares)
             self.running[worker] = entry
@@ -698,7 +700,6 @@ class SpreadPool(ProcessPool):
             if node != own:
                 self.spares.add(node, [SpareRank((incarnation, rank), -1)])
         self.spares.add(own, here.on(0))
-        self.spares.hurt |= here.hurt
 
     def count(self, nodes: Iterable[int]) -> None:
         """So many know already that they belong to the job."""
@@ -710,8 +711,8 @@ class SpreadPool(ProcessPool):
         else:
             self._decided.append(send)
 
-    def recorded(self, line: dict[str, Any]) -> None:
-        self._record.add([line])
+    def recorded(self, line: dict[str, Any]) -> str:
+        return self._record.add([line])
 
     def hand_out(self, run: RunSpec, saved: Callable[[], dict[str, Any] | None], *, last: bool = False) -> str:
         # What this process itself stood still is no silence of the others'.

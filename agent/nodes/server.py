@@ -25,7 +25,7 @@ from openrecycle.agent.messages.client import Backoff
 from openrecycle.agent.monitoring.liveness import MOST_OF_A_TURN, LoopLag
 from openrecycle.agent.nodes.frames import Frames, NotTrusted, greet
 from openrecycle.agent.nodes.pool import NodeHub, SpreadPool, place
-from openrecycle.agent.nodes.succession import Arbiter, Copy, Follow, Lead, LeadStatus, Search, Spool
+from openrecycle.agent.nodes.succession import SEEK_SECONDS, Arbiter, Copy, Follow, Lead, LeadStatus, Search, Spool
 from openrecycle.agent.nodes.wire import MACHINE, decode_run, decode_spec
 from openrecycle.agent.workers import worker
 from openrecycle.agent.workers.spec import RunSpec
@@ -55,8 +55,14 @@ class NodeServer:
         lead: tuple[str, int] | None = None,
     ) -> None:
         self._rank, self._nodes, self._front, self._token, self._say = rank, nodes, front, token or "", say
-        self._address, self._lead = address, lead or front
-        self._lead_status = LeadStatus(rank)
+        self._address = address
+        self._stop = 0
+        self._begin(lead or front)
+
+    def _begin(self, lead: tuple[str, int]) -> None:
+        """Knows nothing of the job, as when it has just been started. lead: where it listens."""
+        self._lead = lead
+        self._lead_status = LeadStatus(self._rank)
         self._hub: NodeHub | None = None
         self._frames: Frames | None = None
         """The connection with the lead; None: there is none, and it is found out who leads next."""
@@ -78,7 +84,6 @@ class NodeServer:
         self._started = 0
         self._entries: dict[str, WorkerProcess] = {}
         self._over = ""
-        self._stop = 0
 
     def stop(self, number: int) -> None:
         """Ends this node soon; from the handler of signal `number`."""
@@ -89,6 +94,15 @@ class NodeServer:
 
         timeout: seconds to wait for the lead. Raises LeadLost. No process is left behind, unless this node leads.
         """
+        while True:
+            try:
+                return self._serve(timeout)
+            except _LeftOut as left_out:
+                self._say(f"{left_out}: this node's workers are ended, and it comes back without them")
+                self._begin(left_out.lead)
+                timeout = min(timeout, SEEK_SECONDS)
+
+    def _serve(self, timeout: float) -> str | Succession:
         leads = False
         try:
             self._join(timeout)
@@ -203,6 +217,8 @@ class NodeServer:
             return self._succeed(copy, found)
         if isinstance(found, Follow):
             self._follow(copy, found)
+        elif self._frames is None and found.to is not None:
+            self._come_back(copy, found.to, found.why)
         elif self._frames is None:
             raise LeadLost(f"{found.why}; this node's workers are ended")
         return None
@@ -210,6 +226,7 @@ class NodeServer:
     def _follow(self, copy: Copy, found: Follow) -> None:
         if self._frames is not None:
             self._frames.close()
+            self._frames = None  # it may take more than one try
         try:
             connection = socket.create_connection(copy.nodes[found.rank], 5.0)
         except OSError:
@@ -219,6 +236,10 @@ class NodeServer:
         except (_Later, OSError):
             connection.close()
             return
+        except LeadLost as error:
+            connection.close()
+            self._come_back(copy, found, str(error))
+            return
         except (NotTrusted, KeyError) as error:
             connection.close()
             raise LeadLost(f"no understanding with node {found.rank}, which leads: {error}") from None
@@ -227,6 +248,11 @@ class NodeServer:
             return
         self._resuming = True
         self._say(f"node {found.rank} leads from here on, and this node's workers go on")
+
+    def _come_back(self, copy: Copy, to: Follow, why: str) -> None:
+        """As one that is started again: its workers count as lost there. Not to one that it has promised to leave."""
+        if self._lead_status.follow(to.rank, to.term):
+            raise _LeftOut(why, copy.nodes[to.rank])
 
     def _succeed(self, copy: Copy, won: Lead) -> Succession:
         if self._frames is not None:
@@ -238,7 +264,7 @@ class NodeServer:
         if self._rank != 0:
             self._hub.call_back(self._front)
         return Succession(
-            *(decode_run(copy.job), self._nodes, self._hub, copy, self._record, won),
+            *(decode_run(copy.job), self._nodes, self._hub, copy, self._record),
             *(self._entries, self._said, self._lost_at or time.monotonic_ns()),
             SpareRanks() if self._pool is None else self._pool.spares,
         )
@@ -340,7 +366,8 @@ class NodeServer:
                 frames.send({"kind": "clock", "at": time.monotonic_ns()})
             case "lines":
                 self._record.cut(message["first"])
-                self._record.add(message["lines"])
+                if warning := self._record.add(message["lines"]):
+                    self._say(warning)
             case "copy":
                 self._take(frames, Copy.of(message, self._copy))
             case "resume":
@@ -414,6 +441,14 @@ class _Moved(Exception):
     """Another leads already."""
 
 
+class _LeftOut(Exception):
+    """Who leads goes on without this node."""
+
+    def __init__(self, why: str, lead: tuple[str, int]) -> None:
+        self.lead = lead
+        super().__init__(why)
+
+
 class _Bye(Exception):
     """The lead has said its last word."""
 
@@ -437,7 +472,6 @@ class Succession:
     hub: NodeHub
     copy: Copy
     record: Spool
-    won: Lead
     entries: Mapping[str, WorkerProcess]
     unheard: Mapping[str, Iterable[Mapping[str, Any]]]
     lost_at: int
@@ -445,8 +479,9 @@ class Succession:
 
     def take_over(self) -> tuple[SpreadPool, Takeover]:
         """Waits for the nodes that follow."""
-        hub, copy, now = self.hub, self.copy, time.monotonic()
+        hub, copy = self.hub, self.copy
         links = hub.followers(FOLLOW_SECONDS)
+        now = time.monotonic()
         self.record.cut(copy.lines)
         pool = SpreadPool(preload(self.run.workload), hub, place(self.run.options.job, self.nodes), self.record)
         pool.count(copy.nodes)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
+import os
 import socket
 import tempfile
 import threading
@@ -26,6 +27,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal
 
 from openrecycle.agent.coordination.lead import LeadTerm
@@ -150,41 +152,64 @@ def first_to_lead(ages: Mapping[int, Age]) -> tuple[int, str]:
 
 
 class Spool:
-    """The lines of the record so far, in a file without a name: who leads next writes them anew."""
+    """The lines of the record so far, in a file without a name: who leads next writes them anew. What the file does not
+    take, as on a full disk, is kept in memory until it does. `parts` may be read in another thread than the one that
+    adds."""
 
     def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile("w+b")  # noqa: SIM115 -- for as long as the job lasts
+        self._file = tempfile.TemporaryFile("w+b", buffering=0)  # noqa: SIM115 -- for as long as the job lasts
         self._ends: list[int] = []
-        self.broken = ""
-        """Why lines are missing; "": none is."""
+        """Of the lines in the file."""
+        self._late = deque[bytes]()
+        """Those after them."""
+        self._warned = False
 
     def __len__(self) -> int:
-        return len(self._ends)
+        return len(self._ends) + len(self._late)
 
-    def add(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        for line in lines:
-            end = self._ends[-1] if self._ends else 0
-            text = json.dumps(line).encode() + b"\n"
-            try:
-                self._file.seek(end)
-                self._file.write(text)
-                self._file.flush()
-            except OSError as error:
-                self.broken, text = error.strerror or "it can't be written", b""
-            self._ends.append(end + len(text))
+    def add(self, lines: Iterable[Mapping[str, Any]]) -> str:
+        """Returns a warning where the file takes nothing, at the first time; else ""."""
+        self._late.extend(json.dumps(line).encode() + b"\n" for line in lines)
+        try:
+            while self._late:
+                self._write(self._late[0])
+                self._late.popleft()
+        except OSError as error:
+            told, self._warned = self._warned, True
+            if not told:
+                return (
+                    f"the record's lines for other nodes can't be written to {tempfile.gettempdir()} "
+                    f"({error.strerror}): they are kept in memory, and writing is tried again"
+                )
+        return ""
+
+    def _write(self, line: bytes) -> None:
+        end, written = self._ends[-1] if self._ends else 0, 0
+        while written < len(line):
+            written += os.pwrite(self._file.fileno(), line[written:], end + written)
+        self._ends.append(end + written)
 
     def cut(self, lines: int) -> None:
         """Forgets all but the first so many."""
+        while self._late and len(self) > lines:
+            self._late.pop()
         del self._ends[lines:]
 
-    def lines(self, first: int = 0) -> Iterator[dict[str, Any]]:
-        begin = self._ends[first - 1] if first else 0
-        for end in self._ends[first:]:
-            self._file.seek(begin)
-            text = self._file.read(end - begin)
-            begin = end
-            if text:
-                yield json.loads(text)
+    def lines(self, first: int = 0, end: int | None = None) -> Iterator[dict[str, Any]]:
+        written, late, after = self._ends[first:end], list(self._late), len(self._ends)
+        begin = self._ends[first - 1] if first and written else 0
+        for at in written:
+            yield json.loads(os.pread(self._file.fileno(), at - begin, begin))
+            begin = at
+        for line in late[max(0, first - after) : None if end is None else max(0, end - after)]:
+            yield json.loads(line)
+
+    def parts(self) -> Iterator[bytes]:
+        """All lines that are there now, as they stand in a record."""
+        size = self._ends[-1] if self._ends else 0
+        file = self._file
+        written = (os.pread(file.fileno(), min(_CHUNK, size - at), at) for at in range(0, size, _CHUNK))
+        return chain(written, list(self._late))
 
     def messages(self, first: int) -> Iterator[dict[str, Any]]:
         """All from line `first` on, as a node is told them."""
@@ -200,7 +225,13 @@ class Spool:
 
     def newest_losses(self, most: int) -> list[tuple[int, str]]:
         """Of the last iterations: number and loss."""
-        return list(deque(((line["iteration"], line["loss"]) for line in self.lines() if "loss" in line), most))
+        newest, first = deque[tuple[int, str]](), len(self)
+        while first and len(newest) < most:
+            # Who leads next waits for it, so no more is read than it takes.
+            first, end = max(0, first - most), first
+            found = [(line["iteration"], line["loss"]) for line in self.lines(first, end) if "loss" in line]
+            newest.extendleft(reversed(found))
+        return list(newest)[-most:]
 
 
 class LeadStatus:
@@ -373,7 +404,10 @@ class Lead:
 
 @dataclass(frozen=True)
 class GiveUp:
+    """to: who leads on without this node; None: nobody leads."""
+
     why: str
+    to: Follow | None = None
 
 
 Outcome = Follow | Lead | GiveUp
@@ -421,13 +455,13 @@ class Search(threading.Thread):
         seen = self._ask_all(copy.nodes.keys() - self._gone - {lead_status.rank})
         here = {rank: it for rank, it in seen.items() if isinstance(it, Here)}
         self._gone |= {rank for rank, it in seen.items() if it == "gone"}
-        for rank, it in here.items():
-            if it.lead != rank:
-                continue
-            if it.term > copy.term and it.term >= lead_status.term:
-                return Follow(rank, it.term)
-            if it.term == copy.term and lead_status.term == copy.term:
-                return GiveUp(f"node {rank} leads on without this one")
+        if leads := [(it.term, rank) for rank, it in here.items() if it.lead == rank]:
+            term, rank = max(leads)
+            # Also where it has won just now, and has handed out no copy yet.
+            if (term, rank) == (lead_status.term, lead_status.lead):
+                return GiveUp(f"node {rank} leads on without this one", Follow(rank, term))
+            if term > copy.term and term >= lead_status.term:
+                return Follow(rank, term)
         nodes = len(copy.nodes) - len(self._gone)
         free = {rank: it.age for rank, it in here.items() if it.free}
         term = 1 + max(lead_status.term, *(it.term for it in here.values()), 0)
@@ -445,8 +479,8 @@ class Search(threading.Thread):
             return why
         if self._cancelled.is_set():
             return "it follows another"
-        if not free and self._arbiter is not None and not may_lead(1, nodes)[0]:
-            # Nobody votes: the console's word comes first, for the same reason.
+        if self._arbiter is not None and not may_lead(1 + len(free), nodes)[0]:
+            # However they vote, the console decides: its word comes first, for the same reason.
             enough, why = self._arbiter.decide(wanted, copy.term)
         if self._cancelled.is_set() or not enough or not lead_status.stand(term):
             return why if not enough else "it follows another"

@@ -391,14 +391,14 @@ class Executor:
             x = self._received("F", key)
         else:
             x = self._here(self._read(self._workload.inputs, key))
+        # What is read is waited for, as what a peer sends: it is no part of the op.
+        loss = self._scaled_loss(key, self._read(self._workload.targets, key)) if self._last else None
         started = self._queue.begin()
-        if self._last:
-            targets = self._read(self._workload.targets, key)
-            self._progress.at("F", key)
-            self._stage.forward(key, x, seed=seed, loss=self._scaled_loss(key, targets))
+        self._progress.at("F", key)
+        if loss is not None:
+            self._stage.forward(key, x, seed=seed, loss=loss)
             self._queue.end("F", key, started)
             return
-        self._progress.at("F", key)
         y = self._checked(self._stage.forward(key, x, seed=seed))
         self._queue.end("F", key, started)
         self._send_outputs(key, y)

@@ -631,7 +631,7 @@ class StateReceiver:
         """Puts the next piece in place, unless it is of another step than the values here, or the session is over;
         returns whether."""
         header_size, payload_size = _REPLY.unpack(_exactly(connection, _REPLY.size))
-        if header_size > _MAX_REPLY_HEADER or payload_size > 64 * 16 * PIECE_ELEMENTS:
+        if header_size > _MAX_REPLY_HEADER or payload_size > self._most_bytes(number):
             raise StateError(f"piece {number} claims {payload_size} bytes")
         header = read_json(_exactly(connection, header_size))
         if header["piece"] != self._numbers[number]:
@@ -659,6 +659,11 @@ class StateReceiver:
             if len(self._arrived) == len(self._pieces):
                 self._changed.notify_all()
             return True
+
+    def _most_bytes(self, number: int) -> int:
+        """Of a piece: an optimizer keeps a few values for an element, and a segment that can't be cut has many."""
+        piece = self._pieces[number]
+        return 64 * 16 * max(PIECE_ELEMENTS, piece.end - piece.start)
 
     def _put(self, number: int, document: Any, parts: Mapping[str, Tensor]) -> None:
         """Takes up a piece, with the lock held. Raises StateError."""

@@ -59,8 +59,17 @@ def main(spec: WorkerSpec, pipe: Connection, siblings: Sequence[Connection] = ()
     communicator = Communicator(timeouts, address=spec.address, transport=platform.carrier)
     status, log = Status(progress=OpProgress(timeouts)), LogTail()
     relay = RankRelay(siblings) if siblings else None
+    console = spec.run.heartbeat_seconds is not None
+
+    def last_words(error: BaseException) -> None:
+        """A console gets the traceback, with what was written before: whoever reads the terminal is told where."""
+        if console:
+            log.add("".join(traceback.format_exception(error)))
+            _say_for_people(channel, status, log, spec)
+
     channel = WorkerChannel(
-        pipe, communicator.cancel, lambda: os._exit(FENCED), lambda iteration: status.timeline.want(iteration), relay
+        *(pipe, communicator.cancel, lambda: os._exit(FENCED), lambda iteration: status.timeline.want(iteration)),
+        *(relay, last_words),
     )
     if relay is not None:
         relay.start(channel.send)
@@ -81,12 +90,15 @@ def main(spec: WorkerSpec, pipe: Connection, siblings: Sequence[Connection] = ()
         loop.run()
     except (NonFiniteError, NoAgreementError, StageIOError, WeightsError, StateError) as error:
         # Not this worker's fault, and every peer comes to the same conclusion: the job ends.
+        if console:
+            _say_for_people(channel, status, log, spec)
         channel.say("fatal", text=str(error))
         channel.wait_for_generation(WorkerChannel.OVER - 1)
     except Exception as error:
         if communicator.ranks.broke(error):
             time.sleep(SIBLING_SECONDS)  # another rank is gone: the news of it ends this process, with its own code
-        channel.say("error", text=describe_exception(error), traceback=traceback.format_exc())
+        last_words(error)
+        channel.say("error", text=describe_exception(error))
         sys.stdout.flush()
         os._exit(FAILED)
     # Not sys.exit: gloo's threads may still sit in a group that was given up.
@@ -125,12 +137,12 @@ def _say_alive(channel: WorkerChannel, status: Status, log: LogTail, spec: Worke
     pause, due, turns = threading.Event(), STUCK_SECONDS, LoopLag()
     while not pause.wait(every):
         current = status.progress.beat(turns.late(every))
-        describe_exception = asdict(current) | ({"where": thread_stacks()} if current.overdue else {})
+        op = asdict(current) | ({"where": thread_stacks()} if current.overdue else {})
         channel.say(
             "alive",
             phase=status.phase,
             iteration=status.iteration,
-            current=describe_exception,
+            current=op,
             op_limit=status.progress.longest_limit,
             **({"beat": status.take()} if console else {}),
         )

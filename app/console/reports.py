@@ -260,7 +260,7 @@ class Reports:
     def printed(self, job_id: str, message: LogLines) -> None:
         """What a worker's process has written."""
         job = self._find(job_id)
-        job.measurements.logs.take(job.sender(message.worker, message.incarnation).name, message)
+        job.measurements.logs.take(job.writer(message.worker, message.incarnation).name, message)
 
     def claim_lead(self, job_id: str, message: LeadClaim) -> LeadAnswer:
         wanted = LeadTerm(message.term, message.node)

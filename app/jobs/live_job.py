@@ -331,6 +331,12 @@ class LiveJob:
             raise ConsoleError(409, "fenced", membership.fenced_text(member, incarnation))
         return member
 
+    def writer(self, worker: str, incarnation: str) -> Member:
+        """As `sender`, of what a process has written: one that is out of the job wrote last why."""
+        member = membership.holder(self.state, worker, incarnation)
+        known = member is not None and incarnation in member.incarnations
+        return member if member is not None and known else self.sender(worker, incarnation)
+
     # -- which node leads -------------------------------------------------------------------
 
     def heard_lead(self, sender: LeadTerm) -> None:

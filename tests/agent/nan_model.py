@@ -100,3 +100,15 @@ class Absent(NanModel):
         if multiprocessing.current_process().name.startswith("W"):
             raise ImportError("no such library here")
         return super().optimizer(parameters)
+
+
+class Crashing(NanModel):
+    """W0_0 ends in its third iteration, outside its ops."""
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+
+    def upcoming(self, places: Sequence[tuple[int, int, int]]) -> None:
+        if any(iteration == 2 for iteration, _, _ in places[:1]) and multiprocessing.current_process().name == "W0_0":
+            print("what it wrote last")
+            raise RuntimeError("it can't go on")

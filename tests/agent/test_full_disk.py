@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import resource
@@ -16,11 +17,20 @@ from typing import Any
 
 import pytest
 
-from openrecycle.agent.config.options import Checkpoints
+from openrecycle.agent.config.options import Checkpoints, TrainingOptions
+from openrecycle.agent.coordination.local import LocalCoordination
+from openrecycle.agent.launcher.launch import Launcher
+from openrecycle.agent.launcher.processes import ProcessPool, preload
 from openrecycle.agent.messages.delivery import Delivery, RecordFile
+from openrecycle.agent.models.workload import NamedWorkload
+from openrecycle.agent.nodes.succession import Spool
+from openrecycle.agent.workers import worker
+from openrecycle.agent.workers.spec import RunSpec
+from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique
 from tests.agent import own_jobs
-from tests.agent.launches import Launched
+from tests.agent.launches import Launched, warm
 from tests.agent.local_jobs import TINY as SMALL
 from tests.agent.runs import GRID, TINY
 from tests.conftest import NO_BYTECODE
@@ -198,6 +208,69 @@ def test_a_folder_that_can_not_be_written_is_refused_before_the_training(
             trainer.fit(iterations=2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_the_record_for_other_nodes_is_whole_whatever_its_file_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the file takes nothing all lines are there, too, and one line says so."""
+    spool, told = Spool(), list[str]()
+
+    def add(numbers: range) -> None:
+        told.append(spool.add({"iteration": number, "loss": "x"} for number in numbers))
+
+    def whole(last: int) -> None:
+        assert len(spool) == last and [line["iteration"] for line in spool.lines()] == list(range(last))
+        assert [json.loads(line)["iteration"] for line in b"".join(spool.parts()).splitlines()] == list(range(last))
+        assert [line["iteration"] for line in spool.lines(2, 5)] == [2, 3, 4]
+        assert [number for number, _ in spool.newest_losses(4)] == list(range(last - 4, last))
+        assert [line for message in spool.messages(3) for line in message["lines"]] == list(spool.lines(3))
+
+    add(range(3))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    limited(150)()
+    try:
+        add(range(3, 10))
+        add(range(10, 12))
+        whole(12)
+        spool.cut(11)
+        whole(11)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    add(range(11, 14))
+    whole(14)
+    spool.cut(6)
+    whole(6)
+    assert [bool(text) for text in told] == [False, True, False, False]
+
+
+class _Refuses(ProcessPool):
+    """Can't hand out what other nodes are to know."""
+
+    def hand_out(self, run: Any, saved: Any, *, last: bool = False) -> str:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+class _Ends(LocalCoordination):
+    ended: tuple[str, str] | None = None
+
+    def finished(self, state: str, reason: str) -> None:
+        self.ended = state, reason
+
+
+@pytest.mark.processes
+def test_a_launcher_that_fails_leaves_no_process_whatever_else_fails_at_its_end() -> None:
+    warm()
+    job, source = Job.uniform(2, 1, 2), NamedWorkload("openrecycle.agent.examples.gpt:Gpt", {"width": 32, "heads": 2})
+    catalog = Catalog(job, Technique.STAGGERED, MemoryLimit("uniform"))
+    pool, coordination = _Refuses(worker.main, preload(source)), _Ends(catalog)
+    run = RunSpec(TrainingOptions(job=job, iterations=3), source)
+    launcher = Launcher(run, coordination, lambda line: None, catalog, pool)
+    started: list[Any] = []
+    with pytest.raises(OSError, match="No space"):
+        started.append(launcher.pids)
+        launcher.run()
+    assert not pool.running and coordination.ended is not None
+    assert not launcher.pids.keys() - {"store"} and not Path("/proc", str(started[0]["store"])).exists()
 
 
 @pytest.mark.chaos

@@ -16,6 +16,7 @@ from openrecycle.agent.messages.protocol import (
     BatchReply,
     ClockReading,
     Heartbeats,
+    LogLines,
     Message,
     RefusedReport,
     Registration,
@@ -266,6 +267,44 @@ def test_one_that_is_fenced_ends_and_the_others_go_on() -> None:
     last = client.messages[-1]
     assert isinstance(last, Heartbeats)
     assert [beat.worker for beat in last.heartbeats] == ["W0_0", "W1_0", "W1_1"]
+
+
+def test_op_times_that_were_not_posted_go_with_the_next_heartbeat() -> None:
+    """A worker speaks twice as often as a console is told, and its times start anew each time."""
+    client = Recording()
+
+    def speak(*times: dict[str, float]) -> Turn:
+        said = [{**Status().take(), "op_milliseconds": of} for of in times]
+        return lambda reports: [reports.heard({"W0_0-a": ("W0_0", fields)}) for fields in said].clear()
+
+    turns = [speak({"F": 1.0, "I": 2.0}, {"F": 3.0}), speak({"W": 4.0})]
+    reporting(client, turns, interval=0.0, speaking=("nobody",))
+    batches = [m for m in client.messages if isinstance(m, Heartbeats)]
+    assert [batch.heartbeats[0].op_milliseconds for batch in batches] == [{"F": 3.0, "I": 2.0}, {"W": 4.0}]
+
+
+def test_what_one_wrote_before_it_ended_is_posted_once_the_console_answers() -> None:
+    client = Recording(logs=2)
+
+    def end(reports: WorkerReports) -> None:
+        reports.wrote("W0_0-a", [(1.0, "its last words")], 0)
+        reports.remove("W0_0-a")
+
+    reporting(client, [end, nothing, nothing, nothing], interval=0.0, names=NAMES[:2], speaking=NAMES[1:2])
+    posted = [(m.incarnation, [line.text for line in m.lines]) for m in client.messages if isinstance(m, LogLines)]
+    assert posted == [("W0_0-a", ["its last words"])]
+
+
+def test_what_was_written_at_the_very_end_is_posted() -> None:
+    client = Recording()
+
+    def end(reports: WorkerReports) -> None:
+        reports.wrote("W0_0-a", [(1.0, "its last words")], 0)
+        reports.remove("W0_0-a")
+        reports.stop()
+
+    reporting(client, [end])
+    assert client.posted[-1] == "logs"
 
 
 def test_what_one_process_says_wrongly_does_not_silence_the_others() -> None:

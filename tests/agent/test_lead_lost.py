@@ -15,6 +15,7 @@ from tests.agent.launches import Launched
 from tests.agent.node_runs import free_port, kill_group, launch_node, members
 from tests.agent.node_runs import lines as lead_lines
 from tests.agent.runs import TINY, Run, forked
+from tests.golden import golden
 
 pytestmark = pytest.mark.processes
 
@@ -131,6 +132,24 @@ def test_a_lead_that_was_stopped_for_long_leads_no_more(reference: Run, tmp_path
 
 
 @pytest.mark.chaos
+def test_a_node_that_stood_still_when_the_lead_was_lost_comes_back(reference: Run, tmp_path: Path) -> None:
+    """It comes too late to follow the new one; one of its workers, which had died before, starts there again."""
+    last = 3 * ITERATIONS
+    again = ("--kill", "W2_0@1:F1", "--rejoin", f"W2_0@{last - 8}", "--iterations", str(last))
+    with nodes(tmp_path, 4, *PACED, *again) as launchers:
+        until(lambda: record_of(tmp_path, 0).failures, "the first death")
+        os.kill(launchers[2].pid, signal.SIGSTOP)
+        os.kill(launchers[0].pid, signal.SIGKILL)
+        until(lambda: leading(tmp_path, (1, 3), 3) is not None, "another to lead")
+        os.kill(launchers[2].pid, signal.SIGCONT)
+        run = ended(tmp_path, launchers, (1, 3))
+        assert launchers[2].wait(90) == 0, log_of(tmp_path, 2)
+    assert golden("comes-back-without") in log_of(tmp_path, 2)
+    assert run.losses[:ITERATIONS] == reference.losses
+    assert run.iterations[-1]["living"] == 1 + min(line["living"] for line in run.iterations)
+
+
+@pytest.mark.chaos
 def test_the_lead_is_lost_while_a_worker_takes_its_state(reference: Run, tmp_path: Path) -> None:
     slowly = ("--hand-over-rate", "20KB", "--kill", "W1_1@1:F1", "--rejoin", "W1_1@1")
     with nodes(tmp_path, 3, *PACED, *slowly) as launchers:
@@ -211,7 +230,8 @@ def test_of_two_nodes_the_console_replaces_a_lead_that_stands_still(reference: R
 @pytest.mark.chaos
 def test_spare_ranks_are_known_to_who_leads_next(tmp_path: Path) -> None:
     """One is left on node 1 before the lead is lost, another one after it: they make a worker again."""
-    ranks = ("--ranks-per-worker", "2", "--workload", "agent.examples.tensor_parallel:Gpt")
+    longer = ("--iterations", str(2 * ITERATIONS))  # a worker starts meanwhile
+    ranks = ("--ranks-per-worker", "2", "--workload", "agent.examples.tensor_parallel:Gpt", *longer)
     calm = forked(tmp_path / "calm.jsonl", *GRID, *TINY, *ranks, timeout=300)
     assert calm.status == 0, calm.errors
     kills = ("--kill", "W1_0.1@1:F0", "--kill", f"W1_1.1@{ITERATIONS - 5}:F0")

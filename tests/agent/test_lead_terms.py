@@ -89,6 +89,41 @@ def test_a_console_that_is_away_decides_nothing() -> None:
     assert not granted and why
 
 
+class HeardMeanwhile(Arbiter):
+    """A console that would give the lead away, and when it is to do so has heard the one that leads. refused: how often
+    it has not."""
+
+    refused = 0
+
+    def decide(self, wanted: LeadTerm, after: int, *, ask: bool = False) -> tuple[bool, str]:
+        self.refused += not ask
+        return ask, "the lead was heard meanwhile" if not ask else "nobody was heard"
+
+
+def test_half_of_the_nodes_go_on_hearing_their_lead_where_the_console_hears_it_again() -> None:
+    """They have promised nothing to each other by then."""
+    hubs = {rank: NodeHub("127.0.0.1", 0, 4, "", lambda _: None, LeadStatus(rank)) for rank in (2, 3)}
+    searches: list[Search] = []
+    arbiter = HeardMeanwhile("http://127.0.0.1:1", None, "job")
+    with socket.create_server(("127.0.0.1", 0)) as lead, socket.create_server(("127.0.0.1", 0)) as other:
+        nodes = {0: lead.getsockname(), 1: other.getsockname()}
+        nodes |= {rank: (hub.host, hub.port) for rank, hub in hubs.items()}
+        copy = Copy("a run", 1, 1, 0, 0, nodes, {}, 0, "", "plan", {})
+        try:
+            for hub in hubs.values():
+                hub.lead_status.follow(0, 0)
+                assert hub.lead_status.take(copy)
+                hub.lead_status.lose_lead()
+            searches += [Search(hub.lead_status, copy, "", arbiter) for hub in hubs.values()]
+            until(lambda: arbiter.refused >= 2, "the console to be asked for the lead", 30)
+            assert all(hub.lead_status.lead == 0 and hub.lead_status.hear() for hub in hubs.values())
+        finally:
+            for search in searches:
+                search.cancel()
+            for hub in hubs.values():
+                hub.close("")
+
+
 @pytest.mark.processes
 def test_of_two_nodes_the_other_leads_once_the_console_does_not_hear_the_lead_either(tmp_path: Path) -> None:
     spec = {"name": "nodes", "pipelines": 2, "stages": 1, "micro_batches": 2, "iterations": 9}

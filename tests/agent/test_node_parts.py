@@ -21,17 +21,22 @@ from hypothesis import strategies as st
 
 from openrecycle.agent.checkpoints.checkpoint import Identity
 from openrecycle.agent.checkpoints.checkpointing import Origin
+from openrecycle.agent.launcher.processes import SpareRanks, Spares
 from openrecycle.agent.messages import channel
 from openrecycle.agent.models.stage_io import TensorSpec
 from openrecycle.agent.models.workload import NamedWorkload
 from openrecycle.agent.nodes import frames as frames_module
+from openrecycle.agent.nodes import server
 from openrecycle.agent.nodes.frames import MAX_MESSAGE_BYTES, Frames, NotTrusted, greet
 from openrecycle.agent.nodes.pool import CLOCK_SAMPLES, NodeHub, SpreadPool, open_pool, place, stand_in, wait_for_name
 from openrecycle.agent.nodes.role import NodeRole, check_alone, check_token, first_host, role_of
+from openrecycle.agent.nodes.server import Succession
+from openrecycle.agent.nodes.succession import Copy, LeadStatus, Spool, pack
 from openrecycle.agent.nodes.wire import MACHINE, by_name, decode_spec, encode_spec
 from openrecycle.agent.workers.spec import RunSpec, WorkerSpec
+from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.jobs.errors import InputError
-from openrecycle.planner.jobs.job import Job, StageProfile, Worker
+from openrecycle.planner.jobs.job import Job, MemoryLimit, StageProfile, Technique, Worker
 from tests.agent.changed_options import everything_changed
 from tests.agent.consoles import until
 from tests.golden import golden
@@ -503,6 +508,37 @@ def test_a_lost_node_takes_its_workers_along_and_may_come_back(hub: NodeHub) -> 
     hub.wait_for_all(5)
     assert pool.start(Worker(1, 2), lambda incarnation: spec_of(NamedWorkload("a:b")), 0.0).process.is_alive()
     assert again.receive()["spec"]["address"] == "127.0.0.1"
+
+
+def test_a_node_that_is_lost_with_its_spare_ranks_can_not_have_a_worker_of_them(hub: NodeHub) -> None:
+    """The launcher goes on without one that can't be started."""
+    pool = SpreadPool([], hub, {Worker(1, 2): 0})
+    with pytest.raises(OSError, match="node 1"):
+        pool.start(Worker(1, 2), lambda incarnation: spec_of(NamedWorkload("a:b")), 0.0, Spares(1, ()))
+
+
+def test_one_node_that_is_late_takes_no_time_from_what_the_others_have_to_tell(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server, "FOLLOW_SECONDS", 2.0)
+    spec = spec_of(NamedWorkload("a:b")).run
+    hub = NodeHub("127.0.0.1", 0, 3, "", lambda _: None, LeadStatus(2, lead=2, term=2, run="a run"))
+    try:
+        nodes = {1: ("127.0.0.1", 1), 0: ("127.0.0.1", 2)}
+        hub.take_over(nodes, frozenset(nodes))
+        frames = fake_node((hub.host, hub.port), resumes=[1, 0])
+        copy = Copy("a run", 1, 1, 0, 0, nodes, {}, 0, pack({"workers": []}), plan_of(spec), {})
+        succession = Succession(spec, 3, hub, copy, Spool(), {}, {}, 0, SpareRanks())
+        _, takeover = succession.take_over()
+        assert frames.receive()["kind"] == "resume" and takeover.others_tell(), "node 1 is there, and is waited for"
+        frames.send({"kind": "resumed"})
+        until(lambda: not takeover.others_tell(), "its word", 10)
+    finally:
+        hub.close("")
+
+
+def plan_of(run: RunSpec) -> str:
+    return Catalog(run.options.job, Technique.STAGGERED, MemoryLimit("uniform")).plan_for(set())[0].to_json()
 
 
 def test_what_comes_after_the_end_of_a_connection_is_not_kept(wire: Wire) -> None:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from openrecycle.agent.config.pacing import PacedDevice
 from openrecycle.agent.monitoring.liveness import WAITING, OpProgress
-from openrecycle.agent.workers.op_queue import DeviceOpQueue, op_queue
+from openrecycle.agent.workers import executor
+from openrecycle.agent.workers.op_queue import DeviceOpQueue, OpQueue, op_queue
+from openrecycle.planner.catalogs.catalog import Catalog
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique
+from tests.agent.virtual_wires import Round, train
 
 F0, F1, F2 = ("F", (0, 0)), ("F", (0, 1)), ("F", (0, 2))
 
@@ -146,3 +151,19 @@ def test_on_the_cpu_an_op_has_ended_when_it_returns() -> None:
         queue.end(kind, (0, 0), queue.begin())
     queue.finish("O", queue.begin())
     assert ended == ["F", "W", "O"]
+
+
+def test_what_is_read_is_no_part_of_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the first stage, which reads inputs, nor in the last, which reads targets: their times are compared."""
+    happened: list[str] = []
+
+    class Queue(OpQueue):
+        def begin(self) -> float:
+            happened.append("an op begins")
+            return super().begin()
+
+    monkeypatch.setattr(executor, "op_queue", lambda device, pace, ended, progress: Queue(pace, ended))
+    reads = {name: lambda *place, name=name: happened.append(name) for name in ("inputs", "targets")}
+    plan, _ = Catalog(Job(1, 1, 1), Technique.STAGGERED, MemoryLimit("uniform")).plan_for(set())
+    train(plan.schedule(), [Round()], width=1, seed=0, workload=SimpleNamespace(**reads))
+    assert happened[:3] == ["inputs", "targets", "an op begins"]

@@ -50,6 +50,13 @@ def iterations(first: int, count: int = 1) -> QueuedReport:
     return QueuedReport("/iterations", IterationReport(iterations=made), first - 1e6)
 
 
+def test_an_end_that_is_told_late_says_so() -> None:
+    """A console that was away must not take it for a death of this moment."""
+    failure = FailureReport(worker="W0_0", incarnation="a", cause="exit", reporter="launcher", detail="gone")
+    sent = QueuedReport("/failures", failure, time.monotonic() - 60.0).body
+    assert isinstance(sent, FailureReport) and sent.age_milliseconds >= 60_000
+
+
 def test_iterations_share_reports_that_a_console_takes() -> None:
     outbox: Outbox[QueuedReport] = Outbox(10, merge=merge_iterations, droppable=is_history)
     failure = FailureReport(worker="W0_0", incarnation="a", cause="exit", reporter="launcher", detail="gone")

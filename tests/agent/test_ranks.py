@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +23,14 @@ from openrecycle.agent.config.settings import OptionGroup
 from openrecycle.agent.examples import tensor_parallel
 from openrecycle.agent.examples.gpt import Gpt
 from openrecycle.agent.jobs.preflight import check_workload
-from openrecycle.agent.launcher.processes import SpareRank, SpareRanks, Spares, spare_of
+from openrecycle.agent.launcher.processes import (
+    ProcessPool,
+    SpareRank,
+    SpareRanks,
+    Spares,
+    WorkerProcess,
+    spare_of,
+)
 from openrecycle.agent.messages.channel import FENCED, ORPHANED
 from openrecycle.agent.models.parallelized import parts_of_a_rank
 from openrecycle.agent.models.workload import NamedWorkload
@@ -276,3 +287,54 @@ def test_a_spare_rank_is_in_one_worker_at_most(history: list[int | str]) -> None
             )
     busy = [(spares.node, one) for spares in used for one in spares.left]
     assert len({*busy, *books.all()}) == len(busy) + len(books.all()) == len(came) - lost
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a rank is told here."""
+
+    ranks: int = 2
+    slot: int = -1
+    rank: int = 0
+    meeting: str = ""
+
+
+def say_slots(told: Told, pipe: Connection, siblings: Sequence[Connection] = ()) -> None:
+    """A rank, which ends for another's sake when it gets SIGTERM. Rank 0 says the slots of all."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    pipe.send_bytes(json.dumps([told.slot, *(json.loads(other.recv_bytes())[0] for other in siblings)]).encode())
+    signal.sigwait({signal.SIGTERM})
+    os._exit(ORPHANED)
+
+
+@pytest.mark.processes
+def test_spare_ranks_make_a_worker_where_they_ran_however_often_something_died_there() -> None:
+    """Elsewhere there may be no GPU."""
+    pool = ProcessPool(say_slots, [])
+
+    def start(number: int, spares: Spares | None = None) -> WorkerProcess:
+        entry = pool.start(Worker(number, 0), lambda _: Told(), 0.0, spares)
+        assert json.loads(entry.pipe.recv_bytes()) == list(entry.slots)
+        return entry
+
+    def lose(entry: WorkerProcess, rank: int) -> None:
+        ranks = [entry.process, *entry.siblings]
+        ranks.pop(rank).kill()
+        os.kill(ranks[0].pid or 0, signal.SIGTERM)
+        entry.join()
+        pool.forget(entry)
+        pool.spare(entry)
+
+    try:
+        one, other = start(0), start(1)
+        lose(one, 1)
+        one = start(0)
+        assert one.slots == (0, 1) and not pool.spares.all(), "it is whole again"
+        lose(one, 0)
+        assert pool.take_spares(2) is None
+        lose(other, 0)
+        spares = pool.take_spares(2)
+        assert spares is not None and start(0, spares).slots == (1, 3)
+        assert start(1).slots == (0, 2)
+    finally:
+        pool.kill_all()

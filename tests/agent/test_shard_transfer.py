@@ -24,6 +24,7 @@ from openrecycle.agent.stages.gradients import GradientSum
 from openrecycle.agent.stages.optimizer import StageOptimizer, make_optimizer
 from openrecycle.agent.stages.post_validation import CLEAN, SKIP, ValidationResult
 from openrecycle.agent.stages.shards import assign
+from openrecycle.agent.workers import state_transfer
 from openrecycle.agent.workers.sharding import ShardedStage
 from openrecycle.agent.workers.state_transfer import Holder, SegmentReceiver, StateReceiver, StateServer
 from openrecycle.planner.jobs.job import Worker
@@ -93,6 +94,14 @@ def test_a_segment_of_nothing_comes_too() -> None:
     assert lack.shards is not None and any(not segment.elements for segment in lack.shards.segments)
     with _filled(have, lack, numbers):
         assert lack.shards.held == {*numbers}
+
+
+def test_a_segment_that_can_not_be_cut_comes_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However large its parameter is beside what other pieces have."""
+    monkeypatch.setattr(state_transfer, "PIECE_ELEMENTS", 64)
+    have, lack, numbers = _two()
+    with _filled(have, lack, numbers):
+        assert lack.shards is not None and lack.shards.held == {*numbers}
 
 
 @pytest.mark.parametrize("undo", ["roll back", "put right"])

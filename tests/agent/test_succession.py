@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from openrecycle.agent.launcher.record import RunRecord
+from openrecycle.agent.messages.delivery import LIMIT, Record
 from openrecycle.agent.nodes.pool import NodeHub
 from openrecycle.agent.nodes.succession import (
     Copy,
@@ -95,6 +99,38 @@ def test_the_record_reaches_a_node_whatever_it_has_of_it(texts: list[str], has: 
     assert [line["warning"] for line in node.lines()] == texts
     node.cut(cut)
     assert [line["warning"] for line in node.lines()] == texts[:cut] and len(node) == min(cut, len(texts))
+
+
+class CountingSpool(Spool):
+    read = 0
+
+    def lines(self, first: int = 0, end: int | None = None) -> Iterator[dict[str, Any]]:
+        for line in super().lines(first, end):
+            self.read += 1
+            yield line
+
+
+@examples(30)
+@given(st.lists(st.booleans(), max_size=60), st.integers(1, 8))
+def test_the_newest_losses_are_found_from_the_end(has_loss: list[bool], most: int) -> None:
+    spool = CountingSpool()
+    spool.add({"iteration": i, "loss": str(i)} if loss else {"warning": ""} for i, loss in enumerate(has_loss))
+    losses = [(i, str(i)) for i, loss in enumerate(has_loss) if loss]
+    assert spool.newest_losses(most) == losses[-most:]
+    needed = len(has_loss) - losses[-most][0] if len(losses) >= most else len(has_loss)
+    assert spool.read < needed + most, "who leads next waits for it"
+
+
+def test_a_long_record_is_taken_over_whole(tmp_path: Path) -> None:
+    """Longer than what may wait for a slow disk, and longer than one read of it."""
+    spool, path, said = Spool(), tmp_path / "run.jsonl", list[str]()
+    before, after = [{"iteration": i, "loss": "0x1" + "0" * 40} for i in range(3 * LIMIT)], {"final": {}}
+    spool.add(before)
+    record = Record(path, said.append, spool.parts())
+    spool.add([after])  # as the launcher does with each of its lines
+    record(after)
+    assert record.close() and not said
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [*before, after]
 
 
 def copy_of(nodes: dict[int, tuple[str, int]], term: int = 1, number: int = 1, lead: int = 0) -> Copy:
@@ -207,3 +243,23 @@ def test_a_lead_that_is_there_leads_on() -> None:
     finally:
         hub.close("")
         lead.close("")
+
+
+def test_a_new_lead_that_has_handed_out_no_copy_yet_leads_on() -> None:
+    """Whoever follows it already has nobody to go to, and stays with it; the one that led before counts no more."""
+    hub, new, old = (
+        NodeHub("127.0.0.1", 0, 3, "", lambda _: None, status)
+        for status in (LeadStatus(2), LeadStatus(1, lead=1, term=2, run=RUN), LeadStatus(0, lead=0, term=1, run=RUN))
+    )
+    try:
+        nodes = {rank: (one.host, one.port) for rank, one in enumerate((old, new, hub))}
+        hub.lead_status.follow(0, 0)
+        assert hub.lead_status.take(copy_of(nodes))
+        hub.lead_status.lose_lead()
+        assert found(Search(hub.lead_status, copy_of(nodes), "")) == Follow(1, 2)
+        assert hub.lead_status.follow(1, 2)
+        hub.lead_status.lose_lead()
+        assert isinstance(found(Search(hub.lead_status, copy_of(nodes), "")), GiveUp)
+    finally:
+        for one in (hub, new, old):
+            one.close("")

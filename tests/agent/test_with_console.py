@@ -160,6 +160,17 @@ def test_a_workload_that_fails_in_every_worker_ends_the_job_with_its_words(tmp_p
         until(lambda: server.read(f"/jobs/{job_id}")["state"] == "stopped", "the job's end")
 
 
+def test_what_a_worker_wrote_before_it_crashed_is_there_to_read(tmp_path: Path) -> None:
+    with console(tmp_path) as server:
+        workload = ["--workload", "tests.agent.nan_model:Crashing"]
+        run = small(tmp_path / "run.jsonl", "--console", server.root, *workload, iterations=5)
+        assert run.status == 0 and "Traceback" not in run.errors
+        log = server.read(f"/jobs/{server.job_id()}/workers/W0_0/history")["log"]
+        written = [line["text"] for line in log]
+        assert "what it wrote last" in written and written[-1] == "RuntimeError: it can't go on"
+        assert any("nan_model.py" in line for line in written), "the traceback"
+
+
 def test_a_stage_that_lost_everybody_is_re_staffed_by_the_console(tmp_path: Path) -> None:
     """Both workers of stage 1 die; one of another stage takes over there in its process, all go back to the
     checkpoint, and the losses are those of a run without failures."""

@@ -295,6 +295,9 @@ class Labelled(OrderedTransfers):
         group.label = self._iteration, kind, key
 
 
+NOTHING_READ = SimpleNamespace(inputs=lambda *place: None, targets=lambda *place: None)
+
+
 def train(
     schedule: Schedule,
     rounds: list[Round],
@@ -304,9 +307,10 @@ def train(
     kind: type[Transfers] = Labelled,
     connects: bool = True,
     runs: Mapping[Worker, tuple[Worker, ...]] | None = None,
+    workload: Any = NOTHING_READ,
 ) -> tuple[Wires, int]:
     """Every worker of `schedule` runs the rounds; width: tensors per boundary. connects: before the first. runs: see
-    Script.of.
+    Script.of. workload: what is read.
     Returns the wires, and the most receives that anybody had posted at once. Raises Mispaired or Deadlock."""
     job, living = schedule.problem.job, sorted(schedule.ops)
     baton = Baton(seed)
@@ -335,7 +339,7 @@ def train(
             me,
             job,
             0,
-            SimpleNamespace(inputs=lambda *place: None, targets=lambda *place: None),  # type: ignore[arg-type]
+            workload,
             stage,  # type: ignore[arg-type]
             steps,  # type: ignore[arg-type]
             FaultInjector(me, [], lambda: None),

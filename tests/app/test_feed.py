@@ -63,3 +63,13 @@ def test_the_newest_lines_of_each_worker_are_kept(here: ConsoleHere, monkeypatch
         console.reports.printed(job_id, lines("x", worker="W8_8"))
     with pytest.raises(ConsoleError, match="expected 'W0_0-a', the newest"):
         console.reports.printed(job_id, LogLines(worker="W0_0", incarnation="other", lines=()))
+
+
+def test_the_last_lines_of_one_that_is_out_are_kept(here: ConsoleHere) -> None:
+    console, job = here.console, JobHere(here.console, "logs").register()
+    book = console.jobs.find(job.job_id).measurements.logs
+    job.die("W0_0")
+    console.reports.printed(job.job_id, lines("why it ended"))
+    job.back("W0_0")
+    console.reports.printed(job.job_id, lines("late"))
+    assert [line.text for line in book.lines("W0_0")] == ["why it ended", "late"]

@@ -1,0 +1,165 @@
+"""A node that does not lead, in this process, before leads that are silent, or late."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+
+from openrecycle.agent.config.options import TrainingOptions
+from openrecycle.agent.models.workload import NamedWorkload
+from openrecycle.agent.nodes.frames import Frames, greet
+from openrecycle.agent.nodes.pool import NodeHub
+from openrecycle.agent.nodes.server import LeadLost, NodeServer
+from openrecycle.agent.nodes.succession import Copy, LeadStatus
+from openrecycle.agent.nodes.wire import encode_run
+from openrecycle.agent.workers.spec import RunSpec
+from openrecycle.planner.jobs.job import Job
+from tests.agent.consoles import until
+
+RUN, NODES, RANK = "a run", 3, 2
+"""The node that is tried is number 2; 0 leads, and 1 is to lead next."""
+SILENCE = 4.0
+
+
+class FirstLead:
+    """Takes the node in, and nobody else: whoever asks how it stands gets no answer."""
+
+    def __init__(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address: tuple[str, int] = self._listener.getsockname()
+        self.frames: Frames | None = None
+        self.node: tuple[str, int] | None = None
+
+    def welcome(self) -> None:
+        connection, _ = self._listener.accept()
+        self.frames = greet(connection, "", "lead")
+        hello = self.frames.receive()
+        self.node = hello["address"], hello["port"]
+        self.frames.send({"kind": "welcome"})
+
+    def hand(self, copy: Copy) -> None:
+        """Returns once the node has it."""
+        assert self.frames is not None
+        self.frames.send(copy.to_message())
+        assert self.frames.receive() == {"kind": "ack", "number": copy.number}
+
+    def close(self) -> None:
+        self._listener.close()
+        if self.frames is not None:
+            self.frames.close()
+
+
+class Asked(LeadStatus):
+    """times: that somebody has asked how it stands."""
+
+    times = 0
+
+    def answer(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        self.times += 1
+        return super().answer(message)
+
+
+class Node:
+    """Serves in a thread; ended: what `run` has returned or raised."""
+
+    def __init__(self, front: tuple[str, int]) -> None:
+        self.said: list[str] = []
+        self.ended: Any = None
+        self._server = NodeServer(RANK, NODES, front, None, None, self.said.append)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.ended = self._server.run(20.0)
+        except Exception as error:
+            self.ended = error
+
+    def stop(self) -> None:
+        self._server.stop(15)
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+
+
+def copy_for(nodes: dict[int, tuple[str, int]]) -> Copy:
+    options = TrainingOptions(job=Job.uniform(3, 1, 3))
+    timeouts = dataclasses.replace(options.faults.timeouts, silence=SILENCE)
+    options = dataclasses.replace(options, faults=dataclasses.replace(options.faults, timeouts=timeouts))
+    job = encode_run(RunSpec(options, NamedWorkload("openrecycle.agent.examples.gpt:Gpt"), (1,), None))
+    return Copy(RUN, 1, 1, 0, 0, nodes, {}, 0, "", "plan", job)
+
+
+@pytest.fixture
+def first() -> Iterator[FirstLead]:
+    lead = FirstLead()
+    yield lead
+    lead.close()
+
+
+@pytest.fixture
+def next_lead() -> Iterator[NodeHub]:
+    """Has won the second term, and does not lead yet."""
+    hub = NodeHub("127.0.0.1", 0, NODES, "", lambda _: None, Asked(1, lead=1, term=2, run=RUN))
+    yield hub
+    hub.close("test")
+
+
+@contextlib.contextmanager
+def node_of(first: FirstLead, next_lead: NodeHub) -> Iterator[Node]:
+    """It has a copy, and its lead is silent from then on."""
+    node = Node(first.address)
+    try:
+        first.welcome()
+        assert first.node is not None
+        first.hand(copy_for({0: first.address, 1: (next_lead.host, next_lead.port), RANK: first.node}))
+        yield node
+    finally:
+        node.stop()
+
+
+def test_a_node_follows_a_lead_that_was_not_ready_for_it_at_first(first: FirstLead, next_lead: NodeHub) -> None:
+    """Its connection with the silent lead is closed by then."""
+    with node_of(first, next_lead) as node:
+        status = next_lead.lead_status
+        assert first.frames is not None and isinstance(status, Asked)
+        with pytest.raises(OSError, match="closed"):
+            first.frames.receive()  # until the node goes to the next one, which sends it away
+        asked = status.times
+        until(lambda: status.times > asked or node.ended, "it to look again", 20)
+        next_lead.take_over({0: first.address}, frozenset({RANK}))
+        assert RANK in next_lead.followers(20), (node.said, node.ended)
+    assert isinstance(node.ended, LeadLost), "it was stopped"
+
+
+def test_a_node_that_comes_too_late_to_follow_comes_back_as_a_new_one(first: FirstLead, next_lead: NodeHub) -> None:
+    with node_of(first, next_lead) as node:
+        next_lead.take_over({RANK: first.node or first.address}, frozenset())
+        next_lead.followers(0)
+        first.close()
+        until(lambda: RANK in next_lead.links or node.ended, "it to come back", 20)
+        assert RANK in next_lead.links, (node.said, node.ended)
+        assert next_lead.links[RANK].resumes == (0, 0), "it has nothing of before"
+        assert next_lead.members[RANK] != first.node, "where it listened nobody does, so it was gone"
+
+
+def test_a_node_whose_lead_goes_on_without_it_comes_back(next_lead: NodeHub) -> None:
+    """The connection with a lead that lives is broken."""
+    next_lead.take_over({}, frozenset())
+    node = Node((next_lead.host, next_lead.port))
+    try:
+        until(lambda: RANK in next_lead.links, "it to come", 20)
+        link = next_lead.links[RANK]
+        copy = copy_for({1: (next_lead.host, next_lead.port), RANK: next_lead.members[RANK]})
+        link.post(dataclasses.replace(copy, term=2, lead=1).to_message())
+        until(lambda: link.acked == 1, "it to have a copy", 20)
+        link.close()
+        until(lambda: next_lead.links.get(RANK, link) is not link or node.ended, "it to come back", 20)
+        assert RANK in next_lead.links, (node.said, node.ended)
+    finally:
+        node.stop()

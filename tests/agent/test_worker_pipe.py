@@ -1,0 +1,120 @@
+"""What a launcher and a worker's process keep of each other, and how long a launcher waits for processes that don't
+end."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+
+from openrecycle.agent.launcher import processes
+from openrecycle.agent.launcher.processes import WorkerProcess
+from openrecycle.agent.messages import channel
+from openrecycle.agent.messages.channel import KEPT_PLANS, WorkerChannel
+from openrecycle.agent.messages.protocol import Deployment
+from openrecycle.forking import fork_context
+from openrecycle.planner.catalogs.catalog import Catalog
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
+from openrecycle.planner.plans.plan import Plan
+from tests.agent.local_jobs import LocalJob
+
+CELL = Worker(0, 0)
+
+
+class Ended:
+    """A process that has; `Lasting`: that never does, and keeps whoever waits for it waiting."""
+
+    pid, exitcode, sentinel = None, 0, -1
+
+    def is_alive(self) -> bool:
+        return False
+
+    def join(self, timeout: float | None = None) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+class Lasting(Ended):
+    def __init__(self, waited: list[float]) -> None:
+        self.waited = waited
+
+    def join(self, timeout: float | None = None) -> None:
+        assert timeout is not None
+        self.waited.append(timeout)
+        time.sleep(timeout)
+
+
+def test_ranks_that_do_not_end_are_waited_for_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "JOIN_SECONDS", 0.1)
+    waited = list[float]()
+    ranks = tuple(Lasting(waited) for _ in range(4))
+    pipe: Any = None
+    WorkerProcess(CELL, "a", Ended(), pipe, 0.0, siblings=ranks).join()
+    assert len(waited) == 4 and sum(waited) <= 0.1
+
+
+def echo(pipe: Connection) -> None:
+    """A worker that says what each of its generations runs."""
+    worker, generation = WorkerChannel(pipe, lambda _generation: None, lambda: None), 0
+    while (orders := worker.wait_for_generation(generation)) is not None:
+        generation = orders.generation
+        plans = [plan.fingerprint for plan in (orders.plan, orders.interim) if plan is not None]
+        worker.say("runs", plans=plans)
+
+
+@pytest.mark.processes
+def test_a_worker_has_every_plan_that_it_is_told_of_and_both_keep_the_newest() -> None:
+    catalog = Catalog(Job.uniform(2, 3, 4), Technique.STAGGERED, MemoryLimit("uniform"))
+    known = [catalog.plan_for(failed)[0] for failed in (set(), *({w} for w in catalog.job.workers()))]
+    known += [catalog.plan_for({Worker(0, 0), Worker(1, s)})[0] for s in (1, 2)]
+    known += [catalog.plan_for({Worker(0, 1), Worker(1, s)})[0] for s in (0, 2)]
+    assert len({plan.fingerprint for plan in known}) > KEPT_PLANS + 2
+    ours, theirs = fork_context().Pipe()
+    process = fork_context().Process(target=echo, args=(theirs,))
+    process.start()
+    theirs.close()
+    entry, choose, sent = WorkerProcess(CELL, "a", process, ours, 0.0), random.Random(0), 0
+    for generation in range(1, 61):
+        plan, interim = choose.sample(known, 2)
+        named = [plan, interim] if choose.random() < 0.5 else [plan]
+        new = entry.lacks(named)
+        sent += len(new)
+        deployment = Deployment(generation=generation, plan_fingerprint=plan.fingerprint, living=("W0_0",), failed=())
+        channel.send(
+            ours,
+            "deployment",
+            deployment=deployment.model_dump(),
+            plans=[p.to_json() for p in new],
+            interim=interim.fingerprint if interim in named else None,
+            cell="W0_0",
+            store=("127.0.0.1", 1),
+            after=None,
+            restore=None,
+            left_out=[],
+            runs=[],
+            partition=[],
+            held=[],
+        )
+        assert channel.receive(ours)["plans"] == [p.fingerprint for p in named]
+        assert len(entry.plans) <= KEPT_PLANS
+    assert sent < 60, "what it has is not sent again"
+    channel.send(ours, "over")
+    process.join(10)
+    assert process.exitcode == 0
+
+
+@pytest.mark.processes
+def test_a_plan_is_written_once_for_all_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    written, to_json = Counter[str](), Plan.to_json
+
+    def counted(plan: Plan) -> str:
+        written[plan.fingerprint] += 1
+        return to_json(plan)
+
+    monkeypatch.setattr(Plan, "to_json", counted)
+    job = LocalJob(iterations=4, kills=("W1_0@1:F1",)).run()
+    assert job.dead == ["W1_0"] and len(written) == 2 and set(written.values()) == {1}
