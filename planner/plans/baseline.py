@@ -123,6 +123,12 @@ def references(problem: Problem) -> Iterator[Timed]:
         yield Timed(name, period, orders, made[0])
 
 
+@lru_cache(maxsize=256)
+def least_reference(problem: Problem) -> Timed | None:
+    """The shortest of those that `problem`, without failures, allows; None: its memory allows none."""
+    return min(references(problem), key=lambda reference: reference.period, default=None)
+
+
 def timed_schedule(problem: Problem, reference: Timed) -> Schedule:
     """The whole grid's schedule, op by op."""
     return _timed(problem, reference.orders)

@@ -16,7 +16,14 @@ from itertools import accumulate, chain, count, islice
 from openrecycle.planner.jobs.errors import InfeasibleError
 from openrecycle.planner.jobs.failures import levelled
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, Worker
-from openrecycle.planner.plans.baseline import Timed, one_forward_one_backward, references, timed_schedule
+from openrecycle.planner.jobs.words import plural
+from openrecycle.planner.plans.baseline import (
+    Timed,
+    least_reference,
+    one_forward_one_backward,
+    references,
+    timed_schedule,
+)
 from openrecycle.planner.plans.bounds import period_bound
 from openrecycle.planner.plans.schedule import Schedule
 from openrecycle.planner.solvers.base import Cancelled, ProgressCallback, Solution, SolverProgress
@@ -195,9 +202,7 @@ class ListScheduler:
         begin = time.perf_counter()
         bound = period_bound(problem)
         if not problem.technique.reroutes:
-            # Its order of ops is given, so nothing that may be called fault-free is shorter.
-            schedule = one_forward_one_backward(problem)
-            return Solution(schedule, schedule.period, self.name, time.perf_counter() - begin)
+            return _fault_free(problem, bound, begin)
         table = Table(problem, compiled=self._compiled)
         target = min(bound, warm_start.period) if warm_start else bound
         best: Result | None = None
@@ -215,7 +220,7 @@ class ListScheduler:
         best = _less_split(table, best, settings)
         schedule = table.schedule(best)
         if not problem.failed:
-            reference = None if best.period <= bound else min(references(problem), key=lambda r: r.period, default=None)
+            reference = None if best.period <= bound else least_reference(problem)
             if reference is not None and reference.period < best.period:
                 schedule = _as_schedule(table, reference)
         elif best.period > bound and time.perf_counter() - begin <= time_limit and not (cancelled and cancelled()):
@@ -226,6 +231,21 @@ class ListScheduler:
         if warm_start is not None and warm_start.period <= schedule.period:
             schedule = warm_start
         return Solution(schedule, bound, self.name, time.perf_counter() - begin)
+
+
+def _fault_free(problem: Problem, bound: int, begin: float) -> Solution:
+    """1F1B. What may be called fault-free has the order of a published schedule that leaves B whole, so nothing is
+    shorter than the shortest of those that the memory limit allows: where that is GPipe, the plan has a gap."""
+    schedule = one_forward_one_backward(problem)
+    least = least_reference(problem)
+    assert least is not None  # 1F1B at least
+    message = ""
+    if least.period < schedule.period:
+        units = problem.job.units
+        message = (
+            f"fault-free is 1F1B's order; GPipe's has a period of {units(least.period)} {plural(problem.job.time_unit)}"
+        )
+    return Solution(schedule, max(bound, least.period), ListScheduler.name, time.perf_counter() - begin, message)
 
 
 def _of_levelled(schedule: Schedule, *, compiled: bool | None) -> Schedule:

@@ -132,7 +132,9 @@ def of_more_failures(solution: Solution, *, until: float, cancelled: Cancelled |
     of its subsets. How many depends on the job alone; `until` (perf_counter) ends it early.
     """
     problem = solution.schedule.problem
-    looks = _looks(problem.job) if problem.failed else 0
+    if not problem.failed:
+        return solution
+    looks = _looks(problem.job)
     seen: set[frozenset[Worker]] = {problem.failed}
     # Sets of failures to go on from, by how long their plan is, and when it was made.
     waiting: list[tuple[int, int, frozenset[Worker]]] = [(solution.schedule.period, 0, problem.failed)]
@@ -235,7 +237,7 @@ def _steps(solver: str, problem: Problem, time_limit: float) -> list[Step]:
     The larger the grid, the less CP-SAT can do for it and the more the searches over settings and over
     windows do. Without failures CP-SAT solves for one pipeline of a grid of any size.
     """
-    if solver == "list":
+    if solver == "list" or not problem.technique.reroutes:
         return []
     if solver != "auto":
         return [(lambda: _exact(solver), 1.0)]
