@@ -13,27 +13,46 @@ from sqlalchemy.orm import Session
 
 from openrecycle.db.models import GenerationRow, JobPlanRow, PlanColumnsRow, PlanRow, SavedPlanRow
 from openrecycle.db.session import Database
-from openrecycle.planner.plans.packed import Packed
+from openrecycle.planner.plans.packed import Packed, bound_of
 
 
-def keep_plan(database: Database, session: Session, fingerprint: str, document: str | Packed) -> None:
+def keep_plan(database: Database, session: Session, fingerprint: str, document: str | Packed) -> bool:
     """Stores a plan that is not stored already, and holds its row until the transaction ends. document: JSON; or what
     a process has packed, which is stored as it is.
+
+    A fingerprint is of the ops alone, so the same plan may come again with a better proof, and takes the place of the
+    other then. False: what is stored has the better one.
 
     Without the hold, whoever forgets the plan at the same moment would delete it under the row that
     is about to refer to it. SQLite has one writer, and needs none.
     """
-    data = document.document if isinstance(document, Packed) else zlib.compress(document.encode())
-    row = {"fingerprint": fingerprint, "document": data, "created_at": time.time()}
+    given = document if isinstance(document, Packed) else Packed(b"", zlib.compress(document.encode()))
+    row = {"fingerprint": fingerprint, "document": given.document, "created_at": time.time()}
     if database.is_sqlite:
-        session.execute(database.insert_new(PlanRow).values(row))
+        put = database.insert_new(PlanRow).values(row)
     else:
-        insert = postgresql.insert(PlanRow).values(row)
         held = {"created_at": PlanRow.created_at}
-        session.execute(insert.on_conflict_do_update(index_elements=[PlanRow.fingerprint], set_=held))
-    if isinstance(document, Packed) and document.columns:
-        columns = {"fingerprint": fingerprint, "data": document.columns}
+        insert = postgresql.insert(PlanRow).values(row)
+        put = insert.on_conflict_do_update(index_elements=[PlanRow.fingerprint], set_=held)
+    if session.scalar(put.returning(PlanRow.created_at)) != row["created_at"]:  # it was there
+        said, stored = bound_of(given), bound_of(_stored(session, fingerprint))
+        if said < stored:
+            return False
+        if said > stored:
+            session.execute(update(PlanRow).where(PlanRow.fingerprint == fingerprint).values(document=given.document))
+            session.execute(delete(PlanColumnsRow).where(PlanColumnsRow.fingerprint == fingerprint))
+    if given.columns:
+        columns = {"fingerprint": fingerprint, "data": given.columns}
         session.execute(database.insert_new(PlanColumnsRow).values(columns))
+    return True
+
+
+def _stored(session: Session, fingerprint: str) -> Packed:
+    """The columns, or where there are none the document."""
+    columns = session.scalar(select(PlanColumnsRow.data).where(PlanColumnsRow.fingerprint == fingerprint))
+    if columns:
+        return Packed(columns, b"")
+    return Packed(b"", session.scalars(select(PlanRow.document).where(PlanRow.fingerprint == fingerprint)).one())
 
 
 def plan_document(session: Session | Connection, fingerprint: str) -> str | None:
@@ -52,10 +71,12 @@ class PlanColumns:
         with self._database.read() as session:
             return session.scalar(select(PlanColumnsRow.data).where(PlanColumnsRow.fingerprint == fingerprint))
 
-    def put(self, fingerprint: str, data: bytes) -> None:
-        """Does nothing where the plan has them already, or is not stored any more."""
+    def put(self, fingerprint: str, document: bytes, data: bytes) -> None:
+        """document: the deflated one that they are of. Does nothing where the plan has columns already, or that
+        document is not what is stored any more."""
         with self._database.write() as session:
-            kept = select(PlanRow.fingerprint).where(PlanRow.fingerprint == fingerprint).with_for_update()
+            of = (PlanRow.fingerprint == fingerprint, PlanRow.document == document)
+            kept = select(PlanRow.fingerprint).where(*of).with_for_update()
             if session.scalar(kept) is not None:
                 row = {"fingerprint": fingerprint, "data": data}
                 session.execute(self._database.insert_new(PlanColumnsRow).values(row))
@@ -77,16 +98,19 @@ class SavedPlans:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def save(self, fingerprint: str, document: str | Packed, name: str, summary: dict[str, Any]) -> None:
+    def save(self, fingerprint: str, document: str | Packed, name: str, summary: dict[str, Any]) -> bool:
         """Under a new name if it is kept already; the time it was first saved stays.
 
-        summary: plain data for lists of plans, given back by `saved`.
+        summary: plain data for lists of plans, given back by `saved`. False: it is stored with a better proof, which
+        the summary does not tell.
         """
         row = {"fingerprint": fingerprint, "name": name, "summary": json.dumps(summary), "created_at": time.time()}
         with self._database.write() as session:
-            keep_plan(self._database, session, fingerprint, document)
+            taken = keep_plan(self._database, session, fingerprint, document)
             session.execute(self._database.insert_new(SavedPlanRow).values(row))
-            session.execute(update(SavedPlanRow).where(SavedPlanRow.fingerprint == fingerprint).values(name=name))
+            change = {"name": name, **({"summary": row["summary"]} if taken else {})}
+            session.execute(update(SavedPlanRow).where(SavedPlanRow.fingerprint == fingerprint).values(change))
+        return taken
 
     def saved(self) -> list[dict[str, Any]]:
         """Newest first: fingerprint, name, created (POSIX seconds), and what the summary says."""

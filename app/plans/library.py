@@ -44,7 +44,7 @@ class PlanCache:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._packing = Packing(PlanColumns(store.database), self._packed)
+        self._packing = Packing(PlanColumns(store.database), self.stored_anew)
         self._lock = threading.Lock()
         self._plans: LRUCache[str, tuple[Plan, dict[str, int]]] = LRUCache(
             _KEEP_OPS, lambda found: min(max(found[0].op_count, _LEAST_OPS), _KEEP_OPS)
@@ -89,8 +89,8 @@ class PlanCache:
         """Ends what is done in the background."""
         self._packing.close()
 
-    def _packed(self, fingerprint: str) -> None:
-        """Whoever asks next gets the columns, which take a tenth of the memory."""
+    def stored_anew(self, fingerprint: str) -> None:
+        """Whoever asks next gets what is stored now: its columns, which take a tenth of the memory, or its proof."""
         with self._lock:
             self._plans.pop(fingerprint, None)
 
@@ -134,7 +134,7 @@ class Packing:
                 document = self._columns.deflated_document(fingerprint)
                 data = self._children.ask(document, timeout=TIMEOUT) if document is not None else None
                 if data:
-                    self._columns.put(fingerprint, data)
+                    self._columns.put(fingerprint, document, data)
                     self._on_packed(fingerprint)
             except (ChildEnded, SQLAlchemyError) as error:
                 if not self._closed:
@@ -183,7 +183,10 @@ class Library:
         if not name or len(name) > MAX_NAME or not name.isprintable():
             raise ConsoleError(422, "invalid", f"name: got {name!r}, expected 1 to {MAX_NAME} printable characters")
         with storing():
-            self._rows.save(fingerprint, document(), name, summary)
+            best = self._rows.save(fingerprint, document(), name, summary)
+            self._plans.stored_anew(fingerprint)
+            if not best and (stored := self._plans.get(fingerprint)):
+                self._rows.save(fingerprint, storable(stored), name, summary_of(stored))
         return fingerprint
 
     def saved(self) -> list[dict[str, Any]]:

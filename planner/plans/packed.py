@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import re
 import struct
 import zlib
 from collections.abc import Sequence
@@ -43,6 +45,7 @@ DIGEST = hashlib.sha256().digest_size
 # Read back before more memory is taken: a header lists the failed workers and little else.
 MAX_HEADER = 64 << 20
 MAX_JSON = 4 << 30
+_LOWER_BOUND = re.compile(rb'"lower_bound":\s*([0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)')
 # Documents of fewer ops are read in ten milliseconds.
 SMALL_OPS = 3_000
 # As small as by the usual 6, in half the time.
@@ -263,6 +266,19 @@ def packed(plan: Plan) -> Packed:
 def storable(plan: Plan) -> str | Packed:
     """What db.store takes of a plan: of a small one the document, which is read as quickly."""
     return packed(plan) if plan.op_count > SMALL_OPS else plan.to_json()
+
+
+def bound_of(plan: Packed) -> float:
+    """The lower bound that it says is proven, without a look at its ops; less than any where it says none, or is
+    damaged."""
+    try:
+        if plan.columns:
+            return decode_header(plan.columns).metrics.lower_bound
+        text = zlib.decompress(plan.document)
+    except (PlanError, zlib.error):
+        return -math.inf
+    found = _LOWER_BOUND.match(text, max(0, text.rfind(b'"lower_bound"')))
+    return float(found[1]) if found else -math.inf
 
 
 # -- columns ---------------------------------------------------------------------------------

@@ -56,10 +56,12 @@ def test_a_large_plan_is_put_into_columns_once_it_was_read(
 
 
 def test_damaged_columns_do_no_harm(database: Database, plan: Plan) -> None:
-    PlanColumns(database).put(plan.fingerprint, b"nonsense")
+    columns = PlanColumns(database)
+    columns.put(plan.fingerprint, columns.deflated_document(plan.fingerprint) or b"", b"nonsense")
+    assert columns.get(plan.fingerprint) == b"nonsense"
     assert read(database, plan) == plan
 
 
 def test_a_plan_that_is_gone_gets_no_columns(database: Database) -> None:
-    PlanColumns(database).put("0123", b"nonsense")
+    PlanColumns(database).put("0123", b"document", b"nonsense")
     assert PlanColumns(database).get("0123") is None
