@@ -166,6 +166,12 @@ def test_bad_throughput(tmp_path: Path, text: str, said: str) -> None:
     assert said in str(caught.value) and str(path) in str(caught.value)
 
 
+def test_a_device_is_no_table() -> None:
+    for read in (read_throughput, read_costs):
+        with pytest.raises(InputError, match="/dev/zero"):
+            read(Path("/dev/zero"), "oobleck", "m")
+
+
 @pytest.mark.parametrize(
     ("row", "said"),
     [
