@@ -252,6 +252,7 @@ def _segment(line: str, where: str) -> tuple[int, str, list[str], int]:
     match row:
         case [int(time), str(action), {"nodes": list(nodes), "duration": int(duration)}]:
             named = all(isinstance(n, str) and 0 < len(n) <= 100 for n in nodes)
+            named = named and not isinstance(time, bool) and not isinstance(duration, bool)
             most = MAX_HOURS * HOUR_MS
             if named and action in ("add", "remove", *QUIET) and 0 <= time <= most and 0 < duration <= most:
                 return time, action, nodes, duration

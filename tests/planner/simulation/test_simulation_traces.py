@@ -73,6 +73,13 @@ def test_counts_give_the_same_trace_everywhere() -> None:
     assert first.end == 20_000
 
 
+# JSON's true is no time, though Python's is a 1.
+NO_NUMBERS = (
+    '[true, "no-op", {"nodes": [], "duration": 1}]',
+    '[0, "no-op", {"nodes": [], "duration": true}]',
+)
+
+
 @pytest.mark.parametrize(
     ("text", "where", "value"),
     [
@@ -99,6 +106,7 @@ def test_counts_give_the_same_trace_everywhere() -> None:
         ('[0, "add", {"nodes": ["a"], "duration": 60000}]\n[0, "no-op", {}]\n', "bad line 2", '[0, "no-op", {}]'),
         ('[0, "remove", {"nodes": ["a"], "duration": 60000}]\n', "bad line 1", "a"),
         ('[0, "add", {"nodes": ["a"], "duration": 60000}]\n[0, ', "bad line 2", "[0,"),
+        *((row, "bad line 1", row) for row in NO_NUMBERS),
     ],
 )
 def test_bad_traces(text: str, where: str, value: str) -> None:
@@ -191,3 +199,11 @@ def test_a_jobs_own_history() -> None:
     assert trace.end == 60_000
     with pytest.raises(InputError, match="slept"):
         from_history([(1.0, "W0_0", "slept")], ["W0_0"], end=2)
+
+
+def test_bursts_are_counted_as_they_are_drawn() -> None:
+    """Of so long a tail hardly a failure is expected, and millions are drawn."""
+    few = generated(20, 168, [Domain(1, 10_000, 0.001, shape=0.05)])
+    assert len(few.events) > 2_000
+    with pytest.raises(InputError, match="mtbf"):
+        generated(4_000, 168, [Domain(200, 10_000, 0, shape=0.05)])
