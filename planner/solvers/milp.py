@@ -36,6 +36,9 @@ POLL = 0.05
 # Beyond this a limit is none, and HiGHS takes no larger ones.
 MOST_SECONDS = 1e9
 
+# Where nothing is as short as what is known, that is the best of its routing.
+PROVEN = ("OPTIMAL", "INFEASIBLE", "INFEASIBLE_OR_UNBOUNDED")
+
 _Op = tuple[str, int, int]  # kind, micro-batch index, stage
 
 
@@ -68,7 +71,7 @@ class MilpSolver:
 
         model = StepModel(problem, routes_of(best), best.period)
         tell()
-        outcome = _run(model.model, begin + time_limit - time.monotonic(), cancelled)
+        outcome = run(model.model, begin + time_limit - time.monotonic(), cancelled)
         if outcome.values:
             found = model.read(outcome.values)
             best = min(found, best, key=lambda schedule: schedule.period)
@@ -88,7 +91,7 @@ class _Outcome:
     values: dict[int, float]
 
 
-def _run(model: mathopt.Model, seconds: float, cancelled: Cancelled | None) -> _Outcome:
+def run(model: mathopt.Model, seconds: float, cancelled: Cancelled | None) -> _Outcome:
     """Solves in a child process, which is ended when the time is up or `cancelled` says so."""
     if seconds <= 0:
         return _Outcome(False, False, {})
@@ -116,7 +119,7 @@ def _run(model: mathopt.Model, seconds: float, cancelled: Cancelled | None) -> _
         raise RuntimeError(f"the MILP's process ended with status {child.returncode}")
     result = json.loads(answer)
     values = {int(key): value for key, value in result["values"].items()}
-    return _Outcome(result["reason"] == "OPTIMAL", stopped, values)
+    return _Outcome(result["reason"] in PROVEN, stopped, values)
 
 
 class StepModel:

@@ -11,7 +11,8 @@ from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, Worker
 from openrecycle.planner.solvers.base import SolverProgress
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
-from openrecycle.planner.solvers.milp import MAX_VARIABLES, MilpSolver
+from openrecycle.planner.solvers.milp import MAX_VARIABLES, MilpSolver, StepModel, run
+from openrecycle.planner.solvers.reduction import routes_of
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes
@@ -48,6 +49,14 @@ def test_reports_progress_and_a_bound_for_all_routings() -> None:
     solution = MilpSolver().solve(problem, time_limit=60, on_progress=seen.append)
     assert (solution.schedule.period, seen[-1].incumbent, seen[-1].solver) == (24, 24, "milp")
     assert solution.bound == 23 and solution.message.startswith(golden("no-better-schedule-exists-for"))
+
+
+def test_that_nothing_is_as_short_is_a_proof() -> None:
+    problem = Problem(Job.uniform(2, 3, 3), technique=Technique.ADAPTIVE, memory=MemoryLimit("1f1b"))
+    found = ListScheduler().solve(problem)
+    assert found.optimal
+    outcome = run(StepModel(problem, routes_of(found.schedule), found.bound - 1).model, 60, None)
+    assert outcome.proven and not outcome.values
 
 
 def test_fault_free_is_1f1b() -> None:
