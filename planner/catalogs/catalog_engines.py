@@ -62,17 +62,23 @@ class LocalEngine:
                 if stop:
                     pending = {future for future in pending if not future.cancel()}
                 for future in done:
-                    try:
+                    with _alive():
                         blobs = future.result()
-                    except BrokenProcessPool:
-                        raise PlannerError(
-                            "a planning process died, perhaps for lack of memory; what was planned is kept, "
-                            "and the same command goes on from there (fewer --jobs need less memory)"
-                        ) from None
                     yield blobs
                     if not stop:
-                        with _no_ctrl_c():
+                        with _alive(), _no_ctrl_c():
                             pending |= {pool.submit(work, task) for task in islice(tasks, 1)}
+
+
+@contextmanager
+def _alive() -> Iterator[None]:
+    try:
+        yield
+    except BrokenProcessPool:
+        raise PlannerError(
+            "a planning process died, perhaps for lack of memory; what was planned is kept, "
+            "and the same command goes on from there (fewer --jobs need less memory)"
+        ) from None
 
 
 @contextmanager

@@ -13,8 +13,9 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -33,6 +34,8 @@ from openrecycle.planner.plans.plan import INTEGER, JobDoc, Plan, PlanError, fir
 
 INFO = "catalog.json"
 SUFFIX = ".plan"
+# A file is written in far less; what is not done by then is of a run that was killed.
+KILLED_SECONDS = 3600.0
 _NAME = re.compile(r"[0-9]{6,}-[0-9a-f]{24}")  # as `plan_name` makes it
 _FOR_THESE = "planned ahead for these failures"
 _FOR_AS_MANY = "planned ahead for as many failures on each stage"
@@ -258,12 +261,13 @@ def create_folder(root: Path, question: CatalogQuestion) -> tuple[StoredCatalog,
     """The catalog of `question` under `root`, made if it is not there. Raises InputError, PlanError."""
     info = CatalogInfo.of(question)
     path = root / info.fingerprint
-    try:
+    with _writable(root):
         path.mkdir(parents=True, exist_ok=True)
-        if not (path / INFO).exists():
-            write_whole(path / INFO, (info.model_dump_json(indent=1) + "\n").encode())
-    except OSError as error:
-        raise InputError("--out", str(root), f"a folder that can be written ({error.strerror or error})") from None
+        for part in path.glob("*.part"):
+            if part.stat().st_mtime < time.time() - KILLED_SECONDS:
+                part.unlink(missing_ok=True)
+    if not (path / INFO).exists():
+        write_whole(path / INFO, (info.model_dump_json(indent=1) + "\n").encode())
     blobs = FolderBlobs(path)
     return StoredCatalog(info, blobs), blobs
 
@@ -280,10 +284,22 @@ def open_folder(path: Path) -> StoredCatalog:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """All of it or nothing: neither a reader nor the next run sees half a file."""
+    """All of it or nothing: neither a reader nor the next run sees half a file. Raises InputError."""
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    part.write_bytes(data)
-    part.replace(path)
+    with _writable(path.parent):
+        try:
+            part.write_bytes(data)
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+
+
+@contextmanager
+def _writable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise InputError("--out", str(path), f"a folder that can be written ({error.strerror or error})") from None
 
 
 def _moves(now: Counts, after: Counts) -> int:
