@@ -173,13 +173,7 @@ def check(
 @app.command()
 def schema() -> None:
     """Print the JSON Schema of the plan document."""
-    sys.stdout.write(schema_text())
-
-
-def schema_text() -> str:
-    """What planner/plan.schema.json holds."""
-    document: dict[str, Any] = Plan.model_json_schema()
-    return json.dumps(document, indent=2, sort_keys=True) + "\n"
+    sys.stdout.write(json.dumps(Plan.model_json_schema(), indent=2, sort_keys=True) + "\n")
 
 
 def _refuse_beside_reference(options: dict[str, object]) -> None:
