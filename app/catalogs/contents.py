@@ -462,7 +462,7 @@ def serve_filling(channel: Channel, request: CatalogRequest, stored: dict[str, b
             question,
             targets(question, request.tolerance),
             _Sending(channel, stored),
-            engine=make_engine("local", jobs=processes, address=None),
+            engine=make_engine(processes),
             effort=request.effort,
             on_progress=lambda done, total: _say(channel, done=done, total=total),
         )

@@ -36,7 +36,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Task:
-    """Targets of one question, for one process. Plain data: it goes to other machines as it is."""
+    """Targets of one question, for one process. Plain data: it goes to other processes as it is."""
 
     question: CatalogQuestion
     effort: Effort

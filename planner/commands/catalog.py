@@ -128,8 +128,6 @@ def catalog_command(
     time_limit: Annotated[float, typer.Option(help="Seconds per plan, for other solvers than list.")] = 10.0,
     per: Annotated[str, typer.Option(help="A plan per failure `pattern`, per `count`, or `auto`.")] = "auto",
     jobs: Annotated[int | None, typer.Option(help="Processes; by default one per core.")] = None,
-    engine: Annotated[str, typer.Option(help="local, or ray for a Ray cluster.")] = "local",
-    address: Annotated[str | None, typer.Option(help="Of the Ray cluster; without one it is started here.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Plan ahead, one plan per failure count or pattern. Ctrl-C keeps what is done; the same command goes on."""
@@ -154,7 +152,7 @@ def catalog_command(
             question,
             tolerance,
             out,
-            engine=make_engine(engine, jobs=jobs, address=address),
+            engine=make_engine(jobs),
             effort=Effort(solver=solver, time_limit=None if solver == "list" else time_limit),
             per=per,
             on_progress=progress,
