@@ -18,7 +18,6 @@ from rich.text import Text
 
 from openrecycle.planner.check import check as find_violations
 from openrecycle.planner.check import checked, claim
-from openrecycle.planner.commands.bench import bench_command
 from openrecycle.planner.commands.catalog import catalog_command, migrations_command
 from openrecycle.planner.commands.export import compare_command, export_command
 from openrecycle.planner.commands.output import check_out, console, is_stdout, run, write_out
@@ -56,7 +55,6 @@ app.command("migrations")(migrations_command)
 app.command("catalog")(catalog_command)
 app.command("export")(export_command)
 app.command("compare")(compare_command)
-app.command("bench")(bench_command)
 app.command("simulate")(simulate_command)
 _err = Console(stderr=True, highlight=False, soft_wrap=True)
 

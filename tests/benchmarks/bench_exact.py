@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable
 
 from openrecycle.planner.check import check
-from openrecycle.planner.commands.bench import TIMES
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, Worker
 from openrecycle.planner.plans.bounds import period_bound
 from openrecycle.planner.plans.schedule import Schedule
@@ -26,6 +25,7 @@ from openrecycle.planner.solvers.cp_sat_model import PooledModel, ScheduleModel
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
 from openrecycle.planner.solvers.rearranger import Rearranger
 from openrecycle.planner.solvers.reduction import Reduction
+from tests.benchmarks.bench_planner import TIMES
 from tests.benchmarks.machine import describe
 
 FAILED = (Worker(1, 2),)
