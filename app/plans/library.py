@@ -133,7 +133,7 @@ class Packing:
             try:
                 document = self._columns.deflated_document(fingerprint)
                 data = self._children.ask(document, timeout=TIMEOUT) if document is not None else None
-                if data:
+                if document is not None and data:
                     self._columns.put(fingerprint, document, data)
                     self._on_packed(fingerprint)
             except (ChildEnded, SQLAlchemyError) as error:

@@ -7,7 +7,6 @@ that plans for the same failures gets the same plan.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -26,7 +25,7 @@ from openrecycle.planner.plans.baseline import (
 )
 from openrecycle.planner.plans.bounds import period_bound
 from openrecycle.planner.plans.schedule import Schedule
-from openrecycle.planner.solvers.base import Cancelled, ProgressCallback, Solution, SolverProgress
+from openrecycle.planner.solvers.base import Run, Solution
 from openrecycle.planner.solvers.table import ALWAYS, UNLIMITED, DispatchSettings, Result, Table
 
 # -- the rules that it tries, best first -------------------------------------------------------------
@@ -180,7 +179,7 @@ SELECTIVE_ITEMS = 30_000
 
 
 class ListScheduler:
-    """The Solver of this module. `time_limit` only cuts the number of rules short.
+    """The Solver of this module. The limit of a run only cuts the number of rules short.
 
     compiled: use machine code or not; by default where it pays and can be had.
     """
@@ -190,19 +189,11 @@ class ListScheduler:
     def __init__(self, *, compiled: bool | None = None) -> None:
         self._compiled = compiled
 
-    def solve(
-        self,
-        problem: Problem,
-        *,
-        time_limit: float = float("inf"),
-        warm_start: Schedule | None = None,
-        on_progress: ProgressCallback | None = None,
-        cancelled: Cancelled | None = None,
-    ) -> Solution:
-        begin = time.perf_counter()
+    def solve(self, problem: Problem, run: Run | None = None, *, warm_start: Schedule | None = None) -> Solution:
+        run = run or Run()
         bound = period_bound(problem)
         if not problem.technique.reroutes:
-            return _fault_free(problem, bound, begin)
+            return _fault_free(problem, bound, run)
         table = Table(problem, compiled=self._compiled)
         target = min(bound, warm_start.period) if warm_start else bound
         best: Result | None = None
@@ -212,9 +203,8 @@ class ListScheduler:
             result = table.run(tried)
             if best is None or result.rank < best.rank:
                 best, settings = result, tried
-                if on_progress:
-                    on_progress(SolverProgress(self.name, time.perf_counter() - begin, best.period, bound))
-            if best.period <= target or time.perf_counter() - begin > time_limit or (cancelled and cancelled()):
+                run.tell(self.name, best.period, bound)
+            if best.period <= target or run.over:
                 break
         assert best is not None and settings is not None
         best = _less_split(table, best, settings)
@@ -223,17 +213,17 @@ class ListScheduler:
             reference = None if best.period <= bound else least_reference(problem)
             if reference is not None and reference.period < best.period:
                 schedule = _as_schedule(table, reference)
-        elif best.period > bound and time.perf_counter() - begin <= time_limit and not (cancelled and cancelled()):
+        elif best.period > bound and not run.over:
             if table.items <= SELECTIVE_ITEMS:
                 schedule = _of_levelled(schedule, compiled=self._compiled)
             for other in rerouted_references(problem, below=schedule.period, compiled=self._compiled):
                 schedule = min(schedule, other.for_fewer(problem), key=lambda s: s.period)
         if warm_start is not None and warm_start.period <= schedule.period:
             schedule = warm_start
-        return Solution(schedule, bound, self.name, time.perf_counter() - begin)
+        return Solution(schedule, bound, self.name, run.elapsed)
 
 
-def _fault_free(problem: Problem, bound: int, begin: float) -> Solution:
+def _fault_free(problem: Problem, bound: int, run: Run) -> Solution:
     """1F1B. What may be called fault-free has the order of a published schedule that leaves B whole, so nothing is
     shorter than the shortest of those that the memory limit allows: where that is GPipe, the plan has a gap."""
     schedule = one_forward_one_backward(problem)
@@ -245,7 +235,7 @@ def _fault_free(problem: Problem, bound: int, begin: float) -> Solution:
         message = (
             f"fault-free is 1F1B's order; GPipe's has a period of {units(least.period)} {plural(problem.job.time_unit)}"
         )
-    return Solution(schedule, max(bound, least.period), ListScheduler.name, time.perf_counter() - begin, message)
+    return Solution(schedule, max(bound, least.period), ListScheduler.name, run.elapsed, message)
 
 
 def _of_levelled(schedule: Schedule, *, compiled: bool | None) -> Schedule:

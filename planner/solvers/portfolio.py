@@ -18,7 +18,7 @@ from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Worker
 from openrecycle.planner.plans.baseline import REFERENCES, reference_period, reference_schedule
 from openrecycle.planner.plans.bounds import period_bound
 from openrecycle.planner.plans.plan import MetricsDoc, Plan, SolverDoc
-from openrecycle.planner.solvers.base import Cancelled, ProgressCallback, Solution, Solver
+from openrecycle.planner.solvers.base import Cancelled, ProgressCallback, Run, Solution, Solver
 from openrecycle.planner.solvers.list_scheduler import SELECTIVE_ITEMS, ListScheduler, best_fault_free, tries
 from openrecycle.planner.solvers.rearranger import Rearranger, rearrangeable
 from openrecycle.planner.solvers.tuning import COMPILED_SECONDS, Tuner
@@ -51,18 +51,11 @@ def make_plan(
 
     layout: by which `problem` was cut and staffed, if it was chosen: the plan carries its bound.
     """
-    begin = time.perf_counter()
-    solution = best_solution(
-        problem,
-        solver=solver,
-        time_limit=time_limit,
-        on_progress=on_progress,
-        cancelled=cancelled,
-        look_ahead=look_ahead,
-    )
+    run = Run(time_limit, cancelled, on_progress)
+    solution = best_solution(problem, run, solver=solver, look_ahead=look_ahead)
     if layout is not None:
         solution = of_layout(solution, layout)
-    return plan_of(solution, seconds=time.perf_counter() - begin)
+    return plan_of(solution, seconds=run.elapsed)
 
 
 def of_layout(solution: Solution, layout: Layout) -> Solution:
@@ -73,63 +66,47 @@ def of_layout(solution: Solution, layout: Layout) -> Solution:
 
 
 def best_solution(
-    problem: Problem,
-    *,
-    solver: str = "auto",
-    time_limit: float = 60.0,
-    on_progress: ProgressCallback | None = None,
-    cancelled: Cancelled | None = None,
-    look_ahead: bool = True,
+    problem: Problem, run: Run | None = None, *, solver: str = "auto", look_ahead: bool = True
 ) -> Solution:
-    """The best schedule found within the time.
+    """The best schedule found within the run.
 
     solver: `list` only the list scheduler; `cp-sat`, `milp` the list scheduler's schedule
     improved by that solver; `auto` the list scheduler and, while the gap is open, local search
     over its settings and over windows of the order, then CP-SAT.
-    time_limit: seconds. look_ahead: whatever the solver, take no longer plan than the list scheduler makes for more
+    look_ahead: whatever the solver, take no longer plan than the list scheduler makes for more
     failures (`of_more_failures`); False where a plan is needed at once. Raises InputError and InfeasibleError.
     """
     if solver not in SOLVERS:
         raise InputError("--solver", solver, "one of " + ", ".join(SOLVERS))
-    if not time_limit > 0:
-        raise InputError("--time-limit", time_limit, "a number of seconds above 0")
-    begin = time.perf_counter()
-
-    def left() -> float:
-        return time_limit - (time.perf_counter() - begin)
-
-    solution = ListScheduler().solve(problem, time_limit=time_limit, on_progress=on_progress, cancelled=cancelled)
+    run = run or Run()
+    if not run.time_limit > 0:
+        raise InputError("--time-limit", run.time_limit, "a number of seconds above 0")
+    solution = ListScheduler().solve(problem, run)
     if look_ahead and not solution.optimal:
         share = 1.0 if solver == "list" else LOOK_SHARE
-        solution = of_more_failures(solution, until=begin + share * time_limit, cancelled=cancelled)
-    for find, share in _steps(solver, problem, time_limit):
+        solution = of_more_failures(solution, run.part(share * run.time_limit - run.elapsed))
+    for find, share in _steps(solver, problem, run.time_limit):
         if solution.optimal:
             break
-        if (cancelled and cancelled()) or left() <= 0:
-            why = "stopped" if left() > 0 else "the time limit is reached"
+        if run.over:
+            why = "stopped" if run.stopped else "the time limit is reached"
             solution = replace(solution, message=f"{why}; this is the best plan of {solution.solver}")
             break
         step = find()
         if step is None:
             solution = replace(solution, message=f"OR-Tools is not installed here; best plan of {solution.solver}")
             break
-        found = step.solve(
-            problem,
-            time_limit=left() * share,
-            warm_start=solution.schedule,
-            on_progress=on_progress,
-            cancelled=cancelled,
-        )
+        found = step.solve(problem, run.part(run.left * share), warm_start=solution.schedule)
         solution = _better(solution, found)
     return solution
 
 
-def of_more_failures(solution: Solution, *, until: float, cancelled: Cancelled | None = None) -> Solution:
+def of_more_failures(solution: Solution, run: Run) -> Solution:
     """The list scheduler's plan for more failures, which is one for these too, where it is shorter.
 
     Looked at, while that may be shorter: plans for one failure more, those of the lowest bounds first; then for one
     more than those, from the shortest plan on, since what is reached from a set of failures must be reached from each
-    of its subsets. How many depends on the job alone; `until` (perf_counter) ends it early.
+    of its subsets. How many depends on the job alone; the run may end it early.
     """
     problem = solution.schedule.problem
     if not problem.failed:
@@ -142,14 +119,13 @@ def of_more_failures(solution: Solution, *, until: float, cancelled: Cancelled |
         _, _, start = heappop(waiting)
         more = [replace(problem, failed=failed) for failed in _one_more(start, problem.job) if failed not in seen]
         for wider in sorted(more, key=period_bound):
-            if solution.optimal or not looks or time.perf_counter() > until or (cancelled and cancelled()):
+            if solution.optimal or not looks or run.over:
                 return solution
             if period_bound(wider) >= solution.schedule.period:
                 break
             looks -= 1
             seen.add(wider.failed)
-            left = until - time.perf_counter()
-            other = ListScheduler().solve(wider, time_limit=left, cancelled=cancelled).schedule.for_fewer(problem)
+            other = ListScheduler().solve(wider, run.quiet()).schedule.for_fewer(problem)
             heappush(waiting, (other.period, len(seen), wider.failed))
             if other.period < solution.schedule.period:
                 solution = replace(solution, schedule=other)

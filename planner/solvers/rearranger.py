@@ -13,7 +13,6 @@ reduction adds is in the times of the ops.
 from __future__ import annotations
 
 import random
-import time
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import accumulate, cycle
@@ -26,7 +25,7 @@ from openrecycle.planner.plans.baseline import references
 from openrecycle.planner.plans.bounds import period_bound
 from openrecycle.planner.plans.schedule import Schedule
 from openrecycle.planner.solvers import loops
-from openrecycle.planner.solvers.base import Cancelled, ProgressCallback, Solution, SolverProgress
+from openrecycle.planner.solvers.base import Run, Solution
 from openrecycle.planner.solvers.list_scheduler import ListScheduler, reference_result, rules
 from openrecycle.planner.solvers.loops import compiled_windows
 from openrecycle.planner.solvers.table import ALWAYS, UNLIMITED, ArraySchedule, Result, Table
@@ -245,7 +244,7 @@ def rearrangeable(problem: Problem) -> bool:
 
 
 class Rearranger:
-    """The Solver of this module: uses all of `time_limit` unless the gap closes. See `rearrangeable`.
+    """The Solver of this module: uses all of its time unless the gap closes. See `rearrangeable`.
 
     compiled: False for the same loops in plain Python, which is slow.
     """
@@ -255,33 +254,18 @@ class Rearranger:
     def __init__(self, *, compiled: bool = True) -> None:
         self._compiled = compiled
 
-    def solve(
-        self,
-        problem: Problem,
-        *,
-        time_limit: float,
-        warm_start: Schedule | None = None,
-        on_progress: ProgressCallback | None = None,
-        cancelled: Cancelled | None = None,
-    ) -> Solution:
-        begin = time.perf_counter()
+    def solve(self, problem: Problem, run: Run | None = None, *, warm_start: Schedule | None = None) -> Solution:
+        run = run or Run()
         bound = period_bound(problem)
-
-        def elapsed() -> float:
-            return time.perf_counter() - begin
-
-        def over() -> bool:
-            return elapsed() > time_limit or bool(cancelled and cancelled())
-
         if warm_start is None or not rearrangeable(problem):
-            first = ListScheduler().solve(problem, time_limit=time_limit, warm_start=warm_start, cancelled=cancelled)
+            first = ListScheduler().solve(problem, run.quiet(), warm_start=warm_start)
             warm_start = first.schedule
             if not rearrangeable(problem):
                 return replace(first, solver=self.name)
         best = warm_start.period
         # Loading the compiled loops takes seconds: for less time than that there is nothing to gain.
-        if best <= bound or over() or (self._compiled and time_limit < COMPILED_SECONDS):
-            return Solution(warm_start, bound, self.name, elapsed())
+        if best <= bound or run.over or (self._compiled and run.time_limit < COMPILED_SECONDS):
+            return Solution(warm_start, bound, self.name, run.elapsed)
         # A schedule for more failures has other routes, so it is searched by itself, in turn with this problem's own.
         starts = [warm_start, *([warm_start.made_for] if warm_start.made_for else [])]
         searches = [
@@ -295,22 +279,21 @@ class Rearranger:
             for start in starts
         ]
         for search in searches:
-            search.start(over)
+            search.start(run)
         for search in cycle(searches):
-            if min(s.best for s in searches) <= bound or over():
+            if min(s.best for s in searches) <= bound or run.over:
                 break
-            search.step(elapsed() / time_limit)
+            search.step(run.elapsed / run.time_limit)
             if search.best < best:
                 best = search.best
-                if on_progress:
-                    on_progress(SolverProgress(self.name, elapsed(), best, bound))
+                run.tell(self.name, best, bound)
         schedule = warm_start
         for start, search in zip(starts, searches, strict=True):
             if search.best < start.period:
                 made = search.schedule()
                 made = made if start is warm_start else made.for_fewer(problem)
                 schedule = min(schedule, made, key=lambda s: s.period)
-        return Solution(schedule, bound, self.name, elapsed())
+        return Solution(schedule, bound, self.name, run.elapsed)
 
 
 class _OrderSearch:
@@ -352,19 +335,19 @@ class _OrderSearch:
         forward, backward, weight = (np.tile(row, (1, copies)).ravel() for row in rows)
         return table.schedule(table.result((forward, backward, weight)))
 
-    def start(self, over: Cancelled) -> None:
+    def start(self, run: Run) -> None:
         """What the first rules make, one of them at least, and the opening made of the best two."""
         count = STARTS if self.table.items < LARGE_ITEMS else STARTS_LARGE
         for _, rule in zip(range(count), rules(self.problem), strict=False):
             self._keep(self.orders.of(self.table.run(rule.settings(self.problem, self.bound))))
-            if over() or self.best <= self.bound:
+            if run.over or self.best <= self.bound:
                 return
         last = self._index.max() - self._index
         heads = [order for _, order in self.pool[:2]]
         for cut, depth, final, max_wait, max_wait_w in OPENING:
             manner = self._manner(depth, 0, final, None, max_wait, max_wait_w, self.bound)
             for order in heads:
-                if over() or self.best <= self.bound:
+                if run.over or self.best <= self.bound:
                     return
                 begin = int(cut * len(order))
                 made = self.orders.again(order, begin, len(order), manner, (last, last), backwards=True)
