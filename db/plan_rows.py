@@ -68,8 +68,10 @@ class PlanColumns:
         self._database = database
 
     def get(self, fingerprint: str) -> bytes | None:
-        with self._database.read() as session:
-            return session.scalar(select(PlanColumnsRow.data).where(PlanColumnsRow.fingerprint == fingerprint))
+        found: bytes | None = self._database.scalar(
+            select(PlanColumnsRow.data).where(PlanColumnsRow.fingerprint == fingerprint)
+        )
+        return found
 
     def put(self, fingerprint: str, document: bytes, data: bytes) -> None:
         """document: the deflated one that they are of. Does nothing where the plan has columns already, or that
@@ -88,8 +90,8 @@ class PlanColumns:
         if job_id is not None:
             of_job = (JobPlanRow.fingerprint == fingerprint) & (JobPlanRow.job_id == job_id)
             query = query.where(select(JobPlanRow.job_id).where(of_job).exists())
-        with self._database.read() as session:
-            return session.scalar(query)
+        found: bytes | None = self._database.scalar(query)
+        return found
 
 
 class SavedPlans:
@@ -115,8 +117,7 @@ class SavedPlans:
     def saved(self) -> list[dict[str, Any]]:
         """Newest first: fingerprint, name, created (POSIX seconds), and what the summary says."""
         order = (SavedPlanRow.created_at.desc(), SavedPlanRow.fingerprint)
-        with self._database.read() as session:
-            rows = session.execute(select(SavedPlanRow.__table__).order_by(*order)).mappings().all()
+        rows = self._database.rows(select(SavedPlanRow.__table__).order_by(*order))
         return [
             {
                 **json.loads(row["summary"]),
@@ -129,8 +130,7 @@ class SavedPlans:
 
     def has(self, fingerprint: str) -> bool:
         query = select(SavedPlanRow.fingerprint).where(SavedPlanRow.fingerprint == fingerprint)
-        with self._database.read() as session:
-            return session.scalar(query) is not None
+        return self._database.scalar(query) is not None
 
     def document(self, fingerprint: str) -> str | None:
         """The Plan document as JSON; None when no plan is saved under that fingerprint."""
