@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from openrecycle.app.runtime.processes import Channel, answered
 from openrecycle.planner.catalogs.catalog_build import LISTED, fill, targets
 from openrecycle.planner.catalogs.catalog_engines import make_engine
-from openrecycle.planner.catalogs.catalog_store import PLANNER_VERSION, CatalogInfo
+from openrecycle.planner.catalogs.catalog_store import PLANNER_VERSION, CatalogInfo, MappedBlobs
 from openrecycle.planner.jobs.errors import InputError, PlannerError
 from openrecycle.planner.jobs.failures import patterns
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker, count_ops
@@ -435,21 +435,15 @@ def parse_request(**values: Any) -> CatalogRequest:
 # -- the process -----------------------------------------------------------------------------
 
 
-class _Sending:
-    """A catalog's plans (planner.catalogs.catalog_build.Keeper): the stored ones, and new ones, which are sent."""
+class _Sending(MappedBlobs):
+    """A catalog's plans: the stored ones, and new ones, which are sent."""
 
     def __init__(self, channel: Channel, blobs: dict[str, bytes]) -> None:
+        super().__init__(blobs)
         self._channel = channel
-        self._blobs = blobs
-
-    def names(self) -> list[str]:
-        return sorted(self._blobs)
-
-    def get(self, name: str) -> bytes | None:
-        return self._blobs.get(name)
 
     def put(self, name: str, blob: bytes) -> None:
-        self._blobs[name] = blob
+        super().put(name, blob)
         self._channel.say(name.encode() + b"\0" + blob)
 
 

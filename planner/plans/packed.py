@@ -62,7 +62,7 @@ class Effort(BaseModel):
 
 
 class RequestedPlan(BaseModel):
-    """What a plan is for, beside its failures."""
+    """What a plan is for, beside its failures: the beginning of whatever says so."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -70,6 +70,7 @@ class RequestedPlan(BaseModel):
     technique: Technique
     memory: str
 
+    @property
     def question(self) -> CatalogQuestion:
         """Raises PlannerError when it describes no job."""
         return CatalogQuestion(self.job.job(), self.technique, MemoryLimit.parse(self.memory, field="memory"))
@@ -197,7 +198,7 @@ def unpack(data: bytes, question: CatalogQuestion | None = None, *, source: str 
     if header.form == "json":
         return Plan.from_json(_inflate(payload, MAX_JSON), source=source)
     try:
-        schedule = _schedule(header, payload, asked.question() if isinstance(asked, RequestedPlan) else asked)
+        schedule = _schedule(header, payload, asked.question if isinstance(asked, RequestedPlan) else asked)
     except (ValueError, zlib.error) as error:
         what = "a stored plan" if question is None else "a plan of this catalog"
         raise PlanError(f"{source} is not {what}: {error}") from None
