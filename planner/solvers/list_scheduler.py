@@ -18,10 +18,10 @@ from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, W
 from openrecycle.planner.jobs.words import plural
 from openrecycle.planner.plans.baseline import (
     Timed,
+    in_order,
     least_reference,
     one_forward_one_backward,
     references,
-    timed_schedule,
 )
 from openrecycle.planner.plans.bounds import period_bound
 from openrecycle.planner.plans.schedule import Schedule
@@ -285,7 +285,7 @@ def _less_split(table: Table, best: Result, settings: DispatchSettings) -> Resul
 def _as_schedule(table: Table, reference: Timed) -> Schedule:
     """A reference on the whole grid; in the table's form where one pipeline stands for all."""
     if table.problem.job.speeds:
-        return timed_schedule(table.problem, reference)
+        return in_order(table.problem, reference.orders)
     return table.schedule(reference_result(table, reference))
 
 
