@@ -522,7 +522,8 @@ class Schedule:
 
 def inputs(kind: str, stage: int, job: Job) -> list[tuple[str, int, int]]:
     """What an F, I, W or B needs of its own micro-batch: (kind, stage, ticks from its end until it is here).
-    B counts as I."""
+    B counts as I.
+    """
     if kind == "W":
         return [("I", stage, 0)]
     if kind == "F":

@@ -2,9 +2,8 @@
 
 Time-indexed, in step form: y[op, t] = 1 once the op has started by tick t. So precedence is
 y[b, t] <= y[a, t - duration - transfer], a worker's load at t is the sum of y[op, t] -
-y[op, t - duration], and what it holds the sum of y[F, t] - y[W, t - W]. Of the forms measured (big-M
-disjunctive, time-indexed with pulses, with steps; each with HiGHS and SCIP), steps with HiGHS alone
-proved all of nine small grids within 10 s each; big-M failed on three, and SCIP on two with steps.
+y[op, t - duration], and what it holds the sum of y[F, t] - y[W, t - W]. HiGHS
+solves this form soonest.
 """
 
 from __future__ import annotations

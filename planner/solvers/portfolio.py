@@ -31,9 +31,8 @@ SOLVERS = ("auto", "list", "cp-sat", "milp")
 SMALL, LARGE = 800, 4_000
 # Beyond so many ops, where pipelines differ, CP-SAT has not begun when its time is over.
 HUGE = 100_000
-# Plans for more failures that are looked at: as many as take so many ops in all, within these limits. On 4x8x8, of 57
-# steps to one failure more 4 made a shorter plan with 8 looks (1.0 s of processor time a plan), 2 with 32 (3.2 s), none
-# with 100 (7.9 s). Another solver has most of the time that is given.
+# Plans for more failures that are looked at: as many as take so many ops in all, within these limits. Another solver
+# has most of the time that is given.
 LOOK_EFFORT, FEWEST_LOOKS, LOOKS, LOOK_SHARE = 5_000_000, 2, 100, 0.25
 
 
