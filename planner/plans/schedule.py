@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from openrecycle.planner.jobs.errors import InputError
-from openrecycle.planner.jobs.job import Problem, Technique, Worker
+from openrecycle.planner.jobs.job import Job, Problem, Technique, Worker
 
 Ints = NDArray[np.int64]
 Numbers = NDArray[Any]  # of int64; or Python's own integers, where one of them has more bits
