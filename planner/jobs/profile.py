@@ -104,7 +104,7 @@ def joined(layers: Sequence[StageProfile]) -> StageProfile:
     reductions = tuple(
         _sum(layer.reductions[-n] for layer in layers if n <= len(layer.reductions)) for n in range(most, 0, -1)
     )
-    times = {name: _sum(getattr(layer, name) for layer in layers) for name in TIMES}
+    times: dict[str, Any] = {name: _sum(getattr(layer, name) for layer in layers) for name in TIMES}
     sizes: dict[str, Any] = {name: sum(getattr(layer, name) for layer in layers) for name in SIZES}
     return StageProfile(**times, reductions=reductions, **sizes)
 

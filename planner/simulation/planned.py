@@ -383,7 +383,7 @@ def _share_of(profile: StageProfile, layers: int) -> StageProfile:
     def share(time: float) -> float:
         return max(round(time / layers, MAX_DECIMALS), 10.0**-MAX_DECIMALS) if time else 0.0
 
-    times = {name: share(getattr(profile, name)) for name in TIMES}
+    times: dict[str, Any] = {name: share(getattr(profile, name)) for name in TIMES}
     sizes: dict[str, Any] = {name: getattr(profile, name) // layers for name in SIZES}
     return StageProfile(**times, reductions=tuple(map(share, profile.reductions)), **sizes)
 

@@ -13,7 +13,7 @@ reduction adds is in the times of the ops.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from itertools import accumulate, cycle
 from typing import Any
@@ -28,27 +28,12 @@ from openrecycle.planner.solvers import loops
 from openrecycle.planner.solvers.base import Run, Solution
 from openrecycle.planner.solvers.list_scheduler import ListScheduler, reference_result, rules
 from openrecycle.planner.solvers.loops import compiled_windows
-from openrecycle.planner.solvers.table import ALWAYS, UNLIMITED, ArraySchedule, Result, Table
+from openrecycle.planner.solvers.table import ALWAYS, UNLIMITED, ArraySchedule, DispatchSettings, Result, Table
 from openrecycle.planner.solvers.tuning import COMPILED_SECONDS, searched
 
 # -- orders of a problem's ops (see `loops`): what they are worth, and a part of one dispatched anew ---
 
 Array = np.ndarray[Any, np.dtype[np.int64]]
-
-
-@dataclass(frozen=True)
-class DispatchRule:
-    """How a window is dispatched, one number per stage; see `loops.redispatch`.
-
-    target: ticks within which each stage should be done.
-    """
-
-    depth: tuple[int, ...]
-    final: tuple[int, ...]
-    open_limit: tuple[int, ...]
-    max_wait: tuple[int, ...]
-    max_wait_w: tuple[int, ...]
-    target: int
 
 
 class OpOrders:
@@ -132,11 +117,18 @@ class OpOrders:
         )
 
     def again(
-        self, order: Array, begin: int, end: int, manner: DispatchRule, keys: tuple[Array, Array], *, backwards: bool
+        self,
+        order: Array,
+        begin: int,
+        end: int,
+        manner: DispatchSettings,
+        keys: tuple[Array, Array],
+        *,
+        backwards: bool,
     ) -> Array | None:
-        """`order` with order[begin:end] dispatched anew, or None where memory locks it.
+        """`order` with order[begin:end] dispatched anew (`loops.redispatch`), or None where memory locks it.
 
-        keys: of the downs and the ups, smaller first.
+        manner: its numbers are read, and nothing of its order and split. keys: of the downs and the ups, smaller first.
         """
         job = self.table.problem.job
         made: Array
@@ -409,7 +401,7 @@ class _OrderSearch:
             )
         return down, up
 
-    def _any_manner(self) -> DispatchRule:
+    def _any_manner(self) -> DispatchSettings:
         """Rules at random, the same on all stages."""
         choice = self.noise.choice
         return self._manner(
@@ -424,7 +416,7 @@ class _OrderSearch:
 
     def _manner(
         self, depth: float, more: int, final: float, spare: int | None, max_wait: int, max_wait_w: int, target: int
-    ) -> DispatchRule:
+    ) -> DispatchSettings:
         """depth: as a multiple of 1F1B's, and so much more; final: as a multiple of twice that. spare:
         activations that pending W's leave free, beyond those of the micro-batches that turn round; None:
         W's need not."""
@@ -432,7 +424,7 @@ class _OrderSearch:
         stages = problem.job.stages
         below = [stages - s for s in range(stages)]
         most = [self.table.n if limit is None else limit for limit in problem.limits]
-        return DispatchRule(
+        return DispatchSettings(
             depth=tuple(max(0, int(depth * b) + more) for b in below),
             final=tuple(int(final * 2 * b) for b in below),
             open_limit=tuple(

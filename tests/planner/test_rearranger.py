@@ -14,8 +14,8 @@ from openrecycle.planner.plans.bounds import period_bound
 from openrecycle.planner.plans.schedule import Schedule
 from openrecycle.planner.solvers.base import Run, SolverProgress
 from openrecycle.planner.solvers.list_scheduler import EVERY, ListScheduler
-from openrecycle.planner.solvers.rearranger import DispatchRule, OpOrders, Rearranger, rearrangeable
-from openrecycle.planner.solvers.table import ALWAYS, UNLIMITED, ArraySchedule, Table
+from openrecycle.planner.solvers.rearranger import OpOrders, Rearranger, rearrangeable
+from openrecycle.planner.solvers.table import ALWAYS, UNLIMITED, ArraySchedule, DispatchSettings, Table
 from tests.conftest import examples
 from tests.planner.problems import problems
 
@@ -30,13 +30,13 @@ def of_list(problem: Problem) -> tuple[OpOrders, ArraySchedule]:
     return OpOrders(table, compiled=False), ArraySchedule(table, made)
 
 
-def manner(problem: Problem, noise: random.Random) -> DispatchRule:
+def manner(problem: Problem, noise: random.Random) -> DispatchSettings:
     stages = problem.job.stages
 
     def row(*choices: int) -> tuple[int, ...]:
         return tuple(noise.choice(choices) for _ in range(stages))
 
-    return DispatchRule(
+    return DispatchSettings(
         depth=row(0, 1, 2, 4),
         final=row(0, 0, 1, 3),
         open_limit=row(1, 2, UNLIMITED),
