@@ -89,18 +89,6 @@ def generated(workers: int, hours: float, domains: list[Domain], *, seed: int = 
     return Trace.of(name, events, end=end)
 
 
-def periodic(workers: int, every: float, failures: int, *, name: str = "periodic") -> Trace:
-    """One worker is lost in the middle of every interval of `every` hours, and replaced at once."""
-    if failures < 1 or workers < 1 or not every > 0:
-        raise InputError("periodic", (workers, every, failures), "numbers above 0")
-    step = round(every * HOUR_MS)
-    events = [Event(0, "add", f"node{w}") for w in range(workers)]
-    for i in range(failures):
-        time = i * step + step // 2
-        events += [Event(time, "remove", f"node{i % workers}"), Event(time, "add", f"node{i % workers}")]
-    return Trace.of(name, events, end=failures * step)
-
-
 def _wait(noise: random.Random, domain: Domain) -> int:
     """Milliseconds until a group's next failure, of the mean asked for."""
     scale = domain.mtbf / math.gamma(1 + 1 / domain.shape)

@@ -13,7 +13,7 @@ from openrecycle.planner.simulation.outcome import SimulationOutcome
 from openrecycle.planner.simulation.policies.published import READY_AFTER, published, read_costs, read_throughput
 from openrecycle.planner.simulation.trace import Trace
 from openrecycle.planner.simulation.traces import parse_trace, read_trace
-from openrecycle.planner.simulation.traces.generated import periodic
+from tests.planner.problems import periodic
 
 DATA = Path(openrecycle.planner.simulation.__file__).parent / "data"
 OOBLECK = DATA / "oobleck"

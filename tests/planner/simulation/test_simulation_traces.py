@@ -13,7 +13,7 @@ import openrecycle.planner.simulation
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.simulation.trace import Event, Trace
 from openrecycle.planner.simulation.traces import from_history, parse_trace, read_trace
-from openrecycle.planner.simulation.traces.generated import Domain, generated, periodic
+from openrecycle.planner.simulation.traces.generated import Domain, generated
 from tests.golden import golden
 
 DATA = Path(openrecycle.planner.simulation.__file__).parent / "data"
@@ -184,12 +184,6 @@ def test_bad_distributions(workers: int, hours: float, domain: Domain, field: st
     with pytest.raises(InputError) as caught:
         generated(workers, hours, [domain])
     assert caught.value.field == field
-
-
-def test_periodic() -> None:
-    trace = periodic(24, 2, 3)
-    assert [event.time for event in trace.events if event.action == "remove"] == [3_600_000, 10_800_000, 18_000_000]
-    assert trace.hours == 6 and {n for _, n in trace.counts} == {24}
 
 
 def test_a_jobs_own_history() -> None:
