@@ -269,7 +269,7 @@ def test_processes_that_die_between_two_tasks_are_told_of() -> None:
         child.kill()
     for thread in set(threading.enumerate()) - before:
         thread.join(60)  # until the pool has seen it
-    with pytest.raises(PlannerError, match="a planning process died"):
+    with pytest.raises(PlannerError, match=golden("a-planning-process-died")):
         list(made)
 
 
