@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from sqlalchemy import Table, bindparam, insert, or_, select, update
 
 from openrecycle.db.models import AuditRow, TokenRow
-from openrecycle.db.session import Database
-from openrecycle.db.store import Record
+from openrecycle.db.session import Database, Record
 
 
 def audit_row(actor: str, action: str, target: str = "", *, job_id: str | None = None, detail: str = "") -> Record:
@@ -34,8 +33,7 @@ class AuditStore:
         query = select(AuditRow.__table__).where(AuditRow.id > after).order_by(AuditRow.id).limit(limit)
         if job_id is not None:
             query = query.where(AuditRow.job_id == job_id)
-        with self._database.read() as session:
-            return [dict(row) for row in session.execute(query).mappings()]
+        return self._database.rows(query)
 
 
 class TokenStore:
@@ -49,9 +47,7 @@ class TokenStore:
             session.execute(insert(TokenRow).values(row))
 
     def get(self, token_id: str) -> Record | None:
-        with self._database.read() as session:
-            row = session.execute(select(TokenRow.__table__).where(TokenRow.id == token_id)).mappings().first()
-            return None if row is None else dict(row)
+        return self._database.row(select(TokenRow.__table__).where(TokenRow.id == token_id))
 
     def all(self, *, valid_at: float | None = None) -> list[Record]:
         """Newest first; with valid_at, those alone that are neither revoked nor expired then."""
@@ -60,8 +56,7 @@ class TokenStore:
             query = query.where(
                 TokenRow.revoked_at.is_(None), or_(TokenRow.expires_at.is_(None), TokenRow.expires_at > valid_at)
             )
-        with self._database.read() as session:
-            return [dict(row) for row in session.execute(query).mappings()]
+        return self._database.rows(query)
 
     def revoke(self, token_id: str, at: float) -> bool:
         """False when there is no such token, or it was revoked before."""

@@ -47,6 +47,7 @@ from openrecycle.db.models import (
 from openrecycle.db.plan_rows import keep_plan, plan_document
 from openrecycle.db.retention import drop_orphans
 from openrecycle.db.session import Database
+from openrecycle.db.session import Record as Record
 from openrecycle.planner.plans.packed import Packed
 
 OVER = ("finished", "stopped")
@@ -85,11 +86,8 @@ class JobIndex:
         )
         if job_ids is not None:
             query = query.where(JobRow.id.in_(job_ids))
-        with self._database.read() as session:
-            return [dict(row) for row in session.execute(query).mappings()]
+        return self._database.rows(query)
 
-
-Record = dict[str, Any]
 
 IMPORTING, DELETING = "importing", "deleting"
 HIDDEN = (IMPORTING, DELETING)
@@ -171,8 +169,7 @@ class JobRows:
                 session.connection().execute(insert(table(name)), [{"job_id": job_id, **row} for row in rows])
 
     def exists(self, job_id: str) -> bool:
-        with self._database.read() as session:
-            return session.scalar(select(JobRow.id).where(JobRow.id == job_id)) is not None
+        return self._database.scalar(select(JobRow.id).where(JobRow.id == job_id)) is not None
 
     def finish(self, job: Record, audit: Record) -> None:
         """From now on it is a job as any other. audit: who wanted it."""

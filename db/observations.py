@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Collection, Sequence
-from typing import Any
 
 from sqlalchemy import delete, func, insert, select
 
@@ -20,9 +19,7 @@ from openrecycle.db.models import (
     WorkerStateRow,
     listed,
 )
-from openrecycle.db.session import Database
-
-Record = dict[str, Any]
+from openrecycle.db.session import Database, Record
 
 
 class Observations:
@@ -48,16 +45,14 @@ class Observations:
         query = select(MeasuredIterationRow.document).where(MeasuredIterationRow.job_id == job_id)
         if iteration is not None:
             query = query.where(MeasuredIterationRow.iteration == iteration)
-        with self._database.read() as session:
-            data = session.scalar(query.order_by(MeasuredIterationRow.at.desc()).limit(1))
+        data = self._database.scalar(query.order_by(MeasuredIterationRow.at.desc()).limit(1))
         return None if data is None else zlib.decompress(data).decode()
 
     def measured_iterations(self, job_id: str) -> list[int]:
         """Those that are kept, in the order in which they were measured."""
         row = MeasuredIterationRow
         query = select(row.iteration).where(row.job_id == job_id).order_by(row.at, row.iteration)
-        with self._database.read() as session:
-            return list(session.scalars(query))
+        return self._database.scalars(query)
 
     # -- workers ------------------------------------------------------------------------------
 
@@ -69,8 +64,7 @@ class Observations:
             .order_by(WorkerStateRow.id.desc())
             .limit(limit)
         )
-        with self._database.read() as session:
-            return [dict(row) for row in session.execute(query).mappings()][::-1]
+        return self._database.rows(query)[::-1]
 
     def events_of(self, job_id: str, worker: str, *, limit: int = 20) -> list[Record]:
         """The newest events that name this worker, newest first."""
@@ -80,8 +74,7 @@ class Observations:
             .order_by(EventRow.seq.desc())
             .limit(limit)
         )
-        with self._database.read() as session:
-            return [dict(row) for row in session.execute(query).mappings()]
+        return self._database.rows(query)
 
     # -- events -------------------------------------------------------------------------------
 
@@ -107,8 +100,7 @@ class Observations:
     def seen_events(self, job_id: str, seqs: Sequence[int]) -> dict[int, tuple[str, float]]:
         """Of these events those that somebody has seen: seq -> (who, when)."""
         query = select(EventSeenRow.__table__).where(EventSeenRow.job_id == job_id, EventSeenRow.seq.in_(seqs))
-        with self._database.read() as session:
-            return {row["seq"]: (row["actor"], row["at"]) for row in session.execute(query).mappings()}
+        return {row["seq"]: (row["actor"], row["at"]) for row in self._database.rows(query)}
 
     # -- iterations ---------------------------------------------------------------------------
 
@@ -141,8 +133,7 @@ class Observations:
             .join(sums, (IterationRow.job_id == job_id) & (IterationRow.iteration == sums.c.first))
             .order_by(sums.c.first)
         )
-        with self._database.read() as session:
-            return [dict(row) for row in session.execute(query).mappings()]
+        return self._database.rows(query)
 
     def committed_after(self, job_id: str, at: float) -> Record | None:
         """The first iteration that was committed at this time (POSIX seconds) or later; None: there is none yet."""
@@ -150,6 +141,4 @@ class Observations:
         query = select(row.iteration, row.generation, row.seconds, row.committed_at).where(
             row.job_id == job_id, row.committed_at >= at
         )
-        with self._database.read() as session:
-            found = session.execute(query.order_by(row.iteration).limit(1)).mappings().first()
-            return None if found is None else dict(found)
+        return self._database.row(query.order_by(row.iteration).limit(1))

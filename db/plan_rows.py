@@ -13,27 +13,46 @@ from sqlalchemy.orm import Session
 
 from openrecycle.db.models import GenerationRow, JobPlanRow, PlanColumnsRow, PlanRow, SavedPlanRow
 from openrecycle.db.session import Database
-from openrecycle.planner.plans.packed import Packed
+from openrecycle.planner.plans.packed import Packed, bound_of
 
 
-def keep_plan(database: Database, session: Session, fingerprint: str, document: str | Packed) -> None:
+def keep_plan(database: Database, session: Session, fingerprint: str, document: str | Packed) -> bool:
     """Stores a plan that is not stored already, and holds its row until the transaction ends. document: JSON; or what
     a process has packed, which is stored as it is.
+
+    A fingerprint is of the ops alone, so the same plan may come again with a better proof, and takes the place of the
+    other then. False: what is stored has the better one.
 
     Without the hold, whoever forgets the plan at the same moment would delete it under the row that
     is about to refer to it. SQLite has one writer, and needs none.
     """
-    data = document.document if isinstance(document, Packed) else zlib.compress(document.encode())
-    row = {"fingerprint": fingerprint, "document": data, "created_at": time.time()}
+    given = document if isinstance(document, Packed) else Packed(b"", zlib.compress(document.encode()))
+    row = {"fingerprint": fingerprint, "document": given.document, "created_at": time.time()}
     if database.is_sqlite:
-        session.execute(database.insert_new(PlanRow).values(row))
+        put = database.insert_new(PlanRow).values(row)
     else:
-        insert = postgresql.insert(PlanRow).values(row)
         held = {"created_at": PlanRow.created_at}
-        session.execute(insert.on_conflict_do_update(index_elements=[PlanRow.fingerprint], set_=held))
-    if isinstance(document, Packed) and document.columns:
-        columns = {"fingerprint": fingerprint, "data": document.columns}
+        insert = postgresql.insert(PlanRow).values(row)
+        put = insert.on_conflict_do_update(index_elements=[PlanRow.fingerprint], set_=held)
+    if session.scalar(put.returning(PlanRow.created_at)) != row["created_at"]:  # it was there
+        said, stored = bound_of(given), bound_of(_stored(session, fingerprint))
+        if said < stored:
+            return False
+        if said > stored:
+            session.execute(update(PlanRow).where(PlanRow.fingerprint == fingerprint).values(document=given.document))
+            session.execute(delete(PlanColumnsRow).where(PlanColumnsRow.fingerprint == fingerprint))
+    if given.columns:
+        columns = {"fingerprint": fingerprint, "data": given.columns}
         session.execute(database.insert_new(PlanColumnsRow).values(columns))
+    return True
+
+
+def _stored(session: Session, fingerprint: str) -> Packed:
+    """The columns, or where there are none the document."""
+    columns = session.scalar(select(PlanColumnsRow.data).where(PlanColumnsRow.fingerprint == fingerprint))
+    if columns:
+        return Packed(columns, b"")
+    return Packed(b"", session.scalars(select(PlanRow.document).where(PlanRow.fingerprint == fingerprint)).one())
 
 
 def plan_document(session: Session | Connection, fingerprint: str) -> str | None:
@@ -49,8 +68,10 @@ class PlanColumns:
         self._database = database
 
     def get(self, fingerprint: str) -> bytes | None:
-        with self._database.read() as session:
-            return session.scalar(select(PlanColumnsRow.data).where(PlanColumnsRow.fingerprint == fingerprint))
+        found: bytes | None = self._database.scalar(
+            select(PlanColumnsRow.data).where(PlanColumnsRow.fingerprint == fingerprint)
+        )
+        return found
 
     def deflated_document(self, fingerprint: str, job_id: str | None = None) -> bytes | None:
         """The plan's JSON as it is stored, for a process that has more time to read it. job_id: of the job that it
@@ -59,8 +80,8 @@ class PlanColumns:
         if job_id is not None:
             of_job = (JobPlanRow.fingerprint == fingerprint) & (JobPlanRow.job_id == job_id)
             query = query.where(select(JobPlanRow.job_id).where(of_job).exists())
-        with self._database.read() as session:
-            return session.scalar(query)
+        found: bytes | None = self._database.scalar(query)
+        return found
 
 
 class SavedPlans:
@@ -69,22 +90,24 @@ class SavedPlans:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def save(self, fingerprint: str, document: str | Packed, name: str, summary: dict[str, Any]) -> None:
+    def save(self, fingerprint: str, document: str | Packed, name: str, summary: dict[str, Any]) -> bool:
         """Under a new name if it is kept already; the time it was first saved stays.
 
-        summary: plain data for lists of plans, given back by `saved`.
+        summary: plain data for lists of plans, given back by `saved`. False: it is stored with a better proof, which
+        the summary does not tell.
         """
         row = {"fingerprint": fingerprint, "name": name, "summary": json.dumps(summary), "created_at": time.time()}
         with self._database.write() as session:
-            keep_plan(self._database, session, fingerprint, document)
+            taken = keep_plan(self._database, session, fingerprint, document)
             session.execute(self._database.insert_new(SavedPlanRow).values(row))
-            session.execute(update(SavedPlanRow).where(SavedPlanRow.fingerprint == fingerprint).values(name=name))
+            change = {"name": name, **({"summary": row["summary"]} if taken else {})}
+            session.execute(update(SavedPlanRow).where(SavedPlanRow.fingerprint == fingerprint).values(change))
+        return taken
 
     def saved(self) -> list[dict[str, Any]]:
         """Newest first: fingerprint, name, created (POSIX seconds), and what the summary says."""
         order = (SavedPlanRow.created_at.desc(), SavedPlanRow.fingerprint)
-        with self._database.read() as session:
-            rows = session.execute(select(SavedPlanRow.__table__).order_by(*order)).mappings().all()
+        rows = self._database.rows(select(SavedPlanRow.__table__).order_by(*order))
         return [
             {
                 **json.loads(row["summary"]),
@@ -97,8 +120,7 @@ class SavedPlans:
 
     def has(self, fingerprint: str) -> bool:
         query = select(SavedPlanRow.fingerprint).where(SavedPlanRow.fingerprint == fingerprint)
-        with self._database.read() as session:
-            return session.scalar(query) is not None
+        return self._database.scalar(query) is not None
 
     def document(self, fingerprint: str) -> str | None:
         """The Plan document as JSON; None when no plan is saved under that fingerprint."""

@@ -66,15 +66,13 @@ class Profiles:
 
     def all(self) -> list[dict[str, Any]]:
         """By name: name, saved_by, created_at, updated_at (POSIX seconds), and what the summary says."""
-        with self._database.read() as session:
-            rows = session.execute(select(*_LISTED).order_by(ProfileRow.name)).mappings().all()
+        rows = self._database.rows(select(*_LISTED).order_by(ProfileRow.name))
         return [_plain(dict(row)) for row in rows]
 
     def get(self, name: str) -> tuple[dict[str, Any], str] | None:
         """What `all` says of it, and its document."""
-        with self._database.read() as session:
-            found = select(*_LISTED, ProfileRow.document).where(ProfileRow.name == name)
-            row = session.execute(found).mappings().first()
+        found = select(*_LISTED, ProfileRow.document).where(ProfileRow.name == name)
+        row = self._database.row(found)
         if row is None:
             return None
         fields = dict(row)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from sqlalchemy import URL, Connection, Engine, Table, create_engine, event, insert, make_url, text
+from sqlalchemy import URL, Connection, Engine, Executable, Table, create_engine, event, insert, make_url, text
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
 from sqlalchemy.orm import Session
@@ -37,6 +37,10 @@ HERE = Path(__file__).parent
 
 # SQLite's write-ahead log needs memory shared between processes, which these do not have.
 _NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "afs", "ceph", "lustre", "glusterfs", "fuse.sshfs", "fuse.glusterfs")
+
+
+Record = dict[str, Any]
+"""A row by the names of its columns."""
 
 
 class DatabaseError(Exception):
@@ -127,6 +131,26 @@ class Database:
     def read(self) -> Iterator[Session]:
         with Session(self.engine) as session:
             yield session
+
+    def rows(self, query: Executable) -> list[Record]:
+        with self.read() as session:
+            return [dict(row) for row in session.execute(query).mappings()]
+
+    def row(self, query: Executable) -> Record | None:
+        """The first; None: there is none."""
+        with self.read() as session:
+            found = session.execute(query).mappings().first()
+            return None if found is None else dict(found)
+
+    def scalar(self, query: Executable) -> Any:
+        """The first column of the first row; None: there is none."""
+        with self.read() as session:
+            return session.scalar(query)
+
+    def scalars(self, query: Executable) -> list[Any]:
+        """The first column of every row."""
+        with self.read() as session:
+            return list(session.scalars(query))
 
     @contextmanager
     def write(self) -> Iterator[Session]:

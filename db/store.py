@@ -35,9 +35,8 @@ from openrecycle.db.models import (
 )
 from openrecycle.db.plan_rows import keep_plan, plan_document
 from openrecycle.db.session import Database
+from openrecycle.db.session import Record as Record
 from openrecycle.planner.plans.packed import Packed
-
-Record = dict[str, Any]
 
 # More than fits beside other rows of a page: the database has to find others for it, since PostgreSQL can't press it.
 PROBE_BYTES = 16 * 1024
@@ -126,20 +125,17 @@ class Store:
     def job_of_key(self, idempotency_key: str) -> Record | None:
         """One of `jobs`: that was created under this key."""
         query = select(JobRow.__table__).where(JobRow.idempotency_key == idempotency_key)
-        with self.database.read() as session:
-            return next(iter(_rows(session, query.where(JobRow.state.not_in(HIDDEN)))), None)
+        return self.database.row(query.where(JobRow.state.not_in(HIDDEN)))
 
     def jobs(self) -> list[Record]:
         """Every job, oldest first; without those on their way in or out."""
         query = select(JobRow.__table__).where(JobRow.state.not_in(HIDDEN)).order_by(JobRow.created_at, JobRow.id)
-        with self.database.read() as session:
-            return _rows(session, query)
+        return self.database.rows(query)
 
     def job(self, job_id: str) -> Record | None:
         """One of `jobs`."""
         query = select(JobRow.__table__).where(JobRow.id == job_id, JobRow.state.not_in(HIDDEN))
-        with self.database.read() as session:
-            return next(iter(_rows(session, query)), None)
+        return self.database.row(query)
 
     def take_lead(self, job_id: str, term: int, node: int, before: int) -> bool:
         """Stores who leads a job of several nodes from now on. False: its newest term is not `before` any more."""
@@ -149,8 +145,7 @@ class Store:
             return session.scalar(done) is not None
 
     def workers(self, job_id: str) -> list[Record]:
-        with self.database.read() as session:
-            return _rows(session, select(WorkerRow.__table__).where(WorkerRow.job_id == job_id))
+        return self.database.rows(select(WorkerRow.__table__).where(WorkerRow.job_id == job_id))
 
     # -- the coordinator's steps ------------------------------------------------------------
 
@@ -188,24 +183,21 @@ class Store:
                 update_workers(session, job_id, workers)
 
     def last_event(self, job_id: str) -> int:
-        with self.database.read() as session:
-            return session.scalar(select(func.max(EventRow.seq)).where(EventRow.job_id == job_id)) or 0
+        return self.database.scalar(select(func.max(EventRow.seq)).where(EventRow.job_id == job_id)) or 0
 
     def events(self, job_id: str, *, after: int = 0, limit: int = 200, newest: bool = False) -> list[Record]:
         """Events with seq > after: the first `limit`, oldest first; or the newest, newest first. last_at: also of
         those that came once."""
         order = EventRow.seq.desc() if newest else EventRow.seq
-        with self.database.read() as session:
-            where = (EventRow.job_id == job_id, EventRow.seq > after)
-            rows = _rows(session, select(EventRow.__table__).where(*where).order_by(order).limit(limit))
+        where = (EventRow.job_id == job_id, EventRow.seq > after)
+        rows = self.database.rows(select(EventRow.__table__).where(*where).order_by(order).limit(limit))
         return [{**row, "last_at": row["last_at"] or row["at"]} for row in rows]
 
     def generations(self, job_id: str, *, after: int = 0, limit: int | None = None) -> list[Record]:
         """Generations with a number > after, oldest first; living, failed and joining as lists."""
         where = (GenerationRow.job_id == job_id, GenerationRow.generation > after)
-        with self.database.read() as session:
-            query = select(GenerationRow.__table__).where(*where).order_by(GenerationRow.generation).limit(limit)
-            rows = _rows(session, query)
+        query = select(GenerationRow.__table__).where(*where).order_by(GenerationRow.generation).limit(limit)
+        rows = self.database.rows(query)
         for row in rows:
             for key in ("living", "failed", "joining", "moves", "interim_failed", "partition"):
                 row[key] = json.loads(row[key])
@@ -222,14 +214,12 @@ class Store:
         query = select(row.generation, row.partition, row.moved_at).where(
             row.job_id == job_id, row.moved_at.is_not(None)
         )
-        with self.database.read() as session:
-            found = _rows(session, query.order_by(row.generation.desc()).limit(1))
-        return {**found[0], "partition": json.loads(found[0]["partition"])} if found else None
+        found = self.database.row(query.order_by(row.generation.desc()).limit(1))
+        return {**found, "partition": json.loads(found["partition"])} if found else None
 
     def newest_generation(self, job_id: str) -> Record | None:
         """The last of `generations`."""
-        with self.database.read() as session:
-            last = session.scalar(select(func.max(GenerationRow.generation)).where(GenerationRow.job_id == job_id))
+        last = self.database.scalar(select(func.max(GenerationRow.generation)).where(GenerationRow.job_id == job_id))
         return None if last is None else self.generation(job_id, last)
 
     def acknowledgements(
@@ -243,16 +233,14 @@ class Store:
             where.append(AcknowledgementRow.generation > after)
         if last is not None:
             where.append(AcknowledgementRow.generation <= last)
-        with self.database.read() as session:
-            return _rows(session, select(AcknowledgementRow.__table__).where(*where).order_by(AcknowledgementRow.at))
+        return self.database.rows(select(AcknowledgementRow.__table__).where(*where).order_by(AcknowledgementRow.at))
 
     def last_acknowledgements(self, job_id: str) -> list[Record]:
         """Of each generation and state (generation, state, at) that of the last worker: of thousands, one row is
         enough."""
         key = (AcknowledgementRow.generation, AcknowledgementRow.state)
         query = select(*key, func.max(AcknowledgementRow.at).label("at")).where(AcknowledgementRow.job_id == job_id)
-        with self.database.read() as session:
-            return _rows(session, query.group_by(*key).order_by(*key))
+        return self.database.rows(query.group_by(*key).order_by(*key))
 
     # -- plans ------------------------------------------------------------------------------
 
@@ -274,8 +262,7 @@ class Store:
 
     def job_plans(self, job_id: str) -> list[Record]:
         """What plans a job has, without the documents; `failed` as a list, fewest failures first."""
-        with self.database.read() as session:
-            rows = _rows(session, select(JobPlanRow.__table__).where(JobPlanRow.job_id == job_id))
+        rows = self.database.rows(select(JobPlanRow.__table__).where(JobPlanRow.job_id == job_id))
         for row in rows:
             row["failed"] = json.loads(row["failed"])
         return sorted(rows, key=lambda r: (len(r["failed"]), ".".join(r["failed"]), r["created_at"], r["fingerprint"]))
@@ -326,12 +313,11 @@ class Store:
             .outerjoin(plans, plans.c.fingerprint == CatalogRow.fingerprint)
             .order_by(CatalogRow.created_at, CatalogRow.fingerprint)
         )
-        with self.database.read() as session:
-            return _rows(session, query)
+        return self.database.rows(query)
 
     def catalog_info(self, fingerprint: str) -> str | None:
-        with self.database.read() as session:
-            return session.scalar(select(CatalogRow.info).where(CatalogRow.fingerprint == fingerprint))
+        found: str | None = self.database.scalar(select(CatalogRow.info).where(CatalogRow.fingerprint == fingerprint))
+        return found
 
     def catalog_blobs(self, fingerprint: str) -> CatalogBlobs:
         """The plans of a catalog, read one by one (planner.catalogs.catalog_store.Blobs)."""
@@ -355,16 +341,14 @@ class Store:
         """Iterations with a number > after, oldest first: the first `limit`, or the newest."""
         order = IterationRow.iteration.desc() if newest else IterationRow.iteration
         where = (IterationRow.job_id == job_id, IterationRow.iteration > after)
-        with self.database.read() as session:
-            rows = _rows(session, select(IterationRow.__table__).where(*where).order_by(order).limit(limit))
+        rows = self.database.rows(select(IterationRow.__table__).where(*where).order_by(order).limit(limit))
         for row in rows:
             row["skipped"] = json.loads(row["skipped"])
         return rows[::-1] if newest else rows
 
     def committed_iterations(self, job_id: str) -> int:
         """How many are committed; they are numbered from 0 and committed in order."""
-        with self.database.read() as session:
-            last = session.scalar(select(func.max(IterationRow.iteration)).where(IterationRow.job_id == job_id))
+        last = self.database.scalar(select(func.max(IterationRow.iteration)).where(IterationRow.job_id == job_id))
         return 0 if last is None else last + 1
 
     def add_recovery(self, job_id: str, row: Record, events: Sequence[Record] = ()) -> bool:
@@ -379,9 +363,8 @@ class Store:
 
     def recoveries(self, job_id: str) -> list[Record]:
         """Oldest first."""
-        with self.database.read() as session:
-            query = select(RecoveryRow.__table__).where(RecoveryRow.job_id == job_id)
-            return _rows(session, query.order_by(RecoveryRow.at, RecoveryRow.generation))
+        query = select(RecoveryRow.__table__).where(RecoveryRow.job_id == job_id)
+        return self.database.rows(query.order_by(RecoveryRow.at, RecoveryRow.generation))
 
     # -- operators --------------------------------------------------------------------------
 
@@ -402,8 +385,7 @@ class Store:
 
     def commands(self, job_id: str) -> list[Record]:
         own = select(CommandRow.__table__).where(CommandRow.job_id == job_id)
-        with self.database.read() as session:
-            return _rows(session, own.order_by(CommandRow.seq))
+        return self.database.rows(own.order_by(CommandRow.seq))
 
     # -- details ----------------------------------------------------------------------------
 
@@ -430,10 +412,6 @@ class Store:
 def _text(value: object) -> object:
     """As a column has it: of a list, JSON."""
     return json.dumps(value) if isinstance(value, (list, tuple)) else value
-
-
-def _rows(session: Session, query: Any) -> list[Record]:
-    return [dict(row) for row in session.execute(query).mappings()]
 
 
 def update_workers(session: Session, job_id: str, workers: Iterable[Mapping[str, Any]]) -> None:
@@ -478,13 +456,12 @@ class CatalogBlobs:
 
     def names(self) -> list[str]:
         query = select(CatalogPlanRow.name).where(CatalogPlanRow.fingerprint == self._fingerprint)
-        with self._database.read() as session:
-            return sorted(session.scalars(query))
+        return sorted(self._database.scalars(query))
 
     def get(self, name: str) -> bytes | None:
         where = (CatalogPlanRow.fingerprint == self._fingerprint, CatalogPlanRow.name == name)
-        with self._database.read() as session:
-            return session.scalar(select(CatalogPlanRow.data).where(*where))
+        found: bytes | None = self._database.scalar(select(CatalogPlanRow.data).where(*where))
+        return found
 
     def all(self) -> dict[str, bytes]:
         """Every plan by its name, at once."""

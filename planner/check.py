@@ -1,13 +1,14 @@
 """Says whether a schedule is valid, and whether a plan tells the truth about itself.
 
 The rules and the metrics are written here from the definitions, without code of the solvers or of the metrics of
-planner.plans.schedule, so that a mistake in one is not repeated in the other. Three numbers are no matter of the ops
+planner.plans.schedule, so that a mistake in one is not repeated in the other. Some numbers are no matter of the ops
 alone, and their code is shared with those who make plans; a mistake there is not found here:
 
 - `period_bound` (planner.plans.bounds) proves a lower bound. A search that went further left no proof in the document,
   so a bound above that is believed of PROVERS only, and `claim` says so. A bound over all partitions of the layers is
   proven anew (`_Layouts`).
-- `reference_period` (planner.plans.baseline) is the period of 1F1B, for `slowdown_vs_1f1b`.
+- `reference_period` (planner.plans.baseline) is the period of 1F1B, for `slowdown_vs_1f1b`; `least_reference` is the
+  shortest published schedule, for the bound of what is called fault-free.
 - `best_fault_free` (planner.solvers.list_scheduler) looks for the baseline of `slowdown_vs_best`: the list scheduler
   makes it, and its schedule is checked here like any other. That there is no better one is not.
 """
@@ -27,7 +28,7 @@ from numpy.typing import NDArray
 
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Worker
-from openrecycle.planner.plans.baseline import reference_period
+from openrecycle.planner.plans.baseline import least_reference, reference_period
 from openrecycle.planner.plans.bounds import period_bound
 from openrecycle.planner.plans.plan import PROVERS, MetricsDoc, Plan
 from openrecycle.planner.plans.schedule import Op, OpsByWorker, Schedule
@@ -108,12 +109,13 @@ def claim(plan: Plan) -> str | None:
 def established_bound(problem: Problem, period: int) -> int:
     """Ticks that no plan of `problem` can beat, by planner.plans.bounds. period: of a valid one.
 
-    What is called fault-free runs in 1F1B's order, or as GPipe, which may be the shorter.
+    What is called fault-free runs in 1F1B's order, or as GPipe where the memory limit allows it.
     """
     bound = period_bound(problem)
-    if not problem.technique.reroutes and reference_period(problem.job) <= period:
-        bound = max(bound, reference_period(problem.job))
-    return bound
+    if problem.technique.reroutes:
+        return bound
+    least = least_reference(problem)
+    return bound if least is None or least.period > period else max(bound, least.period)
 
 
 class _Checker:

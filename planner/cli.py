@@ -18,21 +18,28 @@ from rich.text import Text
 
 from openrecycle.planner.check import check as find_violations
 from openrecycle.planner.check import checked, claim
-from openrecycle.planner.commands.bench import bench_command
 from openrecycle.planner.commands.catalog import catalog_command, migrations_command
 from openrecycle.planner.commands.export import compare_command, export_command
 from openrecycle.planner.commands.output import check_out, console, is_stdout, run, write_out
 from openrecycle.planner.commands.shared import (
-    LAYERS_HELP,
-    PARTITION_HELP,
-    PROFILE_HELP,
+    MEMORY,
+    AsJson,
+    Durations,
+    Failed,
+    Layers,
+    MicroBatches,
+    PartitionOption,
+    Pipelines,
+    Profile,
+    Stages,
     best_at_home,
+    err,
+    failed_workers,
     interruptible,
     job_of_options,
 )
 from openrecycle.planner.commands.simulate import simulate_command
 from openrecycle.planner.jobs.errors import InputError
-from openrecycle.planner.jobs.failures import parse_failed
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Over, Problem, Technique, Worker
 from openrecycle.planner.jobs.profile import AUTO
 from openrecycle.planner.jobs.words import layers_move, plural
@@ -56,9 +63,7 @@ app.command("migrations")(migrations_command)
 app.command("catalog")(catalog_command)
 app.command("export")(export_command)
 app.command("compare")(compare_command)
-app.command("bench")(bench_command)
 app.command("simulate")(simulate_command)
-_err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 def main() -> None:
@@ -68,30 +73,24 @@ def main() -> None:
 
 @app.command()
 def plan(
-    pipelines: Annotated[int | None, typer.Option(help="Data-parallel pipelines.")] = None,
-    stages: Annotated[int | None, typer.Option(help="Stages of each pipeline.")] = None,
-    micro_batches: Annotated[int | None, typer.Option(help="Micro-batches per pipeline and iteration.")] = None,
-    fail: Annotated[list[str] | None, typer.Option(help="A failed worker such as W1_2; repeatable.")] = None,
+    pipelines: Pipelines = None,
+    stages: Stages = None,
+    micro_batches: MicroBatches = None,
+    fail: Failed = None,
     technique: Annotated[
         str | None, typer.Option(help="fault-free, adaptive, decoupled or staggered (which is the default).")
     ] = None,
     reference: Annotated[
         str | None, typer.Option(help="A fault-free schedule as published: 1f1b, gpipe, zb-h1 or zb-h2.")
     ] = None,
-    memory: Annotated[
-        str | None,
-        typer.Option(
-            help="Activations per worker: 1f1b, uniform (the default), none, a number, or bytes (what fits by the "
-            "profile)."
-        ),
-    ] = None,
-    durations: Annotated[str | None, typer.Option(help="Op times, F=1,I=1,W=1,O=0,transfer=0.")] = None,
-    layers: Annotated[int | None, typer.Option(help=LAYERS_HELP)] = None,
-    partition: Annotated[str | None, typer.Option(help=PARTITION_HELP)] = None,
+    memory: Annotated[str | None, MEMORY] = None,
+    durations: Durations = None,
+    layers: Layers = None,
+    partition: PartitionOption = None,
     migrate: Annotated[
         bool, typer.Option("--migrate", help="With --partition auto: workers may change their stage, too.")
     ] = False,
-    profile: Annotated[Path | None, typer.Option(help=PROFILE_HELP)] = None,
+    profile: Profile = None,
     solver: Annotated[str, typer.Option(help="auto, list, cp-sat or milp.")] = "auto",
     time_limit: Annotated[float, typer.Option(help="Seconds at most.")] = 60.0,
     out: Annotated[Path | None, typer.Option(help="Write the plan document here.")] = None,
@@ -103,7 +102,7 @@ def plan(
     if migrate and partition != AUTO:
         raise InputError("--migrate", True, "--partition auto beside it")
     job = job_of_options(pipelines, stages, micro_batches, durations, profile, layers, partition)
-    dead = parse_failed((name for text in fail or [] for name in text.split(",")), job)
+    dead = failed_workers(fail, job)
     layout = None
     if reference is not None:
         _refuse_beside_reference({"--fail": fail, "--memory": memory, "--migrate": migrate or None})
@@ -150,7 +149,7 @@ def plan(
 @app.command()
 def check(
     path: Annotated[Path, typer.Argument(metavar="PLAN.json")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Say whether a plan is valid: 0 valid, 1 invalid (what clashes is named), 2 unreadable."""
     loaded = Plan.load(path)
@@ -173,13 +172,7 @@ def check(
 @app.command()
 def schema() -> None:
     """Print the JSON Schema of the plan document."""
-    sys.stdout.write(schema_text())
-
-
-def schema_text() -> str:
-    """What planner/plan.schema.json holds."""
-    document: dict[str, Any] = Plan.model_json_schema()
-    return json.dumps(document, indent=2, sort_keys=True) + "\n"
+    sys.stdout.write(json.dumps(Plan.model_json_schema(), indent=2, sort_keys=True) + "\n")
 
 
 def _refuse_beside_reference(options: dict[str, object]) -> None:
@@ -234,10 +227,10 @@ def _summary(made: Plan) -> list[str]:
 @contextmanager
 def _progress(job: Job, *, quiet: bool) -> Iterator[Any]:
     """A line that shows the best period and the bound while solving; nothing off a terminal."""
-    if quiet or not _err.is_terminal:
+    if quiet or not err.is_terminal:
         yield None
         return
-    with _err.status("planning") as status:
+    with err.status("planning") as status:
 
         def report(progress: SolverProgress) -> None:
             best = "none yet" if progress.incumbent is None else job.units(progress.incumbent)

@@ -25,7 +25,6 @@ COMMANDS = {
     "export": ("planner", "A plan in another format."),
     "migrations": ("planner", "Say which workers should change their stage after failures."),
     "schema": ("planner", "The JSON Schema of a plan."),
-    "bench": ("planner", "How good the plans of this machine are."),
     "token": ("app", "Make, list and revoke the console's tokens."),
     "history": ("app", "Export, import or delete a job's history."),
 }

@@ -21,7 +21,7 @@ from openrecycle.app.runtime.errors import first_wrong
 from openrecycle.app.runtime.processes import Channel, unexpected
 from openrecycle.planner.catalogs.catalog_build import LISTED, fill, targets
 from openrecycle.planner.catalogs.catalog_engines import make_engine
-from openrecycle.planner.catalogs.catalog_store import PLANNER_VERSION, CatalogInfo
+from openrecycle.planner.catalogs.catalog_store import PLANNER_VERSION, CatalogInfo, MappedBlobs
 from openrecycle.planner.jobs.errors import InputError, PlannerError
 from openrecycle.planner.jobs.failures import patterns
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker, count_ops
@@ -381,21 +381,15 @@ def parse_request(**values: Any) -> CatalogRequest:
 # -- the process -----------------------------------------------------------------------------
 
 
-class _Sending:
-    """A catalog's plans (planner.catalogs.catalog_build.Keeper): the stored ones, and new ones, which are sent."""
+class _Sending(MappedBlobs):
+    """A catalog's plans: the stored ones, and new ones, which are sent."""
 
     def __init__(self, channel: Channel, blobs: dict[str, bytes]) -> None:
+        super().__init__(blobs)
         self._channel = channel
-        self._blobs = blobs
-
-    def names(self) -> list[str]:
-        return sorted(self._blobs)
-
-    def get(self, name: str) -> bytes | None:
-        return self._blobs.get(name)
 
     def put(self, name: str, blob: bytes) -> None:
-        self._blobs[name] = blob
+        super().put(name, blob)
         self._channel.say(name.encode() + b"\0" + blob)
 
 
@@ -408,7 +402,7 @@ def serve_filling(channel: Channel, request: CatalogRequest, stored: dict[str, b
             question,
             targets(question, request.tolerance),
             _Sending(channel, stored),
-            engine=make_engine("local", jobs=processes, address=None),
+            engine=make_engine(processes),
             effort=request.effort,
             on_progress=lambda done, total: _say(channel, done=done, total=total),
         )

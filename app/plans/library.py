@@ -60,6 +60,11 @@ class PlanCache:
             self._plans[fingerprint] = found
         return found
 
+    def stored_anew(self, fingerprint: str) -> None:
+        """Whoever asks next gets what is stored now: its proof may be a better one."""
+        with self._lock:
+            self._plans.pop(fingerprint, None)
+
 
 MAX_NAME = 80
 
@@ -84,7 +89,10 @@ class Library:
         if not name or len(name) > MAX_NAME or not name.isprintable():
             raise ConsoleError(422, "invalid", f"name: got {name!r}, expected 1 to {MAX_NAME} printable characters")
         with storing():
-            self._rows.save(fingerprint, document(), name, summary)
+            best = self._rows.save(fingerprint, document(), name, summary)
+            self._plans.stored_anew(fingerprint)
+            if not best and (stored := self._plans.get(fingerprint)):
+                self._rows.save(fingerprint, storable(stored), name, summary_of(stored))
         return fingerprint
 
     def saved(self) -> list[dict[str, Any]]:

@@ -10,14 +10,14 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.failures import canonical_pattern, inverse, parse_workers, patterns
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, Worker
 from openrecycle.planner.jobs.words import percent
-from openrecycle.planner.plans.packed import merit
-from openrecycle.planner.plans.plan import INTEGER, JobDoc, Plan, PlanError, first_problem, job_doc, read_model
+from openrecycle.planner.plans.packed import RequestedPlan, merit
+from openrecycle.planner.plans.plan import INTEGER, Plan, PlanError, first_problem, job_doc, read_model
 from openrecycle.planner.solvers.portfolio import make_plan
 
 # More patterns than this per failure count are not planned ahead; the list scheduler takes over.
@@ -25,15 +25,10 @@ MAX_PATTERNS = 10_000
 _NO_PLANS = '"plans":[]'
 
 
-class CatalogDoc(BaseModel):
+class CatalogDoc(RequestedPlan):
     """The catalog as JSON, for a file or another process."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
     schema_version: Annotated[Literal[1], INTEGER] = 1
-    job: JobDoc
-    technique: Technique
-    memory: str
     plans: tuple[Plan, ...]
 
 
@@ -154,8 +149,8 @@ class Catalog:
             document = read_model(CatalogDoc, text)
         except ValidationError as error:
             raise PlanError(f"{source} is not a catalog: {first_problem(error)}") from None
-        memory = MemoryLimit.parse(document.memory, field="memory")
-        catalog = cls(document.job.job(), document.technique, memory)
+        question = document.question
+        catalog = cls(question.job, question.technique, question.memory)
         for plan in document.plans:
             catalog.add(plan)
         return catalog

@@ -58,15 +58,11 @@ class Filled:
 
 
 @dataclass(frozen=True)
-class BuildReport:
-    """As Filled, with the catalog."""
+class BuildReport(Filled):
+    """With the catalog."""
 
     catalog: StoredCatalog
-    planned: int
-    kept: int
-    total: int
     seconds: float
-    finished: bool
 
 
 def build_catalog(
@@ -89,14 +85,8 @@ def build_catalog(
     wanted = targets(question, tolerance, per)
     catalog, folder = create_folder(root, question)
     filled = fill(question, wanted, folder, engine=engine, effort=effort, on_progress=on_progress, cancelled=cancelled)
-    return BuildReport(
-        StoredCatalog(catalog.info, folder),
-        filled.planned,
-        filled.kept,
-        filled.total,
-        time.perf_counter() - begin,
-        filled.finished,
-    )
+    seconds = time.perf_counter() - begin
+    return BuildReport(**vars(filled), catalog=StoredCatalog(catalog.info, folder), seconds=seconds)
 
 
 def fill(

@@ -1,4 +1,4 @@
-"""Where the plans of a catalog are made: in this process, in local ones, or on a Ray cluster."""
+"""Where the plans of a catalog are made: in this process, or in others."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from importlib import import_module
 from itertools import islice
 from multiprocessing import connection, get_context, parent_process
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from openrecycle.planner.catalogs.catalog_task import Blobs, Task, work
 from openrecycle.planner.jobs.errors import InputError, PlannerError
@@ -24,7 +22,7 @@ POLL = 0.2
 
 
 class Engine(Protocol):
-    """Runs tasks anywhere and yields what each made, in any order.
+    """Runs tasks and yields what each made, in any order.
 
     Once `cancelled` is true no further task is begun; those under way are waited for.
     """
@@ -62,17 +60,23 @@ class LocalEngine:
                 if stop:
                     pending = {future for future in pending if not future.cancel()}
                 for future in done:
-                    try:
+                    with _alive():
                         blobs = future.result()
-                    except BrokenProcessPool:
-                        raise PlannerError(
-                            "a planning process died, perhaps for lack of memory; what was planned is kept, "
-                            "and the same command goes on from there (fewer --jobs need less memory)"
-                        ) from None
                     yield blobs
                     if not stop:
-                        with _no_ctrl_c():
+                        with _alive(), _no_ctrl_c():
                             pending |= {pool.submit(work, task) for task in islice(tasks, 1)}
+
+
+@contextmanager
+def _alive() -> Iterator[None]:
+    try:
+        yield
+    except BrokenProcessPool:
+        raise PlannerError(
+            "a planning process died, perhaps for lack of memory; what was planned is kept, "
+            "and the same command goes on from there (fewer --jobs need less memory)"
+        ) from None
 
 
 @contextmanager
@@ -86,77 +90,11 @@ def _no_ctrl_c() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-class RayEngine:
-    """A Ray cluster. address: as ray.init takes it; None starts an instance of `jobs` workers here.
-
-    Raises InputError when Ray is not installed or the cluster can't be reached.
-    """
-
-    def __init__(self, address: str | None, jobs: int) -> None:
-        try:
-            self._ray: Any = import_module("ray")
-        except ImportError:
-            raise InputError("--engine", "ray", "local, as Ray is not installed here (pip install ray)") from None
-        self._address = address
-        self._jobs = jobs
-
-    def run(self, tasks: Iterator[Task], cancelled: Cancelled | None) -> Iterator[Blobs]:
-        ray = self._ray
-        begun = not ray.is_initialized()
-        if begun:
-            self._connect()
-        try:
-            remote = ray.remote(num_cpus=1)(work)
-            width = max(1, int(ray.cluster_resources().get("CPU", 1)))
-            pending = [remote.remote(task) for task in islice(tasks, width + 1)]
-            while pending:
-                done, pending = ray.wait(pending, timeout=POLL)
-                stop = bool(cancelled and cancelled())
-                if stop:
-                    for reference in pending[width:]:
-                        ray.cancel(reference)
-                    pending = pending[:width]
-                for reference in done:
-                    try:
-                        blobs: Blobs = ray.get(reference)
-                    except ray.exceptions.RayError as error:
-                        first = str(error).strip().splitlines()[0]
-                        raise PlannerError(f"a planning task on the Ray cluster failed: {first}") from None
-                    yield blobs
-                    if not stop:
-                        pending += [remote.remote(task) for task in islice(tasks, 1)]
-        finally:
-            if begun:
-                ray.shutdown()
-
-    def _connect(self) -> None:
-        ray = self._ray
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is told to anybody
-        # Workers elsewhere have no copy of this package: it is sent to them, without what plans are not made by.
-        package = {"py_modules": [str(Path(__file__).parents[1])], "excludes": ["/agent", "/app", "/db"]}
-        options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "runtime_env": package}
-        if self._address is None:
-            options |= {"num_cpus": self._jobs, "include_dashboard": False, "address": "local"}
-        else:
-            options |= {"address": self._address}
-        try:
-            ray.init(**options)
-        except (ConnectionError, ValueError, RuntimeError, OSError) as error:
-            first = (str(error).strip().splitlines() or ["no answer"])[0]
-            raise InputError("--address", self._address, f"the address of a running Ray cluster ({first})") from None
-
-
-def make_engine(name: str, *, jobs: int | None, address: str | None) -> Engine:
-    """name: `local` or `ray`. jobs: processes, by default one per core. Raises InputError."""
+def make_engine(jobs: int | None) -> Engine:
+    """jobs: processes, by default one per core. Raises InputError."""
     count = os.cpu_count() or 1 if jobs is None else jobs
     if not 1 <= count <= 1024:
         raise InputError("--jobs", count, "a number of processes from 1 to 1024")
-    if name == "ray":
-        return RayEngine(address, count)
-    if name != "local":
-        raise InputError("--engine", name, "local or ray")
-    if address is not None:
-        raise InputError("--address", address, "nothing, unless --engine ray")
     return InlineEngine() if count == 1 else LocalEngine(count)
 
 

@@ -13,41 +13,47 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.failures import canonical_pattern, failures_per_stage, inverse, parse_workers
 from openrecycle.planner.jobs.files import read_whole
-from openrecycle.planner.jobs.job import Job, MemoryLimit, Over, Technique, Worker
+from openrecycle.planner.jobs.job import Job, Over, Worker
 from openrecycle.planner.layers.distribution import Counts
 from openrecycle.planner.layers.migration import Migration, migrations_to
-from openrecycle.planner.plans.packed import CatalogQuestion, Header, decode_header, name_prefix, plan_name, unpack
-from openrecycle.planner.plans.plan import INTEGER, JobDoc, Plan, PlanError, first_problem, job_doc, read_model
+from openrecycle.planner.plans.packed import (
+    CatalogQuestion,
+    Header,
+    RequestedPlan,
+    decode_header,
+    name_prefix,
+    plan_name,
+    unpack,
+)
+from openrecycle.planner.plans.plan import INTEGER, Plan, PlanError, first_problem, job_doc, read_model
 
 INFO = "catalog.json"
 SUFFIX = ".plan"
+# A file is written in far less; what is not done by then is of a run that was killed.
+KILLED_SECONDS = 3600.0
 _NAME = re.compile(r"[0-9]{6,}-[0-9a-f]{24}")  # as `plan_name` makes it
 _FOR_THESE = "planned ahead for these failures"
 _FOR_AS_MANY = "planned ahead for as many failures on each stage"
 
 
-class CatalogInfo(BaseModel):
+class CatalogInfo(RequestedPlan):
     """The question that all plans of a catalog answer, and the planner that answered it."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     format: Annotated[Literal[1], INTEGER] = 1
     planner_version: str
-    job: JobDoc
-    technique: Technique
-    memory: str
     over: Annotated[Over, Field(exclude_if=lambda value: value == "schedules")] = "schedules"
 
     @classmethod
@@ -70,9 +76,7 @@ class CatalogInfo(BaseModel):
 
     @property
     def question(self) -> CatalogQuestion:
-        return CatalogQuestion(
-            self.job.job(), self.technique, MemoryLimit.parse(self.memory, field="memory"), self.over
-        )
+        return replace(super().question, over=self.over)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -124,13 +128,16 @@ class MappedBlobs:
     """Plans that are in memory already, as those read from a database are."""
 
     def __init__(self, blobs: Mapping[str, bytes]) -> None:
-        self._blobs = blobs
+        self._blobs = dict(blobs)
 
     def names(self) -> list[str]:
         return sorted(self._blobs)
 
     def get(self, name: str) -> bytes | None:
         return self._blobs.get(name)
+
+    def put(self, name: str, blob: bytes) -> None:
+        self._blobs[name] = blob
 
 
 @dataclass(frozen=True)
@@ -160,10 +167,7 @@ class StoredCatalog:
     def header(self, name: str) -> Header:
         """Raises PlanError when the plan is missing or damaged."""
         if name not in self._headers:
-            blob = self.blobs.get(name)
-            if blob is None:
-                raise PlanError(f"the catalog has no plan {name}")
-            self._headers[name] = decode_header(blob, source=name)
+            self._headers[name] = decode_header(self._blob(name), source=name)
         return self._headers[name]
 
     def headers(self) -> dict[str, Header]:
@@ -172,10 +176,13 @@ class StoredCatalog:
 
     def plan(self, name: str) -> Plan:
         """One stored plan as it was put in. Raises PlanError."""
+        return unpack(self._blob(name), self.question, source=name)
+
+    def _blob(self, name: str) -> bytes:
         blob = self.blobs.get(name)
         if blob is None:
             raise PlanError(f"the catalog has no plan {name}")
-        return unpack(blob, self.question, source=name)
+        return blob
 
     def fitting(self, failed: Iterable[Worker]) -> tuple[str, str] | None:
         """The name of the plan that `find` would take without migrations, and why it fits; none is read for it."""
@@ -196,32 +203,21 @@ class StoredCatalog:
         that lead to it, as few as possible. Raises InputError for a worker that is not of the grid.
         """
         job = self.question.job
-        dead = frozenset(job.check_worker(w, field="failed") for w in failed)
-        pattern, permutation = canonical_pattern(dead, job)
-        own = plan_name(pattern)
-        blob = self.blobs.get(own)
-        if blob is not None:
-            made = self._fitted(own, blob, dead, permutation)
-            if made is not None:
-                return Found(made, (), _FOR_THESE)
-        if job.speeds:  # no worker takes the part of another
-            return None
-        if fitting := self._with_same_counts(dead):
-            return Found(self._with_counts(fitting[0], dead), (), _FOR_AS_MANY)
+        dead = frozenset(failed)
+        if fitting := self.fitting(dead):
+            own, reason = fitting
+            if reason == _FOR_AS_MANY:
+                return Found(self._with_counts(own, dead), (), reason)
+            names = inverse(canonical_pattern(dead, job)[1])
+            plan = unpack(self._blob(own), self.question, source=own, hashed=False)
+            return Found(plan.renamed(names), (), reason)
         counts, same = failures_per_stage(dead, job), self._for_as_many(len(dead))
-        if not migrate or not same:
+        if not migrate or not same or job.speeds:  # with speeds no worker takes the part of another
             return None
         name = min(same, key=lambda n: (_moves(counts, self.header(n).counts), self.header(n).metrics.period, n))
         migrations, after = migrations_to(job, dead, self.header(name).counts)
         reason = f"planned ahead for {len(dead)} failures, after {len(migrations)} migration"
         return Found(self._with_counts(name, after), migrations, reason + "s" * (len(migrations) != 1))
-
-    def _fitted(self, name: str, blob: bytes, dead: frozenset[Worker], permutation: Sequence[int]) -> Plan | None:
-        """The plan of the pattern with its pipelines renamed; None when the name is another's hash."""
-        names = inverse(permutation)
-        if not self._is_of(name, dead, names):
-            return None
-        return unpack(blob, self.question, source=name, hashed=False).renamed(names)
 
     def _is_of(self, name: str, dead: frozenset[Worker], names: Sequence[int]) -> bool:
         """Is it a plan for the pattern of `dead`?"""
@@ -241,10 +237,7 @@ class StoredCatalog:
     def _with_counts(self, name: str, dead: frozenset[Worker]) -> Plan:
         """The plan with its workers renamed on each stage, so that exactly `dead` are left out."""
         job = self.question.job
-        blob = self.blobs.get(name)
-        if blob is None:
-            raise PlanError(f"the catalog has no plan {name}")
-        plan = unpack(blob, self.question, source=name, hashed=False)
+        plan = unpack(self._blob(name), self.question, source=name, hashed=False)
         replaced = parse_workers(plan.failed)
         # Pipelines with most failures take the place of such, so that few workers swap parts.
         to_pattern = canonical_pattern(replaced, job)[1]
@@ -258,12 +251,13 @@ def create_folder(root: Path, question: CatalogQuestion) -> tuple[StoredCatalog,
     """The catalog of `question` under `root`, made if it is not there. Raises InputError, PlanError."""
     info = CatalogInfo.of(question)
     path = root / info.fingerprint
-    try:
+    with _writable(root):
         path.mkdir(parents=True, exist_ok=True)
-        if not (path / INFO).exists():
-            write_whole(path / INFO, (info.model_dump_json(indent=1) + "\n").encode())
-    except OSError as error:
-        raise InputError("--out", str(root), f"a folder that can be written ({error.strerror or error})") from None
+        for part in path.glob("*.part"):
+            if part.stat().st_mtime < time.time() - KILLED_SECONDS:
+                part.unlink(missing_ok=True)
+    if not (path / INFO).exists():
+        write_whole(path / INFO, (info.model_dump_json(indent=1) + "\n").encode())
     blobs = FolderBlobs(path)
     return StoredCatalog(info, blobs), blobs
 
@@ -280,10 +274,22 @@ def open_folder(path: Path) -> StoredCatalog:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """All of it or nothing: neither a reader nor the next run sees half a file."""
+    """All of it or nothing: neither a reader nor the next run sees half a file. Raises InputError."""
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    part.write_bytes(data)
-    part.replace(path)
+    with _writable(path.parent):
+        try:
+            part.write_bytes(data)
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+
+
+@contextmanager
+def _writable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise InputError("--out", str(path), f"a folder that can be written ({error.strerror or error})") from None
 
 
 def _moves(now: Counts, after: Counts) -> int:

@@ -13,7 +13,7 @@ from openrecycle.planner.plans.bounds import Bound, period_bound
 from openrecycle.planner.plans.packed import CatalogQuestion, Effort, pack, plan_name
 from openrecycle.planner.plans.plan import PROVERS, Plan
 from openrecycle.planner.plans.schedule import Schedule
-from openrecycle.planner.solvers.base import Solution
+from openrecycle.planner.solvers.base import Run, Solution
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
 from openrecycle.planner.solvers.portfolio import best_solution, metrics_of, of_layout, solver_of
 
@@ -36,7 +36,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Task:
-    """Targets of one question, for one process. Plain data: it goes to other machines as it is."""
+    """Targets of one question, for one process. Plain data: it goes to other processes as it is."""
 
     question: CatalogQuestion
     effort: Effort
@@ -77,9 +77,7 @@ def work(task: Task) -> Blobs:
             ahead = effort.solver != "list"  # its plans are compared with each other in the end
             layouts = [_laid_out(problem, over) for problem in problems]
             solutions = [
-                of_layout(
-                    best_solution(layout.problem, solver=effort.solver, time_limit=limit, look_ahead=ahead), layout
-                )
+                of_layout(best_solution(layout.problem, Run(limit), solver=effort.solver, look_ahead=ahead), layout)
                 for layout in layouts
             ]
             best = min(solutions, key=lambda s: (s.schedule.period, s.bound))
@@ -152,7 +150,7 @@ def _promising(problems: Sequence[Problem], taken: ReusablePlan | None) -> list[
     best: Problem | None = None
     shortest = taken.period if taken else None
     for problem in problems:
-        period = ListScheduler().solve(problem, time_limit=0).schedule.period
+        period = ListScheduler().solve(problem, Run(0)).schedule.period
         if shortest is None or period < shortest:
             best, shortest = problem, period
     return [] if best is None else [best]

@@ -10,22 +10,29 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from openrecycle.planner.catalogs.catalog_build import build_catalog
 from openrecycle.planner.catalogs.catalog_engines import make_engine
 from openrecycle.planner.commands.shared import (
-    LAYERS_HELP,
-    MEMORY_HELP,
-    PARTITION_HELP,
-    PROFILE_HELP,
+    AsJson,
+    Durations,
+    Failed,
+    Layers,
+    Memory,
+    MicroBatches,
+    PartitionOption,
+    Pipelines,
+    Profile,
+    Stages,
+    UnitSeconds,
     best_at_home,
+    err,
+    failed_workers,
     interruptible,
     job_of_options,
 )
 from openrecycle.planner.jobs.errors import InputError
-from openrecycle.planner.jobs.failures import parse_failed
 from openrecycle.planner.jobs.job import MemoryLimit, Over, Technique
 from openrecycle.planner.jobs.profile import AUTO
 from openrecycle.planner.layers.distribution import COPY_BANDWIDTH, check_copy_cost
@@ -35,30 +42,28 @@ from openrecycle.planner.solvers.portfolio import SOLVERS
 
 
 def migrations_command(
-    pipelines: Annotated[int | None, typer.Option(help="Data-parallel pipelines.")] = None,
-    stages: Annotated[int | None, typer.Option(help="Stages of each pipeline.")] = None,
-    micro_batches: Annotated[int | None, typer.Option(help="Micro-batches per pipeline and iteration.")] = None,
-    fail: Annotated[list[str] | None, typer.Option(help="A failed worker such as W1_2; repeatable.")] = None,
+    pipelines: Pipelines = None,
+    stages: Stages = None,
+    micro_batches: MicroBatches = None,
+    fail: Failed = None,
     technique: Annotated[str, typer.Option(help="adaptive, decoupled or staggered.")] = "staggered",
-    memory: Annotated[str, typer.Option(help=MEMORY_HELP)] = "uniform",
-    durations: Annotated[str | None, typer.Option(help="Op times, F=1,I=1,W=1,O=0,transfer=0.")] = None,
-    profile: Annotated[Path | None, typer.Option(help=PROFILE_HELP)] = None,
+    memory: Memory = "uniform",
+    durations: Durations = None,
+    profile: Profile = None,
     state_bytes: Annotated[
         str, typer.Option(help="Bytes of weights and optimizer state to copy; one number, or one per stage: 1e9,2e9.")
     ] = "0",
     bandwidth: Annotated[float, typer.Option(help="Bytes per second of one copy.")] = COPY_BANDWIDTH,
     heals_in: Annotated[float | None, typer.Option(help="Seconds until the failed workers return, if known.")] = None,
-    unit_seconds: Annotated[
-        float | None, typer.Option(help="Seconds of one time unit, where its name does not say it (default 1).")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    unit_seconds: UnitSeconds = None,
+    as_json: AsJson = False,
 ) -> None:
     """Say whether failures should move to other stages, which workers to migrate, and why."""
 
     job = job_of_options(pipelines, stages, micro_batches, durations, profile)
     result = best_migrations(
         job,
-        parse_failed((name for text in fail or [] for name in text.split(",")), job),
+        failed_workers(fail, job),
         technique=Technique.of(technique),
         memory=MemoryLimit.parse(memory),
         cost=check_copy_cost(job, _byte_counts(state_bytes), bandwidth),
@@ -112,25 +117,23 @@ def _byte_counts(text: str) -> list[int]:
 def catalog_command(
     out: Annotated[Path, typer.Option(help="Folder for catalogs; each lies in it under its fingerprint.")],
     tolerance: Annotated[int, typer.Option(help="Plan for up to so many failures.")],
-    pipelines: Annotated[int | None, typer.Option(help="Data-parallel pipelines.")] = None,
-    stages: Annotated[int | None, typer.Option(help="Stages of each pipeline.")] = None,
-    micro_batches: Annotated[int | None, typer.Option(help="Micro-batches per pipeline and iteration.")] = None,
+    pipelines: Pipelines = None,
+    stages: Stages = None,
+    micro_batches: MicroBatches = None,
     technique: Annotated[str, typer.Option(help="fault-free, adaptive, decoupled or staggered.")] = "staggered",
-    memory: Annotated[str, typer.Option(help=MEMORY_HELP)] = "uniform",
-    durations: Annotated[str | None, typer.Option(help="Op times, F=1,I=1,W=1,O=0,transfer=0.")] = None,
-    layers: Annotated[int | None, typer.Option(help=LAYERS_HELP)] = None,
-    partition: Annotated[str | None, typer.Option(help=PARTITION_HELP)] = None,
+    memory: Memory = "uniform",
+    durations: Durations = None,
+    layers: Layers = None,
+    partition: PartitionOption = None,
     relayout: Annotated[
         str | None, typer.Option(help="auto: each plan has a partition of its own (where there are layers); or never.")
     ] = None,
-    profile: Annotated[Path | None, typer.Option(help=PROFILE_HELP)] = None,
+    profile: Profile = None,
     solver: Annotated[str, typer.Option(help="list, auto, cp-sat or milp.")] = "list",
     time_limit: Annotated[float, typer.Option(help="Seconds per plan, for other solvers than list.")] = 10.0,
     per: Annotated[str, typer.Option(help="A plan per failure `pattern`, per `count`, or `auto`.")] = "auto",
     jobs: Annotated[int | None, typer.Option(help="Processes; by default one per core.")] = None,
-    engine: Annotated[str, typer.Option(help="local, or ray for a Ray cluster.")] = "local",
-    address: Annotated[str | None, typer.Option(help="Of the Ray cluster; without one it is started here.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Plan ahead, one plan per failure count or pattern. Ctrl-C keeps what is done; the same command goes on."""
     if solver not in SOLVERS:
@@ -154,7 +157,7 @@ def catalog_command(
             question,
             tolerance,
             out,
-            engine=make_engine(engine, jobs=jobs, address=address),
+            engine=make_engine(jobs),
             effort=Effort(solver=solver, time_limit=None if solver == "list" else time_limit),
             per=per,
             on_progress=progress,
@@ -192,11 +195,10 @@ def catalog_command(
 @contextmanager
 def _bar(*, quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
     """A progress bar on a terminal; nothing elsewhere."""
-    console = Console(stderr=True)
-    if quiet or not console.is_terminal:
+    if quiet or not err.is_terminal:
         yield None
         return
     columns = (TextColumn("planning"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    with Progress(*columns, console=err, transient=True) as progress:
         task = progress.add_task("planning", total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)

@@ -8,25 +8,46 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
+from typing import Annotated
 
+import typer
 from rich.console import Console
 
 from openrecycle.planner.jobs.errors import InputError
-from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, parse_durations
+from openrecycle.planner.jobs.failures import parse_failed
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker, parse_durations
 from openrecycle.planner.jobs.profile import AUTO, parse_partition
 from openrecycle.planner.layers.partition import lay_out
 from openrecycle.planner.plans.plan import JobDoc
 from openrecycle.planner.profiles import job_on, load
 
-LAYERS_HELP = "Layers of the model, alike; --durations are then those of one."
-PARTITION_HELP = "Layers per stage: auto (the default with --layers) or numbers such as 11,11,11,11."
-MEMORY_HELP = "Activations per worker: 1f1b, uniform, none, a number, or bytes (what fits by the profile)."
-PROFILE_HELP = (
-    "Op times: a file of `openrecycle profile`, a shipped profile's name (gpt-3-medium), or a JSON file with the "
-    "document of a job."
+Pipelines = Annotated[int | None, typer.Option(help="Data-parallel pipelines.")]
+Stages = Annotated[int | None, typer.Option(help="Stages of each pipeline.")]
+MicroBatches = Annotated[int | None, typer.Option(help="Micro-batches per pipeline and iteration.")]
+Durations = Annotated[str | None, typer.Option(help="Op times, F=1,I=1,W=1,O=0,transfer=0.")]
+Layers = Annotated[int | None, typer.Option(help="Layers of the model, alike; --durations are then those of one.")]
+PartitionOption = Annotated[
+    str | None, typer.Option(help="Layers per stage: auto (the default with --layers) or numbers such as 11,11,11,11.")
+]
+Profile = Annotated[
+    Path | None,
+    typer.Option(
+        help="Op times: a file of `openrecycle profile`, a shipped profile's name (gpt-3-medium), or a JSON file with "
+        "the document of a job."
+    ),
+]
+Failed = Annotated[list[str] | None, typer.Option(help="A failed worker such as W1_2; repeatable.")]
+MEMORY = typer.Option(
+    help="Activations per worker: 1f1b, uniform (the default), none, a number, or bytes (what fits by the profile)."
 )
+Memory = Annotated[str, MEMORY]
+UnitSeconds = Annotated[
+    float | None, typer.Option(help="Seconds of one time unit, where its name does not say it (default 1).")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
-_err = Console(stderr=True, highlight=False, soft_wrap=True)
+# What is not the result: progress, and what Ctrl-C does.
+err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 def job_of_options(
@@ -89,6 +110,11 @@ def _job_of_options(
     return Job.uniform(pipelines, stages, micro_batches, durations=times, layers=layers or 0)
 
 
+def failed_workers(given: list[str] | None, job: Job) -> frozenset[Worker]:
+    """Of `--fail`, which may be repeated or list several. Raises InputError."""
+    return parse_failed((name for text in given or [] for name in text.split(",")), job)
+
+
 @contextmanager
 def interruptible() -> Iterator[list[int]]:
     """The first Ctrl-C only marks the list that is yielded; the second one ends the program."""
@@ -98,7 +124,7 @@ def interruptible() -> Iterator[list[int]]:
         if stop:
             raise KeyboardInterrupt
         stop.append(number)
-        _err.print("stopping; keeping the best plan so far")
+        err.print("stopping; keeping the best plan so far")
 
     before = signal.signal(signal.SIGINT, note)
     try:

@@ -14,7 +14,16 @@ from rich.table import Table
 
 from openrecycle.planner.catalogs.catalog_store import open_folder
 from openrecycle.planner.commands.output import console
-from openrecycle.planner.commands.shared import MEMORY_HELP, PROFILE_HELP, job_of_options
+from openrecycle.planner.commands.shared import (
+    Durations,
+    Memory,
+    MicroBatches,
+    Pipelines,
+    Profile,
+    Stages,
+    UnitSeconds,
+    job_of_options,
+)
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique
 from openrecycle.planner.plans.models import analytic_job, model_shape
@@ -41,21 +50,19 @@ def simulate_command(
     model: Annotated[str | None, typer.Option(help="Row of the tables, or a model shape such as gpt-3-6.7b.")] = None,
     throughput: Annotated[Path | None, typer.Option(help="CSV: system,model,nodes,samples_per_second.")] = None,
     costs: Annotated[Path | None, typer.Option(help="CSV of what a failure costs each system and model.")] = None,
-    profile: Annotated[Path | None, typer.Option(help=PROFILE_HELP)] = None,
-    pipelines: Annotated[int | None, typer.Option(help="Data-parallel pipelines.")] = None,
-    stages: Annotated[int | None, typer.Option(help="Stages of each pipeline.")] = None,
-    micro_batches: Annotated[int | None, typer.Option(help="Micro-batches per pipeline and iteration.")] = None,
-    durations: Annotated[str | None, typer.Option(help="Op times, F=1,I=1,W=1,O=0,transfer=0.")] = None,
+    profile: Profile = None,
+    pipelines: Pipelines = None,
+    stages: Stages = None,
+    micro_batches: MicroBatches = None,
+    durations: Durations = None,
     samples: Annotated[
         float | None, typer.Option(help="Samples of one iteration; by default one a micro-batch.")
     ] = None,
     technique: Annotated[
         str, typer.Option(help="What re-routing may use: adaptive, decoupled or staggered.")
     ] = "staggered",
-    memory: Annotated[str, typer.Option(help=MEMORY_HELP)] = "uniform",
-    unit_seconds: Annotated[
-        float | None, typer.Option(help="Seconds of one time unit, where its name does not say it (default 1).")
-    ] = None,
+    memory: Memory = "uniform",
+    unit_seconds: UnitSeconds = None,
     layers_per_stage: Annotated[int, typer.Option(help="What re-partition can move.")] = LAYERS_PER_STAGE,
     least_stages: Annotated[int | None, typer.Option(help="Fewest workers that hold the model.")] = None,
     catalog: Annotated[Path | None, typer.Option(help="A catalog's folder: its periods are taken.")] = None,

@@ -10,6 +10,7 @@ from typing import Any
 
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Worker
+from openrecycle.planner.layers.migration import SECONDS
 from openrecycle.planner.plans.plan import Plan
 from openrecycle.planner.plans.schedule import Op, Schedule
 
@@ -20,9 +21,8 @@ from openrecycle.planner.plans.schedule import Op, Schedule
 # A process per pipeline and a thread per worker; a slice per op; arrows for the transfers of
 # re-routed micro-batches; a counter of held activations per worker; a mark on workers that are out.
 
-MICROSECONDS = {"ns": 0.001, "us": 1, "µs": 1, "μs": 1, "ms": 1_000, "s": 1_000_000, "min": 60_000_000}
 # A unit that is no unit of time, such as a slot, is drawn as a millisecond.
-MICROSECONDS_OF_OTHERS = 1_000
+SECONDS_OF_OTHERS = 1e-3
 
 CATEGORY = {"F": "forward", "I": "backward-input", "W": "backward-weight", "B": "backward", "O": "optimizer"}
 
@@ -31,7 +31,7 @@ def to_chrome_trace(plan: Plan) -> str:
     """`otherData` says how many microseconds one unit of the plan's times became."""
     schedule = plan.schedule()
     unit = plan.job.time_unit
-    per_unit = MICROSECONDS.get(unit, MICROSECONDS_OF_OTHERS)
+    per_unit = round(1e6 * SECONDS.get(unit, SECONDS_OF_OTHERS), 3)
     trace = _ChromeTrace(schedule, per_unit)
     document = {
         "traceEvents": list(trace.events()),

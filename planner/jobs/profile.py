@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from openrecycle.planner.jobs.errors import InputError
 
@@ -18,6 +18,9 @@ AUTO = "auto"
 MAX_BYTES = 1 << 60
 # Of stages that are a little unlike: their times are a plain one's times one of these.
 UNEVEN_SCALES = (0.9, 1.0, 1.1, 1.2)
+# Of the fields of a StageProfile those that are times, beside its reductions, and those that are bytes.
+TIMES = ("forward", "input_backward", "weight_backward", "optimizer")
+SIZES = ("activation_bytes", "weight_backward_bytes", "weight_bytes", "optimizer_bytes")
 
 
 @dataclass(frozen=True)
@@ -96,28 +99,14 @@ class LayerProfile(StageProfile):
 
 def joined(layers: Sequence[StageProfile]) -> StageProfile:
     """The stage that these layers make, to the planner's decimals."""
-
-    def times(name: str) -> float:
-        return _sum(getattr(layer, name) for layer in layers)
-
-    def sizes(name: str) -> int:
-        return sum(getattr(layer, name) for layer in layers)
-
     most = max(len(layer.reductions) for layer in layers)
-    return StageProfile(
-        forward=times("forward"),
-        input_backward=times("input_backward"),
-        weight_backward=times("weight_backward"),
-        optimizer=times("optimizer"),
-        # Counted from the end, where all peers live.
-        reductions=tuple(
-            _sum(layer.reductions[-n] for layer in layers if n <= len(layer.reductions)) for n in range(most, 0, -1)
-        ),
-        activation_bytes=sizes("activation_bytes"),
-        weight_backward_bytes=sizes("weight_backward_bytes"),
-        weight_bytes=sizes("weight_bytes"),
-        optimizer_bytes=sizes("optimizer_bytes"),
+    # Counted from the end, where all peers live.
+    reductions = tuple(
+        _sum(layer.reductions[-n] for layer in layers if n <= len(layer.reductions)) for n in range(most, 0, -1)
     )
+    times: dict[str, Any] = {name: _sum(getattr(layer, name) for layer in layers) for name in TIMES}
+    sizes: dict[str, Any] = {name: sum(getattr(layer, name) for layer in layers) for name in SIZES}
+    return StageProfile(**times, reductions=reductions, **sizes)
 
 
 def _sum(values: Iterable[float]) -> float:

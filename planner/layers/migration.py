@@ -23,7 +23,8 @@ from openrecycle.planner.solvers.list_scheduler import ListScheduler
 # Distributions that are planned with the list scheduler, after each period model has ranked its own.
 PLANNED = 3
 
-SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+# Of the units of time that a profile may be in. Any other, such as a slot, is none.
+SECONDS = {"min": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ns": 1e-9}
 
 
 @dataclass(frozen=True)

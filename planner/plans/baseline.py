@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from openrecycle.planner.jobs.errors import InfeasibleError
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, StageTicks, Technique, Worker
-from openrecycle.planner.plans.schedule import Op, Schedule
+from openrecycle.planner.plans.schedule import Op, Schedule, inputs
 
 Order = list[tuple[str, int]]  # (kind, micro-batch)
 
@@ -60,7 +60,7 @@ REFERENCES = {
 
 def reference_schedule(problem: Problem, name: str) -> Schedule:
     """One of REFERENCES. Memory limits are not looked at."""
-    return _timed(problem, REFERENCES[name].orders(problem.job))
+    return in_order(problem, REFERENCES[name].orders(problem.job))
 
 
 def one_forward_one_backward(problem: Problem) -> Schedule:
@@ -123,9 +123,10 @@ def references(problem: Problem) -> Iterator[Timed]:
         yield Timed(name, period, orders, made[0])
 
 
-def timed_schedule(problem: Problem, reference: Timed) -> Schedule:
-    """The whole grid's schedule, op by op."""
-    return _timed(problem, reference.orders)
+@lru_cache(maxsize=256)
+def least_reference(problem: Problem) -> Timed | None:
+    """The shortest of those that `problem`, without failures, allows; None: its memory allows none."""
+    return min(references(problem), key=lambda reference: reference.period, default=None)
 
 
 def _one_f_one_b(micro_batches: int, depth: int) -> Order:
@@ -151,7 +152,7 @@ def _zero_bubble(micro_batches: int, depth: int, lag: int) -> Order:
     return order + [("W", j) for j in range(max(0, micro_batches - lag), micro_batches)]
 
 
-def _timed(problem: Problem, orders: list[Order]) -> Schedule:
+def in_order(problem: Problem, orders: list[Order]) -> Schedule:
     """Every pipeline runs `orders` (one per stage), each op as early as the order allows."""
     job = problem.job
     lengths = [_lengths(problem, p) for p in range(job.pipelines)] if job.speeds else [_lengths(problem, 0)]
@@ -197,7 +198,7 @@ def _starts(
             if arrival < 0:
                 break
             start = max(arrival, free[s])
-            free[s] = end["B" if kind == "I" else kind, s, j] = start + length
+            free[s] = end["I" if kind == "B" else kind, s, j] = start + length
             starts[s].append((kind, j, start, length))
             at[s] += 1
             neighbour = {"F": s + 1, "W": -1}.get(kind, s - 1)
@@ -207,18 +208,11 @@ def _starts(
 
 
 def _arrival(end: dict[tuple[str, int, int], int], kind: str, s: int, j: int, problem: Problem) -> int:
-    """When what the op needs is there; -1: not yet known. I and B are one in `end`'s keys."""
-    job = problem.job
-    last = job.stages - 1
-    if kind == "W":
-        return end.get(("B", s, j), -1)
-    if kind == "F":
-        source, lag = ("F", s - 1, j), job.transfer_ticks[s - 1] if s else 0
-        if s == 0:
-            return 0
-    elif s == last:
-        source, lag = ("F", s, j), 0
-    else:
-        source, lag = ("B", s + 1, j), job.backward_transfer_ticks[s]
-    done = end.get(source, -1)
-    return done + lag if done >= 0 else -1
+    """When what the op needs is there; -1: not yet known. B is I in `end`'s keys."""
+    found = 0
+    for source, stage, lag in inputs(kind, s, problem.job):
+        done = end.get((source, stage, j), -1)
+        if done < 0:
+            return -1
+        found = max(found, done + lag)
+    return found

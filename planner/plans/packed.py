@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import re
 import struct
 import zlib
 from collections.abc import Sequence
@@ -43,6 +45,7 @@ DIGEST = hashlib.sha256().digest_size
 # Read back before more memory is taken: a header lists the failed workers and little else.
 MAX_HEADER = 64 << 20
 MAX_JSON = 4 << 30
+_LOWER_BOUND = re.compile(rb'"lower_bound":\s*([0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)')
 # Documents of fewer ops are read in ten milliseconds.
 SMALL_OPS = 3_000
 # As small as by the usual 6, in half the time.
@@ -59,7 +62,7 @@ class Effort(BaseModel):
 
 
 class RequestedPlan(BaseModel):
-    """What a plan is for, beside its failures."""
+    """What a plan is for, beside its failures: the beginning of whatever says so."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -67,6 +70,7 @@ class RequestedPlan(BaseModel):
     technique: Technique
     memory: str
 
+    @property
     def question(self) -> CatalogQuestion:
         """Raises PlannerError when it describes no job."""
         return CatalogQuestion(self.job.job(), self.technique, MemoryLimit.parse(self.memory, field="memory"))
@@ -194,7 +198,7 @@ def unpack(data: bytes, question: CatalogQuestion | None = None, *, source: str 
     if header.form == "json":
         return Plan.from_json(_inflate(payload, MAX_JSON), source=source)
     try:
-        schedule = _schedule(header, payload, asked.question() if isinstance(asked, RequestedPlan) else asked)
+        schedule = _schedule(header, payload, asked.question if isinstance(asked, RequestedPlan) else asked)
     except (ValueError, zlib.error) as error:
         what = "a stored plan" if question is None else "a plan of this catalog"
         raise PlanError(f"{source} is not {what}: {error}") from None
@@ -263,6 +267,19 @@ def packed(plan: Plan) -> Packed:
 def storable(plan: Plan) -> str | Packed:
     """What db.store takes of a plan: of a small one the document, which is read as quickly."""
     return packed(plan) if plan.op_count > SMALL_OPS else plan.to_json()
+
+
+def bound_of(plan: Packed) -> float:
+    """The lower bound that it says is proven, without a look at its ops; less than any where it says none, or is
+    damaged."""
+    try:
+        if plan.columns:
+            return decode_header(plan.columns).metrics.lower_bound
+        text = zlib.decompress(plan.document)
+    except (PlanError, zlib.error):
+        return -math.inf
+    found = _LOWER_BOUND.match(text, max(0, text.rfind(b'"lower_bound"')))
+    return float(found[1]) if found else -math.inf
 
 
 # -- columns ---------------------------------------------------------------------------------

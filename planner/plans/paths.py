@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from openrecycle.planner.jobs.job import Worker
-from openrecycle.planner.plans.schedule import Op, Schedule
+from openrecycle.planner.plans.schedule import Op, Schedule, inputs
 
 _Key = tuple[int, int, int]  # home pipeline, micro-batch, stage
 
@@ -82,18 +82,8 @@ class _Chain:
         if place:
             before = self.schedule.ops[op.worker][place - 1]
             yield before, before.end
-        pipeline, micro_batch, stage = op.pipeline, op.micro_batch, op.stage
-        inputs: list[tuple[str, int, int]] = []
-        if op.kind == "F" and stage:
-            inputs = [("F", stage - 1, self.job.transfer_ticks[stage - 1])]
-        elif op.kind in ("I", "B"):
-            inputs = [("F", stage, 0)]
-            if stage < self.job.stages - 1:
-                inputs.append(("I", stage + 1, self.job.backward_transfer_ticks[stage]))
-        elif op.kind == "W":
-            inputs = [("I", stage, 0)]
-        for kind, source, lag in inputs:
-            given = self.at.get((kind, (pipeline, micro_batch, source)))
+        for kind, source, lag in inputs(op.kind, op.stage, self.job):
+            given = self.at.get((kind, (op.pipeline, op.micro_batch, source)))
             if given is not None:
                 yield given, given.end + lag
 

@@ -48,6 +48,7 @@ from openrecycle.planner.jobs.job import (
     Worker,
     count_ops,
 )
+from openrecycle.planner.jobs.profile import SIZES, TIMES
 from openrecycle.planner.jobs.words import printable
 from openrecycle.planner.plans.schedule import (
     KINDS,
@@ -715,17 +716,9 @@ def layer_doc(layer: LayerProfile) -> LayerDoc:
 
 
 def _fields_of(profile: StageProfile) -> dict[str, Any]:
-    return {
-        "forward": _plain(profile.forward),
-        "input_backward": _plain(profile.input_backward),
-        "weight_backward": _plain(profile.weight_backward),
-        "optimizer": _plain(profile.optimizer),
-        "reductions": _plain_all(profile.reductions),
-        "activation_bytes": profile.activation_bytes,
-        "weight_backward_bytes": profile.weight_backward_bytes,
-        "weight_bytes": profile.weight_bytes,
-        "optimizer_bytes": profile.optimizer_bytes,
-    }
+    times = {name: _plain(getattr(profile, name)) for name in TIMES}
+    sizes = {name: getattr(profile, name) for name in SIZES}
+    return {**times, "reductions": _plain_all(profile.reductions), **sizes}
 
 
 def first_problem(error: ValidationError) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from openrecycle.planner.jobs.errors import InputError
-from openrecycle.planner.jobs.job import Problem, Technique, Worker
+from openrecycle.planner.jobs.job import Job, Problem, Technique, Worker
 
 Ints = NDArray[np.int64]
 Numbers = NDArray[Any]  # of int64; or Python's own integers, where one of them has more bits
@@ -518,3 +518,15 @@ class Schedule:
         ends = np.flatnonzero(np.append(row[1:] != row[:-1], True)[: len(row)])
         left = np.repeat(np.append(0, held[ends])[:-1], np.diff(ends, prepend=-1))
         return row[last], when[last], (held - left)[last]
+
+
+def inputs(kind: str, stage: int, job: Job) -> list[tuple[str, int, int]]:
+    """What an F, I, W or B needs of its own micro-batch: (kind, stage, ticks from its end until it is here).
+    B counts as I.
+    """
+    if kind == "W":
+        return [("I", stage, 0)]
+    if kind == "F":
+        return [("F", stage - 1, job.transfer_ticks[stage - 1])] if stage else []
+    below = [("I", stage + 1, job.backward_transfer_ticks[stage])] if stage < job.stages - 1 else []
+    return [("F", stage, 0), *below]

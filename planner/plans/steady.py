@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, Problem
-from openrecycle.planner.plans.schedule import Op, Schedule
+from openrecycle.planner.plans.schedule import Op, Schedule, inputs
 
 _Node = int
 
@@ -71,19 +71,11 @@ def _graph(schedule: Schedule, problem: Problem) -> tuple[list[Op], list[list[tu
             ops.append(op)
     waits: list[list[tuple[_Node, int]]] = []
     for op in ops:
+        if op.kind == "O":
+            waits.append([(before, 0) for before in last.get(op.stage, ())])
+            continue
         key = (op.pipeline, op.micro_batch)
-        mine: list[tuple[_Node, int]] = []
-        if op.kind == "F" and op.stage:
-            mine.append((found["F", *key, op.stage - 1], job.transfer_ticks[op.stage - 1]))
-        elif op.kind in ("I", "B"):
-            mine.append((found["F", *key, op.stage], 0))
-            if op.stage < job.stages - 1:
-                mine.append((found["I", *key, op.stage + 1], job.backward_transfer_ticks[op.stage]))
-        elif op.kind == "W":
-            mine.append((found["I", *key, op.stage], 0))
-        elif op.kind == "O":
-            mine += [(before, 0) for before in last.get(op.stage, ())]
-        waits.append(mine)
+        waits.append([(found[kind, *key, stage], lag) for kind, stage, lag in inputs(op.kind, op.stage, job)])
     return ops, waits, _sorted(waits, previous)
 
 

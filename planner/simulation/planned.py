@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from openrecycle.planner.jobs.errors import InfeasibleError, InputError
 from openrecycle.planner.jobs.job import (
@@ -19,7 +19,7 @@ from openrecycle.planner.jobs.job import (
     Technique,
     Worker,
 )
-from openrecycle.planner.jobs.profile import MAX_DECIMALS, balanced, joined
+from openrecycle.planner.jobs.profile import MAX_DECIMALS, SIZES, TIMES, balanced, joined
 from openrecycle.planner.layers.distribution import Counts, best_distributions, models
 from openrecycle.planner.layers.migration import SECONDS
 from openrecycle.planner.layers.partition import Layout, lay_out, staffed, with_stages
@@ -383,17 +383,9 @@ def _share_of(profile: StageProfile, layers: int) -> StageProfile:
     def share(time: float) -> float:
         return max(round(time / layers, MAX_DECIMALS), 10.0**-MAX_DECIMALS) if time else 0.0
 
-    return StageProfile(
-        forward=share(profile.forward),
-        input_backward=share(profile.input_backward),
-        weight_backward=share(profile.weight_backward),
-        optimizer=share(profile.optimizer),
-        reductions=tuple(map(share, profile.reductions)),
-        activation_bytes=profile.activation_bytes // layers,
-        weight_backward_bytes=profile.weight_backward_bytes // layers,
-        weight_bytes=profile.weight_bytes // layers,
-        optimizer_bytes=profile.optimizer_bytes // layers,
-    )
+    times: dict[str, Any] = {name: share(getattr(profile, name)) for name in TIMES}
+    sizes: dict[str, Any] = {name: getattr(profile, name) // layers for name in SIZES}
+    return StageProfile(**times, reductions=tuple(map(share, profile.reductions)), **sizes)
 
 
 def _step_of(profile: StageProfile) -> float:

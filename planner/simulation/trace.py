@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -34,8 +34,9 @@ class Trace:
     end: int
 
     @classmethod
-    def of(cls, name: str, events: Iterable[Event], *, end: int | None = None) -> Trace:
-        """Sorts by time and keeps the order of events of one time. end: the last event's time unless given.
+    def of(cls, name: str, events: Iterable[Event], *, end: int | None = None, where: Sequence[str] = ()) -> Trace:
+        """Sorts by time and keeps the order of events of one time. end: the last event's time unless given. where: what
+        errors call each of the events, which are in order then; by default `name`.
 
         Each worker has one life: one that comes back gets a new name, W1_2#2, W1_2#3 and so on.
         Raises InputError for an empty trace, a worker that is added while it lives, or removed while it does not.
@@ -46,16 +47,16 @@ class Trace:
         living: set[str] = set()
         lives: dict[str, int] = {}
         renamed: list[Event] = []
-        for event in ordered:
-            worker = event.worker
+        for at, event in enumerate(ordered):
+            worker, place = event.worker, where[at] if where else name
             if event.action == "add":
                 if worker in living:
-                    raise InputError(name, worker, f"a worker that is not there yet, at {event.time} ms")
+                    raise InputError(place, worker, f"a worker that is not there yet, at {event.time} ms")
                 living.add(worker)
                 lives[worker] = lives.get(worker, 0) + 1
             else:
                 if worker not in living:
-                    raise InputError(name, worker, f"the removal of a worker that is there, at {event.time} ms")
+                    raise InputError(place, worker, f"the removal of a worker that is there, at {event.time} ms")
                 living.remove(worker)
             life = lives[worker]
             renamed.append(event if life == 1 else replace(event, worker=f"{worker}#{life}"))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from openrecycle.planner.jobs.job import Over, Problem
@@ -22,6 +24,51 @@ class SolverProgress:
 
 ProgressCallback = Callable[[SolverProgress], None]
 Cancelled = Callable[[], bool]
+
+
+@dataclass
+class Run:
+    """One search, from now on: how many seconds it has, who may end it, and who is told how it stands."""
+
+    time_limit: float = math.inf
+    cancelled: Cancelled | None = None
+    on_progress: ProgressCallback | None = None
+    _begin: float = field(init=False, default_factory=time.monotonic)
+    _stopped: bool = field(init=False, default=False)
+    _told: tuple[str, int | None, int] | None = field(init=False, default=None)
+
+    @property
+    def elapsed(self) -> float:
+        return time.monotonic() - self._begin
+
+    @property
+    def stopped(self) -> bool:
+        """Once `cancelled` has said so, for good."""
+        self._stopped = self._stopped or bool(self.cancelled and self.cancelled())
+        return self._stopped
+
+    @property
+    def left(self) -> float:
+        """Seconds; 0 when stopped."""
+        return 0.0 if self.stopped else max(0.0, self.time_limit - self.elapsed)
+
+    @property
+    def over(self) -> bool:
+        return self.elapsed > self.time_limit or self.stopped
+
+    def part(self, seconds: float) -> Run:
+        """A search within this one."""
+        return Run(seconds, self.cancelled, self.on_progress)
+
+    def quiet(self) -> Run:
+        """What is left of this one, for a step of it that nobody is told of."""
+        return Run(self.time_limit - self.elapsed, self.cancelled)
+
+    def tell(self, solver: str, incumbent: int | None, bound: int) -> None:
+        """Says nothing twice."""
+        if self.on_progress and self._told != (solver, incumbent, bound):
+            self._told = solver, incumbent, bound
+            self.on_progress(SolverProgress(solver, self.elapsed, incumbent, bound))
 
 
 @dataclass(frozen=True)
@@ -48,20 +95,11 @@ class Solution:
 class Solver(Protocol):
     """Finds a schedule of short period.
 
-    `solve` returns within about `time_limit` seconds with the best schedule known, never worse
-    than `warm_start`; calls `on_progress` whenever incumbent or bound improve; polls `cancelled`
-    and, once it is true, returns what it has. Raises InputError for a problem of a size or kind
+    `solve` returns when `run` (None: one without a limit) is about over, with the best schedule known, never worse
+    than `warm_start`; tells it whenever incumbent or bound improve. Raises InputError for a problem of a size or kind
     that it doesn't handle and InfeasibleError when no schedule exists.
     """
 
     name: str
 
-    def solve(
-        self,
-        problem: Problem,
-        *,
-        time_limit: float,
-        warm_start: Schedule | None = None,
-        on_progress: ProgressCallback | None = None,
-        cancelled: Cancelled | None = None,
-    ) -> Solution: ...
+    def solve(self, problem: Problem, run: Run | None = None, *, warm_start: Schedule | None = None) -> Solution: ...

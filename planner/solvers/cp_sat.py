@@ -18,14 +18,14 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ortools.sat.python import cp_model
 
 from openrecycle.planner.jobs.job import Problem
 from openrecycle.planner.plans.bounds import period_bound
 from openrecycle.planner.plans.schedule import Schedule
-from openrecycle.planner.solvers.base import Cancelled, ProgressCallback, Solution, SolverProgress
+from openrecycle.planner.solvers.base import Cancelled, Run, Solution
 from openrecycle.planner.solvers.cp_sat_model import PooledModel, RoutingModel, ScheduleModel, SliceModel
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
 from openrecycle.planner.solvers.lns import ScheduleGraph, Slices
@@ -59,34 +59,17 @@ class CpSatSolver:
         self.workers = workers
         self.free_routes = free_routes
 
-    def solve(
-        self,
-        problem: Problem,
-        *,
-        time_limit: float,
-        warm_start: Schedule | None = None,
-        on_progress: ProgressCallback | None = None,
-        cancelled: Cancelled | None = None,
-    ) -> Solution:
-        begin = time.monotonic()
+    def solve(self, problem: Problem, run: Run | None = None, *, warm_start: Schedule | None = None) -> Solution:
+        run = run or Run()
         if warm_start is None or not problem.technique.reroutes:
-            first = ListScheduler().solve(problem, time_limit=time_limit, cancelled=cancelled)
+            first = ListScheduler().solve(problem, run.quiet())
             if not problem.technique.reroutes:
                 # Fault-free names one schedule, 1F1B: there is nothing to choose.
-                return Solution(first.schedule, first.bound, self.name, time.monotonic() - begin)
+                return replace(first, solver=self.name, seconds=run.elapsed)
             warm_start = first.schedule
-        search = _Search(
-            problem,
-            warm_start,
-            period_bound(problem),
-            begin,
-            begin + time_limit,
-            self.workers,
-            on_progress,
-            cancelled,
-        )
+        search = _Search(problem, warm_start, period_bound(problem), run, self.workers)
         message = search.go(free_routes=self.free_routes)
-        return Solution(search.best, search.bound, self.name, time.monotonic() - begin, message)
+        return Solution(search.best, search.bound, self.name, run.elapsed, message)
 
 
 @dataclass
@@ -96,14 +79,9 @@ class _Search:
     problem: Problem
     best: Schedule
     bound: int
-    begin: float
-    deadline: float
+    run: Run
     workers: int
-    on_progress: ProgressCallback | None
-    cancelled: Cancelled | None
-    stopped: bool = field(init=False, default=False)
     seed: int = field(init=False, default=0)
-    _told: tuple[int, int] | None = field(init=False, default=None)
 
     def go(self, *, free_routes: bool) -> str:
         """Improves `best` and `bound`; returns what is to be said about the result."""
@@ -131,16 +109,10 @@ class _Search:
 
     @property
     def left(self) -> float:
-        """Seconds; 0 when stopped."""
-        if self.stopped or (self.cancelled and self.cancelled()):
-            self.stopped = True
-            return 0.0
-        return max(0.0, self.deadline - time.monotonic())
+        return self.run.left
 
     def tell(self, incumbent: int, bound: int) -> None:
-        if self.on_progress and self._told != (incumbent, bound):
-            self._told = (incumbent, bound)
-            self.on_progress(SolverProgress(CpSatSolver.name, time.monotonic() - self.begin, incumbent, bound))
+        self.run.tell(CpSatSolver.name, incumbent, bound)
 
     def take(self, schedule: Schedule) -> None:
         if schedule.period < self.best.period:
@@ -157,16 +129,8 @@ class _Search:
     def _run(
         self, model: ScheduleModel | SliceModel | RoutingModel | PooledModel, seconds: float, watch: Watcher | None
     ) -> CpSatOutcome:
-        outcome = run(
-            model.model,
-            time_limit=seconds,
-            workers=self.workers,
-            seed=self.seed,
-            watch=watch,
-            cancelled=self.cancelled,
-        )
-        self.stopped |= outcome.cancelled
-        return outcome
+        stop = self.run.cancelled and (lambda: self.run.stopped)
+        return run(model.model, time_limit=seconds, workers=self.workers, seed=self.seed, watch=watch, cancelled=stop)
 
     def _whole(self, reduction: Reduction, seconds: float) -> bool:
         """All ops in one model. True when nothing better exists for these routes."""
@@ -245,7 +209,9 @@ class _Search:
             return ""
         if proven:
             return proven_for_routing(self.problem, self.bound)
-        return "stopped before the gap was closed" if self.stopped else "time limit reached before the gap was closed"
+        return (
+            "stopped before the gap was closed" if self.run.stopped else "time limit reached before the gap was closed"
+        )
 
 
 # -- a model runs so that it can be watched and stopped from the calling thread ----------------------

@@ -7,7 +7,6 @@ that plans for the same failures gets the same plan.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -16,10 +15,17 @@ from itertools import accumulate, chain, count, islice
 from openrecycle.planner.jobs.errors import InfeasibleError
 from openrecycle.planner.jobs.failures import levelled
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, Worker
-from openrecycle.planner.plans.baseline import Timed, one_forward_one_backward, references, timed_schedule
+from openrecycle.planner.jobs.words import plural
+from openrecycle.planner.plans.baseline import (
+    Timed,
+    in_order,
+    least_reference,
+    one_forward_one_backward,
+    references,
+)
 from openrecycle.planner.plans.bounds import period_bound
 from openrecycle.planner.plans.schedule import Schedule
-from openrecycle.planner.solvers.base import Cancelled, ProgressCallback, Solution, SolverProgress
+from openrecycle.planner.solvers.base import Run, Solution
 from openrecycle.planner.solvers.table import ALWAYS, UNLIMITED, DispatchSettings, Result, Table
 
 # -- the rules that it tries, best first -------------------------------------------------------------
@@ -173,7 +179,7 @@ SELECTIVE_ITEMS = 30_000
 
 
 class ListScheduler:
-    """The Solver of this module. `time_limit` only cuts the number of rules short.
+    """The Solver of this module. The limit of a run only cuts the number of rules short.
 
     compiled: use machine code or not; by default where it pays and can be had.
     """
@@ -183,21 +189,11 @@ class ListScheduler:
     def __init__(self, *, compiled: bool | None = None) -> None:
         self._compiled = compiled
 
-    def solve(
-        self,
-        problem: Problem,
-        *,
-        time_limit: float = float("inf"),
-        warm_start: Schedule | None = None,
-        on_progress: ProgressCallback | None = None,
-        cancelled: Cancelled | None = None,
-    ) -> Solution:
-        begin = time.perf_counter()
+    def solve(self, problem: Problem, run: Run | None = None, *, warm_start: Schedule | None = None) -> Solution:
+        run = run or Run()
         bound = period_bound(problem)
         if not problem.technique.reroutes:
-            # Its order of ops is given, so nothing that may be called fault-free is shorter.
-            schedule = one_forward_one_backward(problem)
-            return Solution(schedule, schedule.period, self.name, time.perf_counter() - begin)
+            return _fault_free(problem, bound, run)
         table = Table(problem, compiled=self._compiled)
         target = min(bound, warm_start.period) if warm_start else bound
         best: Result | None = None
@@ -207,25 +203,39 @@ class ListScheduler:
             result = table.run(tried)
             if best is None or result.rank < best.rank:
                 best, settings = result, tried
-                if on_progress:
-                    on_progress(SolverProgress(self.name, time.perf_counter() - begin, best.period, bound))
-            if best.period <= target or time.perf_counter() - begin > time_limit or (cancelled and cancelled()):
+                run.tell(self.name, best.period, bound)
+            if best.period <= target or run.over:
                 break
         assert best is not None and settings is not None
         best = _less_split(table, best, settings)
         schedule = table.schedule(best)
         if not problem.failed:
-            reference = None if best.period <= bound else min(references(problem), key=lambda r: r.period, default=None)
+            reference = None if best.period <= bound else least_reference(problem)
             if reference is not None and reference.period < best.period:
                 schedule = _as_schedule(table, reference)
-        elif best.period > bound and time.perf_counter() - begin <= time_limit and not (cancelled and cancelled()):
+        elif best.period > bound and not run.over:
             if table.items <= SELECTIVE_ITEMS:
                 schedule = _of_levelled(schedule, compiled=self._compiled)
             for other in rerouted_references(problem, below=schedule.period, compiled=self._compiled):
                 schedule = min(schedule, other.for_fewer(problem), key=lambda s: s.period)
         if warm_start is not None and warm_start.period <= schedule.period:
             schedule = warm_start
-        return Solution(schedule, bound, self.name, time.perf_counter() - begin)
+        return Solution(schedule, bound, self.name, run.elapsed)
+
+
+def _fault_free(problem: Problem, bound: int, run: Run) -> Solution:
+    """1F1B. What may be called fault-free has the order of a published schedule that leaves B whole, so nothing is
+    shorter than the shortest of those that the memory limit allows: where that is GPipe, the plan has a gap."""
+    schedule = one_forward_one_backward(problem)
+    least = least_reference(problem)
+    assert least is not None  # 1F1B at least
+    message = ""
+    if least.period < schedule.period:
+        units = problem.job.units
+        message = (
+            f"fault-free is 1F1B's order; GPipe's has a period of {units(least.period)} {plural(problem.job.time_unit)}"
+        )
+    return Solution(schedule, max(bound, least.period), ListScheduler.name, run.elapsed, message)
 
 
 def _of_levelled(schedule: Schedule, *, compiled: bool | None) -> Schedule:
@@ -275,7 +285,7 @@ def _less_split(table: Table, best: Result, settings: DispatchSettings) -> Resul
 def _as_schedule(table: Table, reference: Timed) -> Schedule:
     """A reference on the whole grid; in the table's form where one pipeline stands for all."""
     if table.problem.job.speeds:
-        return timed_schedule(table.problem, reference)
+        return in_order(table.problem, reference.orders)
     return table.schedule(reference_result(table, reference))
 
 

@@ -2,9 +2,8 @@
 
 Time-indexed, in step form: y[op, t] = 1 once the op has started by tick t. So precedence is
 y[b, t] <= y[a, t - duration - transfer], a worker's load at t is the sum of y[op, t] -
-y[op, t - duration], and what it holds the sum of y[F, t] - y[W, t - W]. Of the forms measured (big-M
-disjunctive, time-indexed with pulses, with steps; each with HiGHS and SCIP), steps with HiGHS alone
-proved all of nine small grids within 10 s each; big-M failed on three, and SCIP on two with steps.
+y[op, t - duration], and what it holds the sum of y[F, t] - y[W, t - W]. HiGHS
+solves this form soonest.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ortools.math_opt.python import mathopt
@@ -26,7 +25,7 @@ from openrecycle.planner.jobs.job import Problem, Worker
 from openrecycle.planner.plans.bounds import period_bound
 from openrecycle.planner.plans.routing import Routes
 from openrecycle.planner.plans.schedule import Op, Schedule
-from openrecycle.planner.solvers.base import Cancelled, ProgressCallback, Solution, SolverProgress
+from openrecycle.planner.solvers.base import Cancelled, Run, Solution
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
 from openrecycle.planner.solvers.reduction import proven_for_routing, routes_of, whole_backwards
 
@@ -36,6 +35,9 @@ POLL = 0.05
 # Beyond this a limit is none, and HiGHS takes no larger ones.
 MOST_SECONDS = 1e9
 
+# Where nothing is as short as what is known, that is the best of its routing.
+PROVEN = ("OPTIMAL", "INFEASIBLE", "INFEASIBLE_OR_UNBOUNDED")
+
 _Op = tuple[str, int, int]  # kind, micro-batch index, stage
 
 
@@ -44,57 +46,42 @@ class MilpSolver:
 
     name = "milp"
 
-    def solve(
-        self,
-        problem: Problem,
-        *,
-        time_limit: float,
-        warm_start: Schedule | None = None,
-        on_progress: ProgressCallback | None = None,
-        cancelled: Cancelled | None = None,
-    ) -> Solution:
-        begin = time.monotonic()
+    def solve(self, problem: Problem, run: Run | None = None, *, warm_start: Schedule | None = None) -> Solution:
+        run = run or Run()
         if warm_start is None or not problem.technique.reroutes:
-            first = ListScheduler().solve(problem, time_limit=time_limit, cancelled=cancelled)
+            first = ListScheduler().solve(problem, run.quiet())
             if not problem.technique.reroutes:
                 # Fault-free names one schedule, 1F1B: there is nothing to choose.
-                return Solution(first.schedule, first.bound, self.name, time.monotonic() - begin)
+                return replace(first, solver=self.name, seconds=run.elapsed)
             warm_start = first.schedule
         best, bound, message = warm_start, period_bound(problem), ""
-
-        def tell() -> None:
-            if on_progress:
-                on_progress(SolverProgress(self.name, time.monotonic() - begin, best.period, bound))
-
         model = StepModel(problem, routes_of(best), best.period)
-        tell()
-        outcome = _run(model.model, begin + time_limit - time.monotonic(), cancelled)
+        run.tell(self.name, best.period, bound)
+        outcome = solve_apart(model.model, run.left, run.cancelled)
         if outcome.values:
             found = model.read(outcome.values)
             best = min(found, best, key=lambda schedule: schedule.period)
         if not outcome.proven:
-            message = "stopped" if outcome.cancelled else "time limit reached"
+            message = "stopped" if run.stopped else "time limit reached"
             message += " before the MILP was solved"
         elif best.period > bound:
             message = proven_for_routing(problem, bound)
-        tell()
-        return Solution(best, bound, self.name, time.monotonic() - begin, message)
+        run.tell(self.name, best.period, bound)
+        return Solution(best, bound, self.name, run.elapsed, message)
 
 
 @dataclass(frozen=True)
 class _Outcome:
     proven: bool
-    cancelled: bool
     values: dict[int, float]
 
 
-def _run(model: mathopt.Model, seconds: float, cancelled: Cancelled | None) -> _Outcome:
+def solve_apart(model: mathopt.Model, seconds: float, cancelled: Cancelled | None) -> _Outcome:
     """Solves in a child process, which is ended when the time is up or `cancelled` says so."""
     if seconds <= 0:
-        return _Outcome(False, False, {})
+        return _Outcome(False, {})
     script = Path(__file__).with_name("milp_process.py")
     deadline = time.monotonic() + min(seconds, MOST_SECONDS)
-    stopped = False
     with tempfile.TemporaryFile() as request:
         request.write(model.export_model().SerializeToString())
         request.seek(0)
@@ -105,9 +92,8 @@ def _run(model: mathopt.Model, seconds: float, cancelled: Cancelled | None) -> _
                 answer, _ = child.communicate(timeout=POLL)
                 break
             except subprocess.TimeoutExpired:
-                stopped = bool(cancelled and cancelled())
-                if stopped or time.monotonic() > deadline + 1.0:
-                    return _Outcome(False, stopped, {})
+                if (cancelled and cancelled()) or time.monotonic() > deadline + 1.0:
+                    return _Outcome(False, {})
     finally:
         if child.poll() is None:
             child.kill()
@@ -116,7 +102,7 @@ def _run(model: mathopt.Model, seconds: float, cancelled: Cancelled | None) -> _
         raise RuntimeError(f"the MILP's process ended with status {child.returncode}")
     result = json.loads(answer)
     values = {int(key): value for key, value in result["values"].items()}
-    return _Outcome(result["reason"] == "OPTIMAL", stopped, values)
+    return _Outcome(result["reason"] in PROVEN, values)
 
 
 class StepModel:

@@ -18,7 +18,7 @@ from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Worker
 from openrecycle.planner.plans.baseline import REFERENCES, reference_period, reference_schedule
 from openrecycle.planner.plans.bounds import period_bound
 from openrecycle.planner.plans.plan import MetricsDoc, Plan, SolverDoc
-from openrecycle.planner.solvers.base import Cancelled, ProgressCallback, Solution, Solver
+from openrecycle.planner.solvers.base import Cancelled, ProgressCallback, Run, Solution, Solver
 from openrecycle.planner.solvers.list_scheduler import SELECTIVE_ITEMS, ListScheduler, best_fault_free, tries
 from openrecycle.planner.solvers.rearranger import Rearranger, rearrangeable
 from openrecycle.planner.solvers.tuning import COMPILED_SECONDS, Tuner
@@ -31,9 +31,8 @@ SOLVERS = ("auto", "list", "cp-sat", "milp")
 SMALL, LARGE = 800, 4_000
 # Beyond so many ops, where pipelines differ, CP-SAT has not begun when its time is over.
 HUGE = 100_000
-# Plans for more failures that are looked at: as many as take so many ops in all, within these limits. On 4x8x8, of 57
-# steps to one failure more 4 made a shorter plan with 8 looks (1.0 s of processor time a plan), 2 with 32 (3.2 s), none
-# with 100 (7.9 s). Another solver has most of the time that is given.
+# Plans for more failures that are looked at: as many as take so many ops in all, within these limits. Another solver
+# has most of the time that is given.
 LOOK_EFFORT, FEWEST_LOOKS, LOOKS, LOOK_SHARE = 5_000_000, 2, 100, 0.25
 
 
@@ -51,18 +50,11 @@ def make_plan(
 
     layout: by which `problem` was cut and staffed, if it was chosen: the plan carries its bound.
     """
-    begin = time.perf_counter()
-    solution = best_solution(
-        problem,
-        solver=solver,
-        time_limit=time_limit,
-        on_progress=on_progress,
-        cancelled=cancelled,
-        look_ahead=look_ahead,
-    )
+    run = Run(time_limit, cancelled, on_progress)
+    solution = best_solution(problem, run, solver=solver, look_ahead=look_ahead)
     if layout is not None:
         solution = of_layout(solution, layout)
-    return plan_of(solution, seconds=time.perf_counter() - begin)
+    return plan_of(solution, seconds=run.elapsed)
 
 
 def of_layout(solution: Solution, layout: Layout) -> Solution:
@@ -73,66 +65,52 @@ def of_layout(solution: Solution, layout: Layout) -> Solution:
 
 
 def best_solution(
-    problem: Problem,
-    *,
-    solver: str = "auto",
-    time_limit: float = 60.0,
-    on_progress: ProgressCallback | None = None,
-    cancelled: Cancelled | None = None,
-    look_ahead: bool = True,
+    problem: Problem, run: Run | None = None, *, solver: str = "auto", look_ahead: bool = True
 ) -> Solution:
-    """The best schedule found within the time.
+    """The best schedule found within the run.
 
     solver: `list` only the list scheduler; `cp-sat`, `milp` the list scheduler's schedule
     improved by that solver; `auto` the list scheduler and, while the gap is open, local search
     over its settings and over windows of the order, then CP-SAT.
-    time_limit: seconds. look_ahead: whatever the solver, take no longer plan than the list scheduler makes for more
+    look_ahead: whatever the solver, take no longer plan than the list scheduler makes for more
     failures (`of_more_failures`); False where a plan is needed at once. Raises InputError and InfeasibleError.
     """
     if solver not in SOLVERS:
         raise InputError("--solver", solver, "one of " + ", ".join(SOLVERS))
-    if not time_limit > 0:
-        raise InputError("--time-limit", time_limit, "a number of seconds above 0")
-    begin = time.perf_counter()
-
-    def left() -> float:
-        return time_limit - (time.perf_counter() - begin)
-
-    solution = ListScheduler().solve(problem, time_limit=time_limit, on_progress=on_progress, cancelled=cancelled)
+    run = run or Run()
+    if not run.time_limit > 0:
+        raise InputError("--time-limit", run.time_limit, "a number of seconds above 0")
+    solution = ListScheduler().solve(problem, run)
     if look_ahead and not solution.optimal:
         share = 1.0 if solver == "list" else LOOK_SHARE
-        solution = of_more_failures(solution, until=begin + share * time_limit, cancelled=cancelled)
-    for find, share in _steps(solver, problem, time_limit):
+        solution = of_more_failures(solution, run.part(share * run.time_limit - run.elapsed))
+    for find, share in _steps(solver, problem, run.time_limit):
         if solution.optimal:
             break
-        if (cancelled and cancelled()) or left() <= 0:
-            why = "stopped" if left() > 0 else "the time limit is reached"
+        if run.over:
+            why = "stopped" if run.stopped else "the time limit is reached"
             solution = replace(solution, message=f"{why}; this is the best plan of {solution.solver}")
             break
         step = find()
         if step is None:
             solution = replace(solution, message=f"OR-Tools is not installed here; best plan of {solution.solver}")
             break
-        found = step.solve(
-            problem,
-            time_limit=left() * share,
-            warm_start=solution.schedule,
-            on_progress=on_progress,
-            cancelled=cancelled,
-        )
+        found = step.solve(problem, run.part(run.left * share), warm_start=solution.schedule)
         solution = _better(solution, found)
     return solution
 
 
-def of_more_failures(solution: Solution, *, until: float, cancelled: Cancelled | None = None) -> Solution:
+def of_more_failures(solution: Solution, run: Run) -> Solution:
     """The list scheduler's plan for more failures, which is one for these too, where it is shorter.
 
     Looked at, while that may be shorter: plans for one failure more, those of the lowest bounds first; then for one
     more than those, from the shortest plan on, since what is reached from a set of failures must be reached from each
-    of its subsets. How many depends on the job alone; `until` (perf_counter) ends it early.
+    of its subsets. How many depends on the job alone; the run may end it early.
     """
     problem = solution.schedule.problem
-    looks = _looks(problem.job) if problem.failed else 0
+    if not problem.failed:
+        return solution
+    looks = _looks(problem.job)
     seen: set[frozenset[Worker]] = {problem.failed}
     # Sets of failures to go on from, by how long their plan is, and when it was made.
     waiting: list[tuple[int, int, frozenset[Worker]]] = [(solution.schedule.period, 0, problem.failed)]
@@ -140,14 +118,13 @@ def of_more_failures(solution: Solution, *, until: float, cancelled: Cancelled |
         _, _, start = heappop(waiting)
         more = [replace(problem, failed=failed) for failed in _one_more(start, problem.job) if failed not in seen]
         for wider in sorted(more, key=period_bound):
-            if solution.optimal or not looks or time.perf_counter() > until or (cancelled and cancelled()):
+            if solution.optimal or not looks or run.over:
                 return solution
             if period_bound(wider) >= solution.schedule.period:
                 break
             looks -= 1
             seen.add(wider.failed)
-            left = until - time.perf_counter()
-            other = ListScheduler().solve(wider, time_limit=left, cancelled=cancelled).schedule.for_fewer(problem)
+            other = ListScheduler().solve(wider, run.quiet()).schedule.for_fewer(problem)
             heappush(waiting, (other.period, len(seen), wider.failed))
             if other.period < solution.schedule.period:
                 solution = replace(solution, schedule=other)
@@ -235,7 +212,7 @@ def _steps(solver: str, problem: Problem, time_limit: float) -> list[Step]:
     The larger the grid, the less CP-SAT can do for it and the more the searches over settings and over
     windows do. Without failures CP-SAT solves for one pipeline of a grid of any size.
     """
-    if solver == "list":
+    if solver == "list" or not problem.technique.reroutes:
         return []
     if solver != "auto":
         return [(lambda: _exact(solver), 1.0)]

@@ -13,8 +13,7 @@ reduction adds is in the times of the ops.
 from __future__ import annotations
 
 import random
-import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from itertools import accumulate, cycle
 from typing import Any
@@ -26,30 +25,15 @@ from openrecycle.planner.plans.baseline import references
 from openrecycle.planner.plans.bounds import period_bound
 from openrecycle.planner.plans.schedule import Schedule
 from openrecycle.planner.solvers import loops
-from openrecycle.planner.solvers.base import Cancelled, ProgressCallback, Solution, SolverProgress
+from openrecycle.planner.solvers.base import Run, Solution
 from openrecycle.planner.solvers.list_scheduler import ListScheduler, reference_result, rules
 from openrecycle.planner.solvers.loops import compiled_windows
-from openrecycle.planner.solvers.table import ALWAYS, UNLIMITED, ArraySchedule, Result, Table
+from openrecycle.planner.solvers.table import ALWAYS, UNLIMITED, ArraySchedule, DispatchSettings, Result, Table
 from openrecycle.planner.solvers.tuning import COMPILED_SECONDS, searched
 
 # -- orders of a problem's ops (see `loops`): what they are worth, and a part of one dispatched anew ---
 
 Array = np.ndarray[Any, np.dtype[np.int64]]
-
-
-@dataclass(frozen=True)
-class DispatchRule:
-    """How a window is dispatched, one number per stage; see `loops.redispatch`.
-
-    target: ticks within which each stage should be done.
-    """
-
-    depth: tuple[int, ...]
-    final: tuple[int, ...]
-    open_limit: tuple[int, ...]
-    max_wait: tuple[int, ...]
-    max_wait_w: tuple[int, ...]
-    target: int
 
 
 class OpOrders:
@@ -133,11 +117,18 @@ class OpOrders:
         )
 
     def again(
-        self, order: Array, begin: int, end: int, manner: DispatchRule, keys: tuple[Array, Array], *, backwards: bool
+        self,
+        order: Array,
+        begin: int,
+        end: int,
+        manner: DispatchSettings,
+        keys: tuple[Array, Array],
+        *,
+        backwards: bool,
     ) -> Array | None:
-        """`order` with order[begin:end] dispatched anew, or None where memory locks it.
+        """`order` with order[begin:end] dispatched anew (`loops.redispatch`), or None where memory locks it.
 
-        keys: of the downs and the ups, smaller first.
+        manner: its numbers are read, and nothing of its order and split. keys: of the downs and the ups, smaller first.
         """
         job = self.table.problem.job
         made: Array
@@ -245,7 +236,7 @@ def rearrangeable(problem: Problem) -> bool:
 
 
 class Rearranger:
-    """The Solver of this module: uses all of `time_limit` unless the gap closes. See `rearrangeable`.
+    """The Solver of this module: uses all of its time unless the gap closes. See `rearrangeable`.
 
     compiled: False for the same loops in plain Python, which is slow.
     """
@@ -255,33 +246,18 @@ class Rearranger:
     def __init__(self, *, compiled: bool = True) -> None:
         self._compiled = compiled
 
-    def solve(
-        self,
-        problem: Problem,
-        *,
-        time_limit: float,
-        warm_start: Schedule | None = None,
-        on_progress: ProgressCallback | None = None,
-        cancelled: Cancelled | None = None,
-    ) -> Solution:
-        begin = time.perf_counter()
+    def solve(self, problem: Problem, run: Run | None = None, *, warm_start: Schedule | None = None) -> Solution:
+        run = run or Run()
         bound = period_bound(problem)
-
-        def elapsed() -> float:
-            return time.perf_counter() - begin
-
-        def over() -> bool:
-            return elapsed() > time_limit or bool(cancelled and cancelled())
-
         if warm_start is None or not rearrangeable(problem):
-            first = ListScheduler().solve(problem, time_limit=time_limit, warm_start=warm_start, cancelled=cancelled)
+            first = ListScheduler().solve(problem, run.quiet(), warm_start=warm_start)
             warm_start = first.schedule
             if not rearrangeable(problem):
                 return replace(first, solver=self.name)
         best = warm_start.period
         # Loading the compiled loops takes seconds: for less time than that there is nothing to gain.
-        if best <= bound or over() or (self._compiled and time_limit < COMPILED_SECONDS):
-            return Solution(warm_start, bound, self.name, elapsed())
+        if best <= bound or run.over or (self._compiled and run.time_limit < COMPILED_SECONDS):
+            return Solution(warm_start, bound, self.name, run.elapsed)
         # A schedule for more failures has other routes, so it is searched by itself, in turn with this problem's own.
         starts = [warm_start, *([warm_start.made_for] if warm_start.made_for else [])]
         searches = [
@@ -295,22 +271,21 @@ class Rearranger:
             for start in starts
         ]
         for search in searches:
-            search.start(over)
+            search.start(run)
         for search in cycle(searches):
-            if min(s.best for s in searches) <= bound or over():
+            if min(s.best for s in searches) <= bound or run.over:
                 break
-            search.step(elapsed() / time_limit)
+            search.step(run.elapsed / run.time_limit)
             if search.best < best:
                 best = search.best
-                if on_progress:
-                    on_progress(SolverProgress(self.name, elapsed(), best, bound))
+                run.tell(self.name, best, bound)
         schedule = warm_start
         for start, search in zip(starts, searches, strict=True):
             if search.best < start.period:
                 made = search.schedule()
                 made = made if start is warm_start else made.for_fewer(problem)
                 schedule = min(schedule, made, key=lambda s: s.period)
-        return Solution(schedule, bound, self.name, elapsed())
+        return Solution(schedule, bound, self.name, run.elapsed)
 
 
 class _OrderSearch:
@@ -352,19 +327,19 @@ class _OrderSearch:
         forward, backward, weight = (np.tile(row, (1, copies)).ravel() for row in rows)
         return table.schedule(table.result((forward, backward, weight)))
 
-    def start(self, over: Cancelled) -> None:
+    def start(self, run: Run) -> None:
         """What the first rules make, one of them at least, and the opening made of the best two."""
         count = STARTS if self.table.items < LARGE_ITEMS else STARTS_LARGE
         for _, rule in zip(range(count), rules(self.problem), strict=False):
             self._keep(self.orders.of(self.table.run(rule.settings(self.problem, self.bound))))
-            if over() or self.best <= self.bound:
+            if run.over or self.best <= self.bound:
                 return
         last = self._index.max() - self._index
         heads = [order for _, order in self.pool[:2]]
         for cut, depth, final, max_wait, max_wait_w in OPENING:
             manner = self._manner(depth, 0, final, None, max_wait, max_wait_w, self.bound)
             for order in heads:
-                if over() or self.best <= self.bound:
+                if run.over or self.best <= self.bound:
                     return
                 begin = int(cut * len(order))
                 made = self.orders.again(order, begin, len(order), manner, (last, last), backwards=True)
@@ -426,7 +401,7 @@ class _OrderSearch:
             )
         return down, up
 
-    def _any_manner(self) -> DispatchRule:
+    def _any_manner(self) -> DispatchSettings:
         """Rules at random, the same on all stages."""
         choice = self.noise.choice
         return self._manner(
@@ -441,7 +416,7 @@ class _OrderSearch:
 
     def _manner(
         self, depth: float, more: int, final: float, spare: int | None, max_wait: int, max_wait_w: int, target: int
-    ) -> DispatchRule:
+    ) -> DispatchSettings:
         """depth: as a multiple of 1F1B's, and so much more; final: as a multiple of twice that. spare:
         activations that pending W's leave free, beyond those of the micro-batches that turn round; None:
         W's need not."""
@@ -449,7 +424,7 @@ class _OrderSearch:
         stages = problem.job.stages
         below = [stages - s for s in range(stages)]
         most = [self.table.n if limit is None else limit for limit in problem.limits]
-        return DispatchRule(
+        return DispatchSettings(
             depth=tuple(max(0, int(depth * b) + more) for b in below),
             final=tuple(int(final * 2 * b) for b in below),
             open_limit=tuple(

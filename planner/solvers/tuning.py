@@ -11,7 +11,6 @@ one is best for all, and is found in a fraction of the time.
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
@@ -20,7 +19,7 @@ from typing import Any
 from openrecycle.planner.jobs.job import Problem
 from openrecycle.planner.plans.bounds import period_bound
 from openrecycle.planner.plans.schedule import Schedule
-from openrecycle.planner.solvers.base import Cancelled, ProgressCallback, Solution, SolverProgress
+from openrecycle.planner.solvers.base import Run, Solution
 from openrecycle.planner.solvers.list_scheduler import ORDERS, ListScheduler, rules
 from openrecycle.planner.solvers.table import ALWAYS, UNLIMITED, DispatchSettings, Result, Table
 
@@ -32,32 +31,20 @@ COMPILED_OPS, COMPILED_SECONDS = 1_500, 3.0
 
 
 class Tuner:
-    """The Solver of this module: uses all of `time_limit` unless the gap closes."""
+    """The Solver of this module: uses all of its time unless the gap closes."""
 
     name = "list+tuning"
 
-    def solve(
-        self,
-        problem: Problem,
-        *,
-        time_limit: float,
-        warm_start: Schedule | None = None,
-        on_progress: ProgressCallback | None = None,
-        cancelled: Cancelled | None = None,
-    ) -> Solution:
-        begin = time.perf_counter()
+    def solve(self, problem: Problem, run: Run | None = None, *, warm_start: Schedule | None = None) -> Solution:
+        run = run or Run()
         bound = period_bound(problem)
         if not problem.technique.reroutes:
-            return ListScheduler().solve(problem, time_limit=time_limit, warm_start=warm_start)
-
-        def over() -> bool:
-            return time.perf_counter() - begin > time_limit or bool(cancelled and cancelled())
-
-        table = _table(searched(problem), time_limit)
-        pool = self._pool(table, bound, over)
+            return ListScheduler().solve(problem, run, warm_start=warm_start)
+        table = _table(searched(problem), run.time_limit)
+        pool = self._pool(table, bound, run)
         best, chosen = pool[0]
         noise = random.Random(0)
-        while best.period > bound and not over():
+        while best.period > bound and not run.over:
             k = noise.randrange(len(pool))
             result, settings = pool[k]
             changed = _change(settings, bound, noise, reorder=bool(problem.failed))
@@ -65,8 +52,8 @@ class Tuner:
             if tried.rank <= result.rank:
                 pool[k] = (tried, changed)
             if tried.rank < best.rank:
-                if on_progress and tried.period < best.period:
-                    on_progress(SolverProgress(self.name, time.perf_counter() - begin, tried.period, bound))
+                if tried.period < best.period:
+                    run.tell(self.name, tried.period, bound)
                 best, chosen = tried, changed
         if table.problem is not problem:
             table = Table(problem)
@@ -74,9 +61,9 @@ class Tuner:
         schedule = table.schedule(best)
         if warm_start is not None and warm_start.period <= schedule.period:
             schedule = warm_start
-        return Solution(schedule, bound, self.name, time.perf_counter() - begin)
+        return Solution(schedule, bound, self.name, run.elapsed)
 
-    def _pool(self, table: Table, bound: int, over: Cancelled) -> list[tuple[Result, DispatchSettings]]:
+    def _pool(self, table: Table, bound: int, run: Run) -> list[tuple[Result, DispatchSettings]]:
         """The best of the rules, to start from."""
         tried: list[tuple[Result, DispatchSettings]] = []
         for rule in rules(table.problem):
@@ -86,7 +73,7 @@ class Tuner:
             tried.append((table.run(settings), settings))
             tried.sort(key=lambda pair: pair[0].rank)
             del tried[POOL:]
-            if over() or tried[0][0].period <= bound:
+            if run.over or tried[0][0].period <= bound:
                 break
         return tried
 

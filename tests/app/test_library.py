@@ -42,6 +42,19 @@ def test_a_saved_plan_comes_back_as_it_was(library: Library) -> None:
         assert error.value.status == 404
 
 
+def test_a_plan_that_is_stored_with_a_better_proof_says_so(library: Library) -> None:
+    proven = plan(("W1_2",))
+    metrics = proven.metrics.model_copy(update={"lower_bound": proven.metrics.lower_bound - 1})
+    found = proven.model_copy(update={"metrics": metrics})
+    for made in (found, proven, found):
+        fingerprint = library.save(made, "kept")
+        bound = max(made.metrics.lower_bound, library.saved_plan(fingerprint).metrics.lower_bound)
+        (row,) = library.saved()
+        assert library.saved_plan(fingerprint).metrics.lower_bound == row["lower_bound"] == bound
+    assert bound == proven.metrics.lower_bound
+    library.forget(fingerprint)
+
+
 @pytest.mark.parametrize("name", ["", "   ", "x" * 81, "bell\a"])
 def test_a_name_that_is_none_is_refused(library: Library, name: str) -> None:
     with pytest.raises(ConsoleError, match="name: got") as error:

@@ -37,7 +37,7 @@ def catalog(job: Job, tolerance: int) -> None:
     question = CatalogQuestion(job, Technique.STAGGERED, MemoryLimit("uniform"))
     with tempfile.TemporaryDirectory() as folder:
         begin, cpu = time.perf_counter(), cpu_seconds()
-        engine = make_engine("local", jobs=PROCESSES, address=None)
+        engine = make_engine(PROCESSES)
         report = build_catalog(question, tolerance, Path(folder), engine=engine, effort=Effort(solver="list"))
         wall, cpu = time.perf_counter() - begin, cpu_seconds() - cpu
         stored = report.catalog

@@ -17,15 +17,16 @@ import time
 from collections.abc import Callable
 
 from openrecycle.planner.check import check
-from openrecycle.planner.commands.bench import TIMES
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, Worker
 from openrecycle.planner.plans.bounds import period_bound
 from openrecycle.planner.plans.schedule import Schedule
+from openrecycle.planner.solvers.base import Run
 from openrecycle.planner.solvers.cp_sat import CpSatSolver, run
 from openrecycle.planner.solvers.cp_sat_model import PooledModel, ScheduleModel
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
 from openrecycle.planner.solvers.rearranger import Rearranger
 from openrecycle.planner.solvers.reduction import Reduction
+from tests.benchmarks.bench_planner import TIMES
 from tests.benchmarks.machine import describe
 
 FAILED = (Worker(1, 2),)
@@ -91,8 +92,8 @@ def blame(time_limit: float) -> None:
 
 def _blame(problem: Problem, time_limit: float) -> None:
     first = ListScheduler().solve(problem)
-    moved = Rearranger().solve(problem, time_limit=time_limit / 2, warm_start=first.schedule)
-    best = CpSatSolver(free_routes=False).solve(problem, time_limit=time_limit, warm_start=moved.schedule)
+    moved = Rearranger().solve(problem, Run(time_limit / 2), warm_start=first.schedule)
+    best = CpSatSolver(free_routes=False).solve(problem, Run(time_limit), warm_start=moved.schedule)
     assert check(best.schedule) == []
     job = problem.job
     periods = [first.schedule.period, moved.schedule.period, best.schedule.period, best.bound, period_bound(problem)]
@@ -114,7 +115,7 @@ def slices(time_limit: float) -> None:
                 problem = Problem(Job.uniform(*grid), failed, Technique.STAGGERED, MemoryLimit.parse(memory))
                 first = ListScheduler().solve(problem)
                 cpu = time.process_time()
-                best = CpSatSolver().solve(problem, time_limit=time_limit, warm_start=first.schedule)
+                best = CpSatSolver().solve(problem, Run(time_limit), warm_start=first.schedule)
                 assert check(best.schedule) == []
                 print(
                     f"{'x'.join(map(str, grid))} {percent} % {memory}: {best.bound}, "

@@ -9,16 +9,56 @@ Every figure comes with the machine's load, since others may be using it.
 from __future__ import annotations
 
 import argparse
+import os
+import random
 import resource
 import statistics
 import time
 
 from openrecycle.planner.check import check
-from openrecycle.planner.commands.bench import FAILED, GRIDS, TIMES, load
-from openrecycle.planner.commands.bench import bench_problem as problem
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
+from openrecycle.planner.jobs.profile import UNEVEN_SCALES
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
 from openrecycle.planner.solvers.loops import worth_compiling
 from openrecycle.planner.solvers.portfolio import make_plan
+
+GRIDS = ("8x8x16", "16x8x64", "16x16x64", "32x64x128", "64x32x64")
+FAILED = (0.0, 0.01, 0.05, 0.10, 0.25)
+TIMES = ((1.0, 1.0, 1.0), (1.0, 1.1, 0.9))
+
+
+def problem(
+    grid: tuple[int, int, int],
+    failed: float,
+    memory: str,
+    times: tuple[float, float, float] = TIMES[0],
+    *,
+    uneven: bool = False,
+    seed: int = 0,
+) -> Problem:
+    """Random workers fail, so that each stage keeps a living one. Equal arguments, equal problem.
+
+    grid: pipelines, stages, micro-batches. failed: a fraction of all workers. times: of F, I, W.
+    """
+    noise = random.Random(seed)
+    pipelines, stages, micro_batches = grid
+    scales = [noise.choice(UNEVEN_SCALES) if uneven else 1.0 for _ in range(stages)]
+    f, i, w = times
+    profiles = tuple(StageProfile(round(x * f, 3), round(x * i, 3), round(x * w, 3)) for x in scales)
+    job = Job(pipelines, stages, micro_batches, profiles=profiles)
+    workers = list(job.workers())
+    noise.shuffle(workers)
+    dead: set[Worker] = set()
+    left = [pipelines] * stages
+    for worker in workers:
+        if len(dead) < round(failed * len(workers)) and left[worker.stage] > 1:
+            dead.add(worker)
+            left[worker.stage] -= 1
+    return Problem(job, frozenset(dead), Technique.STAGGERED, MemoryLimit(memory))
+
+
+def load() -> str:
+    return f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
 
 
 def speed() -> None:

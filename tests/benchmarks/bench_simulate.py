@@ -20,8 +20,9 @@ from openrecycle.planner.simulation.policies.planned_policies import planned_pol
 from openrecycle.planner.simulation.policies.published import READY_AFTER, published
 from openrecycle.planner.simulation.policy_base import RecoveryCosts
 from openrecycle.planner.simulation.traces import read_trace
-from openrecycle.planner.simulation.traces.generated import Domain, generated, periodic
+from openrecycle.planner.simulation.traces.generated import Domain, generated
 from tests.benchmarks.machine import describe
+from tests.planner.problems import periodic
 
 DATA = Path(openrecycle.planner.simulation.__file__).parent / "data"
 SINGLE = ("recycle", "oobleck", "repartition", "drop-replica", "checkpoint-restart", "varuna", "bamboo")

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import pytest
 from sqlalchemy import select
 
 from openrecycle.db.models import PlanRow
-from openrecycle.db.plan_rows import SavedPlans
+from openrecycle.db.plan_rows import PlanColumns, SavedPlans
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Worker
+from openrecycle.planner.plans.packed import Packed, packed, unpack
+from openrecycle.planner.plans.plan import Plan
+from openrecycle.planner.solvers.portfolio import make_plan
 
 SPEC = {"name": "job", "spec": "{}", "state": "running", "created_at": 1.0, "workers": []}
 
@@ -45,6 +50,38 @@ def test_saving_again_renames(plans: SavedPlans) -> None:
     created = plans.saved()[0]["created"]
     plans.save("a", "{}", "better name", {})
     assert [(row["name"], row["created"]) for row in plans.saved()] == [("better name", created)]
+
+
+@pytest.fixture(scope="module")
+def proofs() -> tuple[Plan, Plan]:
+    """The same ops, as two solvers leave them: the second proves that no plan is shorter."""
+    problem = Problem(Job.uniform(2, 3, 4), frozenset({Worker(1, 1)}), memory=MemoryLimit("1f1b"))
+    open_, closed = make_plan(problem, solver="list"), make_plan(problem)
+    assert open_.fingerprint == closed.fingerprint
+    assert (open_.metrics.lower_bound, closed.metrics.lower_bound, closed.metrics.period) == (26, 27, 27)
+    return open_, closed
+
+
+@pytest.mark.parametrize("form", [Plan.to_json, packed])
+def test_the_better_proof_of_the_same_plan_is_kept(
+    form: Callable[[Plan], str | Packed], proofs: tuple[Plan, Plan], plans: SavedPlans, store: Store, database: Database
+) -> None:
+    open_, closed = proofs
+    name, columns = open_.fingerprint, PlanColumns(database)
+    store.create_job("job", **SPEC)  # type: ignore[arg-type]
+    store.put_plan("job", name, form(open_), [], False)
+    assert plans.save(name, form(open_), "open", {"lower_bound": 26})
+    old = columns.deflated_document(name) or b""
+    assert plans.save(name, form(closed), "closed", {"lower_bound": 27})
+    for _ in range(2):
+        assert Plan.from_json(plans.document(name) or "") == closed == Plan.from_json(store.plan(name) or "")
+        assert [(row["name"], row["lower_bound"]) for row in plans.saved()] == [("closed", 27)]
+        if data := columns.get(name):
+            assert unpack(data) == closed
+        # Nothing worse takes its place, and no columns of what was replaced.
+        assert not plans.save(name, form(open_), "closed", {"lower_bound": 26})
+        store.put_plan("job", name, form(open_), [], False)
+        columns.put(name, old, b"stale")
 
 
 def test_a_plan_of_a_job_is_stored_once_and_outlives_its_name(

@@ -1,4 +1,4 @@
-"""Random small planning problems for property tests."""
+"""Random small planning problems for property tests, and failures at even intervals."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
 from openrecycle.planner.plans.routing import assign
+from openrecycle.planner.simulation.trace import HOUR_MS, Event, Trace
 
 DURATIONS = (0.0, 0.5, 1.0, 1.25, 2.0, 3.0)
 REROUTING = (Technique.ADAPTIVE, Technique.DECOUPLED, Technique.STAGGERED)
@@ -106,3 +107,13 @@ def problems(
             for p in draw(st.sets(st.integers(0, job.pipelines - 1), max_size=job.pipelines - 1))
         )
     return Problem(job, failed, technique, MemoryLimit(draw(st.sampled_from(list(memories)))))
+
+
+def periodic(workers: int, every: float, failures: int, *, name: str = "periodic") -> Trace:
+    """One worker is lost in the middle of every interval of `every` hours, and replaced at once."""
+    step = round(every * HOUR_MS)
+    events = [Event(0, "add", f"node{w}") for w in range(workers)]
+    for i in range(failures):
+        time = i * step + step // 2
+        events += [Event(time, "remove", f"node{i % workers}"), Event(time, "add", f"node{i % workers}")]
+    return Trace.of(name, events, end=failures * step)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from itertools import combinations
@@ -21,7 +23,7 @@ from typer.testing import CliRunner
 from openrecycle.planner.catalogs import catalog_build, catalog_store, catalog_task
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.catalogs.catalog_build import BuildReport, build_catalog, fill, targets
-from openrecycle.planner.catalogs.catalog_engines import InlineEngine, make_engine
+from openrecycle.planner.catalogs.catalog_engines import InlineEngine, LocalEngine, make_engine
 from openrecycle.planner.catalogs.catalog_store import (
     CatalogInfo,
     FolderBlobs,
@@ -30,6 +32,7 @@ from openrecycle.planner.catalogs.catalog_store import (
     create_folder,
     open_folder,
 )
+from openrecycle.planner.catalogs.catalog_task import Target, Task
 from openrecycle.planner.check import check
 from openrecycle.planner.cli import app
 from openrecycle.planner.jobs.errors import InfeasibleError, InputError, PlannerError
@@ -95,9 +98,13 @@ def test_what_is_there_is_not_planned_again(tmp_path: Path, monkeypatch: pytest.
     assert isinstance(folder, FolderBlobs)
     names = folder.names()
     (folder.path / f"{names[0]}.plan").write_bytes(b"half")
-    (folder.path / f"{names[1]}.plan.77.part").write_bytes(b"a killed run left this")
+    parts = [folder.path / f"{names[1]}.plan.{number}.part" for number in (77, 78)]
+    for part in parts:
+        part.write_bytes(b"a killed run left this, or another is writing it")
+    os.utime(parts[0], (0, 0))
     again = build(SMALL, 1, tmp_path)
     assert (again.planned, again.kept) == (1, 2)
+    assert [part.exists() for part in parts] == [False, True]
     assert catalog_store.open_folder(folder.path).header(names[0]).failures == 0
     more = build(SMALL, 2, tmp_path)
     assert (more.planned, more.kept, more.total) == (4, 3, 7)
@@ -229,12 +236,41 @@ def test_a_large_grid_gets_one_plan_per_count() -> None:
 @pytest.mark.processes
 def test_processes_make_the_same_plans(tmp_path: Path) -> None:
     here = build(SMALL, 2, tmp_path / "a").catalog
-    there = build_catalog(SMALL, 2, tmp_path / "b", engine=make_engine("local", jobs=2, address=None), effort=LIST)
+    there = build_catalog(SMALL, 2, tmp_path / "b", engine=make_engine(2), effort=LIST)
     assert there.finished
     for name in here.blobs.names():
         ours, theirs = here.plan(name), there.catalog.plan(name)
         assert ours.fingerprint == theirs.fingerprint
         assert ours.metrics == theirs.metrics
+
+
+def test_a_folder_that_can_not_be_written_is_named(tmp_path: Path) -> None:
+    """Before, and in the middle; and nothing half written stays."""
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(InputError, match="--out"):
+        build(SMALL, 1, tmp_path / "file")
+    with pytest.raises(InputError, match="--out"):
+        FolderBlobs(tmp_path / "gone").put("name", b"plan")
+    (tmp_path / "name.plan").mkdir()
+    with pytest.raises(InputError, match="--out"):
+        FolderBlobs(tmp_path).put("name", b"plan")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "name.plan"]
+
+
+@pytest.mark.processes
+def test_processes_that_die_between_two_tasks_are_told_of() -> None:
+    """The next task can't be handed to them."""
+    targets = [Target(0, (((),) * SMALL.job.stages,))] * 12
+    tasks = (Task(SMALL, Effort(solver="list"), (target,), False) for target in targets)
+    before = set(threading.enumerate())
+    made = LocalEngine(2).run(tasks, None)
+    next(made)
+    for child in multiprocessing.active_children():
+        child.kill()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(60)  # until the pool has seen it
+    with pytest.raises(PlannerError, match=golden("a-planning-process-died")):
+        list(made)
 
 
 @pytest.mark.parametrize("error", [InputError("--solver", "milp", "list"), InfeasibleError("no peer", "a migration")])
@@ -272,12 +308,8 @@ def test_bad_input(tmp_path: Path) -> None:
     fault_free = CatalogQuestion(SMALL.job, Technique.FAULT_FREE, MemoryLimit("1f1b"))
     with pytest.raises(InputError, match=golden("fault-free-plans-take-no-failure")):
         build(fault_free, 1, tmp_path)
-    with pytest.raises(InputError, match="--engine: got 'slurm'"):
-        make_engine("slurm", jobs=1, address=None)
     with pytest.raises(InputError, match="--jobs: got 0"):
-        make_engine("local", jobs=0, address=None)
-    with pytest.raises(InputError, match="--address"):
-        make_engine("local", jobs=1, address="here:1")
+        make_engine(0)
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="--out"):
         create_folder(tmp_path / "file", SMALL)

@@ -13,6 +13,7 @@ from openrecycle.planner.jobs.job import Problem, Worker
 from openrecycle.planner.plans.bounds import period_bound
 from openrecycle.planner.plans.routing import Routes, assign
 from openrecycle.planner.plans.schedule import Schedule
+from openrecycle.planner.solvers.base import Run
 from openrecycle.planner.solvers.cp_sat import CpSatSolver, run
 from openrecycle.planner.solvers.cp_sat_model import PooledModel, RoutingModel, ScheduleModel, SliceModel
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
@@ -55,7 +56,7 @@ def loose(problem: Problem) -> int:
 @given(small)
 def test_valid_no_worse_than_the_warm_start_and_no_better_than_the_bound(problem: Problem) -> None:
     warm = ListScheduler().solve(problem).schedule
-    solution = CpSatSolver(workers=1).solve(problem, time_limit=2, warm_start=warm)
+    solution = CpSatSolver(workers=1).solve(problem, Run(2), warm_start=warm)
     assert check(solution.schedule) == []
     assert period_bound(problem) <= solution.bound <= solution.schedule.period <= warm.period
 

@@ -11,7 +11,7 @@ from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, W
 from openrecycle.planner.plans.bounds import period_bound
 from openrecycle.planner.plans.schedule import Schedule
 from openrecycle.planner.solvers import cp_sat
-from openrecycle.planner.solvers.base import SolverProgress
+from openrecycle.planner.solvers.base import Run, SolverProgress
 from openrecycle.planner.solvers.cp_sat import CpSatSolver, run
 from openrecycle.planner.solvers.cp_sat_model import ScheduleModel
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
@@ -63,14 +63,14 @@ def serial(problem: Problem) -> Schedule:
 def test_worked_example_is_proven_optimal(technique: str, memory: str, failed: frozenset[Worker], period: int) -> None:
     problem = worked_example(technique, memory, failed)
     # From the slowest schedule there is, so that nothing of it is the list scheduler's.
-    solution = CpSatSolver().solve(problem, time_limit=120, warm_start=serial(problem))
+    solution = CpSatSolver().solve(problem, Run(120), warm_start=serial(problem))
     assert check(solution.schedule) == []
     assert solution.schedule.period == period
     assert solution.optimal and solution.bound == period
 
 
 def test_fault_free_is_1f1b() -> None:
-    solution = CpSatSolver().solve(worked_example("fault-free", "1f1b", frozenset()), time_limit=10)
+    solution = CpSatSolver().solve(worked_example("fault-free", "1f1b", frozenset()), Run(10))
     assert (solution.schedule.period, solution.bound, check(solution.schedule)) == (27, 27, [])
 
 
@@ -88,7 +88,7 @@ def test_the_incumbent_never_grows_and_the_bound_never_falls() -> None:
     problem = worked_example("staggered", "1f1b")
     seen: list[SolverProgress] = []
     start = serial(problem)
-    solution = CpSatSolver().solve(problem, time_limit=60, warm_start=start, on_progress=seen.append)
+    solution = CpSatSolver().solve(problem, Run(60, on_progress=seen.append), warm_start=start)
     assert seen[0].incumbent == start.period and seen[-1].incumbent == solution.schedule.period
     assert [p.bound for p in seen] == sorted(p.bound for p in seen)
     incumbents = [p.incumbent for p in seen]
@@ -106,21 +106,19 @@ def test_cancel_is_heeded_soon_and_keeps_the_best() -> None:
     warm = serial(problem)
     begin = time.monotonic()
     # It would take 600 s: pytest's own limit is less.
-    solution = CpSatSolver().solve(
-        problem, time_limit=600, warm_start=warm, cancelled=lambda: time.monotonic() - begin > 0.2
-    )
+    solution = CpSatSolver().solve(problem, Run(600, cancelled=lambda: time.monotonic() - begin > 0.2), warm_start=warm)
     assert solution.schedule.period <= warm.period and "stopped" in solution.message
 
 
 def test_cancelled_before_the_start() -> None:
     problem = large()
     warm = serial(problem)
-    solution = CpSatSolver().solve(problem, time_limit=600, warm_start=warm, cancelled=lambda: True)
+    solution = CpSatSolver().solve(problem, Run(600, cancelled=lambda: True), warm_start=warm)
     assert solution.schedule is warm and "stopped" in solution.message
 
 
 def test_the_time_limit_holds() -> None:
-    solution = CpSatSolver().solve(large(), time_limit=0.5)
+    solution = CpSatSolver().solve(large(), Run(0.5))
     assert solution.schedule.period >= solution.bound >= period_bound(large())
     assert solution.optimal or "time limit" in solution.message
 
@@ -133,14 +131,16 @@ def test_slices_improve_a_schedule_that_is_too_large_for_one_model(monkeypatch: 
     seen: list[SolverProgress] = []
     solution = CpSatSolver().solve(
         problem,
-        time_limit=120,
+        Run(
+            120,
+            cancelled=lambda: any((p.incumbent or slow.period) < slow.period for p in seen),
+            on_progress=seen.append,
+        ),
         warm_start=slow,
-        on_progress=seen.append,
-        cancelled=lambda: any((p.incumbent or slow.period) < slow.period for p in seen),
     )
     assert check(solution.schedule) == []
     assert solution.schedule.period < slow.period
-    assert CpSatSolver().solve(problem, time_limit=1, warm_start=warm).schedule.period <= warm.period
+    assert CpSatSolver().solve(problem, Run(1), warm_start=warm).schedule.period <= warm.period
 
 
 def test_a_proof_for_one_routing_is_not_sold_as_more() -> None:
@@ -152,9 +152,9 @@ def test_a_proof_for_one_routing_is_not_sold_as_more() -> None:
     lopsided = reduction.schedule(model.read(outcome.solver))
     assert check(lopsided) == []
 
-    kept = CpSatSolver(free_routes=False).solve(problem, time_limit=30, warm_start=lopsided)
+    kept = CpSatSolver(free_routes=False).solve(problem, Run(30), warm_start=lopsided)
     assert kept.schedule.period == lopsided.period > kept.bound
     assert golden("for-this-routing") in kept.message and not kept.optimal
 
-    freed = CpSatSolver().solve(problem, time_limit=30, warm_start=lopsided)
+    freed = CpSatSolver().solve(problem, Run(30), warm_start=lopsided)
     assert freed.schedule.period < lopsided.period and freed.optimal and check(freed.schedule) == []

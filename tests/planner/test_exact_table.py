@@ -6,6 +6,7 @@ import pytest
 
 from openrecycle.planner.check import check
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
+from openrecycle.planner.solvers.base import Run
 from openrecycle.planner.solvers.cp_sat import run
 from openrecycle.planner.solvers.cp_sat_model import ScheduleModel
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
@@ -95,7 +96,7 @@ def test_milp_and_cp_sat_agree(case: tuple) -> None:
     assert outcome.proven
     by_cp_sat = reduction.schedule(model.read(outcome.solver))
 
-    by_milp = MilpSolver().solve(problem, time_limit=60, warm_start=warm)
+    by_milp = MilpSolver().solve(problem, Run(60), warm_start=warm)
     assert "limit" not in by_milp.message.split(";")[0], by_milp.message
 
     assert check(by_cp_sat) == []

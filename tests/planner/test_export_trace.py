@@ -71,7 +71,9 @@ def test_times_are_microseconds_and_a_slot_is_a_millisecond() -> None:
     assert (first["ts"], first["dur"]) == (1000, 1000)
 
 
-@pytest.mark.parametrize(("unit", "microseconds"), [("us", 1.25), ("ms", 1250), ("s", 1_250_000), ("tick", 1250)])
+@pytest.mark.parametrize(
+    ("unit", "microseconds"), [("us", 1.25), ("ms", 1250), ("s", 1_250_000), ("min", 75e6), ("tick", 1250)]
+)
 def test_units_of_time(unit: str, microseconds: float) -> None:
     job = Job(1, 1, 1, profiles=(StageProfile(1.25, 1, 1, 0),), time_unit=unit)
     document = trace(make_plan(Problem(job), solver="list", look_ahead=False))

@@ -6,12 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrecycle.planner.check import check
+from openrecycle.planner.check import check, claim, established_bound
+from openrecycle.planner.jobs.errors import InfeasibleError
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
 from openrecycle.planner.plans.baseline import REFERENCES, reference_schedule
+from openrecycle.planner.plans.plan import Plan
 from openrecycle.planner.plans.schedule import Schedule
 from openrecycle.planner.solvers.list_scheduler import ListScheduler, best_fault_free
-from openrecycle.planner.solvers.portfolio import make_plan
+from openrecycle.planner.solvers.portfolio import make_plan, reference_plan
 from tests.conftest import at_length, examples
 
 TIMES = st.integers(1, 9).map(float)
@@ -85,3 +87,39 @@ def test_the_worked_example_has_one_baseline() -> None:
     for technique in (Technique.FAULT_FREE, Technique.ADAPTIVE, Technique.STAGGERED):
         metrics = make_plan(Problem(job, technique=technique), solver="list", look_ahead=False).metrics
         assert metrics.slowdown_vs_best == pytest.approx(metrics.period / 21 - 1)
+
+
+def test_a_1f1b_that_gpipe_beats_is_not_called_optimal() -> None:
+    """With transfers GPipe waits less; 1F1B has the better memory, and where that counts is proven again."""
+    job = Job.uniform(2, 4, 8, durations={"transfer": 1.0})
+
+    def plan(memory: str, solver: str = "auto") -> Plan:
+        return make_plan(Problem(job, technique=Technique.FAULT_FREE, memory=MemoryLimit(memory)), solver=solver)
+
+    gpipe = reference_plan(job, "gpipe")
+    assert (gpipe.metrics.period, gpipe.solver.status) == (39, "optimal")
+    for solver in ("auto", "list", "cp-sat", "milp"):
+        long = plan("none", solver)
+        assert (long.metrics.period, long.metrics.lower_bound, long.solver.status) == (49, 39, "feasible")
+        assert "GPipe" in long.solver.message and "39" in long.solver.message
+        assert check(long) == [] and claim(long) is None
+    short = plan("1f1b")
+    assert (short.metrics.period, short.solver.status, short.solver.message) == (49, "optimal", "")
+    assert check(short) == [] and claim(short) is None
+    # What the checker establishes for itself is no more than that either.
+    said = long.metrics.model_copy(update={"lower_bound": 49.0, "gap": 0.0})
+    solver_doc = long.solver.model_copy(update={"status": "optimal"})
+    assert check(long.model_copy(update={"metrics": said, "solver": solver_doc}))
+
+
+@examples(60)
+@given(problems())
+def test_the_bound_of_a_fault_free_plan_holds_for_every_published_order(problem: Problem) -> None:
+    question = Problem(problem.job, technique=Technique.FAULT_FREE, memory=problem.memory)
+    try:
+        solution = ListScheduler().solve(question)
+    except InfeasibleError:
+        return
+    shortest = min(schedule.period for schedule in _allowed(question))
+    assert solution.bound == shortest <= solution.schedule.period
+    assert established_bound(question, solution.schedule.period) == shortest

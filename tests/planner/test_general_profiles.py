@@ -243,24 +243,6 @@ def test_a_reference_takes_no_failure_limit_or_technique(extra: list[str]) -> No
     assert result.exception.field == extra[0]
 
 
-def test_bench_prints_what_it_measured() -> None:
-    result = CliRunner().invoke(app, ["bench", "--quick", "--seconds", "0.05", "--memory", "none", "--json"])
-    assert result.exit_code == 0, result.output
-    rows = json.loads(result.output)["rows"]
-    assert {(row["grid"], row["solver"]) for row in rows} == {
-        (grid, solver) for grid in ("4x4x8", "8x8x16") for solver in ("list", "auto")
-    }
-    for row in rows:
-        assert row["gap"] == pytest.approx(row["period"] / row["bound"] - 1)
-
-
-@pytest.mark.parametrize("extra", [["--seconds", "0"], ["--memory", "bytes"]])
-def test_bench_names_what_it_refuses(extra: list[str]) -> None:
-    result = CliRunner().invoke(app, ["bench", "--quick", *extra])
-    assert isinstance(result.exception, InputError)
-    assert result.exception.field == extra[0]
-
-
 def test_with_speeds_every_failure_set_is_its_own_pattern() -> None:
     job = Job(2, 2, 3, speeds=HALF)
     assert {frozenset({w}) for w in job.workers()} == set(patterns(job, 1))

@@ -11,7 +11,7 @@ from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, W
 from openrecycle.planner.plans.baseline import reference_period
 from openrecycle.planner.plans.bounds import period_bound
 from openrecycle.planner.plans.schedule import Schedule
-from openrecycle.planner.solvers.base import SolverProgress
+from openrecycle.planner.solvers.base import Run, SolverProgress
 from openrecycle.planner.solvers.list_scheduler import EVERY, ORDERS, ListScheduler, Rule
 from openrecycle.planner.solvers.table import Table
 from tests.conftest import examples
@@ -82,11 +82,11 @@ def test_never_worse_than_its_warm_start() -> None:
 def test_progress_falls_and_cancel_keeps_the_first_schedule() -> None:
     seen: list[SolverProgress] = []
     problem = worked("adaptive", "1f1b")
-    ListScheduler().solve(problem, on_progress=seen.append)
+    ListScheduler().solve(problem, Run(on_progress=seen.append))
     incumbents = [p.incumbent for p in seen]
     assert incumbents == sorted(set(incumbents), key=incumbents.index)
     assert all(p.bound == 36 for p in seen)
-    stopped = ListScheduler().solve(problem, cancelled=lambda: True)
+    stopped = ListScheduler().solve(problem, Run(cancelled=lambda: True))
     assert stopped.schedule.period >= 36
 
 

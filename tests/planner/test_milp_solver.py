@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
 from openrecycle.planner.check import check
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, Worker
-from openrecycle.planner.solvers.base import SolverProgress
+from openrecycle.planner.solvers.base import Run, SolverProgress
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
-from openrecycle.planner.solvers.milp import MAX_VARIABLES, MilpSolver
+from openrecycle.planner.solvers.milp import MAX_VARIABLES, MilpSolver, StepModel, solve_apart
+from openrecycle.planner.solvers.reduction import routes_of
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes
@@ -25,12 +24,12 @@ def hard() -> Problem:
 def test_refuses_what_it_could_not_solve_and_says_what_to_use() -> None:
     problem = Problem(Job.uniform(8, 8, 16), frozenset({Worker(1, 2)}))
     with pytest.raises(InputError, match=golden("solver-got-milp-expected-cp-sat", f"{MAX_VARIABLES:,}")):
-        MilpSolver().solve(problem, time_limit=60, warm_start=ListScheduler().solve(problem).schedule)
+        MilpSolver().solve(problem, Run(60), warm_start=ListScheduler().solve(problem).schedule)
 
 
 def test_the_time_limit_holds_and_keeps_the_warm_start() -> None:
     warm = ListScheduler().solve(hard()).schedule
-    solution = MilpSolver().solve(hard(), time_limit=1, warm_start=warm)
+    solution = MilpSolver().solve(hard(), Run(1), warm_start=warm)
     assert solution.schedule.period <= warm.period and check(solution.schedule) == []
     assert solution.message == golden("time-limit-reached-before-the")
 
@@ -38,18 +37,26 @@ def test_the_time_limit_holds_and_keeps_the_warm_start() -> None:
 def test_cancel_is_heeded_soon() -> None:
     """Otherwise pytest's own limit ends it."""
     warm = ListScheduler().solve(hard()).schedule
-    solution = MilpSolver().solve(hard(), time_limit=600, warm_start=warm, cancelled=lambda: True)
+    solution = MilpSolver().solve(hard(), Run(600, cancelled=lambda: True), warm_start=warm)
     assert solution.schedule is warm and solution.message == golden("stopped-before-the-milp-was")
 
 
 def test_reports_progress_and_a_bound_for_all_routings() -> None:
     problem = Problem(Job.uniform(2, 3, 3), frozenset({Worker(0, 1)}), Technique.ADAPTIVE, MemoryLimit("1f1b"))
     seen: list[SolverProgress] = []
-    solution = MilpSolver().solve(problem, time_limit=60, on_progress=seen.append)
+    solution = MilpSolver().solve(problem, Run(60, on_progress=seen.append))
     assert (solution.schedule.period, seen[-1].incumbent, seen[-1].solver) == (24, 24, "milp")
     assert solution.bound == 23 and solution.message.startswith(golden("no-better-schedule-exists-for"))
 
 
+def test_that_nothing_is_as_short_is_a_proof() -> None:
+    problem = Problem(Job.uniform(2, 3, 3), technique=Technique.ADAPTIVE, memory=MemoryLimit("1f1b"))
+    found = ListScheduler().solve(problem)
+    assert found.optimal
+    outcome = solve_apart(StepModel(problem, routes_of(found.schedule), found.bound - 1).model, 60, None)
+    assert outcome.proven and not outcome.values
+
+
 def test_fault_free_is_1f1b() -> None:
-    solution = MilpSolver().solve(Problem(Job.uniform(2, 3, 3), technique=Technique.FAULT_FREE), time_limit=math.inf)
+    solution = MilpSolver().solve(Problem(Job.uniform(2, 3, 3), technique=Technique.FAULT_FREE), Run())
     assert solution.optimal and solution.schedule.period == 15

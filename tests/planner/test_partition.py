@@ -20,6 +20,7 @@ from openrecycle.planner.layers.partition import lay_out, layer_bounds, staffed,
 from openrecycle.planner.plans.bounds import Bound, period_bound
 from openrecycle.planner.plans.packed import pack, unpack
 from openrecycle.planner.plans.plan import JobDoc, Plan, job_doc
+from openrecycle.planner.solvers.base import Run
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
 from openrecycle.planner.solvers.portfolio import make_plan
 from tests.conftest import examples
@@ -77,7 +78,7 @@ def shortest(job: Job, dead: frozenset[Worker], technique: Technique, memory: Me
         except InfeasibleError:
             continue
         bounds.append(period_bound(problem))
-        periods.append(ListScheduler(compiled=False).solve(problem, time_limit=0).schedule.period)
+        periods.append(ListScheduler(compiled=False).solve(problem, Run(0)).schedule.period)
     return (min(bounds), min(periods)) if bounds else None
 
 

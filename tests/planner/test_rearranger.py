@@ -12,10 +12,10 @@ from openrecycle.planner.check import check
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
 from openrecycle.planner.plans.bounds import period_bound
 from openrecycle.planner.plans.schedule import Schedule
-from openrecycle.planner.solvers.base import SolverProgress
+from openrecycle.planner.solvers.base import Run, SolverProgress
 from openrecycle.planner.solvers.list_scheduler import EVERY, ListScheduler
-from openrecycle.planner.solvers.rearranger import DispatchRule, OpOrders, Rearranger, rearrangeable
-from openrecycle.planner.solvers.table import ALWAYS, UNLIMITED, ArraySchedule, Table
+from openrecycle.planner.solvers.rearranger import OpOrders, Rearranger, rearrangeable
+from openrecycle.planner.solvers.table import ALWAYS, UNLIMITED, ArraySchedule, DispatchSettings, Table
 from tests.conftest import examples
 from tests.planner.problems import problems
 
@@ -30,13 +30,13 @@ def of_list(problem: Problem) -> tuple[OpOrders, ArraySchedule]:
     return OpOrders(table, compiled=False), ArraySchedule(table, made)
 
 
-def manner(problem: Problem, noise: random.Random) -> DispatchRule:
+def manner(problem: Problem, noise: random.Random) -> DispatchSettings:
     stages = problem.job.stages
 
     def row(*choices: int) -> tuple[int, ...]:
         return tuple(noise.choice(choices) for _ in range(stages))
 
-    return DispatchRule(
+    return DispatchSettings(
         depth=row(0, 1, 2, 4),
         final=row(0, 0, 1, 3),
         open_limit=row(1, 2, UNLIMITED),
@@ -118,7 +118,7 @@ def test_rearranged_schedules_are_valid_and_never_worse(problem: Problem) -> Non
     first = ListScheduler().solve(problem).schedule
     polls = iter(range(40))
     found = Rearranger(compiled=False).solve(
-        problem, time_limit=60, warm_start=first, cancelled=lambda: next(polls, 40) >= 40
+        problem, Run(60, cancelled=lambda: next(polls, 40) >= 40), warm_start=first
     )
     assert found.bound <= found.schedule.period <= first.period
     assert check(found.schedule) == []
@@ -130,7 +130,7 @@ def test_it_shortens_a_plan_of_unequal_op_times_and_says_so() -> None:
     seen: list[SolverProgress] = []
     polls = iter(range(400))
     found = Rearranger(compiled=False).solve(
-        UNEQUAL, time_limit=600, warm_start=first, on_progress=seen.append, cancelled=lambda: next(polls) > 300
+        UNEQUAL, Run(600, cancelled=lambda: next(polls) > 300, on_progress=seen.append), warm_start=first
     )
     assert found.schedule.period < first.period
     assert seen[-1].incumbent == found.schedule.period
@@ -142,9 +142,7 @@ def test_without_failures_one_pipeline_is_searched_for_all() -> None:
     problem = Problem(Job(3, 6, 12, profiles=profiles))
     first = ListScheduler().solve(problem).schedule
     polls = iter(range(200))
-    found = Rearranger(compiled=False).solve(
-        problem, time_limit=600, warm_start=first, cancelled=lambda: next(polls) > 150
-    )
+    found = Rearranger(compiled=False).solve(problem, Run(600, cancelled=lambda: next(polls) > 150), warm_start=first)
     assert check(found.schedule) == []
     assert found.schedule.problem == problem
     assert found.schedule.period < first.period
@@ -155,7 +153,7 @@ def test_without_failures_one_pipeline_is_searched_for_all() -> None:
 def test_what_is_not_split_or_cannot_be_compiled_is_left_to_the_list_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
     coupled = replace(UNEQUAL, technique=Technique.ADAPTIVE)
     assert not rearrangeable(coupled)
-    found = Rearranger().solve(coupled, time_limit=1)
+    found = Rearranger().solve(coupled, Run(1))
     assert check(found.schedule) == []
     monkeypatch.setattr("openrecycle.planner.solvers.rearranger.find_spec", lambda _: None)
     assert not rearrangeable(UNEQUAL)

@@ -17,6 +17,7 @@ from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, W
 from openrecycle.planner.plans.baseline import REFERENCES, reference_schedule
 from openrecycle.planner.plans.packed import CatalogQuestion, Effort
 from openrecycle.planner.plans.schedule import Op, Schedule
+from openrecycle.planner.solvers.base import Run
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
 from openrecycle.planner.solvers.portfolio import SOLVERS, best_solution, of_more_failures
 from tests.conftest import examples
@@ -78,7 +79,7 @@ def test_with_time_no_plan_is_longer_than_one_for_a_failure_more(
     workers = list(job.workers())
     random.Random(1).shuffle(workers)
     problem = Problem(job, frozenset(workers[:2]), technique, MemoryLimit(memory))
-    made = of_more_failures(ListScheduler().solve(problem), until=float("inf"))
+    made = of_more_failures(ListScheduler().solve(problem), Run())
     assert check(made.schedule) == []
     for more in with_one_more(problem.failed, job):
         other = ListScheduler().solve(replace(problem, failed=more)).schedule
@@ -140,7 +141,7 @@ def test_with_no_solver_a_failure_more_makes_a_shorter_plan(
     dead = frozenset(map(Worker.parse, failed.split()))
     problem = Problem(Job.uniform(*grid, durations=durations), dead, technique, MemoryLimit(memory))
     limit = float("inf") if solver == "list" else 3.0
-    made = best_solution(problem, solver=solver, time_limit=limit).schedule
+    made = best_solution(problem, Run(limit), solver=solver).schedule
     assert check(made) == []
     other = best_solution(replace(problem, failed=dead | {Worker.parse(more)}), solver="list").schedule
     assert made.period <= other.period

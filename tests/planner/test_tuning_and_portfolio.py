@@ -9,7 +9,7 @@ from hypothesis import given
 from openrecycle.planner.check import check
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
-from openrecycle.planner.solvers.base import SolverProgress
+from openrecycle.planner.solvers.base import Run, SolverProgress
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
 from openrecycle.planner.solvers.portfolio import make_plan
 from openrecycle.planner.solvers.tuning import Tuner
@@ -29,7 +29,7 @@ UNEVEN = Problem(
 @given(problems())
 def test_tuned_schedules_are_valid_and_never_worse_than_the_rules(problem: Problem) -> None:
     first = ListScheduler().solve(problem).schedule
-    tuned = Tuner().solve(problem, time_limit=0.05, warm_start=first)
+    tuned = Tuner().solve(problem, Run(0.05), warm_start=first)
     assert tuned.bound <= tuned.schedule.period <= first.period
     assert check(tuned.schedule) == []
 
@@ -40,7 +40,7 @@ def test_tuning_improves_on_an_uneven_grid_and_says_so() -> None:
     seen: list[SolverProgress] = []
     polls = iter(range(500))
     tuned = Tuner().solve(
-        UNEVEN, time_limit=120, warm_start=first, on_progress=seen.append, cancelled=lambda: next(polls) > 470
+        UNEVEN, Run(120, cancelled=lambda: next(polls) > 470, on_progress=seen.append), warm_start=first
     )
     assert tuned.schedule.period < first.period
     assert seen[-1].incumbent == tuned.schedule.period
@@ -49,7 +49,7 @@ def test_tuning_improves_on_an_uneven_grid_and_says_so() -> None:
 
 
 def test_tuning_can_be_cancelled() -> None:
-    solution = Tuner().solve(UNEVEN, time_limit=600, cancelled=lambda: True)
+    solution = Tuner().solve(UNEVEN, Run(600, cancelled=lambda: True))
     assert check(solution.schedule) == []
 
 
@@ -114,7 +114,7 @@ def test_without_failures_one_pipeline_is_searched_for_all() -> None:
     for pipelines in (1, 5):
         problem = Problem(Job(pipelines, 6, 12, profiles=profiles))
         polls = iter(range(1000))
-        tuned = Tuner().solve(problem, time_limit=120, cancelled=lambda polls=polls: next(polls) > 900)
+        tuned = Tuner().solve(problem, Run(120, cancelled=lambda polls=polls: next(polls) > 900))
         assert check(tuned.schedule) == []
         assert tuned.schedule.problem == problem
         periods.append(tuned.schedule.period)

@@ -168,14 +168,13 @@ class Varuna(CheckpointRestart):
 
 # -- drop the replica --------------------------------------------------------------------------------
 
-# Drop the replica (torchft, elastic data parallel): a pipeline with a dead worker stands still.
-#
-# The others go on with their own micro-batches, so an iteration trains on fewer samples: the only
-# policy here that changes what an update sees.
-
 
 class DropReplica(GridPolicy):
-    """Workers have places of their own here: which pipelines are whole depends on who was lost."""
+    """As torchft and elastic data parallel: a pipeline with a dead worker stands still. The others go on with their
+    own micro-batches, so an iteration trains on fewer samples: the only policy here that changes what an update sees.
+
+    Workers have places of their own here: which pipelines are whole depends on who was lost.
+    """
 
     name = "drop-replica"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.jobs.files import read_whole
 from openrecycle.planner.simulation.policy_base import (
     MILLISECOND,
     SECOND,
@@ -143,19 +145,18 @@ def _by_nodes(path: Path, columns: tuple[str, ...], system: str, model: str) -> 
 def _rows(path: Path, columns: tuple[str, ...]) -> list[tuple[str, dict[str, str]]]:
     """(file and line, fields) of each row."""
     try:
-        with path.open(encoding="utf-8", newline="") as file:
-            reader = csv.DictReader(file)
-            missing = [column for column in columns if column not in (reader.fieldnames or [])]
-            if missing:
-                raise InputError(f"{path} line 1", ",".join(reader.fieldnames or [])[:120], ",".join(columns))
-            out = []
-            for row in reader:
-                where = f"{path} line {reader.line_num}"
-                fields = {column: (row[column] or "").strip() for column in columns}
-                if any(row[column] is None for column in columns):
-                    raise InputError(where, f"{sum(v is not None for v in row.values())} fields", ",".join(columns))
-                out.append((where, fields))
-            return out
+        reader = csv.DictReader(io.StringIO(read_whole(path).decode(), newline=""))
+        missing = [column for column in columns if column not in (reader.fieldnames or [])]
+        if missing:
+            raise InputError(f"{path} line 1", ",".join(reader.fieldnames or [])[:120], ",".join(columns))
+        out = []
+        for row in reader:
+            where = f"{path} line {reader.line_num}"
+            fields = {column: (row[column] or "").strip() for column in columns}
+            if any(row[column] is None for column in columns):
+                raise InputError(where, f"{sum(v is not None for v in row.values())} fields", ",".join(columns))
+            out.append((where, fields))
+        return out
     except OSError as error:
         raise InputError(str(path), error.strerror or str(error), "a CSV file that can be read") from None
     except (UnicodeDecodeError, csv.Error) as error:

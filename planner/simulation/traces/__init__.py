@@ -119,7 +119,7 @@ def is_events(line: str) -> bool:
 def read_events(name: str, lines: list[tuple[int, str]]) -> Trace:
     """Raises InputError for a row of another form, a row out of order, or one that names the wrong worker."""
     events: list[Event] = []
-    living: set[str] = set()
+    places: list[str] = []
     for number, line in lines:
         where = f"{name} line {number}"
         fields = [field.strip() for field in line.split(",")]
@@ -131,21 +131,11 @@ def read_events(name: str, lines: list[tuple[int, str]]) -> Trace:
         worker = fields[2]
         if not worker or len(worker) > 100 or not worker.isprintable():
             raise InputError(where, worker[:80], "a node's name, of 1 to 100 characters")
-        action: Literal["add", "remove"]
-        if fields[1] == "add":
-            if worker in living:
-                raise InputError(where, worker, "a node that is not there yet")
-            living.add(worker)
-            action = "add"
-        elif fields[1] == "remove":
-            if worker not in living:
-                raise InputError(where, worker, "a node that was added and not removed since")
-            living.remove(worker)
-            action = "remove"
-        else:
+        if fields[1] not in ("add", "remove"):
             raise InputError(where, fields[1], "add or remove")
-        events.append(Event(time, action, worker))
-    return Trace.of(name, events)
+        events.append(Event(time, "add" if fields[1] == "add" else "remove", worker))
+        places.append(where)
+    return Trace.of(name, events, where=places)
 
 
 # -- Bamboo, by count --------------------------------------------------------------------------------
@@ -223,7 +213,7 @@ def is_replay(line: str) -> bool:
 def read_replay(name: str, lines: list[tuple[int, str]]) -> Trace:
     """Ends when the last minute does. Raises InputError."""
     events: list[Event] = []
-    living: set[str] = set()
+    places: list[str] = []
     end = 0
     for number, line in lines:
         where = f"{name} line {number}"
@@ -233,14 +223,9 @@ def read_replay(name: str, lines: list[tuple[int, str]]) -> Trace:
         end = time + duration
         if action in QUIET:
             continue
-        for node in nodes:
-            if (action == "add") == (node in living):
-                state = "is not there yet" if action == "add" else "is there"
-                raise InputError(where, node, f"a node that {state}")
-            (living.add if action == "add" else living.remove)(node)
-            kind: Literal["add", "remove"] = "add" if action == "add" else "remove"
-            events.append(Event(time, kind, node))
-    return Trace.of(name, events, end=end)
+        events += [Event(time, "add" if action == "add" else "remove", node) for node in nodes]
+        places += [where] * len(nodes)
+    return Trace.of(name, events, end=end, where=places)
 
 
 def _segment(line: str, where: str) -> tuple[int, str, list[str], int]:
@@ -252,6 +237,7 @@ def _segment(line: str, where: str) -> tuple[int, str, list[str], int]:
     match row:
         case [int(time), str(action), {"nodes": list(nodes), "duration": int(duration)}]:
             named = all(isinstance(n, str) and 0 < len(n) <= 100 for n in nodes)
+            named = named and not isinstance(time, bool) and not isinstance(duration, bool)
             most = MAX_HOURS * HOUR_MS
             if named and action in ("add", "remove", *QUIET) and 0 <= time <= most and 0 < duration <= most:
                 return time, action, nodes, duration

@@ -54,9 +54,12 @@ def generated(workers: int, hours: float, domains: list[Domain], *, seed: int = 
         raise InputError("domains", 0, "at least one kind of failure")
     for i, domain in enumerate(domains):
         domain.check(f"domains[{i}]")
-    expected = sum(hours / d.mtbf * workers for d in domains)
-    if expected > MOST_FAILURES:
-        raise InputError("mtbf", min(d.mtbf for d in domains), f"at most {MOST_FAILURES:,} lost workers in all")
+    # In bursts (`shape`) there are far more failures than one expects, so those that are drawn are counted too.
+    lost = sum(hours / d.mtbf * workers for d in domains)
+    too_many = InputError("mtbf", min(d.mtbf for d in domains), f"at most {MOST_FAILURES:,} lost workers in all")
+    if lost > MOST_FAILURES:
+        raise too_many
+    lost = 0
     noise = random.Random(seed)
     end = round(hours * HOUR_MS)
     # (time, whether it ends, group, domain): the failures of each group one after the other.
@@ -69,7 +72,11 @@ def generated(workers: int, hours: float, domains: list[Domain], *, seed: int = 
     while heap and heap[0][0] < end:
         time, repaired, group, d = heapq.heappop(heap)
         domain = domains[d]
-        for w in range(group * domain.size, min(workers, (group + 1) * domain.size)):
+        members = range(group * domain.size, min(workers, (group + 1) * domain.size))
+        lost += 0 if repaired else len(members)
+        if lost > MOST_FAILURES:
+            raise too_many
+        for w in members:
             down[w] += -1 if repaired else 1
             if repaired and not down[w]:
                 events.append(Event(time, "add", f"node{w}"))
@@ -80,18 +87,6 @@ def generated(workers: int, hours: float, domains: list[Domain], *, seed: int = 
         else:
             heapq.heappush(heap, (time + max(1, round(domain.repair * HOUR_MS)), 1, group, d))
     return Trace.of(name, events, end=end)
-
-
-def periodic(workers: int, every: float, failures: int, *, name: str = "periodic") -> Trace:
-    """One worker is lost in the middle of every interval of `every` hours, and replaced at once."""
-    if failures < 1 or workers < 1 or not every > 0:
-        raise InputError("periodic", (workers, every, failures), "numbers above 0")
-    step = round(every * HOUR_MS)
-    events = [Event(0, "add", f"node{w}") for w in range(workers)]
-    for i in range(failures):
-        time = i * step + step // 2
-        events += [Event(time, "remove", f"node{i % workers}"), Event(time, "add", f"node{i % workers}")]
-    return Trace.of(name, events, end=failures * step)
 
 
 def _wait(noise: random.Random, domain: Domain) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -291,6 +292,13 @@ def test_bad_planned_jobs(change: dict[str, float], field: str) -> None:
     with pytest.raises(InputError) as caught:
         PlannedJob(Job.uniform(2, 2, 2), **change)  # type: ignore[arg-type]
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(("unit", "seconds"), [("min", 60.0), ("us", 1e-6), ("µs", 1e-6), ("μs", 1e-6), ("slot", 1.0)])
+def test_a_unit_of_time_is_as_long_as_it_says(unit: str, seconds: float) -> None:
+    planned = PlannedJob(replace(Job.uniform(1, 1, 2), time_unit=unit), samples=12)
+    rate = planned.rerouted(0)
+    assert rate is not None and rate.seconds == pytest.approx(6 * seconds)
 
 
 def test_unlike_speeds_are_refused() -> None:

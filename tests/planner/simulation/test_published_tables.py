@@ -13,7 +13,7 @@ from openrecycle.planner.simulation.outcome import SimulationOutcome
 from openrecycle.planner.simulation.policies.published import READY_AFTER, published, read_costs, read_throughput
 from openrecycle.planner.simulation.trace import Trace
 from openrecycle.planner.simulation.traces import parse_trace, read_trace
-from openrecycle.planner.simulation.traces.generated import periodic
+from tests.planner.problems import periodic
 
 DATA = Path(openrecycle.planner.simulation.__file__).parent / "data"
 OOBLECK = DATA / "oobleck"
@@ -164,6 +164,12 @@ def test_bad_throughput(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(InputError) as caught:
         read_throughput(path, "oobleck", "m")
     assert said in str(caught.value) and str(path) in str(caught.value)
+
+
+def test_a_device_is_no_table() -> None:
+    for read in (read_throughput, read_costs):
+        with pytest.raises(InputError, match="/dev/zero"):
+            read(Path("/dev/zero"), "oobleck", "m")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import openrecycle.planner.simulation
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.simulation.trace import Event, Trace
 from openrecycle.planner.simulation.traces import from_history, parse_trace, read_trace
-from openrecycle.planner.simulation.traces.generated import Domain, generated, periodic
+from openrecycle.planner.simulation.traces.generated import Domain, generated
 from tests.golden import golden
 
 DATA = Path(openrecycle.planner.simulation.__file__).parent / "data"
@@ -73,6 +73,13 @@ def test_counts_give_the_same_trace_everywhere() -> None:
     assert first.end == 20_000
 
 
+# JSON's true is no time, though Python's is a 1.
+NO_NUMBERS = (
+    '[true, "no-op", {"nodes": [], "duration": 1}]',
+    '[0, "no-op", {"nodes": [], "duration": true}]',
+)
+
+
 @pytest.mark.parametrize(
     ("text", "where", "value"),
     [
@@ -99,6 +106,7 @@ def test_counts_give_the_same_trace_everywhere() -> None:
         ('[0, "add", {"nodes": ["a"], "duration": 60000}]\n[0, "no-op", {}]\n', "bad line 2", '[0, "no-op", {}]'),
         ('[0, "remove", {"nodes": ["a"], "duration": 60000}]\n', "bad line 1", "a"),
         ('[0, "add", {"nodes": ["a"], "duration": 60000}]\n[0, ', "bad line 2", "[0,"),
+        *((row, "bad line 1", row) for row in NO_NUMBERS),
     ],
 )
 def test_bad_traces(text: str, where: str, value: str) -> None:
@@ -178,12 +186,6 @@ def test_bad_distributions(workers: int, hours: float, domain: Domain, field: st
     assert caught.value.field == field
 
 
-def test_periodic() -> None:
-    trace = periodic(24, 2, 3)
-    assert [event.time for event in trace.events if event.action == "remove"] == [3_600_000, 10_800_000, 18_000_000]
-    assert trace.hours == 6 and {n for _, n in trace.counts} == {24}
-
-
 def test_a_jobs_own_history() -> None:
     rows = [(10.0, "W0_1", "failed"), (10.0, "W0_1", "lost"), (30.5, "W0_1", "rejoined"), (40.0, "W1_0", "killed")]
     trace = from_history(rows, ["W0_0", "W0_1", "W1_0", "W1_1"], end=60)
@@ -191,3 +193,11 @@ def test_a_jobs_own_history() -> None:
     assert trace.end == 60_000
     with pytest.raises(InputError, match="slept"):
         from_history([(1.0, "W0_0", "slept")], ["W0_0"], end=2)
+
+
+def test_bursts_are_counted_as_they_are_drawn() -> None:
+    """Of so long a tail hardly a failure is expected, and millions are drawn."""
+    few = generated(20, 168, [Domain(1, 10_000, 0.001, shape=0.05)])
+    assert len(few.events) > 2_000
+    with pytest.raises(InputError, match="mtbf"):
+        generated(4_000, 168, [Domain(200, 10_000, 0, shape=0.05)])
