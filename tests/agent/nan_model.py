@@ -102,6 +102,9 @@ class Absent(NanModel):
         return super().optimizer(parameters)
 
 
+LAST_WORDS = "what it wrote last"
+
+
 class Crashing(NanModel):
     """W0_0 ends in its third iteration, outside its ops."""
 
@@ -110,5 +113,5 @@ class Crashing(NanModel):
 
     def upcoming(self, places: Sequence[tuple[int, int, int]]) -> None:
         if any(iteration == 2 for iteration, _, _ in places[:1]) and multiprocessing.current_process().name == "W0_0":
-            print("what it wrote last")
+            print(LAST_WORDS)
             raise RuntimeError("it can't go on")
