@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -128,8 +128,8 @@ class WorkerProcess:
 
     spoke: it has said something. fenced: it was held for dead while it still is a process: whatever it
     says is void. since: the generation with which it came to its place; what it says of earlier ones concerns
-    its place before, came_from. slot: the lowest number that no other process of this node had at its
-    start, so also its GPU's where it has one; slots: of all its ranks. whole: it has all of its stage's state.
+    its place before, came_from. slots: of each of its ranks the lowest number that no other process of this node had at
+    its start, so also its GPU's where it has one. whole: it has all of its stage's state.
     asked: as `end` does, to show which of its ranks still can.
     siblings: the processes of its ranks above 0, which live and die with it (agent.workers.rank_relay); meeting: a
     folder where they find each other at their start. made_of: the spare ranks in whose place its own are.
@@ -154,7 +154,6 @@ class WorkerProcess:
     asked: bool = False
     since: int = 0
     came_from: Worker | None = None
-    slot: int = 0
     slots: tuple[int, ...] = ()
     siblings: tuple[ProcessHandle, ...] = ()
     meeting: str = ""
@@ -191,6 +190,17 @@ class WorkerProcess:
     def post(self, kind: str, **fields: Any) -> None:
         """Sends a message; returns at once. A worker that is gone does not matter here."""
         (self.send or self.outbox.put)({"kind": kind, **fields})
+
+    def messages(self) -> Iterator[channel.Message]:
+        """Everything that is in its pipe. Where that has ended, its sentinel tells the rest."""
+        while True:
+            try:
+                if not self.pipe.poll():
+                    return
+                message = channel.receive(self.pipe)
+            except (EOFError, OSError):
+                return
+            yield message
 
     def lacks(self, plans: Iterable[Plan]) -> list[Plan]:
         """Of the plans that a deployment names, in order, those that are to be sent with it: the others it has."""
@@ -326,7 +336,7 @@ class ProcessPool:
         if spares is not None:
             taken |= self.spares.hurt
         spec = make_spec(incarnation)
-        ranks = getattr(spec, "ranks", 1)
+        ranks = getattr(spec, "ranks", 1)  # those of agent.profiling have none, and no slot
         slots = tuple(itertools.islice((n for n in itertools.count() if n not in taken), ranks))
         meeting = tempfile.mkdtemp(prefix="openrecycle-ranks-") if ranks > 1 else ""
         pairs = [self.context.Pipe(duplex=True) for _ in slots[1:]]
@@ -358,7 +368,6 @@ class ProcessPool:
         process, *siblings = started
         entry = WorkerProcess(
             *(worker, incarnation, process, ours, now),
-            slot=slots[0],
             slots=slots,
             siblings=tuple(siblings),
             meeting=meeting,

@@ -20,7 +20,6 @@ from openrecycle.agent.config.timeouts import ALIVE_SECONDS
 from openrecycle.agent.launcher.launch import Takeover
 from openrecycle.agent.launcher.processes import ProcessPool, SpareRanks, WorkerProcess, preload
 from openrecycle.agent.launcher.record import REMEMBERED
-from openrecycle.agent.messages import channel
 from openrecycle.agent.messages.client import Backoff
 from openrecycle.agent.monitoring.liveness import MOST_OF_A_TURN, LoopLag
 from openrecycle.agent.nodes.frames import Frames, NotTrusted, greet
@@ -292,14 +291,8 @@ class NodeServer:
     def _pass_on(self, incarnation: str) -> None:
         """Everything that is in the worker's pipe."""
         entry = self._entries[incarnation]
-        pipe, entry.heard_at = entry.pipe, time.monotonic()
-        while True:
-            try:
-                if not pipe.poll():
-                    return
-                message = channel.receive(pipe)
-            except (EOFError, OSError):
-                return  # its sentinel tells the rest
+        entry.heard_at = time.monotonic()
+        for message in entry.messages():
             item = {"kind": "from", "incarnation": incarnation, "message": message}
             if message["kind"] != "alive":  # which is of that moment alone
                 message["number"] = self._numbers[incarnation] = self._numbers.get(incarnation, 0) + 1

@@ -87,7 +87,7 @@ def main(spec: WorkerSpec, pipe: Connection, siblings: Sequence[Connection] = ()
             )
             workload = Parallelized(workload, spec.rank, ranks.mesh, ranks.gather, divided=spec.run.divided)
         loop = WorkerLoop(spec, workload, communicator, channel, status, log, device)
-        channel.say("ready", incarnation=spec.incarnation, host=socket.gethostname(), pids=[os.getpid()])
+        channel.say("ready", host=socket.gethostname(), pids=[os.getpid()])
         loop.run()
     except (NonFiniteError, NoAgreementError, StageIOError, WeightsError, StateError) as error:
         # Not this worker's fault, and every peer comes to the same conclusion: the job ends.
@@ -126,12 +126,10 @@ def _say_alive(channel: WorkerChannel, status: Status, log: LogTail, spec: Worke
     pause, due, turns = threading.Event(), STUCK_SECONDS, LoopLag()
     while not pause.wait(every):
         current = status.progress.beat(turns.late(every))
-        describe_exception = asdict(current) | ({"where": thread_stacks()} if current.overdue else {})
+        current_op = asdict(current) | ({"where": thread_stacks()} if current.overdue else {})
         channel.say(
             "alive",
-            phase=status.phase,
-            iteration=status.iteration,
-            current=describe_exception,
+            current=current_op,
             op_limit=status.progress.longest_limit,
             **({"beat": status.take()} if console else {}),
         )
