@@ -16,9 +16,18 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-from openrecycle.agent.coordination.launcher import Deploy, Event, Halt, Measure, ProcessFenced
+from openrecycle.agent.coordination.launcher import (
+    Cause,
+    Coordination,
+    Deploy,
+    Event,
+    Halt,
+    Measure,
+    ProcessFenced,
+    Step,
+)
 from openrecycle.agent.messages.channel import keep_newest
 from openrecycle.agent.messages.client import Backoff, ConsoleClient, ConsoleRefused, ConsoleUnavailable, Offset
 from openrecycle.agent.messages.delivery import Outbox
@@ -80,6 +89,7 @@ _REPORTS: dict[str, type[Message]] = {
     "/validations": ValidationReport,
     "/finish": JobFinished,
 }
+_PATHS = {kind: path for path, kind in _REPORTS.items()}
 
 
 class QueuedReport(NamedTuple):
@@ -187,10 +197,10 @@ class Phases:
         return out
 
 
-class ConsoleCoordination:
-    """A Coordination whose decisions are the console's.
+class ConsoleCoordination(Coordination):
+    """One whose decisions are the console's.
 
-    wake_fd: becomes readable when `poll` has something. say: called, from a thread, with the
+    say: called, from a thread, with the
     console's sentence when the job does not train and nothing is announced. checkpoint: asked for
     the checkpoint to go back to when the console says so; None: the job writes none. interval: seconds between two
     posts of the workers' heartbeats. decide: given what is to be done once this launcher may
@@ -248,7 +258,7 @@ class ConsoleCoordination:
                 registration = Registration.model_validate(about["registration"])
                 self._workers.add(registration, seq=about["seq"] + SEQ_AHEAD, worker=about["worker"])
             for path, message in saved["reports"]:
-                self._report(path, _REPORTS[path].model_validate(message))
+                self._report(_REPORTS[path].model_validate(message))
         self._workers.start()
         for target in (self._follow_generations, self._follow_commands):
             threading.Thread(target=target, name=target.__name__, daemon=True).start()
@@ -287,58 +297,50 @@ class ConsoleCoordination:
                 fields = message["ops"] | {"worker": str(worker), "incarnation": incarnation}
                 same = fields["clock"] == clock_name()
                 self._workers.measured(fields, Offset(0, 0) if same else clock)
-            case "resumed":
-                self._acknowledge("resumed", worker, incarnation, message["generation"], message["iteration"])
 
-    def exited(self, worker: Worker, incarnation: str, detail: str, spare: Sequence[int] = ()) -> None:
-        self._workers.remove(incarnation)
-        report = FailureReport(
-            worker=str(worker),
-            incarnation=incarnation,
-            cause="exit",
-            reporter="launcher",
-            detail=detail[:2000],
-            spare=tuple(spare),
-        )
-        self._report("/failures", report)
-
-    def broken(
-        self, worker: Worker, incarnation: str, generation: int, now: float, peer: str = "", detail: str = ""
-    ) -> None:
-        self._workers.broken(str(worker), incarnation, generation, detail, peer)
-
-    def raised(self, worker: Worker, incarnation: str, generation: int, text: str) -> None:
-        self._failed(worker, "exception", incarnation, generation, text)
-
-    def state_lost(self, worker: Worker, incarnation: str, generation: int, text: str) -> None:
-        self._failed(worker, "state-lost", incarnation, generation, text)
-
-    def _failed(
+    def failed(
         self,
+        cause: Cause,
         worker: Worker,
-        cause: Literal["exception", "state-lost"],
         incarnation: str,
-        generation: int,
-        text: str,
+        generation: int = 0,
+        detail: str = "",
+        *,
+        peer: str = "",
+        spare: Sequence[int] = (),
+        now: float | None = None,
     ) -> None:
+        if cause == "transfer":
+            self._workers.broken(str(worker), incarnation, generation, detail, peer)
+            return
+        if cause == "exit":
+            self._workers.remove(incarnation)
         report = FailureReport(
             worker=str(worker),
             incarnation=incarnation,
             cause=cause,
             reporter="launcher",
-            detail=text[:2000],
+            detail=detail[:2000],
             generation=generation,
+            spare=tuple(spare),
         )
-        self._report("/failures", report)
+        self._report(report)
 
     def opened(self, generation: int, incarnations: Iterable[str]) -> None:
         self._phases.expect(generation, incarnations)
 
-    def adopted(self, worker: Worker, incarnation: str, generation: int, iteration: int) -> None:
-        self._acknowledge("adopted", worker, incarnation, generation, iteration)
-
-    def formed(self, worker: Worker, incarnation: str, generation: int, iteration: int) -> None:
-        self._acknowledge("formed", worker, incarnation, generation, iteration)
+    def acknowledged(
+        self,
+        state: Step,
+        worker: Worker,
+        incarnation: str,
+        generation: int,
+        iteration: int = 0,
+    ) -> None:
+        made = Acknowledgement(
+            worker=str(worker), incarnation=incarnation, generation=generation, state=state, iteration=iteration
+        )
+        self._phases.add(made, time.monotonic())
 
     def meanwhile(self, generation: int, plan: Plan) -> None:
         text = plan.to_json() if plan.op_count <= INTERIM_OPS else ""
@@ -346,27 +348,21 @@ class ConsoleCoordination:
         report = InterimPlan(
             generation=generation, plan_fingerprint=plan.fingerprint, failed=plan.failed, document=document
         )
-        self._report("/interim", report)
-
-    def rearranged(self, report: Relayout) -> None:
-        self._report("/relayouts", report)
+        self._report(report)
 
     def committed(self, iterations: Iterable[Iteration]) -> None:
         batch = tuple(iterations)
         if batch:
-            self._report("/iterations", IterationReport(iterations=batch))
+            self._report(IterationReport(iterations=batch))
 
-    def recovered(self, recovery: Recovery) -> None:
-        self._report("/recoveries", recovery)
-
-    def validation(self, report: ValidationReport) -> None:
-        self._report("/validations", report)
+    def report(self, message: Relayout | Recovery | ValidationReport) -> None:
+        self._report(message)
 
     def finished(self, state: str, reason: str) -> None:
         self._tell(float("inf"))
         self._workers.stop()
         self._workers.join(WORKERS_TIMEOUT_SECONDS)
-        self._report("/finish", JobFinished(state=state, reason=reason[:2000]))  # type: ignore[arg-type]
+        self._report(JobFinished(state=state, reason=reason[:2000]))  # type: ignore[arg-type]
 
     def saved(self) -> dict[str, Any]:
         reports = [*self._reports.all, *self._decided]
@@ -381,7 +377,7 @@ class ConsoleCoordination:
 
     def lead_changed(self, lost: Mapping[Worker, str], detail: str, now: float) -> None:
         for worker, incarnation in lost.items():
-            self.exited(worker, incarnation, detail)
+            self.failed("exit", worker, incarnation, detail=detail)
 
     def poll(self, now: float) -> list[Event]:
         self._tell(now)
@@ -418,18 +414,6 @@ class ConsoleCoordination:
         self._woken.close()
         self._waking.close()
 
-    def _acknowledge(self, state: str, worker: Worker, incarnation: str, generation: int, iteration: int) -> None:
-        self._phases.add(
-            Acknowledgement(
-                worker=str(worker),
-                incarnation=incarnation,
-                generation=generation,
-                state=state,  # type: ignore[arg-type]
-                iteration=iteration,
-            ),
-            time.monotonic(),
-        )
-
     def _tell(self, now: float) -> None:
         """What all workers have said in a turn of the launcher is passed on together: a launcher that stood still has
         heard all of them when it tells the console of any."""
@@ -441,8 +425,8 @@ class ConsoleCoordination:
 
     # -- threads ------------------------------------------------------------------------------
 
-    def _report(self, path: str, message: Message) -> None:
-        self._decided.append(QueuedReport(path, message, time.monotonic()))
+    def _report(self, message: Message) -> None:
+        self._decided.append(QueuedReport(_PATHS[type(message)], message, time.monotonic()))
         self._decide(self._pass_on)
 
     def _pass_on(self) -> None:

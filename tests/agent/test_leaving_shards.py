@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from openrecycle.agent.config.options import Optimization, TrainingOptions
-from openrecycle.agent.coordination.launcher import Deploy
+from openrecycle.agent.coordination.launcher import Coordination, Deploy
 from openrecycle.agent.launcher.launch import Launcher
 from openrecycle.agent.launcher.processes import WorkerProcess
 from openrecycle.agent.messages.protocol import Deployment
@@ -62,24 +62,18 @@ class _Pool:
     def spare(self, entry: WorkerProcess) -> None: ...
 
 
-class _Decides:
-    """Coordination that keeps what it is told. asked: for another generation, and of which."""
+class _Decides(Coordination):
+    """Keeps what it is told. asked: for another generation, and of which."""
 
     def __init__(self) -> None:
         self.asked: list[int] = []
         self.gone: list[str] = []
 
-    def raised(self, worker: Worker, incarnation: str, generation: int, text: str) -> None:
-        self.asked.append(generation)
-
-    def exited(self, worker: Worker, incarnation: str, detail: str, spare: Any = ()) -> None:
-        self.gone.append(str(worker))
-
-    def saved(self) -> dict[str, Any]:
-        return {}
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *args, **kwargs: None
+    def failed(self, cause: str, worker: Worker, incarnation: str, generation: int = 0, *_: Any, **about: Any) -> None:
+        if cause == "exception":
+            self.asked.append(generation)
+        elif cause == "exit":
+            self.gone.append(str(worker))
 
 
 class _Store:
