@@ -163,6 +163,75 @@ def is_history(report: QueuedReport) -> bool:
     return isinstance(report.message, IterationReport)
 
 
+class ReportSender(threading.Thread):
+    """Delivers what it is given to the console, oldest first, until `stop`. `put` may be called from any thread, and
+    returns at once.
+
+    path: the job's. ready: is it time to deliver? `wake` when it has become so. pause: seconds after each that the
+    console has taken: what comes meanwhile goes together. refused: called with what the console says against one, which
+    is not sent again.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], ConsoleClient],
+        path: Callable[[], str],
+        reports: Outbox[QueuedReport],
+        *,
+        ready: Callable[[], bool] = lambda: True,
+        pause: Callable[[], float] = lambda: 0.0,
+        refused: Callable[[ConsoleRefused], None] = lambda _refusal: None,
+    ) -> None:
+        super().__init__(name="reports", daemon=True)
+        self._connect, self._path, self._reports = connect, path, reports
+        self._ready, self._pause, self._refused = ready, pause, refused
+        self._there, self._stopping, self._last_tries = threading.Event(), threading.Event(), True
+        self.start()
+
+    @property
+    def waiting(self) -> list[QueuedReport]:
+        return self._reports.all
+
+    def put(self, report: QueuedReport) -> None:
+        self._reports.put(report)
+        self.wake()
+
+    def wake(self) -> None:
+        self._there.set()
+
+    def stop(self, *, tries: bool = True) -> None:
+        """Ends the thread once all is delivered. tries: of a console that is away; otherwise that ends it, too."""
+        self._last_tries = tries
+        self._stopping.set()
+        self.wake()
+
+    def run(self) -> None:
+        client, backoff = self._connect(), Backoff(longest=TRY_AGAIN_SECONDS)
+        while True:
+            report = self._reports.take() if self._ready() else None
+            if report is None:
+                if self._stopping.is_set():
+                    return
+                self._there.wait()
+                self._there.clear()
+                continue
+            try:
+                client.post(f"{self._path()}{report.path}", report.body)
+            except ConsoleUnavailable:
+                if not self._stopping.is_set():
+                    self._stopping.wait(backoff.seconds())
+                elif self._last_tries:
+                    time.sleep(LAST_TRIES_SECONDS)
+                else:
+                    return
+                continue
+            except ConsoleRefused as refusal:
+                self._refused(refusal)  # the console knows better (fenced, finished): the same again would be refused
+            backoff.reset()
+            self._reports.sent()
+            self._stopping.wait(self._pause())
+
+
 class Phases:
     """Makes one acknowledgement of a generation's step out of those of all workers. No clock.
 
@@ -228,15 +297,14 @@ class ConsoleCoordination(Coordination):
         """That the launcher was told."""
         self._checkpoint = checkpoint
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._reports: Outbox[QueuedReport] = Outbox(MAX_REPORTS, merge=merge_iterations, droppable=is_history)
-        self._report_there, self._closing = threading.Event(), threading.Event()
+        self._closing = threading.Event()
         # Sockets, not a pipe: threads that outlive `close` write to one that is closed, not to a file of somebody else.
         self._woken, self._waking = socket.socketpair()
         self._woken.setblocking(False)
         self._waking.setblocking(False)
         self.wake_fd = self._woken.fileno()
-        self._sender = threading.Thread(target=self._send_reports, name="reports", daemon=True)
-        self._sender.start()
+        reports: Outbox[QueuedReport] = Outbox(MAX_REPORTS, merge=merge_iterations, droppable=is_history)
+        self._sender = ReportSender(connect, lambda: self._path, reports)
         self._refusal = ""
         """Why the console took no registration at all, as it was said."""
         self._said: dict[str, tuple[str, Mapping[str, Any]]] = {}
@@ -365,7 +433,7 @@ class ConsoleCoordination(Coordination):
         self._report(JobFinished(state=state, reason=reason[:2000]))  # type: ignore[arg-type]
 
     def saved(self) -> dict[str, Any]:
-        reports = [*self._reports.all, *self._decided]
+        reports = [*self._sender.waiting, *self._decided]
         return {
             "job": self._job_id,
             "token": self._token,
@@ -400,7 +468,7 @@ class ConsoleCoordination(Coordination):
         """
         begin = time.monotonic()
         self._closing.set()
-        self._report_there.set()
+        self._sender.stop()
         self._sender.join(STOPPED_TIMEOUT_SECONDS)
         if self._sender.is_alive() and not hurried():
             self._say(
@@ -410,7 +478,7 @@ class ConsoleCoordination(Coordination):
         while self._sender.is_alive() and not hurried() and time.monotonic() - begin < ENDED_TIMEOUT_SECONDS:
             self._sender.join(LAST_TRIES_SECONDS)
         if self._sender.is_alive():
-            self._say(f"the console was not told how the job ended; reports lost: {len(self._reports)}")
+            self._say(f"the console was not told how the job ended; reports lost: {len(self._sender.waiting)}")
         self._woken.close()
         self._waking.close()
 
@@ -430,36 +498,12 @@ class ConsoleCoordination(Coordination):
         self._decide(self._pass_on)
 
     def _pass_on(self) -> None:
-        self._reports.put(self._decided.popleft())
-        self._report_there.set()
+        self._sender.put(self._decided.popleft())
 
     def _put(self, event: Event) -> None:
         self._events.put(event)
         with contextlib.suppress(OSError):  # full, so readable already; or closed
             self._waking.send(b"!")
-
-    def _send_reports(self) -> None:
-        client, backoff = self._connect(), Backoff(longest=TRY_AGAIN_SECONDS)
-        while True:
-            report = self._reports.take()
-            if report is None:
-                if self._closing.is_set():
-                    return
-                self._report_there.wait()
-                self._report_there.clear()
-                continue
-            try:
-                client.post(f"{self._path}{report.path}", report.body)
-            except ConsoleUnavailable:
-                if self._closing.is_set():
-                    time.sleep(LAST_TRIES_SECONDS)
-                else:
-                    self._closing.wait(backoff.seconds())
-                continue
-            except ConsoleRefused:
-                pass  # the console knows better (fenced, finished): the same again would be refused
-            backoff.reset()
-            self._reports.sent()
 
     def _follow_generations(self) -> None:
         client, backoff, generation = self._connect(), Backoff(longest=TRY_AGAIN_SECONDS), self._generation
