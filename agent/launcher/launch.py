@@ -22,7 +22,14 @@ from openrecycle.agent.config.timeouts import TIMES_LONGEST
 from openrecycle.agent.coordination.launcher import Coordination, Deploy, Halt, LauncherWarning, Measure, ProcessFenced
 from openrecycle.agent.launcher import bad_samples
 from openrecycle.agent.launcher.processes import ProcessPool, Spares, WorkerProcess, preload
-from openrecycle.agent.launcher.record import DataWait, DivergedError, EvaluationResult, RecordedProgress, RunRecord
+from openrecycle.agent.launcher.record import (
+    DataWait,
+    DivergedError,
+    EvaluationResult,
+    NamedWorker,
+    RecordedProgress,
+    RunRecord,
+)
 from openrecycle.agent.messages import channel
 from openrecycle.agent.messages.protocol import Command, Deployment, Iteration, Relayout, ValidationReport
 from openrecycle.agent.monitoring.liveness import CurrentOp, LoopLag, Silences, boot_clock
@@ -105,7 +112,18 @@ class PauseRequest:
 
 TURN_SECONDS = 0.25
 _REMEMBERED_VALIDATIONS = 1000
-_BAD_SAMPLES = TypeAdapter(bad_samples.BadSamples)
+_FORMS: dict[str, TypeAdapter[Any]] = {
+    "_found": TypeAdapter(dict[str, Any]),
+    "_shared": TypeAdapter(set[NamedWorker]),
+    "_move_waits": TypeAdapter(bool),
+    "_held": TypeAdapter(tuple[int, ...]),
+    "_relayout": TypeAdapter(dict[str, Any] | None),
+    "_stalls": TypeAdapter(dict[str, float]),
+    "_bad_samples": TypeAdapter(bad_samples.BadSamples),
+    "_rejoins": TypeAdapter(list[Rejoin]),
+    "_why_halted": TypeAdapter(str),
+}
+"""Of what a Launcher knows, what another one goes on from, and how it is told."""
 
 
 class JobFailed(Exception):
@@ -296,16 +314,9 @@ class Launcher:
             "record": self._record.saved(),
             "deployed": about | {"moves": [(str(source), str(to)) for source, to in deployed.moves]},
             "plan": self._document(deployed.plan),
-            "found": self._found,
-            "shared": sorted(map(str, self._shared)),
-            "move_waits": self._move_waits,
-            "held": self._held,
-            "relayout": [self._relayout, self._stalls],
-            "bad_samples": _BAD_SAMPLES.dump_python(self._bad_samples, mode="json"),
-            "rejoins": [(str(rejoin.worker), rejoin.iteration) for rejoin in self._rejoins],
             "validations": sorted(self._validations)[-_REMEMBERED_VALIDATIONS:],
             "hold": self._hold.saved(),
-            "why_halted": self._why_halted,
+            **{name: form.dump_python(getattr(self, name), mode="json") for name, form in _FORMS.items()},
         }
 
     def _go_on(self, takeover: Takeover) -> None:
@@ -314,15 +325,10 @@ class Launcher:
         moves = tuple((Worker.parse(source), Worker.parse(to)) for source, to in deployed["moves"])
         deployment = Deployment.model_validate(deployed["deployment"])
         self._deployed = Deploy(deployment, takeover.plan, moves, deployed["restore"])
-        self._found, self._held = saved["found"], tuple(saved["held"])
-        self._move_waits = saved["move_waits"]
-        self._shared = {Worker.parse(name) for name in saved["shared"]}
-        self._relayout, self._stalls = saved["relayout"]
-        self._bad_samples = _BAD_SAMPLES.validate_python(saved["bad_samples"])
-        self._rejoins = [Rejoin(Worker.parse(name), iteration) for name, iteration in saved["rejoins"]]
+        for name, form in _FORMS.items():
+            setattr(self, name, form.validate_python(saved[name]))
         self._validations = set(saved["validations"])
         self._hold.restore(saved["hold"])
-        self._why_halted = saved["why_halted"]
         self._halt_by = time.monotonic() + self._options.faults.timeouts.transfer
         self._listener({"warning": takeover.text})
         for entry, message in takeover.unheard:

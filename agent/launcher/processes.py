@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -191,6 +191,17 @@ class WorkerProcess:
         """Sends a message; returns at once. A worker that is gone does not matter here."""
         (self.send or self.outbox.put)({"kind": kind, **fields})
 
+    def told(self) -> dict[str, Any]:
+        """What another launcher needs to know of it, as JSON."""
+        about = {"worker": str(self.worker), "came_from": self.came_from and str(self.came_from)}
+        return about | {"incarnation": self.incarnation} | {name: getattr(self, name) for name in _TOLD}
+
+    def restore(self, told: Mapping[str, Any]) -> None:
+        """As another launcher has `told` of it."""
+        for name in _TOLD:
+            setattr(self, name, told[name])
+        self.came_from = told["came_from"] and Worker.parse(told["came_from"])
+
     def messages(self) -> Iterator[channel.Message]:
         """Everything that is in its pipe. Where that has ended, its sentinel tells the rest."""
         while True:
@@ -271,6 +282,9 @@ class WorkerProcess:
         self.process.join()
         _join(self.siblings, JOIN_SECONDS)
         self.kill()
+
+
+_TOLD = ("member", "since", "whole", "spoke", "op_limit")
 
 
 def _join(processes: Iterable[ProcessHandle], seconds: float) -> None:

@@ -455,9 +455,7 @@ class Succession:
             else:
                 lost[cell] = incarnation
                 continue
-            for name in ("member", "since", "whole", "spoke", "op_limit"):
-                setattr(entry, name, about[name])
-            entry.came_from = about["came_from"] and Worker.parse(about["came_from"])
+            entry.restore(about)
             entry.heard = copy.heard.get(incarnation, 0)
         pool.know_spares(document.get("spares", ()), self.spares)
         known = {about["incarnation"] for about in document["workers"]}
