@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from openrecycle.agent.messages.protocol import Command, Deployment, Iteration, Recovery, Relayout, ValidationReport
 from openrecycle.planner.jobs.job import Worker
@@ -68,8 +68,25 @@ class ProcessFenced:
 Event = Deploy | Halt | Command | LauncherWarning | Measure | ProcessFenced
 
 
-Cause = Literal["exit", "transfer", "exception", "state-lost"]
-"""As in a FailureReport."""
+class Failure(NamedTuple):
+    """exit: a worker process has ended. transfer: it could not exchange data in `generation`. exception: an op of a
+    micro-batch raised in it, in `generation`, and all must form anew. state-lost: the state of its stage is not there
+    any more, though workers of it live.
+
+    peer: with whom it could not; "": it can't tell. spare: of its ranks those that had to end, since another one had.
+    now: monotonic seconds; None: as at the last `poll`.
+    """
+
+    cause: Literal["exit", "transfer", "exception", "state-lost"]
+    worker: Worker
+    incarnation: str
+    generation: int = 0
+    detail: str = ""
+    peer: str = ""
+    spare: Sequence[int] = ()
+    now: float | None = None
+
+
 Step = Literal["adopted", "formed", "resumed"]
 """As in an Acknowledgement."""
 
@@ -101,24 +118,7 @@ class Coordination:
         """The launcher knows that a worker lives that says nothing itself: it computes, or others can't go on without
         it and do."""
 
-    def failed(
-        self,
-        cause: Cause,
-        worker: Worker,
-        incarnation: str,
-        generation: int = 0,
-        detail: str = "",
-        *,
-        peer: str = "",
-        spare: Sequence[int] = (),
-        now: float | None = None,
-    ) -> None:
-        """exit: a worker process has ended. transfer: it could not exchange data in `generation`. exception: an op of a
-        micro-batch raised in it, in `generation`, and all must form anew. state-lost: the state of its stage is not
-        there any more, though workers of it live.
-
-        peer: with whom it could not; "": it can't tell. spare: of its ranks those that had to end, since another one
-        had. now: monotonic seconds; None: as at the last `poll`."""
+    def failed(self, failure: Failure) -> None: ...
 
     def opened(self, generation: int, incarnations: Iterable[str]) -> None:
         """Members of `generation` have been told of it. incarnations: those with all of their stage's state."""

@@ -38,7 +38,7 @@ from openrecycle.agent.coordination.events import (
     WorkerRegistered,
 )
 from openrecycle.agent.coordination.generations import deployment_of, why_not
-from openrecycle.agent.coordination.launcher import Cause, Coordination, Deploy, Halt, LauncherWarning, Step
+from openrecycle.agent.coordination.launcher import Coordination, Deploy, Failure, Halt, LauncherWarning, Step
 from openrecycle.agent.coordination.launcher import Event as Order
 from openrecycle.agent.coordination.membership import AckState, FailureTimeouts, Generation, State
 from openrecycle.agent.messages.protocol import Iteration, Recovery, Relayout, ValidationReport
@@ -125,18 +125,8 @@ class LocalCoordination(Coordination):
             self._check_beside()
             self._look_for_layout()
 
-    def failed(
-        self,
-        cause: Cause,
-        worker: Worker,
-        incarnation: str,
-        generation: int = 0,
-        detail: str = "",
-        *,
-        peer: str = "",
-        spare: Sequence[int] = (),
-        now: float | None = None,
-    ) -> None:
+    def failed(self, failure: Failure) -> None:
+        cause, worker, incarnation, generation, detail, peer, _, now = failure
         self._now = self._now if now is None else now
         name = str(worker)
         match cause:

@@ -19,7 +19,15 @@ from pydantic import TypeAdapter, ValidationError
 
 from openrecycle.agent.config.faults import Rejoin
 from openrecycle.agent.config.timeouts import TIMES_LONGEST
-from openrecycle.agent.coordination.launcher import Coordination, Deploy, Halt, LauncherWarning, Measure, ProcessFenced
+from openrecycle.agent.coordination.launcher import (
+    Coordination,
+    Deploy,
+    Failure,
+    Halt,
+    LauncherWarning,
+    Measure,
+    ProcessFenced,
+)
 from openrecycle.agent.launcher import bad_samples
 from openrecycle.agent.launcher.processes import ProcessPool, Spares, WorkerProcess, preload
 from openrecycle.agent.launcher.record import (
@@ -476,7 +484,7 @@ class Launcher:
             case "broken":
                 about = {"peer": message.get("peer", ""), "detail": message.get("detail", "")}
                 generation, now = message["generation"], time.monotonic()
-                self._coordination.failed("transfer", cell, entry.incarnation, generation, **about, now=now)
+                self._coordination.failed(Failure("transfer", cell, entry.incarnation, generation, **about, now=now))
                 if (
                     self._after is not None
                     and self._deployed
@@ -491,7 +499,9 @@ class Launcher:
                     self._let_go()
             case "state_lost":
                 self._listener({"warning": f"{cell}: {message['text']}"})
-                self._coordination.failed("state-lost", cell, entry.incarnation, message["generation"], message["text"])
+                self._coordination.failed(
+                    Failure("state-lost", cell, entry.incarnation, message["generation"], message["text"])
+                )
             case "validation":
                 if message["iteration"] not in self._validations:
                     self._validations.add(message["iteration"])
@@ -533,7 +543,7 @@ class Launcher:
             elif said.iteration < self._iterations:
                 raise JobFailed(found.halt)  # not even the iterations before that end can be had
         text = found.halt or found.text
-        self._coordination.failed("exception", cell, entry.incarnation, message["generation"], text)
+        self._coordination.failed(Failure("exception", cell, entry.incarnation, message["generation"], text))
         if self._after is not None and self._deployed and message["generation"] < self._deployed.deployment.generation:
             self._send_deployments(after=None)  # as for a transfer that broke
 
@@ -587,7 +597,9 @@ class Launcher:
         if entry.fenced:
             if (spare := entry.spare_ranks) and self._pool.running:
                 # Its end is known already, and these are not.
-                self._coordination.failed("exit", entry.worker, entry.incarnation, detail=entry.error, spare=spare)
+                self._coordination.failed(
+                    Failure("exit", entry.worker, entry.incarnation, detail=entry.error, spare=spare)
+                )
                 self._use_spares(entry)
             return
         self._lost(entry, detected, entry.ending, entry.spare_ranks)
@@ -600,7 +612,7 @@ class Launcher:
     def _lost(self, entry: WorkerProcess, at: int, why: str, spare: Sequence[int] = ()) -> None:
         """A process is gone, or was put out."""
         self._record.died(entry.worker, at)
-        self._coordination.failed("exit", entry.worker, entry.incarnation, detail=why, spare=spare)
+        self._coordination.failed(Failure("exit", entry.worker, entry.incarnation, detail=why, spare=spare))
         if str(entry.worker) in self._leaving:
             # Who decides knows it as one that is to go: it does not count as a member whose end all others feel.
             self._form_anew(f"{entry.worker}, which was to leave, {why}")
@@ -612,7 +624,7 @@ class Launcher:
         staying = (self._pool.running.get(Worker.parse(w)) for w in deployment.living if w not in deployment.leaving)
         one = next((entry for entry in staying if entry is not None), None)
         if one is not None:
-            self._coordination.failed("exception", one.worker, one.incarnation, deployment.generation, why)
+            self._coordination.failed(Failure("exception", one.worker, one.incarnation, deployment.generation, why))
 
     def _use_spares(self, ended: WorkerProcess) -> None:
         """Ranks that lost a sibling make a worker again, where a node has enough of them: of the stage that has the
@@ -792,7 +804,7 @@ class Launcher:
             entry = self._pool.running.get(Worker.parse(name))
             if entry is not None and entry.member:
                 self._pool.fence(entry, "left as asked")
-                self._coordination.failed("exit", entry.worker, entry.incarnation, detail="left as asked")
+                self._coordination.failed(Failure("exit", entry.worker, entry.incarnation, detail="left as asked"))
 
     def _send_deployments(self, after: int | None) -> None:
         """Tells every member of the newest generation. after: see agent.messages.channel.Orders."""

@@ -19,10 +19,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from openrecycle.agent.coordination.launcher import (
-    Cause,
     Coordination,
     Deploy,
     Event,
+    Failure,
     Halt,
     Measure,
     ProcessFenced,
@@ -366,18 +366,8 @@ class ConsoleCoordination(Coordination):
                 same = fields["clock"] == clock_name()
                 self._workers.measured(fields, Offset(0, 0) if same else clock)
 
-    def failed(
-        self,
-        cause: Cause,
-        worker: Worker,
-        incarnation: str,
-        generation: int = 0,
-        detail: str = "",
-        *,
-        peer: str = "",
-        spare: Sequence[int] = (),
-        now: float | None = None,
-    ) -> None:
+    def failed(self, failure: Failure) -> None:
+        cause, worker, incarnation, generation, detail, peer, spare, _ = failure
         if cause == "transfer":
             self._workers.broken(str(worker), incarnation, generation, detail, peer)
             return
@@ -445,7 +435,7 @@ class ConsoleCoordination(Coordination):
 
     def lead_changed(self, lost: Mapping[Worker, str], detail: str, now: float) -> None:
         for worker, incarnation in lost.items():
-            self.failed("exit", worker, incarnation, detail=detail)
+            self.failed(Failure("exit", worker, incarnation, detail=detail))
 
     def poll(self, now: float) -> list[Event]:
         self._tell(now)

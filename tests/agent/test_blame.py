@@ -20,7 +20,7 @@ from openrecycle.agent.coordination.blame import (
     attribute,
     judge,
 )
-from openrecycle.agent.coordination.launcher import Deploy, Halt, LauncherWarning
+from openrecycle.agent.coordination.launcher import Deploy, Failure, Halt, LauncherWarning
 from openrecycle.agent.coordination.local import LocalCoordination
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
@@ -187,7 +187,9 @@ class Run:
             reporter, _, peer = pair.partition(">")
             process = self.processes[reporter]
             self.coordination.failed(
-                "transfer", Worker.parse(reporter), process, self.generation, "timed out", peer=peer, now=self.now
+                Failure(
+                    "transfer", Worker.parse(reporter), process, self.generation, "timed out", peer=peer, now=self.now
+                )
             )
         return self.take()
 
@@ -200,13 +202,13 @@ def test_a_job_without_a_console_takes_an_end_out_and_then_for_good() -> None:
     run.broken("W0_0>W1_1", "W1_1>W0_0")
     assert "W1_1" not in run.living and len(run.living) == 5 and golden("w1-1-is-taken-out") in run.remarks[-1]
 
-    run.coordination.failed("exit", Worker(1, 1), "W1_1", detail="put out")
+    run.coordination.failed(Failure("exit", Worker(1, 1), "W1_1", detail="put out"))
     run.begin("W1_1", "new")
     run.take()
     assert "W1_1" in run.living, "it may re-join"
     run.broken("W1_1>W2_0")
     assert "W1_1" not in run.living and "for good" in run.remarks[-1]
-    run.coordination.failed("exit", Worker(1, 1), "new", detail="put out")
+    run.coordination.failed(Failure("exit", Worker(1, 1), "new", detail="put out"))
     run.begin("W1_1", "newer")
     run.take()
     assert run.refused[-1] == Worker(1, 1) and "W1_1" not in run.living
@@ -215,7 +217,7 @@ def test_a_job_without_a_console_takes_an_end_out_and_then_for_good() -> None:
 def test_a_job_without_a_console_ends_where_nobody_can_be_spared() -> None:
     run = Run()
     for name in ("W1_0", "W2_0", "W1_1", "W2_1"):
-        run.coordination.failed("exit", Worker.parse(name), name, detail="died")
+        run.coordination.failed(Failure("exit", Worker.parse(name), name, detail="died"))
         run.take()
     said = [run.broken("W0_1>W0_0") for _ in range(5)]
     assert not any(said[:4]) and "W0_0 and W0_1 (5 times)" in said[4]

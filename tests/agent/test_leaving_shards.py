@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from openrecycle.agent.config.options import Optimization, TrainingOptions
-from openrecycle.agent.coordination.launcher import Coordination, Deploy
+from openrecycle.agent.coordination.launcher import Coordination, Deploy, Failure
 from openrecycle.agent.launcher.launch import Launcher
 from openrecycle.agent.launcher.processes import WorkerProcess
 from openrecycle.agent.messages.protocol import Deployment
@@ -69,11 +69,11 @@ class _Decides(Coordination):
         self.asked: list[int] = []
         self.gone: list[str] = []
 
-    def failed(self, cause: str, worker: Worker, incarnation: str, generation: int = 0, *_: Any, **about: Any) -> None:
-        if cause == "exception":
-            self.asked.append(generation)
-        elif cause == "exit":
-            self.gone.append(str(worker))
+    def failed(self, failure: Failure) -> None:
+        if failure.cause == "exception":
+            self.asked.append(failure.generation)
+        elif failure.cause == "exit":
+            self.gone.append(str(failure.worker))
 
 
 class _Store:
