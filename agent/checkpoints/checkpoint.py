@@ -48,6 +48,7 @@ from openrecycle.agent.models.state import (
     whole_number,
     write_tensors,
 )
+from openrecycle.planner.jobs.errors import in_a_line
 from openrecycle.planner.plans.plan import read_json
 
 FORMAT, VERSION = "openrecycle-checkpoint", 4
@@ -404,7 +405,7 @@ def reason_of(error: BaseException) -> str:
     # What failed first: a full disk shows again when the half-written file is closed.
     while error.__context__ is not None:
         error = error.__context__
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+    return in_a_line(error)
 
 
 def _identity(document: Any, stages: int) -> Identity:

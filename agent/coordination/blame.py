@@ -83,12 +83,11 @@ class Links:
 @dataclass(frozen=True)
 class BlameDecision:
     """links: what is remembered from here on. text: for people; names the pair. out: who is taken out of the job, if
-    anybody; for_good: and may not re-join. halt: the job can't go on, and why."""
+    anybody. halt: the job can't go on, and why."""
 
     links: Links
     text: str
     out: str = ""
-    for_good: bool = False
     halt: str = ""
 
 
@@ -155,7 +154,7 @@ def judge(
             taken_out={**links.taken_out, out: committed},
             barred=(*links.barred, out) if for_good else links.barred,
         )
-        return BlameDecision(links, text, out, for_good)
+        return BlameDecision(links, text, out)
     if links.in_a_row >= IN_A_ROW:
         pairs = Counter(b.pair for b in links.breaks[-links.in_a_row :])
         named = ", ".join(f"{a} and {b} ({n} times)" for (a, b), n in pairs.most_common())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from openrecycle.agent.messages.protocol import Command, Deployment, Iteration, Recovery, Relayout, ValidationReport
 from openrecycle.planner.jobs.job import Worker
@@ -94,8 +94,37 @@ class ProcessFenced:
 Event = Deploy | Halt | Command | LauncherWarning | Measure | ProcessFenced
 
 
-class Coordination(Protocol):
-    """Takes the launcher's reports; `poll` returns what is to be done. None of them blocks."""
+class Failure(NamedTuple):
+    """exit: a worker process has ended. transfer: it could not exchange data in `generation`. exception: an op of a
+    micro-batch raised in it, in `generation`, and all must form anew. state-lost: the state of its stage is not there
+    any more, though workers of it live.
+
+    peer: with whom it could not; "": it can't tell. spare: of its ranks those that had to end, since another one had.
+    now: monotonic seconds; None: as at the last `poll`.
+    """
+
+    cause: Literal["exit", "transfer", "exception", "state-lost"]
+    worker: Worker
+    incarnation: str
+    generation: int = 0
+    detail: str = ""
+    peer: str = ""
+    spare: Sequence[int] = ()
+    now: float | None = None
+
+
+Step = Literal["adopted", "formed", "resumed"]
+"""As in an Acknowledgement."""
+
+
+class Coordination:
+    """Takes the launcher's reports; `poll` returns what is to be done. None of them blocks; what somebody has no use
+    for does nothing.
+
+    wake_fd: becomes readable when `poll` has something, where that is not only after reports.
+    """
+
+    wake_fd: int | None = None
 
     def ready(
         self,
@@ -109,47 +138,34 @@ class Coordination(Protocol):
         (incarnation, rank), in whose place they are."""
 
     def said(self, worker: Worker, incarnation: str, message: Mapping[str, Any], clock: Offset) -> None:
-        """What a worker says for people to see: `alive`, `log`, `measured`, and that it has `resumed`. clock: from
-        its to this process's."""
+        """What a worker says for people to see: `alive`, `log` and `measured`. clock: from its to this process's."""
 
     def lives(self, worker: Worker, incarnation: str) -> None:
         """The launcher knows that a worker lives that says nothing itself: it computes, or others can't go on without
         it and do."""
 
-    def exited(self, worker: Worker, incarnation: str, detail: str, spare: Sequence[int] = ()) -> None:
-        """A worker process has ended. spare: of its ranks those that had to, since another one had."""
-
-    def broken(
-        self, worker: Worker, incarnation: str, generation: int, now: float, peer: str = "", detail: str = ""
-    ) -> None:
-        """A worker could not exchange data in `generation`, with `peer`; "": it can't tell with whom."""
-
-    def raised(self, worker: Worker, incarnation: str, generation: int, text: str) -> None:
-        """An op of a micro-batch raised in a worker, in `generation`: all must form anew."""
-
-    def state_lost(self, worker: Worker, incarnation: str, generation: int, text: str) -> None:
-        """The state of a worker's stage is not there any more, though workers of it live."""
+    def failed(self, failure: Failure) -> None: ...
 
     def opened(self, generation: int, incarnations: Iterable[str]) -> None:
         """Members of `generation` have been told of it. incarnations: those with all of their stage's state."""
 
-    def adopted(self, worker: Worker, incarnation: str, generation: int, iteration: int) -> None:
-        """A worker has left what it was at, for `generation`, with so many iterations committed."""
-
-    def formed(self, worker: Worker, incarnation: str, generation: int, iteration: int) -> None:
-        """A worker is in the groups of `generation`, with `iteration` agreed on."""
-
-    def rearranged(self, report: Relayout) -> None:
-        """The workers have other layers from here on."""
+    def acknowledged(
+        self,
+        state: Step,
+        worker: Worker,
+        incarnation: str,
+        generation: int,
+        iteration: int = 0,
+    ) -> None:
+        """adopted: a worker has left what it was at, for `generation`, with so many iterations committed. formed: it is
+        in the groups, with `iteration` agreed on. resumed: it has committed that one."""
 
     def meanwhile(self, generation: int, plan: Plan) -> None:
         """What the members of `generation` run until those who take their state from a peer have it."""
 
     def committed(self, iterations: Iterable[Iteration]) -> None: ...
 
-    def recovered(self, recovery: Recovery) -> None: ...
-
-    def validation(self, report: ValidationReport) -> None: ...
+    def report(self, message: Relayout | Recovery | ValidationReport) -> None: ...
 
     def finished(self, state: str, reason: str) -> None: ...
 
@@ -158,7 +174,9 @@ class Coordination(Protocol):
 
     def saved(self) -> dict[str, Any]:
         """What another launcher needs to go on in this one's place, as JSON."""
+        return {}
 
-    def poll(self, now: float) -> list[Event]: ...
+    def poll(self, now: float) -> list[Event]:
+        return []
 
     def close(self, hurried: Callable[[], bool]) -> None: ...

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -40,7 +40,15 @@ from openrecycle.agent.coordination.events import (
     WorkerRegistered,
 )
 from openrecycle.agent.coordination.generations import deployment_of, why_not
-from openrecycle.agent.coordination.launcher import Coordination, Deploy, Halt, LauncherWarning, restore_point
+from openrecycle.agent.coordination.launcher import (
+    Coordination,
+    Deploy,
+    Failure,
+    Halt,
+    LauncherWarning,
+    Step,
+    restore_point,
+)
 from openrecycle.agent.coordination.launcher import Event as Order
 from openrecycle.agent.coordination.membership import AckState, FailureTimeouts, Generation, State
 from openrecycle.agent.messages.protocol import Iteration, Recovery, Relayout, ValidationReport
@@ -51,10 +59,6 @@ from openrecycle.planner.jobs.job import MayMove, Worker
 from openrecycle.planner.layers.migration import best_migrations
 from openrecycle.planner.layers.partition import Layout, lay_out
 from openrecycle.planner.plans.plan import Plan
-
-if TYPE_CHECKING:
-    from openrecycle.agent.messages.client import Offset
-
 
 _STATE = TypeAdapter(State)
 
@@ -128,42 +132,40 @@ class LocalCoordination(Coordination):
         if refusal := self._take(WorkerRegistered(str(worker), incarnation, reports=False)):
             self._orders.append(LauncherWarning(refusal.detail, worker))
 
-    def said(self, worker: Worker, incarnation: str, message: Mapping[str, Any], clock: Offset) -> None:
-        """Nobody looks."""
-
-    def lives(self, worker: Worker, incarnation: str) -> None:
-        """The launcher judges by that itself."""
-
-    def opened(self, generation: int, incarnations: Iterable[str]) -> None:
-        """It is known."""
-
-    def adopted(self, worker: Worker, incarnation: str, generation: int, iteration: int = 0) -> None:
-        self._acknowledge(worker, incarnation, generation, "adopted")
-
-    def formed(self, worker: Worker, incarnation: str, generation: int, iteration: int = 0) -> None:
-        # A launcher's own workers say so once they have all of their state, and more is not waited for: whoever
-        # comes back is let in after an iteration that all have finished.
-        self._acknowledge(worker, incarnation, generation, "resumed")
-        self._check_beside()
-        self._look_for_layout()
-
-    def exited(self, worker: Worker, incarnation: str, detail: str, spare: Sequence[int] = ()) -> None:
-        self._take(Exited(str(worker), incarnation, "launcher", detail))
-        self._places.pop(incarnation, None)
-        if self._state.current is None:
-            self._orders.append(Halt(f"{worker} {detail} before training began"))
-
-    def broken(
-        self, worker: Worker, incarnation: str, generation: int, now: float, peer: str = "", detail: str = ""
+    def acknowledged(
+        self,
+        state: Step,
+        worker: Worker,
+        incarnation: str,
+        generation: int,
+        iteration: int = 0,
     ) -> None:
-        self._now = now
-        self._take(TransferBroken(str(worker), incarnation, peer or str(worker), generation, detail))
+        # A launcher's own workers say that they have formed once they have all of their state, and more is not waited
+        # for: whoever comes back is let in after an iteration that all have finished.
+        if state == "resumed":
+            return
+        step: AckState = "adopted" if state == "adopted" else "resumed"
+        self._take(GenerationAcknowledged(str(worker), incarnation, generation, step))
+        if state == "formed":
+            self._check_beside()
+            self._look_for_layout()
 
-    def raised(self, worker: Worker, incarnation: str, generation: int, text: str) -> None:
-        self._take(OpRaised(str(worker), incarnation, generation, text))
-
-    def state_lost(self, worker: Worker, incarnation: str, generation: int, text: str) -> None:
-        self._take(StateLost(str(worker), incarnation, generation, text))
+    def failed(self, failure: Failure) -> None:
+        cause, worker, incarnation, generation, detail, peer, _, now = failure
+        self._now = self._now if now is None else now
+        name = str(worker)
+        match cause:
+            case "exit":
+                self._take(Exited(name, incarnation, "launcher", detail))
+                self._places.pop(incarnation, None)
+                if self._state.current is None:
+                    self._orders.append(Halt(f"{worker} {detail} before training began"))
+            case "transfer":
+                self._take(TransferBroken(name, incarnation, peer or name, generation, detail))
+            case "exception":
+                self._take(OpRaised(name, incarnation, generation, detail))
+            case "state-lost":
+                self._take(StateLost(name, incarnation, generation, detail))
 
     def committed(self, iterations: Iterable[Iteration]) -> None:
         iterations = list(iterations)
@@ -171,21 +173,13 @@ class LocalCoordination(Coordination):
             self._iteration_seconds = iterations[-1].seconds
         self._take(IterationsCommitted(max((i.iteration + 1 for i in iterations), default=0)))
 
-    def rearranged(self, report: Relayout) -> None:
-        self._take(LayersMoved(report.generation, report.iteration, report.partition))
-        self._look_for_layout()
+    def report(self, message: Relayout | Recovery | ValidationReport) -> None:
+        if isinstance(message, Relayout):
+            self._take(LayersMoved(message.generation, message.iteration, message.partition))
+            self._look_for_layout()
 
     def meanwhile(self, generation: int, plan: Plan) -> None:
         self._unchecked.append(plan)
-
-    def recovered(self, recovery: Recovery) -> None:
-        """Nobody looks."""
-
-    def validation(self, report: ValidationReport) -> None:
-        """Nobody looks."""
-
-    def finished(self, state: str, reason: str) -> None:
-        """Nobody looks."""
 
     def saved(self) -> dict[str, Any]:
         return {"state": _STATE.dump_python(self._state, mode="json"), "places": self._places}
@@ -251,9 +245,6 @@ class LocalCoordination(Coordination):
         self._take(UsePlan(plan.fingerprint, failed, "", reason, partition))
 
     # -- the machine --------------------------------------------------------------------------
-
-    def _acknowledge(self, worker: Worker, incarnation: str, generation: int, state: AckState) -> None:
-        self._take(GenerationAcknowledged(str(worker), incarnation, generation, state))
 
     def _take(self, event: Event) -> Refuse | None:
         """One event, and what follows from it; what the launcher has to do about it waits for `poll`."""

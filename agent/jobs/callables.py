@@ -22,7 +22,7 @@ from openrecycle.agent.models.stage_io import StageIO, tensors_of
 from openrecycle.agent.models.streams import StreamBatches
 from openrecycle.agent.models.workload import Metric, first_readable, weight_of
 from openrecycle.agent.stages.optimizer import NamedParameters, make_optimizer
-from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.jobs.errors import InputError, in_a_line
 
 if TYPE_CHECKING:  # torch takes seconds to import these
     from torch.distributed.pipelining import Pipe, PipelineStage
@@ -121,7 +121,7 @@ class CallableWorkload:
             try:
                 usual = float(weight_of(self, targets)) or 1.0
             except Exception as error:
-                text = f"{type(error).__name__}: {error}".splitlines()[0]
+                text = in_a_line(error)
                 raise InputError("loading.weight", text[:200], "a function of targets to a number") from error
         found = evaluation and replace(evaluation, input_names=names)
         return replace(self, input_names=names, usual_weight=usual, evaluation=found)

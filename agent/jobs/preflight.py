@@ -48,7 +48,7 @@ from openrecycle.agent.stages.optimizer import (
     make_optimizer,
     stage_optimizer,
 )
-from openrecycle.planner.jobs.errors import InfeasibleError, InputError
+from openrecycle.planner.jobs.errors import InfeasibleError, InputError, in_a_line
 from openrecycle.planner.jobs.job import Job, Worker
 from openrecycle.planner.jobs.profile import parse_partition
 
@@ -135,7 +135,7 @@ def _micro_batch(workload: Workload, seed: int, pipeline: int, micro_batch: int)
     except StageIOError as error:
         raise InputError("data", str(error).partition("got ")[2].partition(",")[0], _TENSORS) from None
     except Exception as error:
-        text = f"{type(error).__name__}: {error}".splitlines()[0]
+        text = in_a_line(error)
         samples = getattr(workload, "samples", lambda *_: ())(0, pipeline, micro_batch)
         which = f"micro-batch {micro_batch} of pipeline {pipeline}" + named(samples)
         raise _UnreadableError("data", text[:200], f"{which} to be there") from error
@@ -178,7 +178,7 @@ def _build(workload: Workload, layers: int, seed: int) -> list[NamedParameters]:
         except Exception as error:
             if torch.empty(0).device.type == "meta":
                 raise
-            text = f"{type(error).__name__}: {error}".splitlines()[0]
+            text = in_a_line(error)
             raise InputError(f"{kind}s", text[:200], f"a builder that makes {kind} {layer}") from error
         for name, part in module.named_modules():
             if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
@@ -281,7 +281,7 @@ def _make(workload: Workload, named: NamedParameters, optimization: Optimization
     except InputError:
         raise
     except Exception as error:
-        text = f"{type(error).__name__}: {error}".splitlines()[0]
+        text = in_a_line(error)
         expected = (
             "a function of a stage's parameters, or of (name, parameter) pairs where its argument is called "
             "named_parameters, that returns an optimizer"
@@ -290,7 +290,7 @@ def _make(workload: Workload, named: NamedParameters, optimization: Optimization
     try:
         made = scheduler(optimizer) if scheduler is not None else None
     except Exception as error:
-        text = f"{type(error).__name__}: {error}".splitlines()[0]
+        text = in_a_line(error)
         raise InputError("scheduler", text[:200], "a function of an optimizer that returns an LRScheduler") from error
     StageOptimizer(nn.Module(), optimizer, SUM_OF[optimization.mode]((), terms=1), made)
     return len(optimizer.param_groups)

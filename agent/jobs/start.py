@@ -122,8 +122,6 @@ def make_launcher(
         _plan_ahead(catalog)
         coordination = _local(options, catalog, say)
     else:
-        folder = options.checkpoints.folder
-        restore = None if folder is None else _restore_point(folder, say)
         url, token, timeouts = options.console.url, options.console.token, options.faults.timeouts
         client = ConsoleClient(url, token=token)
         with spelled({**TOLD, "durations": "planning.pace"}):
@@ -148,7 +146,7 @@ def make_launcher(
             _connect(url, token, pool),
             created.job_id,
             say,
-            checkpoint=restore,
+            checkpoint=_restore_point(options, say),
             interval=created.heartbeat_seconds,
             decide=pool.decide if pool else lambda send: send(),
         )
@@ -170,7 +168,7 @@ def take_over(
     # Plans are made when they are needed: nobody can wait for all of them now.
     catalog = Catalog(options.job, *options.planning.limits)
     pool, takeover = succession.take_over()
-    saved, url, folder = takeover.document["decides"], options.console.url, options.checkpoints.folder
+    saved, url = takeover.document["decides"], options.console.url
     coordination: Coordination
     if url is None:
         coordination = local = _local(options, catalog, say)
@@ -180,7 +178,7 @@ def take_over(
             _connect(url, saved["token"], pool),
             saved["job"],
             say,
-            checkpoint=None if folder is None else _restore_point(folder, say),
+            checkpoint=_restore_point(options, say),
             interval=run.heartbeat_seconds or 1.0,
             decide=pool.decide,
             saved=saved,
@@ -199,10 +197,8 @@ def _local(options: TrainingOptions, catalog: Catalog, say: Callable[[str], None
     """Without a console."""
     from openrecycle.agent.coordination.local import LocalCoordination
 
-    folder, planning = options.checkpoints.folder, options.planning
-    restore = None if folder is None else _restore_point(folder, say)
-    may = options.may_migrate(by_default=False)
-    return LocalCoordination(catalog, migrate=may, checkpoint=restore, relayout=planning.relayout)
+    may, restore = options.may_migrate(by_default=False), _restore_point(options, say)
+    return LocalCoordination(catalog, migrate=may, checkpoint=restore, relayout=options.planning.relayout)
 
 
 def _make_folder(field: str, path: Path | None) -> None:
@@ -243,8 +239,12 @@ def _origin(options: TrainingOptions, source: WorkloadSource, layers: int, say: 
     return prepare(options.checkpoints, identity, options.iterations, say)
 
 
-def _restore_point(folder: Path, say: Callable[[str], None]) -> Callable[[], str | None]:
-    """Asked for the newest checkpoint that is not damaged, when a stage's state is lost. Raises OSError."""
+def _restore_point(options: TrainingOptions, say: Callable[[str], None]) -> Callable[[], str | None] | None:
+    """Asked for the newest checkpoint that is not damaged, when a stage's state is lost; None: the job writes none.
+    It raises OSError."""
+    folder = options.checkpoints.folder
+    if folder is None:
+        return None
     said = ""
 
     def newest() -> str | None:

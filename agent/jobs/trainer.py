@@ -66,7 +66,7 @@ from openrecycle.agent.models.streams import StreamBatches, stream_of
 from openrecycle.agent.models.workload import Workload, first_readable
 from openrecycle.agent.nodes.role import check_alone
 from openrecycle.forking import fork_context
-from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.jobs.errors import InputError, check_whole
 from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.plans.plan import JobDoc
 from openrecycle.planner.profiles import Profile
@@ -510,9 +510,8 @@ def _model(
         if layer_count not in (None, len(given)):
             raise InputError("layer_count", layer_count, f"the number of layers given, {len(given)}")
         layer_count = len(given)
-    if isinstance(layer_count, bool) or not isinstance(layer_count, int) or layer_count < job.stages:
-        raise InputError("layer_count", layer_count, f"a whole number, at least one layer per stage: {job.stages}")
-    return given, layer_count, shared
+    expected = f"a whole number, at least one layer per stage: {job.stages}"
+    return given, check_whole("layer_count", layer_count, job.stages, expected), shared
 
 
 class _Lines:

@@ -20,10 +20,25 @@ from pydantic import TypeAdapter, ValidationError
 
 from openrecycle.agent.config.faults import Rejoin
 from openrecycle.agent.config.timeouts import TIMES_LONGEST
-from openrecycle.agent.coordination.launcher import Coordination, Deploy, Halt, LauncherWarning, Measure, ProcessFenced
+from openrecycle.agent.coordination.launcher import (
+    Coordination,
+    Deploy,
+    Failure,
+    Halt,
+    LauncherWarning,
+    Measure,
+    ProcessFenced,
+)
 from openrecycle.agent.launcher import bad_samples
 from openrecycle.agent.launcher.processes import ProcessPool, Spares, WorkerProcess, preload
-from openrecycle.agent.launcher.record import DataWait, DivergedError, EvaluationResult, RecordedProgress, RunRecord
+from openrecycle.agent.launcher.record import (
+    DataWait,
+    DivergedError,
+    EvaluationResult,
+    NamedWorker,
+    RecordedProgress,
+    RunRecord,
+)
 from openrecycle.agent.messages import channel
 from openrecycle.agent.messages.protocol import Command, Deployment, Iteration, Relayout, ValidationReport
 from openrecycle.agent.monitoring.liveness import CurrentOp, LoopLag, Silences, boot_clock
@@ -106,7 +121,18 @@ class PauseRequest:
 
 TURN_SECONDS = 0.25
 _REMEMBERED_VALIDATIONS = 1000
-_BAD_SAMPLES = TypeAdapter(bad_samples.BadSamples)
+_FORMS: dict[str, TypeAdapter[Any]] = {
+    "_found": TypeAdapter(dict[str, Any]),
+    "_shared": TypeAdapter(set[NamedWorker]),
+    "_move_waits": TypeAdapter(bool),
+    "_held": TypeAdapter(tuple[int, ...]),
+    "_relayout": TypeAdapter(dict[str, Any] | None),
+    "_stalls": TypeAdapter(dict[str, float]),
+    "_bad_samples": TypeAdapter(bad_samples.BadSamples),
+    "_rejoins": TypeAdapter(list[Rejoin]),
+    "_why_halted": TypeAdapter(str),
+}
+"""Of what a Launcher knows, what another one goes on from, and how it is told."""
 
 
 class JobFailed(Exception):
@@ -300,16 +326,9 @@ class Launcher:
             "record": self._record.saved(),
             "deployed": about | {"moves": [(str(source), str(to)) for source, to in deployed.moves]},
             "plan": self._document(deployed.plan),
-            "found": self._found,
-            "shared": sorted(map(str, self._shared)),
-            "move_waits": self._move_waits,
-            "held": self._held,
-            "relayout": [self._relayout, self._stalls],
-            "bad_samples": _BAD_SAMPLES.dump_python(self._bad_samples, mode="json"),
-            "rejoins": [(str(rejoin.worker), rejoin.iteration) for rejoin in self._rejoins],
             "validations": sorted(self._validations)[-_REMEMBERED_VALIDATIONS:],
             "hold": self._hold.saved(),
-            "why_halted": self._why_halted,
+            **{name: form.dump_python(getattr(self, name), mode="json") for name, form in _FORMS.items()},
         }
 
     def _go_on(self, takeover: Takeover) -> None:
@@ -318,15 +337,10 @@ class Launcher:
         moves = tuple((Worker.parse(source), Worker.parse(to)) for source, to in deployed["moves"])
         deployment = Deployment.model_validate(deployed["deployment"])
         self._deployed = Deploy(deployment, takeover.plan, moves, deployed["restore"])
-        self._found, self._held = saved["found"], tuple(saved["held"])
-        self._move_waits = saved["move_waits"]
-        self._shared = {Worker.parse(name) for name in saved["shared"]}
-        self._relayout, self._stalls = saved["relayout"]
-        self._bad_samples = _BAD_SAMPLES.validate_python(saved["bad_samples"])
-        self._rejoins = [Rejoin(Worker.parse(name), iteration) for name, iteration in saved["rejoins"]]
+        for name, form in _FORMS.items():
+            setattr(self, name, form.validate_python(saved[name]))
         self._validations = set(saved["validations"])
         self._hold.restore(saved["hold"])
-        self._why_halted = saved["why_halted"]
         self._halt_by = time.monotonic() + self._options.faults.timeouts.transfer
         self._listener({"warning": takeover.text})
         for entry, message in takeover.unheard:
@@ -364,7 +378,7 @@ class Launcher:
         entries = self._pool.entries
         pipes = {entry.pipe: entry for entry in entries}
         sentinels = {entry.process.sentinel: entry for entry in entries}
-        wake = getattr(self._coordination, "wake_fd", None)
+        wake = self._coordination.wake_fd
         store = self._store.process.sentinel
         ready = wait([*pipes, *sentinels, store, *([wake] if wake is not None else [])], timeout)
         if store in ready or self._store.hangs:
@@ -399,13 +413,7 @@ class Launcher:
 
     def _read(self, entry: WorkerProcess) -> None:
         """Takes every message that is there."""
-        while True:
-            try:
-                if not entry.pipe.poll():
-                    return
-                message = channel.receive(entry.pipe)
-            except (EOFError, OSError):
-                return  # its sentinel tells the rest
+        for message in entry.messages():
             entry.heard = message.pop("number", entry.heard)
             try:
                 self._hear(entry, message)
@@ -430,7 +438,9 @@ class Launcher:
         match message["kind"]:
             case "ready":
                 self._coordination.ready(cell, entry.incarnation, message["host"], message["pids"], entry.made_of)
-            case "log" | "measured" | "resumed":
+            case "resumed":
+                self._acknowledged(entry, message)
+            case "log" | "measured":
                 self._coordination.said(cell, entry.incarnation, message, entry.clock)
             case "dying":
                 self._record.dying(cell, at)
@@ -443,7 +453,7 @@ class Launcher:
                     self._coordination.said(cell, entry.incarnation, message, entry.clock)
             case "adopted" if self._deployed is not None:
                 if str(cell) in self._deployed.deployment.living:
-                    self._coordination.adopted(cell, entry.incarnation, message["generation"], message["iteration"])
+                    self._acknowledged(entry, message)
             case "stuck":
                 self._listener({"warning": f"{cell}: {message['text']}"})
             case "held":
@@ -453,7 +463,7 @@ class Launcher:
             case "formed":
                 entry.whole = True
                 self._certain(self._record.formed(cell, message["generation"], message["iteration"], at))
-                self._coordination.formed(cell, entry.incarnation, message["generation"], message["iteration"])
+                self._acknowledged(entry, message)
                 if self._record.formed_by_all:
                     self._release_the_leaving()
                     self._let_go()
@@ -476,9 +486,9 @@ class Launcher:
             case "done":
                 self._record.done(cell, message["sha256"], message["generation"])
             case "broken":
-                peer, detail = message.get("peer", ""), message.get("detail", "")
+                about = {"peer": message.get("peer", ""), "detail": message.get("detail", "")}
                 generation, now = message["generation"], time.monotonic()
-                self._coordination.broken(cell, entry.incarnation, generation, now, peer, detail)
+                self._coordination.failed(Failure("transfer", cell, entry.incarnation, generation, **about, now=now))
                 if (
                     self._after is not None
                     and self._deployed
@@ -493,13 +503,15 @@ class Launcher:
                     self._let_go()
             case "state_lost":
                 self._listener({"warning": f"{cell}: {message['text']}"})
-                self._coordination.state_lost(cell, entry.incarnation, message["generation"], message["text"])
+                self._coordination.failed(
+                    Failure("state-lost", cell, entry.incarnation, message["generation"], message["text"])
+                )
             case "validation":
                 if message["iteration"] not in self._validations:
                     self._validations.add(message["iteration"])
                     validation = {k: message[k] for k in ("iteration", "coefficient", "redone")}
                     self._listener({"validation": validation})
-                    self._coordination.validation(ValidationReport.model_validate(validation))
+                    self._coordination.report(ValidationReport.model_validate(validation))
             case "warning":
                 self._listener({"warning": message["text"]})
             case "checkpoint":
@@ -508,6 +520,10 @@ class Launcher:
                 entry.error = message["text"]
             case "fatal":
                 raise JobFailed(f"{cell}: {message['text']}")
+
+    def _acknowledged(self, entry: WorkerProcess, message: channel.Message) -> None:
+        about = message["kind"], entry.worker, entry.incarnation, message["generation"], message["iteration"]
+        self._coordination.acknowledged(*about)
 
     def _raised(self, entry: WorkerProcess, message: channel.Message) -> None:
         """An op of a micro-batch raised: the worker lives, and waits for the next generation."""
@@ -530,7 +546,8 @@ class Launcher:
                 self.end_at(said.iteration)
             elif said.iteration < self._iterations:
                 raise JobFailed(found.halt)  # not even the iterations before that end can be had
-        self._coordination.raised(cell, entry.incarnation, message["generation"], found.halt or found.text)
+        text = found.halt or found.text
+        self._coordination.failed(Failure("exception", cell, entry.incarnation, message["generation"], text))
         if self._after is not None and self._deployed and message["generation"] < self._deployed.deployment.generation:
             self._send_deployments(after=None)  # as for a transfer that broke
 
@@ -543,7 +560,7 @@ class Launcher:
             about = {key: message[key] for key in ("iteration", "generation")}
             about |= {"partition": deployed.partition, "moved_layers": layers_moved(self._held, deployed.partition)}
             self._held = deployed.partition
-            self._coordination.rearranged(Relayout(**about, stall_ms=message["stall_ms"]))
+            self._coordination.report(Relayout(**about, stall_ms=message["stall_ms"]))
             self._relayout, self._stalls = about | {"reason": deployed.deployment.reason}, {}
         self._stalls[entry.incarnation] = message["stall_ms"]
         if len(self._stalls) == len(deployed.deployment.living):
@@ -584,7 +601,9 @@ class Launcher:
         if entry.fenced:
             if (spare := entry.spare_ranks) and self._pool.running:
                 # Its end is known already, and these are not.
-                self._coordination.exited(entry.worker, entry.incarnation, entry.error, spare)
+                self._coordination.failed(
+                    Failure("exit", entry.worker, entry.incarnation, detail=entry.error, spare=spare)
+                )
                 self._use_spares(entry)
             return
         self._lost(entry, detected, entry.ending, entry.spare_ranks)
@@ -597,7 +616,7 @@ class Launcher:
     def _lost(self, entry: WorkerProcess, at: int, why: str, spare: Sequence[int] = ()) -> None:
         """A process is gone, or was put out."""
         self._record.died(entry.worker, at)
-        self._coordination.exited(entry.worker, entry.incarnation, why, spare)
+        self._coordination.failed(Failure("exit", entry.worker, entry.incarnation, detail=why, spare=spare))
         if str(entry.worker) in self._leaving:
             # Who decides knows it as one that is to go: it does not count as a member whose end all others feel.
             self._form_anew(f"{entry.worker}, which was to leave, {why}")
@@ -609,7 +628,7 @@ class Launcher:
         staying = (self._pool.running.get(Worker.parse(w)) for w in deployment.living if w not in deployment.leaving)
         one = next((entry for entry in staying if entry is not None), None)
         if one is not None:
-            self._coordination.raised(one.worker, one.incarnation, deployment.generation, why)
+            self._coordination.failed(Failure("exception", one.worker, one.incarnation, deployment.generation, why))
 
     def _use_spares(self, ended: WorkerProcess) -> None:
         """Ranks that lost a sibling make a worker again, where a node has enough of them: of the stage that has the
@@ -637,7 +656,7 @@ class Launcher:
             self._listener({"evaluation": evaluation_line(evaluation)})
         for recovery in recorded.recoveries:
             self._listener({"failure": recovery.model_dump()})
-            self._coordination.recovered(recovery)
+            self._coordination.report(recovery)
         self._coordination.committed(recorded.iterations)
         if recorded.iterations:
             self._fence_the_blamed()
@@ -789,7 +808,7 @@ class Launcher:
             entry = self._pool.running.get(Worker.parse(name))
             if entry is not None and entry.member:
                 self._pool.fence(entry, "left as asked")
-                self._coordination.exited(entry.worker, entry.incarnation, "left as asked")
+                self._coordination.failed(Failure("exit", entry.worker, entry.incarnation, detail="left as asked"))
 
     def _send_deployments(self, after: int | None) -> None:
         """Tells every member of the newest generation. after: see agent.messages.channel.Orders."""

@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -126,8 +126,8 @@ class WorkerProcess:
 
     spoke: it has said something. fenced: it was held for dead while it still is a process: whatever it
     says is void. since: the generation with which it came to its place; what it says of earlier ones concerns
-    its place before, came_from. slot: the lowest number that no other process of this node had at its
-    start, so also its GPU's where it has one; slots: of all its ranks. whole: it has all of its stage's state.
+    its place before, came_from. slots: of each of its ranks the lowest number that no other process of this node had at
+    its start, so also its GPU's where it has one. whole: it has all of its stage's state.
     asked: as `end` does, to show which of its ranks still can.
     siblings: the processes of its ranks above 0, which live and die with it (agent.workers.rank_relay); meeting: a
     folder where they find each other at their start. made_of: the spare ranks in whose place its own are.
@@ -152,7 +152,6 @@ class WorkerProcess:
     asked: bool = False
     since: int = 0
     came_from: Worker | None = None
-    slot: int = 0
     slots: tuple[int, ...] = ()
     siblings: tuple[ProcessHandle, ...] = ()
     meeting: str = ""
@@ -189,6 +188,28 @@ class WorkerProcess:
     def post(self, kind: str, **fields: Any) -> None:
         """Sends a message; returns at once. A worker that is gone does not matter here."""
         (self.send or self.outbox.put)({"kind": kind, **fields})
+
+    def told(self) -> dict[str, Any]:
+        """What another launcher needs to know of it, as JSON."""
+        about = {"worker": str(self.worker), "came_from": self.came_from and str(self.came_from)}
+        return about | {"incarnation": self.incarnation} | {name: getattr(self, name) for name in _TOLD}
+
+    def restore(self, told: Mapping[str, Any]) -> None:
+        """As another launcher has `told` of it."""
+        for name in _TOLD:
+            setattr(self, name, told[name])
+        self.came_from = told["came_from"] and Worker.parse(told["came_from"])
+
+    def messages(self) -> Iterator[channel.Message]:
+        """Everything that is in its pipe. Where that has ended, its sentinel tells the rest."""
+        while True:
+            try:
+                if not self.pipe.poll():
+                    return
+                message = channel.receive(self.pipe)
+            except (EOFError, OSError):
+                return
+            yield message
 
     def lacks(self, plans: Iterable[Plan]) -> list[Plan]:
         """Of the plans that a deployment names, in order, those that are to be sent with it: the others it has."""
@@ -256,6 +277,9 @@ class WorkerProcess:
         self.kill()
 
 
+_TOLD = ("member", "since", "whole", "spoke", "op_limit")
+
+
 def _join(processes: Iterable[ProcessHandle], seconds: float) -> None:
     """Returns when all have ended, or after so long."""
     deadline = time.monotonic() + seconds
@@ -317,7 +341,7 @@ class ProcessPool:
         # Those put aside still hold what they held, until they have ended.
         taken = {slot for entry in self.entries if not entry.elsewhere for slot in entry.slots}
         spec = make_spec(incarnation)
-        ranks = getattr(spec, "ranks", 1)
+        ranks = getattr(spec, "ranks", 1)  # those of agent.profiling have none, and no slot
         if spares is not None:
             slots = tuple(spare.slot for spare in spares.left)
         else:
@@ -352,7 +376,6 @@ class ProcessPool:
         process, *siblings = started
         entry = WorkerProcess(
             *(worker, incarnation, process, ours, now),
-            slot=slots[0],
             slots=slots,
             siblings=tuple(siblings),
             meeting=meeting,

@@ -425,11 +425,11 @@ class DataWait:
         )
 
 
-_Name = Annotated[Worker, PlainSerializer(str), BeforeValidator(Worker.parse)]
+NamedWorker = Annotated[Worker, PlainSerializer(str), BeforeValidator(Worker.parse)]
 _FORMS: dict[str, TypeAdapter[Any]] = {
-    "_joining": TypeAdapter(set[_Name]),
-    "_workers": TypeAdapter(dict[_Name, _Progress]),
-    "_living": TypeAdapter(frozenset[_Name]),
+    "_joining": TypeAdapter(set[NamedWorker]),
+    "_workers": TypeAdapter(dict[NamedWorker, _Progress]),
+    "_living": TypeAdapter(frozenset[NamedWorker]),
     "_generation": TypeAdapter(int),
     "_exact": TypeAdapter(bool),
     "_losses": TypeAdapter(dict[int, tuple[int, str]]),
@@ -437,8 +437,8 @@ _FORMS: dict[str, TypeAdapter[Any]] = {
     "_learning_rates": TypeAdapter(dict[int, float | None]),
     "_data_seconds": TypeAdapter(dict[int, float]),
     "_failures": TypeAdapter(list[_Failure]),
-    "_deaths": TypeAdapter(dict[_Name, int]),
-    "_evicted": TypeAdapter(dict[_Name, int]),
+    "_deaths": TypeAdapter(dict[NamedWorker, int]),
+    "_evicted": TypeAdapter(dict[NamedWorker, int]),
     "_last_at": TypeAdapter(int),
     "_before": TypeAdapter(tuple[int, int, int] | None),
     "committed": TypeAdapter(int),

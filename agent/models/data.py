@@ -26,7 +26,7 @@ from torch.utils.data import (
 )
 
 from openrecycle.agent.config.randomness import seed_for
-from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.jobs.errors import InputError, check_whole
 from openrecycle.planner.jobs.job import Job
 
 log = logging.getLogger("openrecycle")
@@ -60,8 +60,7 @@ class Loading:
 
     def __post_init__(self) -> None:
         """Raises InputError."""
-        if isinstance(self.prefetch, bool) or not isinstance(self.prefetch, int) or self.prefetch < 0:
-            raise InputError("loading.prefetch", self.prefetch, "a whole number of at least 0")
+        check_whole("loading.prefetch", self.prefetch, 0)
 
     def split(self, batch: Any) -> tuple[Any, Any]:
         """(inputs, targets) of a micro-batch, which is such a pair, or a dict. Raises InputError."""
@@ -185,8 +184,7 @@ class MicroBatchSampler:
 
     def __init__(self, samples: int, batch_size: int, job: Job, *, seed: int = 0, shuffle: bool = True) -> None:
         """samples: in the data set. batch_size: samples per micro-batch. Raises InputError."""
-        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-            raise InputError("batch_size", batch_size, "a whole number of at least 1")
+        check_whole("batch_size", batch_size, 1)
         self._per_iteration = job.pipelines * job.micro_batches * batch_size
         self.iterations_per_epoch = samples // self._per_iteration
         if not self.iterations_per_epoch:
@@ -232,11 +230,9 @@ class Evaluation:
 
     def __post_init__(self) -> None:
         """Raises InputError."""
-        for name, value in (("every", self.every), ("micro_batches", self.micro_batches)):
-            if value is None and name == "micro_batches":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InputError(f"evaluate.{name}", value, "a whole number of at least 1")
+        check_whole("evaluate.every", self.every, 1)
+        if self.micro_batches is not None:
+            check_whole("evaluate.micro_batches", self.micro_batches, 1)
         if not isinstance(self.metrics, Mapping) or not all(map(callable, self.metrics.values())):
             raise InputError("evaluate.metrics", self.metrics, "functions of (output, targets), by name")
         if taken := {"loss", "iteration"} & set(self.metrics):

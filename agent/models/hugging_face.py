@@ -30,7 +30,7 @@ from openrecycle.agent.models.layers import Tied
 from openrecycle.agent.models.stage_io import StageIO, TensorSpec
 from openrecycle.agent.models.state import dtype_name
 from openrecycle.agent.models.workload import first_readable
-from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.jobs.errors import InputError, in_a_line
 
 try:
     import transformers
@@ -167,7 +167,7 @@ def pretrained(model: Any, into: contextlib.ExitStack) -> Pretrained:
         try:
             config = AutoConfig.from_pretrained(folder)
         except (OSError, ValueError, KeyError) as error:
-            text = f"{type(error).__name__}: {error}".splitlines()[0]
+            text = in_a_line(error)
             raise InputError("model", str(model), f"a folder with a config.json ({text[:200]})") from None
         with contextlib.suppress(OSError):
             generation = GenerationConfig.from_pretrained(folder)
@@ -202,7 +202,7 @@ def _folder(name: str) -> str:
         try:
             folder = Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json"]))
         except Exception as error:  # the hub's own kinds, and those of whatever carries its requests
-            text = f"{type(error).__name__}: {error}".splitlines()[0]
+            text = in_a_line(error)
             raise InputError("model", name, f"a folder, or a name on the hub ({text})") from None
     if not any(folder.glob("*.safetensors")):
         raise InputError("model", name, "a folder with .safetensors files, as save_pretrained writes it")
@@ -389,7 +389,7 @@ class Cut:
         try:
             before, after = _order(base, lists[0], others)
         except Exception as error:
-            text = f"{type(error).__name__}: {error}".splitlines()[0]
+            text = in_a_line(error)
             raise _uncuttable(model, text[:200]) from error
         tied = dict(model.all_tied_weights_keys)
         names = [name.removeprefix(f"{prefix}.") for name, _ in model.named_parameters(remove_duplicate=False)]

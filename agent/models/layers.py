@@ -53,11 +53,6 @@ def spans(partition: Partition) -> tuple[Span, ...]:
     return tuple(range(a, b) for a, b in pairwise(accumulate(partition, initial=0)))
 
 
-def holders(partition: Partition) -> tuple[int, ...]:
-    """By layer, its stage."""
-    return tuple(stage for stage, count in enumerate(partition) for _ in range(count))
-
-
 def kind_of(workload: Workload) -> str:
     """What its owner calls the parts that it comes in."""
     return str(getattr(workload, "kind", "layer" if hasattr(workload, "build_layer") else "stage"))

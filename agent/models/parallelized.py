@@ -24,7 +24,7 @@ from openrecycle.agent.models.fully_sharded import Layer, Shard, Unit
 from openrecycle.agent.models.layers import build_layer, copied, kind_of, reseed
 from openrecycle.agent.models.state import StageState
 from openrecycle.agent.models.workload import Workload
-from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.jobs.errors import InputError, in_a_line
 
 Way = Literal["whole", "tensor", "data"]
 """How a layer is split over ranks: not, by parallelize_module, by fully_shard."""
@@ -83,7 +83,7 @@ def parts_of_a_rank(
             try:
                 made: nn.Module = workload.parallelize(built, mesh)  # type: ignore[attr-defined]
             except Exception as error:
-                text = f"{type(error).__name__}: {error}".splitlines()[0]
+                text = in_a_line(error)
                 raise InputError(
                     FIELD, text[:200], f"a function that splits layer {layer} over {ranks} ranks"
                 ) from error

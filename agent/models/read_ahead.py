@@ -14,10 +14,10 @@ import os
 import pickle
 import signal
 import threading
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.pool import ExceptionWithTraceback  # type: ignore[attr-defined]
 from typing import Any
 
 import torch
@@ -189,34 +189,13 @@ def _end_with_parent() -> None:
     os._exit(0)
 
 
-class _InReader(Exception):
-    """Where it was raised."""
-
-    def __str__(self) -> str:
-        return f"\n{self.args[0]}"
-
-
 def _sendable(error: Exception) -> bytes:
     """The exception with its notes, and the traceback as its cause."""
-    where = _InReader("".join(traceback.format_exception(error)))
+    where = error.__traceback__
     for sent in (error, RuntimeError(f"{type(error).__name__}: {error}")):
         sent.__notes__ = list(getattr(error, "__notes__", ()))
         with contextlib.suppress(Exception):
-            payload = pickle.dumps(_RaisedByReader(sent, where))
+            payload = pickle.dumps(ExceptionWithTraceback(sent, where))
             pickle.loads(payload)
             return payload
     raise error
-
-
-@dataclass
-class _RaisedByReader:
-    error: Exception
-    where: _InReader
-
-    def __reduce__(self) -> Any:
-        return _raised, (self.error, self.where)
-
-
-def _raised(error: Exception, where: _InReader) -> Exception:
-    error.__cause__ = where
-    return error

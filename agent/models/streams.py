@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from openrecycle.agent.models.data import Loading, own_numbers, say_workers_unused
 from openrecycle.agent.models.state import StageState, StateError, decode, encode, whole_number
-from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.jobs.errors import InputError, check_whole, in_a_line
 from openrecycle.planner.jobs.job import Job
 
 log = logging.getLogger("openrecycle")
@@ -380,9 +380,7 @@ def stream_of(data: Any, batch_size: int | None, loading: Loading, job: Job, see
     elif isinstance(data, IterableDataset) or _only_iterates(data):
         if batch_size is None:
             raise InputError("batch_size", None, "the number of samples in a micro-batch where data is a stream")
-        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-            raise InputError("batch_size", batch_size, "a whole number of at least 1")
-        source = IterableSource(data, batch_size, loading.collate)
+        source = IterableSource(data, check_whole("batch_size", batch_size, 1), loading.collate)
     else:
         return None
     if loading.sampler is not None:
@@ -391,7 +389,7 @@ def stream_of(data: Any, batch_size: int | None, loading: Loading, job: Job, see
     try:
         source.copied()
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        reason = in_a_line(error)
         raise InputError("data", source.name, f"a stream that can be copied to worker processes ({reason})") from None
     stream.check()
     return stream

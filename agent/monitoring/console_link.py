@@ -17,15 +17,18 @@ import traceback
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from openrecycle.agent.coordination.launcher import (
     CHECKPOINT_SECONDS,
+    Coordination,
     Deploy,
     Event,
+    Failure,
     Halt,
     Measure,
     ProcessFenced,
+    Step,
     restore_point,
 )
 from openrecycle.agent.messages.channel import keep_newest
@@ -90,6 +93,7 @@ _REPORTS: dict[str, type[Message]] = {
     "/validations": ValidationReport,
     "/finish": JobFinished,
 }
+_PATHS = {kind: path for path, kind in _REPORTS.items()}
 
 
 class QueuedReport(NamedTuple):
@@ -163,6 +167,75 @@ def is_history(report: QueuedReport) -> bool:
     return isinstance(report.message, IterationReport)
 
 
+class ReportSender(threading.Thread):
+    """Delivers what it is given to the console, oldest first, until `stop`. `put` may be called from any thread, and
+    returns at once.
+
+    path: the job's. ready: is it time to deliver? `wake` when it has become so. pause: seconds after each that the
+    console has taken: what comes meanwhile goes together. refused: called with what the console says against one, which
+    is not sent again.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], ConsoleClient],
+        path: Callable[[], str],
+        reports: Outbox[QueuedReport],
+        *,
+        ready: Callable[[], bool] = lambda: True,
+        pause: Callable[[], float] = lambda: 0.0,
+        refused: Callable[[ConsoleRefused], None] = lambda _refusal: None,
+    ) -> None:
+        super().__init__(name="reports", daemon=True)
+        self._connect, self._path, self._reports = connect, path, reports
+        self._ready, self._pause, self._refused = ready, pause, refused
+        self._there, self._stopping, self._last_tries = threading.Event(), threading.Event(), True
+        self.start()
+
+    @property
+    def waiting(self) -> list[QueuedReport]:
+        return self._reports.all
+
+    def put(self, report: QueuedReport) -> None:
+        self._reports.put(report)
+        self.wake()
+
+    def wake(self) -> None:
+        self._there.set()
+
+    def stop(self, *, tries: bool = True) -> None:
+        """Ends the thread once all is delivered. tries: of a console that is away; otherwise that ends it, too."""
+        self._last_tries = tries
+        self._stopping.set()
+        self.wake()
+
+    def run(self) -> None:
+        client, backoff = self._connect(), Backoff(longest=TRY_AGAIN_SECONDS)
+        while True:
+            report = self._reports.take() if self._ready() else None
+            if report is None:
+                if self._stopping.is_set():
+                    return
+                self._there.wait()
+                self._there.clear()
+                continue
+            try:
+                client.post(f"{self._path()}{report.path}", report.body)
+            except ConsoleUnavailable:
+                if not self._stopping.is_set():
+                    self._stopping.wait(backoff.seconds())
+                elif self._last_tries:
+                    time.sleep(LAST_TRIES_SECONDS)
+                else:
+                    return
+                continue
+            except ConsoleRefused as refusal:
+                self._refused(refusal)  # the console knows better (fenced, finished): the same again would be refused
+            backoff.reset()
+            self._reports.sent()
+            self._stopping.wait(self._pause())
+
+
 class Phases:
     """Makes one acknowledgement of a generation's step out of those of all workers. No clock.
 
@@ -197,10 +270,10 @@ class Phases:
         return out
 
 
-class ConsoleCoordination:
-    """A Coordination whose decisions are the console's.
+class ConsoleCoordination(Coordination):
+    """One whose decisions are the console's.
 
-    wake_fd: becomes readable when `poll` has something. say: called, from a thread, with the
+    say: called, from a thread, with the
     console's sentence when the job does not train and nothing is announced. checkpoint: asked for
     the checkpoint to go back to when the console says so, for `patience` seconds where it raises OSError; None: the job
     writes none. interval: seconds between two
@@ -230,15 +303,14 @@ class ConsoleCoordination:
         """That the launcher was told."""
         self._checkpoint, self._patience = checkpoint, patience
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._reports: Outbox[QueuedReport] = Outbox(MAX_REPORTS, merge=merge_iterations, droppable=is_history)
-        self._report_there, self._closing = threading.Event(), threading.Event()
+        self._closing = threading.Event()
         # Sockets, not a pipe: threads that outlive `close` write to one that is closed, not to a file of somebody else.
         self._woken, self._waking = socket.socketpair()
         self._woken.setblocking(False)
         self._waking.setblocking(False)
         self.wake_fd = self._woken.fileno()
-        self._sender = threading.Thread(target=self._send_reports, name="reports", daemon=True)
-        self._sender.start()
+        reports: Outbox[QueuedReport] = Outbox(MAX_REPORTS, merge=merge_iterations, droppable=is_history)
+        self._sender = ReportSender(connect, lambda: self._path, reports)
         self._refusal = ""
         """Why the console took no registration at all, as it was said."""
         self._said: dict[str, tuple[str, Mapping[str, Any]]] = {}
@@ -260,7 +332,7 @@ class ConsoleCoordination:
                 registration = Registration.model_validate(about["registration"])
                 self._workers.add(registration, seq=about["seq"] + SEQ_AHEAD, worker=about["worker"])
             for path, message in saved["reports"]:
-                self._report(path, _REPORTS[path].model_validate(message))
+                self._report(_REPORTS[path].model_validate(message))
         self._workers.start()
         for target in (self._follow_generations, self._follow_commands):
             threading.Thread(target=target, name=target.__name__, daemon=True).start()
@@ -299,59 +371,41 @@ class ConsoleCoordination:
                 fields = message["ops"] | {"worker": str(worker), "incarnation": incarnation}
                 same = fields["clock"] == clock_name()
                 self._workers.measured(fields, Offset(0, 0) if same else clock)
-            case "resumed":
-                self._acknowledge("resumed", worker, incarnation, message["generation"], message["iteration"])
 
-    def exited(self, worker: Worker, incarnation: str, detail: str, spare: Sequence[int] = ()) -> None:
-        self._workers.remove(incarnation)
-        self._beats.pop(incarnation, None)
-        report = FailureReport(
-            worker=str(worker),
-            incarnation=incarnation,
-            cause="exit",
-            reporter="launcher",
-            detail=encodable(detail[:2000]),
-            spare=tuple(spare),
-        )
-        self._report("/failures", report)
-
-    def broken(
-        self, worker: Worker, incarnation: str, generation: int, now: float, peer: str = "", detail: str = ""
-    ) -> None:
-        self._workers.broken(str(worker), incarnation, generation, detail, peer)
-
-    def raised(self, worker: Worker, incarnation: str, generation: int, text: str) -> None:
-        self._failed(worker, "exception", incarnation, generation, text)
-
-    def state_lost(self, worker: Worker, incarnation: str, generation: int, text: str) -> None:
-        self._failed(worker, "state-lost", incarnation, generation, text)
-
-    def _failed(
-        self,
-        worker: Worker,
-        cause: Literal["exception", "state-lost"],
-        incarnation: str,
-        generation: int,
-        text: str,
-    ) -> None:
+    def failed(self, failure: Failure) -> None:
+        cause, worker, incarnation, generation, detail, peer, spare, _ = failure
+        if cause == "transfer":
+            self._workers.broken(str(worker), incarnation, generation, detail, peer)
+            return
+        if cause == "exit":
+            self._workers.remove(incarnation)
+            self._beats.pop(incarnation, None)
         report = FailureReport(
             worker=str(worker),
             incarnation=incarnation,
             cause=cause,
             reporter="launcher",
-            detail=encodable(text[:2000]),
+            detail=encodable(detail[:2000]),
             generation=generation,
+            spare=tuple(spare),
         )
-        self._report("/failures", report)
+        self._report(report)
 
     def opened(self, generation: int, incarnations: Iterable[str]) -> None:
         self._phases.expect(generation, incarnations)
 
-    def adopted(self, worker: Worker, incarnation: str, generation: int, iteration: int) -> None:
-        self._acknowledge("adopted", worker, incarnation, generation, iteration)
-
-    def formed(self, worker: Worker, incarnation: str, generation: int, iteration: int) -> None:
-        self._acknowledge("formed", worker, incarnation, generation, iteration)
+    def acknowledged(
+        self,
+        state: Step,
+        worker: Worker,
+        incarnation: str,
+        generation: int,
+        iteration: int = 0,
+    ) -> None:
+        made = Acknowledgement(
+            worker=str(worker), incarnation=incarnation, generation=generation, state=state, iteration=iteration
+        )
+        self._phases.add(made, time.monotonic())
 
     def meanwhile(self, generation: int, plan: Plan) -> None:
         text = plan.to_json() if plan.op_count <= INTERIM_OPS else ""
@@ -359,30 +413,24 @@ class ConsoleCoordination:
         report = InterimPlan(
             generation=generation, plan_fingerprint=plan.fingerprint, failed=plan.failed, document=document
         )
-        self._report("/interim", report)
-
-    def rearranged(self, report: Relayout) -> None:
-        self._report("/relayouts", report)
+        self._report(report)
 
     def committed(self, iterations: Iterable[Iteration]) -> None:
         batch = tuple(iterations)
         if batch:
-            self._report("/iterations", IterationReport(iterations=batch))
+            self._report(IterationReport(iterations=batch))
 
-    def recovered(self, recovery: Recovery) -> None:
-        self._report("/recoveries", recovery)
-
-    def validation(self, report: ValidationReport) -> None:
-        self._report("/validations", report)
+    def report(self, message: Relayout | Recovery | ValidationReport) -> None:
+        self._report(message)
 
     def finished(self, state: str, reason: str) -> None:
         self._tell(float("inf"))
         self._workers.stop()
         self._workers.join(WORKERS_TIMEOUT_SECONDS)
-        self._report("/finish", JobFinished(state=state, reason=encodable(reason[:2000])))  # type: ignore[arg-type]
+        self._report(JobFinished(state=state, reason=encodable(reason[:2000])))  # type: ignore[arg-type]
 
     def saved(self) -> dict[str, Any]:
-        reports = [*self._reports.all, *self._decided]
+        reports = [*self._sender.waiting, *self._decided]
         return {
             "job": self._job_id,
             "token": self._token,
@@ -394,7 +442,7 @@ class ConsoleCoordination:
 
     def lead_changed(self, lost: Mapping[Worker, str], detail: str, now: float) -> None:
         for worker, incarnation in lost.items():
-            self.exited(worker, incarnation, detail)
+            self.failed(Failure("exit", worker, incarnation, detail=detail))
 
     def poll(self, now: float) -> list[Event]:
         self._tell(now)
@@ -417,7 +465,7 @@ class ConsoleCoordination:
         """
         begin = time.monotonic()
         self._closing.set()
-        self._report_there.set()
+        self._sender.stop()
         self._sender.join(STOPPED_TIMEOUT_SECONDS)
         if self._sender.is_alive() and not hurried():
             self._say(
@@ -427,21 +475,9 @@ class ConsoleCoordination:
         while self._sender.is_alive() and not hurried() and time.monotonic() - begin < ENDED_TIMEOUT_SECONDS:
             self._sender.join(LAST_TRIES_SECONDS)
         if self._sender.is_alive():
-            self._say(f"the console was not told how the job ended; reports lost: {len(self._reports)}")
+            self._say(f"the console was not told how the job ended; reports lost: {len(self._sender.waiting)}")
         self._woken.close()
         self._waking.close()
-
-    def _acknowledge(self, state: str, worker: Worker, incarnation: str, generation: int, iteration: int) -> None:
-        self._phases.add(
-            Acknowledgement(
-                worker=str(worker),
-                incarnation=incarnation,
-                generation=generation,
-                state=state,  # type: ignore[arg-type]
-                iteration=iteration,
-            ),
-            time.monotonic(),
-        )
 
     def _tell(self, now: float) -> None:
         """What all workers have said in a turn of the launcher is passed on together: a launcher that stood still has
@@ -454,41 +490,17 @@ class ConsoleCoordination:
 
     # -- threads ------------------------------------------------------------------------------
 
-    def _report(self, path: str, message: Message) -> None:
-        self._decided.append(QueuedReport(path, message, time.monotonic()))
+    def _report(self, message: Message) -> None:
+        self._decided.append(QueuedReport(_PATHS[type(message)], message, time.monotonic()))
         self._decide(self._pass_on)
 
     def _pass_on(self) -> None:
-        self._reports.put(self._decided.popleft())
-        self._report_there.set()
+        self._sender.put(self._decided.popleft())
 
     def _put(self, event: Event) -> None:
         self._events.put(event)
         with contextlib.suppress(OSError):  # full, so readable already; or closed
             self._waking.send(b"!")
-
-    def _send_reports(self) -> None:
-        client, backoff = self._connect(), Backoff(longest=TRY_AGAIN_SECONDS)
-        while True:
-            report = self._reports.take()
-            if report is None:
-                if self._closing.is_set():
-                    return
-                self._report_there.wait()
-                self._report_there.clear()
-                continue
-            try:
-                client.post(f"{self._path}{report.path}", report.body)
-            except ConsoleUnavailable:
-                if self._closing.is_set():
-                    time.sleep(LAST_TRIES_SECONDS)
-                else:
-                    self._closing.wait(backoff.seconds())
-                continue
-            except ConsoleRefused:
-                pass  # the console knows better (fenced, finished): the same again would be refused
-            backoff.reset()
-            self._reports.sent()
 
     def _follow_generations(self) -> None:
         client, backoff, generation = self._connect(), Backoff(longest=TRY_AGAIN_SECONDS), self._generation

@@ -778,13 +778,7 @@ class SpreadPool(ProcessPool):
     def _copy(self, run: RunSpec, document: dict[str, Any], nodes: Mapping[int, Address]) -> Copy:
         lead_status = self._hub.lead_status
         self._job = self._job or encode_run(run)
-        about = ("member", "since", "whole", "spoke", "op_limit")
-        workers = [
-            {name: getattr(entry, name) for name in about}
-            | {"worker": str(entry.worker), "came_from": entry.came_from and str(entry.came_from)}
-            | {"incarnation": entry.incarnation, "node": self._where[entry.incarnation]}
-            for entry in self.running.values()
-        ]
+        workers = [entry.told() | {"node": self._where[entry.incarnation]} for entry in self.running.values()]
         spares = [(node, *spare.rank) for node, spare in self.spares.all()]
         heard = {entry.incarnation: entry.heard for entry in self.entries}
         plan = document.pop("plan")

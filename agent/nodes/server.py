@@ -20,7 +20,6 @@ from openrecycle.agent.config.timeouts import ALIVE_SECONDS
 from openrecycle.agent.launcher.launch import Takeover
 from openrecycle.agent.launcher.processes import ProcessPool, SpareRanks, WorkerProcess, preload
 from openrecycle.agent.launcher.record import REMEMBERED
-from openrecycle.agent.messages import channel
 from openrecycle.agent.messages.client import Backoff
 from openrecycle.agent.monitoring.liveness import MOST_OF_A_TURN, LoopLag
 from openrecycle.agent.nodes.frames import Frames, NotTrusted, greet
@@ -318,14 +317,8 @@ class NodeServer:
     def _pass_on(self, incarnation: str) -> None:
         """Everything that is in the worker's pipe."""
         entry = self._entries[incarnation]
-        pipe, entry.heard_at = entry.pipe, time.monotonic()
-        while True:
-            try:
-                if not pipe.poll():
-                    return
-                message = channel.receive(pipe)
-            except (EOFError, OSError):
-                return  # its sentinel tells the rest
+        entry.heard_at = time.monotonic()
+        for message in entry.messages():
             item = {"kind": "from", "incarnation": incarnation, "message": message}
             if message["kind"] != "alive":  # which is of that moment alone
                 message["number"] = self._numbers[incarnation] = self._numbers.get(incarnation, 0) + 1
@@ -498,9 +491,7 @@ class Succession:
             else:
                 lost[cell] = incarnation
                 continue
-            for name in ("member", "since", "whole", "spoke", "op_limit"):
-                setattr(entry, name, about[name])
-            entry.came_from = about["came_from"] and Worker.parse(about["came_from"])
+            entry.restore(about)
             entry.heard = copy.heard.get(incarnation, 0)
         pool.know_spares(document.get("spares", ()), self.spares)
         known = {about["incarnation"] for about in document["workers"]}

@@ -35,6 +35,7 @@ _FORMS: dict[str, TypeAdapter[Any]] = {
     "partition": TypeAdapter(Partition),
     "layer_io": TypeAdapter(StageIO | None),
     "origin": TypeAdapter(Origin | None),
+    "heartbeat_seconds": TypeAdapter(float | None),
     "shared_gpus": TypeAdapter(bool),
     "divided": TypeAdapter(bool),
 }
@@ -82,7 +83,6 @@ def encode_run(run: RunSpec) -> dict[str, Any]:
     return {
         "workload": workload.path,
         "workload_options": dict(workload.options),
-        "heartbeat_seconds": run.heartbeat_seconds,
         **{name: form.dump_python(getattr(run, name), mode="json") for name, form in _FORMS.items()},
     }
 
@@ -106,10 +106,8 @@ def decode_spec(document: dict[str, Any]) -> WorkerSpec:
 def decode_run(document: Mapping[str, Any]) -> RunSpec:
     """Raises ValueError when it is no such document."""
     try:
-        seconds = document["heartbeat_seconds"]
         return RunSpec(
             workload=NamedWorkload(str(document["workload"]), document["workload_options"]),
-            heartbeat_seconds=None if seconds is None else float(seconds),
             **{name: form.validate_python(document[name]) for name, form in _FORMS.items()},
         )
     except (KeyError, TypeError, IndexError, ValidationError) as error:

@@ -15,11 +15,10 @@ things differ from a job of our own (agent.workers.loop), where workers can roll
 from __future__ import annotations
 
 import math
-import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
@@ -29,6 +28,7 @@ import torch.distributed
 from torch import Tensor
 
 from openrecycle.agent.config.timeouts import Timeouts
+from openrecycle.agent.messages.int64 import from_bits, to_bits
 from openrecycle.agent.messages.protocol import Deployment
 from openrecycle.agent.models.stage_io import CPU, StageOutput, TensorSpec
 from openrecycle.agent.monitoring.heartbeat import Status
@@ -325,7 +325,7 @@ class OwnLoop:
                 for tensor in tensors:
                     joined.transfers.reduce(tensor.detach())
                 summed = True
-                known = self._gather(joined.lines, [generation, *_bits(measure())])
+                known = self._gather(joined.lines, [generation, to_bits(measure())])
         except TransferError as error:
             if summed:
                 self.kept = iteration, [tensor.detach().clone() for tensor in tensors]
@@ -334,7 +334,7 @@ class OwnLoop:
         if newest is not None and generation > self.generation and all(row[0] == generation for row in known.values()):
             self._agreed = newest
         speakers = {worker.stage: row for worker, row in sorted(known.items(), reverse=True)}
-        self._total = math.fsum(_number(row[1:]) for row in speakers.values())
+        self._total = math.fsum(from_bits(row[1]) for row in speakers.values())
         return self._total
 
     # -- in between -------------------------------------------------------------------------------
@@ -394,7 +394,7 @@ class OwnLoop:
             kept = self.kept[0] if self.kept is not None else _NONE
             released = _NONE if self._released is None else self._released
             overdue = int(time.monotonic() > deadline)
-            mine = [*self._me, generation, overdue, iteration, kept, released, *_bits(self._total)]
+            mine = [*self._me, generation, overdue, iteration, kept, released, to_bits(self._total)]
             table = torch.zeros((len(ranks), len(mine)), dtype=torch.int64)
             table[rank] = torch.tensor(mine)
             control.sum(table)
@@ -415,7 +415,7 @@ class OwnLoop:
                 raise _Unmendable(f"{member} asks for iteration {asked}, and others for {next_one}")
         self._late = iteration < next_one
         if self._late:
-            self._total = next(_number(row[7:]) for row in rows if row[6] == iteration)
+            self._total = next(from_bits(row[7]) for row in rows if row[6] == iteration)
         else:
             self.kept = None
         stage = [member for member in members if member.stage == self._me.stage]
@@ -480,16 +480,6 @@ def _cancel(joined: _Joined) -> None:
         if group is not None:
             group.cancel()
             group.close()  # which wakes those, too, for whom nobody waits here
-
-
-def _bits(number: float) -> tuple[int, ...]:
-    """As whole numbers, which can be summed with zeros."""
-    return struct.unpack("<q", struct.pack("<d", number))
-
-
-def _number(bits: Sequence[int]) -> float:
-    (number,) = struct.unpack("<d", struct.pack("<q", *bits))
-    return float(number)
 
 
 def _names(members: tuple[Worker, ...]) -> str:

@@ -23,16 +23,18 @@ import socket
 import threading
 import time
 import uuid
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, get_args
 
+from pydantic import ValidationError
+
 from openrecycle.agent.config.options import check_url, with_profile
 from openrecycle.agent.config.settings import spelled
 from openrecycle.agent.messages.client import Backoff, ConsoleClient, ConsoleRefused, ConsoleUnavailable
+from openrecycle.agent.messages.delivery import Outbox
 from openrecycle.agent.messages.protocol import (
     Acknowledgement,
     BatchReply,
@@ -45,7 +47,7 @@ from openrecycle.agent.messages.protocol import (
     OpKind,
     Registration,
 )
-from openrecycle.agent.monitoring.console_link import LONG_POLL_SECONDS, next_deployment
+from openrecycle.agent.monitoring.console_link import LONG_POLL_SECONDS, QueuedReport, ReportSender, next_deployment
 from openrecycle.agent.monitoring.heartbeat import Status, WorkerReports
 from openrecycle.agent.monitoring.liveness import AT_REST
 from openrecycle.agent.monitoring.timeline import OpSeconds
@@ -64,6 +66,15 @@ OnPlan = Callable[[Deployment, Plan], None]
 
 MAX_ITERATIONS = 1000
 """Iterations that are kept for a console that does not answer; the oldest give way."""
+
+
+def newest_iterations(older: QueuedReport, newer: QueuedReport) -> QueuedReport:
+    """Two reports of iterations as one."""
+    assert isinstance(older.message, IterationReport) and isinstance(newer.message, IterationReport)
+    both = (older.message.iterations + newer.message.iterations)[-MAX_ITERATIONS:]
+    return newer._replace(message=IterationReport.model_construct(iterations=both, age=0.0))
+
+
 _KINDS = frozenset(get_args(OpKind))
 _RUN = re.compile(r"[A-Za-z0-9 .:@/()+_-]{1,80}")
 _CLOSE_SECONDS = 5.0
@@ -138,15 +149,19 @@ class Reporter:
         self._met = 0
         self._dead, self._refusal = 0.0, ""
         self._resumed, self._done = 0, (-1, 0.0)
-        self._unsent: deque[tuple[int, float, float, int, float]] = deque(maxlen=MAX_ITERATIONS)
-        self._lock = threading.Lock()
-        self._there_is_news, self._closing = threading.Event(), threading.Event()
+        self._closing = threading.Event()
         self._last_at = time.monotonic()
         self._said: set[str] = set()
         self._job_path, self._pause = "", 1.0
         self.fenced = False
-        self._delivery = threading.Thread(target=self._deliver, name="iterations", daemon=True)
-        self._delivery.start()
+        self._iterations = ReportSender(
+            lambda: ConsoleClient(self._url, token=self._token),
+            lambda: self._job_path,
+            Outbox(1, merge=newest_iterations),
+            ready=self._speaks_for_all,
+            pause=lambda: self._pause,
+            refused=lambda refusal: self._say_once(f"the console refuses iterations: {refusal}"),
+        )
         threading.Thread(target=self._follow, name="generations", daemon=True).start()
 
     # -- what the training loop calls ---------------------------------------------------------
@@ -175,9 +190,23 @@ class Reporter:
         if not math.isfinite(loss):
             self._say_once(f"iteration {number} has loss {loss}; iterations without a finite loss are not reported")
             return
-        with self._lock:
-            self._unsent.append((number, float(loss), seconds, self._status.generation, time.monotonic()))
-        self._there_is_news.set()
+        deployment = self._deployment
+        generation, living = 0, self._job.pipelines * self._job.stages
+        if deployment is not None:
+            generation, living = deployment.generation, len(deployment.living)
+        try:
+            done = Iteration(
+                iteration=number,
+                loss=float(loss),
+                loss_hex=float(loss).hex(),
+                seconds=seconds,
+                generation=generation,
+                living=living,
+            )
+        except ValidationError as error:
+            self._say_once(f"iteration {number!r} is not reported: {error.errors()[0]['msg']}")
+            return
+        self._iterations.put(QueuedReport("/iterations", IterationReport(iterations=(done,)), time.monotonic()))
 
     def membership(self, timeout: float = 600.0) -> Membership:
         """Who is to form a process group now, and in which order; each call waits for a newer generation than the one
@@ -242,9 +271,9 @@ class Reporter:
             return
         self._status.phase = "draining" if done else self._status.phase
         self._closing.set()
-        self._there_is_news.set()
+        self._iterations.stop(tries=False)
         deadline = time.monotonic() + _CLOSE_SECONDS
-        self._delivery.join(_CLOSE_SECONDS)
+        self._iterations.join(_CLOSE_SECONDS)
         if done and self._speaks_for_all():
             self._finish()
         if self._reports is not None:
@@ -341,49 +370,7 @@ class Reporter:
         if self._loop is not None:
             self._loop.lost_without(deployment)
         self._acknowledge(deployment.generation, "formed", iteration)
-        self._there_is_news.set()  # it may be this worker's turn to report iterations
-
-    def _deliver(self) -> None:
-        """Iterations, in batches, no more often than heartbeats."""
-        client, backoff = ConsoleClient(self._url, token=self._token), Backoff()
-        while True:
-            self._there_is_news.wait()
-            self._there_is_news.clear()
-            delivered = self._deliver_iterations(client)
-            if self._closing.is_set():
-                return
-            if delivered:
-                backoff.reset()
-            self._closing.wait(self._pause if delivered else backoff.seconds())
-            if not delivered or self._closing.is_set():
-                self._there_is_news.set()  # once more, if only once more
-
-    def _deliver_iterations(self, client: ConsoleClient) -> bool:
-        """False when they have to be tried again."""
-        with self._lock:
-            batch = list(self._unsent)
-        if not batch or not self._speaks_for_all():
-            return True
-        try:
-            age = time.monotonic() - batch[-1][4]
-            client.post(f"{self._job_path}/iterations", IterationReport(iterations=self._messages(batch), age=age))
-        except ConsoleUnavailable:
-            return False
-        except ConsoleRefused as refusal:
-            self._say_once(f"the console refuses iterations: {refusal}")
-        with self._lock:
-            while self._unsent and self._unsent[0][0] <= batch[-1][0]:
-                self._unsent.popleft()
-        return True
-
-    def _messages(self, batch: list[tuple[int, float, float, int, float]]) -> tuple[Iteration, ...]:
-        living = len(self._deployment.living) if self._deployment else 0
-        return tuple(
-            Iteration(
-                iteration=number, loss=loss, loss_hex=loss.hex(), seconds=seconds, generation=generation, living=living
-            )
-            for number, loss, seconds, generation, _ in batch
-        )
+        self._iterations.wake()  # it may be this worker's turn to report them
 
     def _finish(self) -> None:
         message = JobFinished(state="finished", reason=f"{self._me} closed its reporter: its training is done")
@@ -433,7 +420,7 @@ class Reporter:
             self.fenced = True
             self._news.notify_all()
         self._closing.set()
-        self._there_is_news.set()
+        self._iterations.stop(tries=False)
         if self._reports is not None:
             self._reports.stop()
         self._say_once(self._without_me)

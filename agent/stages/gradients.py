@@ -6,11 +6,9 @@ rounds every term once to a fixed grid of 2**-50 and adds it as a 64-bit integer
 is associative, so any order, any split over workers and any all-reduce algorithm give the same
 bits. `FastSum` adds floats as they come: cheaper, and another order shows in the last bits.
 
-Why integers: of the forms measured (tests/benchmarks/bench_sums.py; one thread, 5 M fp32 elements), one
-addition costs 5 to 8 times a plain fp32 one on the int64 grid, 10 to 20 times with fp64
-accumulators, and as much as int64 in fp64 rounded to a grid. fp64 as such is not order-proof when
-terms differ by more than 2**29 / terms; fp64 on a grid has 10 bits less range. An all-reduce moves
-twice the bytes of fp32 and takes 1.5 to 1.7 times as long, in all three.
+Why integers: fp64 accumulators cost more (tests/benchmarks/bench_sums.py) and are not order-proof when
+terms differ by more than 2**29 / terms; fp64 rounded to a grid costs as much, and has 10 bits less
+range. An all-reduce moves twice the bytes of fp32 in all three.
 
 Range: a term must stay below 2**62 / terms on the grid, that is 4096 / terms (the loss of each
 micro-batch, and with it every gradient, is already divided by the number of micro-batches, so this

@@ -5,8 +5,7 @@ undo that step: a death that interrupts the iteration elsewhere (some stages hav
 have not; the ones that have go back), and a validation of the whole gradient that comes later (see
 agent.stages.post_validation). One snapshot is enough for both, and only until the next gradient is there: see
 agent.workers.recovery. So it lies where the gradients were summed, as far as it fits there: with AdamW in fp32 a worker
-takes 24 bytes a parameter beside activations (parameters 4, optimizer 8, sums 8, the rest of the snapshot 4), and
-took 36 while the snapshot and the gradients of a step had memory of their own.
+takes 24 bytes a parameter beside activations (parameters 4, optimizer 8, sums 8, the rest of the snapshot 4).
 
 Where the optimizer's state is sharded over the stage's peers (agent.stages.shards), a worker steps the segments of
 which it holds the state, and goes back in those; the other parameters come from who steps them

@@ -206,21 +206,3 @@ def _choose(
             loads[peer] += sizes[k]
             heappush(heap, (loads[peer], turn(k, peer), peer))
     return tuple(chosen[k] for k in range(len(sizes)))
-
-
-# -- what peers tell each other -------------------------------------------------------------------
-
-_BITS = 62
-"""Of one of the whole numbers that they send."""
-
-
-def to_words(held: Collection[int], shards: int) -> tuple[int, ...]:
-    """Which of so many shards a worker holds; equally many numbers whichever they are."""
-    out = [0] * -(-shards // _BITS)
-    for shard in held:
-        out[shard // _BITS] |= 1 << shard % _BITS
-    return tuple(out)
-
-
-def from_words(row: Sequence[int]) -> frozenset[int]:
-    return frozenset(i * _BITS + bit for i, word in enumerate(row) for bit in range(_BITS) if word >> bit & 1)

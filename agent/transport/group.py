@@ -6,10 +6,9 @@ away) hangs to its time-out, and `abort()` wakes nothing. What does wake it: an 
 every pair of its group. So `cancel` posts a receive that nobody answers, with a 1 ms time-out, to
 every rank. But gloo closes one pair after the other, and for each it waits until its thread comes round, which it does
 every 10 ms where nothing arrives. A connection that ends by itself is closed by that thread, at once; so `cancel` first
-ends those that it can find (see `_accepted_at`), and each pair has one end that finds it: where all cancel, a group of
-12 is closed in a few milliseconds instead of in 110. And it asks only those for whom somebody waits here: whoever waits
-later asks the others first. To ask every rank costs 35 microseconds for each that has been closed, which for 64 workers
-was a quarter of the processor time that it took them to form anew; `close` does it, when there is time.
+ends those that it can find (see `_accepted_at`), and each pair has one end that finds it. And it asks only those for
+whom somebody waits here: whoever waits later asks the others first. To ask every rank costs as much as a good part of
+forming anew; `close` does it, when there is time.
 
 A pair between two living ranks is as good as before when a third one has died, so what needs pairs alone (sends,
 receives, `gather`) goes on in a group that has lost members, and a sum does not.
@@ -18,11 +17,13 @@ receives, `gather`) goes on in a group that has lost members, and a sum does not
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import socket
 import stat
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar, Protocol
@@ -72,10 +73,8 @@ class Group(Protocol):
     whole_buffers: must what is sent fill the buffer of its receive?
     """
 
-    whole_buffers: ClassVar[bool]
-
-    @property
-    def rank(self) -> int: ...
+    whole_buffers: ClassVar[bool] = False
+    rank: int
 
     def send(self, to: int, tensor: Tensor, tag: int) -> PendingTransfer:
         """Starts a send; never waits for the receiver."""
@@ -88,6 +87,7 @@ class Group(Protocol):
 
     def sum(self, tensor: Tensor) -> None:
         """The same; returns when the sum is there."""
+        self.begin_sum(tensor).wait()
 
     def begin_broadcast(self, tensor: Tensor, source: int) -> PendingTransfer:
         """Starts to copy `tensor`, which is contiguous, from one rank to all others, in place. All ranks begin these,
@@ -97,14 +97,17 @@ class Group(Protocol):
         """Makes every wait on this group fail within milliseconds. From any thread."""
 
     def close(self) -> None:
-        """After `cancel`: ends all connections. From any thread."""
+        """After `cancel`: ends all connections, where that left any. From any thread."""
+        return
 
     def halt(self) -> None:
         """Ends the group's life: what is under way in it comes to nothing."""
+        return  # gloo's transfers keep their tensors, and a reduction is over when its wait is
 
     def rest(self) -> None:
         """After `halt`, of all groups of the device: returns when it reads and writes no tensor of a caller's any
         more."""
+        return
 
 
 def halt_all(groups: Iterable[Group]) -> None:
@@ -140,41 +143,52 @@ class GlooPending:
     def wait(self) -> Tensor:
         self._group.begin_wait(self)
         try:
-            self._wait_for_all() if self._timeout is None else self._work.wait(self._timeout)
+            if self._timeout is not None:
+                self._work.wait(self._timeout)
+            elif not wait_or_leave(self._work, lambda: self._group.cancelled):
+                # Nothing comes over connections that are closed, so it writes to the tensor no more.
+                self._group.close()
+                _unended[:] = [kept for kept in _unended if not kept[0].is_completed()] + [(self._work, self._group)]
+                raise RuntimeError("connection closed: the group was cancelled")
         except RuntimeError as error:
             raise TransferError(first_line(error), self._peer) from None
         finally:
             self._group.end_wait(self)
         return self.tensor
 
-    def _wait_for_all(self) -> None:
-        """For a collective, or until the group is cancelled, whether or not gloo has noticed: it forgets a send that it
-        was about to begin over a connection that is just being closed. Once in 120 deaths a survivor waited in its
-        stage's sum for the group's whole time-out, 150 s, and all others for it."""
-        while True:
-            try:
-                self._work.wait(_ASK_AGAIN)
-                return
-            except RuntimeError:
-                if self._work.is_completed():
-                    self._work.wait()  # raises what went wrong: it may have been the slice that was over
-                    return
-            if self._group.cancelled:
-                # Nothing comes over connections that are closed, so it writes to the tensor no more.
-                self._group.close()
-                _unended[:] = [kept for kept in _unended if not kept[0].is_completed()] + [(self._work, self._group)]
-                raise RuntimeError("connection closed: the group was cancelled")
+
+_ASK_AGAIN = 0.2
 
 
-_ASK_AGAIN = timedelta(milliseconds=200)
+def wait_or_leave(work: Any, cancelled: Callable[[], bool], seconds: float = math.inf) -> bool:
+    """Waits for a collective of gloo's, or until its group is cancelled, whether or not gloo has noticed; returns
+    whether it has ended. Raises RuntimeError, also after so many seconds.
+
+    For gloo forgets a send that it was about to begin over a connection that is just being closed: once in 120 deaths a
+    survivor waited in its stage's sum for the group's whole time-out, 150 s, and all others for it.
+    """
+    ends = time.monotonic() + seconds
+    while True:
+        left = ends - time.monotonic()
+        try:
+            work.wait(timedelta(seconds=max(min(_ASK_AGAIN, left), 0.001)))
+            return True
+        except RuntimeError:
+            if work.is_completed():
+                work.wait()  # raises what went wrong: it may have been the slice that was over
+                return True
+            if left <= 0:
+                raise
+        if cancelled():
+            return False
+
+
 _unended: list[tuple[Any, GivenGlooGroup]] = []
 """Collectives that nobody waits for any more. Their destructors would, and those of their groups."""
 
 
-class GivenGlooGroup:
+class GivenGlooGroup(Group):
     """A gloo group that there is already, for tensors on the CPU. members: by rank."""
-
-    whole_buffers: ClassVar[bool] = False
 
     def __init__(self, group: Any, rank: int, members: Sequence[Worker], timeouts: Timeouts) -> None:
         self.rank, self._members, self._group = rank, members, group
@@ -202,9 +216,6 @@ class GivenGlooGroup:
     def begin_sum(self, tensor: Tensor) -> PendingTransfer:
         options = dist.AllreduceOptions()
         return self._begin(self._group.allreduce, tensor, options)
-
-    def sum(self, tensor: Tensor) -> None:
-        self.begin_sum(tensor).wait()
 
     def begin_broadcast(self, tensor: Tensor, source: int) -> PendingTransfer:
         options = dist.BroadcastOptions()
@@ -259,12 +270,6 @@ class GivenGlooGroup:
 
     def end_wait(self, pending: GlooPending) -> None:
         self._waits.pop(pending, None)
-
-    def halt(self) -> None:
-        """Nothing to do: gloo's transfers keep their tensors, and a reduction is over when its wait is."""
-
-    def rest(self) -> None:
-        """Nothing to wait for, either."""
 
     def cancel(self) -> None:
         self._cancelled = True
@@ -391,13 +396,11 @@ class _Late:
         return self.begun.wait()
 
 
-class LateGroup:
+class LateGroup(Group):
     """A group that is still connecting: who waits for its first sum waits for that, too. For sums alone.
 
     form: connects, in a thread of its own that is left behind where a peer does not come. Raises RuntimeError.
     """
-
-    whole_buffers: ClassVar[bool] = False
 
     def __init__(self, form: Callable[[], GlooGroup], rank: int, timeouts: Timeouts) -> None:
         self.rank, self._form, self._seconds = rank, form, timeouts.group
@@ -435,9 +438,6 @@ class LateGroup:
         for one in late:
             one.begun = one.begin(group, one.tensor)
 
-    def sum(self, tensor: Tensor) -> None:
-        self.begin_sum(tensor).wait()
-
     def cancel(self) -> None:
         with self._changed:
             self._problem = self._problem or "the group was cancelled"
@@ -449,14 +449,6 @@ class LateGroup:
     def close(self) -> None:
         if self._group is not None:
             self._group.close()
-
-    def halt(self) -> None:
-        if self._group is not None:
-            self._group.halt()
-
-    def rest(self) -> None:
-        if self._group is not None:
-            self._group.rest()
 
     def _connected(self) -> GlooGroup:
         with self._changed:

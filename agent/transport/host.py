@@ -7,8 +7,6 @@ stream, for which nobody waits.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
@@ -29,17 +27,11 @@ class Arriving:
         return self.tensor
 
 
-class HostGroup:
+class HostGroup(Group):
     """inner: carries what is on the CPU."""
 
-    whole_buffers: ClassVar[bool] = False
-
     def __init__(self, inner: Group) -> None:
-        self._inner = inner
-
-    @property
-    def rank(self) -> int:
-        return self._inner.rank
+        self._inner, self.rank = inner, inner.rank
 
     def send(self, to: int, tensor: Tensor, tag: int) -> PendingTransfer:
         return self._inner.send(to, host_copy(tensor), tag)
@@ -49,9 +41,6 @@ class HostGroup:
 
     def begin_sum(self, tensor: Tensor) -> PendingTransfer:
         return Arriving(self._inner.begin_sum(host_copy(tensor)), tensor)
-
-    def sum(self, tensor: Tensor) -> None:
-        self.begin_sum(tensor).wait()
 
     def begin_broadcast(self, tensor: Tensor, source: int) -> PendingTransfer:
         host = host_copy(tensor) if source == self.rank else host_memory(tensor)

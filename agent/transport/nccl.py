@@ -40,7 +40,7 @@ from torch import Tensor
 
 from openrecycle.agent.config.timeouts import Timeouts
 from openrecycle.agent.models import compat
-from openrecycle.agent.transport.group import TransferError, first_line, only_other
+from openrecycle.agent.transport.group import Group, TransferError, first_line, only_other
 from openrecycle.planner.jobs.job import Worker
 
 dist: Any = torch.distributed
@@ -98,7 +98,7 @@ class NcclPending:
             raise TransferError(first_line(error), self._peer) from None
 
 
-class NcclGroup:
+class NcclGroup(Group):
     """device: this worker's GPU, which no other rank uses unless NCCL is of 2.30 or later.
 
     members: by rank. The first exchange with a peer connects to it, and nothing ends that wait but the peer."""
@@ -134,9 +134,6 @@ class NcclGroup:
         peer = only_other(self._members, self.rank)
         return self._start(peer, self._sum_seconds, tensor, lambda: self._group.allreduce([tensor]))
 
-    def sum(self, tensor: Tensor) -> None:
-        self.begin_sum(tensor).wait()
-
     def begin_broadcast(self, tensor: Tensor, source: int) -> NcclPending:
         options = dist.BroadcastOptions()
         options.rootRank = source
@@ -148,9 +145,6 @@ class NcclGroup:
         self._cancelled.set()
         # Aside: whoever cancels hears the launcher's news, and must not wait here.
         threading.Thread(target=self._abort, name="abort-group", daemon=True).start()
-
-    def close(self) -> None:
-        """Nothing to do: an abort leaves no connection."""
 
     def halt(self) -> None:
         # abort, never shutdown or destroy: those wait for peers, which may be dead.

@@ -22,7 +22,6 @@ import contextlib
 import math
 import re
 import threading
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -34,7 +33,7 @@ from torch import Tensor
 from openrecycle.agent.config.timeouts import Timeouts
 from openrecycle.agent.models import compat
 from openrecycle.agent.models.stage_io import CPU
-from openrecycle.agent.transport.group import TransferError, first_line, wake
+from openrecycle.agent.transport.group import TransferError, first_line, wait_or_leave, wake
 from openrecycle.agent.transport.host import host_copy, host_memory
 from openrecycle.agent.transport.nccl import NO_LIMIT, NcclPending
 
@@ -274,31 +273,15 @@ class HandedOn(dist.Work):  # type: ignore[misc]
         return self._work.get_future()
 
 
-_ASK_AGAIN = timedelta(milliseconds=200)
-
-
 class CancellableWork(HandedOn):
-    """A collective under way, whose wait ends when the group is cancelled, whether or not gloo has noticed.
-
-    For gloo forgets a send that it was about to begin over a connection that is just being closed: once in 13 deaths of
-    a rank, its sibling waited in a reduce-scatter for the group's whole time-out, 150 s."""
+    """A collective under way, whose wait ends when the group is cancelled."""
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        ends = time.monotonic() + timeout.total_seconds() if timeout else math.inf
-        while True:
-            left = ends - time.monotonic()
-            try:
-                self._work.wait(min(_ASK_AGAIN, timedelta(seconds=max(left, 0.001))) if timeout else _ASK_AGAIN)
-                return self._done()
-            except RuntimeError:
-                if self._work.is_completed():
-                    self._work.wait()  # raises what went wrong: it may have been the slice that was over
-                    return self._done()
-                if left <= 0:
-                    raise
-            if self._connections.cancelled:
-                self._connections.unended.append(self._work)
-                raise RuntimeError(_CANCELLED)
+        connections = self._connections
+        if wait_or_leave(self._work, lambda: connections.cancelled, timeout.total_seconds() or math.inf):
+            return self._done()
+        connections.unended.append(self._work)
+        raise RuntimeError(_CANCELLED)
 
 
 class DeviceWork(HandedOn):

@@ -12,11 +12,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from openrecycle.agent.messages.int64 import from_words, to_words
 from openrecycle.planner.jobs.job import Job, Worker
 
 MicroBatch = tuple[int, int]
-_BITS = 62
-"""Per number: they travel as int64."""
 
 
 @dataclass(frozen=True)
@@ -30,20 +29,12 @@ class Redo:
 
 def encode(finished: Collection[MicroBatch], job: Job) -> tuple[int, ...]:
     """As numbers: one bit for each of the job's micro-batches, the same length for every set."""
-    slots = {p * job.micro_batches + m for p, m in finished}
-    total = job.pipelines * job.micro_batches
-    return tuple(sum(1 << (i - at) for i in range(at, min(at + _BITS, total)) if i in slots)
-                 for at in range(0, total, _BITS))  # fmt: skip
+    return to_words([p * job.micro_batches + m for p, m in finished], job.pipelines * job.micro_batches)
 
 
 def decode(numbers: Sequence[int], job: Job) -> frozenset[MicroBatch]:
     """What `encode` made them of."""
-    return frozenset(
-        divmod(at * _BITS + i, job.micro_batches)
-        for at, number in enumerate(numbers)
-        for i in range(_BITS)
-        if number >> i & 1
-    )
+    return frozenset(divmod(slot, job.micro_batches) for slot in from_words(numbers))
 
 
 def redo(finished: Mapping[Worker, Collection[MicroBatch]], job: Job, stage: int) -> Redo:

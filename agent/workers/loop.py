@@ -31,6 +31,7 @@ from openrecycle.agent.config.pacing import profile_pace
 from openrecycle.agent.config.timeouts import ALIVE_SECONDS
 from openrecycle.agent.messages.channel import GenerationSpec, WorkerChannel
 from openrecycle.agent.messages.delivery import LogTail
+from openrecycle.agent.messages.int64 import from_words, to_words
 from openrecycle.agent.models.layers import Partition, Span, first_names, layer_count, layer_of, partition_of, tied_of
 from openrecycle.agent.models.parallelized import gathered, gathered_tensors, part_of_rank
 from openrecycle.agent.models.stage_io import CPU, StageCuts, layer_io_of
@@ -42,7 +43,7 @@ from openrecycle.agent.stages.assembly import assemble, reassemble, try_split
 from openrecycle.agent.stages.backward.split import STRATEGIES, StrategyName
 from openrecycle.agent.stages.optimizer import stage_optimizer
 from openrecycle.agent.stages.post_validation import ValidationResult
-from openrecycle.agent.stages.shards import ShardLostError, assign, from_words, to_words
+from openrecycle.agent.stages.shards import ShardLostError, assign
 from openrecycle.agent.transport.communicator import Communicator, Groups
 from openrecycle.agent.transport.group import TransferError
 from openrecycle.agent.transport.ranks import Ranks, SiblingError

@@ -13,7 +13,6 @@ while the next iteration's warm-up runs.
 from __future__ import annotations
 
 import math
-import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -22,6 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from openrecycle.agent.config.options import Optimization
+from openrecycle.agent.messages.int64 import from_bits, to_bits
 from openrecycle.agent.stages.gradients import MOST_GRADIENT
 from openrecycle.agent.stages.optimizer import NonFiniteError, StageOptimizer
 from openrecycle.agent.stages.post_validation import MAX_SKIPPED, Slot, ValidationResult, judge
@@ -237,8 +237,8 @@ class Steps:
             (optimizer.validation, optimizer.slot),
             (optimizer.validation_before, optimizer.slot_before),
         ):
-            row = [_bits(_NONE if validation.coefficient is None else validation.coefficient), slot.rejected]
-            row += map(_bits, slot.squared_norms)
+            row = [to_bits(_NONE if validation.coefficient is None else validation.coefficient), slot.rejected]
+            row += map(to_bits, slot.squared_norms)
             out += row + [0] * (width - len(row))
         return tuple(out)
 
@@ -268,9 +268,9 @@ class Steps:
             ahead = count > committed
             validation, rejected, *bits = numbers[self._width :] if ahead else numbers[: self._width]
             if ahead or not in_doubt:
-                coefficient = _float(validation)  # whoever knows it may have cut the model elsewhere since
+                coefficient = from_bits(validation)  # whoever knows it may have cut the model elsewhere since
                 return self._settle_by(ValidationResult(None if math.isnan(coefficient) else coefficient))
-            slots[worker.stage] = Slot(tuple(map(_float, bits[: self._norms[worker.worker.stage]])), rejected)
+            slots[worker.stage] = Slot(tuple(map(from_bits, bits[: self._norms[worker.worker.stage]])), rejected)
         stages = range(1 + max(stage for stage, _ in slots))
         in_order = [_whole([slots[stage, rank] for rank in range(groups.ranks.size)]) for stage in stages]
         return self._settle_by(judge(in_order, self._optimization.clip_norm))
@@ -331,13 +331,3 @@ def _whole(slots: Sequence[Slot]) -> Slot:
         return slots[0]
     norms = (sum(parts) for parts in zip(*(slot.squared_norms for slot in slots), strict=True))
     return Slot(tuple(norms), sum(slot.rejected for slot in slots))
-
-
-def _bits(value: float) -> int:
-    (bits,) = struct.unpack("<q", struct.pack("<d", value))
-    return int(bits)
-
-
-def _float(bits: int) -> float:
-    (value,) = struct.unpack("<d", struct.pack("<q", bits))
-    return float(value)

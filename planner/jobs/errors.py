@@ -51,3 +51,15 @@ def shown(value: object) -> str:
     except ValueError:  # Python writes out no whole number of more than 4,300 digits
         return f"a {type(value).__name__} that is too large to be shown"
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}... ({len(text):,} characters)"
+
+
+def check_whole(field: str, value: object, least: int, expected: str = "") -> int:
+    """Raises InputError unless it is a whole number of at least that. expected: where there is more to say."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InputError(field, value, expected or f"a whole number of at least {least}")
+    return value
+
+
+def in_a_line(error: BaseException) -> str:
+    """An exception as a sentence has it."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -15,7 +15,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from openrecycle.planner.jobs.errors import InfeasibleError, InputError
+from openrecycle.planner.jobs.errors import InfeasibleError, InputError, check_whole
 from openrecycle.planner.jobs.profile import (
     MAX_DECIMALS,
     LayerProfile,
@@ -531,8 +531,7 @@ def count_ops(pipelines: int, stages: int, micro_batches: int) -> int:
 def _check_sizes(pipelines: int, stages: int, micro_batches: int) -> None:
     """Refuses what is no size, and what would not fit in memory, before any is taken."""
     for name, value in (("pipelines", pipelines), ("stages", stages), ("micro_batches", micro_batches)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise InputError(name, value, "a whole number of at least 1")
+        check_whole(name, value, 1)
     ops = count_ops(pipelines, stages, micro_batches)
     if ops > MAX_OPS:
         most = f"at most {MAX_OPS:,} ops, which take up to {MAX_OPS * BYTES_PER_OP / 1e9:.0f} GB"

@@ -20,7 +20,7 @@ from openrecycle.agent.coordination.blame import (
     attribute,
     judge,
 )
-from openrecycle.agent.coordination.launcher import Deploy, Halt, LauncherWarning
+from openrecycle.agent.coordination.launcher import Deploy, Failure, Halt, LauncherWarning
 from openrecycle.agent.coordination.local import LocalCoordination
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
@@ -63,7 +63,7 @@ def test_a_pair_that_breaks_a_third_time_loses_an_end() -> None:
     once, twice, thrice = (again(Links(), "W0_0>W1_1", "W1_1>W0_0", times=n) for n in (1, 2, 3))
     for ruling in (once, twice):
         assert not ruling.out and not ruling.halt and "W0_0 and W1_1" in ruling.text
-    assert thrice.out == "W1_1" and not thrice.for_good, "of equals, the one whose name comes last"
+    assert thrice.out == "W1_1" and not thrice.links.barred, "of equals, the one whose name comes last"
     assert thrice.links.in_a_row == 0
 
 
@@ -96,7 +96,7 @@ def test_committed_iterations_are_progress() -> None:
 def test_one_that_came_back_goes_for_good() -> None:
     links = again(Links(), "W0_0>W1_1", times=3, committed=7).links
     ruling = again(links, "W2_0>W1_1", committed=8)
-    assert ruling.out == "W1_1" and ruling.for_good and ruling.links.barred == ("W1_1",)
+    assert ruling.out == "W1_1" and ruling.links.barred == ("W1_1",)
     assert not again(links, "W2_0>W1_1", committed=7 + PROBATION).out
 
 
@@ -178,15 +178,19 @@ class Run:
             if isinstance(event, Deploy):
                 self.generation, self.living = event.deployment.generation, event.deployment.living
                 for name in self.living:
-                    self.coordination.adopted(Worker.parse(name), self.processes[name], self.generation)
-                    self.coordination.formed(Worker.parse(name), self.processes[name], self.generation)
+                    self.coordination.acknowledged("adopted", Worker.parse(name), self.processes[name], self.generation)
+                    self.coordination.acknowledged("formed", Worker.parse(name), self.processes[name], self.generation)
         return ""
 
     def broken(self, *pairs: str) -> str:
         for pair in pairs:
             reporter, _, peer = pair.partition(">")
             process = self.processes[reporter]
-            self.coordination.broken(Worker.parse(reporter), process, self.generation, self.now, peer, "timed out")
+            self.coordination.failed(
+                Failure(
+                    "transfer", Worker.parse(reporter), process, self.generation, "timed out", peer=peer, now=self.now
+                )
+            )
         return self.take()
 
 
@@ -198,13 +202,13 @@ def test_a_job_without_a_console_takes_an_end_out_and_then_for_good() -> None:
     run.broken("W0_0>W1_1", "W1_1>W0_0")
     assert "W1_1" not in run.living and len(run.living) == 5 and golden("w1-1-is-taken-out") in run.remarks[-1]
 
-    run.coordination.exited(Worker(1, 1), "W1_1", "put out")
+    run.coordination.failed(Failure("exit", Worker(1, 1), "W1_1", detail="put out"))
     run.begin("W1_1", "new")
     run.take()
     assert "W1_1" in run.living, "it may re-join"
     run.broken("W1_1>W2_0")
     assert "W1_1" not in run.living and "for good" in run.remarks[-1]
-    run.coordination.exited(Worker(1, 1), "new", "put out")
+    run.coordination.failed(Failure("exit", Worker(1, 1), "new", detail="put out"))
     run.begin("W1_1", "newer")
     run.take()
     assert run.refused[-1] == Worker(1, 1) and "W1_1" not in run.living
@@ -213,7 +217,7 @@ def test_a_job_without_a_console_takes_an_end_out_and_then_for_good() -> None:
 def test_a_job_without_a_console_ends_where_nobody_can_be_spared() -> None:
     run = Run()
     for name in ("W1_0", "W2_0", "W1_1", "W2_1"):
-        run.coordination.exited(Worker.parse(name), name, "died")
+        run.coordination.failed(Failure("exit", Worker.parse(name), name, detail="died"))
         run.take()
     said = [run.broken("W0_1>W0_0") for _ in range(5)]
     assert not any(said[:4]) and "W0_0 and W0_1 (5 times)" in said[4]

@@ -193,13 +193,13 @@ def test_every_process_of_a_node_has_a_slot_of_its_own() -> None:
     pool = ProcessPool(say_slot, [])
     try:
         entries = [pool.start(Worker(n, 0), lambda _: Told(), 0.0) for n in range(3)]
-        assert [e.slot for e in entries] == [0, 1, 2]
+        assert [e.slots for e in entries] == [(0,), (1,), (2,)]
         assert [e.pipe.recv_bytes() for e in entries] == [b"0", b"1", b"2"]
         pool.fence(entries[1], "silent")
-        assert pool.start(Worker(1, 0), lambda _: Told(), 0.0).slot == 3
+        assert pool.start(Worker(1, 0), lambda _: Told(), 0.0).slots == (3,)
         entries[1].process.join(10)
         pool.forget(entries[1])
-        assert pool.start(Worker(3, 0), lambda _: Told(), 0.0).slot == 1
+        assert pool.start(Worker(3, 0), lambda _: Told(), 0.0).slots == (1,)
     finally:
         pool.kill_all()
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from openrecycle.agent.config.options import Optimization, TrainingOptions
-from openrecycle.agent.coordination.launcher import Deploy
+from openrecycle.agent.coordination.launcher import Coordination, Deploy, Failure
 from openrecycle.agent.launcher.launch import Launcher
 from openrecycle.agent.launcher.processes import WorkerProcess
 from openrecycle.agent.messages.protocol import Deployment
@@ -63,24 +63,18 @@ class _Pool:
     def spare(self, entry: WorkerProcess) -> None: ...
 
 
-class _Decides:
-    """Coordination that keeps what it is told. asked: for another generation, and of which."""
+class _Decides(Coordination):
+    """Keeps what it is told. asked: for another generation, and of which."""
 
     def __init__(self) -> None:
         self.asked: list[int] = []
         self.gone: list[str] = []
 
-    def raised(self, worker: Worker, incarnation: str, generation: int, text: str) -> None:
-        self.asked.append(generation)
-
-    def exited(self, worker: Worker, incarnation: str, detail: str, spare: Any = ()) -> None:
-        self.gone.append(str(worker))
-
-    def saved(self) -> dict[str, Any]:
-        return {}
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *args, **kwargs: None
+    def failed(self, failure: Failure) -> None:
+        if failure.cause == "exception":
+            self.asked.append(failure.generation)
+        elif failure.cause == "exit":
+            self.gone.append(str(failure.worker))
 
 
 class _Store:
@@ -258,4 +252,4 @@ def test_one_that_dies_before_it_may_go_is_told_of(job: _Job) -> None:
 def test_another_lead_knows_who_has_shared(job: _Job) -> None:
     job.share(but=("W2_1",))
     saved = job.launcher._saved()
-    assert saved is not None and saved["shared"] == [name for name in CELLS if name != "W2_1"]
+    assert saved is not None and sorted(saved["_shared"]) == [name for name in CELLS if name != "W2_1"]

@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from openrecycle.agent.coordination.launcher import Deploy, Halt
+from openrecycle.agent.coordination.launcher import Deploy, Failure, Halt
 from openrecycle.agent.coordination.membership import FailureTimeouts
 from openrecycle.agent.messages.client import Backoff, ConsoleClient
 from openrecycle.agent.messages.protocol import Deployment
@@ -47,7 +47,7 @@ def test_tries_are_closer_together_than_the_console_waits(monkeypatch: pytest.Mo
     monkeypatch.setattr(console_link, "Backoff", Watched)
     monkeypatch.setattr(console_link, "STOPPED_TIMEOUT_SECONDS", 0.0)
     link = ConsoleCoordination(lambda: ConsoleClient(f"http://127.0.0.1:{port}"), "job", lambda text: None)
-    link.exited(Worker(0, 1), "i1", "was killed by SIGKILL")
+    link.failed(Failure("exit", Worker(0, 1), "i1", detail="was killed by SIGKILL"))
     assert all(event.wait(TIMEOUT) for event in enough.values())
     link.close(lambda: True)
     for name, pauses in waits.items():
@@ -117,7 +117,7 @@ def console(monkeypatch: pytest.MonkeyPatch) -> Iterator[Console]:
 
 def link_to(console: Console, say: list[str]) -> ConsoleCoordination:
     link = ConsoleCoordination(lambda: ConsoleClient(f"http://127.0.0.1:{console.server_port}"), "job", say.append)
-    link.exited(Worker(0, 1), "i1", "was killed by SIGKILL")
+    link.failed(Failure("exit", Worker(0, 1), "i1", detail="was killed by SIGKILL"))
     link.finished("stopped", "nobody is left to do stage 1")
     return link
 

@@ -13,7 +13,7 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from openrecycle.agent.coordination.launcher import Deploy, Halt, LauncherWarning
+from openrecycle.agent.coordination.launcher import Deploy, Failure, Halt, LauncherWarning
 from openrecycle.agent.coordination.local import LocalCoordination
 from openrecycle.agent.messages.protocol import Deployment
 from openrecycle.planner.catalogs.catalog import Catalog
@@ -54,7 +54,7 @@ def _only(events: list[object]) -> Deploy:
 def _all_form(coordination: LocalCoordination, deployment: Deployment, **processes: str) -> None:
     """processes: of workers whose process is not the one that they began with."""
     for name in deployment.living:
-        coordination.formed(Worker.parse(name), processes.get(name, name), deployment.generation)
+        coordination.acknowledged("formed", Worker.parse(name), processes.get(name, name), deployment.generation)
 
 
 def test_the_first_generation_opens_when_all_are_ready() -> None:
@@ -65,11 +65,11 @@ def test_the_first_generation_opens_when_all_are_ready() -> None:
 def test_a_death_opens_a_generation_without_the_dead_and_a_return_one_with_it() -> None:
     coordination = _started()
     coordination.poll(0.0)
-    coordination.exited(Worker(1, 0), "W1_0", "was killed by SIGKILL")
+    coordination.failed(Failure("exit", Worker(1, 0), "W1_0", detail="was killed by SIGKILL"))
     deploy = _only(coordination.poll(1.0))
     assert deploy.deployment.generation == 2 and deploy.deployment.failed == ("W1_0",)
     assert "W1_0" not in deploy.plan.workers
-    coordination.exited(Worker(1, 0), "W1_0", "again")
+    coordination.failed(Failure("exit", Worker(1, 0), "W1_0", detail="again"))
     assert coordination.poll(1.0) == []
     coordination.ready(Worker(1, 0), "b")
     assert coordination.poll(1.5) == [], "a newcomer waits until the others are through with generation 2"
@@ -102,7 +102,7 @@ class _Wrong(Catalog):
 def test_a_plan_made_while_survivors_wait_is_checked_once_they_form() -> None:
     coordination = _started(kind=_Wrong)
     _all_form(coordination, _only(coordination.poll(0.0)).deployment)
-    coordination.exited(Worker(1, 0), "W1_0", "died")
+    coordination.failed(Failure("exit", Worker(1, 0), "W1_0", detail="died"))
     (deploy,) = coordination.poll(1.0)
     assert isinstance(deploy, Deploy), "nobody waits for the check"
     assert coordination.poll(1.0) == []
@@ -117,10 +117,10 @@ def test_a_plan_made_while_survivors_wait_is_checked_once_they_form() -> None:
 def test_a_newcomer_that_waits_enters_with_the_next_death() -> None:
     coordination = _started(3)
     _only(coordination.poll(0.0))
-    coordination.exited(Worker(1, 0), "W1_0", "died")
+    coordination.failed(Failure("exit", Worker(1, 0), "W1_0", detail="died"))
     _only(coordination.poll(1.0))
     coordination.ready(Worker(1, 0), "b")
-    coordination.exited(Worker(2, 1), "W2_1", "died")
+    coordination.failed(Failure("exit", Worker(2, 1), "W2_1", detail="died"))
     deployment = _only(coordination.poll(2.0)).deployment
     assert deployment.joining == ("W1_0",) and deployment.failed == ("W2_1",)
 
@@ -128,10 +128,10 @@ def test_a_newcomer_that_waits_enters_with_the_next_death() -> None:
 def test_a_newcomer_that_dies_while_it_waits_changes_nothing() -> None:
     coordination = _started()
     coordination.poll(0.0)
-    coordination.exited(Worker(1, 0), "W1_0", "died")
+    coordination.failed(Failure("exit", Worker(1, 0), "W1_0", detail="died"))
     deploy = _only(coordination.poll(1.0))
     coordination.ready(Worker(1, 0), "b")
-    coordination.exited(Worker(1, 0), "b", "died")
+    coordination.failed(Failure("exit", Worker(1, 0), "b", detail="died"))
     _all_form(coordination, deploy.deployment)
     assert coordination.poll(2.0) == []
 
@@ -139,8 +139,8 @@ def test_a_newcomer_that_dies_while_it_waits_changes_nothing() -> None:
 def test_a_stage_without_a_living_peer_halts_the_job() -> None:
     coordination = _started()
     coordination.poll(0.0)
-    coordination.exited(Worker(0, 1), "W0_1", "died")
-    coordination.exited(Worker(1, 1), "W1_1", "died")
+    coordination.failed(Failure("exit", Worker(0, 1), "W0_1", detail="died"))
+    coordination.failed(Failure("exit", Worker(1, 1), "W1_1", detail="died"))
     first, second = coordination.poll(0.0)
     assert isinstance(first, Deploy) and isinstance(second, Halt)
     assert golden("stage-1-has-no-living") in second.reason and "--checkpoint" in second.reason
@@ -149,16 +149,16 @@ def test_a_stage_without_a_living_peer_halts_the_job() -> None:
 def test_a_broken_transfer_waits_for_its_explanation() -> None:
     coordination = _started()
     coordination.poll(0.0)
-    coordination.broken(Worker(0, 0), "W0_0", 1, now=10.0)
-    coordination.broken(Worker(0, 1), "W0_1", 1, now=10.1)
+    coordination.failed(Failure("transfer", Worker(0, 0), "W0_0", 1, now=10.0))
+    coordination.failed(Failure("transfer", Worker(0, 1), "W0_1", 1, now=10.1))
     assert coordination.poll(11.9) == []
-    coordination.exited(Worker(1, 0), "W1_0", "died")
+    coordination.failed(Failure("exit", Worker(1, 0), "W1_0", detail="died"))
     assert _only(coordination.poll(12.1)).deployment.generation == 2
     # A report about a generation that is over changes nothing.
-    coordination.broken(Worker(0, 0), "W0_0", 1, now=12.2)
+    coordination.failed(Failure("transfer", Worker(0, 0), "W0_0", 1, now=12.2))
     assert coordination.poll(20.0) == []
     # Without an explanation the same members form anew.
-    coordination.broken(Worker(0, 0), "W0_0", 2, now=30.0)
+    coordination.failed(Failure("transfer", Worker(0, 0), "W0_0", 2, now=30.0))
     deployment = _only(coordination.poll(32.0)).deployment
     assert deployment.generation == 3 and len(deployment.living) == 3
 
@@ -166,23 +166,23 @@ def test_a_broken_transfer_waits_for_its_explanation() -> None:
 def test_an_empty_stage_is_re_staffed_from_the_checkpoint() -> None:
     coordination = _started(2, 2, checkpoint=lambda: "point-7", beside=_at_once)
     coordination.poll(0.0)
-    coordination.exited(Worker(0, 1), "W0_1", "died")
+    coordination.failed(Failure("exit", Worker(0, 1), "W0_1", detail="died"))
     _only(coordination.poll(0.0))
-    coordination.exited(Worker(1, 1), "W1_1", "died")
+    coordination.failed(Failure("exit", Worker(1, 1), "W1_1", detail="died"))
     deploy = _only(coordination.poll(0.0))
     ((source, to),) = deploy.moves
     assert source.stage == 0 and to.stage == 1 and deploy.restore == "point-7"
     assert set(deploy.deployment.living) == {str(to), str(Worker(1 - source.pipeline, 0))}
     assert deploy.deployment.joining == (str(to),)
     # Superseded before all were back on the checkpoint: the next generation goes back to it too.
-    coordination.broken(to, str(source), 3, now=1.0)
+    coordination.failed(Failure("transfer", to, str(source), 3, now=1.0))
     again = _only(coordination.poll(9.0))
     assert again.restore == "point-7" and again.moves == ()
     _all_form(coordination, again.deployment, **{str(to): str(source)})
-    coordination.broken(to, str(source), 4, now=10.0)
+    coordination.failed(Failure("transfer", to, str(source), 4, now=10.0))
     assert _only(coordination.poll(19.0)).restore is None
     # The process that moved is known by its incarnation, not by the place that it began at.
-    coordination.exited(source, str(source), "died")
+    coordination.failed(Failure("exit", source, str(source), detail="died"))
     (halt,) = coordination.poll(20.0)
     assert isinstance(halt, Deploy | Halt) and str(to) in (
         halt.reason if isinstance(halt, Halt) else halt.deployment.reason
@@ -233,11 +233,11 @@ def test_a_checkpoint_that_can_not_be_had_is_a_sentence() -> None:
 def test_a_planned_move_shortens_the_plan_and_leaves_no_stage_to_a_newcomer() -> None:
     coordination = _started(3, 2, migrate=True)
     coordination.poll(0.0)
-    coordination.exited(Worker(0, 0), "W0_0", "died")
+    coordination.failed(Failure("exit", Worker(0, 0), "W0_0", detail="died"))
     first = _only(coordination.poll(0.0))
     assert first.moves == (), "one failure costs as much wherever it is"
     _all_form(coordination, first.deployment)
-    coordination.exited(Worker(1, 0), "W1_0", "died")
+    coordination.failed(Failure("exit", Worker(1, 0), "W1_0", detail="died"))
     second = _only(coordination.poll(0.0))
     ((source, to),) = second.moves
     assert source.stage == 1 and to.stage == 0 and second.restore is None
@@ -292,7 +292,7 @@ class Play(RuleBasedStateMachine):
             self.exit(worker)  # put out
 
     def exit(self, worker: Worker) -> None:
-        self.decides.exited(worker, self.processes.pop(worker), "died")
+        self.decides.failed(Failure("exit", worker, self.processes.pop(worker), detail="died"))
 
     @precondition(lambda self: not self.halted)
     @rule(place=st.integers(0, 5), poll=st.booleans())
@@ -318,15 +318,19 @@ class Play(RuleBasedStateMachine):
             worker = Worker.parse(name)
             process = self.processes.get(worker)
             if process and (all_of_them or worker.pipeline * self.stages + worker.stage in some):
-                self.decides.adopted(worker, process, self.newest.generation)
-                self.decides.formed(worker, process, self.newest.generation)
+                self.decides.acknowledged("adopted", worker, process, self.newest.generation)
+                self.decides.acknowledged("formed", worker, process, self.newest.generation)
 
     @precondition(lambda self: not self.halted)
     @rule(one=st.integers(0, 5), other=st.integers(0, 5), seconds=st.sampled_from([0.1, 5.0]))
     def link_breaks(self, one: int, other: int, seconds: float) -> None:
         worker, peer = self._pick(one), self._pick(other)
         if worker and peer and self.newest:
-            self.decides.broken(worker, self.processes[worker], self.newest.generation, self.now, str(peer))
+            self.decides.failed(
+                Failure(
+                    "transfer", worker, self.processes[worker], self.newest.generation, peer=str(peer), now=self.now
+                )
+            )
         self.now += seconds
         self.poll()
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from openrecycle.agent.messages.delivery import Outbox
 from openrecycle.agent.messages.protocol import FailureReport, Iteration, IterationReport
 from openrecycle.agent.monitoring.console_link import REPORTED_ITERATIONS, QueuedReport, is_history, merge_iterations
+from openrecycle.agent.own_loops.reporter import MAX_ITERATIONS, newest_iterations
 
 
 @given(st.lists(st.one_of(st.integers(0, 99), st.none()), max_size=60), st.integers(1, 10))
@@ -77,6 +78,16 @@ def test_iterations_share_reports_that_a_console_takes() -> None:
         outbox.sent()
     assert paths == ["/iterations", "/iterations", "/failures", "/iterations"]
     assert seen == list(range(REPORTED_ITERATIONS + 6))
+
+
+def test_an_own_loop_keeps_its_newest_iterations() -> None:
+    outbox: Outbox[QueuedReport] = Outbox(1, merge=newest_iterations)
+    for n in range(MAX_ITERATIONS + 5):
+        outbox.put(iterations(n))
+    report = outbox.take()
+    assert report is not None and isinstance(report.message, IterationReport) and outbox.dropped == 0
+    assert [i.iteration for i in report.message.iterations] == list(range(5, MAX_ITERATIONS + 5))
+    assert report.at + 1e6 == MAX_ITERATIONS + 4, "when the newest was done"
 
 
 def test_a_full_outbox_forgets_history_and_no_exit() -> None:

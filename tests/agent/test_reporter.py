@@ -99,6 +99,8 @@ def test_the_others_get_the_plan_that_goes_on_without_a_silent_worker(tmp_path: 
         until(lambda: server.read(f"/jobs/{job_id}")["state"] == "running", "the second generation to be taken up")
         rows = reported(server, job_id)
         assert sorted(rows) == list(range(len(rows)))
+        page = server.read(f"/jobs/{job_id}/iterations?after=-1&limit=500")["iterations"]
+        assert {(row["generation"], row["living"]) for row in page} <= {(0, 4), (1, 4), (2, 3)}, "as when each ended"
         assert all(loss == 1 / (1 + i) for i, loss in rows.items())
 
         os.kill(silent.process.pid, signal.SIGCONT)

@@ -8,14 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from openrecycle.agent.messages.int64 import from_words, to_words
 from openrecycle.agent.stages.shards import (
     SHARDS_PER_PIPELINE,
     Ownership,
     ShardLostError,
     assign,
-    from_words,
     segments_of,
-    to_words,
 )
 from openrecycle.planner.jobs.job import Worker
 from tests.conftest import examples
