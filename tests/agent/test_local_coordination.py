@@ -81,7 +81,9 @@ def test_a_death_opens_a_generation_without_the_dead_and_a_return_one_with_it() 
 def test_whatever_a_worker_says_at_its_end_its_peers_can_read_the_next_deployment() -> None:
     coordination = _started()
     coordination.poll(0.0)
-    coordination.exited(Worker(1, 0), "W1_0", "ended with exit code 1 (ValueError: bad caf\udce9.txt)")
+    coordination.failed(
+        Failure("exit", Worker(1, 0), "W1_0", detail="ended with exit code 1 (ValueError: bad caf\udce9.txt)")
+    )
     deployment = _only(coordination.poll(1.0)).deployment
     told = Deployment.model_validate(json.loads(json.dumps(deployment.model_dump())))
     assert told.failed == ("W1_0",) and "bad caf?.txt" in told.reason
@@ -202,12 +204,12 @@ def test_the_launcher_goes_on_while_the_newest_checkpoint_is_read() -> None:
     coordination = _started(3, 2, checkpoint=newest)
     coordination.poll(0.0)
     for pipeline in range(3):
-        coordination.exited(Worker(pipeline, 1), f"W{pipeline}_1", "died")
+        coordination.failed(Failure("exit", Worker(pipeline, 1), f"W{pipeline}_1", detail="died"))
     assert [e.deployment.generation for e in coordination.poll(0.0) if isinstance(e, Deploy)] == [2, 3]
     assert coordination.poll(0.1) == []
     # Another one dies meanwhile: all go back to the same checkpoint without it, whichever place it was to have.
     moved = {str(Worker(2, 0)): "W2_0", str(Worker(1, 0)): "W1_0"}
-    coordination.exited(Worker(1, 0), moved["W1_0"], "died")
+    coordination.failed(Failure("exit", Worker(1, 0), moved["W1_0"], detail="died"))
     assert coordination.poll(0.2) == []
     read.set()
     while not (events := coordination.poll(0.3)):
@@ -224,8 +226,8 @@ def test_a_checkpoint_that_can_not_be_had_is_a_sentence() -> None:
 
     coordination = _started(checkpoint=broken, beside=_at_once)
     coordination.poll(0.0)
-    coordination.exited(Worker(0, 1), "W0_1", "died")
-    coordination.exited(Worker(1, 1), "W1_1", "died")
+    coordination.failed(Failure("exit", Worker(0, 1), "W0_1", detail="died"))
+    coordination.failed(Failure("exit", Worker(1, 1), "W1_1", detail="died"))
     (halt,) = [event for event in coordination.poll(0.0) if isinstance(event, Halt)]
     assert "not a checkpoint" in halt.reason
 
