@@ -13,7 +13,7 @@ import pytest
 
 from openrecycle.agent.config.options import HandOver, Optimization
 from openrecycle.agent.models.workload import NamedWorkload
-from tests.agent.local_jobs import TINY, LocalJob, Message
+from tests.agent.local_jobs import ENDLESS, TINY, LocalJob, Message, uncut
 from tests.agent.test_relayout import WAYS, Rearranging, of_two_ranks
 
 pytestmark = pytest.mark.processes
@@ -35,11 +35,14 @@ class Moving(Rearranging):
     partitions = {2: (3, 1)}  # noqa: RUF012 -- as in its base
 
 
-def _run(wish: str, kills: tuple[str, ...], rate: float | None = None, decides: type = Moving) -> LocalJob:
+def _run(
+    wish: str, kills: tuple[str, ...], rate: float | None = None, decides: type = Moving, **given: Any
+) -> LocalJob:
     hand_over = HandOver(at_once=0, rate=rate)
+    given = {"iterations": ITERATIONS} | given
     return LocalJob(
         **GRID,
-        iterations=ITERATIONS,
+        **given,
         workload=LAYERED,
         optimization=WISHES[wish],
         hand_over=hand_over,
@@ -82,10 +85,17 @@ def test_other_layers_are_chosen_while_layers_move(
     calm: tuple[str, LocalJob], second: str, op: str, iteration: int
 ) -> None:
     wish, undisturbed = calm
-    job = _run(wish, (FIRST, f"{second}@{iteration}:{op}"), rate=4e5, decides=ChosenMeanwhile)
+
+    def act(job: LocalJob, line: Message) -> None:
+        if "relayout" in line and line["relayout"]["partition"] == [1, 3]:
+            job.launcher.end_at(job.iterations[-1]["iteration"] + 4)
+
+    kills = (FIRST, f"{second}@{iteration}:{op}")
+    job = _run(wish, kills, rate=4e5, decides=ChosenMeanwhile, iterations=ENDLESS, on_line=act)
     assert job.dead == sorted([FIRST[:4], second])
-    assert job.losses == undisturbed.losses and job.lines[-1] == undisturbed.lines[-1]
-    assert [line["relayout"]["partition"] for line in job.lines if "relayout" in line][-1] == [1, 3]
+    assert job.losses[:ITERATIONS] == undisturbed.losses[: len(job.losses)]
+    whole = uncut(**GRID, iterations=len(job.losses), workload=LAYERED, optimization=WISHES[wish])
+    assert job.losses == whole.losses and job.lines[-1] == whole.lines[-1]
 
 
 @pytest.fixture(scope="module", params=[(way, wish) for way in WAYS for wish in ("clipped", "sharded")], ids="-".join)
