@@ -154,8 +154,8 @@ class StageOptimizer:
     so far make of the next one. skipped: this worker's micro-batches that the last measured sum lacks.
     clips: will anybody ask for the gradients' norm? scales_loss: are numbers fp16?
     shards: where the optimizer's state is sharded over the stage's peers.
-    lock: held while anything changes. corrections: how often a validation has changed a step; with `committed` it says
-    which values these are.
+    lock: held while anything changes. corrections: how often a validation has changed a step; with `committed` and
+    `coefficient` it says which values these are.
 
     The scheduler is stepped once per update, right after it. Raises InputError for an optimizer or
     scheduler that can't be driven that way.
@@ -190,6 +190,9 @@ class StageOptimizer:
         self.post_validation = PostValidation(loss_scale=LossScale() if scales_loss else None)
         self.lock = threading.RLock()
         self.corrections = 0
+        self.coefficient: float | None = 1.0
+        """What the gradients of the last step have been multiplied by here, as far as is known; None: it changed
+        nothing."""
         self.skipped: list[MicroBatch] = []
         self.learning_rate: float | None = None
         """Of the last step, of the first group of parameters."""
@@ -323,6 +326,7 @@ class StageOptimizer:
             self.shards.late.clear()
         self.gradients.clear()
         self.committed += 1
+        self.coefficient = applied.coefficient
         self.settled = validation is not None
         if validation is not None:
             self.validation = validation
@@ -344,6 +348,7 @@ class StageOptimizer:
         if validation.clean:
             return False
         self.corrections += 1
+        self.coefficient = validation.coefficient
         self._changed_after_the_fact()
         if validation.coefficient is None:
             self._snapshot.restore(buffers=True)
@@ -448,7 +453,7 @@ class StageOptimizer:
     def roll_back(self) -> None:
         """Undoes the last step. Raises StateError when there is none to undo."""
         self._snapshot.undo()
-        self._kept = None
+        self._kept, self.coefficient = None, self.validation.coefficient
         self._changed_after_the_fact()
         self._scale()
 
@@ -507,6 +512,7 @@ class StageOptimizer:
             self.scheduler.load_state_dict(first.scheduler.state_dict())
         self.committed, self.settled, self.post_validation = first.committed, True, first.post_validation
         self.validation, self.corrections, self.slot = first.validation, first.corrections, first.slot
+        self.coefficient = first.coefficient
         if self.shards is None:
             # Somebody may not have taken the last step: then it is undone here as well.
             self._snapshot.adopt([part._snapshot for part in parts])

@@ -79,8 +79,24 @@ _SECRET_BYTES = 32
 _OFFER_BYTES = 1024
 _MAX_REPLY_HEADER = 1 << 16
 
-Version = tuple[int, int]
-"""(steps taken, corrections of a step since the generation began): which values a stage holds."""
+Version = tuple[int, int, float | None]
+"""(steps taken, corrections of a step since the generation began, what the last step since then multiplied its gradients
+by): which values a stage holds. The last: one that could not hear of the validation, since a peer died, has stepped as if
+it were clean, and others, which have heard of it, otherwise."""
+
+
+class _Versions:
+    """Of an optimizer, from the beginning of a generation."""
+
+    def __init__(self, optimizer: StageOptimizer) -> None:
+        self._optimizer = optimizer
+        self._first, self._since = optimizer.committed, optimizer.corrections
+
+    def now(self) -> Version:
+        """With the optimizer's lock held."""
+        optimizer = self._optimizer
+        stepped = optimizer.committed > self._first
+        return (optimizer.committed, optimizer.corrections - self._since, optimizer.coefficient if stepped else 1.0)
 
 
 class StateTransferError(TransferError):
@@ -178,7 +194,7 @@ class StateServer:
         self._paid = threading.Lock()
         self._free_at = time.monotonic()
         with optimizer.lock:
-            self._since = optimizer.corrections
+            self._versions = _Versions(optimizer)
             moving = optimizer.moving_names()
             self._columns = columns(optimizer.state(), moving) if optimizer.shards is None else []
         self._pieces = [p for c in self._columns for p in pieces_of(c.name, c.elements)]
@@ -304,7 +320,7 @@ class StateServer:
                 names = _of_column(live, piece.column)
                 parts = [_apart(live[n].view(-1)[piece.start : piece.end]) for n in names]
             else:
-                version, state = self._version, self._optimizer.segment_state(number)
+                version, state = self._versions.now(), self._optimizer.segment_state(number)
                 names, document = list(state.tensors), state.document
                 parts = list(map(_apart, state.tensors.values()))
         header = {
@@ -316,12 +332,8 @@ class StateServer:
         }
         return json.dumps(header).encode(), parts
 
-    @property
-    def _version(self) -> Version:
-        return (self._optimizer.committed, self._optimizer.corrections - self._since)
-
     def _tensors(self) -> tuple[Version, Mapping[str, Tensor]]:
-        version = self._version
+        version = self._versions.now()
         if self._live is None or self._live[0] != version:
             self._live = version, dict(self._optimizer.state().tensors)
         return self._live
@@ -405,7 +417,7 @@ class StateReceiver:
         self._arrived: dict[int, Version] = {}
         self._changed = threading.Condition(optimizer.lock)
         self._live: tuple[Version, dict[str, Tensor]] | None = None
-        self._since = self._corrected = 0
+        self._versions, self._corrected = _Versions(optimizer), optimizer.corrections
         self._session = 0
         self._said = 0.0
         self.begun = False
@@ -428,7 +440,7 @@ class StateReceiver:
         """How many pieces an agreement may take back: of the last step, or of the one before, which it may undo and put
         right."""
         with self._optimizer.lock:
-            return sum(taken >= self._optimizer.committed - 1 for taken, _ in self._arrived.values())
+            return sum(version[0] >= self._optimizer.committed - 1 for version in self._arrived.values())
 
     @property
     def blocking(self) -> bool:
@@ -492,6 +504,7 @@ class StateReceiver:
         with self._optimizer.lock:
             self._optimizer.load_state(StageState(state.document["state"], {**state.tensors, **empty}))
             self._pieces, self._arrived, self.begun = pieces, {}, True
+            self._versions = _Versions(self._optimizer)
 
     def agreed(self, iteration: int, *, corrected: bool) -> None:
         """An agreement has led to `iteration`: what was put in place later, or of a step that has been put right
@@ -503,8 +516,8 @@ class StateReceiver:
             self._live = None
             last = iteration - 1 if corrected else iteration
             self._arrived = {n: v for n, v in self._arrived.items() if v[0] <= last}
-            self._since = self._corrected = self._optimizer.corrections
-            self._arrived = {n: (v[0], 0) for n, v in self._arrived.items()}
+            self._versions, self._corrected = _Versions(self._optimizer), self._optimizer.corrections
+            self._arrived = {n: (v[0], 0, 1.0) for n, v in self._arrived.items()}
 
     def begin(self, description: Mapping[str, Any], holders: Sequence[Holder]) -> None:
         """Starts to ask the holders for what is missing, until `stop`."""
@@ -650,7 +663,7 @@ class StateReceiver:
             self._drop_corrected()
             if number in self._arrived:
                 return True  # from another, meanwhile
-            version = (self._optimizer.committed, self._optimizer.corrections - self._since)
+            version = self._versions.now()
             if tuple(header["version"]) != version or self._session != session:
                 return False
             names = [n for n, _, _ in header["tensors"]]
@@ -677,7 +690,7 @@ class StateReceiver:
                 live[name].view(-1)[piece.start : piece.end].copy_(part)
 
     def _tensors(self) -> tuple[Version, Mapping[str, Tensor]]:
-        version = (self._optimizer.committed, self._optimizer.corrections - self._since)
+        version = self._versions.now()
         if self._live is None or self._live[0] != version:
             self._live = version, dict(self._optimizer.state().tensors)
         return self._live
@@ -686,7 +699,7 @@ class StateReceiver:
         """A validation that changed the last step has taken back what was put in place since that step."""
         if self._optimizer.corrections != self._corrected:
             self._corrected = self._optimizer.corrections
-            at = (self._optimizer.committed, self._optimizer.corrections - self._since)
+            at = self._versions.now()
             self._arrived = {n: v for n, v in self._arrived.items() if v[0] < at[0] or v == at}
 
 
@@ -703,7 +716,6 @@ class SegmentReceiver(StateReceiver):
         assert optimizer.shards is not None
         pieces = segment_pieces(optimizer.shards)
         self._pieces, self._numbers, self.begun = [pieces[n] for n in wanted], list(wanted), True
-        self._since = self._corrected = optimizer.corrections
 
     def begin_filling(self, sources: Sequence[tuple[Holder, Collection[int]]]) -> None:
         """Asks each holder for those of the segments that are wanted which it has."""

@@ -197,6 +197,33 @@ def test_beside_the_training_it_ends_with_the_same_bits(optimizer: str, before: 
     assert _equal(target, source)
 
 
+@pytest.mark.parametrize(
+    ("theirs", "mine"), [(None, ValidationResult(0.5)), (ValidationResult(0.5), None), (None, SKIP), (SKIP, None)]
+)
+def test_a_piece_of_a_step_taken_otherwise_is_not_taken(
+    theirs: ValidationResult | None, mine: ValidationResult | None
+) -> None:
+    """One of them has stepped before it could hear of the validation, since a peer of it died; the other has heard."""
+    source, target = _stage(0), _stage(1)
+    _step(source, 0)
+    server, receiver, described = _describe(source, target)
+    with closing(server):
+        _step(source, 1, theirs)
+        _step(target, 1, mine)
+        receiver.begin(*described)
+        receiver.wait(0.3)
+        assert not receiver.provisional, "values of another step are in place"
+        # A generation begins: the one in doubt hears of it, and is put right.
+        known = theirs or mine
+        assert known is not None
+        receiver.agreed(2, corrected=mine is None and target.settle(known))
+        if theirs is None:
+            source.settle(known)
+    with _held_by({A: source}, receiver):
+        receiver.wait(10)
+    assert receiver.complete and _equal(target, source)
+
+
 def test_all_that_hold_it_give_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside the training, in which each of them is a step ahead or behind now and then."""
     order = random.Random(0)
