@@ -80,9 +80,9 @@ _OFFER_BYTES = 1024
 _MAX_REPLY_HEADER = 1 << 16
 
 Version = tuple[int, int, float | None]
-"""(steps taken, corrections of a step since the generation began, what the last step since then multiplied its gradients
-by): which values a stage holds. The last: one that could not hear of the validation, since a peer died, has stepped as if
-it were clean, and others, which have heard of it, otherwise."""
+"""(steps taken, corrections of a step since the generation began, what the last step since then multiplied its
+gradients by): which values a stage holds. The last: one that could not hear of the validation, since a peer died, has
+stepped as if it were clean, and others, which have heard of it, otherwise."""
 
 
 class _Versions:
