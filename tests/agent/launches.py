@@ -32,6 +32,7 @@ _PROGRAM = str(Path(__file__).resolve().parents[2] / "agent" / "__main__.py")
 
 _WARM = {
     *preload(NamedWorkload("openrecycle.agent.examples.gpt:Gpt", {})),
+    *(f"openrecycle.agent.examples.{name}" for name in ("tensor_parallel", "fully_sharded")),
     "openrecycle.agent.cli",
     "openrecycle.agent.jobs.trainer",
     "openrecycle.app.cli",

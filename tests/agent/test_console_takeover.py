@@ -12,7 +12,7 @@ import requests
 from tests.agent.consoles import until
 from tests.agent.launches import Launched
 from tests.agent.runs import GRID, TINY
-from tests.app.console_server import ConsoleServer
+from tests.app.console_server import ConsoleServer, ForkedConsole
 from tests.conftest import new_database
 
 pytestmark = pytest.mark.processes
@@ -22,11 +22,11 @@ def test_training_goes_on_when_the_leading_console_is_killed(postgres_url: str, 
     """Every iteration is in the database once, and the new leader decides on the next death."""
     url, record = new_database(postgres_url), tmp_path / "run.jsonl"
     with ExitStack() as stack:
-        leader, standby = ConsoleServer(url, "--api-only"), ConsoleServer(url, "--api-only")
+        leader, standby = ForkedConsole(url, "--api-only"), ForkedConsole(url, "--api-only")
         stack.callback(standby.close)
         stack.callback(leader.close)
         command = ["launch", "--record", str(record), *GRID, *TINY, "--demo"]
-        command += ["--no-migrate", "--iterations", "100000", "--pace", "F=5ms,I=5ms,W=5ms"]
+        command += ["--no-migrate", "--iterations", "100000", "--pace", "F=20ms,I=20ms,W=20ms"]
         command += ["--console", f"{leader.root},{standby.root}"]
         launcher = Launched(*command, errors=tmp_path / "errors.txt")
         stack.callback(launcher.end)

@@ -37,7 +37,7 @@ from tests.agent.rank_stages import KINDS, Residual, Shared, Task, train
 from tests.agent.runs import Run, forked
 from tests.conftest import at_length
 
-ITERATIONS = 6
+ITERATIONS = 5
 
 
 class Together:
@@ -175,7 +175,7 @@ def test_a_checkpoint_knows_no_ranks(reference: Run, tmp_path: Path) -> None:
     options = ("--checkpoint", str(folder), "--checkpoint-every", "3")
     run = job(tmp_path / "first.jsonl", *options)
     assert run.status == 0 and run.final == reference.final, run.errors
-    shutil.rmtree(folder / "iteration-0000000006")
+    shutil.rmtree(folder / "iteration-0000000005")
     alone = job(tmp_path / "alone.jsonl", *options, "--resume", "newest", "--ranks-per-worker", "1")
     assert alone.status == 0, alone.errors
 

@@ -74,7 +74,7 @@ def op_times(server: JobConsole, job_id: str, kinds: set[str]) -> dict[str, dict
 
 def test_a_worker_that_becomes_slow_is_given_less_to_do(tmp_path: Path) -> None:
     command = ["launch", "--pipelines", "2", "--stages", "2", "--micro-batches", "6"]
-    command += ["--pace", "F=10ms,I=10ms,W=10ms", "--memory", "none", "--slow", "W1_1@3:3", *TINY]
+    command += ["--pace", "F=25ms,I=25ms,W=25ms", "--memory", "none", "--slow", "W1_1@3:3", *TINY]
     with console(tmp_path, "--heartbeat", "0.1") as server:
         process = Launched(*command, "--iterations", "100000", "--console", server.root, errors=tmp_path / "errors.txt")
         try:

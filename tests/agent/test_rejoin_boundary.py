@@ -49,7 +49,8 @@ def test_nothing_is_redone_and_the_bits_stay(monkeypatch: pytest.MonkeyPatch) ->
                 let_in(job.launcher._coordination, *waiting.pop())  # type: ignore[arg-type]
 
     monkeypatch.setattr(LocalCoordination, "ready", ready)
-    job = LocalJob(**GRID, kills=("W1_1@1:I1",), on_line=_return_after_death, on_message=while_it_waits).run()
+    acts: dict[str, Any] = {"on_line": _return_after_death, "on_message": while_it_waits}
+    job = LocalJob(**GRID, kills=("W1_1@1:I1",), pace=0.03, **acts).run()
     assert heard == sorted(set(heard)) and len(heard) == 3, "each time its silence begins anew"
     assert job.losses == fault_free_losses(len(job.losses), **GRID)
     assert job.dead == ["W1_1"]

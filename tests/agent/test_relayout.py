@@ -15,7 +15,6 @@ from openrecycle.agent.coordination.local import LocalCoordination
 from openrecycle.agent.models.workload import NamedWorkload
 from openrecycle.agent.workers.relayout import Move, moves
 from openrecycle.planner.jobs.job import Worker
-from tests.agent.launches import warm
 from tests.agent.local_jobs import ENDLESS, TINY, LocalJob, Message, uncut
 from tests.conftest import at_length
 
@@ -170,7 +169,6 @@ WAYS = ("tensor_parallel", "fully_sharded")
 
 def of_two_ranks(way: str, pipelines: int = 2) -> dict[str, Any]:
     """A small job whose workers are two ranks each."""
-    warm(*(f"openrecycle.agent.examples.{name}" for name in WAYS))
     return {
         "pipelines": pipelines,
         "stages": 2,

@@ -40,19 +40,29 @@ def sharded(record: Path, *arguments: str) -> Run:
     return forked(record, *GRID, *TINY, *LATE, *ZERO1, *arguments)
 
 
+def checkpoints_in(folder: Path) -> tuple[str, ...]:
+    return "--checkpoint", str(folder), "--checkpoint-every", "4"
+
+
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Without shards."""
-    run = forked(tmp_path_factory.mktemp("whole") / "run.jsonl", *GRID, *TINY, *LATE)
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Path]:
+    """Without shards, and its checkpoints."""
+    folder = tmp_path_factory.mktemp("whole")
+    run = forked(folder / "run.jsonl", *GRID, *TINY, *LATE, *checkpoints_in(folder / "saved"))
     assert run.status == 0, run.errors
-    return run
+    return run, folder / "saved"
+
+
+@pytest.fixture(scope="module")
+def reference(whole: tuple[Run, Path]) -> Run:
+    return whole[0]
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "faults",
     [
-        "",
+        at_length(""),
         "--kill W1_1@2:O",
         at_length("--kill W0_0@3:R"),
         at_length("--kill W2_0@0:F0"),
@@ -98,15 +108,11 @@ def test_parameters_that_layers_share(options: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_checkpoints_know_no_shards(reference: Run, tmp_path: Path) -> None:
+def test_checkpoints_know_no_shards(whole: tuple[Run, Path], tmp_path: Path) -> None:
     """The files are those of a job without; and who goes on from them, with shards or without, has the same bits."""
-    folders = [tmp_path / "whole", tmp_path / "sharded"]
-    for folder, options in zip(folders, ((), (*ZERO1, "--kill", "W0_1@1:F1")), strict=True):
-        run = forked(
-            *(tmp_path / f"{folder.name}.jsonl", *GRID, *TINY, *LATE, *options),
-            *("--checkpoint", str(folder), "--checkpoint-every", "4"),
-        )
-        assert run.status == 0 and run.final == reference.final, run.errors
+    reference, folders = whole[0], (whole[1], tmp_path / "sharded")
+    run = sharded(tmp_path / "run.jsonl", *checkpoints_in(folders[1]), "--kill", "W0_1@1:F1")
+    assert run.status == 0 and run.final == reference.final, run.errors
     files = [p.relative_to(folders[0]) for p in folders[0].rglob("*.safetensors")]
     assert files and all(filecmp.cmp(folders[0] / f, folders[1] / f, shallow=False) for f in files)
     shutil.rmtree(folders[1] / f"iteration-{ITERATIONS:010d}")

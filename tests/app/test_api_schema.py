@@ -7,25 +7,21 @@ from collections.abc import Iterator
 import pytest
 from api_schema import ENDLESS, Api, api_in
 
-from tests.conftest import at_length
-
 pytestmark = pytest.mark.processes
 
 
 @pytest.fixture(scope="module")
 def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
-    with api_in(tmp_path_factory.mktemp("schema")) as api:
+    with api_in(tmp_path_factory.mktemp("schema"), few_characters=True) as api:
         yield api
 
 
-@pytest.mark.xdist_group("schema")
-@pytest.mark.parametrize("negative", [False, at_length(True)])
-def test_every_operation_answers_as_documented(api: Api, negative: bool) -> None:
+def test_every_operation_answers_as_documented(api: Api) -> None:
     labels = api.operations()
     assert len(labels) > 50
-    made = sum(api.call(label, 1, negative=negative) for label in labels)
+    made = sum(api.call(label, 1, negative=False) for label in labels)
     assert made > 20
-    assert (422 if negative else 200) in api.seen
+    assert 200 in api.seen
     assert max(api.seen) < 500, api.seen
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -102,6 +103,7 @@ def test_silence_is_found_out(tmp_path: Path) -> None:
             workers = {w["name"]: w for w in server.get(agents.path("/workers")).json()["workers"]}
             seen.add(workers["W1_0"]["state"])
             assert workers["W0_0"]["state"] != "failed"
+            time.sleep(0.05)
         assert {"running", "suspect"} <= seen
         assert job["state"] == "recovering"
         assert agents.deployment(after=1)["failed"] == ["W1_0"]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import requests
-from console_server import ROOT, Agents, ConsoleServer
+from console_server import ROOT, Agents, ConsoleServer, ForkedConsole
 from typer.testing import CliRunner
 
 from openrecycle.app.cli import cli
@@ -92,7 +92,7 @@ def test_a_port_that_is_taken() -> None:
 )
 def test_settings_that_make_no_console(options: tuple[str, ...], part: str) -> None:
     # With a token, so that a foreign host is not refused for want of one.
-    done = run(*options, OPENRECYCLE_TOKEN=TOKEN)
+    done = here(*options, OPENRECYCLE_TOKEN=TOKEN)
     assert_refused(done, part)
     assert "secret" not in done.stderr
 
@@ -110,7 +110,7 @@ def test_time_outs_that_are_none(options: tuple[str, ...], part: str) -> None:
 
 def test_two_consoles_do_not_share_a_database(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'console.db'}"
-    server = ConsoleServer(url, "--api-only")
+    server = ForkedConsole(url, "--api-only")
     try:
         assert_refused(run("--port", "0", "--database-url", url), "in use by another console")
     finally:
@@ -165,7 +165,7 @@ def test_the_planning_process_does_not_outlive_a_killed_console(tmp_path: Path) 
 
 
 def test_the_default_database_is_a_file_in_the_state_folder(tmp_path: Path) -> None:
-    server = ConsoleServer("", "--api-only", environment={"XDG_STATE_HOME": str(tmp_path)})
+    server = ForkedConsole("", "--api-only", environment={"XDG_STATE_HOME": str(tmp_path)})
     try:
         assert (tmp_path / "openrecycle" / "console.db").is_file()
         assert (tmp_path / "openrecycle").stat().st_mode & 0o077 == 0
@@ -174,7 +174,7 @@ def test_the_default_database_is_a_file_in_the_state_folder(tmp_path: Path) -> N
 
 
 def test_pages_and_api_share_a_port(tmp_path: Path) -> None:
-    server = ConsoleServer(f"sqlite:///{tmp_path / 'console.db'}")
+    server = ForkedConsole(f"sqlite:///{tmp_path / 'console.db'}")
     try:
         page = requests.get(server.root, timeout=10)
         assert page.status_code == 200
@@ -192,7 +192,7 @@ def test_a_token_guards_everything_but_health(tmp_path: Path) -> None:
     token_file = tmp_path / "token"
     token_file.write_text(TOKEN + "\n")
     token_file.chmod(0o600)
-    server = ConsoleServer(f"sqlite:///{tmp_path / 'console.db'}", "--token-file", str(token_file), "--host", "0.0.0.0")
+    server = ForkedConsole(f"sqlite:///{tmp_path / 'console.db'}", "--token-file", str(token_file), "--host", "0.0.0.0")
     try:
         assert requests.get(f"{server.root}/healthz", timeout=10).status_code == 200
         for path in ("/", "/api/v1/jobs", "/readyz", "/_stcore/health", "/static/x.js", "/api/v1/openapi.json"):
