@@ -322,7 +322,7 @@ def test_a_break_costs_nothing_of_what_has_come() -> None:
     assert 0 < kept <= whole - 3
     for stage in (source, target):
         _step(stage, 1)
-    receiver.agreed(2, corrected=False)
+    receiver.agreed()
     wire: Any = _Wire()
     with closing(StateServer(source, "127.0.0.1", None)) as other:
         other.send_description(wire, B, 0)
@@ -333,24 +333,60 @@ def test_a_break_costs_nothing_of_what_has_come() -> None:
 
 
 @pytest.mark.parametrize("corrected", [False, True])
-def test_a_roll_back_takes_back_what_came_later(corrected: bool) -> None:
+def test_an_agreement_takes_back_what_came_later(corrected: bool) -> None:
     source, target = _stage(0), _stage(1)
     _step(source, 0)
     server, receiver, described = _describe(source, target)
     for stage in (source, target):
-        _step(stage, 1)
+        _step(stage, 1, None if corrected else CLEAN)
     receiver.begin(*described)  # all pieces are of two steps
     receiver.wait(10)
     server.close()
     receiver.stop()
     assert receiver.complete
-    if corrected:
-        receiver.agreed(2, corrected=True)
-    else:
-        for stage in (source, target):
+    for stage in (source, target):
+        if corrected:
+            stage.settle(ValidationResult(0.5))
+        else:
             stage.roll_back()
-        receiver.agreed(1, corrected=False)
+    receiver.agreed()
     assert receiver.missing > 10
+
+
+CLIPPED = ValidationResult(0.5)
+
+
+@pytest.mark.parametrize("of_source, of_target", [(None, CLIPPED), (CLIPPED, None), (None, SKIP), (None, CLEAN)])
+def test_a_step_in_doubt_is_not_taken_for_one_by_its_validation(
+    of_source: ValidationResult | None, of_target: ValidationResult | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All have waited for it, and where it did not come with somebody's death, stepped as if it were clean. A hand-over
+    goes on for as long as the news takes."""
+    source, target = _stage(0), _stage(1)
+    _step(source, 0)
+    server, receiver, described = _describe(source, target)
+    given = _watched({A: server}, monkeypatch)
+    with closing(server):
+        _step(source, 1, of_source)
+        _step(target, 1, of_target)
+        receiver.begin(*described)
+        while given[A] < 10:
+            receiver.wait(0.01)
+        receiver.stop()
+    validation = of_source or of_target
+    assert validation is not None
+    for stage in (source, target):
+        if not stage.settled:
+            stage.settle(validation)
+    receiver.agreed()
+    for stage in (source, target):
+        _step(stage, 2)
+    wire: Any = _Wire()
+    with closing(StateServer(source, "127.0.0.1", None)) as again:
+        again.send_description(wire, B, 0)
+        receiver.begin(*receiver.receive_description(wire, [A]))
+        receiver.wait(10)
+    assert receiver.complete and _equal(target, source)
 
 
 def test_what_comes_after_a_roll_back_is_put_into_the_tensors_that_it_has_left() -> None:
@@ -368,7 +404,7 @@ def test_what_comes_after_a_roll_back_is_put_into_the_tensors_that_it_has_left()
     for stage in (source, target):
         _step(stage, 1)
         stage.roll_back()
-    receiver.agreed(1, corrected=False)
+    receiver.agreed()
     wire: Any = _Wire()
     with closing(StateServer(source, "127.0.0.1", None)) as other:
         other.send_description(wire, B, 0)
