@@ -100,7 +100,9 @@ class Trained(Protocol):
     """What a copy is taken of: an agent.stages.optimizer.StageOptimizer."""
 
     committed: int
-    corrections: int
+
+    @property
+    def version(self) -> tuple[int, float | None]: ...
 
     def state(self) -> StageState: ...
 
@@ -139,7 +141,7 @@ class Checkpointer:
         self.layers = layers
         self._said, self._interrupted = said, interrupted
         self._copy: _Copy | None = None
-        self._taken: tuple[int, int, int] | None = None
+        self._taken: tuple[int, float | None, int] | None = None
         self._thread: threading.Thread | None = None
 
     def boundary(self, optimizer: Trained, attempt: int, *, writes: bool, last: bool = False) -> None:
@@ -151,7 +153,7 @@ class Checkpointer:
         """
         committed = optimizer.committed
         # Once of the same values: it may be due, and turn out to be the last.
-        values = (committed, optimizer.corrections, attempt)
+        values = (*optimizer.version, attempt)
         if values == self._taken:
             return
         self._write_if_final(committed)

@@ -154,8 +154,7 @@ class StageOptimizer:
     so far make of the next one. skipped: this worker's micro-batches that the last measured sum lacks.
     clips: will anybody ask for the gradients' norm? scales_loss: are numbers fp16?
     shards: where the optimizer's state is sharded over the stage's peers.
-    lock: held while anything changes. corrections: how often a validation has changed a step; with `committed` and
-    `coefficient` it says which values these are.
+    lock: held while anything changes.
 
     The scheduler is stepped once per update, right after it. Raises InputError for an optimizer or
     scheduler that can't be driven that way.
@@ -189,10 +188,6 @@ class StageOptimizer:
         self._scales_loss = scales_loss
         self.post_validation = PostValidation(loss_scale=LossScale() if scales_loss else None)
         self.lock = threading.RLock()
-        self.corrections = 0
-        self.coefficient: float | None = 1.0
-        """What the gradients of the last step have been multiplied by here, as far as is known; None: it changed
-        nothing."""
         self.skipped: list[MicroBatch] = []
         self.learning_rate: float | None = None
         """Of the last step, of the first group of parameters."""
@@ -224,6 +219,13 @@ class StageOptimizer:
             optimizer.state.clear()
             optimizer.state.update(began)
         self._scale()
+
+    @property
+    def version(self) -> tuple[int, float | None]:
+        """Which of the stage's values these are: how many steps have been taken, and the coefficient of the validation
+        that the last one was taken or put right by; while none is known, that of a clean one. Where it is lost here,
+        peers that have waited for it hold other values."""
+        return self.committed, (self.validation if self.settled else CLEAN).coefficient
 
     @property
     def slot_before(self) -> Slot:
@@ -326,7 +328,6 @@ class StageOptimizer:
             self.shards.late.clear()
         self.gradients.clear()
         self.committed += 1
-        self.coefficient = applied.coefficient
         self.settled = validation is not None
         if validation is not None:
             self.validation = validation
@@ -347,8 +348,6 @@ class StageOptimizer:
         self._scale()
         if validation.clean:
             return False
-        self.corrections += 1
-        self.coefficient = validation.coefficient
         self._changed_after_the_fact()
         if validation.coefficient is None:
             self._snapshot.restore(buffers=True)
@@ -453,7 +452,7 @@ class StageOptimizer:
     def roll_back(self) -> None:
         """Undoes the last step. Raises StateError when there is none to undo."""
         self._snapshot.undo()
-        self._kept, self.coefficient = None, self.validation.coefficient
+        self._kept = None
         self._changed_after_the_fact()
         self._scale()
 
@@ -511,8 +510,7 @@ class StageOptimizer:
         if self.scheduler is not None and first.scheduler is not None:
             self.scheduler.load_state_dict(first.scheduler.state_dict())
         self.committed, self.settled, self.post_validation = first.committed, True, first.post_validation
-        self.validation, self.corrections, self.slot = first.validation, first.corrections, first.slot
-        self.coefficient = first.coefficient
+        self.validation, self.slot = first.validation, first.slot
         if self.shards is None:
             # Somebody may not have taken the last step: then it is undone here as well.
             self._snapshot.adopt([part._snapshot for part in parts])

@@ -448,9 +448,9 @@ class WorkerLoop:
         self._come_along(agreement.iteration)
         holders = {w: (row[0], *row[rest:]) for w, row in rows.items() if row[0] != _JOINING and w not in members.anew}
         self._corrected = self._steps.begin(groups, living, agreement.iteration, holders)
-        self._state.agreed(agreement.iteration, corrected=self._corrected)
+        self._state.agreed()
         for coming in self._coming.values():
-            coming.state.agreed(agreement.iteration, corrected=self._corrected)
+            coming.state.agreed()
         if any(row[3] for w, row in rows.items() if w not in incomplete):
             # Somebody's last pieces came after a step that may have been undone, or put right, just now.
             missing = groups.gather_rows((self._state.missing,))

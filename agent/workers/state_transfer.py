@@ -3,12 +3,14 @@
 A newcomer joins the groups of its stage first, without micro-batches: it takes part in the reductions and takes
 every step, on values that do not matter yet. Meanwhile it asks all peers that hold the state, at once, for one piece
 after the other: a range of elements of a parameter, with the same range of all that the optimizer keeps of it. A piece
-says of which step its values are; where the newcomer has taken just as many, it puts them in place, and steps them from
-then on. A piece that comes too late is asked for again, and one that a peer is slow to give, or does not give since it
-has died, is asked of another. So nothing has to be copied aside, nobody waits, no time-out applies,
-and a newcomer that is slow, breaks off or dies costs the others nothing but its place in the reductions. What it
-has stays good across generations. It works for optimizers that step each element by itself; with any other the whole
-job waits until the newcomer has everything, however long that takes.
+says of which step its values are, and by what validation that was taken; where the newcomer has taken just as many, and
+the last one by the same, it puts them in place, and steps them from then on. (Who has lost a validation with somebody
+that died has stepped as if it were clean, where others may know it; and it gives pieces until the generation ends.) A
+piece that comes too late is asked for again, and one that a peer is slow to give, or does not give since it has died,
+is asked of another. So nothing has to be copied aside, nobody waits, no time-out applies, and a newcomer that is slow,
+breaks off or dies costs the others nothing but its place in the reductions. What it has stays good across generations.
+It works for optimizers that step each element by itself; with any other the whole job waits until the newcomer has
+everything, however long that takes.
 
 What is small comes at once, from the first of the peers, with the description of the rest. Nothing is pickled; every
 piece carries the SHA-256 of its bytes. The connections are plain ones, beside the groups': they are good for one
@@ -50,6 +52,7 @@ from openrecycle.agent.models.state import (
     unpack,
 )
 from openrecycle.agent.stages.optimizer import Shards, StageOptimizer
+from openrecycle.agent.stages.post_validation import ValidationResult
 from openrecycle.agent.transport.communicator import Groups
 from openrecycle.agent.transport.group import TransferError
 from openrecycle.planner.jobs.job import Worker
@@ -79,24 +82,8 @@ _SECRET_BYTES = 32
 _OFFER_BYTES = 1024
 _MAX_REPLY_HEADER = 1 << 16
 
-Version = tuple[int, int, float | None]
-"""(steps taken, corrections of a step since the generation began, what the last step since then multiplied its
-gradients by): which values a stage holds. The last: one that could not hear of the validation, since a peer died, has
-stepped as if it were clean, and others, which have heard of it, otherwise."""
-
-
-class _Versions:
-    """Of an optimizer, from the beginning of a generation."""
-
-    def __init__(self, optimizer: StageOptimizer) -> None:
-        self._optimizer = optimizer
-        self._first, self._since = optimizer.committed, optimizer.corrections
-
-    def now(self) -> Version:
-        """With the optimizer's lock held."""
-        optimizer = self._optimizer
-        stepped = optimizer.committed > self._first
-        return (optimizer.committed, optimizer.corrections - self._since, optimizer.coefficient if stepped else 1.0)
+Version = tuple[int, float | None]
+"""Which values a stage holds: see StageOptimizer.version."""
 
 
 class StateTransferError(TransferError):
@@ -181,10 +168,8 @@ def segment_pieces(shards: Shards) -> list[Piece]:
 
 class StateServer:
     """Gives the pieces of this worker's stage to whoever knows the secret, in threads, until it is closed. rate: bytes
-    a second, to all together. connections: of how many at a time, where that is more than MAX_CONNECTIONS.
-
-    All holders of a stage make theirs at the same moment of a generation, before its first step: of which step a piece
-    is counts from there. Raises TransferError.
+    a second, to all together. connections: of how many at a time, where that is more than MAX_CONNECTIONS. Raises
+    TransferError.
     """
 
     def __init__(
@@ -194,7 +179,6 @@ class StateServer:
         self._paid = threading.Lock()
         self._free_at = time.monotonic()
         with optimizer.lock:
-            self._versions = _Versions(optimizer)
             moving = optimizer.moving_names()
             self._columns = columns(optimizer.state(), moving) if optimizer.shards is None else []
         self._pieces = [p for c in self._columns for p in pieces_of(c.name, c.elements)]
@@ -218,8 +202,8 @@ class StateServer:
     def send_description(
         self, groups: Groups, to: Worker, at_once: int, span: Span | None = None, **about: str
     ) -> None:
-        """Over the generation's groups, while the newcomer waits for it. span: of these layers alone. about: what
-        else it is told. Raises TransferError."""
+        """Over the generation's groups, while the newcomer waits for it, and everything is settled. span: of these
+        layers alone. about: what else it is told. Raises TransferError."""
         with self._optimizer.lock:
             state = self._optimizer.state()
             numbers, number = {}, 0
@@ -246,6 +230,7 @@ class StateServer:
                 "columns": [[c.name, c.elements, numbers[c.name]] for c in large],
                 "tensors": specs,
                 "bytes": size,
+                "coefficient": self._optimizer.version[1],
                 "moving": self._optimizer.moving_names(span),
                 **about,
             }
@@ -320,7 +305,7 @@ class StateServer:
                 names = _of_column(live, piece.column)
                 parts = [_apart(live[n].view(-1)[piece.start : piece.end]) for n in names]
             else:
-                version, state = self._versions.now(), self._optimizer.segment_state(number)
+                version, state = self._optimizer.version, self._optimizer.segment_state(number)
                 names, document = list(state.tensors), state.document
                 parts = list(map(_apart, state.tensors.values()))
         header = {
@@ -333,7 +318,7 @@ class StateServer:
         return json.dumps(header).encode(), parts
 
     def _tensors(self) -> tuple[Version, Mapping[str, Tensor]]:
-        version = self._versions.now()
+        version = self._optimizer.version
         if self._live is None or self._live[0] != version:
             self._live = version, dict(self._optimizer.state().tensors)
         return self._live
@@ -417,7 +402,7 @@ class StateReceiver:
         self._arrived: dict[int, Version] = {}
         self._changed = threading.Condition(optimizer.lock)
         self._live: tuple[Version, dict[str, Tensor]] | None = None
-        self._versions, self._corrected = _Versions(optimizer), optimizer.corrections
+        self._seen = optimizer.version
         self._session = 0
         self._said = 0.0
         self.begun = False
@@ -428,7 +413,7 @@ class StateReceiver:
     def missing(self) -> int:
         """Pieces that are not in place; 0 before the first description too, when `begun` is False."""
         with self._optimizer.lock:
-            self._drop_corrected()
+            self._drop_undone()
             return len(self._pieces) - len(self._arrived)
 
     @property
@@ -440,7 +425,7 @@ class StateReceiver:
         """How many pieces an agreement may take back: of the last step, or of the one before, which it may undo and put
         right."""
         with self._optimizer.lock:
-            return sum(version[0] >= self._optimizer.committed - 1 for version in self._arrived.values())
+            return sum(taken >= self._optimizer.committed - 1 for taken, _ in self._arrived.values())
 
     @property
     def blocking(self) -> bool:
@@ -497,27 +482,23 @@ class StateReceiver:
             for name, (dtype, shape) in description["tensors"].items()
         }
         pieces = [p for name, elements, _ in description["columns"] for p in pieces_of(str(name), int(elements))]
+        coefficient = description["coefficient"]
+        last = ValidationResult(None if coefficient is None else float(coefficient))
         sharded = self._optimizer.shards is not None
         come = sum(p.end - p.start for p in pieces)
         if not sharded and sum(prod(t.shape) for n, t in empty.items() if n.startswith("model.")) != come:
             raise StateError("the pieces are not those of the tensors")
         with self._optimizer.lock:
             self._optimizer.load_state(StageState(state.document["state"], {**state.tensors, **empty}))
+            self._optimizer.validation = last
             self._pieces, self._arrived, self.begun = pieces, {}, True
-            self._versions = _Versions(self._optimizer)
 
-    def agreed(self, iteration: int, *, corrected: bool) -> None:
-        """An agreement has led to `iteration`: what was put in place later, or of a step that has been put right
-        since, is no longer there. Called after a roll-back, which leaves other tensors than there were; and what is on
-        its way by now may be of a step that was put right."""
+    def agreed(self) -> None:
+        """An agreement has been followed: a roll-back leaves other tensors than there were."""
         self.stop()
         with self._optimizer.lock:
-            self._drop_corrected()
+            self._drop_undone()
             self._live = None
-            last = iteration - 1 if corrected else iteration
-            self._arrived = {n: v for n, v in self._arrived.items() if v[0] <= last}
-            self._versions, self._corrected = _Versions(self._optimizer), self._optimizer.corrections
-            self._arrived = {n: (v[0], 0, 1.0) for n, v in self._arrived.items()}
 
     def begin(self, description: Mapping[str, Any], holders: Sequence[Holder]) -> None:
         """Starts to ask the holders for what is missing, until `stop`."""
@@ -660,10 +641,10 @@ class StateReceiver:
         if sha256(parts) != header["sha256"]:
             raise StateError(f"piece {number}: the checksum does not match")
         with self._changed:
-            self._drop_corrected()
+            self._drop_undone()
             if number in self._arrived:
                 return True  # from another, meanwhile
-            version = self._versions.now()
+            version = self._optimizer.version
             if tuple(header["version"]) != version or self._session != session:
                 return False
             names = [n for n, _, _ in header["tensors"]]
@@ -690,16 +671,16 @@ class StateReceiver:
                 live[name].view(-1)[piece.start : piece.end].copy_(part)
 
     def _tensors(self) -> tuple[Version, Mapping[str, Tensor]]:
-        version = self._versions.now()
+        version = self._optimizer.version
         if self._live is None or self._live[0] != version:
             self._live = version, dict(self._optimizer.state().tensors)
         return self._live
 
-    def _drop_corrected(self) -> None:
-        """A validation that changed the last step has taken back what was put in place since that step."""
-        if self._optimizer.corrections != self._corrected:
-            self._corrected = self._optimizer.corrections
-            at = self._versions.now()
+    def _drop_undone(self) -> None:
+        """Whatever undid the last step, or changed it, has taken back what was put in place since that step."""
+        at = self._optimizer.version
+        if at != self._seen:
+            self._seen = at
             self._arrived = {n: v for n, v in self._arrived.items() if v[0] < at[0] or v == at}
 
 

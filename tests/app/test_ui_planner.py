@@ -210,7 +210,10 @@ def test_a_plan_with_its_figures_chart_and_comparison(console: ConsoleService) -
     link = {name: test.query_params[name] for name in names if name in test.query_params}
     assert set(link) == set(names)
     other = run(open_page(**{name: value[0] if isinstance(value, list) else value for name, value in link.items()}))
-    assert compared(other) == table
+    # What needs no search is worked out anew, in a time of its own.
+    again = compared(other)
+    del again["solver"], table["solver"]
+    assert again == table
     drawn, again = figure(test), figure(other)
     assert drawn["layout"]["xaxis"]["range"] == again["layout"]["xaxis"]["range"] == [5.0, 12.0]
     assert drawn["data"] == again["data"]
