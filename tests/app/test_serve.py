@@ -92,7 +92,7 @@ def test_a_port_that_is_taken() -> None:
 )
 def test_settings_that_make_no_console(options: tuple[str, ...], part: str) -> None:
     # With a token, so that a foreign host is not refused for want of one.
-    done = here(*options, OPENRECYCLE_TOKEN=TOKEN)
+    done = run(*options, OPENRECYCLE_TOKEN=TOKEN)
     assert_refused(done, part)
     assert "secret" not in done.stderr
 
