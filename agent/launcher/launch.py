@@ -560,7 +560,7 @@ class Launcher:
             about = {key: message[key] for key in ("iteration", "generation")}
             about |= {"partition": deployed.partition, "moved_layers": layers_moved(self._held, deployed.partition)}
             self._held = deployed.partition
-            self._coordination.report(Relayout(**about, stall_ms=message["stall_ms"]))
+            self._coordination.report(Relayout(**about))
             self._relayout, self._stalls = about | {"reason": deployed.deployment.reason}, {}
         self._stalls[entry.incarnation] = message["stall_ms"]
         if len(self._stalls) == len(deployed.deployment.living):

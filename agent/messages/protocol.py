@@ -495,15 +495,13 @@ class Recovery(Message):
 class Relayout(Message):
     """POST /jobs/{job_id}/relayouts. All workers have so many layers per stage (`partition`) from `iteration` on.
 
-    moved_layers: that have changed their stage. stall_ms: that a worker took to put them in their place, between two
-    iterations.
+    moved_layers: that have changed their stage.
     """
 
     generation: Count
     iteration: Count
     partition: Annotated[tuple[Annotated[int, Field(ge=1, le=MAX_LAYERS), INTEGER], ...], Field(max_length=MAX_LAYERS)]
     moved_layers: Annotated[int, Field(ge=0, le=MAX_LAYERS), INTEGER]
-    stall_ms: Milliseconds
 
 
 class LogLine(Message):

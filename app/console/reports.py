@@ -245,8 +245,7 @@ class Reports:
         if opened is None or tuple(opened["partition"]) != partition:
             detail = f"partition: got {list(partition)}, which is not that of generation {message.generation}"
             raise ConsoleError(409, "misfit", detail)
-        took = milliseconds(message.stall_ms)
-        text = f"{layers_move(count, done=True)}, which held training for {took}"
+        text = layers_move(count, done=True)
         job.apply(happening.LayersMoved(message.generation, message.iteration, partition, text), sender=sender)
 
     def validated(self, job_id: str, report: ValidationReport) -> None:

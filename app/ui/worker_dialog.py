@@ -65,7 +65,7 @@ def reckoned_words(detail: WorkerDetail) -> str:
     """What was said before the start of the memory that it may come to take."""
     if detail.may_take is None:
         return ""
-    return f"up to {text.size(detail.may_take)} where it computes, beside the program itself: reckoned before the start"
+    return f"up to {text.size(detail.may_take)} on its device, beside the program itself (worked out before the start)"
 
 
 def doing(at: Doing, *, limit: bool = True) -> str:

@@ -245,7 +245,7 @@ class World:
         if current.partition != self.held:  # which is that of the plan
             moved = layers_moved(self.held, current.partition)
             self.held = current.partition
-            about = Relayout(generation=self.told, iteration=0, partition=self.held, moved_layers=moved, stall_ms=1.0)
+            about = Relayout(generation=self.told, iteration=0, partition=self.held, moved_layers=moved)
             self.send(Report("rearranged", about))
 
     def finish(self) -> None:

@@ -43,7 +43,6 @@ class Layered(JobHere):
             iteration=iteration,
             partition=current.partition,
             moved_layers=count,
-            stall_ms=20.0,
         )
         self.console.reports.rearranged(self.job_id, report)
 
@@ -143,7 +142,7 @@ def test_a_restart_knows_which_layers_the_workers_have(here: ConsoleHere) -> Non
 
 def test_a_report_of_other_layers_than_the_job_has_is_refused(here: ConsoleHere) -> None:
     job = Layered(here).register()
-    report = Relayout(generation=1, iteration=0, partition=(1, 2), moved_layers=3, stall_ms=1.0)
+    report = Relayout(generation=1, iteration=0, partition=(1, 2), moved_layers=3)
     with pytest.raises(ConsoleError):
         here.console.reports.rearranged(job.job_id, report)
 
@@ -166,7 +165,7 @@ def test_only_what_a_generation_is_planned_for_is_taken(here: ConsoleHere, wrong
     job.die("W1_1")
     job.resume(2)
     before = job.live.state.held, job.live.state.moved
-    report = {"generation": 2, "iteration": 10, "partition": HOME, "moved_layers": 0, "stall_ms": 1.0} | wrong
+    report = {"generation": 2, "iteration": 10, "partition": HOME, "moved_layers": 0} | wrong
     with pytest.raises(ConsoleError) as refused:
         job.console.reports.rearranged(job.job_id, Relayout(**report))
     assert refused.value.status in (409, 422)
