@@ -432,7 +432,8 @@ def _text(worker_states: WorkerStates, now: float, failure_timeouts: FailureTime
     if (nobody := nobody_heard(state, now)) > failure_timeouts.suspect:
         return (
             f"Waiting for all workers: none has been heard for {nobody:.0f} s. Look at their launcher: it has ended, "
-            f"is suspended, or can't reach this console. The job counts as halted at {failure_timeouts.lost:g} s."
+            f"is suspended, or can't reach this console. After {failure_timeouts.lost / 3600:.3g} h the job counts as "
+            "halted; no worker is removed for it."
         )
     if silent := _overdue(state, now, failure_timeouts):
         first, others = silent[0], len(silent) - 1
