@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import filecmp
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,11 @@ import pytest
 import torch
 from torch import nn, optim
 
+from openrecycle.agent.checkpoints.checkpoint import whole_checkpoints
 from openrecycle.agent.config.options import Optimization, Planning, TrainingOptions
 from openrecycle.agent.examples.gpt import Gpt
 from openrecycle.agent.jobs.preflight import check_workload
+from openrecycle.agent.models.state import StageState, pack
 from openrecycle.agent.profiling.memory import state_memory
 from openrecycle.agent.stages.gradients import GradientSum
 from openrecycle.agent.stages.optimizer import BUCKET_BYTES, StageOptimizer
@@ -107,17 +108,49 @@ def test_parameters_that_layers_share(options: str, tmp_path: Path) -> None:
     assert run.losses == whole.losses and run.final == whole.final
 
 
+def _bits(folder: Path) -> dict[int, bytes]:
+    """Of each whole checkpoint, its iteration and a header with a checksum of everything."""
+    found = {}
+    for checkpoint in whole_checkpoints(folder):
+        checkpoint.verify()
+        state = checkpoint.load(range(sum(checkpoint.partition)))
+        tensors = {name: state.tensors[name] for name in sorted(state.tensors)}
+        found[checkpoint.iteration] = pack(StageState(state.document, tensors))[0]
+    return found
+
+
 @pytest.mark.processes
 def test_checkpoints_know_no_shards(whole: tuple[Run, Path], tmp_path: Path) -> None:
-    """The files are those of a job without; and who goes on from them, with shards or without, has the same bits."""
+    """They hold what those of a job without do; and who goes on from them, with shards or without, has the same
+    bits."""
     reference, folders = whole[0], (whole[1], tmp_path / "sharded")
     run = sharded(tmp_path / "run.jsonl", *checkpoints_in(folders[1]), "--kill", "W0_1@1:F1")
     assert run.status == 0 and run.final == reference.final, run.errors
-    files = [p.relative_to(folders[0]) for p in folders[0].rglob("*.safetensors")]
-    assert files and all(filecmp.cmp(folders[0] / f, folders[1] / f, shallow=False) for f in files)
+    theirs, ours = map(_bits, folders)
+    assert ours == theirs and sorted(ours) == [4, ITERATIONS]
+    # Each wrote a share: of the stage that has lost one, two workers.
+    found = whole_checkpoints(folders[1])[-1]
+    assert [len(shares) for shares in found.shares] == [3, 2]
     shutil.rmtree(folders[1] / f"iteration-{ITERATIONS:010d}")
     again = sharded(tmp_path / "again.jsonl", "--checkpoint", str(folders[1]), "--resume", "newest")
     assert again.status == 0 and again.final == reference.final, again.errors
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("options", [ZERO1, at_length(())])
+def test_writers_that_die_with_their_share(options: tuple[str, ...], whole: tuple[Run, Path], tmp_path: Path) -> None:
+    """One between its copy and its last step, so that those who live take another; one while it writes: that
+    checkpoint is whole or not there, and the next is whole."""
+    reference, folder = whole[0], tmp_path / "saved"
+    kills = ("--kill", "W0_1@4:F1", "--kill", "W1_0@5:F1")
+    run = forked(tmp_path / "run.jsonl", *GRID, *TINY, *LATE, *options, *checkpoints_in(folder), *kills)
+    assert run.status == 0, run.errors
+    assert run.losses == reference.losses and run.final == reference.final
+    assert sorted(failure["worker"] for failure in run.failures) == ["W0_1", "W1_0"]
+    ours = _bits(folder)
+    assert ITERATIONS in ours and ours.items() <= _bits(whole[1]).items()
+    assert [len(shares) for shares in whole_checkpoints(folder)[0].shares] == [2, 2]
+    assert not list(folder.glob(".*")), "what was begun and never finished is gone"
 
 
 @pytest.mark.processes
