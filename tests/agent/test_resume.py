@@ -77,7 +77,9 @@ def test_a_damaged_checkpoint_is_passed_over_only_when_asked_for(unbroken: Run, 
     part.write_bytes(data)
     refused = _run(tmp_path / "refused.jsonl", "--checkpoint", checkpoints, "--resume", "newest")
     assert refused.status == 2 and not refused.lines
-    assert "error: --resume: got 'newest'" in refused.errors and "share-1/optimizer.safetensors: damaged" in refused.errors
+    assert (
+        "error: --resume: got 'newest'" in refused.errors and "share-1/optimizer.safetensors: damaged" in refused.errors
+    )
     assert "Traceback" not in refused.errors
     run = _run(tmp_path / "run.jsonl", "--checkpoint", checkpoints, "--resume", "newest-intact")
     assert run.status == 0, run.errors
