@@ -21,6 +21,7 @@ from openrecycle.agent.checkpoints import checkpointing
 from openrecycle.agent.checkpoints.checkpoint import (
     CheckpointError,
     Identity,
+    OldCheckpointError,
     find,
     load_layers,
     set_aside_later,
@@ -174,6 +175,18 @@ def test_what_is_no_checkpoint_is_refused_with_a_sentence(tmp_path: Path) -> Non
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"version": 6}))
     with pytest.raises(CheckpointError, match=golden("no-whole-checkpoint")):
         find(tmp_path)
+
+
+@pytest.mark.parametrize("version", [2, 3, 4])
+def test_older_forms_are_refused_by_name(version: int, tmp_path: Path) -> None:
+    """And not taken for missing, so that nothing is written over them."""
+    _write(tmp_path, 1)
+    manifest = tmp_path / "iteration-0000000001" / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"version": version}))
+    with pytest.raises(OldCheckpointError, match=f"version {version}"):
+        find(tmp_path, "newest-intact")
+    with pytest.raises(InputError):
+        prepare(Checkpoints(directory=str(tmp_path), resume="if-any"), JOB, 10, print)
 
 
 class _Harm:

@@ -15,7 +15,6 @@ from openrecycle.agent.checkpoints.checkpoint import whole_checkpoints
 from openrecycle.agent.config.options import Optimization, Planning, TrainingOptions
 from openrecycle.agent.examples.gpt import Gpt
 from openrecycle.agent.jobs.preflight import check_workload
-from openrecycle.agent.models.state import StageState, pack
 from openrecycle.agent.profiling.memory import state_memory
 from openrecycle.agent.stages.gradients import GradientSum
 from openrecycle.agent.stages.optimizer import BUCKET_BYTES, StageOptimizer
@@ -25,6 +24,7 @@ from openrecycle.agent.workers.validation_exchange import Steps
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, Worker
 from tests.agent.runs import Run, forked
+from tests.agent.saved import checkpoint_bits
 from tests.conftest import at_length
 
 ITERATIONS = 8
@@ -108,17 +108,6 @@ def test_parameters_that_layers_share(options: str, tmp_path: Path) -> None:
     assert run.losses == whole.losses and run.final == whole.final
 
 
-def _bits(folder: Path) -> dict[int, bytes]:
-    """Of each whole checkpoint, its iteration and a header with a checksum of everything."""
-    found = {}
-    for checkpoint in whole_checkpoints(folder):
-        checkpoint.verify()
-        state = checkpoint.load(range(sum(checkpoint.partition)))
-        tensors = {name: state.tensors[name] for name in sorted(state.tensors)}
-        found[checkpoint.iteration] = pack(StageState(state.document, tensors))[0]
-    return found
-
-
 @pytest.mark.processes
 def test_checkpoints_know_no_shards(whole: tuple[Run, Path], tmp_path: Path) -> None:
     """They hold what those of a job without do; and who goes on from them, with shards or without, has the same
@@ -126,7 +115,7 @@ def test_checkpoints_know_no_shards(whole: tuple[Run, Path], tmp_path: Path) -> 
     reference, folders = whole[0], (whole[1], tmp_path / "sharded")
     run = sharded(tmp_path / "run.jsonl", *checkpoints_in(folders[1]), "--kill", "W0_1@1:F1")
     assert run.status == 0 and run.final == reference.final, run.errors
-    theirs, ours = map(_bits, folders)
+    theirs, ours = map(checkpoint_bits, folders)
     assert ours == theirs and sorted(ours) == [4, ITERATIONS]
     # Each wrote a share: of the stage that has lost one, two workers.
     found = whole_checkpoints(folders[1])[-1]
@@ -147,8 +136,8 @@ def test_writers_that_die_with_their_share(options: tuple[str, ...], whole: tupl
     assert run.status == 0, run.errors
     assert run.losses == reference.losses and run.final == reference.final
     assert sorted(failure["worker"] for failure in run.failures) == ["W0_1", "W1_0"]
-    ours = _bits(folder)
-    assert ITERATIONS in ours and ours.items() <= _bits(whole[1]).items()
+    ours = checkpoint_bits(folder)
+    assert ITERATIONS in ours and ours.items() <= checkpoint_bits(whole[1]).items()
     assert [len(shares) for shares in whole_checkpoints(folder)[0].shares] == [2, 2]
     assert not list(folder.glob(".*")), "what was begun and never finished is gone"
 
