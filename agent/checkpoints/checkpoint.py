@@ -19,9 +19,8 @@ a worker that dies before is missing, and that checkpoint is given up.
 
 State is per layer, and knows no pipelines: it can be taken up with other workers failed, with another number of
 pipelines, and by stages that are cut elsewhere, whoever has written which share. Shares without any of the layers that
-are asked for are not read. The number of layers, the model, the
-optimizer's and scheduler's class and the seed must be the same; a job whose iterations hold other micro-batches goes
-on training, but not to the same bits.
+are asked for are not read. The number of layers, the model, the optimizer's and scheduler's class and the seed must be
+the same; a job whose iterations hold other micro-batches goes on training, but not to the same bits.
 
 To read the state of some layers, on any machine and without a running job:
 `load_layers(directory, range(first, after)) -> StageState`, where directory is a checkpoint or a folder of them.

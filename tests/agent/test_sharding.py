@@ -142,6 +142,38 @@ def test_writers_that_die_with_their_share(options: tuple[str, ...], whole: tupl
     assert not list(folder.glob(".*")), "what was begun and never finished is gone"
 
 
+@pytest.mark.chaos
+@pytest.mark.processes
+@pytest.mark.parametrize("options", [(), ZERO1, ("--mode", "fast"), ("--mode", "fast", *ZERO1)], ids=" ".join)
+@pytest.mark.parametrize("kills", ["W0_0@2:O W1_1@4:F0 W2_0@6:I1", "W2_1@1:F1 W0_0@3:W1 W1_1@5:O"])
+def test_whoever_dies_every_checkpoint_has_the_bits_of_its_iteration(
+    kills: str, options: tuple[str, ...], tmp_path: Path
+) -> None:
+    """One is written after each iteration, by those who live then. In fast mode deaths change the sums: there those
+    that are whole are read, and what is resumed from the newest ends as the job did."""
+    folders = [tmp_path / "calm", tmp_path / "killed"]
+    every = ("--checkpoint-every", "1", "--checkpoint-keep", "50")
+    killed = [part for kill in kills.split() for part in ("--kill", kill)]
+    for folder, deaths in zip(folders, ([], killed), strict=True):
+        run = forked(
+            *(tmp_path / f"{folder.name}.jsonl", *GRID, *TINY, *LATE, *options),
+            *("--checkpoint", str(folder), *every, *deaths),
+        )
+        assert run.status == 0, run.errors
+    calm, ours = map(checkpoint_bits, folders)
+    assert sorted(calm) == list(range(1, ITERATIONS + 1))
+    assert ITERATIONS in ours and len(ours) > ITERATIONS // 2
+    if "fast" not in options:
+        assert ours.items() <= calm.items()
+    if ITERATIONS - 1 in ours:
+        shutil.rmtree(folders[1] / f"iteration-{ITERATIONS:010d}")
+        again = forked(
+            *(tmp_path / "again.jsonl", *GRID, *TINY, *LATE, *options),
+            *("--checkpoint", str(folders[1]), *every, "--resume", "newest"),
+        )
+        assert again.status == 0 and (again.final == run.final or "fast" in options), again.errors
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("checkpoints", [True, at_length(False)])
 def test_shards_that_went_with_both_their_owners(checkpoints: bool, reference: Run, tmp_path: Path) -> None:
