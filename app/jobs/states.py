@@ -569,7 +569,7 @@ def _restarts(worker_states: WorkerStates, named: Mapping[ProcessState, str]) ->
     for process, name in named.items():
         if process.ended == "failed" and process.restart is not None:
             said.setdefault(process.restart.words(worker_states.now), []).append(name)
-    return [f"{names(who)} {'is' if len(who) == 1 else 'are'} {words}" for words, who in said.items()]
+    return [f"{names(who, last=' and ')} {'is' if len(who) == 1 else 'are'} {words}" for words, who in said.items()]
 
 
 def _spare(worker_states: WorkerStates) -> str:

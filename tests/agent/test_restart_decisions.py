@@ -220,20 +220,20 @@ def test_another_launcher_goes_on_with_the_same_counts_and_times() -> None:
 
 
 @pytest.mark.parametrize(
-    ("restart", "name"),
+    ("restart", "words"),
     [
-        (Restart(number=2, most=3, seconds=20.0), "started-again-in-20-s"),
-        (Restart(number=2, most=3, seconds=13.2), "started-again-in-20-s"),
-        (Restart(number=2, most=3, seconds=0.3), "started-again-in-1-s"),
-        (Restart(number=2, most=3, seconds=600.0), "started-again-in-10-min"),
-        (Restart(number=2, most=3), "about-to-be-started-again"),
-        (Restart(number=2, most=3, node=4), "started-again-as-soon-as"),
-        (Restart(number=4, most=3), "not-started-again-by-itself"),
-        (Restart(number=2, most=1), "not-started-again-by-itself-1"),
+        (Restart(number=2, most=3, seconds=20.0), golden("started-again-in-20-s")),
+        (Restart(number=2, most=3, seconds=13.2), golden("started-again-in-20-s")),
+        (Restart(number=2, most=3, seconds=0.3), golden("started-again-in-1-s")),
+        (Restart(number=2, most=3, seconds=600.0), golden("started-again-in-10-min")),
+        (Restart(number=2, most=3), golden("about-to-be-started-again")),
+        (Restart(number=2, most=3, node=4), golden("started-again-as-soon-as")),
+        (Restart(number=4, most=3), golden("not-started-again-by-itself")),
+        (Restart(number=2, most=1), golden("not-started-again-by-itself-1")),
     ],
 )
-def test_words(restart: Restart, name: str) -> None:
-    assert restart.words == golden(name)
+def test_words(restart: Restart, words: str) -> None:
+    assert restart.words == words
 
 
 ACTS = st.one_of(
