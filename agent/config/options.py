@@ -457,7 +457,7 @@ class TrainingOptions(OptionGroup):
         kills, rejoins = self.kills, self.rejoins
         if kills and not technique.reroutes:
             raise self.planning.refuse("technique", "adaptive, decoupled or staggered when a worker is to be killed")
-        if not rejoins and self.checkpoints.directory is None:
+        if not (rejoins or self.faults.max_restarts) and self.checkpoints.directory is None:
             Problem(self.job, frozenset(k.worker for k in kills), technique, memory)
         for rejoin in rejoins:
             if all(k.worker != rejoin.worker for k in kills):

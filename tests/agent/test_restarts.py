@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
-from openrecycle.agent.config.options import Faults
+from openrecycle.agent.config.options import Faults, TrainingOptions
 from openrecycle.agent.models.workload import NamedWorkload
+from openrecycle.planner.jobs.errors import InfeasibleError, InputError
+from openrecycle.planner.jobs.job import Job
 from tests.agent.consoles import until
 from tests.agent.local_jobs import TINY as MODEL
 from tests.agent.local_jobs import LocalJob, Message, fault_free_losses
@@ -88,6 +90,19 @@ def test_one_that_dies_at_each_start_is_left_out_and_a_person_can_start_it(tmp_p
         ("W1_1", 3, 0.0),
     ]
     assert job.losses == fault_free_losses(len(job.losses), **GRID)
+
+
+def test_kills_that_no_plan_survives_at_once_may_be_asked_for_where_workers_come_back() -> None:
+    grid, kills = Job.uniform(2, 2, 2), ["W0_1@5:F0", "W1_1@500:F0"]
+    with pytest.raises(InfeasibleError):
+        TrainingOptions(job=grid, faults=Faults(kill=kills)).check()
+    TrainingOptions(job=grid, faults=Faults(kill=kills, max_restarts=1)).check()
+
+
+@pytest.mark.parametrize("wrong", [{"max_restarts": -1}, {"restart_delay": 601.0}, {"restart_delay": -1.0}])
+def test_wrong_options_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=f"faults.{next(iter(wrong))}"):
+        Faults(**wrong)
 
 
 def test_a_job_that_ends_starts_nobody() -> None:
