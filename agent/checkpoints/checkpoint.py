@@ -1,21 +1,26 @@
-"""Checkpoints: a directory per checkpoint, a directory per stage in it, read back bit by bit.
+"""Checkpoints: a directory per checkpoint, a directory per stage in it, and in that one per share; read bit by bit.
 
     DIRECTORY/iteration-0000000010/manifest.json
-                                   stage-0/part.json state.json model.safetensors optimizer.safetensors
+                                   stage-0/share-0/share.json state.json model.safetensors optimizer.safetensors
+                                           share-1/...
                                    stage-1/...
 
-model.safetensors has parameters and buffers, each as LAYER.NAME; optimizer.safetensors what optimizer and scheduler
-keep of tensors, and state.json the rest. Nothing in a checkpoint is pickled, so reading one runs nothing, whoever wrote
-it. Older versions (pickled descriptions, no layers, tensors in a form of our own) are refused.
+Each living worker of a stage (of one with several ranks: each rank) writes a share of the stage's state:
+agent.models.shares says which. model.safetensors has parameters and buffers, each as LAYER.NAME;
+optimizer.safetensors what optimizer and scheduler keep of tensors. A tensor that is in several shares is in pieces, as
+NAME@FIRST-ELEMENT, and state.json says how these are put together. That of share 0 also has what is no tensor. Nothing
+in a checkpoint is pickled, so reading one runs nothing, whoever wrote it. Older versions (pickled descriptions, no
+layers, tensors in a form of our own, one writer) are refused.
 
-A checkpoint exists wholly or not at all. One living worker per stage writes its part into a hidden
-directory, with its checksums last; whoever sees that all parts are there writes the manifest and
-renames the directory. Everything is on the disk before the rename.
+A checkpoint exists wholly or not at all. Each writes its share into a hidden directory, with its checksums last
+(share.json); whoever sees that all shares of all stages are there writes the manifest, which has the checksum of every
+file and the layers of every share, and renames the directory. Everything is on the disk before the rename. The share of
+a worker that dies before is missing, and that checkpoint is given up.
 
-State is per layer, a file for those of a stage, and knows no pipelines: it can be taken up with other workers
-failed, with another number of pipelines, and by stages that are cut elsewhere. The number of layers, the model, the
-optimizer's and scheduler's class and the seed must be the same; a job whose iterations hold other micro-batches goes
-on training, but not to the same bits.
+State is per layer, and knows no pipelines: it can be taken up with other workers failed, with another number of
+pipelines, and by stages that are cut elsewhere, whoever has written which share. Shares without any of the layers that
+are asked for are not read. The number of layers, the model, the optimizer's and scheduler's class and the seed must be
+the same; a job whose iterations hold other micro-batches goes on training, but not to the same bits.
 
 To read the state of some layers, on any machine and without a running job:
 `load_layers(directory, range(first, after)) -> StageState`, where directory is a checkpoint or a folder of them.
@@ -36,26 +41,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from openrecycle.agent.models.layers import Partition, Span, partition_of, spans
+from openrecycle.agent.models.shares import Piece, Share, layer_in, put_together
 from openrecycle.agent.models.state import (
     StageState,
     StateError,
     joined,
+    mapped_tensors,
     of_layers,
     opened,
-    read_tensors,
     whole_number,
     write_tensors,
 )
 from openrecycle.planner.jobs.errors import in_a_line
 from openrecycle.planner.plans.plan import read_json
 
-FORMAT, VERSION = "openrecycle-checkpoint", 4
+FORMAT, VERSION = "openrecycle-checkpoint", 5
 # Asked for before a file is read. A state of 100,000 tensors has a description of 20 MB, a job of 16,384
-# stages a manifest of 4 MB; nothing that is larger is one.
-MAX_MANIFEST_BYTES, MAX_STATE_BYTES = 2**24, 2**28
+# stages with 8 shares each a manifest of 50 MB; nothing that is larger is one.
+MAX_MANIFEST_BYTES, MAX_STATE_BYTES = 2**26, 2**28
 _STATE, _MODEL, _OPTIMIZER = FILES = "state.json", "model.safetensors", "optimizer.safetensors"
+_WRITTEN = "share.json"
 _OF_MODEL = "model."
 _NAME = re.compile(r"iteration-([0-9]{10,18})")
 
@@ -83,16 +91,24 @@ class Identity:
 
 
 @dataclass(frozen=True)
+class WrittenShare:
+    """files: the sha256 of each. layers: some of whose tensors are in them."""
+
+    files: Mapping[str, str]
+    layers: frozenset[int]
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """A whole checkpoint. iteration: how many iterations are in it, so also the next one.
 
-    files: per stage the sha256 of each of its files. partition: layers per stage.
+    shares: of each stage. partition: layers per stage.
     """
 
     path: Path
     iteration: int
     identity: Identity
-    files: tuple[Mapping[str, str], ...]
+    shares: tuple[tuple[WrittenShare, ...], ...]
     partition: Partition
 
     @classmethod
@@ -107,7 +123,9 @@ class Checkpoint:
                 )
             if (doc["format"], doc["version"]) != (FORMAT, VERSION):
                 raise CheckpointError(f"{path}: got {doc['format']} {doc['version']}, expected {FORMAT} {VERSION}")
-            stages = tuple({name: str(files[name]) for name in FILES} for files in doc["stages"])
+            stages = tuple(tuple(map(_written_share, stage)) for stage in doc["stages"])
+            if not all(stages):
+                raise ValueError("a stage without shares")
             identity = _identity(doc["job"], len(stages))
             partition = partition_of(tuple(map(whole_number, doc["partition"])), identity.layers, len(stages))
             return cls(path, whole_number(doc["iteration"]), identity, stages, partition)
@@ -116,33 +134,69 @@ class Checkpoint:
 
     def verify(self) -> None:
         """Reads every file. Raises CheckpointError naming the first that is not what was written."""
-        for stage in range(len(self.files)):
-            self._verify(stage)
+        for stage, shares in enumerate(self.shares):
+            for number in range(len(shares)):
+                self._verify(stage, number)
 
     def load(self, span: Span) -> StageState:
         """The state of some layers, verified. Raises CheckpointError."""
         if not span or not 0 <= span[0] <= span[-1] < sum(self.partition):
             raise CheckpointError(f"{self.path}: has layers 0 to {sum(self.partition) - 1}, not {span}")
-        parts = []
-        for stage, own in enumerate(spans(self.partition)):
-            if own[0] <= span[-1] and span[0] <= own[-1]:
-                self._verify(stage)
-                part = _read_part(_part(self.path, stage))
-                if part.document.get("committed") != self.iteration:
-                    raise CheckpointError(f"{self.path}: stage {stage} is not of iteration {self.iteration}")
-                parts.append(part)
+        of_stages = [
+            self._load(stage, span)
+            for stage, own in enumerate(spans(self.partition))
+            if own[0] <= span[-1] and span[0] <= own[-1]
+        ]
         if span in spans(self.partition):
-            return parts[0]
-        try:
-            return of_layers(joined(parts), span)
-        except (StateError, KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CheckpointError(f"{self.path}: can't be read: {reason_of(error)}") from None
+            return of_stages[0]
+        with _readable(self.path):
+            return joined([of_layers(state, span) for state in of_stages])
 
-    def _verify(self, stage: int) -> None:
-        if not 0 <= stage < len(self.files):
-            raise CheckpointError(f"{self.path}: has stages 0 to {len(self.files) - 1}, not {stage}")
-        for name, expected in self.files[stage].items():
-            file = _part(self.path, stage) / name
+    def _load(self, stage: int, span: Span) -> StageState:
+        """What a stage has of these layers, and what is no layer's."""
+        found: dict[str, Tensor] = {}
+        pieces: dict[str, list[tuple[Piece, Tensor]]] = {}
+        document: dict[str, Any] = {}
+        for number, share in enumerate(self.shares[stage]):
+            if number and share.layers.isdisjoint(span):
+                continue
+            self._verify(stage, number)
+            folder = _share(self.path, stage, number)
+            with _readable(folder):
+                told = _read(folder / _STATE, MAX_STATE_BYTES)
+                cut = {name: Piece.from_json(piece) for name, piece in told["pieces"].items()}
+                if not number:
+                    document = dict(told["document"])
+                elif told["document"]:
+                    document["state"] = document["state"] | told["document"]["state"]
+                for file, front in ((_MODEL, _OF_MODEL), (_OPTIMIZER, "")):
+                    for name, tensor in mapped_tensors(folder / file)[0].items() if file in share.files else ():
+                        piece = cut.get(front + name)
+                        layer = layer_in(whole := piece.of if piece else front + name)
+                        if layer is not None and layer not in span:
+                            continue
+                        if piece:
+                            pieces.setdefault(whole, []).append((piece, tensor))
+                        elif whole in found:
+                            raise StateError(f"{whole}: there twice")
+                        else:
+                            found[whole] = tensor.clone()
+        with _readable(self.path / f"stage-{stage}"):
+            if document.get("committed") != self.iteration:
+                raise StateError(f"it is not of iteration {self.iteration}")
+            for whole, of_it in pieces.items():
+                if whole in found:
+                    raise StateError(f"{whole}: there twice")
+                found[whole] = put_together(whole, of_it)
+            if len(self.shares[stage]) > 1:
+                # In the order in which one optimizer would keep them.
+                names = [name for group in document["groups"] for name in group["parameters"]]
+                document["state"] = {n: document["state"][n] for n in names if n in document["state"]}
+        return StageState(document, found)
+
+    def _verify(self, stage: int, number: int) -> None:
+        for name, expected in self.shares[stage][number].files.items():
+            file = _share(self.path, stage, number) / name
             try:
                 found = _sha256(file)
             except OSError as error:
@@ -152,7 +206,7 @@ class Checkpoint:
 
 
 def whole_checkpoints(directory: Path) -> list[Checkpoint]:
-    """Newest first. One whose manifest can't be read counts as missing; parts are not read.
+    """Newest first. One whose manifest can't be read counts as missing; shares are not read.
 
     Raises OldCheckpointError.
     """
@@ -225,57 +279,77 @@ def load_layers(directory: Path, span: Span) -> StageState:
 # -- writing ----------------------------------------------------------------------------------
 
 
-def write_part(
-    directory: Path, state: StageState, stage: int, layers: int, identity: Identity, attempt: int, keep: int
+def write_share(
+    directory: Path, share: Share, stage: int, layers: int, identity: Identity, attempt: int, keep: int
 ) -> bool:
-    """Writes one stage's part, the state of so many layers, and makes the checkpoint whole when all parts are there;
-    returns whether.
+    """Writes a share of a stage, which has so many layers, and makes the checkpoint whole when all shares of all stages
+    are there; returns whether.
 
     attempt: tells apart writers of one iteration that did not know of each other (a generation's number).
     keep: how many whole checkpoints stay. Raises CheckpointError, or OSError.
     """
-    iteration = int(state.document["committed"])
+    iteration = share.iteration
     partial = directory / f".partial-{iteration:010d}-{attempt}"
-    part = _part(partial, stage)
-    shutil.rmtree(part, ignore_errors=True)
+    folder = _share(partial, stage, share.number)
+    shutil.rmtree(folder, ignore_errors=True)
     _give_up_older(directory, iteration)
     try:
-        part.mkdir(parents=True)
-        _write(part / _STATE, state.document)
-        model = {name.removeprefix(_OF_MODEL): t for name, t in state.tensors.items() if name.startswith(_OF_MODEL)}
-        others = {name: t for name, t in state.tensors.items() if not name.startswith(_OF_MODEL)}
-        write_tensors(part / _MODEL, model)
-        write_tensors(part / _OPTIMIZER, others)
-        files = {name: _sha256(part / name) for name in FILES}
+        folder.mkdir(parents=True)
+        pieces = {name: piece.to_json() for name, piece in share.pieces.items()}
+        _write(folder / _STATE, {"document": share.document, "pieces": pieces})
+        model = {name.removeprefix(_OF_MODEL): t for name, t in share.tensors.items() if name.startswith(_OF_MODEL)}
+        others = {name: t for name, t in share.tensors.items() if not name.startswith(_OF_MODEL)}
+        for file, tensors in ((_MODEL, model), (_OPTIMIZER, others)):
+            if tensors:
+                write_tensors(folder / file, tensors)
+        files = {name: _sha256(folder / name) for name in FILES if (folder / name).exists()}
+        _sync(folder.parent)
         _sync(partial)
         # From here on another writer may make the checkpoint whole, and this directory be renamed.
-        _write(part / "part.json", {"files": files, "layers": layers})
+        said = {"files": files, "holds": share.layers, "shares": share.count, "layers": layers}
+        _write(folder / _WRITTEN, said)
     except (OSError, ValueError, RuntimeError) as error:
         # A full disk gets its space back.
-        shutil.rmtree(part, ignore_errors=True)
-        raise CheckpointError(f"{part}: can't be written: {reason_of(error)}") from None
+        shutil.rmtree(folder, ignore_errors=True)
+        raise CheckpointError(f"{folder}: can't be written: {reason_of(error)}") from None
     return _make_whole(directory, partial, iteration, identity, keep)
 
 
+def _said(partial: Path, stage: int) -> list[Any] | None:
+    """By the writers of a stage's shares; None: not by all yet."""
+    out: list[Any] = []
+    while not out or len(out) < out[0]["shares"]:
+        folder = _share(partial, stage, len(out))
+        # A file that was looked for in vain may stay unseen on a file system of the network; not in a listing.
+        if not folder.is_dir() or folder / _WRITTEN not in folder.iterdir():
+            return None
+        out.append(json.loads((folder / _WRITTEN).read_text()))
+    return out
+
+
 def _make_whole(directory: Path, partial: Path, iteration: int, identity: Identity, keep: int) -> bool:
+    stages = list[list[Any]]()
     try:
-        parts = [json.loads((_part(partial, s) / "part.json").read_text()) for s in range(identity.stages)]
+        for stage in range(identity.stages):
+            if (said := _said(partial, stage)) is None:
+                return False  # whoever writes the last share sees them all
+            stages.append(said)
     except FileNotFoundError:
-        return False  # whoever writes the last part sees them all
+        return False  # another writer has made it whole just now
     manifest = {
         "format": FORMAT,
         "version": VERSION,
         "iteration": iteration,
         "job": {**vars(identity), "recipe": dict(identity.recipe)},
         "torch": torch.__version__,
-        "stages": [part["files"] for part in parts],
-        "partition": [part["layers"] for part in parts],
+        "stages": [[{"files": share["files"], "layers": share["holds"]} for share in said] for said in stages],
+        "partition": [said[0]["layers"] for said in stages],
     }
     target = directory / f"iteration-{iteration:010d}"
     try:
         (partial / ".claimed").touch(exist_ok=False)
     except (FileExistsError, FileNotFoundError):
-        return False  # another writer saw all parts at the same moment, and was quicker
+        return False  # another writer saw all shares at the same moment, and was quicker
     try:
         _write(partial / "manifest.json", manifest)
         if target.exists():
@@ -283,7 +357,7 @@ def _make_whole(directory: Path, partial: Path, iteration: int, identity: Identi
             target.rename(directory / f".replaced-{iteration:010d}-{os.getpid()}")
         partial.rename(target)
     except OSError:
-        (partial / ".claimed").unlink(missing_ok=True)  # another writer of this part may be luckier
+        (partial / ".claimed").unlink(missing_ok=True)  # another writer of this share may be luckier
         raise
     _sync(directory)
     _tidy(directory, iteration, keep)
@@ -301,14 +375,14 @@ def put_back_replaced(directory: Path) -> None:
 
 
 def remove_unfinished(directory: Path) -> None:
-    """What a run that has ended began, and nobody will finish: the parts are of its seed and data, and a new run's
+    """What a run that has ended began, and nobody will finish: the shares are of its seed and data, and a new run's
     must not be put together with them."""
     for path in directory.glob(".partial-*"):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def _give_up_older(directory: Path, iteration: int) -> None:
-    """Removes checkpoints that some stage has left out, as when its disk was full: they take the room of the next. Not
+    """Removes checkpoints that some worker has left out, as when its disk was full: they take the room of the next. Not
     those that somebody still writes, and not the newest: a stage may be a checkpoint behind."""
     unfinished: dict[int, list[Path]] = {}
     for path in directory.glob(".partial-*"):
@@ -317,7 +391,7 @@ def _give_up_older(directory: Path, iteration: int) -> None:
             unfinished.setdefault(int(match[1]), []).append(path)
     for number in sorted(unfinished)[:-1]:
         for path in unfinished[number]:
-            if all((part / "part.json").exists() for part in path.glob("stage-*")):
+            if all((share / _WRITTEN).exists() for share in path.glob("stage-*/share-*")):
                 with contextlib.suppress(OSError):
                     (path / ".claimed").touch(exist_ok=False)  # else somebody makes it whole at this moment
                     shutil.rmtree(path, ignore_errors=True)
@@ -340,8 +414,8 @@ def _tidy(directory: Path, iteration: int, keep: int) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _part(path: Path, stage: int) -> Path:
-    return path / f"stage-{stage}"
+def _share(path: Path, stage: int, number: int) -> Path:
+    return path / f"stage-{stage}" / f"share-{number}"
 
 
 def _write(file: Path, document: Any) -> None:
@@ -379,16 +453,26 @@ def _sha256(file: Path) -> str:
 # -- reading ----------------------------------------------------------------------------------
 
 
-def _read_part(part: Path) -> StageState:
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Around what reads: CheckpointError for whatever is not as it was written."""
     try:
-        document = _read(part / _STATE, MAX_STATE_BYTES)
-        if not isinstance(document, dict):
-            raise StateError(f"{_STATE} is no object")
-        model, _ = read_tensors(part / _MODEL)
-        others, _ = read_tensors(part / _OPTIMIZER)
-        return StageState(document, others | {_OF_MODEL + name: tensor for name, tensor in model.items()})
-    except (OSError, ValueError, StateError, RecursionError, RuntimeError, MemoryError) as error:
-        raise CheckpointError(f"{part}: can't be read: {reason_of(error)}") from None
+        yield
+    except CheckpointError:
+        raise
+    except (
+        *(OSError, ValueError, KeyError, TypeError, AttributeError),
+        *(StateError, RecursionError, RuntimeError, MemoryError),
+    ) as error:
+        raise CheckpointError(f"{path}: can't be read: {reason_of(error)}") from None
+
+
+def _written_share(document: Any) -> WrittenShare:
+    """Raises KeyError, TypeError, ValueError or AttributeError."""
+    files = {str(name): str(digest) for name, digest in document["files"].items()}
+    if _STATE not in files or not files.keys() <= {*FILES}:
+        raise ValueError(f"a share of the files {sorted(files)}")
+    return WrittenShare(files, frozenset(map(whole_number, document["layers"])))
 
 
 def _read(file: Path, most: int) -> Any:
@@ -414,7 +498,7 @@ def _identity(document: Any, stages: int) -> Identity:
     for name in ("layers", "stages", "pipelines", "micro_batches"):
         whole_number(values[name])
     if values["stages"] != stages or isinstance(values["seed"], bool) or not isinstance(values["seed"], int):
-        raise ValueError(f"a job of {values['stages']!r} stages and the seed {values['seed']!r} with {stages} parts")
+        raise ValueError(f"a job of {values['stages']!r} stages and the seed {values['seed']!r} with {stages} stages")
     if not isinstance(values["workload"], str) or not isinstance(values["recipe"], dict):
         raise ValueError("the job's workload is no text, or its recipe no object")
     return Identity(**values)

@@ -17,10 +17,10 @@ from openrecycle.agent.checkpoints.checkpoint import (
     remove_unfinished,
     set_aside_later,
     whole_checkpoints,
-    write_part,
+    write_share,
 )
 from openrecycle.agent.config.options import Checkpoints
-from openrecycle.agent.models.state import StageState
+from openrecycle.agent.models.shares import Share, Writer
 from openrecycle.planner.jobs.errors import InputError
 
 TIMEOUT_SECONDS = 30.0
@@ -104,7 +104,7 @@ class Trained(Protocol):
     @property
     def version(self) -> tuple[int, float | None]: ...
 
-    def state(self) -> StageState: ...
+    def share(self, writer: Writer) -> Share: ...
 
 
 @dataclass(frozen=True)
@@ -112,18 +112,16 @@ class _Copy:
     iteration: int
     attempt: int
     layers: int
-    state: StageState
+    share: Share
 
 
 class Checkpointer:
-    """One worker's share. Nothing that goes wrong with the disk ends the training; one that is slower
+    """One process's share. Nothing that goes wrong with the disk ends the training; one that is slower
     than checkpoints are wanted holds it up, for TIMEOUT_SECONDS at most.
 
     said: called, also from the writing thread, with (iteration, None) when a checkpoint has become
-    whole by this worker's part, and with (iteration, sentence) when it has not been written.
-    interrupted: asked while waiting; training has something more urgent to do then. gather: makes what is written of a
-    worker's own state: the whole stage's, without ranks or shards. It is told whether this worker writes for its stage,
-    and called on all its workers together; None where this process does not write.
+    whole by this worker's share, and with (iteration, sentence) when it has not been written.
+    interrupted: asked while waiting; training has something more urgent to do then.
     """
 
     def __init__(
@@ -134,9 +132,7 @@ class Checkpointer:
         layers: int,
         said: Callable[[int, str | None], None],
         interrupted: Callable[[], bool],
-        gather: Callable[[StageState, bool], StageState | None] = lambda state, writes: state if writes else None,
     ) -> None:
-        self._gather = gather
         self._options, self._origin, self._stage = options, origin, stage
         self.layers = layers
         self._said, self._interrupted = said, interrupted
@@ -144,9 +140,9 @@ class Checkpointer:
         self._taken: tuple[int, float | None, int] | None = None
         self._thread: threading.Thread | None = None
 
-    def boundary(self, optimizer: Trained, attempt: int, *, writes: bool, last: bool = False) -> None:
-        """Between two iterations. writes: does this worker write for its stage? attempt: the generation. last: will
-        there be no other?
+    def boundary(self, optimizer: Trained, attempt: int, writer: Writer | None, *, last: bool = False) -> None:
+        """Between two iterations. writer: as which this process writes; None: it does not. attempt: the generation.
+        last: will there be no other?
 
         The copy taken here is written only once the next step has been taken: until then the last
         one may be overturned, or undone by a death elsewhere.
@@ -158,13 +154,9 @@ class Checkpointer:
             return
         self._write_if_final(committed)
         self._copy = None
-        if (last or self.due(committed)) and committed > self._origin.resumed_at:
-            state = self._gather(optimizer.state(), writes)
+        if (last or self.due(committed)) and committed > self._origin.resumed_at and writer is not None:
             self._taken = values
-            if state is None:
-                return
-            tensors = {n: t.to("cpu", copy=n not in state.unshared) for n, t in state.tensors.items()}
-            self._copy = _Copy(committed, attempt, self.layers, StageState(state.document, tensors))
+            self._copy = _Copy(committed, attempt, self.layers, optimizer.share(writer))
 
     def due(self, committed: int) -> bool:
         """Is there to be a checkpoint of so many iterations?"""
@@ -180,7 +172,7 @@ class Checkpointer:
         ready, self._copy = self._copy, None
         if ready is None or ready.iteration >= committed:
             return
-        # All stages wait alike: were one to leave out this checkpoint and the next stage the next
+        # All workers wait alike: were one to leave out this checkpoint and the next worker the next
         # one, none would ever be whole.
         if not self._wait(TIMEOUT_SECONDS):
             if not self._interrupted():
@@ -206,7 +198,7 @@ class Checkpointer:
         assert folder is not None
         try:
             identity, attempt = self._origin.identity, copy.attempt
-            whole = write_part(folder, copy.state, self._stage, copy.layers, identity, attempt, options.keep)
+            whole = write_share(folder, copy.share, self._stage, copy.layers, identity, attempt, options.keep)
         except (CheckpointError, OSError) as error:
             self._said(copy.iteration, str(error))
         else:

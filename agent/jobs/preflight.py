@@ -7,7 +7,6 @@ few numbers.
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
@@ -35,6 +34,7 @@ from openrecycle.agent.models.state import StateError, dtype_name, pack, unpack
 from openrecycle.agent.models.workload import Workload
 from openrecycle.agent.profiling.memory import (
     StageMemory,
+    checkpoint_memory,
     hand_over_memory,
     micro_batch_memory,
     state_memory,
@@ -370,8 +370,8 @@ class JobMemory:
         return tuple(s.total for s in self.stages) if all(s.activations for s in self.stages) else ()
 
     def of(self, workers: Collection[Worker]) -> int:
-        """All of them together. One of each stage writes its checkpoints."""
-        return sum(_together(self.stages, workers))
+        """All of them together."""
+        return sum(self.stages[worker.stage].total for worker in workers)
 
     def check(self, workers: Collection[Worker], has: int | None, where: str) -> str:
         """Returns a warning, or "". has: bytes that they may have. where: they are. Raises InputError where not even
@@ -385,11 +385,6 @@ class JobMemory:
             f"warning: the {len(workers)} workers {where} may come to take {_size(together)} together, and may have "
             f"{_size(has)}; to be safe: fewer micro-batches in flight (--memory), fewer workers, or more machines"
         )
-
-
-def _together(stages: Sequence[StageMemory], workers: Collection[Worker]) -> list[int]:
-    counts = Counter(worker.stage for worker in workers)
-    return [count * stages[s].total - (count - 1) * stages[s].checkpoint for s, count in counts.items()]
 
 
 def _refuse_above(together: int, workers: Collection[Worker], has: int, how: str, where: str) -> None:
@@ -440,7 +435,8 @@ def _check_memory(
         if options.checkpoints.directory is not None and on_cpu:
             named = [parameter for layer in spans(partition)[stage] for parameter in shapes[layer]]
             whole = state_memory(named, kept.each, kept.apart, optimization, 1)
-            state = replace(state, checkpoint=(1 + (options.checkpoints.every == 1)) * whole.copied)
+            copies = 1 + (options.checkpoints.every == 1)
+            state = replace(state, checkpoint=checkpoint_memory(whole, job.pipelines, copies=copies))
         each.append(replace(state, hand_over=hand_over_memory(state, kept.each, job.pipelines)))
         least.append(one.total)
     made = JobMemory(tuple(each), tuple(least), "")
@@ -494,8 +490,10 @@ def _said(
     if options.optimization.sharding == "zero1" and peers > 2:
 
         def with_peers(count: int) -> str:
-            more = max(f.total - s.total + t for f, s, t in zip(states(count), states(peers), totals, strict=True))
-            return _size(more)
+            # What there is else stays, but for the checkpoint's copy, of which each has a larger share.
+            copies = [stage.checkpoint * peers // count - stage.checkpoint for stage in memory.stages]
+            fewer = zip(states(count), states(peers), totals, copies, strict=True)
+            return _size(max(f.total - s.total + t + copy for f, s, t, copy in fewer))
 
         less = f"{with_peers(peers - 1)} once its stage has lost one worker, " if peers > 3 else ""
         text += f", {less}{with_peers(2)} once its stage has two workers left"

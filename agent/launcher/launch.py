@@ -226,6 +226,8 @@ class Launcher:
         """Of plans, by fingerprint, how workers and other nodes are told of them."""
         self._data_wait = DataWait()
         self._validations: set[int] = set()
+        self._unwritten: int | None = None
+        """The checkpoint of which was last said that it can't be written."""
         self._turns = LoopLag(boot_clock)
         self._silences = Silences(options.faults.timeouts.pause, time.monotonic())
         self._committed_in = 0, -1
@@ -526,7 +528,11 @@ class Launcher:
             case "warning":
                 self._listener({"warning": message["text"]})
             case "checkpoint":
-                self._listener({"checkpoint": {"iteration": message["at_iteration"], "problem": message["problem"]}})
+                iteration, problem = message["at_iteration"], message["problem"]
+                # Where one worker finds no room for its share, others mostly find none either.
+                if problem is None or iteration != self._unwritten:
+                    self._unwritten = None if problem is None else iteration
+                    self._listener({"checkpoint": {"iteration": iteration, "problem": problem}})
             case "error":
                 entry.error = message["text"]
             case "fatal":

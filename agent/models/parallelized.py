@@ -22,7 +22,8 @@ from openrecycle.agent.models import compat
 from openrecycle.agent.models.divided import DividedBatches, Gather
 from openrecycle.agent.models.fully_sharded import Layer, Shard, Unit
 from openrecycle.agent.models.layers import build_layer, copied, kind_of, reseed
-from openrecycle.agent.models.state import StageState
+from openrecycle.agent.models.shares import Slab, Split
+from openrecycle.agent.models.state import StageState, StateError
 from openrecycle.agent.models.workload import Workload
 from openrecycle.planner.jobs.errors import InputError, in_a_line
 
@@ -150,9 +151,8 @@ def _part_of(parameter: Any, rank: int) -> nn.Parameter:
     # A copy: a part that is a view would keep all of it.
     local = parameter.to_local().detach().clone(memory_format=torch.contiguous_format)
     own = nn.Parameter(local, parameter.requires_grad)
-    sharded = any(placement.is_shard() for placement in parameter.placements)
-    _mark(own, duplicate=not sharded and rank > 0)
     own.placed = _SplitOf(parameter)  # type: ignore[attr-defined]
+    _mark(own, duplicate=not own.placed.split and rank > 0)  # type: ignore[attr-defined]
     return own
 
 
@@ -198,6 +198,22 @@ class _SplitOf:
             part, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
         )
 
+    @property
+    def split(self) -> bool:
+        """Or does each rank have all of it?"""
+        return any(placement.is_shard() for placement in self.placements)
+
+    def slab(self, part: torch.Size) -> Slab:
+        """What this rank's part is of the whole. Raises StateError."""
+        if self.mesh.ndim == 1:
+            dimension, rank = self.placements[0].dim % len(self.shape), self.mesh.get_local_rank()
+            rows = self.shape[dimension]
+            each = -(-rows // self.mesh.size())  # as torch.chunk divides them
+            slab = Slab(dimension, min(rank * each, rows), min((rank + 1) * each, rows))
+            if slab.shape_in(self.shape) == tuple(part):
+                return slab
+        raise StateError(f"a parameter of shape {tuple(self.shape)} is split as {self.placements}, which is no slab")
+
     def part_of(self, whole: Tensor) -> Tensor:
         """The part of this rank, which all ranks have the whole of."""
         from torch.distributed.tensor import distribute_tensor
@@ -205,10 +221,13 @@ class _SplitOf:
         return distribute_tensor(whole, self.mesh, self.placements, src_data_rank=None).to_local()
 
 
-def gathered(module: nn.Module, state: StageState) -> StageState:
-    """A stage's state without ranks, as a checkpoint has it, from all ranks' parts of it: `state` is this one's. All
-    ranks must call it. Raises RuntimeError where one has gone."""
-    return _each(module, state, lambda split, tensor: split.of_part(tensor.detach()).full_tensor())
+def split_over_ranks(module: nn.Module) -> Split:
+    """What this rank has of a stage's parameters. Raises StateError where a part is no slab."""
+    return {
+        name: (parameter.placed.shape, parameter.placed.slab(parameter.shape))
+        for name, parameter in module.named_parameters()
+        if hasattr(parameter, "placed") and parameter.placed.split
+    }
 
 
 def part_of_rank(module: nn.Module, state: StageState) -> StageState:

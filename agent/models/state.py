@@ -48,12 +48,10 @@ class StateError(RuntimeError):
 
 @dataclass(frozen=True)
 class StageState:
-    """document: JSON values only; `{"tensor": NAME}` in it stands for `tensors[NAME]`. unshared: names of tensors that
-    nobody else has, so that they need not be copied."""
+    """document: JSON values only; `{"tensor": NAME}` in it stands for `tensors[NAME]`."""
 
     document: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
-    unshared: frozenset[str] = frozenset()
 
 
 def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
@@ -210,12 +208,6 @@ AVERAGE = "average"
 """In an optimizer's state of a parameter, its moving average (agent.stages.averaging)."""
 
 
-def averages_of(state: StageState) -> dict[str, Tensor]:
-    """The moving averages of parameters that have one, by name, in a stage's state."""
-    front, end = "optimizer.", f".{AVERAGE}"
-    return {n[len(front) : -len(end)]: t for n, t in state.tensors.items() if n.startswith(front) and n.endswith(end)}
-
-
 def of_layers(state: StageState, span: range) -> StageState:
     """The part of a stage's state that belongs to these of its layers."""
 
@@ -296,13 +288,20 @@ def read_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """What `write_tensors` was given. Nothing is allocated before the file's size is known to be that of the tensors.
     Raises StateError; OSError.
     """
+    tensors, metadata = mapped_tensors(file)
+    # Copies: a mapped file may change under who uses it.
+    return {name: tensor.clone() for name, tensor in tensors.items()}, metadata
+
+
+def mapped_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The same, where it lies in the file: it takes no memory, and is to be copied before it is used."""
     opened(file).close()
     try:
         with safe_open(file, framework="pt") as data:
             metadata = data.metadata() or {}
-            # Copies: a mapped file may change under who uses it.
-            tensors = {name: data.get_tensor(name).clone() for name in data.keys()}  # noqa: SIM118 -- no mapping
-        tensors |= {name: torch.view_as_complex(tensors[name]) for name in json.loads(metadata.pop(_PAIRS, "[]"))}
+            tensors = {name: data.get_tensor(name) for name in data.keys()}  # noqa: SIM118 -- no mapping
+        pairs = json.loads(metadata.pop(_PAIRS, "[]"))
+        tensors |= {name: torch.view_as_complex(tensors[name].clone()) for name in pairs}
     except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise StateError(f"{file.name}: {error}") from None
     return tensors, metadata

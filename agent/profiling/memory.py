@@ -61,8 +61,8 @@ class StageMemory:
     gradients. undo: of what a step changes, as far as it does not fit where the sums are. gradients: of what is
     computed or stepped at a time; where they are clipped of all that is stepped. activations: of as many micro-batches
     as a plan may have in flight, with what an op needs for a moment. transfers: what neighbours are sent, for as long
-    as it is kept, and what is received ahead. checkpoint: the copy that is written. hand_over: pieces on their way to
-    workers that join.
+    as it is kept, and what is received ahead. checkpoint: the copy of its share that is written. hand_over: pieces on
+    their way to workers that join.
     """
 
     parameters: int
@@ -113,6 +113,11 @@ def state_memory(
         gradients = stepped + largest
     undo = max(0, stepped + kept - sums)
     return StageMemory(frozen + size, kept, sums, undo, gradients)
+
+
+def checkpoint_memory(whole: StageMemory, peers: int, *, copies: int) -> int:
+    """Of a checkpoint each peer copies and writes as much. whole: of a worker that has all of the stage's state."""
+    return copies * -(-whole.copied // peers)
 
 
 def hand_over_memory(state: StageMemory, kept_each: float, peers: int) -> int:

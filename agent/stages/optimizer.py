@@ -36,6 +36,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from openrecycle.agent.config.options import Optimization
 from openrecycle.agent.models import compat
 from openrecycle.agent.models.layers import LayerStack, Span, layer_of, parameters_by_layer
+from openrecycle.agent.models.parallelized import split_over_ranks
+from openrecycle.agent.models.shares import Share, Slab, Split, Writer, share_of_state
 from openrecycle.agent.models.state import AVERAGE, StageState, StateError, decode, encode, sha256, whole_number
 from openrecycle.agent.models.workload import Workload
 from openrecycle.agent.stages.gradients import FastSum, GradientSum, MicroBatch
@@ -572,6 +574,50 @@ class StageOptimizer:
             document["data"] = position.document
             tensors |= position.tensors
         return StageState(document, tensors)
+
+    def share(self, writer: Writer) -> Share:
+        """A copy of what that writer is to write of the state. Raises StateError as `state`."""
+        split = split_over_ranks(self.module) if writer.ranks > 1 else {}
+        state, shards = self.state(), self.shards
+        if shards is None:
+            return share_of_state(state, writer, split)
+        share = share_of_state(state, writer, split, [f"model.{name}" for name in shards.parameter_names])
+        kept = self._put_segments(share, shards, writer, split)
+        if kept or share.document:
+            share.document["state"] = kept
+        return share
+
+    def _put_segments(self, share: Share, shards: Shards, writer: Writer, split: Split) -> dict[str, Any]:
+        """Those that are the writer's. Returns what is kept of parameters of which it has the first one."""
+        assert writer.primaries is not None
+        kept, runs = dict[str, Any](), dict[str, list[tuple[Segment, list[Tensor]]]]()
+        forms: dict[str, tuple[Sequence[int], Slab | None]] = {}
+        for number, segment in enumerate(shards.segments):
+            name, part = shards.parameter_names[segment.parameter], shards.parts[number]
+            if writer.primaries[number] != writer.peer or (writer.rank and not (name in split and part.numel())):
+                continue
+            if number not in shards.held:
+                raise StateError(f"{shards.names[number]}: not held here")
+            tensors = {f"model.{name}": part.detach()}
+            document = encode(dict(self.optimizer.state.get(part, {})), f"optimizer.{name}", tensors)
+            first = segment.start == 0 and not writer.rank
+            if first and document["dict"]:
+                kept[name] = document
+            for key, tensor in tensors.items():
+                if tensor.shape == part.shape:
+                    forms[key] = split.get(name) or (self._named[name].shape, None)
+                    so_far = runs.setdefault(key, [])
+                    if so_far and so_far[-1][0].end == segment.start:
+                        so_far[-1] = replace(so_far[-1][0], end=segment.end), [*so_far[-1][1], tensor]
+                    else:
+                        so_far.append((segment, [tensor]))
+                elif first:
+                    share.put(key, [tensor], tensor.shape)
+        for key, found in runs.items():
+            shape, slab = forms[key]
+            for run, parts in found:
+                share.put(key, parts, shape, run.start, slab)
+        return kept
 
     @property
     def elementwise(self) -> bool:

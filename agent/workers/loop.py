@@ -33,9 +33,10 @@ from openrecycle.agent.messages.channel import GenerationSpec, WorkerChannel
 from openrecycle.agent.messages.delivery import LogTail
 from openrecycle.agent.messages.int64 import from_words, to_words
 from openrecycle.agent.models.layers import Partition, Span, first_names, layer_count, layer_of, partition_of, tied_of
-from openrecycle.agent.models.parallelized import gathered, gathered_tensors, part_of_rank
+from openrecycle.agent.models.parallelized import gathered_tensors, part_of_rank
+from openrecycle.agent.models.shares import Writer
 from openrecycle.agent.models.stage_io import CPU, StageCuts, layer_io_of
-from openrecycle.agent.models.state import AVERAGE, StageState, averages_of
+from openrecycle.agent.models.state import StageState
 from openrecycle.agent.models.workload import Workload
 from openrecycle.agent.monitoring.heartbeat import Status
 from openrecycle.agent.monitoring.liveness import AT_REST, describe_exception
@@ -175,7 +176,7 @@ class WorkerLoop:
         if origin is not None:
             self._checkpointer = Checkpointer(
                 *(options.checkpoints, origin, me.stage, len(self._cuts.span(me.stage))),
-                *(self._say_checkpoint, self._superseded, self._whole_state),
+                *(self._say_checkpoint, self._superseded),
             )
         self._status.take_op_milliseconds = self._executor.times.take
         self._status.timeline = self._executor.timeline
@@ -220,20 +221,6 @@ class WorkerLoop:
             return True
         # Each is asked: asked for what it lacks, one notices that its last step was put right.
         return any([not self._state.complete, *[coming.missing for coming in self._coming.values()]])
-
-    def _whole_state(self, state: StageState, writes: bool) -> StageState | None:
-        """Without ranks or shards, on the process that writes. All workers of the stage call it, with all their ranks.
-        Raises TransferError."""
-        whole: StageState | None = state
-        sharded = self._executor.sharded
-        if sharded is not None:
-            # None of them joins: a newcomer's parameters come before anybody trains on.
-            whole = sharded.whole_state(min(sharded.peers))
-        if not writes or whole is None:
-            return None
-        if self._several:
-            whole = self._ranks.together(functools.partial(gathered, self._optimizer.module, whole))
-        return whole if self._ranks.rank == 0 else None
 
     @property
     def _ranks(self) -> Ranks:
@@ -369,9 +356,8 @@ class WorkerLoop:
             raise Interrupted
 
     def _save_weights(self, folder: str, writer: Worker) -> None:
-        sharded, averages = self._executor.sharded, self._optimizer.averages()
-        if sharded is not None and (whole := sharded.whole_state(writer, [AVERAGE])) is not None:
-            averages = averages_of(whole)
+        sharded = self._executor.sharded
+        averages = self._optimizer.averages() if sharded is None else sharded.averages(writer)
         if self._me != writer:
             return
         for layer, module in self._optimizer.module.layers:
@@ -787,12 +773,23 @@ class WorkerLoop:
 
     def _checkpoint(self, whole: list[Worker], *, last: bool) -> None:
         """At an iteration's boundary; after the last one, waits until everything is written. whole: those that
-        hold all of their stage's state."""
+        hold all of their stage's state, the same to all of them."""
         if self._checkpointer is not None:
-            writes = self._me == min(w for w in whole if w.stage == self._me.stage)
-            self._checkpointer.boundary(self._optimizer, self._generation, writes=writes, last=last)
+            self._checkpointer.boundary(self._optimizer, self._generation, self._writer(whole), last=last)
             if last:
                 self._checkpointer.finish()
+
+    def _writer(self, whole: list[Worker]) -> Writer | None:
+        """As which this process writes a share of its stage's state."""
+        ranks, sharded = self._ranks, self._executor.sharded
+        if sharded is not None:
+            # None of them joins: a newcomer's parameters come before anybody trains on.
+            peers, primaries = list(sharded.peers), sharded.primaries
+        else:
+            peers, primaries = [w for w in whole if w.stage == self._me.stage], None
+        if self._me not in peers:
+            return None
+        return Writer(peers.index(self._me), len(peers), ranks.rank, ranks.size, primaries)
 
     def _compare(self, whole: list[Worker]) -> None:
         """At an iteration's boundary, now and then and with each checkpoint: says what this worker's parameters

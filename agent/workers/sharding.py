@@ -17,13 +17,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from openrecycle.agent.models.layers import Span, layer_of
-from openrecycle.agent.models.state import StageState, StateError, decode, encode, pack, runs_of, unpack
+from openrecycle.agent.models.state import AVERAGE, StageState, StateError, decode, pack, runs_of, unpack
 from openrecycle.agent.stages.optimizer import Shards, StageOptimizer
 from openrecycle.agent.stages.shards import Ownership
 from openrecycle.agent.transport.communicator import Groups
@@ -70,8 +69,9 @@ class ShardedStage:
         shards = self._shards
         primaries = [ownership.primary[segment.shard] for segment in shards.segments]
         self._primaries = primaries
-        self._on_device: set[tuple[str, Any]] = set()
-        """What the optimizer keeps of parameters, by name and key, that is on their device."""
+        places = {peer: place for place, peer in enumerate(self.peers)}
+        self.primaries: Sequence[int] = [places[worker] for worker in primaries]
+        """Of each segment, the place among the peers of the one that the others take its parameters from."""
         shards.primary = frozenset(n for n, worker in enumerate(primaries) if worker == me)
         mine = frozenset(k for k, holders in enumerate(ownership.holders) if me in holders)
         optimizer.release([n for n in sorted(shards.held) if shards.segments[n].shard not in mine])
@@ -180,36 +180,31 @@ class ShardedStage:
                     pending.wait()
             raise
 
-    # -- for a checkpoint ----------------------------------------------------------------------
+    # -- averages, for the weights in the end ----------------------------------------------------
 
-    def whole_state(self, to: Worker, keys: Collection[str] | None = None) -> StageState | None:
-        """The stage's state without shards, as a checkpoint has it: on `to`, from all peers, which call it together.
-        keys: these alone of what the optimizer keeps of each parameter."""
+    def averages(self, to: Worker) -> dict[str, Tensor]:
+        """The moving averages of parameters that have one, by name: on `to`, from all peers, which call it together;
+        elsewhere none."""
         shards, optimizer = self._shards, self._optimizer
         runs = runs_of(_bytes(shards, range(len(shards.parts))), MESSAGE_BYTES, self._primaries)
-        if self._me != to:
-            for a, b in runs:
-                if self._primaries[a] == self._me:
-                    self._send_states(to, range(a, b), keys)
-            return None
-        state = optimizer.state()
-        parameters, named = dict(optimizer.module.named_parameters()), dict[str, dict[str, Any]]()
+        parameters, averages = dict(optimizer.module.named_parameters()), dict[str, Tensor]()
+
+        def put(number: int, state: StageState) -> None:
+            name, segment = shards.names[number].partition("@")[0], shards.segments[number]
+            for average in decode(state.document["kept"], state.tensors).values():
+                whole = averages.setdefault(name, torch.zeros(parameters[name].shape, dtype=average.dtype))
+                whole.view(-1)[segment.start : segment.end].copy_(average.reshape(-1))
+
         for a, b in runs:
             there = self._primaries[a]
-            for number in range(a, b) if there == self._me else ():
-                self._put(named, parameters, number, optimizer.segment_state(number, keys))
-            if there != self._me:
-                self._receive_states(there, range(a, b), lambda n, kept: self._put(named, parameters, n, kept))
-        tensors, states = dict(state.tensors), {}
-        for name, kept in named.items():
-            states[name] = encode(kept, f"optimizer.{name}", tensors)
-            for key, value in states[name]["dict"]:
-                if (name, key) in self._on_device:
-                    value["on"] = "device"  # where the parameter is; here it is all on the CPU
-        # In the order in which an optimizer that has all of it would keep them.
-        order = [name for group in state.document["groups"] for name in group["parameters"] if name in states]
-        document = {**state.document, "state": {name: states[name] for name in order}}
-        return StageState(document, tensors, frozenset(tensors.keys() - state.tensors.keys()))
+            if there == to == self._me:
+                for number in range(a, b):
+                    put(number, optimizer.segment_state(number, [AVERAGE]))
+            elif to == self._me:
+                self._receive_states(there, range(a, b), put)
+            elif there == self._me:
+                self._send_states(to, range(a, b), [AVERAGE])
+        return averages
 
     def _send_states(self, to: Worker, numbers: range, keys: Collection[str] | None = None) -> None:
         states = [self._optimizer.segment_state(number, keys) for number in numbers]
@@ -232,27 +227,6 @@ class ShardedStage:
             return unpack(*receive_packed(self._groups, source, _STATE))
         except StateError as error:
             raise TransferError(f"the state from {source} can't be used: {error}", source) from None
-
-    def _put(
-        self, named: dict[str, dict[str, Any]], parameters: Mapping[str, Tensor], number: int, state: StageState
-    ) -> None:
-        """Into what is kept of whole parameters."""
-        shards, segment = self._shards, self._shards.segments[number]
-        name = shards.names[number].partition("@")[0]
-        document = state.document["kept"]
-        kept = decode(document, state.tensors)
-        if not kept:
-            return
-        on_device = {k for k, value in document["dict"] if isinstance(value, dict) and value.get("on") == "device"}
-        self._on_device |= {(name, key) for key in on_device}
-        whole, parameter, part = named.setdefault(name, {}), parameters[name], shards.parts[number]
-        for key, value in kept.items():
-            if not isinstance(value, Tensor) or value.shape != part.shape or part is parameter:
-                whole.setdefault(key, value)
-                continue
-            if key not in whole:
-                whole[key] = torch.zeros(parameter.shape, dtype=value.dtype)
-            whole[key].view(-1)[segment.start : segment.end].copy_(value)
 
     # -- layers that move ----------------------------------------------------------------------
 

@@ -21,15 +21,17 @@ from openrecycle.agent.checkpoints import checkpointing
 from openrecycle.agent.checkpoints.checkpoint import (
     CheckpointError,
     Identity,
+    OldCheckpointError,
     find,
     load_layers,
     set_aside_later,
     whole_checkpoints,
-    write_part,
+    write_share,
 )
 from openrecycle.agent.checkpoints.checkpointing import Checkpointer, Origin, prepare
 from openrecycle.agent.config.options import Checkpoints, TrainingOptions
 from openrecycle.agent.models.layers import LayerStack
+from openrecycle.agent.models.shares import Share, Writer
 from openrecycle.agent.models.state import pack
 from openrecycle.agent.stages.gradients import GradientSum
 from openrecycle.agent.stages.optimizer import StageOptimizer
@@ -55,9 +57,14 @@ def _stage(seed: int, steps: int = 0, layer: int = 0) -> StageOptimizer:
     return stage
 
 
+def _whole(stage: StageOptimizer) -> Share:
+    """Of a stage that has one worker."""
+    return stage.share(Writer())
+
+
 def _write(folder: Path, iteration: int, *, keep: int = 9, attempt: int = 1) -> list[StageOptimizer]:
     stages = [_stage(10 * iteration + s, iteration, s) for s in range(2)]
-    whole = [write_part(folder, s.state(), i, 1, JOB, attempt, keep) for i, s in enumerate(stages)]
+    whole = [write_share(folder, _whole(s), i, 1, JOB, attempt, keep) for i, s in enumerate(stages)]
     assert whole == [False, True]
     return stages
 
@@ -77,10 +84,10 @@ def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
 
 def test_a_checkpoint_is_not_there_before_its_last_part(tmp_path: Path) -> None:
     _write(tmp_path, 1)
-    write_part(tmp_path, _stage(1, 2).state(), 0, 1, JOB, 1, 9)
+    write_share(tmp_path, _whole(_stage(1, 2)), 0, 1, JOB, 1, 9)
     assert [c.iteration for c in whole_checkpoints(tmp_path)] == [1]
     # Parts of different attempts don't add up.
-    write_part(tmp_path, _stage(2, 2, 1).state(), 1, 1, JOB, 2, 9)
+    write_share(tmp_path, _whole(_stage(2, 2, 1)), 1, 1, JOB, 2, 9)
     assert find(tmp_path).iteration == 1
     _write(tmp_path, 3)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["iteration-0000000001", "iteration-0000000003"]
@@ -93,22 +100,22 @@ def test_parts_of_checkpoints_that_never_became_whole_make_room(tmp_path: Path) 
         return sorted((p.parent.name, p.name) for p in tmp_path.glob(".partial-*/stage-*"))
 
     for iteration in (1, 2, 3):
-        write_part(tmp_path, _stage(1, iteration).state(), 0, 1, JOB, 1, 9)
-    write_part(tmp_path, _stage(1, 3).state(), 0, 1, JOB, 2, 9)  # after a death
+        write_share(tmp_path, _whole(_stage(1, iteration)), 0, 1, JOB, 1, 9)
+    write_share(tmp_path, _whole(_stage(1, 3)), 0, 1, JOB, 2, 9)  # after a death
     assert parts() == [(f".partial-{i:010d}-{attempt}", "stage-0") for i, attempt in ((2, 1), (3, 1), (3, 2))]
-    write_part(tmp_path, _stage(2, 2, 1).state(), 1, 1, JOB, 1, 9)
+    write_share(tmp_path, _whole(_stage(2, 2, 1)), 1, 1, JOB, 1, 9)
     assert [c.iteration for c in whole_checkpoints(tmp_path)] == [2], "the slower stage came"
     for iteration in (4, 5):
-        write_part(tmp_path, _stage(1, iteration).state(), 0, 1, JOB, 2, 9)
+        write_share(tmp_path, _whole(_stage(1, iteration)), 0, 1, JOB, 2, 9)
     assert parts() == [(f".partial-{i:010d}-2", "stage-0") for i in (4, 5)]
 
 
 def test_all_writers_at_once_make_one_checkpoint(tmp_path: Path) -> None:
     identity = Identity("tests:job", 8, 8, 1, 1, 0, {})
-    states = [_stage(s, 2, s).state() for s in range(8)]
+    states = [_whole(_stage(s, 2, s)) for s in range(8)]
     whole: list[bool] = []
     threads = [
-        threading.Thread(target=lambda i=i: whole.append(write_part(tmp_path, states[i], i, 1, identity, 1, 3)))
+        threading.Thread(target=lambda i=i: whole.append(write_share(tmp_path, states[i], i, 1, identity, 1, 3)))
         for i in range(8)
     ]
     for thread in threads:
@@ -116,7 +123,7 @@ def test_all_writers_at_once_make_one_checkpoint(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert sorted(whole) == [False] * 7 + [True]
-    assert len(find(tmp_path).files) == 8
+    assert len(find(tmp_path).shares) == 8
 
 
 def test_only_the_newest_stay(tmp_path: Path) -> None:
@@ -130,7 +137,7 @@ def test_only_the_newest_stay(tmp_path: Path) -> None:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    return (f for f in sorted((folder / "iteration-0000000002").rglob("*")) if f.is_file() and f.name != "part.json")
+    return (f for f in sorted((folder / "iteration-0000000002").rglob("*")) if f.is_file() and f.name != "share.json")
 
 
 @pytest.mark.parametrize("which", range(6))
@@ -138,7 +145,7 @@ def _files(folder: Path) -> Iterator[Path]:
 def test_a_damaged_file_is_refused_by_name(which: int, damage: str, tmp_path: Path) -> None:
     _write(tmp_path, 1)
     _write(tmp_path, 2)
-    files = [f for f in _files(tmp_path) if f.parent.name.startswith("stage")]
+    files = [f for f in _files(tmp_path) if f.parent.name == "share-0"]
     assert len(files) == 6
     file = files[which]
     data = bytearray(file.read_bytes())
@@ -153,7 +160,7 @@ def test_a_damaged_file_is_refused_by_name(which: int, damage: str, tmp_path: Pa
     with pytest.raises(CheckpointError, match=file.name):
         find(tmp_path, "iteration-0000000002")
     with pytest.raises(CheckpointError, match=file.name):
-        load_layers(tmp_path, range(stage := int(file.parent.name[-1]), stage + 1))
+        load_layers(tmp_path, range(stage := int(file.parents[1].name[-1]), stage + 1))
 
 
 def test_what_is_no_checkpoint_is_refused_with_a_sentence(tmp_path: Path) -> None:
@@ -165,9 +172,21 @@ def test_what_is_no_checkpoint_is_refused_with_a_sentence(tmp_path: Path) -> Non
     with pytest.raises(CheckpointError, match="has layers 0 to 1"):
         load_layers(tmp_path, range(2, 3))
     manifest = tmp_path / "iteration-0000000001" / "manifest.json"
-    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"version": 5}))
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"version": 6}))
     with pytest.raises(CheckpointError, match=golden("no-whole-checkpoint")):
         find(tmp_path)
+
+
+@pytest.mark.parametrize("version", [2, 3, 4])
+def test_older_forms_are_refused_by_name(version: int, tmp_path: Path) -> None:
+    """And not taken for missing, so that nothing is written over them."""
+    _write(tmp_path, 1)
+    manifest = tmp_path / "iteration-0000000001" / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"version": version}))
+    with pytest.raises(OldCheckpointError, match=f"version {version}"):
+        find(tmp_path, "newest-intact")
+    with pytest.raises(InputError):
+        prepare(Checkpoints(directory=str(tmp_path), resume="if-any"), JOB, 10, print)
 
 
 class _Harm:
@@ -220,7 +239,7 @@ def test_a_pickled_checkpoint_is_refused_and_nothing_in_it_runs(
             prepare(Checkpoints(directory=str(tmp_path / "checkpoints"), resume=resume), JOB, 10, print)
     # Called the new form, it has no files of that form.
     manifest = json.loads((path / "manifest.json").read_text())
-    (path / "manifest.json").write_text(json.dumps(manifest | {"version": 4}))
+    (path / "manifest.json").write_text(json.dumps(manifest | {"version": 5}))
     with pytest.raises(CheckpointError, match=golden("no-whole-checkpoint")):
         find(tmp_path / "checkpoints")
     assert not (tmp_path / "harm").exists()
@@ -235,9 +254,9 @@ def test_pickles_in_the_place_of_a_checkpoint_s_files_do_not_run(
     _write(tmp_path / "checkpoints", 1)
     path = find(tmp_path / "checkpoints").path
     harm = pickle.dumps(_Harm())
-    (path / "stage-0" / file).write_bytes(harm)
+    (path / "stage-0" / "share-0" / file).write_bytes(harm)
     manifest = json.loads((path / "manifest.json").read_text())
-    manifest["stages"][0][file] = hashlib.sha256(harm).hexdigest()
+    manifest["stages"][0][0]["files"][file] = hashlib.sha256(harm).hexdigest()
     (path / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError, match=golden("cant-be-read")):
         find(tmp_path / "checkpoints").load(range(1))
@@ -248,7 +267,7 @@ def test_pickles_in_the_place_of_a_checkpoint_s_files_do_not_run(
 def test_a_header_that_lies_about_sizes_takes_no_memory(file: str, tmp_path: Path) -> None:
     _write(tmp_path, 1)
     path = find(tmp_path).path
-    tensors = path / "stage-0" / file
+    tensors = path / "stage-0" / "share-0" / file
     data = tensors.read_bytes()
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
@@ -257,16 +276,16 @@ def test_a_header_that_lies_about_sizes_takes_no_memory(file: str, tmp_path: Pat
         text = json.dumps(header | {name: header[name] | lie}).encode()
         tensors.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
         manifest = json.loads((path / "manifest.json").read_text())
-        manifest["stages"][0][file] = hashlib.sha256(tensors.read_bytes()).hexdigest()
+        manifest["stages"][0][0]["files"][file] = hashlib.sha256(tensors.read_bytes()).hexdigest()
         (path / "manifest.json").write_text(json.dumps(manifest))
-        with pytest.raises(CheckpointError, match=golden("stage-0-cant-be-read")):
+        with pytest.raises(CheckpointError, match=golden("share-0-cant-be-read")):
             find(tmp_path).load(range(1))
 
 
 def test_any_reader_of_the_format_finds_parameters_by_their_owners_names(tmp_path: Path) -> None:
     stages = _write(tmp_path, 1)
     for number, stage in enumerate(stages):
-        found = load_file(find(tmp_path).path / f"stage-{number}" / "model.safetensors")
+        found = load_file(find(tmp_path).path / f"stage-{number}" / "share-0" / "model.safetensors")
         expected = dict(stage.module.state_dict())
         assert sorted(found) == sorted(expected) and f"{number}.0.weight" in found
         assert all(torch.equal(value, found[name]) for name, value in expected.items())
@@ -279,7 +298,7 @@ def test_files_that_are_too_long_are_not_read(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(CheckpointError, match=golden("state-json-has-more-than")):
         checkpoint.load(range(1))
     manifest = tmp_path / "iteration-0000000001" / "manifest.json"
-    manifest.write_text(manifest.read_text() + " " * 2**24)
+    manifest.write_text(manifest.read_text() + " " * 2**26)
     with pytest.raises(CheckpointError, match=golden("no-whole-checkpoint")):
         find(tmp_path)
 
@@ -318,15 +337,15 @@ def test_a_copy_is_written_only_when_its_last_step_is_final(tmp_path: Path) -> N
     for parameter in stage.module.parameters():
         stage.gradients.add(parameter, torch.ones_like(parameter))
     stage.step(None)
-    keeper.boundary(stage, 1, writes=True)
+    keeper.boundary(stage, 1, Writer())
     # The step before the copy is overturned: the same boundary comes again, with other parameters.
     assert stage.parameters_sha256() != before and stage.settle(SKIP)
-    keeper.boundary(stage, 1, writes=True)
+    keeper.boundary(stage, 1, Writer())
     right = stage.parameters_sha256()
     assert right == before
     assert whole_checkpoints(tmp_path) == []
     stage.step()
-    keeper.boundary(stage, 1, writes=True)
+    keeper.boundary(stage, 1, Writer())
     keeper.finish()
     assert said == [(2, None)]
     taken = _stage(9)
@@ -334,9 +353,9 @@ def test_a_copy_is_written_only_when_its_last_step_is_final(tmp_path: Path) -> N
     assert taken.parameters_sha256() == right
     # Not due, not this worker's, and the last one, which is always written.
     stage.step()
-    keeper.boundary(stage, 1, writes=False)
+    keeper.boundary(stage, 1, None)
     stage.step()
-    keeper.boundary(stage, 1, writes=True, last=True)
+    keeper.boundary(stage, 1, Writer(), last=True)
     keeper.finish()
     assert said == [(2, None), (5, None)]
 
@@ -380,9 +399,9 @@ def test_the_last_checkpoint_waits_for_the_one_before_however_long_that_takes(
 
     def slow(*arguments: Any) -> bool:
         disk.wait()
-        return write_part(*arguments)
+        return write_share(*arguments)
 
-    monkeypatch.setattr(checkpointing, "write_part", slow)
+    monkeypatch.setattr(checkpointing, "write_share", slow)
     monkeypatch.setattr(checkpointing, "TIMEOUT_SECONDS", 0.0)
 
     def interrupted() -> bool:
@@ -395,9 +414,9 @@ def test_the_last_checkpoint_waits_for_the_one_before_however_long_that_takes(
         wish, Origin(Identity("tests:job", 1, 1, 1, 1, 0, {})), 0, 1, lambda *what: said.append(what), interrupted
     )
     stage = _stage(0, 2)
-    keeper.boundary(stage, 1, writes=True)
+    keeper.boundary(stage, 1, Writer())
     stage.step()
-    keeper.boundary(stage, 1, writes=True, last=True)
+    keeper.boundary(stage, 1, Writer(), last=True)
     threading.Thread(target=lambda: patience.wait() and disk.set()).start()
     keeper.finish()
     assert said == [(2, None), (3, None)]
@@ -405,18 +424,18 @@ def test_the_last_checkpoint_waits_for_the_one_before_however_long_that_takes(
 
 @pytest.mark.parametrize("resume", [None, "if-any"])
 def test_what_another_run_left_unfinished_gets_into_no_checkpoint(resume: str | None, tmp_path: Path) -> None:
-    write_part(tmp_path, _stage(1, 2).state(), 0, 1, JOB, 1, 9)
+    write_share(tmp_path, _whole(_stage(1, 2)), 0, 1, JOB, 1, 9)
     (tmp_path / ".partial-0000000002-1" / ".claimed").touch()
     prepare(Checkpoints(directory=str(tmp_path), resume=resume), JOB, 10, print)
-    assert not write_part(tmp_path, _stage(5, 2, 1).state(), 1, 1, JOB, 1, 9)
+    assert not write_share(tmp_path, _whole(_stage(5, 2, 1)), 1, 1, JOB, 1, 9)
     assert not whole_checkpoints(tmp_path)
-    assert write_part(tmp_path, _stage(5, 2).state(), 0, 1, JOB, 1, 9)
+    assert write_share(tmp_path, _whole(_stage(5, 2)), 0, 1, JOB, 1, 9)
 
 
 def test_a_manifest_that_finds_no_room_is_left_to_the_next_writer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_part(tmp_path, _stage(1, 2).state(), 0, 1, JOB, 1, 9)
+    write_share(tmp_path, _whole(_stage(1, 2)), 0, 1, JOB, 1, 9)
     rename = Path.rename
 
     def full(self: Path, target: Path) -> Path:
@@ -424,9 +443,9 @@ def test_a_manifest_that_finds_no_room_is_left_to_the_next_writer(
 
     monkeypatch.setattr(Path, "rename", full)
     with pytest.raises(OSError, match="space"):
-        write_part(tmp_path, _stage(2, 2, 1).state(), 1, 1, JOB, 1, 9)
+        write_share(tmp_path, _whole(_stage(2, 2, 1)), 1, 1, JOB, 1, 9)
     monkeypatch.setattr(Path, "rename", rename)
-    assert write_part(tmp_path, _stage(2, 2, 1).state(), 1, 1, JOB, 1, 9)
+    assert write_share(tmp_path, _whole(_stage(2, 2, 1)), 1, 1, JOB, 1, 9)
 
 
 def test_one_command_begins_a_job_and_goes_on_with_it(tmp_path: Path) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from openrecycle.agent.checkpoints.checkpoint import Identity, find, load_layers, write_part
+from openrecycle.agent.checkpoints.checkpoint import Identity, find, load_layers, write_share
 from openrecycle.agent.config.options import Optimization
 from openrecycle.agent.config.randomness import seed_for
 from openrecycle.agent.examples.gpt import Gpt
 from openrecycle.agent.models.layers import partition_of, spans
+from openrecycle.agent.models.shares import Writer
 from openrecycle.agent.models.stage_io import StageCuts
 from openrecycle.agent.models.state import StageState, joined, of_layers, pack
 from openrecycle.agent.models.workload import NamedWorkload
@@ -109,7 +110,8 @@ def test_a_checkpoint_is_read_by_stages_that_are_cut_elsewhere(tmp_path) -> None
     _, whole, optimizers = _train(GPT, (2, 1, 3), CLIPPED)
     identity = Identity("gpt", LAYERS, 3, 1, 2, 0, {})
     for stage, optimizer in enumerate(optimizers):
-        write_part(tmp_path, optimizer.state(), stage, (2, 1, 3)[stage], identity, 1, 3)
+        for peer in range(2):
+            write_share(tmp_path, optimizer.share(Writer(peer, 2)), stage, (2, 1, 3)[stage], identity, 1, 3)
     assert find(tmp_path).partition == (2, 1, 3)
     for span in (range(6), range(1, 4), range(5, 6)):
         assert _bits(load_layers(tmp_path, span)) == _bits(of_layers(whole, span))

@@ -144,9 +144,9 @@ def test_all_that_may_be_there_at_a_time_is_said(tmp_path: Path) -> None:
     assert few.stages[0].checkpoint == 0
     written = check_workload(chain, _options(checkpoints=Checkpoints(directory=str(tmp_path), every=5)))
     state = written.stages[0]
-    assert state.checkpoint == state.parameters + state.optimizer
-    # One worker of a stage writes.
-    assert written.of([Worker(0, 0), Worker(1, 0)]) == 2 * state.total - state.checkpoint
+    # Each of the two workers of a stage writes a half.
+    assert state.checkpoint == (state.parameters + state.optimizer) // 2
+    assert written.of([Worker(0, 0), Worker(1, 0)]) == 2 * state.total
 
 
 def test_it_is_checked_against_what_each_machine_has() -> None:

@@ -41,6 +41,7 @@ from tests.agent.consoles import console, until
 from tests.agent.launches import Launched
 from tests.agent.local_jobs import TINY, LocalJob
 from tests.agent.runs import Run, forked
+from tests.agent.saved import checkpoint_bits
 from tests.conftest import at_length
 
 ITERATIONS = 6
@@ -154,11 +155,15 @@ def test_a_console_is_told_which_ranks_are_spare(tmp_path: Path) -> None:
 @pytest.mark.chaos
 @pytest.mark.processes
 def test_a_checkpoint_knows_no_ranks(reference: Run, tmp_path: Path) -> None:
-    """What two ranks have written one can go on from, and two go on to the same bits."""
-    folder, weights = tmp_path / "checkpoints", tmp_path / "weights"
+    """What two ranks have written one can go on from, and two go on to the same bits. Each writes its own part, of an
+    optimizer that is shared, too."""
+    folder, weights, other = (tmp_path / name for name in ("checkpoints", "weights", "other"))
     options = ("--checkpoint", str(folder), "--checkpoint-every", "3")
     run = two_ranks(tmp_path / "first.jsonl", *options, "--weights", str(weights), "--kill", "W0_1.1@1:F1")
     assert run.status == 0 and run.final == reference.final, run.errors
+    shared = two_ranks(tmp_path / "shared.jsonl", *options, "--checkpoint", str(other), "--optimizer-sharding", "zero1")
+    assert shared.status == 0, shared.errors
+    assert checkpoint_bits(folder) == checkpoint_bits(other)
     shutil.rmtree(folder / "iteration-0000000006")
     again = two_ranks(tmp_path / "again.jsonl", *options, "--resume", "newest", "--weights", str(tmp_path / "again"))
     assert again.status == 0 and again.final == reference.final, again.errors

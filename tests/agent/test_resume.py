@@ -71,13 +71,15 @@ def test_a_resumed_job_has_the_bits_of_an_unbroken_one(unbroken: Run, half: Path
 
 def test_a_damaged_checkpoint_is_passed_over_only_when_asked_for(unbroken: Run, half: Path, tmp_path: Path) -> None:
     checkpoints = _copy(half, tmp_path / "ck")
-    part = tmp_path / "ck" / "iteration-0000000004" / "stage-1" / "model.safetensors"
+    part = tmp_path / "ck" / "iteration-0000000004" / "stage-1" / "share-1" / "optimizer.safetensors"
     data = bytearray(part.read_bytes())
     data[-100] ^= 1
     part.write_bytes(data)
     refused = _run(tmp_path / "refused.jsonl", "--checkpoint", checkpoints, "--resume", "newest")
     assert refused.status == 2 and not refused.lines
-    assert "error: --resume: got 'newest'" in refused.errors and "stage-1/model.safetensors: damaged" in refused.errors
+    assert (
+        "error: --resume: got 'newest'" in refused.errors and "share-1/optimizer.safetensors: damaged" in refused.errors
+    )
     assert "Traceback" not in refused.errors
     run = _run(tmp_path / "run.jsonl", "--checkpoint", checkpoints, "--resume", "newest-intact")
     assert run.status == 0, run.errors

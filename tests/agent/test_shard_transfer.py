@@ -6,7 +6,6 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from openrecycle.agent.checkpoints.checkpoint import Identity, load_layers
-from openrecycle.agent.checkpoints.checkpointing import Checkpointer, Origin
-from openrecycle.agent.config.options import Checkpoints
-from openrecycle.agent.models.state import AVERAGE, averages_of
+from openrecycle.agent.models.state import AVERAGE
 from openrecycle.agent.stages.averaging import ExponentialMovingAverage
 from openrecycle.agent.stages.gradients import GradientSum
 from openrecycle.agent.stages.optimizer import StageOptimizer, make_optimizer
@@ -269,30 +265,16 @@ def test_layers_that_move_bring_what_no_segment_has() -> None:
 _averaged = ExponentialMovingAverage(torch.optim.AdamW, decay=0.9)
 
 
-def test_whole_states_are_put_together_once_and_weights_take_averages_alone(tmp_path: Path) -> None:
-    stages = {w: _stage(0, _averaged) for w in (A, B)}
-    for stage in stages.values():
+def test_averages_are_put_together_on_the_one_who_writes_the_weights() -> None:
+    stages, alone = {w: _stage(0, _averaged) for w in (A, B)}, _stage(0, _averaged)
+    for stage in (*stages.values(), alone):
         _step(stage)
     sharded = _sharded(_Wire(), stages)
-    state, nothing = _together(*(lambda w=w: sharded[w].whole_state(A) for w in (A, B)))
-    assert nothing is None and state.unshared == {n for n in state.tensors if n.startswith("optimizer.")}
-    averages, _ = _together(*(lambda w=w: sharded[w].whole_state(A, [AVERAGE]) for w in (A, B)))
-    kept = [n for n in averages.tensors if n.startswith("optimizer.")]
-    assert kept and all(n.endswith(AVERAGE) for n in kept)
-    assert all(torch.equal(t, averages_of(state)[n]) for n, t in averages_of(averages).items())
-
-    # A copy of what nobody else has would be there twice.
-    wish, identity = Checkpoints(directory=str(tmp_path), every=1), Identity("tests:job", 1, 1, 1, 1, 0, {})
-    keeper = Checkpointer(
-        wish, Origin(identity), 0, 1, lambda *what: None, lambda: False, lambda own, writes: state if writes else None
-    )
-    keeper.boundary(stages[A], 1, writes=True)
-    name = next(n for n in state.tensors if n.endswith(".exp_avg"))
-    state.tensors[name].fill_(7)
-    live = dict(stages[A].module.named_parameters())["0.weight"]
-    before = live.detach().clone()
-    with torch.no_grad():
-        live.zero_()
-    keeper.finish()
-    written = load_layers(tmp_path, range(1)).tensors
-    assert bool((written[name] == 7).all()) and torch.equal(written["model.0.weight"], before)
+    assert alone.shards is not None
+    mine, theirs = _together(*(lambda w=w: sharded[w].averages(B) for w in (A, B)))
+    assert not mine and sorted(theirs) == ["0.empty", "0.weight"]
+    kept = {segment: alone.segment_state(n, [AVERAGE]).tensors for n, segment in enumerate(alone.shards.segments)}
+    for segment, tensors in kept.items():
+        for tensor in tensors.values():
+            name = alone.shards.parameter_names[segment.parameter]
+            assert torch.equal(theirs[name].view(-1)[segment.start : segment.end], tensor.view(-1))

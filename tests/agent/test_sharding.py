@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import filecmp
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 import torch
 from torch import nn, optim
 
+from openrecycle.agent.checkpoints.checkpoint import whole_checkpoints
 from openrecycle.agent.config.options import Optimization, Planning, TrainingOptions
 from openrecycle.agent.examples.gpt import Gpt
 from openrecycle.agent.jobs.preflight import check_workload
@@ -24,6 +24,7 @@ from openrecycle.agent.workers.validation_exchange import Steps
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, Worker
 from tests.agent.runs import Run, forked
+from tests.agent.saved import checkpoint_bits
 from tests.conftest import at_length
 
 ITERATIONS = 8
@@ -109,15 +110,68 @@ def test_parameters_that_layers_share(options: str, tmp_path: Path) -> None:
 
 @pytest.mark.processes
 def test_checkpoints_know_no_shards(whole: tuple[Run, Path], tmp_path: Path) -> None:
-    """The files are those of a job without; and who goes on from them, with shards or without, has the same bits."""
+    """They hold what those of a job without do; and who goes on from them, with shards or without, has the same
+    bits."""
     reference, folders = whole[0], (whole[1], tmp_path / "sharded")
     run = sharded(tmp_path / "run.jsonl", *checkpoints_in(folders[1]), "--kill", "W0_1@1:F1")
     assert run.status == 0 and run.final == reference.final, run.errors
-    files = [p.relative_to(folders[0]) for p in folders[0].rglob("*.safetensors")]
-    assert files and all(filecmp.cmp(folders[0] / f, folders[1] / f, shallow=False) for f in files)
+    theirs, ours = map(checkpoint_bits, folders)
+    assert ours == theirs and sorted(ours) == [4, ITERATIONS]
+    # Each wrote a share: of the stage that has lost one, two workers.
+    found = whole_checkpoints(folders[1])[-1]
+    assert [len(shares) for shares in found.shares] == [3, 2]
     shutil.rmtree(folders[1] / f"iteration-{ITERATIONS:010d}")
     again = sharded(tmp_path / "again.jsonl", "--checkpoint", str(folders[1]), "--resume", "newest")
     assert again.status == 0 and again.final == reference.final, again.errors
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("options", [ZERO1, at_length(())])
+def test_writers_that_die_with_their_share(options: tuple[str, ...], whole: tuple[Run, Path], tmp_path: Path) -> None:
+    """One between its copy and its last step, so that those who live take another; one while it writes: that
+    checkpoint is whole or not there, and the next is whole."""
+    reference, folder = whole[0], tmp_path / "saved"
+    kills = ("--kill", "W0_1@4:F1", "--kill", "W1_0@5:F1")
+    run = forked(tmp_path / "run.jsonl", *GRID, *TINY, *LATE, *options, *checkpoints_in(folder), *kills)
+    assert run.status == 0, run.errors
+    assert run.losses == reference.losses and run.final == reference.final
+    assert sorted(failure["worker"] for failure in run.failures) == ["W0_1", "W1_0"]
+    ours = checkpoint_bits(folder)
+    assert ITERATIONS in ours and ours.items() <= checkpoint_bits(whole[1]).items()
+    assert [len(shares) for shares in whole_checkpoints(folder)[0].shares] == [2, 2]
+    assert not list(folder.glob(".*")), "what was begun and never finished is gone"
+
+
+@pytest.mark.chaos
+@pytest.mark.processes
+@pytest.mark.parametrize("options", [(), ZERO1, ("--mode", "fast"), ("--mode", "fast", *ZERO1)], ids=" ".join)
+@pytest.mark.parametrize("kills", ["W0_0@2:O W1_1@4:F0 W2_0@6:I1", "W2_1@1:F1 W0_0@3:W1 W1_1@5:O"])
+def test_whoever_dies_every_checkpoint_has_the_bits_of_its_iteration(
+    kills: str, options: tuple[str, ...], tmp_path: Path
+) -> None:
+    """One is written after each iteration, by those who live then. In fast mode deaths change the sums: there those
+    that are whole are read, and what is resumed from the newest ends as the job did."""
+    folders = [tmp_path / "calm", tmp_path / "killed"]
+    every = ("--checkpoint-every", "1", "--checkpoint-keep", "50")
+    killed = [part for kill in kills.split() for part in ("--kill", kill)]
+    for folder, deaths in zip(folders, ([], killed), strict=True):
+        run = forked(
+            *(tmp_path / f"{folder.name}.jsonl", *GRID, *TINY, *LATE, *options),
+            *("--checkpoint", str(folder), *every, *deaths),
+        )
+        assert run.status == 0, run.errors
+    calm, ours = map(checkpoint_bits, folders)
+    assert sorted(calm) == list(range(1, ITERATIONS + 1))
+    assert ITERATIONS in ours and len(ours) > ITERATIONS // 2
+    if "fast" not in options:
+        assert ours.items() <= calm.items()
+    if ITERATIONS - 1 in ours:
+        shutil.rmtree(folders[1] / f"iteration-{ITERATIONS:010d}")
+        again = forked(
+            *(tmp_path / "again.jsonl", *GRID, *TINY, *LATE, *options),
+            *("--checkpoint", str(folders[1]), *every, "--resume", "newest"),
+        )
+        assert again.status == 0 and (again.final == run.final or "fast" in options), again.errors
 
 
 @pytest.mark.processes

@@ -26,9 +26,10 @@ import torch
 import torch.distributed
 from torch import nn
 
-from openrecycle.agent.checkpoints.checkpoint import Identity, load_layers, write_part
+from openrecycle.agent.checkpoints.checkpoint import Identity, load_layers, write_share
 from openrecycle.agent.config.numerics import Mode
 from openrecycle.agent.config.options import Optimization
+from openrecycle.agent.models.shares import Writer
 from openrecycle.agent.profiling.memory import activation_memory, micro_batch_memory, state_memory
 from openrecycle.agent.stages.backward.split import Deferred
 from openrecycle.agent.stages.gradients import SUM_OF
@@ -113,7 +114,7 @@ def write(layers: int, folder: str) -> None:
         stage.gradients.add(parameter, torch.randn(parameter.shape))
     stage.step()
     identity = Identity("bench", 1, 1, 1, MICRO_BATCHES, 0, {})
-    write_part(Path(folder), stage.state(), 0, 1, identity, 1, 1)
+    write_share(Path(folder), stage.share(Writer()), 0, 1, identity, 1, 1)
 
 
 def resume(layers: int, folder: str, answer: Connection) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from openrecycle.agent.checkpoints.checkpoint import CheckpointError, Identity, find, whole_checkpoints, write_part
+from openrecycle.agent.checkpoints.checkpoint import CheckpointError, Identity, find, whole_checkpoints, write_share
+from openrecycle.agent.models.shares import Writer, share_of_state
 from openrecycle.agent.models.state import StageState, StateError, encode, read_tensors
 
 STATE = StageState({"committed": 3, "x": encode({"a": (1, 2)}, "x", {})}, {"model.0.p": torch.arange(6.0).view(2, 3)})
@@ -20,30 +21,31 @@ STATE = StageState({"committed": 3, "x": encode({"a": (1, 2)}, "x", {})}, {"mode
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    write_part(tmp_path, STATE, 0, 1, Identity("w", 1, 1, 1, 1, 0, {}), 1, 3)
+    write_share(tmp_path, share_of_state(STATE, Writer()), 0, 1, Identity("w", 1, 1, 1, 1, 0, {}), 1, 3)
     assert find(tmp_path).load(range(1)).document == STATE.document
     return tmp_path
 
 
 def part(folder: Path) -> Path:
-    return next(folder.glob("iteration-*")) / "stage-0"
+    return next(folder.glob("iteration-*")) / "stage-0" / "share-0"
 
 
 def sign(folder: Path) -> None:
     """Writes the manifest for what is there now."""
-    where = part(folder).parent / "manifest.json"
+    where = part(folder).parents[1] / "manifest.json"
     manifest = json.loads(where.read_text())
-    files = ("state.json", "model.safetensors", "optimizer.safetensors")
-    manifest["stages"][0] = {n: hashlib.sha256((part(folder) / n).read_bytes()).hexdigest() for n in files}
+    files = ("state.json", "model.safetensors")
+    digests = {n: hashlib.sha256((part(folder) / n).read_bytes()).hexdigest() for n in files}
+    manifest["stages"][0][0]["files"] = digests
     where.write_text(json.dumps(manifest))
 
 
 @pytest.mark.timeout(30)
-@pytest.mark.parametrize("name", ["manifest.json", "stage-0/state.json", "stage-0/model.safetensors"])
+@pytest.mark.parametrize("name", ["manifest.json", "stage-0/share-0/state.json", "stage-0/share-0/model.safetensors"])
 @pytest.mark.parametrize("kind", ["pipe", "endless", "folder", "link to nothing", "itself"])
 def test_what_is_no_file_is_not_waited_for(folder: Path, name: str, kind: str) -> None:
     """A pipe that nobody writes to never says a word, and a device never ends."""
-    file = part(folder).parent / name
+    file = part(folder).parents[1] / name
     file.unlink()
     make: dict[str, Callable[[], object]] = {
         "pipe": lambda: os.mkfifo(file),
@@ -118,5 +120,5 @@ def test_documents_that_are_none(folder: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["iteration-0000000009\n", "iteration-" + 10 * "\u0661"])
 def test_odd_names_are_no_checkpoints(folder: Path, name: str) -> None:
-    part(folder).parent.rename(folder / name)
+    part(folder).parents[1].rename(folder / name)
     assert whole_checkpoints(folder) == []
