@@ -29,6 +29,7 @@ To read the state of some layers, on any machine and without a running job:
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -113,7 +114,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: Path) -> Checkpoint:
-        """Reads the manifest. Raises CheckpointError."""
+        """Reads the manifest. Raises CheckpointError; and OSError, where it can't be read now, whatever is in it."""
         try:
             doc = _read(path / "manifest.json", MAX_MANIFEST_BYTES)
             if doc["format"] == FORMAT and doc["version"] in range(1, VERSION):
@@ -130,16 +131,18 @@ class Checkpoint:
             partition = partition_of(tuple(map(whole_number, doc["partition"])), identity.layers, len(stages))
             return cls(path, whole_number(doc["iteration"]), identity, stages, partition)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            if _says_nothing(error):
+                raise
             raise CheckpointError(f"{path}: no whole checkpoint: {type(error).__name__}: {error}") from None
 
     def verify(self) -> None:
-        """Reads every file. Raises CheckpointError naming the first that is not what was written."""
+        """Reads every file. Raises CheckpointError naming the first that is not what was written; and OSError."""
         for stage, shares in enumerate(self.shares):
             for number in range(len(shares)):
                 self._verify(stage, number)
 
     def load(self, span: Span) -> StageState:
-        """The state of some layers, verified. Raises CheckpointError."""
+        """The state of some layers, verified. Raises CheckpointError; and OSError."""
         if not span or not 0 <= span[0] <= span[-1] < sum(self.partition):
             raise CheckpointError(f"{self.path}: has layers 0 to {sum(self.partition) - 1}, not {span}")
         of_stages = [
@@ -200,15 +203,18 @@ class Checkpoint:
             try:
                 found = _sha256(file)
             except OSError as error:
+                if _says_nothing(error):
+                    raise
                 raise CheckpointError(f"{file}: can't be read: {error.strerror}") from None
             if found != expected:
                 raise CheckpointError(f"{file}: damaged: its sha256 is {found[:12]}…, expected {expected[:12]}…")
 
 
 def whole_checkpoints(directory: Path) -> list[Checkpoint]:
-    """Newest first. One whose manifest can't be read counts as missing; shares are not read.
+    """Newest first. One whose manifest is gone or damaged counts as missing; shares are not read.
 
-    Raises OldCheckpointError.
+    Raises OldCheckpointError; and OSError, where a manifest can't be read now: an older checkpoint must not pass for
+    the newest.
     """
     found = []
     for path in directory.iterdir() if directory.is_dir() else ():
@@ -228,7 +234,7 @@ def find(directory: Path, which: str = "newest") -> Checkpoint:
     """which: `newest`; `newest-intact`, which passes over damaged ones; or a checkpoint's name or
     iteration. The one found has been read and verified.
 
-    Raises CheckpointError.
+    Raises CheckpointError; and OSError.
     """
     candidates = whole_checkpoints(directory)
     if not candidates:
@@ -266,7 +272,7 @@ def load_layers(directory: Path, span: Span) -> StageState:
     """The state of some layers from a checkpoint, or from the newest one in a folder of checkpoints.
 
     `StageOptimizer.load_state` takes it up; its `document["committed"]` is the next iteration.
-    Raises CheckpointError.
+    Raises CheckpointError; and OSError.
     """
     if (directory / "manifest.json").exists():
         return Checkpoint.open(directory).load(span)
@@ -399,7 +405,9 @@ def _give_up_older(directory: Path, iteration: int) -> None:
 
 def _tidy(directory: Path, iteration: int, keep: int) -> None:
     """Removes what is older than the `keep` newest, and what others began and never finished."""
-    old = [c.path for c in whole_checkpoints(directory) if c.iteration <= iteration][keep:]
+    old = list[Path]()
+    with contextlib.suppress(OSError):  # of a manifest that can't be read now: next time
+        old = [c.path for c in whole_checkpoints(directory) if c.iteration <= iteration][keep:]
     for path in old:
         # First out of sight: one that is being removed must not be taken for whole.
         hidden = directory / f".removed-{path.name}"
@@ -455,7 +463,8 @@ def _sha256(file: Path) -> str:
 
 @contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """Around what reads: CheckpointError for whatever is not as it was written."""
+    """Around what reads: CheckpointError for whatever is not as it was written; OSError passes where it says nothing of
+    that."""
     try:
         yield
     except CheckpointError:
@@ -464,7 +473,16 @@ def _readable(path: Path) -> Iterator[None]:
         *(OSError, ValueError, KeyError, TypeError, AttributeError),
         *(StateError, RecursionError, RuntimeError, MemoryError),
     ) as error:
+        if _says_nothing(error):
+            raise
         raise CheckpointError(f"{path}: can't be read: {reason_of(error)}") from None
+
+
+def _says_nothing(error: BaseException) -> bool:
+    """Does it say nothing of what is on the disk, as an I/O error, a stale handle or too many open files? What is gone,
+    or no regular file (`opened`), is damage; this may pass."""
+    gone = isinstance(error, FileNotFoundError | NotADirectoryError)
+    return isinstance(error, OSError) and not gone and error.errno not in (errno.EINVAL, errno.ENXIO)
 
 
 def _written_share(document: Any) -> WrittenShare:

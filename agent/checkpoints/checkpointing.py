@@ -21,7 +21,7 @@ from openrecycle.agent.checkpoints.checkpoint import (
 )
 from openrecycle.agent.config.options import Checkpoints
 from openrecycle.agent.models.shares import Share, Writer
-from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.jobs.errors import InputError, in_a_line
 
 TIMEOUT_SECONDS = 30.0
 """How long training waits for the checkpoint before to be written, when the next is to begin."""
@@ -55,6 +55,8 @@ def prepare(options: Checkpoints, identity: Identity, iterations: int, say: Call
             there = whole_checkpoints(directory)
         except CheckpointError as error:
             raise options.refuse("directory", f"a folder without old checkpoints ({error})") from None
+        except OSError as error:  # not taken for empty: the job would begin anew
+            raise options.refuse("directory", f"a folder that can be read ({in_a_line(error)})") from None
         if there and resume is None:
             raise options.refuse(
                 "directory",
@@ -69,6 +71,8 @@ def prepare(options: Checkpoints, identity: Identity, iterations: int, say: Call
         found = find(directory, str(resume))
     except CheckpointError as error:
         raise options.refuse("resume", f"a whole checkpoint ({error})") from None
+    except OSError as error:
+        raise options.refuse("directory", f"a folder that can be read ({in_a_line(error)})") from None
     was = found.identity
     layers = "job.stages" if identity.layers == identity.stages else "layers"
     for field, mine, theirs in ((layers, identity.layers, was.layers), ("seed", identity.seed, was.seed)):

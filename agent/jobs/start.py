@@ -248,10 +248,16 @@ def _restore_point(options: TrainingOptions, say: Callable[[str], None]) -> Call
     said = ""
 
     def newest() -> str | None:
-        from openrecycle.agent.checkpoints.checkpoint import CheckpointError, find, set_aside_later
+        from openrecycle.agent.checkpoints.checkpoint import (
+            CheckpointError,
+            find,
+            put_back_replaced,
+            set_aside_later,
+        )
 
         nonlocal said
         try:
+            put_back_replaced(folder)
             found = find(folder, "newest-intact")
             set_aside_later(folder, found.iteration)
         except CheckpointError as error:

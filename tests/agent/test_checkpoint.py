@@ -163,6 +163,25 @@ def test_a_damaged_file_is_refused_by_name(which: int, damage: str, tmp_path: Pa
         load_layers(tmp_path, range(stage := int(file.parents[1].name[-1]), stage + 1))
 
 
+@pytest.mark.parametrize("file", ["manifest.json", "stage-0/share-0/model.safetensors"])
+def test_a_file_that_can_not_be_read_now_is_not_taken_for_damaged(file: str, tmp_path: Path) -> None:
+    """Or for absent: the job would go on from an older one, or begin anew, when a disk answers late."""
+    _write(tmp_path, 2)
+    _write(tmp_path, 3)
+    unreadable = find(tmp_path).path / file
+    kept = unreadable.with_suffix(".kept")
+    unreadable.rename(kept)
+    unreadable.symlink_to(unreadable.name)  # to itself: opening it is an error of the system, as an I/O error is
+    with pytest.raises(OSError, match=unreadable.name):
+        find(tmp_path, "newest-intact")
+    for resume in ("if-any", "newest-intact", "newest"):
+        with pytest.raises(InputError, match=r"checkpoints\.directory"):
+            prepare(Checkpoints(directory=tmp_path, resume=resume), JOB, 9, print)
+    unreadable.unlink()
+    kept.rename(unreadable)
+    assert find(tmp_path, "newest-intact").iteration == 3
+
+
 def test_what_is_no_checkpoint_is_refused_with_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=golden("no-whole-checkpoint")):
         find(tmp_path / "nowhere")
