@@ -30,7 +30,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 from openrecycle.planner.plans.plan import read_json
 
 MAX_MESSAGE_BYTES = 1 << 26
-_PROTOCOL = "openrecycle-nodes/3"
+_PROTOCOL = "openrecycle-nodes/4"
 """Agreed on in the handshake (ALPN); another version of the messages has another number."""
 _HEADER = struct.Struct(">I")
 _PART_BYTES = 1 << 18

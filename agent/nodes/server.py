@@ -359,7 +359,7 @@ class NodeServer:
                 frames.send({"kind": "clock", "at": time.monotonic_ns()})
             case "lines":
                 self._record.cut(message["first"])
-                if warning := self._record.add(message["lines"]):
+                if warning := self._record.add_text(message["text"]):
                     self._say(warning)
             case "copy":
                 self._take(frames, Copy.of(message, self._copy))

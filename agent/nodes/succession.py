@@ -23,11 +23,12 @@ import tempfile
 import threading
 import time
 import zlib
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain, islice
 from typing import Any, Literal
 
 from openrecycle.agent.coordination.lead import LeadTerm
@@ -153,8 +154,8 @@ def first_to_lead(ages: Mapping[int, Age]) -> tuple[int, str]:
 
 class Spool:
     """The lines of the record so far, in a file without a name: who leads next writes them anew. What the file does not
-    take, as on a full disk, is kept in memory until it does. `parts` may be read in another thread than the one that
-    adds."""
+    take, as on a full disk, is kept in memory until it does. `parts` and `messages` may be read in another thread than
+    the one that adds."""
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile("w+b", buffering=0)  # noqa: SIM115 -- for as long as the job lasts
@@ -162,6 +163,8 @@ class Spool:
         """Of the lines in the file."""
         self._late = deque[bytes]()
         """Those after them."""
+        self._lock = threading.Lock()
+        """While a line goes from there to the file: who reads then would find it twice, or not at all."""
         self._warned = False
 
     def __len__(self) -> int:
@@ -169,11 +172,17 @@ class Spool:
 
     def add(self, lines: Iterable[Mapping[str, Any]]) -> str:
         """Returns a warning where the file takes nothing, at the first time; else ""."""
-        self._late.extend(json.dumps(line).encode() + b"\n" for line in lines)
+        return self.add_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def add_text(self, text: str) -> str:
+        """As `add`, of lines as a message has them."""
+        self._late.extend(line + b"\n" for line in text.encode().splitlines())
         try:
             while self._late:
-                self._write(self._late[0])
-                self._late.popleft()
+                end = self._written(self._late[0])
+                with self._lock:
+                    self._ends.append(end)
+                    self._late.popleft()
         except OSError as error:
             told, self._warned = self._warned, True
             if not told:
@@ -183,11 +192,12 @@ class Spool:
                 )
         return ""
 
-    def _write(self, line: bytes) -> None:
+    def _written(self, line: bytes) -> int:
+        """Returns where it ends in the file."""
         end, written = self._ends[-1] if self._ends else 0, 0
         while written < len(line):
             written += os.pwrite(self._file.fileno(), line[written:], end + written)
-        self._ends.append(end + written)
+        return end + written
 
     def cut(self, lines: int) -> None:
         """Forgets all but the first so many."""
@@ -206,22 +216,32 @@ class Spool:
 
     def parts(self) -> Iterator[bytes]:
         """All lines that are there now, as they stand in a record."""
-        size = self._ends[-1] if self._ends else 0
+        with self._lock:
+            size, late = self._ends[-1] if self._ends else 0, list(self._late)
         file = self._file
         written = (os.pread(file.fileno(), min(_CHUNK, size - at), at) for at in range(0, size, _CHUNK))
-        return chain(written, list(self._late))
+        return chain(written, late)
 
-    def messages(self, first: int) -> Iterator[dict[str, Any]]:
-        """All from line `first` on, as a node is told them."""
-        lines, size = list[dict[str, Any]](), 0
-        for line in self.lines(first):
-            lines.append(line)
-            size += len(json.dumps(line))
-            if size > _CHUNK:
-                yield {"kind": "lines", "first": first, "lines": lines}
-                first, lines, size = first + len(lines), [], 0
-        if lines:
-            yield {"kind": "lines", "first": first, "lines": lines}
+    def messages(self, first: int, end: int) -> Iterator[dict[str, Any]]:
+        """Lines `first` to `end`, as a node is told them. Each message is read when it is asked for: the whole record
+        is much, and takes long."""
+        while first < end:
+            text = self._chunk(first, end)
+            yield {"kind": "lines", "first": first, "text": text.decode()}
+            first += text.count(b"\n")
+
+    def _chunk(self, first: int, end: int) -> bytes:
+        """Of those lines, the first ones: _CHUNK bytes, but a whole line at least."""
+        with self._lock:
+            written = len(self._ends)
+            if first >= written:
+                late = list(islice(self._late, first - written, end - written))
+                sizes = accumulate(map(len, late))
+                return b"".join(late[: 1 + sum(size <= _CHUNK for size in islice(sizes, 1, None))])
+            begin = self._ends[first - 1] if first else 0
+            last = max(first + 1, bisect_right(self._ends, begin + _CHUNK, first, min(end, written)))
+            size = self._ends[last - 1] - begin
+        return os.pread(self._file.fileno(), size, begin)
 
     def newest_losses(self, most: int) -> list[tuple[int, str]]:
         """Of the last iterations: number and loss."""

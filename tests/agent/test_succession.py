@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,8 @@ from hypothesis import strategies as st
 
 from openrecycle.agent.launcher.record import RunRecord
 from openrecycle.agent.messages.delivery import LIMIT, Record
-from openrecycle.agent.nodes.pool import NodeHub
+from openrecycle.agent.nodes.frames import Frames
+from openrecycle.agent.nodes.pool import NodeHub, NodeLink
 from openrecycle.agent.nodes.succession import (
     Copy,
     Follow,
@@ -93,21 +97,68 @@ def test_the_record_reaches_a_node_whatever_it_has_of_it(texts: list[str], has: 
     lead, node = Spool(), Spool()
     lead.add({"warning": text} for text in texts)
     node.add({"warning": text} for text in texts[:has])
-    for message in lead.messages(min(has, len(texts))):
+    for message in lead.messages(min(has, len(texts)), len(texts)):
         node.cut(message["first"])
-        node.add(json.loads(json.dumps(message["lines"])))
+        node.add_text(json.loads(json.dumps(message["text"])))
     assert [line["warning"] for line in node.lines()] == texts
     node.cut(cut)
     assert [line["warning"] for line in node.lines()] == texts[:cut] and len(node) == min(cut, len(texts))
 
 
 class CountingSpool(Spool):
-    read = 0
+    """read: lines; handed: messages for a node."""
+
+    read = handed = 0
 
     def lines(self, first: int = 0, end: int | None = None) -> Iterator[dict[str, Any]]:
         for line in super().lines(first, end):
             self.read += 1
             yield line
+
+    def messages(self, first: int, end: int) -> Iterator[dict[str, Any]]:
+        for message in super().messages(first, end):
+            self.handed += 1
+            yield message
+
+
+class SlowFrames(Frames):
+    """Of a node that takes nothing until it is `let`; sent: what it has taken since."""
+
+    def __init__(self) -> None:
+        self.let, self._closed = threading.Event(), threading.Event()
+        self.sent: list[dict[str, Any]] = []
+
+    def send(self, message: dict[str, Any]) -> None:
+        if message["kind"] != "clock":
+            self.let.wait(20)
+            self.sent.append(message)
+
+    def receive(self, until: float | None = None, *, most: int | None = None) -> dict[str, Any]:
+        if until is None:
+            self._closed.wait()
+            raise ConnectionResetError
+        return {"kind": "clock", "at": time.monotonic_ns()}
+
+    def close(self) -> None:
+        self._closed.set()
+
+
+def test_whoever_decides_reads_no_record_for_a_node_that_comes_back() -> None:
+    """It would hear nobody meanwhile: with 500,000 lines the other nodes chose another lead."""
+    spool, frames = CountingSpool(), SlowFrames()
+    spool.add({"iteration": number} for number in range(100_000))
+    link = NodeLink(frames, 1, "host", lambda _: None, time.monotonic() + 10)
+    try:
+        link.hand(replace(copy_of({}), lines=100_000), spool)
+        assert spool.handed <= 1, "the next one waits until that is taken"
+        spool.add([{"iteration": 100_000}])  # it belongs to the next copy
+        frames.let.set()
+        until(lambda: frames.sent and frames.sent[-1]["kind"] == "copy", "the node to have all", 20)
+        lines = "".join(message["text"] for message in frames.sent[:-1]).splitlines()
+        assert [json.loads(line)["iteration"] for line in lines] == list(range(100_000))
+        assert spool.handed > 1
+    finally:
+        link.close()
 
 
 @examples(30)
