@@ -32,7 +32,14 @@ from openrecycle.agent.coordination.launcher import (
     restore_point,
 )
 from openrecycle.agent.messages.channel import keep_newest
-from openrecycle.agent.messages.client import Backoff, ConsoleClient, ConsoleRefused, ConsoleUnavailable, Offset
+from openrecycle.agent.messages.client import (
+    Backoff,
+    ConsoleClient,
+    ConsoleRefused,
+    ConsoleUnavailable,
+    JobUnknown,
+    Offset,
+)
 from openrecycle.agent.messages.delivery import Outbox
 from openrecycle.agent.messages.protocol import (
     INTERIM_DOCUMENT,
@@ -274,7 +281,8 @@ class ConsoleCoordination(Coordination):
     """One whose decisions are the console's.
 
     say: called, from a thread, with the
-    console's sentence when the job does not train and nothing is announced. checkpoint: asked for
+    console's sentence when the job does not train and nothing is announced, and when it does not know the job.
+    checkpoint: asked for
     the checkpoint to go back to when the console says so, for `patience` seconds where it raises OSError; None: the job
     writes none. interval: seconds between two
     posts of the workers' heartbeats. decide: given what is to be done once this launcher may
@@ -515,7 +523,10 @@ class ConsoleCoordination(Coordination):
                     continue
                 generation = found[0].generation
                 self._put(self._event(*found))
-            except ConsoleUnavailable:
+            except ConsoleUnavailable as away:
+                if isinstance(away, JobUnknown):
+                    text = f"the console does not know this job, which trains on, and asks again: {away}"
+                    said = self._say_new(text, said)
                 self._closing.wait(backoff.seconds())
             except ConsoleRefused as refusal:
                 self._put(Halt(f"the console refused: {refusal}"))
@@ -549,9 +560,12 @@ class ConsoleCoordination(Coordination):
             return said
         if status is None or status.state in (JobState.RUNNING, JobState.FINISHED, JobState.STOPPED):
             return ""
-        if status.sentence != said:
-            self._say(status.sentence)
-        return status.sentence
+        return self._say_new(status.sentence, said)
+
+    def _say_new(self, text: str, said: str) -> str:
+        if text != said:
+            self._say(text)
+        return text
 
     def _follow_commands(self) -> None:
         client, backoff, seq = self._connect(), Backoff(longest=TRY_AGAIN_SECONDS), self._command

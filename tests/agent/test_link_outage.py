@@ -21,6 +21,7 @@ from openrecycle.agent.monitoring import console_link
 from openrecycle.agent.monitoring.console_link import ConsoleCoordination
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
+from tests.agent.consoles import until
 from tests.golden import golden
 
 TRIES = 12
@@ -58,12 +59,13 @@ def test_tries_are_closer_together_than_the_console_waits(monkeypatch: pytest.Mo
 class Console(ThreadingHTTPServer):
     """Not there (503) until `back`; keeps the paths and bodies that it took. It takes no
     registration, as one of another version, and counts those that it refuses. offers: what it answers, by how the path
-    ends."""
+    ends. strange: its database is another one, without the job."""
 
     daemon_threads = True
 
     def __init__(self) -> None:
         self.back = threading.Event()
+        self.strange = False
         self.refused = 0
         self.taken: list[tuple[str, dict[str, object]]] = []
         self.offers: dict[str, str] = {}
@@ -72,6 +74,9 @@ class Console(ThreadingHTTPServer):
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 path, _, query = self.path.partition("?")
+                if console.strange:
+                    self._refuse(404, "unknown_job", "job: got 'job', expected the id of a job of this console")
+                    return
                 offered = console.offers.get(path.rsplit("/", 1)[1])
                 if offered is None or (query and "after=0" not in query.split("&")):
                     self.send_error(503)
@@ -86,18 +91,24 @@ class Console(ThreadingHTTPServer):
                 if not console.back.is_set():
                     self.send_error(503)
                     return
+                if console.strange:
+                    console.refused += 1
+                    self._refuse(404, "unknown_job", "job: got 'job', expected the id of a job of this console")
+                    return
                 if self.path.endswith("/workers"):
                     console.refused += 1
-                    problem = {"title": "", "status": 422, "code": "invalid", "detail": "worker: missing"}
-                    answer = json.dumps(problem).encode()
-                    self.send_response(422)
-                    self.send_header("Content-Length", str(len(answer)))
-                    self.end_headers()
-                    self.wfile.write(answer)
+                    self._refuse(422, "invalid", "worker: missing")
                     return
                 console.taken.append((self.path, body))
                 self.send_response(204)
                 self.end_headers()
+
+            def _refuse(self, status: int, code: str, detail: str) -> None:
+                answer = json.dumps({"title": "", "status": status, "code": code, "detail": detail}).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(answer)))
+                self.end_headers()
+                self.wfile.write(answer)
 
             def log_message(self, format: str, *args: object) -> None:
                 """Quiet."""
@@ -187,6 +198,32 @@ def test_a_folder_of_checkpoints_that_can_not_be_read_is_read_again_or_ends_the_
         assert isinstance(event, Deploy) and event.restore == "point-7"
     else:
         assert isinstance(event, Halt) and "stale file handle" in event.reason
+
+
+def test_a_console_that_does_not_know_the_job_ends_no_training(console: Console) -> None:
+    """Somebody has started it with another database; then with the right one. No report is lost meanwhile."""
+    console.strange = True
+    console.back.set()
+    plan, _ = Catalog(Job(1, 1, 1), Technique.STAGGERED, MemoryLimit("uniform")).plan_for(())
+    deployment = Deployment(generation=1, plan_fingerprint=plan.fingerprint, living=("W0_0",), failed=(), joining=())
+    console.offers |= {"deployment": deployment.model_dump_json(), plan.fingerprint: plan.to_json()}
+    said: list[str] = []
+    link = ConsoleCoordination(
+        lambda: ConsoleClient(f"http://127.0.0.1:{console.server_port}", known=True), "job", said.append
+    )
+    try:
+        link.failed(Failure("exit", Worker(0, 1), "i1", detail="was killed by SIGKILL"))
+        link.failed(Failure("transfer", Worker(0, 0), "i2", 1, "reset"))
+        until(lambda: said and console.refused >= 6, "it to say so, and to try again", TIMEOUT)
+        told = list(said)
+        assert link.poll(time.monotonic()) == [] and len(told) == 1 and "this console" in told[0]
+        console.strange = False
+        until(lambda: len(console.taken) == 2, "the reports to arrive", TIMEOUT)
+        assert {body["cause"] for _, body in console.taken} == {"exit", "transfer"}
+        events = until(lambda: link.poll(time.monotonic()), "the generation", TIMEOUT)
+        assert [type(event) for event in events] == [Deploy]
+    finally:
+        link.close(lambda: True)
 
 
 def test_nobody_waits_for_long_once_the_launcher_is_told_to_stop(console: Console) -> None:
