@@ -395,6 +395,34 @@ def test_a_worker_that_its_launcher_sees_end_was_needed_until_the_job_is_over() 
     assert len(run.opened) == 2 and run.member("W0_1").state is WorkerState.FINISHED
 
 
+@pytest.mark.parametrize("heard", [True, False], ids=["heard", "not heard"])
+def test_workers_that_were_silent_at_the_end_are_needed_until_the_job_is_over(heard: bool) -> None:
+    """They write the weights, and the console does not hear them for a while; then the one that writes is killed."""
+    run = Run(iterations=10).start()
+    run.send(IterationsCommitted(10))
+    run.wait(30)
+    assert {m.state for m in run.state.members.values()} == {WorkerState.FINISHED}
+    if heard:
+        run.beat()
+        assert {m.state for m in run.state.members.values()} == {WorkerState.RUNNING} and run.state.settled
+    run.exit("W0_0")
+    assert run.opened[-1].failed == ("W0_0",) and run.opened[-1].living == ("W0_1", "W1_0", "W1_1")
+    assert run.opened[-1].joining == () and len(run.state.unsettled()) == 3 == run.state.tally.unsettled
+
+
+def test_a_worker_without_its_state_that_was_silent_at_the_end_still_lacks_it() -> None:
+    run = Run(iterations=10).start()
+    run.exit("W0_0")
+    run.resume()
+    run.back("W0_0")
+    run.resume("W0_1", "W1_0", "W1_1")
+    run.send(IterationsCommitted(10))
+    run.wait(30)
+    run.beat()
+    assert run.member("W0_0").state is WorkerState.REJOINING and run.member("W0_1").state is WorkerState.RUNNING
+    assert run.state.tally.unsettled == 1
+
+
 @pytest.mark.parametrize("state", [JobState.FINISHED, JobState.STOPPED])
 def test_a_job_that_is_over_takes_no_more_workers(state: JobState) -> None:
     run = Run().start()
