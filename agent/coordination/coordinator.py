@@ -239,7 +239,15 @@ def _lead_changed(state: State, event: LeadChanged, now: float, failure_timeouts
     notes: list[Decision] = [Note("warning", "failure", event.detail)]
     if dead:
         return lose(state, dead, notes, now, anew=True)
-    return reconsider(state, event.detail, notes, now, anew=True)
+    return _form_anew(state, state.current.living[0], event.detail, notes, now)
+
+
+def _form_anew(state: State, reporter: str, reason: str, notes: list[Decision], now: float) -> Transition:
+    """All do, though the members are the same. Until they have, that is remembered as what broke is: nothing else would
+    tell a console that is started again while the plan is made, and all would wait for ever."""
+    complaint = Complaint(reporter, detail=reason)
+    broken = state.broken or Broken(now, reporter, reporter, reason, (complaint,))
+    return reconsider(replace(state, broken=broken), reason, notes, now, anew=True)
 
 
 def _fence(state: State, member: Member, incarnation: str) -> Transition | None:
@@ -450,7 +458,7 @@ def _raised(state: State, event: OpRaised, now: float, failure_timeouts: Failure
     notes: list[Decision] = [Note("warning", "failure", event.detail, member.name)]
     if state.pending or event.generation != state.generation:
         return Transition(state, tuple(notes), "that generation is over or about to end")
-    return reconsider(state, event.detail, notes, now, anew=True)
+    return _form_anew(state, member.name, event.detail, notes, now)
 
 
 def _reporter(state: State, event: OpRaised | StateLost) -> Member | Transition:

@@ -12,6 +12,7 @@ from openrecycle.agent.coordination.events import (
     HeartbeatsReceived,
     IterationsCommitted,
     LastHeartbeat,
+    LeadChanged,
     NeedPlan,
     OpRaised,
     PlanReady,
@@ -268,6 +269,31 @@ def test_what_raised_in_a_worker_has_all_form_anew_and_is_shown() -> None:
     assert run.state.generation == 2 and any("micro-batch 2" in note.text for note in run.notes)
     assert run.send(OpRaised("W0_1", "other", 2, "x")).refusal is not None
     assert run.send(OpRaised("W9_1", "other", 2, "x")).refusal is not None
+
+
+@pytest.mark.parametrize(
+    "event", [OpRaised("W0_0", "W0_0-1", 1, "W0_0 raised ValueError"), LeadChanged({}, "node 1 leads from here on")]
+)
+def test_a_console_that_is_started_again_while_all_are_to_form_anew_has_them_do_it(
+    event: OpRaised | LeadChanged,
+) -> None:
+    """The plan is made beside; meanwhile what peers report of their links is not news. They wait, and say so once."""
+    run = Run().start()
+    run.plans = False
+    before = run.state
+    run.send(event)
+    run.send(TransferBroken("W0_1", "W0_1-1", "W0_0", 1, "closed"))
+    assert run.state.pending is not None and len(run.opened) == 1
+    broken, _ = read_broken(job_columns(before, run.state)["broken"])
+    assert broken is not None and broken.detail == event.detail, "it is stored"
+    run.send(ConsoleRestarted())
+    run.plans = True
+    run.wait(4, *run.names)
+    assert run.opened[-1].number == 2 and run.opened[-1].living == run.opened[0].living
+    assert run.state.broken is None
+    run.resume()
+    run.wait(4, *run.names)
+    assert len(run.opened) == 2
 
 
 def test_links_that_break_for_ever_halt_the_job_with_their_names() -> None:
