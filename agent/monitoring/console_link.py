@@ -43,6 +43,7 @@ from openrecycle.agent.messages.client import (
 from openrecycle.agent.messages.delivery import Outbox
 from openrecycle.agent.messages.protocol import (
     INTERIM_DOCUMENT,
+    LONGEST_MS,
     Acknowledgement,
     BatchReply,
     Command,
@@ -117,7 +118,7 @@ class QueuedReport(NamedTuple):
         if isinstance(self.message, IterationReport):
             return self.message.model_copy(update={"age": age})
         if isinstance(self.message, FailureReport):
-            return self.message.model_copy(update={"age_milliseconds": min(1000 * age, 1e9)})
+            return self.message.model_copy(update={"age_milliseconds": min(1000 * age, LONGEST_MS)})
         return self.message
 
 

@@ -391,28 +391,29 @@ def doing(progress: OpProgress) -> Doing | None:
 
 
 def measured_ops(recorded: IterationTimeline, worker: str, incarnation: str) -> MeasuredOps | None:
-    """What is posted of a recorded iteration, with no offset yet; None: it is too long."""
+    """What is posted of a recorded iteration, with no offset yet; None: it is too long, in ops or in days."""
     if len(recorded.ops) > MEASURED_OPS:
         return None
     begin = [end - seconds for end, seconds in zip(recorded.ends, recorded.seconds, strict=True)]
     first = min(begin)
     # Rounded apart from its start, a duration may reach a microsecond into the op that follows at once.
     starts, ends = ([round((at - first) * 1e6) for at in times] for times in (begin, recorded.ends))
-    return MeasuredOps(
-        worker=worker,
-        incarnation=incarnation,
-        generation=recorded.generation,
-        iteration=recorded.iteration,
-        clock=clock_name(),
-        started_us=round(first * 1e6),
-        offset_us=0,
-        uncertainty_us=0,
-        kinds="".join(op.kind for op in recorded.ops),
-        pipelines=tuple(op.pipeline for op in recorded.ops),
-        micro_batches=tuple(op.micro_batch for op in recorded.ops),
-        starts_us=tuple(starts),
-        durations_us=tuple(end - start for start, end in zip(starts, ends, strict=True)),
-    )
+    fields = {
+        "worker": worker,
+        "incarnation": incarnation,
+        "generation": recorded.generation,
+        "iteration": recorded.iteration,
+        "clock": clock_name(),
+        "started_us": round(first * 1e6),
+        "offset_us": 0,
+        "uncertainty_us": 0,
+        "kinds": "".join(op.kind for op in recorded.ops),
+        "pipelines": tuple(op.pipeline for op in recorded.ops),
+        "micro_batches": tuple(op.micro_batch for op in recorded.ops),
+        "starts_us": tuple(starts),
+        "durations_us": tuple(end - start for start, end in zip(starts, ends, strict=True)),
+    }
+    return _read(MeasuredOps, fields)
 
 
 def resident_bytes() -> int:
