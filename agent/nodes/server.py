@@ -22,7 +22,7 @@ from openrecycle.agent.launcher.processes import ProcessPool, SpareRanks, Worker
 from openrecycle.agent.launcher.record import REMEMBERED
 from openrecycle.agent.messages.client import Backoff
 from openrecycle.agent.monitoring.liveness import MOST_OF_A_TURN, LoopLag
-from openrecycle.agent.nodes.frames import Frames, NotTrusted, greet
+from openrecycle.agent.nodes.frames import HANDSHAKE_SECONDS, Frames, NotTrusted, greet
 from openrecycle.agent.nodes.pool import NodeHub, SpreadPool, place
 from openrecycle.agent.nodes.succession import SEEK_SECONDS, Arbiter, Copy, Follow, Lead, LeadStatus, Search, Spool
 from openrecycle.agent.nodes.wire import MACHINE, decode_run, decode_spec
@@ -170,7 +170,7 @@ class NodeServer:
             self._address = self._hub.host if self._rank == 0 else address
         about |= {"rank": self._rank, "address": self._address, "port": self._hub.port}
         frames.send({"kind": "hello", **about, **MACHINE, "memory": memory_limit()})
-        answer = frames.receive()
+        answer = frames.receive(time.monotonic() + HANDSHAKE_SECONDS)
         if answer["kind"] != "welcome":
             if answer.get("again"):
                 if answer.get("lead"):
@@ -289,8 +289,10 @@ class NodeServer:
         if frames is None or frames is not self._frames:
             return
         try:
-            if frames.waiting or frames.fileno() in ready:
-                self._obey(frames, frames.receive())
+            # A lead that stops within a message must not keep this node from its workers, from a signal to stop, and
+            # from looking for another lead.
+            if (message := frames.take()) is not None:
+                self._obey(frames, message)
             self._vouch(frames)
         except (OSError, NotTrusted, ValueError) as error:
             self._leave(error)

@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import socket
 import ssl
+import struct
 import threading
 import time
 from collections import Counter
@@ -273,6 +274,35 @@ def test_two_messages_at_once_are_both_there_to_take(wire: Wire) -> None:
     until(lambda: len(wire[1].recv(1 << 16, socket.MSG_PEEK)) > 60, "both to have come", 5)
     assert node.receive() == {"number": 1} and node.waiting
     assert node.receive() == {"number": 2} and not node.waiting
+
+
+def test_what_has_come_is_taken_without_waiting(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other side may be slow within a message, but not for ever."""
+    monkeypatch.setattr(frames_module, "_FRAME_SECONDS", 0.3)
+    lead, node = both(wire, "secret", "secret")
+    assert lead.take() is None
+    text = b'{"kind": "slow"}'
+
+    def part(data: bytes) -> None:
+        node._tls.write(data)
+        wire[1].sendall(node._outgoing.read())
+
+    for data in (struct.pack(">I", len(text)), text[:5]):
+        part(data)
+        assert wait([lead], 5) and lead.take() is None and not lead.waiting
+    part(text[5:])
+    assert wait([lead], 5) and lead.take() == {"kind": "slow"}
+    node.send({"kind": "one"})
+    node.send({"kind": "two"})
+    for kind in ("one", "two"):
+        assert until(lead.take, "it to come", 5) == {"kind": kind}
+    assert not lead.waiting
+    part(struct.pack(">I", len(text)))
+    with pytest.raises(TimeoutError):
+        until(lead.take, "the rest to be given up", 20)
+    node.close()
+    with pytest.raises((OSError, NotTrusted)):
+        until(lead.take, "the end", 20)
 
 
 def test_whoever_shows_no_certificate_is_no_node(wire: Wire) -> None:
