@@ -265,6 +265,14 @@ class LeadStatus:
         self.rank, self.lead, self.term, self.run = rank, lead, term, run
         self.age: Age = (0, 0)
         self._free = False
+        self._promised: int | None = None
+        """Whom, as long as `lead` is None: itself, where it stands for the lead."""
+
+    @property
+    def promise(self) -> tuple[int, int | None]:
+        """The term, and whom it has promised to follow in it, where that one is not known to lead yet."""
+        with self._lock:
+            return self.term, self._promised if self.lead is None else None
 
     @property
     def leads(self) -> bool:
@@ -302,7 +310,7 @@ class LeadStatus:
         with self._lock:
             if not self._free or term <= self.term:
                 return False
-            self.term, self.lead = term, None
+            self.term, self.lead, self._promised = term, None, self.rank
             return True
 
     def win(self, term: int) -> bool:
@@ -317,10 +325,10 @@ class LeadStatus:
         with self._lock:
             granted = False
             if message["kind"] == "vote" and message["run"] == self.run:
-                term, (of_term, number) = int(message["term"]), message["age"]
+                term, rank, (of_term, number) = int(message["term"]), int(message["rank"]), message["age"]
                 granted, _ = may_have_vote(self._free, self.term, self.age, term, (int(of_term), int(number)))
                 if granted:
-                    self.term, self.lead = term, None
+                    self.term, self.lead, self._promised = term, None, rank
             return {"kind": "here", "run": self.run, "term": self.term, "lead": self.lead, "age": self.age} | {
                 "free": self._free,
                 "granted": granted,
@@ -492,7 +500,7 @@ class Search(threading.Thread):
             enough, why = self._ask_console(wanted, 1 + len(free), nodes, why)
         if not enough:
             self._enough_at = None
-            return why
+            return self._stood_in_vain(here, leads) or why
         self._enough_at = self._enough_at or time.monotonic()
         first, why = first_to_lead({lead_status.rank: lead_status.age, **free})
         if first != lead_status.rank and time.monotonic() < self._enough_at + STAND_SECONDS:
@@ -504,7 +512,7 @@ class Search(threading.Thread):
             enough, why = self._arbiter.decide(wanted, copy.term)
         if self._cancelled.is_set() or not enough or not lead_status.stand(term):
             return why if not enough else "it follows another"
-        votes = self._ask_all(free, {"term": term, "age": lead_status.age})
+        votes = self._ask_all(free, {"term": term, "rank": lead_status.rank, "age": lead_status.age})
         voters = 1 + sum(isinstance(it, Here) and it.granted for it in votes.values())
         enough, why = may_lead(voters, nodes)
         if not enough and self._arbiter is not None and may_ask_console(voters, nodes)[0]:
@@ -512,6 +520,20 @@ class Search(threading.Thread):
         if not enough or not lead_status.win(term):
             return why
         return Lead(term, frozenset(here), frozenset(self._gone))
+
+    def _stood_in_vain(self, here: Mapping[int, Here], leads: list[tuple[int, int]]) -> GiveUp | None:
+        """One leads whom this node has promised to leave, for itself or for another that does not lead by that, and too
+        few have left it."""
+        promised, whom = self._lead_status.promise
+        if not leads or whom is None or max(leads)[0] >= promised:
+            return None
+        if whom not in (self._lead_status.rank, *self._gone):
+            it = here.get(whom)
+            if it is None or (it.term == promised and it.lead in (None, whom)):
+                return None  # it may lead yet
+        _, rank = max(leads)
+        # In the term of the promise: unless it has given another one by then, it gives none any more.
+        return GiveUp(f"node {rank} leads on without this one", Follow(rank, promised))
 
     def _ask_console(self, wanted: LeadTerm, voters: int, nodes: int, why: str) -> tuple[bool, str]:
         """Would it give this node the lead? why: the nodes themselves don't."""

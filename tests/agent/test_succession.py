@@ -202,7 +202,7 @@ def test_a_node_that_has_promised_to_follow_hears_the_old_lead_no_more() -> None
     lead_status = LeadStatus(1)
     lead_status.follow(0, 0)
     assert lead_status.take(copy_of({}))
-    vote = {"kind": "vote", "run": RUN, "term": 2, "age": [1, 1]}
+    vote = {"kind": "vote", "run": RUN, "term": 2, "rank": 2, "age": [1, 1]}
     assert not lead_status.answer(vote)["granted"], "its lead is there"
     lead_status.lose_lead()
     assert not lead_status.answer(vote | {"age": [1, 0]})["granted"], "it knows more"
@@ -314,3 +314,47 @@ def test_a_new_lead_that_has_handed_out_no_copy_yet_leads_on() -> None:
     finally:
         for one in (hub, new, old):
             one.close("")
+
+
+def test_a_node_that_stood_or_voted_in_vain_comes_back_to_the_lead_that_leads_on() -> None:
+    """Of five nodes two did not hear the lead for a while. Neither ever could, as it had promised to leave it."""
+    statuses = [LeadStatus(0, lead=0, term=1, run=RUN), *map(LeadStatus, range(1, 5))]
+    hubs = [NodeHub("127.0.0.1", 0, 5, "", lambda _: None, status) for status in statuses]
+    searches = list[Search]()
+    try:
+        nodes = {rank: (hub.host, hub.port) for rank, hub in enumerate(hubs)}
+        for status in statuses[1:]:
+            status.follow(0, 0)
+            assert status.take(copy_of(nodes))
+        stood, voted = statuses[1:3]
+        for status in (stood, voted):
+            status.lose_lead()
+        assert stood.stand(2)
+        assert voted.answer({"kind": "vote", "run": RUN, "term": 2, "rank": 1, "age": [1, 1]})["granted"]
+        searches.append(Search(voted, copy_of(nodes), ""))
+        searches[0].join(1)
+        assert searches[0].outcome is None, "the one that it voted for may lead yet"
+        searches.append(Search(stood, copy_of(nodes), ""))
+        given_up = found(searches[1])
+        assert isinstance(given_up, GiveUp) and given_up.to == Follow(0, 2) and stood.follow(0, 2)
+        given_up = found(searches[0])
+        assert isinstance(given_up, GiveUp) and given_up.to == Follow(0, 2)
+        # Until it has come back anew it gives no other promise.
+        assert voted.follow(0, 2)
+        vote = {"kind": "vote", "run": RUN, "term": 3, "rank": 4, "age": [1, 1]}
+        assert not voted.answer(vote)["granted"] and not stood.answer(vote)["granted"]
+    finally:
+        for search in searches:
+            search.cancel()
+        for hub in hubs:
+            hub.close("")
+
+
+def test_a_node_that_has_voted_again_meanwhile_does_not_come_back() -> None:
+    status = LeadStatus(1, lead=0, term=1, run=RUN)
+    status.lose_lead()
+    assert status.stand(2)
+    term, whom = status.promise
+    assert (term, whom) == (2, 1)
+    assert status.answer({"kind": "vote", "run": RUN, "term": 3, "rank": 4, "age": [1, 1]})["granted"]
+    assert not status.follow(0, term) and status.promise == (3, 4)
