@@ -643,8 +643,9 @@ class SpreadPool(ProcessPool):
         self._copies = 0
         self._due, self._lines = 0.0, 0
         self._followed_at, self._lag = time.monotonic(), LoopLag()
-        self._counted: set[int] | None = None
-        """Nodes whose acks count: enough nodes know that they belong to the job. None: all."""
+        self._counted: dict[int, Address] | None = None
+        """Nodes whose acks count, and where they listen: enough nodes know that those there belong to the job. One that
+        has come back since listens elsewhere, and the others may know nothing of it. None: all."""
         self._job: dict[str, Any] = {}
 
     @property
@@ -705,9 +706,9 @@ class SpreadPool(ProcessPool):
                 self.spares.add(node, [SpareRank((incarnation, rank), -1)])
         self.spares.add(own, here.on(0))
 
-    def count(self, nodes: Iterable[int]) -> None:
-        """So many know already that they belong to the job."""
-        self._counted = set(nodes)
+    def count(self, nodes: Mapping[int, Address]) -> None:
+        """Enough know already that those belong to the job."""
+        self._counted = dict(nodes)
 
     def decide(self, send: Callable[[], None]) -> None:
         if self._decided is None:
@@ -750,7 +751,7 @@ class SpreadPool(ProcessPool):
                 if now > self._followed_at + SEEK_SECONDS:
                     hub.depose(f"for {SEEK_SECONDS:.0f} s too few of the other nodes have answered")
                 return hub.deposed
-            self._counted, self._followed_at = set(nodes), now
+            self._counted, self._followed_at = nodes, now
         decided, self._decided = self._decided, None if last else []
         for send in decided:
             send()
@@ -771,7 +772,7 @@ class SpreadPool(ProcessPool):
         hub = self._hub
 
         def enough() -> bool:
-            counted = hub.members.keys() if self._counted is None else self._counted & hub.members.keys()
+            counted = hub.members if self._counted is None else dict(self._counted.items() & hub.members.items())
             acks = sum(rank in counted and link.acked >= number for rank, link in hub.links.items())
             return may_go_on(1 + acks, 1 + len(hub.members))[0]
 

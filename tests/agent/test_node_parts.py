@@ -540,6 +540,42 @@ def test_a_lost_node_takes_its_workers_along_and_may_come_back(hub: NodeHub) -> 
     assert again.receive()["spec"]["address"] == "127.0.0.1"
 
 
+def test_a_node_that_has_come_back_counts_once_others_know_where() -> None:
+    """Those that know it where it was before would take it for gone, and choose another lead among themselves."""
+    hub, sent = NodeHub("127.0.0.1", 0, 3, "", lambda _: None), list[str]()
+
+    def acknowledge(node: Frames) -> None:
+        with contextlib.suppress(OSError, NotTrusted):
+            while True:
+                if (message := node.receive())["kind"] == "copy":
+                    node.send({"kind": "ack", "number": message["number"]})
+
+    try:
+        nodes = {rank: fake_node((hub.host, hub.port), rank=rank, port=1000 + rank) for rank in (1, 2)}
+        hub.wait_for_all(5)
+        pool, run = SpreadPool([], hub, {}), spec_of(NamedWorkload("a:b")).run
+        pool.count({1: hub.members[1], 2: ("127.0.0.1", 999)})
+        pool.decide(lambda: sent.append("decided"))
+
+        def hand_out() -> bool:
+            assert not pool.hand_out(run, lambda: {"plan": "plan"})
+            return bool(sent)
+
+        threading.Thread(target=acknowledge, args=(nodes[2],), daemon=True).start()
+        hand_out()
+        until(lambda: hub.links[2].acked, "node 2 to have it", 10)
+        assert not hand_out(), "node 1 may not know where node 2 is now"
+        threading.Thread(target=acknowledge, args=(nodes[1],), daemon=True).start()
+        until(hand_out, "node 1 to have it", 10)
+        nodes[1].close()
+        until(lambda: 1 not in hub.links, "node 1 to be lost", 10)
+        sent.clear()
+        pool.decide(lambda: sent.append("decided"))
+        until(hand_out, "node 2 to have it", 10)
+    finally:
+        hub.close("test")
+
+
 def test_a_node_that_is_lost_with_its_spare_ranks_can_not_have_a_worker_of_them(hub: NodeHub) -> None:
     """The launcher goes on without one that can't be started."""
     pool = SpreadPool([], hub, {Worker(1, 2): 0})
