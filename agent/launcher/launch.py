@@ -294,6 +294,11 @@ class Launcher:
             reason = str(Stopped(self._stop, self._record.committed))
             raise
         except (JobFailed, DivergedError) as error:
+            if self._stop and isinstance(error, JobFailed):
+                # The signal went to the workers too, as to a whole cgroup: what follows from their ends is no failure.
+                stopped = Stopped(self._stop, self._record.committed)
+                reason = str(stopped)
+                raise stopped from None
             reason = str(error)
             raise JobFailed(reason) from None
         finally:
