@@ -121,7 +121,7 @@ def test_a_suspension(
     try:
         job.begun()
         workers = job.workers()
-        assert len(workers) == 5
+        assert len(workers) == 4
         suspend(job, workers, seconds, random.Random(seconds))
         assert job.launcher.wait(300) == 0
     finally:
