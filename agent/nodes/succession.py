@@ -23,6 +23,7 @@ import tempfile
 import threading
 import time
 import zlib
+from array import array
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -159,7 +160,7 @@ class Spool:
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile("w+b", buffering=0)  # noqa: SIM115 -- for as long as the job lasts
-        self._ends: list[int] = []
+        self._ends = array("Q")
         """Of the lines in the file."""
         self._late = deque[bytes]()
         """Those after them."""

@@ -6,6 +6,7 @@ import json
 import socket
 import threading
 import time
+import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -159,6 +160,20 @@ def test_whoever_decides_reads_no_record_for_a_node_that_comes_back() -> None:
         assert spool.handed > 1
     finally:
         link.close()
+
+
+def test_a_line_of_a_long_record_takes_little_memory() -> None:
+    """For as long as the job lasts; the line itself is in a file."""
+    spool, lines = Spool(), 50_000
+    spool.add([{"iteration": 0}])
+    tracemalloc.start()
+    try:
+        for number in range(lines):
+            spool.add([{"iteration": number, "loss": "0x1.8p+1"}])
+        assert tracemalloc.get_traced_memory()[0] < 16 * lines
+    finally:
+        tracemalloc.stop()
+    assert len(spool) == lines + 1
 
 
 @examples(30)
