@@ -175,6 +175,28 @@ def is_history(report: QueuedReport) -> bool:
     return isinstance(report.message, IterationReport)
 
 
+def _saved(report: QueuedReport) -> tuple[str, dict[str, Any]]:
+    """As another launcher is told it, in each copy: of iterations, of which a console that is away leaves very many,
+    which they are. The record has them."""
+    if isinstance(report.message, IterationReport):
+        iterations = report.message.iterations
+        return report.path, {"first": iterations[0].iteration, "last": iterations[-1].iteration}
+    return report.path, report.message.model_dump(mode="json")
+
+
+def _restored(
+    saved: Sequence[tuple[str, Mapping[str, Any]]], recorded: Callable[[int, int], Iterable[Iteration]]
+) -> Iterable[Message]:
+    spans = [(about["first"], about["last"]) for path, about in saved if _REPORTS[path] is IterationReport]
+    known = {i.iteration: i for i in recorded(spans[0][0], spans[-1][1])} if spans else {}
+    for path, about in saved:
+        if _REPORTS[path] is IterationReport:
+            numbers = range(about["first"], about["last"] + 1)
+            yield IterationReport(iterations=tuple(known[number] for number in numbers if number in known))
+        else:
+            yield _REPORTS[path].model_validate(about)
+
+
 class ReportSender(threading.Thread):
     """Delivers what it is given to the console, oldest first, until `stop`. `put` may be called from any thread, and
     returns at once.
@@ -288,7 +310,7 @@ class ConsoleCoordination(Coordination):
     writes none. interval: seconds between two
     posts of the workers' heartbeats. decide: given what is to be done once this launcher may
     (agent.launcher.processes): on several nodes another may lead by then. saved: what another launcher has `saved`,
-    which this one goes on from.
+    which this one goes on from; recorded: of that job, the iterations from one to another.
     """
 
     def __init__(
@@ -302,6 +324,7 @@ class ConsoleCoordination(Coordination):
         interval: float = 1.0,
         decide: Callable[[Callable[[], None]], None] = lambda send: send(),
         saved: Mapping[str, Any] | None = None,
+        recorded: Callable[[int, int], Iterable[Iteration]] = lambda _first, _last: (),
     ) -> None:
         self._connect, self._path, self._say = connect, f"/jobs/{job_id}", say
         self._job_id, self._decide = job_id, decide
@@ -340,8 +363,8 @@ class ConsoleCoordination(Coordination):
             for about in saved["workers"]:
                 registration = Registration.model_validate(about["registration"])
                 self._workers.add(registration, seq=about["seq"] + SEQ_AHEAD, worker=about["worker"])
-            for path, message in saved["reports"]:
-                self._report(_REPORTS[path].model_validate(message))
+            for report in _restored(saved["reports"], recorded):
+                self._report(report)
         self._workers.start()
         for target in (self._follow_generations, self._follow_commands):
             threading.Thread(target=target, name=target.__name__, daemon=True).start()
@@ -446,7 +469,7 @@ class ConsoleCoordination(Coordination):
             "generation": self._generation,
             "command": self._command,
             "workers": self._workers.saved(),
-            "reports": [(report.path, report.message.model_dump(mode="json")) for report in reports],
+            "reports": [_saved(report) for report in reports],
         }
 
     def lead_changed(self, lost: Mapping[Worker, str], detail: str, now: float) -> None:

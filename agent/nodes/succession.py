@@ -48,6 +48,8 @@ ASK_SECONDS = 1.0
 _PAUSE_SECONDS = 0.1
 _CHUNK = 1 << 20
 """Bytes of the record in a message."""
+_LINES = 4096
+"""Of the record, that are read at a time."""
 
 Address = tuple[str, int]
 Age = tuple[int, int]
@@ -246,13 +248,29 @@ class Spool:
 
     def newest_losses(self, most: int) -> list[tuple[int, str]]:
         """Of the last iterations: number and loss."""
-        newest, first = deque[tuple[int, str]](), len(self)
-        while first and len(newest) < most:
-            # Who leads next waits for it, so no more is read than it takes.
-            first, end = max(0, first - most), first
-            found = [(line["iteration"], line["loss"]) for line in self.lines(first, end) if "loss" in line]
-            newest.extendleft(reversed(found))
+        newest = deque[tuple[int, str]]()
+        for found in self._iterations_from_the_end(most):
+            newest.extendleft((line["iteration"], line["loss"]) for line in reversed(found))
+            if len(newest) >= most:
+                break
         return list(newest)[-most:]
+
+    def iterations(self, first: int, last: int) -> list[dict[str, Any]]:
+        """The lines of those iterations."""
+        lines = deque[dict[str, Any]]()
+        for found in self._iterations_from_the_end(_LINES):
+            lines.extendleft(line for line in reversed(found) if first <= line["iteration"] <= last)
+            if found and found[0]["iteration"] <= first:
+                break
+        return list(lines)
+
+    def _iterations_from_the_end(self, most: int) -> Iterator[list[dict[str, Any]]]:
+        """Lines of iterations, in pieces out of so many lines; who leads next waits for it, so no more is read than is
+        asked for."""
+        first = len(self)
+        while first:
+            first, end = max(0, first - most), first
+            yield [line for line in self.lines(first, end) if "loss" in line]
 
 
 class LeadStatus:

@@ -10,15 +10,19 @@ import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 import pytest
 
 from openrecycle.agent.coordination.launcher import Deploy, Failure, Halt
 from openrecycle.agent.coordination.membership import FailureTimeouts
+from openrecycle.agent.launcher.launch import iteration_line
+from openrecycle.agent.launcher.record import iteration_of
 from openrecycle.agent.messages.client import Backoff, ConsoleClient
-from openrecycle.agent.messages.protocol import Deployment
+from openrecycle.agent.messages.protocol import Deployment, Iteration
 from openrecycle.agent.monitoring import console_link
 from openrecycle.agent.monitoring.console_link import ConsoleCoordination
+from openrecycle.agent.nodes.succession import Spool
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
 from tests.agent.consoles import until
@@ -67,7 +71,7 @@ class Console(ThreadingHTTPServer):
         self.back = threading.Event()
         self.strange = False
         self.refused = 0
-        self.taken: list[tuple[str, dict[str, object]]] = []
+        self.taken: list[tuple[str, dict[str, Any]]] = []
         self.offers: dict[str, str] = {}
         console = self
 
@@ -224,6 +228,45 @@ def test_a_console_that_does_not_know_the_job_ends_no_training(console: Console)
         assert [type(event) for event in events] == [Deploy]
     finally:
         link.close(lambda: True)
+
+
+def test_what_waits_for_a_console_is_little_in_a_copy_and_whole_with_the_next_lead(console: Console) -> None:
+    """Each copy had all iterations that waited: with several nodes and the console away for hours, a second of work
+    and megabytes, in each turn of the launcher."""
+
+    def connect() -> ConsoleClient:
+        return ConsoleClient(f"http://127.0.0.1:{console.server_port}", known=True)
+
+    count, spool = 2500, Spool()
+    iterations = [
+        Iteration(iteration=i, loss=float(i), loss_hex=float(i).hex(), seconds=0.5, generation=1, living=4)
+        for i in range(count)
+    ]
+    before = ConsoleCoordination(lambda: ConsoleClient("http://127.0.0.1:9"), "job", lambda text: None)
+    for iteration in iterations:
+        spool.add([iteration_line(iteration), {"warning": "of no matter"}])
+        before.committed([iteration])
+        if iteration.iteration == 1200:
+            before.failed(Failure("exit", Worker(0, 1), "i1", detail="was killed by SIGKILL"))
+    text = json.dumps(before.saved())
+    before.close(lambda: True)
+    assert not console.taken and len(text) < 2000
+    console.back.set()
+    after = ConsoleCoordination(
+        connect,
+        "job",
+        lambda text: None,
+        saved=json.loads(text),
+        recorded=lambda first, last: map(iteration_of, spool.iterations(first, last)),
+    )
+    try:
+        until(lambda: sum(len(body.get("iterations", ())) for _, body in console.taken) >= count, "all", TIMEOUT)
+        kinds = [path.rsplit("/", 1)[1] for path, _ in console.taken]
+        assert kinds.count("failures") == 1 and kinds[0] == "iterations" == kinds[-1]
+        told = [i for _, body in console.taken for i in body.get("iterations", ())]
+        assert told == [i.model_dump(mode="json") for i in iterations]
+    finally:
+        after.close(lambda: True)
 
 
 def test_nobody_waits_for_long_once_the_launcher_is_told_to_stop(console: Console) -> None:

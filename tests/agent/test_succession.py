@@ -187,6 +187,15 @@ def test_the_newest_losses_are_found_from_the_end(has_loss: list[bool], most: in
     assert spool.read < needed + most, "who leads next waits for it"
 
 
+@examples(30)
+@given(st.lists(st.booleans(), max_size=60), st.integers(0, 70), st.integers(0, 70))
+def test_iterations_are_found_in_the_record(has_loss: list[bool], first: int, last: int) -> None:
+    spool = Spool()
+    spool.add({"iteration": i, "loss": "x"} if loss else {"warning": ""} for i, loss in enumerate(has_loss))
+    numbers = [i for i, loss in enumerate(has_loss) if loss and first <= i <= last]
+    assert [line["iteration"] for line in spool.iterations(first, last)] == numbers
+
+
 def test_a_long_record_is_taken_over_whole(tmp_path: Path) -> None:
     """Longer than what may wait for a slow disk, and longer than one read of it."""
     spool, path, said = Spool(), tmp_path / "run.jsonl", list[str]()
