@@ -6,6 +6,7 @@ It keeps what the lead knows and what its workers have said since, so that it ca
 
 from __future__ import annotations
 
+import errno
 import signal
 import socket
 import time
@@ -166,7 +167,7 @@ class NodeServer:
         if self._hub is None:
             address = self._address or connection.getsockname()[0]
             host, port = self._front if self._rank == 0 else (address, 0)
-            self._hub = NodeHub(host, port, self._nodes, self._token, self._say, self._lead_status)
+            self._hub = self._listen(host, port)
             self._address = self._hub.host if self._rank == 0 else address
         about |= {"rank": self._rank, "address": self._address, "port": self._hub.port}
         frames.send({"kind": "hello", **about, **MACHINE, "memory": memory_limit()})
@@ -180,6 +181,17 @@ class NodeServer:
         if not about.get("resumes"):
             self._lead_status.follow(0, 0)
         self._frames, self._heard_at = frames, time.monotonic_ns()
+
+    def _listen(self, host: str, port: int) -> NodeHub:
+        """Raises LeadLost, and OSError for what may pass, as a port that is taken or a name that is unknown yet."""
+        try:
+            return NodeHub(host, port, self._nodes, self._token, self._say, self._lead_status)
+        except OSError as error:
+            option = "--lead" if self._rank == 0 else "--node-address"
+            text = f"{option}: got {host}, expected an address of this host ({error.strerror})"
+            if error.errno == errno.EADDRNOTAVAIL:
+                raise LeadLost(text) from None
+            raise OSError(text) from None
 
     # -- the lead is lost ---------------------------------------------------------------------
 
