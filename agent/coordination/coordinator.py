@@ -226,6 +226,7 @@ def _lead_changed(state: State, event: LeadChanged, now: float, failure_timeouts
     """What the lead before had decided may have reached some and not others: so all form anew, in one generation."""
     if state.over or state.current is None:
         return Transition(state)
+    reporter = state.current.living[0]
     state = replace(_none_finished(state, now), broken=None)  # whatever broke: all connect anew
     dead = dict[str, str]()
     for name, incarnation in event.lost.items():
@@ -239,7 +240,7 @@ def _lead_changed(state: State, event: LeadChanged, now: float, failure_timeouts
     notes: list[Decision] = [Note("warning", "failure", event.detail)]
     if dead:
         return lose(state, dead, notes, now, anew=True)
-    return _form_anew(state, state.current.living[0], event.detail, notes, now)
+    return _form_anew(state, reporter, event.detail, notes, now)
 
 
 def _form_anew(state: State, reporter: str, reason: str, notes: list[Decision], now: float) -> Transition:
