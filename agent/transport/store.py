@@ -19,7 +19,8 @@ import torch.distributed
 
 dist: Any = torch.distributed
 
-START_SECONDS = 30.0
+START_SECONDS, REPLACE_SECONDS = 30.0, 5.0
+"""The launcher does nothing else meanwhile."""
 GENERATIONS = 10
 """That one store serves."""
 
@@ -40,7 +41,7 @@ class RendezvousStore:
         with contextlib.suppress(OSError, ValueError):  # each worker has several connections here
             _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-        self._now, self.address = _serve(host)
+        self._now, self.address = _serve(host, START_SECONDS)
 
     def address_of(self, generation: int) -> tuple[str, int]:
         """Where the groups of that generation form, which is no older than the one before. The launcher asks."""
@@ -49,7 +50,7 @@ class RendezvousStore:
             self._served += 1
             if self._served > GENERATIONS:
                 with contextlib.suppress(StoreError):  # for want of a descriptor, say: the one that there is serves on
-                    now, self.address = _serve(self._host)
+                    now, self.address = _serve(self._host, REPLACE_SECONDS)
                     self._before, self._now, self._served = self._now, now, 1
         return self.address
 
@@ -63,7 +64,7 @@ class RendezvousStore:
         self._now = self._before = None
 
 
-def _serve(host: str) -> tuple[Any, tuple[str, int]]:
+def _serve(host: str, seconds: float) -> tuple[Any, tuple[str, int]]:
     try:
         # Bound here, because torch's own listener binds every interface of the machine.
         with socket.create_server((host, 0)) as listener:
@@ -73,7 +74,7 @@ def _serve(host: str) -> tuple[Any, tuple[str, int]]:
                 port,
                 is_master=True,
                 wait_for_workers=False,
-                timeout=timedelta(seconds=START_SECONDS),
+                timeout=timedelta(seconds=seconds),
                 master_listen_fd=os.dup(listener.fileno()),
             )
     except (OSError, RuntimeError) as error:
