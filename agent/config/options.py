@@ -304,6 +304,19 @@ class Faults(OptionGroup):
     kill: Sequence[str] = option((), "W1_2@10:F3: SIGKILL it before that op; W1_2.1@10:F3: its rank 1. Repeatable.")
     rejoin: Sequence[str] = option((), "W1_2@15: start it anew after that iteration.")
     slow: Sequence[str] = option((), "W1_2@10:2: from that iteration its paced ops take twice as long.")
+    max_restarts: int = option(
+        0,
+        "Times in a row that a worker which has died, or was removed, is started again by itself; one that has trained "
+        "for an hour begins a new count. 0: only people start it again.",
+        least=0,
+        told="max_restarts",
+    )
+    restart_delay: float = option(
+        10.0,
+        "Seconds from a worker's end to its restart; doubled with each further one in a row, up to 10 minutes.",
+        least=0,
+        most=600,
+    )
     on_bad_sample: OnBadSample = option(
         "halt",
         "On a micro-batch that raises on two workers of a stage (or twice on its only one): halt (the job) or skip "
@@ -444,7 +457,7 @@ class TrainingOptions(OptionGroup):
         kills, rejoins = self.kills, self.rejoins
         if kills and not technique.reroutes:
             raise self.planning.refuse("technique", "adaptive, decoupled or staggered when a worker is to be killed")
-        if not rejoins and self.checkpoints.directory is None:
+        if not (rejoins or self.faults.max_restarts) and self.checkpoints.directory is None:
             Problem(self.job, frozenset(k.worker for k in kills), technique, memory)
         for rejoin in rejoins:
             if all(k.worker != rejoin.worker for k in kills):

@@ -9,7 +9,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from openrecycle.agent.messages.protocol import Command, Deployment, Iteration, Recovery, Relayout, ValidationReport
+from openrecycle.agent.messages.protocol import (
+    Command,
+    Deployment,
+    Iteration,
+    Recovery,
+    Relayout,
+    Restart,
+    ValidationReport,
+)
 from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.plans.plan import Plan
 
@@ -145,6 +153,9 @@ class Coordination:
         it and do."""
 
     def failed(self, failure: Failure) -> None: ...
+
+    def restarts(self, worker: Worker, incarnation: str, restart: Restart) -> None:
+        """What the launcher does about a process that is gone, which it has said, or knows from what was decided."""
 
     def opened(self, generation: int, incarnations: Iterable[str]) -> None:
         """Members of `generation` have been told of it. incarnations: those with all of their stage's state."""

@@ -28,7 +28,7 @@ from openrecycle.agent.coordination.launcher import (
     Measure,
     ProcessFenced,
 )
-from openrecycle.agent.launcher import bad_samples
+from openrecycle.agent.launcher import bad_samples, restarts
 from openrecycle.agent.launcher.processes import ProcessPool, Spares, WorkerProcess, preload
 from openrecycle.agent.launcher.record import (
     DataWait,
@@ -39,7 +39,7 @@ from openrecycle.agent.launcher.record import (
     RunRecord,
 )
 from openrecycle.agent.messages import channel
-from openrecycle.agent.messages.protocol import Command, Deployment, Iteration, Relayout, ValidationReport
+from openrecycle.agent.messages.protocol import Command, Deployment, Iteration, Relayout, Restart, ValidationReport
 from openrecycle.agent.monitoring.liveness import CurrentOp, LoopLag, Silences, boot_clock
 from openrecycle.agent.transport.store import RendezvousStore
 from openrecycle.agent.workers import worker
@@ -129,6 +129,7 @@ _FORMS: dict[str, TypeAdapter[Any]] = {
     "_stalls": TypeAdapter(dict[str, float]),
     "_bad_samples": TypeAdapter(bad_samples.BadSamples),
     "_rejoins": TypeAdapter(list[Rejoin]),
+    "_restarts": TypeAdapter(restarts.Restarts),
     "_why_halted": TypeAdapter(str),
 }
 """Of what a Launcher knows, what another one goes on from, and how it is told."""
@@ -211,6 +212,8 @@ class Launcher:
         """Is the newest generation one in which layers should move, and workers take their state first?"""
         self._hold = PauseRequest()
         self._rejoins = list(options.rejoins)
+        self._restarts = restarts.Restarts()
+        self._restart_policy = restarts.Policy(options.faults.max_restarts, options.faults.restart_delay)
         self._interim: Plan | None = None
         self._held = spec.partition
         """Layers per stage that the workers have, as far as is known; (): their stages can't be cut."""
@@ -265,7 +268,7 @@ class Launcher:
                 self._go_on(self._takeover)
             else:
                 for cell in self._options.job.workers():
-                    self._start(cell, joins=False)
+                    self._start(cell, joins=False, first=True)
             self._hand_out()
             while not self._record.finished(self._iterations):
                 if self._why_halted and time.monotonic() > self._halt_by:
@@ -275,6 +278,7 @@ class Launcher:
                 self._turn(TURN_SECONDS)
                 if self._end_asked:
                     self._end_early()
+                self._start_due()
                 self._hand_out()
             if self._why_halted:
                 raise JobFailed(self._why_halted)
@@ -342,6 +346,7 @@ class Launcher:
         self._deployed = Deploy(deployment, takeover.plan, moves, deployed["restore"])
         for name, form in _FORMS.items():
             setattr(self, name, form.validate_python(saved[name]))
+        self._restarts = self._restarts.earlier(takeover.ahead / 1e9)
         self._validations = set(saved["validations"])
         self._hold.restore(saved["hold"])
         self._halt_by = time.monotonic() + self._options.faults.timeouts.transfer
@@ -356,6 +361,10 @@ class Launcher:
         for cell in takeover.lost:
             self._record.died(cell, takeover.lost_at)
         self._coordination.lead_changed(takeover.lost, takeover.text, time.monotonic())
+        for about in saved["workers"]:
+            if Worker.parse(about["worker"]) in takeover.lost:
+                gone = (about["worker"], about["incarnation"], about["came_from"], about["node"])
+                self._replace(*gone, f"was lost with node {about['node']}")
         if not takeover.lost:
             self._send_deployments(after=None)  # it may have been decided, and not told to all
 
@@ -383,6 +392,7 @@ class Launcher:
                 entry = self._pool.running.get(event.refused) if event.refused else None
                 if entry is not None and not entry.member:
                     self._pool.fence(entry, event.text)
+                    self._gone(entry, "may not join")
             elif isinstance(event, Measure):
                 for entry in self._pool.running.values():
                     entry.post("measure", iteration=event.iteration)
@@ -445,6 +455,7 @@ class Launcher:
                 self._listener({"hand_over": {"worker": str(cell), "text": message["text"]}})
             case "formed":
                 entry.whole = True
+                self._restarts = restarts.trains(self._restarts, entry.incarnation, time.monotonic())
                 self._certain(self._record.formed(cell, message["generation"], message["iteration"], at))
                 self._acknowledged(entry, message)
                 if self._record.formed_by_all:
@@ -603,6 +614,62 @@ class Launcher:
         if str(entry.worker) in self._leaving:
             # Who decides knows it as one that is to go: it does not count as a member whose end all others feel.
             self._form_anew(f"{entry.worker}, which was to leave, {why}")
+        self._gone(entry, why)
+
+    def _gone(self, entry: WorkerProcess, why: str) -> None:
+        """Its place is empty."""
+        came_from = entry.came_from and str(entry.came_from)
+        self._replace(str(entry.worker), entry.incarnation, came_from, self._pool.node_of(entry), why)
+
+    # -- starting again -----------------------------------------------------------------------
+
+    def _replace(self, worker: str, incarnation: str, came_from: str | None, node: int, why: str) -> None:
+        """A process that is gone is to be replaced, if it may be (agent.launcher.restarts)."""
+        asked = self._ends or (self._deployed is not None and worker in self._deployed.deployment.leaving)
+        there, committed = self._pool.has_node(node), self._record.committed
+        gone = restarts.Gone(worker, incarnation, came_from, node, there, committed, asked)
+        self._restarts, found = restarts.ended(self._restarts, gone, self._restart_policy, time.monotonic())
+        if found is not None:
+            self._say_restart(worker, incarnation, found, why)
+
+    def _say_restart(self, worker: str, incarnation: str, restart: Restart, why: str) -> None:
+        self._listener({"restart": {"worker": worker, "reason": why, **restart.model_dump()}})
+        self._coordination.restarts(Worker.parse(worker), incarnation, restart)
+
+    @property
+    def _ends(self) -> bool:
+        """Is the job at its end, or about to come to it?"""
+        asked = self._end_asked or self._hold.last is not None
+        return asked or bool(self._why_halted) or self._record.committed >= self._iterations
+
+    def _start_due(self) -> None:
+        """Those that are to be started again by now."""
+        if self._ends or not self._restarts.waiting:
+            return
+
+        def vacancy(worker: str) -> str | None:
+            place = self._pool.vacancy(Worker.parse(worker), ())
+            return None if place is None else str(place)
+
+        now, policy = time.monotonic(), self._restart_policy
+        found = restarts.due(self._restarts, now, self._pool.has_node, vacancy)
+        self._restarts = found.restarts
+        for one in found.held:
+            self._say_restart(one.worker, one.incarnation, restarts.told(one, policy, now), "is gone")
+        for one, place in found.start:
+            entry = self._start(Worker.parse(place), joins=self._deployed is not None, node=one.node)
+            if entry is not None:
+                self._restarts = restarts.started(self._restarts, one, entry.incarnation)
+                continue
+            self._restarts, next_one = restarts.not_started(self._restarts, one, policy, now)
+            self._say_restart(one.worker, one.incarnation, next_one, "could not be started")
+
+    def _start_again(self, worker: Worker) -> bool:
+        """As a person, or an experiment, wishes; whether there is a place for it."""
+        place = self._pool.vacancy(worker, self._options.job.workers())
+        if place is not None:
+            self._start(place, joins=self._deployed is not None)
+        return place is not None
 
     def _form_anew(self, why: str) -> None:
         """Asks for a generation with the same members."""
@@ -643,12 +710,8 @@ class Launcher:
         self._coordination.committed(recorded.iterations)
         if recorded.iterations:
             self._fence_the_blamed()
-            due = [r for r in self._rejoins if r.iteration < self._record.committed]
-            for rejoin in due:
-                place = self._pool.vacancy(rejoin.worker, self._options.job.workers())
-                if place is not None:
-                    self._rejoins.remove(rejoin)
-                    self._start(place, joins=True)
+            committed = self._record.committed
+            self._rejoins = [r for r in self._rejoins if r.iteration >= committed or not self._start_again(r.worker)]
 
     def _deploy(self, event: Deploy) -> None:
         deployment = event.deployment
@@ -681,6 +744,7 @@ class Launcher:
             elif entry.member and cell not in living:
                 self._pool.fence(entry, "put out of the job", silent=self._silent(entry, time.monotonic()))
                 self._record.died(cell, now)
+                self._gone(entry, "was put out of the job")
         schedule = event.plan.schedule() if self._bad_samples.suspects else None
 
         def owner(micro_batch: int, stage: int) -> str:
@@ -839,8 +903,8 @@ class Launcher:
         if command.kind == "kill" and entry is not None:
             self._record.dying(cell, time.monotonic_ns())
             entry.kill()
-        elif command.kind == "restart" and (place := self._pool.vacancy(cell, self._options.job.workers())) is not None:
-            self._start(place, joins=self._deployed is not None)
+        elif command.kind == "restart":
+            self._start_again(cell)
 
     def _end_early(self) -> None:
         """Holds all workers before the same iteration, and once they stand there, that is the end."""
@@ -944,18 +1008,31 @@ class Launcher:
             text = f"none of the workers has been heard for {nobody:.0f} s: they are suspended, or cut off; waiting"
             self._listener({"warning": text})
 
-    def _start(self, cell: Worker, *, joins: bool, spares: Spares | None = None) -> None:
+    def _start(
+        self,
+        cell: Worker,
+        *,
+        joins: bool,
+        spares: Spares | None = None,
+        node: int | None = None,
+        first: bool = False,
+    ) -> WorkerProcess | None:
+        """spares, node: as of ProcessPool.start. first: with the job. None: it could not be started, which was said."""
+
         def spec(incarnation: str) -> WorkerSpec:
             return WorkerSpec(cell, incarnation, self._spec, joins)
 
         try:
-            self._pool.start(cell, spec, time.monotonic(), spares).whole = not joins
+            entry = self._pool.start(cell, spec, time.monotonic(), spares, node)
         except (OSError, EOFError) as error:
-            if not joins:
+            if first:
                 raise JobFailed(f"a process for {cell} can't be started ({error})") from None
             if spares is not None:
                 self._pool.spares.put_back(spares)
             self._listener({"warning": f"a process for {cell} can't be started ({error}); the others go on"})
+            return None
+        entry.whole = not joins
+        return entry
 
     def _end_workers(self) -> None:
         for entry in list(self._pool.running.values()):

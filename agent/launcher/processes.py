@@ -332,10 +332,15 @@ class ProcessPool:
         self._aside: list[WorkerProcess] = []
 
     def start(
-        self, worker: Worker, make_spec: Callable[[str], Any], now: float, spares: Spares | None = None
+        self,
+        worker: Worker,
+        make_spec: Callable[[str], Any],
+        now: float,
+        spares: Spares | None = None,
+        node: int | None = None,
     ) -> WorkerProcess:
         """Starts a process for `worker`, or one for each of its ranks; make_spec maps its new incarnation to what it is
-        told, to which its slot is added. spares: in their place; None: where its place is."""
+        told, to which its slot is added. spares: in their place. node: there. Without either, where its place is."""
         incarnation = uuid.uuid4().hex[:16]
         ours, theirs = self.context.Pipe(duplex=True)
         # Those put aside still hold what they held, until they have ended.
@@ -402,6 +407,10 @@ class ProcessPool:
 
     def node_of(self, entry: WorkerProcess) -> int:
         return 0
+
+    def has_node(self, node: int) -> bool:
+        """Is it there, so that processes can be started on it?"""
+        return True
 
     def recorded(self, line: dict[str, Any]) -> str:
         """A line of the record, for other nodes (see agent.nodes.pool). Returns a warning, or ""."""

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, PlainSerializer, TypeAdapter
 
-from openrecycle.agent.messages.protocol import LONGEST_MS, Iteration, Recovery
+from openrecycle.agent.messages.protocol import LONGEST_MS, Iteration, Recovery, Restart
 from openrecycle.planner.jobs.job import Worker
 
 UNUSUAL, LOOKED_AT = 3, 20
@@ -499,6 +499,8 @@ def sentence_of(line: dict[str, Any]) -> str:
     if "left" in line:
         left = line["left"]
         return f"generation {left['generation']}: {left['worker']} leaves ({left['reason']})"
+    if "restart" in line:
+        return _restart(**line["restart"])
     if "relayout" in line:
         return _relayout(**line["relayout"])
     if "final" in line:
@@ -547,6 +549,10 @@ def _checkpoint(iteration: int, problem: str | None) -> str:
     if problem is None:
         return f"checkpoint of iteration {iteration} is written"
     return f"warning: no checkpoint of iteration {iteration}: {problem}; training goes on"
+
+
+def _restart(worker: str, reason: str, **about: Any) -> str:
+    return f"{worker} {reason}; it is {Restart(**about).words}"
 
 
 def _recovery(recovery: Recovery) -> str:

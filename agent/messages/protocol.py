@@ -8,6 +8,7 @@ start, so that a report of a dead process can't be taken for one of its successo
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import socket
@@ -77,6 +78,7 @@ WorkerName = Annotated[str, StringConstraints(pattern=r"^W[0-9]{1,6}_[0-9]{1,6}$
 Text = Annotated[str, StringConstraints(max_length=2000)]
 Count = Annotated[int, Field(ge=0, le=2**53), INTEGER]
 Term = Annotated[int, Field(ge=0, lt=10**15), INTEGER]
+NodeNumber = Annotated[int, Field(ge=0, le=4095), INTEGER]
 RankNumber = Annotated[int, Field(ge=0, lt=RANKS), INTEGER]
 Seconds = Annotated[float, Field(strict=True, ge=0, le=1e9, allow_inf_nan=False)]
 PosixSeconds = Annotated[float, Field(strict=True, ge=0, le=LATEST, allow_inf_nan=False)]
@@ -129,7 +131,8 @@ class JobSpec(Message):
     told to change their stage, in their processes (Deployment.moves). relayout: may layers change theirs, where the
     profile has layers? When it pays, never, or whenever another partition is better. transfer_timeout, group_timeout:
     seconds that a worker waits for a peer's data, and for a sum over a stage; the console has its say on
-    them (agent.config.timeouts). None: not said. ranks_per_worker: processes of each worker. stage_bytes: by stage,
+    them (agent.config.timeouts). None: not said. max_restarts: so often in a row its launcher starts a worker again by
+    itself. ranks_per_worker: processes of each worker. stage_bytes: by stage,
     what a worker may come to take where it computes, beside the program itself, as it was reckoned before the start.
     """
 
@@ -153,6 +156,7 @@ class JobSpec(Message):
     seed: Count = 0
     transfer_timeout: Annotated[Seconds | None, Field(exclude_if=lambda value: value is None)] = None
     group_timeout: Annotated[Seconds | None, Field(exclude_if=lambda value: value is None)] = None
+    max_restarts: Annotated[Count, Field(exclude_if=lambda value: not value)] = 0
     ranks_per_worker: Annotated[int, Field(ge=1, le=RANKS, exclude_if=lambda value: value == 1), INTEGER] = 1
     stage_bytes: Annotated[tuple[Count, ...], Field(max_length=16_384, exclude_if=lambda value: not value)] = ()
 
@@ -429,6 +433,33 @@ class Acknowledgements(Message):
     acknowledgements: Annotated[tuple[Acknowledgement, ...], Field(min_length=1, max_length=BATCH, fail_fast=True)]
 
 
+class Restart(Message):
+    """What a launcher does by itself about a process that is gone: it starts another one after `seconds`, which is the
+    `number`th in a row, of at most `most`; beyond, it starts none. node: where it ran, and which has to be back first;
+    None: it is there."""
+
+    number: Annotated[int, Field(ge=1, le=2**53), INTEGER]
+    most: Annotated[int, Field(ge=1, le=2**53), INTEGER]
+    seconds: Seconds = 0.0
+    node: Annotated[NodeNumber | None, Field(exclude_if=lambda value: value is None)] = None
+
+    @property
+    def words(self) -> str:
+        """Behind a worker's name, and `is`."""
+        if self.number > self.most:
+            return f"not started again by itself, after {self.most:,} {'try' if self.most == 1 else 'tries'} in a row"
+        which = f"({self.number:,} of {self.most:,})"
+        if self.node is not None:
+            return f"started again as soon as node {self.node} is back {which}"
+        if not self.seconds:
+            return f"about to be started again {which}"
+        # In steps: on a page it is read out whenever it changes.
+        if self.seconds > 120:
+            return f"started again in {math.ceil(self.seconds / 60)} min {which}"
+        step = 10 if self.seconds > 10 else 1
+        return f"started again in {math.ceil(self.seconds / step) * step} s {which}"
+
+
 class FailureReport(Message):
     """POST /jobs/{job_id}/failures. Something broke.
 
@@ -439,7 +470,7 @@ class FailureReport(Message):
     `reporter` for a transfer. detail: for an exit, what the process did (`was killed by SIGKILL`).
     age_milliseconds: how long ago it was seen. generation: the reporter's own when the transfer broke or the op raised,
     so that a late report can't disturb the next one (0: not said). spare: of an exit, which ranks of the worker had to
-    end since another one of them had; nothing runs in their place.
+    end since another one of them had; nothing runs in their place. restart: of an exit, also of one that is known.
     """
 
     worker: WorkerName
@@ -452,6 +483,7 @@ class FailureReport(Message):
     spare: Annotated[
         tuple[RankNumber, ...], Field(max_length=RANKS, fail_fast=True, exclude_if=lambda value: not value)
     ] = ()
+    restart: Annotated[Restart | None, Field(exclude_if=lambda value: value is None)] = None
 
 
 class Iteration(Message):
@@ -555,7 +587,7 @@ class LeadClaim(Message):
     the newest term that it knows of. ask: it only asks whether it might."""
 
     term: Term
-    node: Annotated[int, Field(ge=0, le=4095), INTEGER]
+    node: NodeNumber
     after: Term
     ask: StrictBool = False
 

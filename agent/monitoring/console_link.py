@@ -62,6 +62,7 @@ from openrecycle.agent.messages.protocol import (
     Recovery,
     Registration,
     Relayout,
+    Restart,
     ValidationReport,
     clock_name,
 )
@@ -422,6 +423,10 @@ class ConsoleCoordination(Coordination):
             spare=tuple(spare),
         )
         self._report(report)
+
+    def restarts(self, worker: Worker, incarnation: str, restart: Restart) -> None:
+        about = {"worker": str(worker), "incarnation": incarnation, "cause": "exit", "reporter": "launcher"}
+        self._report(FailureReport.model_validate(about | {"restart": restart}))
 
     def opened(self, generation: int, incarnations: Iterable[str]) -> None:
         self._phases.expect(generation, incarnations)

@@ -658,17 +658,25 @@ class SpreadPool(ProcessPool):
         self._hub.depose(why)
 
     def start(
-        self, worker: Worker, make_spec: Callable[[str], Any], now: float, spares: Spares | None = None
+        self,
+        worker: Worker,
+        make_spec: Callable[[str], Any],
+        now: float,
+        spares: Spares | None = None,
+        node: int | None = None,
     ) -> WorkerProcess:
         links = dict(self._hub.links)
-        where = {w: self._where[entry.incarnation] for w, entry in self.running.items()}
         own = self._hub.lead_status.rank
-        node = stand_in(worker, self._homes[worker], {own, *links}, where) if spares is None else spares.node
+        if spares is not None:
+            node = spares.node
+        elif node is None:
+            where = {w: self._where[entry.incarnation] for w, entry in self.running.items()}
+            node = stand_in(worker, self._homes[worker], {own, *links}, where)
         if node == own:
             entry = super().start(worker, lambda i: replace(make_spec(i), address=self._hub.host), now, spares)
             self._hold_back(entry)
         elif node not in links:
-            raise OSError(f"node {node} is lost")  # since its spare ranks were taken
+            raise OSError(f"node {node} is lost")  # since it was found to be there
         else:
             entry = self._start_there(links[node], worker, make_spec, now, spares)
             self.running[worker] = entry
@@ -682,6 +690,10 @@ class SpreadPool(ProcessPool):
     def node_of(self, entry: WorkerProcess) -> int:
         node = entry.node if isinstance(entry, RemoteWorker) else None
         return self._hub.lead_status.rank if node is None else node.rank
+
+    def has_node(self, node: int) -> bool:
+        link = self._hub.links.get(node)
+        return node == self._hub.lead_status.rank or (link is not None and link.alive)
 
     def adopt(self, entry: WorkerProcess) -> None:
         """A worker of this node, which was started for the lead before."""

@@ -35,7 +35,7 @@ from openrecycle.agent.messages.protocol import (
     ValidationReport,
 )
 from openrecycle.app.jobs.live_job import IncomingReport, LiveJob
-from openrecycle.app.jobs.states import Arrival
+from openrecycle.app.jobs.states import Arrival, PlannedRestart
 from openrecycle.app.jobs.waiting import Waited
 from openrecycle.app.runtime.errors import ConsoleError, plain, storing, unknown_worker
 from openrecycle.db.store import Store
@@ -148,7 +148,9 @@ class Reports:
             seen = f" (seen {late:.1f} s before the report came)" if late >= 1 else ""
             detail = plain(message.detail) + seen
             event = happening.Exited(message.worker, message.incarnation, message.reporter, detail)
-            beside = [IncomingReport(event, spare=message.spare)] if message.spare else ()
+            restart = PlannedRestart.of(message.restart, time.time() - late) if message.restart else None
+            known = bool(message.spare or restart)
+            beside = [IncomingReport(event, spare=message.spare, restart=restart)] if known else ()
             return job.apply(event, beside=beside, sender=sender)
         if message.cause in ("exception", "state-lost"):
             what = happening.OpRaised if message.cause == "exception" else happening.StateLost

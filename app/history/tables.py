@@ -21,6 +21,7 @@ from openrecycle.agent.messages.protocol import (
     JobSpec,
     Milliseconds,
     Name,
+    NodeNumber,
     OpKind,
     RankNumber,
     WorkerName,
@@ -69,11 +70,13 @@ Workers = list[WorkerName]
 Moment = Annotated[float, Field(strict=True, ge=0, le=1e11, allow_inf_nan=False)]
 
 
-def _with_ranks(line: object) -> object:
-    """Versions before this one said nothing of ranks."""
-    return [*line, [], [], []] if isinstance(line, list | tuple) and len(line) == 6 else line
+def _with_all(line: object) -> object:
+    """Versions before this one said nothing of ranks, or of restarts."""
+    missing: dict[int, tuple[object, ...]] = {6: ([], [], [], None), 9: (None,)}
+    return [*line, *missing.get(len(line), ())] if isinstance(line, list | tuple) else line
 
 
+InARow = Annotated[int, Field(ge=1, le=2**53)]
 ProcessLine = Annotated[
     tuple[
         Identifier,
@@ -85,8 +88,9 @@ ProcessLine = Annotated[
         Annotated[list[Annotated[int, Field(ge=0, le=2**53)]], Field(max_length=RANKS)],
         Annotated[list[RankNumber], Field(max_length=RANKS)],
         Annotated[list[tuple[Identifier, RankNumber]], Field(max_length=RANKS)],
+        tuple[InARow, InARow, Moment, NodeNumber | None] | None,
     ],
-    BeforeValidator(_with_ranks),
+    BeforeValidator(_with_all),
 ]
 """See app.jobs.records.process_rows."""
 Place = Annotated[str, StringConstraints(pattern=r"^(W[0-9]{1,6}_[0-9]{1,6})?$")]

@@ -53,7 +53,7 @@ from openrecycle.app.jobs.records import (
     state_rows,
     waits_row,
 )
-from openrecycle.app.jobs.states import Arrival, ProcessState, WorkerStates, follow
+from openrecycle.app.jobs.states import Arrival, PlannedRestart, ProcessState, WorkerStates, follow
 from openrecycle.app.jobs.throughput import Baseline, read_baseline
 from openrecycle.app.jobs.waiting import CommandQueue, Wait, after_change, pauses, read_waits
 from openrecycle.app.runtime.errors import ConsoleError, refused, unavailable, unknown_job
@@ -83,11 +83,12 @@ class PlanRun(NamedTuple):
 @dataclass(frozen=True)
 class IncomingReport:
     """An event, and what is stored beside it if it is accepted. process: of a worker that registers. spare: of one that
-    has exited, the ranks that are spare. acknowledgement: a row."""
+    has exited, the ranks that are spare; restart: what its launcher does about it. acknowledgement: a row."""
 
     event: WorkerRegistered | GenerationAcknowledged | Exited
     process: Arrival | None = None
     spare: tuple[int, ...] = ()
+    restart: PlannedRestart | None = None
     acknowledgement: Mapping[str, Any] | None = None
 
 
@@ -119,6 +120,12 @@ def processes_of(reports: Iterable[IncomingReport]) -> dict[str, Arrival]:
 def spares_of(reports: Iterable[IncomingReport]) -> dict[str, tuple[int, ...]]:
     """Of those that exited, by incarnation, the ranks that are spare."""
     return {report.event.incarnation: report.spare for report in reports if report.spare}
+
+
+def restarts_of(reports: Iterable[IncomingReport]) -> dict[str, tuple[str, PlannedRestart]]:
+    """Of those that exited, by incarnation, whose place it was, and what their launcher does about it."""
+    restarts = ((report.event, report.restart) for report in reports)
+    return {event.incarnation: (event.worker, restart) for event, restart in restarts if restart}
 
 
 class LiveJob:
@@ -226,6 +233,7 @@ class LiveJob:
             self.measurements.slow,
             self.stopped,
             self.state.choosing,
+            time.time(),
         )
 
     @property
@@ -435,9 +443,10 @@ class LiveJob:
             member_row(m) for name, m in new.members.items() if m is not before[name] and differs(m, before[name])
         ]
         # Most reports of a large job change nobody's role, and everybody's is looked at for those that do.
-        spare, changed, states = spares_of(reports), dict[str, ProcessState](), list[Record]()
-        if workers or spare:
-            changed = follow(self.processes, old, new, processes_of(reports), now, spare)
+        spare, restarts = spares_of(reports), restarts_of(reports)
+        changed, states = dict[str, ProcessState](), list[Record]()
+        if workers or spare or restarts:
+            changed = follow(self.processes, old, new, processes_of(reports), now, spare, restarts)
         known = {**self.processes, **changed} if changed else self.processes
         if workers or changed:
             states = state_rows(WorkerStates(old, self.processes), WorkerStates(new, known), now)

@@ -19,7 +19,7 @@ from openrecycle.agent.coordination.membership import (
     State,
 )
 from openrecycle.agent.messages.protocol import JobSpec, JobState, WorkerState
-from openrecycle.app.jobs.states import ProcessState, WorkerStates
+from openrecycle.app.jobs.states import PlannedRestart, ProcessState, WorkerStates
 from openrecycle.app.jobs.waiting import Wait
 from openrecycle.db.store import Record, Store
 
@@ -231,12 +231,14 @@ def read_processes(rows: Iterable[Record]) -> dict[str, ProcessState]:
     """By incarnation, those that came first first."""
     found = []
     for row in rows:
-        # Those that an older version has stored say nothing of ranks.
+        # Those that an older version has stored say nothing of ranks, or of restarts.
         for incarnation, host, pid, held, ended, detail, *of_ranks in json.loads(row["processes"]):
             roles = tuple((str(role), float(since)) for role, since in held)
-            ranks, spare, made_of = of_ranks or ((), (), ())
-            known = ProcessState(incarnation, host, pid, roles, ended, detail, tuple(ranks), tuple(spare))
-            found.append(replace(known, made_of=tuple((str(whose), int(rank)) for whose, rank in made_of)))
+            ranks, spare, made_of, *more = of_ranks or ((), (), ())
+            restart = PlannedRestart(*more[0]) if more and more[0] else None
+            made = tuple((str(whose), int(rank)) for whose, rank in made_of)
+            numbers = tuple(ranks), tuple(spare), made
+            found.append(ProcessState(incarnation, host, pid, roles, ended, detail, *numbers, restart))
     return {process.incarnation: process for process in sorted(found, key=lambda p: p.since)}
 
 

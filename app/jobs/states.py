@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 from openrecycle.agent.coordination.choosing import STANDS_BY
 from openrecycle.agent.coordination.coordinator import nobody_heard
 from openrecycle.agent.coordination.membership import FailureTimeouts, Member, State, peer_of, returned
-from openrecycle.agent.messages.protocol import JobState, WorkerState
+from openrecycle.agent.messages.protocol import JobState, Restart, WorkerState
 from openrecycle.planner.jobs.words import counts, layers_move, layers_moved, names, percent
 
 
@@ -87,6 +87,24 @@ class Arrival(NamedTuple):
     made_of: tuple[tuple[str, int], ...] = ()
 
 
+class PlannedRestart(NamedTuple):
+    """What a launcher does by itself about a process that is gone, as agent.messages.protocol.Restart has it. at: POSIX
+    seconds."""
+
+    number: int
+    most: int
+    at: float
+    node: int | None = None
+
+    @classmethod
+    def of(cls, said: Restart, at: float) -> PlannedRestart:
+        return cls(said.number, said.most, at + said.seconds, said.node)
+
+    def words(self, now: float) -> str:
+        seconds = min(max(0.0, self.at - now), 1e9)
+        return Restart(number=self.number, most=self.most, seconds=seconds, node=self.node).words
+
+
 @dataclass(frozen=True)
 class ProcessState:
     """held: the roles that it was given, oldest first, and since when (POSIX seconds; 0: not known). ended: how it
@@ -94,7 +112,7 @@ class ProcessState:
 
     Of a worker of several ranks, ranks: the process ids of all of them, pid being that of rank 0. spare: of one that
     has ended, the ranks that had to, since another one of them had. made_of: the ranks, as (incarnation, number), that
-    were spare and in whose place its own are."""
+    were spare and in whose place its own are. restart: of one that has ended, what its launcher does about it."""
 
     incarnation: str
     host: str
@@ -105,6 +123,7 @@ class ProcessState:
     ranks: tuple[int, ...] = ()
     spare: tuple[int, ...] = ()
     made_of: tuple[tuple[str, int], ...] = ()
+    restart: PlannedRestart | None = None
 
     @property
     def slot(self) -> str:
@@ -158,10 +177,11 @@ def follow(
     came: Mapping[str, Arrival],
     at: float,
     spare: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+    restarts: Mapping[str, tuple[str, PlannedRestart]] = MappingProxyType({}),
 ) -> dict[str, ProcessState]:
     """The processes, by incarnation, that are other than in `known` once `old` has become `new`. came: those that have
     registered in between. at: POSIX seconds. spare: of those whose end was reported in between, the ranks that are
-    spare."""
+    spare; restarts: their places, and what is done about them."""
     changed: dict[str, ProcessState] = {}
 
     def known_as(incarnation: str, role: str) -> ProcessState:
@@ -197,6 +217,13 @@ def follow(
         ended_now = changed.get(incarnation) or known.get(incarnation)
         if ended_now is not None and left:
             changed[incarnation] = replace(ended_now, spare=left)
+    for incarnation, (role, restart) in restarts.items():
+        found, member = changed.get(incarnation) or known.get(incarnation), new.members[role]
+        if found is None and member.state is WorkerState.FAILED:
+            # That one has ended before it registered: it is about the one before.
+            found = changed.get(member.incarnation or "") or known.get(member.incarnation or "")
+        if found is not None:
+            changed[found.incarnation] = replace(found, restart=restart)
     return changed
 
 
@@ -224,7 +251,7 @@ class Rank(NamedTuple):
 class WorkerStates:
     """waiting: does the job wait for a person's choice? paused: has an operator stopped it? stopped: the roles whose
     processes have said that they wait for that. rerouted: micro-batches of other pipelines that a role runs in an
-    iteration, by the plan in force. slow: how many times its peers' op times a role takes."""
+    iteration, by the plan in force. slow: how many times its peers' op times a role takes. now: POSIX seconds."""
 
     state: State
     known: Mapping[str, ProcessState]
@@ -233,6 +260,7 @@ class WorkerStates:
     slow: Mapping[str, float] = field(default_factory=dict)
     stopped: frozenset[str] = frozenset()
     waiting: bool = False
+    now: float = 0.0
 
     @cached_property
     def roles(self) -> dict[str, WorkerRole]:
@@ -330,6 +358,8 @@ class WorkerStates:
                 detail = f"its process holds {now.name} now"
             elif process is not None:
                 detail = f"its process moved to {process.role}, and {process.ended or 'ended'} there"
+        elif state is RoleState.FAILED and process is not None and process.restart is not None:
+            detail += f"; it is {process.restart.words(self.now)}"
         return WorkerRole(name, member.stage, state, process, moved_to, detail)
 
     # -- details ----------------------------------------------------------------------------
@@ -446,7 +476,7 @@ def _text(worker_states: WorkerStates, now: float, failure_timeouts: FailureTime
         without = f" without {names(state.pending.failed)}" if state.pending.failed else ""
         return f"Making the plan for generation {state.generation + 1}{without}: {state.pending.reason}."
     if state.current is None:
-        return _before_the_first_generation(state)
+        return _before_the_first_generation(worker_states)
     if state.broken:
         peer = peer_of(state.broken.reporter, state.broken.worker)
         left = max(0.0, state.broken.since + failure_timeouts.transfer_grace - now)
@@ -469,10 +499,11 @@ def _waiting_for_a_choice(state: State, left: float) -> str:
     return f"Waiting for you: {ways} to go on without {names(failed)}; the best ({best}) is taken in {seconds}."
 
 
-def _before_the_first_generation(state: State) -> str:
-    failed = [m for m in state.members.values() if m.state is WorkerState.FAILED]
+def _before_the_first_generation(worker_states: WorkerStates) -> str:
+    state = worker_states.state
+    failed = [worker_states.role(m) for m in state.members.values() if m.state is WorkerState.FAILED]
     if failed:
-        return f"Waiting for {names([m.name for m in failed])} to be started again: {failed[0].detail}."
+        return f"Waiting for {names([role.name for role in failed])} to be started again: {failed[0].detail}."
     missing = [m.name for m in state.members.values() if m.incarnation is None]
     return f"Waiting for {len(missing):,} of {len(state.members):,} workers to register: {names(missing)}."
 
@@ -527,8 +558,18 @@ def _who_is_out(worker_states: WorkerStates) -> str:
     moved = [f"{p.slot}'s process holds {p.role} now" for p in worker_states.moved if p.role in state.current.lives_in]
     if len(moved) > MOST_MOVES:
         moved = [*moved[:MOST_MOVES], f"and {len(moved) - MOST_MOVES:,} more have moved"]
-    sentences = [text, ", ".join(moved), _spare(worker_states)]
+    sentences = [text, ", ".join(moved), *_restarts(worker_states, named), _spare(worker_states)]
     return ". ".join(part for part in sentences if part) + "."
+
+
+def _restarts(worker_states: WorkerStates, named: Mapping[ProcessState, str]) -> list[str]:
+    """What launchers do by themselves about those that have failed, in a sentence for all of whom the same is true.
+    named: all that are missing."""
+    said: dict[str, list[str]] = {}
+    for process, name in named.items():
+        if process.ended == "failed" and process.restart is not None:
+            said.setdefault(process.restart.words(worker_states.now), []).append(name)
+    return [f"{names(who, last=' and ')} {'is' if len(who) == 1 else 'are'} {words}" for words, who in said.items()]
 
 
 def _spare(worker_states: WorkerStates) -> str:

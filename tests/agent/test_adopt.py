@@ -265,12 +265,12 @@ def pod(manifest: dict[str, Any], index: int, host: str, saved: Path) -> tuple[l
 @pytest.mark.chaos
 @pytest.mark.processes
 def test_kubernetes(calm: Run, manifest: dict[str, Any], tmp_path: Path) -> None:
-    """A worker is killed by the example, and then the whole of pod 1, which is started anew."""
+    """A worker is killed by the example, and then the whole of pod 1, which is started anew: its workers come back."""
     saved, host = with_job(tmp_path) / "saved", address()
     saved.mkdir()
     command, env = pod(manifest, 0, host, saved)
     # Slowly, so that there is a pod to kill; and with a record, as elsewhere on the page.
-    command += ["--record", str(tmp_path / "run.jsonl"), "--pace", "F=15ms,I=15ms,W=15ms"]
+    command += ["--record", str(tmp_path / "run.jsonl"), "--pace", "F=15ms,I=15ms,W=15ms", "--restart-delay", "1"]
     other, its_env = pod(manifest, 1, host, saved)
     with (
         running(command, tmp_path, "pod-0.log", env) as lead,
@@ -285,6 +285,8 @@ def test_kubernetes(calm: Run, manifest: dict[str, Any], tmp_path: Path) -> None
             assert again.wait(120) == 0, (tmp_path / "pod-1-again.log").read_text()
     run = whole(tmp_path)
     same(run, calm)
-    assert [failure["worker"] for failure in run.failures][:2] == ["W1_1", "W1_0"]
-    assert run.iterations[0]["living"] == 4 and run.iterations[-1]["living"] == 2
+    lost = [failure["worker"] for failure in run.failures]
+    assert lost[0] == "W1_1" and "W1_0" in lost
+    living = [line["living"] for line in run.iterations]
+    assert living[0] == 4 and 2 in living and living[-1] == 4
     assert len(list((saved / "weights").iterdir())) == 6

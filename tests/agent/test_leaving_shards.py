@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from openrecycle.agent.config.options import Optimization, TrainingOptions
+from openrecycle.agent.config.options import Faults, Optimization, TrainingOptions
 from openrecycle.agent.coordination.launcher import Coordination, Deploy, Failure
 from openrecycle.agent.launcher.launch import Launcher
 from openrecycle.agent.launcher.processes import WorkerProcess
@@ -52,7 +52,7 @@ class _Pool:
     def entries(self) -> list[WorkerProcess]:
         return list(self.running.values())
 
-    def fence(self, entry: WorkerProcess, reason: str) -> None:
+    def fence(self, entry: WorkerProcess, reason: str, *, silent: bool = False) -> None:
         entry.fenced = True
         del self.running[entry.worker]
         self.fenced.append(str(entry.worker))
@@ -61,6 +61,12 @@ class _Pool:
         self.running.pop(entry.worker, None)
 
     def spare(self, entry: WorkerProcess) -> None: ...
+
+    def node_of(self, entry: WorkerProcess) -> int:
+        return 0
+
+    def has_node(self, node: int) -> bool:
+        return True
 
 
 class _Decides(Coordination):
@@ -83,7 +89,8 @@ class _Job:
     def __init__(self, sharding: Any) -> None:
         self.catalog = Catalog(JOB, Technique.STAGGERED, MemoryLimit("uniform"))
         self.pool, self.decides, self.lines = _Pool(), _Decides(), list[dict[str, Any]]()
-        options = TrainingOptions(job=JOB, iterations=1000, optimization=Optimization(sharding=sharding))
+        sharded, faults = Optimization(sharding=sharding), Faults(max_restarts=1)
+        options = TrainingOptions(job=JOB, iterations=1000, optimization=sharded, faults=faults)
         spec = RunSpec(options, NamedWorkload("openrecycle.agent.examples.gpt:Gpt", {}), ())
         self.launcher = Launcher(spec, self.decides, self.lines.append, self.catalog, self.pool)  # type: ignore[arg-type]
         self.told = list[dict[str, Any]]()
@@ -121,6 +128,11 @@ class _Job:
     def hear(self, name: str, kind: str, **fields: Any) -> None:
         message = {"kind": kind, "at": 0, "generation": self.generation, **fields}
         self.launcher._hear(self.pool.running[Worker.parse(name)], message)
+
+    @property
+    def restarted(self) -> list[str]:
+        """Who is to be started again by itself."""
+        return [line["restart"]["worker"] for line in self.lines if "restart" in line]
 
     @property
     def deployment(self) -> Deployment:
@@ -204,6 +216,17 @@ def test_a_death_meanwhile_puts_nobody_else_out(shared: bool, job: _Job) -> None
     job.deploy(3, leaving=("W1_0",), dead=("W2_1",))
     assert ("W1_0" in job.deployment.living) is not shared
     assert job.pool.fenced == (["W1_0"] if shared else [])
+    assert job.restarted == ["W2_1"]
+
+
+def test_who_is_put_out_is_started_again_and_who_leaves_is_not(job: _Job) -> None:
+    job.deploy(2, dead=("W2_1",))
+    assert job.pool.fenced == ["W2_1"] and job.restarted == ["W2_1"]
+    for generation in (3, 4):
+        job.deploy(generation, leaving=("W1_0",), dead=("W2_1",))
+        job.form()
+        job.share()
+    assert job.pool.fenced == ["W2_1", "W1_0"] and job.restarted == ["W2_1"]
 
 
 def test_what_breaks_meanwhile_is_gone_on_from(job: _Job) -> None:
@@ -238,6 +261,7 @@ def test_one_that_dies_before_it_may_go_is_told_of(job: _Job) -> None:
     job.form()
     job.launcher._ended(job.pool.running[Worker(1, 0)])
     assert job.decides.gone == ["W1_0"] and job.decides.asked == [2]
+    assert job.restarted == [], "it was to leave"
 
 
 def test_another_lead_knows_who_has_shared(job: _Job) -> None:

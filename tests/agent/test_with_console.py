@@ -172,6 +172,27 @@ def test_what_a_worker_wrote_before_it_crashed_is_there_to_read(tmp_path: Path) 
         assert any("nan_model.py" in line for line in written), "the traceback"
 
 
+def test_a_worker_comes_back_without_anybody_asking_for_it(tmp_path: Path) -> None:
+    """Its launcher starts it, and the console lets it in as one that somebody has restarted."""
+    options = ("--pace", "F=20ms,I=20ms,W=20ms", "--max-restarts", "2", "--restart-delay", "3", "--kill", "W1_1@1:F0")
+    record = tmp_path / "run.jsonl"
+    with console(tmp_path) as server, job(server, record, 100_000, *options) as process:
+        job_id = server.job_id()
+        assert server.read(f"/jobs/{job_id}")["spec"]["max_restarts"] == 2
+
+        def detail() -> str:
+            workers = server.read(f"/jobs/{job_id}/workers")["workers"]
+            return str(next(worker["detail"] for worker in workers if worker["name"] == "W1_1"))
+
+        until(lambda: "(1 of 2)" in detail(), "word of what comes next")
+        until(lambda: server.read(f"/jobs/{job_id}")["condition"] == "running", "all to train")
+        assert server.read(f"/jobs/{job_id}")["living"] == 6
+        assert "asked to restart" not in " ".join(event["text"] for event in _events(server, job_id))
+        process.end()
+    losses = [line["loss"] for line in map(json.loads, record.read_text().splitlines()) if "iteration" in line]
+    assert losses == fault_free_losses(len(losses), pipelines=2, stages=3)
+
+
 def test_a_stage_that_lost_everybody_is_re_staffed_by_the_console(tmp_path: Path) -> None:
     """Both workers of stage 1 die; one of another stage takes over there in its process, all go back to the
     checkpoint, and the losses are those of a run without failures."""

@@ -448,9 +448,13 @@ def test_the_manifest_is_one(origin: tuple[Database, str, Path]) -> None:
     assert any(golden("ann-asked-to-kill-w1") in e["text"] for e in events)
 
 
-def test_processes_of_a_console_that_knew_no_ranks() -> None:
+def test_processes_of_consoles_that_knew_no_ranks_or_no_restarts() -> None:
     line = ["an-incarnation", "node-a", 7, [["W0_0", 1.0]], "", ""]
-    read = TypeAdapter(ProcessLine).validate_python(line)
-    assert list(read[:6])[2] == 7 and list(read[6:]) == [[], [], []]
-    with pytest.raises(ValidationError):
-        TypeAdapter(ProcessLine).validate_python([*line, [1]])
+    form = TypeAdapter(ProcessLine)
+    assert list(form.validate_python(line)[:6])[2] == 7 and list(form.validate_python(line)[6:]) == [[], [], [], None]
+    ranks = [*line, [7, 8], [1], []]
+    assert list(form.validate_python(ranks)[6:]) == [[7, 8], [1], [], None]
+    assert form.validate_python([*ranks, [1, 3, 12.0, 2]])[9] == (1, 3, 12.0, 2)
+    for wrong in ([*line, [1]], [*ranks, [0, 3, 12.0, None]], [*ranks, "soon"]):
+        with pytest.raises(ValidationError):
+            form.validate_python(wrong)

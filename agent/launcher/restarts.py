@@ -1,0 +1,173 @@
+"""Which workers are started again by themselves, when, and why not. Pure: no processes, no clock.
+
+The launcher of a job keeps this, with a console and without: it alone starts processes, and hears first of their end.
+
+- A process that has ended, or was put out of the job, gets a successor after a delay, which doubles with each further
+  one in a row. Of which it is the successor a process keeps, whatever place it is given meanwhile.
+- One that has trained for `RECOVERED_SECONDS`, and beyond the iteration in which the one before it ended, has
+  recovered: the count begins anew. Without the second condition, a job that goes back to a checkpoint and comes to the
+  same deadly sample an hour later would do so for ever.
+- After `most` in a row the place stays empty. Whom a person starts begins a new count.
+- Successors run on the node where the one before them ran: on another one there may be no GPU for them. Where that node
+  is gone they wait until it is back, which is no try.
+- Nobody replaces a process that was asked to leave, nor one whose place others have filled meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from openrecycle.agent.messages.protocol import Restart
+
+LONGEST_SECONDS = 600.0
+RECOVERED_SECONDS = 3600.0
+
+
+@dataclass(frozen=True)
+class Policy:
+    """most: in a row; 0: nobody is started again. first: seconds until the first of them."""
+
+    most: int
+    first: float
+
+    def delay(self, number: int) -> float:
+        """Seconds until the restart of that number, from 1."""
+        return min(self.first * 2.0 ** min(number - 1, 64), LONGEST_SECONDS)
+
+
+@dataclass(frozen=True)
+class Gone:
+    """A process that has ended, or was put out. worker: its place. came_from: where it was before, if it has moved.
+    there: is its node? committed: iterations of the job. asked: was it to leave, or is the job to end?"""
+
+    worker: str
+    incarnation: str
+    came_from: str | None
+    node: int
+    there: bool
+    committed: int
+    asked: bool = False
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A process that is to be started. worker: the place to look for one at. number: of it in a row. due: monotonic
+    seconds. held: it waits for its node, and that has been said. incarnation, committed: of whom it replaces, and how
+    many iterations the job had then."""
+
+    worker: str
+    number: int
+    due: float
+    node: int
+    incarnation: str
+    committed: int
+    held: bool = False
+
+
+@dataclass(frozen=True)
+class Successor:
+    """A process that was started in another one's place. number, committed: as of Waiting. since: when it began to
+    train, in monotonic seconds; None: it has not yet."""
+
+    number: int
+    committed: int
+    since: float | None = None
+
+    def recovered(self, now: float, committed: int) -> bool:
+        return self.since is not None and now - self.since >= RECOVERED_SECONDS and committed > self.committed
+
+
+@dataclass(frozen=True)
+class Restarts:
+    """successors: those that run, by incarnation."""
+
+    waiting: tuple[Waiting, ...] = ()
+    successors: Mapping[str, Successor] = field(default_factory=dict)
+
+    def earlier(self, seconds: float) -> Restarts:
+        """The same by a clock that is so much behind."""
+        return Restarts(
+            tuple(replace(one, due=one.due - seconds) for one in self.waiting),
+            {i: s if s.since is None else replace(s, since=s.since - seconds) for i, s in self.successors.items()},
+        )
+
+
+@dataclass(frozen=True)
+class Due:
+    """start: with the places to start them in. held: whose node is found to be gone. Those whose place is filled are
+    in `restarts` no more."""
+
+    restarts: Restarts
+    start: tuple[tuple[Waiting, str], ...] = ()
+    held: tuple[Waiting, ...] = ()
+
+
+def ended(restarts: Restarts, gone: Gone, policy: Policy, now: float) -> tuple[Restarts, Restart | None]:
+    """A process is gone. What is done about it; None: nothing."""
+    before = restarts.successors.get(gone.incarnation)
+    successors = {i: s for i, s in restarts.successors.items() if i != gone.incarnation}
+    left = [one for one in restarts.waiting if one.worker != gone.worker]
+    for one in restarts.waiting:
+        # Its place was filled: by one that was started there; or by one that had moved in, from what is empty since.
+        if one.worker == gone.worker and gone.came_from and all(gone.came_from != other.worker for other in left):
+            left.append(replace(one, worker=gone.came_from))
+    known = Restarts(tuple(left), successors)
+    if gone.asked or not policy.most:
+        return known, None
+    tries = 0 if before is None or before.recovered(now, gone.committed) else before.number
+    waiting = Waiting(gone.worker, tries + 1, now, gone.node, gone.incarnation, gone.committed, not gone.there)
+    return _again(known, waiting, policy, now)
+
+
+def not_started(restarts: Restarts, waiting: Waiting, policy: Policy, now: float) -> tuple[Restarts, Restart]:
+    """Its process could not be started, which was a try."""
+    known = replace(restarts, waiting=tuple(one for one in restarts.waiting if one != waiting))
+    return _again(known, replace(waiting, number=waiting.number + 1), policy, now)
+
+
+def _again(restarts: Restarts, waiting: Waiting, policy: Policy, now: float) -> tuple[Restarts, Restart]:
+    if waiting.number > policy.most:
+        return restarts, Restart(number=waiting.number, most=policy.most)
+    delay = policy.delay(waiting.number)
+    waiting = replace(waiting, due=now + delay)
+    return replace(restarts, waiting=(*restarts.waiting, waiting)), told(waiting, policy, now)
+
+
+def told(waiting: Waiting, policy: Policy, now: float) -> Restart:
+    """As people and consoles are told of it."""
+    seconds = max(0.0, round(waiting.due - now, 3))
+    node = waiting.node if waiting.held else None
+    return Restart(number=waiting.number, most=policy.most, seconds=seconds, node=node)
+
+
+def due(restarts: Restarts, now: float, there: Callable[[int], bool], vacancy: Callable[[str], str | None]) -> Due:
+    """there: is that node? vacancy: the place that is empty for a worker; None: somebody has filled it."""
+    waiting, start, held = list[Waiting](), list[tuple[Waiting, str]](), list[Waiting]()
+    for one in restarts.waiting:
+        place = vacancy(one.worker)
+        if place is None:
+            continue
+        if one.due <= now and not there(one.node):
+            if not one.held:
+                one = replace(one, held=True)
+                held.append(one)
+        elif one.due <= now and all(place != taken for _, taken in start):
+            start.append((one, place))
+        waiting.append(one)
+    return Due(replace(restarts, waiting=tuple(waiting)), tuple(start), tuple(held))
+
+
+def started(restarts: Restarts, waiting: Waiting, incarnation: str) -> Restarts:
+    successor = Successor(waiting.number, waiting.committed)
+    return Restarts(
+        tuple(one for one in restarts.waiting if one != waiting), {**restarts.successors, incarnation: successor}
+    )
+
+
+def trains(restarts: Restarts, incarnation: str, now: float) -> Restarts:
+    """That process does, from now on, or has done already."""
+    successor = restarts.successors.get(incarnation)
+    if successor is None or successor.since is not None:
+        return restarts
+    return replace(restarts, successors={**restarts.successors, incarnation: replace(successor, since=now)})

@@ -1,0 +1,154 @@
+"""`--max-restarts`: workers that come back by themselves, with real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from openrecycle.agent.config.options import Faults, TrainingOptions
+from openrecycle.agent.models.workload import NamedWorkload
+from openrecycle.planner.jobs.errors import InfeasibleError, InputError
+from openrecycle.planner.jobs.job import Job
+from tests.agent.consoles import until
+from tests.agent.local_jobs import TINY as MODEL
+from tests.agent.local_jobs import LocalJob, Message, fault_free_losses
+from tests.agent.node_runs import free_port, kill_group, launch_node
+from tests.agent.node_runs import lines as node_lines
+from tests.agent.runs import GRID as NODES_GRID
+from tests.agent.runs import TINY
+
+pytestmark = pytest.mark.processes
+
+GRID: dict[str, Any] = {"pipelines": 2, "stages": 2, "micro_batches": 2}
+
+
+def restarts(lines: list[Message]) -> list[Message]:
+    return [line["restart"] for line in lines if "restart" in line]
+
+
+def whole(job: LocalJob, iterations: int = 2) -> bool:
+    """Has the job, after a failure, trained so many with all its workers?"""
+    return len([i for i in job.iterations if i["living"] == 4 and i["generation"] > 1]) >= iterations
+
+
+def test_a_killed_worker_comes_back_by_itself_and_no_bit_changes() -> None:
+    def end(job: LocalJob, line: Message) -> None:
+        if whole(job):
+            job.launcher.end_soon()
+
+    faults = Faults(max_restarts=2, restart_delay=0.2)
+    job = LocalJob(**GRID, kills=("W1_1@1:I1",), pace=0.01, faults=faults, on_line=end).run()
+    (restart,) = restarts(job.lines)
+    assert (restart["worker"], restart["number"], restart["most"], restart["seconds"]) == ("W1_1", 1, 2, 0.2)
+    assert "SIGKILL" in restart["reason"] and job.dead == ["W1_1"]
+    undisturbed = LocalJob(**GRID, iterations=len(job.losses)).run()
+    assert job.losses == undisturbed.losses and job.lines[-1] == undisturbed.lines[-1] and "final" in job.lines[-1]
+
+
+@pytest.mark.chaos
+def test_one_that_hangs_comes_back_too() -> None:
+    def act(job: LocalJob, line: Message) -> None:
+        if line.get("iteration") == 1:
+            job.signal("W0_1", signal.SIGSTOP)
+        if whole(job):
+            job.stop()
+
+    faults = Faults(max_restarts=1, restart_delay=0.2)
+    job = LocalJob(**GRID, pace=0.01, hang_seconds=4.0, faults=faults, on_line=act).run()
+    (restart,) = restarts(job.lines)
+    assert restart["worker"] == "W0_1" and "silent" in restart["reason"]
+    assert job.losses == fault_free_losses(len(job.losses), **GRID)
+
+
+def test_one_that_dies_at_each_start_is_left_out_and_a_person_can_start_it(tmp_path: Path) -> None:
+    """The others go on all the time."""
+    broken, at_last = tmp_path / "broken", list[int]()
+
+    def act(job: LocalJob, line: Message) -> None:
+        if line.get("iteration") == 0:
+            broken.touch()  # whoever trains has its layers
+        tries = restarts(job.lines)
+        if "restart" in line and line["restart"]["number"] > line["restart"]["most"]:
+            at_last.append(len(job.iterations))
+        if at_last and len(job.iterations) == at_last[0] + 3 and broken.exists():
+            assert len(tries) == 3, "nobody has been started since"
+            broken.unlink()
+            job.start("W1_1")
+        if whole(job):
+            job.stop()
+
+    workload = NamedWorkload("tests.agent.crashing:Crashing", {"broken": str(broken), **MODEL})
+    faults = Faults(max_restarts=2, restart_delay=0.1)
+    job = LocalJob(**GRID, kills=("W1_1@1:I1",), pace=0.02, faults=faults, workload=workload, on_line=act).run()
+    assert [(r["worker"], r["number"], r["seconds"]) for r in restarts(job.lines)] == [
+        ("W1_1", 1, 0.1),
+        ("W1_1", 2, 0.2),
+        ("W1_1", 3, 0.0),
+    ]
+    assert job.losses == fault_free_losses(len(job.losses), **GRID)
+
+
+def test_kills_that_no_plan_survives_at_once_may_be_asked_for_where_workers_come_back() -> None:
+    grid, kills = Job.uniform(2, 2, 2), ["W0_1@5:F0", "W1_1@500:F0"]
+    with pytest.raises(InfeasibleError):
+        TrainingOptions(job=grid, faults=Faults(kill=kills)).check()
+    TrainingOptions(job=grid, faults=Faults(kill=kills, max_restarts=1)).check()
+
+
+@pytest.mark.parametrize("wrong", [{"max_restarts": -1}, {"restart_delay": 601.0}, {"restart_delay": -1.0}])
+def test_wrong_options_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=f"faults.{next(iter(wrong))}"):
+        Faults(**wrong)
+
+
+def test_a_job_that_ends_starts_nobody() -> None:
+    """All are to stop after the same iteration, and a worker dies on the way there."""
+
+    def act(job: LocalJob, line: Message) -> None:
+        if line.get("iteration") == 1:
+            job.launcher.end_soon()
+            job.signal("W1_1", signal.SIGKILL)
+
+    job = LocalJob(**GRID, pace=0.01, faults=Faults(max_restarts=1, restart_delay=0.0), on_line=act).run()
+    assert restarts(job.lines) == [] and "final" in job.lines[-1]
+    assert job.losses == fault_free_losses(len(job.losses), **GRID)
+
+
+def _launch(folder: Path, rank: int, place: tuple[str, ...], name: str = "") -> Any:
+    job = (*NODES_GRID, *TINY, "--iterations", "100000", "--pace", "F=15ms,I=15ms,W=15ms")
+    own = ("--node-rank", str(rank), "--record", str(folder / f"run{rank}.jsonl"))
+    faults = ("--max-restarts", "1", "--restart-delay", "0.5")
+    return launch_node(folder / f"node{rank}{name}.log", *job, *place, *own, *faults)
+
+
+@pytest.mark.parametrize("lost", [1, pytest.param(0, marks=pytest.mark.chaos)])
+def test_workers_of_a_lost_node_come_back_with_it(lost: int, tmp_path: Path) -> None:
+    """Of the one that leads, the other has taken the lead, and goes on with what that one knew."""
+    place = ("--nodes", "2", "--lead", f"127.0.0.1:{free_port()}")
+    record = f"run{1 - lost}.jsonl" if lost == 0 else "run0.jsonl"
+    launchers = [_launch(tmp_path, rank, place) for rank in range(2)]
+
+    def living() -> list[int]:
+        return [line["living"] for line in node_lines(tmp_path, record) if "iteration" in line]
+
+    try:
+        until(lambda: len(node_lines(tmp_path, "run0.jsonl")) >= 2, "two iterations")
+        kill_group(launchers[lost])
+        until(lambda: living()[-3:] == [3, 3, 3], "three iterations without it")
+        launchers[lost] = _launch(tmp_path, lost, place, "-again")
+        until(lambda: living()[-3:] == [6, 6, 6], "three iterations with all")
+        os.kill(launchers[1 - lost].pid, signal.SIGTERM)
+        assert launchers[1 - lost].wait(30) == 128 + signal.SIGTERM
+    finally:
+        for launcher in launchers:
+            kill_group(launcher)
+    lines = node_lines(tmp_path, record)
+    assert sorted((r["worker"], r["number"], r["node"]) for r in restarts(lines)) == [
+        (f"W{lost}_{stage}", 1, lost) for stage in range(3)
+    ]
+    losses = [line["loss"] for line in lines if "iteration" in line]
+    assert losses == fault_free_losses(len(losses), pipelines=2, stages=3)
