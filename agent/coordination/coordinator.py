@@ -226,20 +226,29 @@ def _lead_changed(state: State, event: LeadChanged, now: float, failure_timeouts
     """What the lead before had decided may have reached some and not others: so all form anew, in one generation."""
     if state.over or state.current is None:
         return Transition(state)
-    state = replace(state, broken=None)  # whatever broke: all connect anew
+    reporter = state.current.living[0]
+    state = replace(_none_finished(state, now), broken=None)  # whatever broke: all connect anew
     dead = dict[str, str]()
     for name, incarnation in event.lost.items():
         member = holder(state, name, incarnation)
         if member is None or incarnation in member.retired:
             continue
-        if member.incarnation == incarnation and member.state not in (FAILED, FINISHED):
+        if member.incarnation == incarnation and member.state is not FAILED:
             dead[member.name] = event.detail
         elif member.incarnation != incarnation:
             state = state.with_member(replace(member, retired=member.and_retired(incarnation)))
     notes: list[Decision] = [Note("warning", "failure", event.detail)]
     if dead:
         return lose(state, dead, notes, now, anew=True)
-    return reconsider(state, event.detail, notes, now, anew=True)
+    return _form_anew(state, reporter, event.detail, notes, now)
+
+
+def _form_anew(state: State, reporter: str, reason: str, notes: list[Decision], now: float) -> Transition:
+    """All do, though the members are the same. Until they have, that is remembered as what broke is: nothing else would
+    tell a console that is started again while the plan is made, and all would wait for ever."""
+    complaint = Complaint(reporter, detail=reason)
+    broken = state.broken or Broken(now, reporter, reporter, reason, (complaint,))
+    return reconsider(replace(state, broken=broken), reason, notes, now, anew=True)
 
 
 def _fence(state: State, member: Member, incarnation: str) -> Transition | None:
@@ -256,7 +265,7 @@ def _heard(state: State, event: HeartbeatsReceived, now: float, failure_timeouts
     notes, before_all = list[Decision](), state
     if event.beats:
         state = _awake(state, notes, now, failure_timeouts)
-    passing = state is before_all
+    passing, counted = state is before_all, True
     members = dict(state.members)
     for said, (incarnation, heard, draining) in event.beats.items():
         member = holder(state, said, incarnation)
@@ -269,10 +278,31 @@ def _heard(state: State, event: HeartbeatsReceived, now: float, failure_timeouts
         if member.state is SUSPECT and now - heard <= failure_timeouts.suspect:
             notes.append(Note("info", "worker", f"{name} is heard again", name))
             member, passing = replace(member, state=RUNNING), False
+        if member.state is FINISHED and not state.over and now - heard <= failure_timeouts.suspect:
+            member, passing, counted = _unfinished(state, member), False, False
         if draining != member.draining:
             passing = False
         members[name] = member.heard_at(heard, draining)
-    return Transition(state.with_heard(members), tuple(notes), "heartbeats", passing)
+    after = state.with_heard(members) if counted else replace(state, members=members)
+    return Transition(after, tuple(notes), "heartbeats", passing)
+
+
+def _unfinished(state: State, member: Member) -> Member:
+    """As it was before it was taken for one that has left, since it was silent with nothing left to do: it may still
+    write the weights, and all others wait for that."""
+    current = state.current
+    if current is None:
+        return replace(member, state=STARTING)
+    here = member.generation == current.number
+    has_state = here and (member.acknowledged == "resumed" or member.name not in current.joining)
+    return replace(member, state=RUNNING if has_state else REJOINING)
+
+
+def _none_finished(state: State, now: float) -> State:
+    """A launcher says that one of its workers has ended before the job: so it waits for all of them."""
+    finished = [m for m in state.members.values() if m.state is FINISHED]
+    back = {m.name: replace(_unfinished(state, m), last_heard=now) for m in finished}
+    return replace(state, members={**state.members, **back}) if back else state
 
 
 def _awake(state: State, notes: list[Decision], now: float, failure_timeouts: FailureTimeouts) -> State:
@@ -375,8 +405,10 @@ def _exited(state: State, event: Exited, now: float, failure_timeouts: FailureTi
         return Transition(
             state.with_member(replace(member, leaving=False)), reason=f"{event.worker} has left, as asked"
         )
-    if member.state in (FAILED, FINISHED):
+    if member.state is FAILED:
         return Transition(state, reason=f"{event.worker} was out already")
+    if member.state is FINISHED:
+        state = _none_finished(state, now)
     if member.incarnation is None:
         state = state.with_member(replace(member, incarnation=event.incarnation))
     detail = f"its process {event.detail or 'ended'}"
@@ -427,7 +459,7 @@ def _raised(state: State, event: OpRaised, now: float, failure_timeouts: Failure
     notes: list[Decision] = [Note("warning", "failure", event.detail, member.name)]
     if state.pending or event.generation != state.generation:
         return Transition(state, tuple(notes), "that generation is over or about to end")
-    return reconsider(state, event.detail, notes, now, anew=True)
+    return _form_anew(state, member.name, event.detail, notes, now)
 
 
 def _reporter(state: State, event: OpRaised | StateLost) -> Member | Transition:

@@ -161,6 +161,7 @@ def take_over(
 ) -> Launcher:
     """A launcher that goes on where another node led, which is gone. listener, say: as of `make_launcher`."""
     from openrecycle.agent.launcher import launch
+    from openrecycle.agent.launcher.record import iteration_of
     from openrecycle.agent.monitoring.console_link import ConsoleCoordination
 
     run = succession.run
@@ -182,6 +183,7 @@ def take_over(
             interval=run.heartbeat_seconds or 1.0,
             decide=pool.decide,
             saved=saved,
+            recorded=lambda first, last: map(iteration_of, succession.record.iterations(first, last)),
         )
     return launch.Launcher(run, coordination, listener, catalog, pool, takeover)
 

@@ -19,6 +19,7 @@ import signal
 import tempfile
 import threading
 import weakref
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -518,15 +519,15 @@ class _Lines:
     """Takes the record's lines, and keeps what the result has of them."""
 
     def __init__(self) -> None:
-        self._losses: dict[int, float] = {}
+        self._iterations, self._losses = array("Q"), array("d")
         self._recoveries: list[Recovery] = []
         self._evaluations: list[EvaluationResult] = []
         self._sha256 = ""
 
     def __call__(self, line: dict[str, Any]) -> None:
         if "loss" in line:
-            # By number: a job that fell back to a checkpoint runs some iterations again.
-            self._losses[line["iteration"]] = float.fromhex(line["loss"])
+            self._iterations.append(line["iteration"])
+            self._losses.append(float.fromhex(line["loss"]))
         elif "failure" in line:
             self._recoveries.append(Recovery(**line["failure"]))
         elif "evaluation" in line:
@@ -535,7 +536,9 @@ class _Lines:
             self._sha256 = line["final"]["parameters_sha256"]
 
     def result(self, weights: Callable[..., dict[str, Any]], pretrained: Pretrained | None) -> TrainingResult:
-        losses = tuple(self._losses[i] for i in sorted(self._losses))
+        # By number: a job that fell back to a checkpoint runs some iterations again.
+        newest = dict(zip(self._iterations, self._losses, strict=True))
+        losses = tuple(newest[i] for i in sorted(newest))
         return TrainingResult(
             losses, tuple(self._recoveries), self._sha256, weights, tuple(self._evaluations), pretrained
         )

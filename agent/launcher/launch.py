@@ -1,8 +1,7 @@
 """The launcher of one node: starts the workers, sees their ends first, keeps the run's record.
 
 One loop over the workers' pipes, their process sentinels and the coordination's wake-up. Who lives is judged
-once everything that waited has been heard (see agent.monitoring.liveness). The store through which groups are formed is
-a process of its own; one that dies or hangs is replaced.
+once everything that waited has been heard (see agent.monitoring.liveness).
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from openrecycle.agent.launcher.record import (
 from openrecycle.agent.messages import channel
 from openrecycle.agent.messages.protocol import Command, Deployment, Iteration, Relayout, Restart, ValidationReport
 from openrecycle.agent.monitoring.liveness import CurrentOp, LoopLag, Silences, boot_clock
-from openrecycle.agent.transport.store import HANG_SECONDS, RendezvousStore, StoreError
+from openrecycle.agent.transport.store import RendezvousStore
 from openrecycle.agent.workers import worker
 from openrecycle.agent.workers.spec import RunSpec, WorkerSpec
 from openrecycle.planner.catalogs.catalog import Catalog
@@ -201,7 +200,7 @@ class Launcher:
                 listen({"warning": warning})
 
         self._listener = listen
-        self._store = RendezvousStore(self._pool.context, self._pool.host)
+        self._store = RendezvousStore(self._pool.host)
         begin = spec.origin.resumed_at if spec.origin else 0
         exact = options.optimization.mode == "deterministic"
         self._record = RunRecord(options.job.stages, time.monotonic_ns(), committed=begin, exact=exact)
@@ -259,9 +258,8 @@ class Launcher:
 
     @property
     def pids(self) -> dict[str, int]:
-        """Of the store (`store`) and of every worker process that counts, by its name."""
-        processes = {"store": self._store.process} | {str(w): e.process for w, e in self._pool.running.items()}
-        return {name: process.pid for name, process in processes.items() if process.pid}
+        """Of every worker process that counts, by its name."""
+        return {str(w): e.process.pid for w, e in self._pool.running.items() if e.process.pid}
 
     def run(self) -> None:
         """Returns when all iterations are committed. Raises JobFailed or Stopped; no process is
@@ -301,7 +299,12 @@ class Launcher:
             self._stop = self._stop or signal.SIGINT
             reason = str(Stopped(self._stop, self._record.committed))
             raise
-        except (JobFailed, DivergedError, StoreError) as error:
+        except (JobFailed, DivergedError) as error:
+            if self._stop and isinstance(error, JobFailed):
+                # The signal went to the workers too, as to a whole cgroup: what follows from their ends is no failure.
+                stopped = Stopped(self._stop, self._record.committed)
+                reason = str(stopped)
+                raise stopped from None
             reason = str(error)
             raise JobFailed(reason) from None
         finally:
@@ -309,7 +312,7 @@ class Launcher:
                 # Who has it stopped waits for it; otherwise it matters more that the console learns why it is over.
                 ending.callback(self._coordination.close, lambda: bool(self._stop))
                 ending.callback(self._coordination.finished, state, reason)
-                ending.callback(self._store.kill)
+                ending.callback(self._store.close)
                 ending.callback(self._pool.kill_all)
                 # How it ended counts only if no other leads by now.
                 ending.callback(self._pool.hand_out, self._spec, self._saved, last=True)
@@ -367,22 +370,6 @@ class Launcher:
         if not takeover.lost:
             self._send_deployments(after=None)  # it may have been decided, and not told to all
 
-    def _replace_store(self) -> None:
-        """Raises StoreError where there is none then: one that lives may be slow, as all is here, and serves on."""
-        if not self._store.process.is_alive():
-            self._store.kill()
-            self._store = RendezvousStore(self._pool.context, self._pool.host)
-            return
-        try:
-            # The launcher does nothing else meanwhile, and what is slow here is slow for the new one, too.
-            new = RendezvousStore(self._pool.context, self._pool.host, HANG_SECONDS)
-        except StoreError as error:
-            self._listener({"warning": f"the store does not answer, and another one can't be started: {error}"})
-            self._store.wait_again()
-            return
-        self._store.kill()
-        self._store = new
-
     # -- one turn of the loop -----------------------------------------------------------------
 
     def _turn(self, timeout: float) -> None:
@@ -390,11 +377,7 @@ class Launcher:
         pipes = {entry.pipe: entry for entry in entries}
         sentinels = {entry.process.sentinel: entry for entry in entries}
         wake = self._coordination.wake_fd
-        store = self._store.process.sentinel
-        ready = wait([*pipes, *sentinels, store, *([wake] if wake is not None else [])], timeout)
-        if store in ready or self._store.hangs:
-            # Who is forming groups right now fails and says so; who trains does not notice.
-            self._replace_store()
+        ready = wait([*pipes, *sentinels, *([wake] if wake is not None else [])], timeout)
         for item in ready:
             if item in pipes:
                 self._read(pipes[item])  # type: ignore[index]
@@ -899,7 +882,7 @@ class Launcher:
                 plans=[self._document(p) for p in entry.lacks(p for p in (plan, self._interim) if p)],
                 interim=self._interim.fingerprint if self._interim else None,
                 cell=str(entry.worker),
-                store=self._store.address,
+                store=self._store.address_of(self._deployed.deployment.generation),
                 after=after,
                 restore=self._deployed.restore,
                 partition=self._deployed.partition,

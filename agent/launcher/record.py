@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, PlainSerializer, TypeAdapter
 
-from openrecycle.agent.messages.protocol import Iteration, Recovery, Restart
+from openrecycle.agent.messages.protocol import LONGEST_MS, Iteration, Recovery, Restart
 from openrecycle.planner.jobs.job import Worker
 
 UNUSUAL, LOOKED_AT = 3, 20
@@ -392,14 +392,19 @@ class RunRecord:
             Recovery(
                 worker=str(f.worker),
                 generation=f.generation,
-                detected_ms=max(0.0, (f.detected_at - f.died_at) / _MS),
-                unblocked_ms=max(0.0, (left - f.died_at) / _MS),
-                reformed_ms=max(0.0, (formed - f.died_at) / _MS),
-                resumed_ms=max(0.0, (self._last_at - f.died_at) / _MS),
+                detected_ms=_milliseconds(f.detected_at - f.died_at),
+                unblocked_ms=_milliseconds(left - f.died_at),
+                reformed_ms=_milliseconds(formed - f.died_at),
+                resumed_ms=_milliseconds(self._last_at - f.died_at),
                 death_known=f.known,
             )
             for f in done
         )
+
+
+def _milliseconds(nanoseconds: int) -> float:
+    """As a message takes them: at most twelve days, where all were suspended, or waited for somebody."""
+    return min(max(0.0, nanoseconds / _MS), LONGEST_MS)
 
 
 @dataclass

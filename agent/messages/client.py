@@ -39,6 +39,12 @@ class ConsoleUnavailable(Exception):
     """No answer, a 5xx, or too many requests: worth another try later."""
 
 
+class JobUnknown(ConsoleUnavailable):
+    """The console has not got the job, whose launcher it has talked with before: it has another database, or can't read
+    the job's rows, or somebody has deleted a job that no worker was heard of. None of that is a reason to end a
+    training; it is for people to know."""
+
+
 class ConsoleRefused(Exception):
     """A 4xx: the same request will be refused again. `problem.code` is for programs."""
 
@@ -51,10 +57,10 @@ class ConsoleClient:
     """Not for sharing between threads: make one per thread.
 
     url: one address or several; the one that answered last is asked first. token: sent as a bearer token,
-    never logged, never in the address. timeout: seconds to wait for an answer. known: the console has taken the token
-    before. issued: the token that it has given out for the job that was created here; None where it has none. lead: of
-    a launcher that leads several nodes, its term and node (agent.coordination.lead); deposed: called, with a sentence,
-    whenever the console says that another leads since.
+    never logged, never in the address. timeout: seconds to wait for an answer. known: the console has taken the token,
+    and known the job, before. issued: the token that it has given out for the job that was created here; None where it
+    has none. lead: of a launcher that leads several nodes, its term and node (agent.coordination.lead); deposed:
+    called, with a sentence, whenever the console says that another leads since.
     """
 
     def __init__(
@@ -131,7 +137,7 @@ class ConsoleClient:
 
     def _ask(self, method: str, path: str, extra_time: float, body: dict[str, Any]) -> requests.Response:
         """Of the first address that takes the request. Raises ConsoleUnavailable where none does."""
-        reasons, first = [], self._at
+        reasons, first, kind = [], self._at, ConsoleUnavailable
         for turn in range(len(self._urls)):
             at = (first + turn) % len(self._urls)
             url = self._urls[at]
@@ -143,16 +149,19 @@ class ConsoleClient:
                 continue
             self._at = at  # also one that is a standby: the other may hang, and would be waited for again
             # Of a 4xx the console says why. One without that is a proxy's, while there is no console behind it.
-            refused = 400 <= answer.status_code < 500 and _problem(answer).code != "unknown"
+            code = _problem(answer).code if 400 <= answer.status_code < 500 else "unknown"
+            refused = code != "unknown"
             # Too slow (this process was suspended), too many; and a token that was good is no reason to end a job.
             later = answer.status_code in (408, 429) or (answer.status_code == 401 and self._known)
+            if code == "unknown_job" and self._known:
+                later, kind = True, JobUnknown
             if answer.status_code < 400 or (refused and not later):
                 self._current_timeout = self._first_timeout()
                 return answer
             reasons.append(f"{url} answered {answer.status_code}{_detail(answer)}")
         # One that is only slow is given more time.
         self._current_timeout = min(2 * self._current_timeout, self._timeout)
-        raise ConsoleUnavailable("; ".join(reasons))
+        raise kind("; ".join(reasons))
 
     def _first_timeout(self) -> float:
         """A console that hangs must not keep this one from its standby."""

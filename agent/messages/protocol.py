@@ -82,7 +82,8 @@ NodeNumber = Annotated[int, Field(ge=0, le=4095), INTEGER]
 RankNumber = Annotated[int, Field(ge=0, lt=RANKS), INTEGER]
 Seconds = Annotated[float, Field(strict=True, ge=0, le=1e9, allow_inf_nan=False)]
 PosixSeconds = Annotated[float, Field(strict=True, ge=0, le=LATEST, allow_inf_nan=False)]
-Milliseconds = Annotated[float, Field(strict=True, ge=0, le=1e9, allow_inf_nan=False)]
+LONGEST_MS = 1e9
+Milliseconds = Annotated[float, Field(strict=True, ge=0, le=LONGEST_MS, allow_inf_nan=False)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Microseconds = Annotated[int, Field(ge=0, le=10**12), INTEGER]
 _HEXADECIMAL = r"^-?(0x[0-9a-f]{1,20}(\.[0-9a-f]{0,20})?(p[+-]?[0-9]{1,5})?|inf|nan)$"

@@ -32,10 +32,18 @@ from openrecycle.agent.coordination.launcher import (
     restore_point,
 )
 from openrecycle.agent.messages.channel import keep_newest
-from openrecycle.agent.messages.client import Backoff, ConsoleClient, ConsoleRefused, ConsoleUnavailable, Offset
+from openrecycle.agent.messages.client import (
+    Backoff,
+    ConsoleClient,
+    ConsoleRefused,
+    ConsoleUnavailable,
+    JobUnknown,
+    Offset,
+)
 from openrecycle.agent.messages.delivery import Outbox
 from openrecycle.agent.messages.protocol import (
     INTERIM_DOCUMENT,
+    LONGEST_MS,
     Acknowledgement,
     BatchReply,
     Command,
@@ -111,7 +119,7 @@ class QueuedReport(NamedTuple):
         if isinstance(self.message, IterationReport):
             return self.message.model_copy(update={"age": age})
         if isinstance(self.message, FailureReport):
-            return self.message.model_copy(update={"age_milliseconds": min(1000 * age, 1e9)})
+            return self.message.model_copy(update={"age_milliseconds": min(1000 * age, LONGEST_MS)})
         return self.message
 
 
@@ -166,6 +174,28 @@ def merge_iterations(older: QueuedReport, newer: QueuedReport) -> QueuedReport |
 def is_history(report: QueuedReport) -> bool:
     """May it be forgotten? Ends of processes, and of the job, may not."""
     return isinstance(report.message, IterationReport)
+
+
+def _saved(report: QueuedReport) -> tuple[str, dict[str, Any]]:
+    """As another launcher is told it, in each copy: of iterations, of which a console that is away leaves very many,
+    which they are. The record has them."""
+    if isinstance(report.message, IterationReport):
+        iterations = report.message.iterations
+        return report.path, {"first": iterations[0].iteration, "last": iterations[-1].iteration}
+    return report.path, report.message.model_dump(mode="json")
+
+
+def _restored(
+    saved: Sequence[tuple[str, Mapping[str, Any]]], recorded: Callable[[int, int], Iterable[Iteration]]
+) -> Iterable[Message]:
+    spans = [(about["first"], about["last"]) for path, about in saved if _REPORTS[path] is IterationReport]
+    known = {i.iteration: i for i in recorded(spans[0][0], spans[-1][1])} if spans else {}
+    for path, about in saved:
+        if _REPORTS[path] is IterationReport:
+            numbers = range(about["first"], about["last"] + 1)
+            yield IterationReport(iterations=tuple(known[number] for number in numbers if number in known))
+        else:
+            yield _REPORTS[path].model_validate(about)
 
 
 class ReportSender(threading.Thread):
@@ -275,12 +305,13 @@ class ConsoleCoordination(Coordination):
     """One whose decisions are the console's.
 
     say: called, from a thread, with the
-    console's sentence when the job does not train and nothing is announced. checkpoint: asked for
+    console's sentence when the job does not train and nothing is announced, and when it does not know the job.
+    checkpoint: asked for
     the checkpoint to go back to when the console says so, for `patience` seconds where it raises OSError; None: the job
     writes none. interval: seconds between two
     posts of the workers' heartbeats. decide: given what is to be done once this launcher may
     (agent.launcher.processes): on several nodes another may lead by then. saved: what another launcher has `saved`,
-    which this one goes on from.
+    which this one goes on from; recorded: of that job, the iterations from one to another.
     """
 
     def __init__(
@@ -294,6 +325,7 @@ class ConsoleCoordination(Coordination):
         interval: float = 1.0,
         decide: Callable[[Callable[[], None]], None] = lambda send: send(),
         saved: Mapping[str, Any] | None = None,
+        recorded: Callable[[int, int], Iterable[Iteration]] = lambda _first, _last: (),
     ) -> None:
         self._connect, self._path, self._say = connect, f"/jobs/{job_id}", say
         self._job_id, self._decide = job_id, decide
@@ -332,8 +364,8 @@ class ConsoleCoordination(Coordination):
             for about in saved["workers"]:
                 registration = Registration.model_validate(about["registration"])
                 self._workers.add(registration, seq=about["seq"] + SEQ_AHEAD, worker=about["worker"])
-            for path, message in saved["reports"]:
-                self._report(_REPORTS[path].model_validate(message))
+            for report in _restored(saved["reports"], recorded):
+                self._report(report)
         self._workers.start()
         for target in (self._follow_generations, self._follow_commands):
             threading.Thread(target=target, name=target.__name__, daemon=True).start()
@@ -442,7 +474,7 @@ class ConsoleCoordination(Coordination):
             "generation": self._generation,
             "command": self._command,
             "workers": self._workers.saved(),
-            "reports": [(report.path, report.message.model_dump(mode="json")) for report in reports],
+            "reports": [_saved(report) for report in reports],
         }
 
     def lead_changed(self, lost: Mapping[Worker, str], detail: str, now: float) -> None:
@@ -520,7 +552,10 @@ class ConsoleCoordination(Coordination):
                     continue
                 generation = found[0].generation
                 self._put(self._event(*found))
-            except ConsoleUnavailable:
+            except ConsoleUnavailable as away:
+                if isinstance(away, JobUnknown):
+                    text = f"the console does not know this job, which trains on, and asks again: {away}"
+                    said = self._say_new(text, said)
                 self._closing.wait(backoff.seconds())
             except ConsoleRefused as refusal:
                 self._put(Halt(f"the console refused: {refusal}"))
@@ -554,9 +589,12 @@ class ConsoleCoordination(Coordination):
             return said
         if status is None or status.state in (JobState.RUNNING, JobState.FINISHED, JobState.STOPPED):
             return ""
-        if status.sentence != said:
-            self._say(status.sentence)
-        return status.sentence
+        return self._say_new(status.sentence, said)
+
+    def _say_new(self, text: str, said: str) -> str:
+        if text != said:
+            self._say(text)
+        return text
 
     def _follow_commands(self) -> None:
         client, backoff, seq = self._connect(), Backoff(longest=TRY_AGAIN_SECONDS), self._command

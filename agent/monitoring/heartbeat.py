@@ -124,6 +124,8 @@ class WorkerReports(threading.Thread):
         self._processes: dict[str, _ReportedProcess] = {}
         self._ended: deque[_ReportedProcess] = deque(maxlen=ENDED)
         """Those whose last lines wait to be posted."""
+        self._logs_from = ""
+        """The process whose lines are posted next."""
         self._lock = threading.Lock()
         self._outbox: Outbox[Acknowledgements | FailureReport] = Outbox(QUEUE)
         self._measured: Outbox[tuple[dict[str, Any], Offset]] = Outbox(QUEUE)
@@ -216,11 +218,11 @@ class WorkerReports(threading.Thread):
                 if self._stop_asked.is_set():
                     self._gather()
                     self._beat(lambda process: process.said is not None and process.said["phase"] == LAST)
-                    self._post_logs()
+                    self._post_logs(due)
                     return
                 if beats:
-                    self._post_measured()
-                    self._post_logs()
+                    self._post_measured(due)
+                    self._post_logs(due)
                 backoff.reset()
                 wait = max(0.0, due - time.monotonic())
             except ConsoleUnavailable:
@@ -323,11 +325,15 @@ class WorkerReports(threading.Thread):
                 except ConsoleRefused:
                     pass  # out of date by now
             self._outbox.sent()
-            if time.monotonic() >= due and not self._stop_asked.is_set():
+            if self._is_late(due):
                 return
 
-    def _post_measured(self) -> None:
-        """What the console has asked to be measured, if it is there."""
+    def _is_late(self, due: float) -> bool:
+        """Is it time for heartbeats? What is left waits for the next turn."""
+        return time.monotonic() >= due and not self._stop_asked.is_set()
+
+    def _post_measured(self, due: float) -> None:
+        """What the console has asked to be measured, if it is there; as `_deliver`."""
         offset: Offset | None = None
         while (taken := self._measured.take()) is not None:
             fields, clock = taken
@@ -338,24 +344,40 @@ class WorkerReports(threading.Thread):
             if message is not None:
                 self._of_one(message.incarnation, "measured", message)
             self._measured.sent()
+            if self._is_late(due):
+                return
 
-    def _post_logs(self) -> None:
+    def _post_logs(self, due: float) -> None:
+        """A post for each process that has written something; as `_deliver`, and from there on where the last turn
+        stopped."""
         with self._lock:
-            processes = [*self._ended, *self._processes.values()]
+            living = list(self._processes.values())
+            first = next((at for at, p in enumerate(living) if p.registration.incarnation == self._logs_from), 0)
+            processes = [*self._ended, *living[first:], *living[:first]]
             self._ended.clear()
-        for process in processes:
+        posted = False
+        for at, process in enumerate(processes):
+            if posted and self._is_late(due):
+                self._put_off(processes[at:])
+                return
             lines, skipped = process.log.take()
-            if lines:
-                incarnation = process.registration.incarnation
-                message = LogLines(worker=process.worker, incarnation=incarnation, lines=lines, skipped=skipped)
-                try:
-                    self._of_one(incarnation, "logs", message)
-                except ConsoleUnavailable:
-                    process.log.put_back(lines, skipped)
-                    with self._lock:
-                        gone = [p for p in processes if p.registration.incarnation not in self._processes]
-                        self._ended.extendleft(reversed(gone))
-                    raise
+            if not lines:
+                continue
+            incarnation = process.registration.incarnation
+            message = LogLines(worker=process.worker, incarnation=incarnation, lines=lines, skipped=skipped)
+            try:
+                self._of_one(incarnation, "logs", message)
+            except ConsoleUnavailable:
+                process.log.put_back(lines, skipped)
+                self._put_off(processes[at:])
+                raise
+            posted = True
+
+    def _put_off(self, rest: Sequence[_ReportedProcess]) -> None:
+        with self._lock:
+            self._ended.extendleft(p for p in reversed(rest) if p.registration.incarnation not in self._processes)
+            living = (p.registration.incarnation for p in rest if p.registration.incarnation in self._processes)
+            self._logs_from = next(living, "")
 
 
 def with_op_times(older: Mapping[str, Any], newer: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -391,28 +413,29 @@ def doing(progress: OpProgress) -> Doing | None:
 
 
 def measured_ops(recorded: IterationTimeline, worker: str, incarnation: str) -> MeasuredOps | None:
-    """What is posted of a recorded iteration, with no offset yet; None: it is too long."""
+    """What is posted of a recorded iteration, with no offset yet; None: it is too long, in ops or in days."""
     if len(recorded.ops) > MEASURED_OPS:
         return None
     begin = [end - seconds for end, seconds in zip(recorded.ends, recorded.seconds, strict=True)]
     first = min(begin)
     # Rounded apart from its start, a duration may reach a microsecond into the op that follows at once.
     starts, ends = ([round((at - first) * 1e6) for at in times] for times in (begin, recorded.ends))
-    return MeasuredOps(
-        worker=worker,
-        incarnation=incarnation,
-        generation=recorded.generation,
-        iteration=recorded.iteration,
-        clock=clock_name(),
-        started_us=round(first * 1e6),
-        offset_us=0,
-        uncertainty_us=0,
-        kinds="".join(op.kind for op in recorded.ops),
-        pipelines=tuple(op.pipeline for op in recorded.ops),
-        micro_batches=tuple(op.micro_batch for op in recorded.ops),
-        starts_us=tuple(starts),
-        durations_us=tuple(end - start for start, end in zip(starts, ends, strict=True)),
-    )
+    fields = {
+        "worker": worker,
+        "incarnation": incarnation,
+        "generation": recorded.generation,
+        "iteration": recorded.iteration,
+        "clock": clock_name(),
+        "started_us": round(first * 1e6),
+        "offset_us": 0,
+        "uncertainty_us": 0,
+        "kinds": "".join(op.kind for op in recorded.ops),
+        "pipelines": tuple(op.pipeline for op in recorded.ops),
+        "micro_batches": tuple(op.micro_batch for op in recorded.ops),
+        "starts_us": tuple(starts),
+        "durations_us": tuple(end - start for start, end in zip(starts, ends, strict=True)),
+    }
+    return _read(MeasuredOps, fields)
 
 
 def resident_bytes() -> int:

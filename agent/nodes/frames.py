@@ -30,7 +30,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 from openrecycle.planner.plans.plan import read_json
 
 MAX_MESSAGE_BYTES = 1 << 26
-_PROTOCOL = "openrecycle-nodes/3"
+_PROTOCOL = "openrecycle-nodes/4"
 """Agreed on in the handshake (ALPN); another version of the messages has another number."""
 _HEADER = struct.Struct(">I")
 _PART_BYTES = 1 << 18
@@ -64,6 +64,8 @@ class Frames:
         self._tls = _context(token, side).wrap_bio(self._incoming, self._outgoing, server_side=side == "lead")
         self._using, self._sending = threading.Lock(), threading.Lock()
         self._come = bytearray()
+        self._begun_at: float | None = None
+        """When some of a message had come, for `take`."""
         self._broken, self._ended = "", False
 
     def fileno(self) -> int:
@@ -71,8 +73,9 @@ class Frames:
 
     @property
     def waiting(self) -> bool:
-        """Whether some of a message has been taken from the socket already, which its readability does not show."""
-        return bool(self._come or self._broken or self._ended)
+        """Whether a message has been taken from the socket already, or the end, which its readability does not show."""
+        whole = len(self._come) >= _HEADER.size and len(self._come) - _HEADER.size >= _HEADER.unpack_from(self._come)[0]
+        return bool(whole or self._broken or self._ended)
 
     def shake_hands(self, until: float) -> None:
         """until: monotonic seconds by which it must be done. Raises NotTrusted and OSError."""
@@ -134,6 +137,21 @@ class Frames:
             message = None
         if not isinstance(message, dict):
             raise NotTrusted("a message is not a JSON object")
+        return message
+
+    def take(self) -> dict[str, Any] | None:
+        """As `receive`, without waiting; None: no message is there as a whole. To be asked again and again."""
+        now = time.monotonic()
+        try:
+            message = self.receive(now)
+        except TimeoutError:
+            if not self._come:
+                return None
+            self._begun_at = now if self._begun_at is None else self._begun_at
+            if now - self._begun_at > _FRAME_SECONDS:
+                raise
+            return None
+        self._begun_at = None
         return message
 
     def close(self) -> None:

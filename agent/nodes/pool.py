@@ -217,15 +217,19 @@ class NodeLink:
         self.clock_offset, self.round_trip = _compare_clocks(frames, until)
         self._workers: dict[str, tuple[RemoteProcess, Connection]] = {}
         self._lock = threading.Lock()
-        self._outbox: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[Iterable[dict[str, Any]] | None] = queue.SimpleQueue()
         nothing = OSError, NotTrusted, KeyError, TypeError, ValueError
         channel.follow(frames.receive, self._hear, self._break, name=f"from-node-{rank}", gone=nothing)
         # Where it can't send, the reading thread does the rest.
-        channel.follow(self._outbox.get, frames.send, frames.close, name=f"to-node-{rank}")
+        channel.follow(self._outbox.get, self._send, frames.close, name=f"to-node-{rank}")
 
     def post(self, message: dict[str, Any]) -> None:
         """Returns at once; a node that is gone does not matter here."""
-        self._outbox.put(message)
+        self._outbox.put((message,))
+
+    def _send(self, messages: Iterable[dict[str, Any]]) -> None:
+        for message in messages:
+            self._frames.send(message)
 
     def start(self, spec: WorkerSpec, pipe: Connection) -> RemoteProcess:
         """pipe: where what the worker says is written to."""
@@ -251,9 +255,9 @@ class NodeLink:
         self._lines = min(has, lines) if of_term == term else 0
 
     def hand(self, copy: Copy, record: Spool) -> None:
-        """What the node lacks of the record, and the copy; the job and the plan only where they are new to it."""
-        for message in record.messages(self._lines):
-            self.post(message)
+        """What the node lacks of the record, and the copy; the job and the plan only where they are new to it. The
+        thread that sends reads the record: a node that comes back lacks all of it."""
+        self._outbox.put(record.messages(self._lines, copy.lines))
         message = replace(copy, ahead=self.clock_offset).to_message()
         if self._plan:
             del message["job"]
@@ -639,8 +643,9 @@ class SpreadPool(ProcessPool):
         self._copies = 0
         self._due, self._lines = 0.0, 0
         self._followed_at, self._lag = time.monotonic(), LoopLag()
-        self._counted: set[int] | None = None
-        """Nodes whose acks count: enough nodes know that they belong to the job. None: all."""
+        self._counted: dict[int, Address] | None = None
+        """Nodes whose acks count, and where they listen: enough nodes know that those there belong to the job. One that
+        has come back since listens elsewhere, and the others may know nothing of it. None: all."""
         self._job: dict[str, Any] = {}
 
     @property
@@ -713,9 +718,9 @@ class SpreadPool(ProcessPool):
                 self.spares.add(node, [SpareRank((incarnation, rank), -1)])
         self.spares.add(own, here.on(0))
 
-    def count(self, nodes: Iterable[int]) -> None:
-        """So many know already that they belong to the job."""
-        self._counted = set(nodes)
+    def count(self, nodes: Mapping[int, Address]) -> None:
+        """Enough know already that those belong to the job."""
+        self._counted = dict(nodes)
 
     def decide(self, send: Callable[[], None]) -> None:
         if self._decided is None:
@@ -758,7 +763,7 @@ class SpreadPool(ProcessPool):
                 if now > self._followed_at + SEEK_SECONDS:
                     hub.depose(f"for {SEEK_SECONDS:.0f} s too few of the other nodes have answered")
                 return hub.deposed
-            self._counted, self._followed_at = set(nodes), now
+            self._counted, self._followed_at = nodes, now
         decided, self._decided = self._decided, None if last else []
         for send in decided:
             send()
@@ -779,7 +784,7 @@ class SpreadPool(ProcessPool):
         hub = self._hub
 
         def enough() -> bool:
-            counted = hub.members.keys() if self._counted is None else self._counted & hub.members.keys()
+            counted = hub.members if self._counted is None else dict(self._counted.items() & hub.members.items())
             acks = sum(rank in counted and link.acked >= number for rank, link in hub.links.items())
             return may_go_on(1 + acks, 1 + len(hub.members))[0]
 

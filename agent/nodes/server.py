@@ -6,6 +6,7 @@ It keeps what the lead knows and what its workers have said since, so that it ca
 
 from __future__ import annotations
 
+import errno
 import signal
 import socket
 import time
@@ -22,7 +23,7 @@ from openrecycle.agent.launcher.processes import ProcessPool, SpareRanks, Worker
 from openrecycle.agent.launcher.record import REMEMBERED
 from openrecycle.agent.messages.client import Backoff
 from openrecycle.agent.monitoring.liveness import MOST_OF_A_TURN, LoopLag
-from openrecycle.agent.nodes.frames import Frames, NotTrusted, greet
+from openrecycle.agent.nodes.frames import HANDSHAKE_SECONDS, Frames, NotTrusted, greet
 from openrecycle.agent.nodes.pool import NodeHub, SpreadPool, place
 from openrecycle.agent.nodes.succession import SEEK_SECONDS, Arbiter, Copy, Follow, Lead, LeadStatus, Search, Spool
 from openrecycle.agent.nodes.wire import MACHINE, decode_run, decode_spec
@@ -166,11 +167,11 @@ class NodeServer:
         if self._hub is None:
             address = self._address or connection.getsockname()[0]
             host, port = self._front if self._rank == 0 else (address, 0)
-            self._hub = NodeHub(host, port, self._nodes, self._token, self._say, self._lead_status)
+            self._hub = self._listen(host, port)
             self._address = self._hub.host if self._rank == 0 else address
         about |= {"rank": self._rank, "address": self._address, "port": self._hub.port}
         frames.send({"kind": "hello", **about, **MACHINE, "memory": memory_limit()})
-        answer = frames.receive()
+        answer = frames.receive(time.monotonic() + HANDSHAKE_SECONDS)
         if answer["kind"] != "welcome":
             if answer.get("again"):
                 if answer.get("lead"):
@@ -180,6 +181,17 @@ class NodeServer:
         if not about.get("resumes"):
             self._lead_status.follow(0, 0)
         self._frames, self._heard_at = frames, time.monotonic_ns()
+
+    def _listen(self, host: str, port: int) -> NodeHub:
+        """Raises LeadLost, and OSError for what may pass, as a port that is taken or a name that is unknown yet."""
+        try:
+            return NodeHub(host, port, self._nodes, self._token, self._say, self._lead_status)
+        except OSError as error:
+            option = "--lead" if self._rank == 0 else "--node-address"
+            text = f"{option}: got {host}, expected an address of this host ({error.strerror})"
+            if error.errno == errno.EADDRNOTAVAIL:
+                raise LeadLost(text) from None
+            raise OSError(text) from None
 
     # -- the lead is lost ---------------------------------------------------------------------
 
@@ -289,8 +301,10 @@ class NodeServer:
         if frames is None or frames is not self._frames:
             return
         try:
-            if frames.waiting or frames.fileno() in ready:
-                self._obey(frames, frames.receive())
+            # A lead that stops within a message must not keep this node from its workers, from a signal to stop, and
+            # from looking for another lead.
+            if (message := frames.take()) is not None:
+                self._obey(frames, message)
             self._vouch(frames)
         except (OSError, NotTrusted, ValueError) as error:
             self._leave(error)
@@ -359,7 +373,7 @@ class NodeServer:
                 frames.send({"kind": "clock", "at": time.monotonic_ns()})
             case "lines":
                 self._record.cut(message["first"])
-                if warning := self._record.add(message["lines"]):
+                if warning := self._record.add_text(message["text"]):
                     self._say(warning)
             case "copy":
                 self._take(frames, Copy.of(message, self._copy))

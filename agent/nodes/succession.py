@@ -23,11 +23,13 @@ import tempfile
 import threading
 import time
 import zlib
+from array import array
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain, islice
 from typing import Any, Literal
 
 from openrecycle.agent.coordination.lead import LeadTerm
@@ -46,6 +48,8 @@ ASK_SECONDS = 1.0
 _PAUSE_SECONDS = 0.1
 _CHUNK = 1 << 20
 """Bytes of the record in a message."""
+_LINES = 4096
+"""Of the record, that are read at a time."""
 
 Address = tuple[str, int]
 Age = tuple[int, int]
@@ -153,15 +157,17 @@ def first_to_lead(ages: Mapping[int, Age]) -> tuple[int, str]:
 
 class Spool:
     """The lines of the record so far, in a file without a name: who leads next writes them anew. What the file does not
-    take, as on a full disk, is kept in memory until it does. `parts` may be read in another thread than the one that
-    adds."""
+    take, as on a full disk, is kept in memory until it does. `parts` and `messages` may be read in another thread than
+    the one that adds."""
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile("w+b", buffering=0)  # noqa: SIM115 -- for as long as the job lasts
-        self._ends: list[int] = []
+        self._ends = array("Q")
         """Of the lines in the file."""
         self._late = deque[bytes]()
         """Those after them."""
+        self._lock = threading.Lock()
+        """While a line goes from there to the file: who reads then would find it twice, or not at all."""
         self._warned = False
 
     def __len__(self) -> int:
@@ -169,11 +175,17 @@ class Spool:
 
     def add(self, lines: Iterable[Mapping[str, Any]]) -> str:
         """Returns a warning where the file takes nothing, at the first time; else ""."""
-        self._late.extend(json.dumps(line).encode() + b"\n" for line in lines)
+        return self.add_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def add_text(self, text: str) -> str:
+        """As `add`, of lines as a message has them."""
+        self._late.extend(line + b"\n" for line in text.encode().splitlines())
         try:
             while self._late:
-                self._write(self._late[0])
-                self._late.popleft()
+                end = self._written(self._late[0])
+                with self._lock:
+                    self._ends.append(end)
+                    self._late.popleft()
         except OSError as error:
             told, self._warned = self._warned, True
             if not told:
@@ -183,11 +195,12 @@ class Spool:
                 )
         return ""
 
-    def _write(self, line: bytes) -> None:
+    def _written(self, line: bytes) -> int:
+        """Returns where it ends in the file."""
         end, written = self._ends[-1] if self._ends else 0, 0
         while written < len(line):
             written += os.pwrite(self._file.fileno(), line[written:], end + written)
-        self._ends.append(end + written)
+        return end + written
 
     def cut(self, lines: int) -> None:
         """Forgets all but the first so many."""
@@ -206,32 +219,58 @@ class Spool:
 
     def parts(self) -> Iterator[bytes]:
         """All lines that are there now, as they stand in a record."""
-        size = self._ends[-1] if self._ends else 0
+        with self._lock:
+            size, late = self._ends[-1] if self._ends else 0, list(self._late)
         file = self._file
         written = (os.pread(file.fileno(), min(_CHUNK, size - at), at) for at in range(0, size, _CHUNK))
-        return chain(written, list(self._late))
+        return chain(written, late)
 
-    def messages(self, first: int) -> Iterator[dict[str, Any]]:
-        """All from line `first` on, as a node is told them."""
-        lines, size = list[dict[str, Any]](), 0
-        for line in self.lines(first):
-            lines.append(line)
-            size += len(json.dumps(line))
-            if size > _CHUNK:
-                yield {"kind": "lines", "first": first, "lines": lines}
-                first, lines, size = first + len(lines), [], 0
-        if lines:
-            yield {"kind": "lines", "first": first, "lines": lines}
+    def messages(self, first: int, end: int) -> Iterator[dict[str, Any]]:
+        """Lines `first` to `end`, as a node is told them. Each message is read when it is asked for: the whole record
+        is much, and takes long."""
+        while first < end:
+            text = self._chunk(first, end)
+            yield {"kind": "lines", "first": first, "text": text.decode()}
+            first += text.count(b"\n")
+
+    def _chunk(self, first: int, end: int) -> bytes:
+        """Of those lines, the first ones: _CHUNK bytes, but a whole line at least."""
+        with self._lock:
+            written = len(self._ends)
+            if first >= written:
+                late = list(islice(self._late, first - written, end - written))
+                sizes = accumulate(map(len, late))
+                return b"".join(late[: 1 + sum(size <= _CHUNK for size in islice(sizes, 1, None))])
+            begin = self._ends[first - 1] if first else 0
+            last = max(first + 1, bisect_right(self._ends, begin + _CHUNK, first, min(end, written)))
+            size = self._ends[last - 1] - begin
+        return os.pread(self._file.fileno(), size, begin)
 
     def newest_losses(self, most: int) -> list[tuple[int, str]]:
         """Of the last iterations: number and loss."""
-        newest, first = deque[tuple[int, str]](), len(self)
-        while first and len(newest) < most:
-            # Who leads next waits for it, so no more is read than it takes.
-            first, end = max(0, first - most), first
-            found = [(line["iteration"], line["loss"]) for line in self.lines(first, end) if "loss" in line]
-            newest.extendleft(reversed(found))
+        newest = deque[tuple[int, str]]()
+        for found in self._iterations_from_the_end(most):
+            newest.extendleft((line["iteration"], line["loss"]) for line in reversed(found))
+            if len(newest) >= most:
+                break
         return list(newest)[-most:]
+
+    def iterations(self, first: int, last: int) -> list[dict[str, Any]]:
+        """The lines of those iterations."""
+        lines = deque[dict[str, Any]]()
+        for found in self._iterations_from_the_end(_LINES):
+            lines.extendleft(line for line in reversed(found) if first <= line["iteration"] <= last)
+            if found and found[0]["iteration"] <= first:
+                break
+        return list(lines)
+
+    def _iterations_from_the_end(self, most: int) -> Iterator[list[dict[str, Any]]]:
+        """Lines of iterations, in pieces out of so many lines; who leads next waits for it, so no more is read than is
+        asked for."""
+        first = len(self)
+        while first:
+            first, end = max(0, first - most), first
+            yield [line for line in self.lines(first, end) if "loss" in line]
 
 
 class LeadStatus:
@@ -245,6 +284,14 @@ class LeadStatus:
         self.rank, self.lead, self.term, self.run = rank, lead, term, run
         self.age: Age = (0, 0)
         self._free = False
+        self._promised: int | None = None
+        """Whom, as long as `lead` is None: itself, where it stands for the lead."""
+
+    @property
+    def promise(self) -> tuple[int, int | None]:
+        """The term, and whom it has promised to follow in it, where that one is not known to lead yet."""
+        with self._lock:
+            return self.term, self._promised if self.lead is None else None
 
     @property
     def leads(self) -> bool:
@@ -282,7 +329,7 @@ class LeadStatus:
         with self._lock:
             if not self._free or term <= self.term:
                 return False
-            self.term, self.lead = term, None
+            self.term, self.lead, self._promised = term, None, self.rank
             return True
 
     def win(self, term: int) -> bool:
@@ -297,10 +344,10 @@ class LeadStatus:
         with self._lock:
             granted = False
             if message["kind"] == "vote" and message["run"] == self.run:
-                term, (of_term, number) = int(message["term"]), message["age"]
+                term, rank, (of_term, number) = int(message["term"]), int(message["rank"]), message["age"]
                 granted, _ = may_have_vote(self._free, self.term, self.age, term, (int(of_term), int(number)))
                 if granted:
-                    self.term, self.lead = term, None
+                    self.term, self.lead, self._promised = term, None, rank
             return {"kind": "here", "run": self.run, "term": self.term, "lead": self.lead, "age": self.age} | {
                 "free": self._free,
                 "granted": granted,
@@ -472,7 +519,7 @@ class Search(threading.Thread):
             enough, why = self._ask_console(wanted, 1 + len(free), nodes, why)
         if not enough:
             self._enough_at = None
-            return why
+            return self._stood_in_vain(here, leads) or why
         self._enough_at = self._enough_at or time.monotonic()
         first, why = first_to_lead({lead_status.rank: lead_status.age, **free})
         if first != lead_status.rank and time.monotonic() < self._enough_at + STAND_SECONDS:
@@ -484,7 +531,7 @@ class Search(threading.Thread):
             enough, why = self._arbiter.decide(wanted, copy.term)
         if self._cancelled.is_set() or not enough or not lead_status.stand(term):
             return why if not enough else "it follows another"
-        votes = self._ask_all(free, {"term": term, "age": lead_status.age})
+        votes = self._ask_all(free, {"term": term, "rank": lead_status.rank, "age": lead_status.age})
         voters = 1 + sum(isinstance(it, Here) and it.granted for it in votes.values())
         enough, why = may_lead(voters, nodes)
         if not enough and self._arbiter is not None and may_ask_console(voters, nodes)[0]:
@@ -492,6 +539,20 @@ class Search(threading.Thread):
         if not enough or not lead_status.win(term):
             return why
         return Lead(term, frozenset(here), frozenset(self._gone))
+
+    def _stood_in_vain(self, here: Mapping[int, Here], leads: list[tuple[int, int]]) -> GiveUp | None:
+        """One leads whom this node has promised to leave, for itself or for another that does not lead by that, and too
+        few have left it."""
+        promised, whom = self._lead_status.promise
+        if not leads or whom is None or max(leads)[0] >= promised:
+            return None
+        if whom not in (self._lead_status.rank, *self._gone):
+            it = here.get(whom)
+            if it is None or (it.term == promised and it.lead in (None, whom)):
+                return None  # it may lead yet
+        _, rank = max(leads)
+        # In the term of the promise: unless it has given another one by then, it gives none any more.
+        return GiveUp(f"node {rank} leads on without this one", Follow(rank, promised))
 
     def _ask_console(self, wanted: LeadTerm, voters: int, nodes: int, why: str) -> tuple[bool, str]:
         """Would it give this node the lead? why: the nodes themselves don't."""

@@ -33,7 +33,7 @@ from pydantic import ValidationError
 
 from openrecycle.agent.config.options import check_url, with_profile
 from openrecycle.agent.config.settings import spelled
-from openrecycle.agent.messages.client import Backoff, ConsoleClient, ConsoleRefused, ConsoleUnavailable
+from openrecycle.agent.messages.client import Backoff, ConsoleClient, ConsoleRefused, ConsoleUnavailable, JobUnknown
 from openrecycle.agent.messages.delivery import Outbox
 from openrecycle.agent.messages.protocol import (
     Acknowledgement,
@@ -308,10 +308,9 @@ class Reporter:
                 if found is not None and not self._closing.is_set():
                     generation = found[0].generation
                     self._take_up(*found)
-            except ConsoleUnavailable:
-                self._closing.wait(backoff.seconds())
-            except ConsoleRefused as refusal:
-                self._refused(str(refusal))
+            except (ConsoleUnavailable, ConsoleRefused) as error:
+                if isinstance(error, ConsoleRefused | JobUnknown):
+                    self._refused(str(error))
                 self._closing.wait(backoff.seconds())
 
     def _refused(self, why: str) -> None:

@@ -1,125 +1,85 @@
-"""The store through which the groups of a generation find each other: a process of its own that may die, or hang.
+"""The store through which the groups of a generation find each other.
 
-Groups need it only while they form. So its loss at any moment costs running iterations nothing,
-and the next generation forms over a new one, whose address travels with the generation. That is why one that does not
-answer need not be known to hang: a new one in its place does no harm.
+torch serves it, in threads of its own: inside the launcher, and whatever the launcher's Python does. Groups need it
+only while they form. Nothing is ever deleted from one, and a gloo group of n workers leaves 8 n² bytes there: so every
+few generations a new one takes its place, whose address travels with the generation.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import signal
+import resource
 import socket
 import threading
-import time
 from datetime import timedelta
-from multiprocessing.connection import Connection
-from multiprocessing.context import BaseContext
 from typing import Any
 
 import torch.distributed
 
 dist: Any = torch.distributed
 
-START_SECONDS = 30.0
-ASK_SECONDS = 1.0
-"""So often a store is asked whether it answers."""
-HANG_SECONDS = 5.0
-"""Without an answer for so long, it is given up. Of time in which whoever waits for it could run."""
-_LOOK_SECONDS = 1.0
-"""Most that passes between two looks of one who could run."""
+START_SECONDS, REPLACE_SECONDS = 30.0, 5.0
+"""The launcher does nothing else meanwhile."""
+GENERATIONS = 10
+"""That one store serves."""
 
 
 class StoreError(RuntimeError):
     """No store could be started; the sentence says why."""
 
 
-class Unanswered:
-    """For how long one that is asked again and again has not answered. No clock: times are monotonic seconds."""
-
-    def __init__(self, now: float) -> None:
-        self._looked, self._answers, self._waited = now, 0, 0.0
-
-    def look(self, now: float, answers: int) -> float:
-        """answers: so far. Seconds without one; whoever stood still between two looks has waited for _LOOK_SECONDS."""
-        self._waited += min(now - self._looked, _LOOK_SECONDS)
-        self._looked = now
-        if answers != self._answers:
-            self._answers, self._waited = answers, 0.0
-        return self._waited
-
-
 class RendezvousStore:
     """A running store. host: the address it listens on, which workers must be able to reach."""
 
-    def __init__(self, context: BaseContext, host: str = "127.0.0.1", seconds: float = START_SECONDS) -> None:
-        """Raises StoreError when it does not come up in so many seconds."""
-        ours, theirs = context.Pipe(duplex=True)
-        # BaseContext has no type for Process: each start method brings its own.
-        self.process = context.Process(target=serve, args=(host, theirs), name="store", daemon=True)  # type: ignore[attr-defined]
-        self._pipe = ours
-        try:
-            self.process.start()
-            theirs.close()
-            # Second by second: it counts for one, however long this process and the store are suspended.
-            if not any(ours.poll(1.0) for _ in range(round(seconds))):
-                self.process.kill()
-                raise StoreError(f"the store on {host} did not come up in {seconds:.0f} s")
-            self.address: tuple[str, int] = (host, int(ours.recv_bytes()))
-        except (EOFError, OSError, ValueError) as error:
-            theirs.close()
-            raise StoreError(f"the store could not be started, or listen, on {host} ({type(error).__name__})") from None
-        self._killed = threading.Event()
-        self._answers, self._unanswered = 0, Unanswered(time.monotonic())
-        threading.Thread(target=self._ask, name="store answers", daemon=True).start()
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        """Raises StoreError where it can't listen there."""
+        self._host = host
+        self._newest = self._served = 0
+        self._before: Any = None
+        """For those that train in the generation before, and form another group late."""
+        with contextlib.suppress(OSError, ValueError):  # each worker has several connections here
+            _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        self._now, self.address = _serve(host, START_SECONDS)
+
+    def address_of(self, generation: int) -> tuple[str, int]:
+        """Where the groups of that generation form, which is no older than the one before. The launcher asks."""
+        if generation > self._newest:
+            self._newest = generation
+            self._served += 1
+            if self._served > GENERATIONS:
+                with contextlib.suppress(StoreError):  # for want of a descriptor, say: the one that there is serves on
+                    now, self.address = _serve(self._host, REPLACE_SECONDS)
+                    self._before, self._now, self._served = self._now, now, 1
+        return self.address
 
     @property
-    def hangs(self) -> bool:
-        """Has it not answered for HANG_SECONDS? To be asked in every turn of a loop."""
-        return self._unanswered.look(time.monotonic(), self._answers) > HANG_SECONDS
+    def keys(self) -> int:
+        """How many it holds."""
+        return sum(store.num_keys() for store in (self._now, self._before) if store is not None)
 
-    def wait_again(self) -> None:
-        """It is to be given as much time as at first."""
-        self._unanswered = Unanswered(time.monotonic())
-
-    def _ask(self) -> None:
-        """Ends with the store, which answers as workers are answered: by torch's own server."""
-        client = None
-        while not self._killed.is_set():
-            try:
-                client = client or _client(self.address, HANG_SECONDS)
-                client.check(["does it answer?"])
-                self._answers += 1
-            except (RuntimeError, OSError):
-                client = None  # it may be this process that could not ask, for want of a descriptor
-            self._killed.wait(ASK_SECONDS)
-
-    def kill(self) -> None:
-        self._killed.set()
-        if self.process.is_alive():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.process.pid or 0, signal.SIGKILL)
-        self.process.join(5.0)
-        self._pipe.close()
+    def close(self) -> None:
+        """Who waits there is woken."""
+        self._now = self._before = None
 
 
-def serve(host: str, pipe: Connection) -> None:
-    """The process: serves until the launcher is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    # Bound here, because torch's own listener binds every interface of the machine.
-    with socket.create_server((host, 0)) as listener:
-        port = listener.getsockname()[1]
-        store = dist.TCPStore(
-            host, port, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listener.fileno())
-        )
-        pipe.send_bytes(str(port).encode())
-        with contextlib.suppress(EOFError, OSError):
-            pipe.recv_bytes()
-        del store
-    # Not sys.exit: the server's thread may sit in a request of a worker that was killed.
-    os._exit(0)
+def _serve(host: str, seconds: float) -> tuple[Any, tuple[str, int]]:
+    try:
+        # Bound here, because torch's own listener binds every interface of the machine.
+        with socket.create_server((host, 0)) as listener:
+            port = listener.getsockname()[1]
+            store = dist.TCPStore(
+                host,
+                port,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=seconds),
+                master_listen_fd=os.dup(listener.fileno()),
+            )
+    except (OSError, RuntimeError) as error:
+        raise StoreError(f"no store could be started on {host} ({type(error).__name__})") from None
+    return store, (host, port)
 
 
 class StoreClient:

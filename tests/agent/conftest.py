@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Iterator
 
 import pytest
@@ -30,8 +29,7 @@ def _warm(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture
 def store() -> Iterator[RendezvousStore]:
-    """Where the workers of a generation meet, in a process of its own."""
-    warm()
-    store = RendezvousStore(multiprocessing.get_context("forkserver"))
+    """Where the workers of a generation meet."""
+    store = RendezvousStore()
     yield store
-    store.kill()
+    store.close()

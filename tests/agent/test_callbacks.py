@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,9 @@ from torch.nn import functional
 
 from openrecycle import Callback, InputError, MLflow, Optimization, ProgressBar, TensorBoard, WeightsAndBiases
 from openrecycle.agent.config.randomness import seed_for
+from openrecycle.agent.jobs import trainer
 from openrecycle.agent.jobs.callbacks import TrainingStart
-from openrecycle.agent.jobs.trainer import TrainingResult
+from openrecycle.agent.jobs.trainer import TrainingResult, _Lines
 from openrecycle.agent.launcher.record import EvaluationResult
 from openrecycle.agent.messages.protocol import Iteration, Recovery
 from tests.agent import own_jobs
@@ -135,3 +137,21 @@ def first_norm() -> float:
     torch.stack(losses).mean().backward()
     total = sum(float(p.grad.square().sum()) for p in model.parameters() if p.grad is not None)
     return math.sqrt(total)
+
+
+def test_what_a_result_has_of_a_long_job_takes_little_memory() -> None:
+    """Also where a checkpoint has led back, and iterations were left out for a slow reader."""
+    lines, count = _Lines(), 50_000
+    tracemalloc.start()
+    try:
+        for number in range(count):
+            lines({"iteration": number, "loss": float(number).hex()})
+        # Other threads of this process may be at work.
+        here = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, trainer.__file__)])
+        assert 0 < sum(trace.size for trace in here.traces) < 24 * count
+    finally:
+        tracemalloc.stop()
+    for number in (count + 5, 7):
+        lines({"iteration": number, "loss": (-1.0).hex()})
+    losses = lines.result(dict, None).losses
+    assert losses == (*range(7), -1.0, *range(8, count), -1.0)

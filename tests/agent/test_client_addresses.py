@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from openrecycle.agent.config.options import check_url
-from openrecycle.agent.messages.client import ConsoleClient, ConsoleRefused, ConsoleUnavailable
+from openrecycle.agent.messages.client import ConsoleClient, ConsoleRefused, ConsoleUnavailable, JobUnknown
 from openrecycle.agent.messages.protocol import ClockReading
 from openrecycle.planner.jobs.errors import InputError
 from tests.golden import golden
@@ -145,6 +145,17 @@ def test_a_refusal_is_an_answer(stack: ExitStack) -> None:
     with pytest.raises(ConsoleRefused, match=golden("no-such-job")):
         read(client)
     assert second.asked == []
+
+
+def test_a_job_that_was_known_is_asked_for_again(stack: ExitStack) -> None:
+    """A console without its job's database is no reason for a job to end."""
+    no = (404, {"title": "t", "status": 404, "code": "unknown_job", "detail": "no such job"})
+    first, second = answering(stack, no), answering(stack, no)
+    client = ConsoleClient(f"{first.url},{second.url}", known=True)
+    with pytest.raises(JobUnknown, match=golden("no-such-job")):
+        read(client)
+    second.answer = GOOD
+    assert read(client) == 7
 
 
 @pytest.mark.parametrize("page", ["default backend - 404", {"detail": "Not Found"}])

@@ -12,6 +12,7 @@ from openrecycle.agent.coordination.events import (
     HeartbeatsReceived,
     IterationsCommitted,
     LastHeartbeat,
+    LeadChanged,
     NeedPlan,
     OpRaised,
     PlanReady,
@@ -270,6 +271,31 @@ def test_what_raised_in_a_worker_has_all_form_anew_and_is_shown() -> None:
     assert run.send(OpRaised("W9_1", "other", 2, "x")).refusal is not None
 
 
+@pytest.mark.parametrize(
+    "event", [OpRaised("W0_0", "W0_0-1", 1, "W0_0 raised ValueError"), LeadChanged({}, "node 1 leads from here on")]
+)
+def test_a_console_that_is_started_again_while_all_are_to_form_anew_has_them_do_it(
+    event: OpRaised | LeadChanged,
+) -> None:
+    """The plan is made beside; meanwhile what peers report of their links is not news. They wait, and say so once."""
+    run = Run().start()
+    run.plans = False
+    before = run.state
+    run.send(event)
+    run.send(TransferBroken("W0_1", "W0_1-1", "W0_0", 1, "closed"))
+    assert run.state.pending is not None and len(run.opened) == 1
+    broken, _ = read_broken(job_columns(before, run.state)["broken"])
+    assert broken is not None and broken.detail == event.detail, "it is stored"
+    run.send(ConsoleRestarted())
+    run.plans = True
+    run.wait(4, *run.names)
+    assert run.opened[-1].number == 2 and run.opened[-1].living == run.opened[0].living
+    assert run.state.broken is None
+    run.resume()
+    run.wait(4, *run.names)
+    assert len(run.opened) == 2
+
+
 def test_links_that_break_for_ever_halt_the_job_with_their_names() -> None:
     run = Run(1, 2).start()
     for _ in range(4):
@@ -393,6 +419,34 @@ def test_a_worker_that_its_launcher_sees_end_was_needed_until_the_job_is_over() 
     run.send(Finished(JobState.FINISHED))
     run.exit("W0_1")
     assert len(run.opened) == 2 and run.member("W0_1").state is WorkerState.FINISHED
+
+
+@pytest.mark.parametrize("heard", [True, False], ids=["heard", "not heard"])
+def test_workers_that_were_silent_at_the_end_are_needed_until_the_job_is_over(heard: bool) -> None:
+    """They write the weights, and the console does not hear them for a while; then the one that writes is killed."""
+    run = Run(iterations=10).start()
+    run.send(IterationsCommitted(10))
+    run.wait(30)
+    assert {m.state for m in run.state.members.values()} == {WorkerState.FINISHED}
+    if heard:
+        run.beat()
+        assert {m.state for m in run.state.members.values()} == {WorkerState.RUNNING} and run.state.settled
+    run.exit("W0_0")
+    assert run.opened[-1].failed == ("W0_0",) and run.opened[-1].living == ("W0_1", "W1_0", "W1_1")
+    assert run.opened[-1].joining == () and len(run.state.unsettled()) == 3 == run.state.tally.unsettled
+
+
+def test_a_worker_without_its_state_that_was_silent_at_the_end_still_lacks_it() -> None:
+    run = Run(iterations=10).start()
+    run.exit("W0_0")
+    run.resume()
+    run.back("W0_0")
+    run.resume("W0_1", "W1_0", "W1_1")
+    run.send(IterationsCommitted(10))
+    run.wait(30)
+    run.beat()
+    assert run.member("W0_0").state is WorkerState.REJOINING and run.member("W0_1").state is WorkerState.RUNNING
+    assert run.state.tally.unsettled == 1
 
 
 @pytest.mark.parametrize("state", [JobState.FINISHED, JobState.STOPPED])

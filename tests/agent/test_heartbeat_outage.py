@@ -189,6 +189,38 @@ def test_many_reports_do_not_hold_up_heartbeats() -> None:
     assert client.posted == ["workers", "heartbeats", *3 * ["heartbeats", "failures"]]
 
 
+def test_what_workers_print_does_not_hold_up_heartbeats_and_is_posted_in_turn() -> None:
+    """256 of them that print each second had a console 50 ms away wait for thirteen seconds."""
+    client = Recording()
+
+    def printed(reports: WorkerReports) -> None:
+        for name in NAMES[:3]:
+            reports.wrote(f"{name}-a", [(1.0, name)], 0)
+        reports.wrote(f"{NAMES[3]}-a", [(1.0, "its last words")], 0)
+        reports.remove(f"{NAMES[3]}-a")
+
+    def again(reports: WorkerReports) -> None:
+        reports.wrote(f"{NAMES[0]}-a", [(1.0, "more")], 0)
+
+    reporting(client, [printed, nothing, again, nothing, nothing], interval=0.0, names=NAMES[:4])
+    assert client.posted[:12] == ["workers", "heartbeats", *5 * ["heartbeats", "logs"]]
+    lines = [line.text for message in client.messages if isinstance(message, LogLines) for line in message.lines]
+    assert lines == ["its last words", NAMES[0], NAMES[1], NAMES[2], "more"]
+
+
+def test_what_is_measured_does_not_hold_up_heartbeats() -> None:
+    client = Recording()
+    fields = {"generation": 1, "iteration": 3, "clock": clock_name(), "started_us": 0, "kinds": "F"}
+    fields |= {"pipelines": (0,), "micro_batches": (0,), "starts_us": (0,), "durations_us": (1,)}
+
+    def measured(reports: WorkerReports) -> None:
+        for name in NAMES[:3]:
+            reports.measured({**fields, "worker": name, "incarnation": f"{name}-a"}, Offset(0, 0))
+
+    reporting(client, [measured, nothing, nothing], interval=0.0, names=NAMES[:3])
+    assert client.posted == ["workers", "heartbeats", *3 * ["heartbeats", "measured"]]
+
+
 def test_all_workers_of_a_launcher_are_posted_together() -> None:
     client = Recording(measure=7)
     said = reporting(client, [taken("adopted", NAMES), taken("formed", NAMES)], names=NAMES)

@@ -83,13 +83,6 @@ class _Decides(Coordination):
             self.gone.append(str(failure.worker))
 
 
-class _Store:
-    address = ("127.0.0.1", 1)
-    hangs = False
-
-    def __init__(self, *args: Any) -> None: ...
-
-
 class _Job:
     """All train in generation 1. lines: of the record."""
 
@@ -173,10 +166,8 @@ def job(monkeypatch: pytest.MonkeyPatch) -> _Job:
 def made(sharding: str, monkeypatch: pytest.MonkeyPatch) -> _Job:
     import openrecycle.agent.launcher.launch as launch
 
-    monkeypatch.setattr(launch, "RendezvousStore", _Store)
     monkeypatch.setattr(launch, "wait", lambda *args: [])
     monkeypatch.setattr(Launcher, "_judge", lambda self, asked: None)
-    monkeypatch.setattr(_Store, "process", _Process(), raising=False)
     return _Job(sharding)
 
 

@@ -10,17 +10,22 @@ import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 import pytest
 
 from openrecycle.agent.coordination.launcher import Deploy, Failure, Halt
 from openrecycle.agent.coordination.membership import FailureTimeouts
+from openrecycle.agent.launcher.launch import iteration_line
+from openrecycle.agent.launcher.record import iteration_of
 from openrecycle.agent.messages.client import Backoff, ConsoleClient
-from openrecycle.agent.messages.protocol import Deployment
+from openrecycle.agent.messages.protocol import Deployment, Iteration
 from openrecycle.agent.monitoring import console_link
 from openrecycle.agent.monitoring.console_link import ConsoleCoordination
+from openrecycle.agent.nodes.succession import Spool
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
+from tests.agent.consoles import until
 from tests.golden import golden
 
 TRIES = 12
@@ -58,20 +63,24 @@ def test_tries_are_closer_together_than_the_console_waits(monkeypatch: pytest.Mo
 class Console(ThreadingHTTPServer):
     """Not there (503) until `back`; keeps the paths and bodies that it took. It takes no
     registration, as one of another version, and counts those that it refuses. offers: what it answers, by how the path
-    ends."""
+    ends. strange: its database is another one, without the job."""
 
     daemon_threads = True
 
     def __init__(self) -> None:
         self.back = threading.Event()
+        self.strange = False
         self.refused = 0
-        self.taken: list[tuple[str, dict[str, object]]] = []
+        self.taken: list[tuple[str, dict[str, Any]]] = []
         self.offers: dict[str, str] = {}
         console = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 path, _, query = self.path.partition("?")
+                if console.strange:
+                    self._refuse(404, "unknown_job", "job: got 'job', expected the id of a job of this console")
+                    return
                 offered = console.offers.get(path.rsplit("/", 1)[1])
                 if offered is None or (query and "after=0" not in query.split("&")):
                     self.send_error(503)
@@ -86,18 +95,24 @@ class Console(ThreadingHTTPServer):
                 if not console.back.is_set():
                     self.send_error(503)
                     return
+                if console.strange:
+                    console.refused += 1
+                    self._refuse(404, "unknown_job", "job: got 'job', expected the id of a job of this console")
+                    return
                 if self.path.endswith("/workers"):
                     console.refused += 1
-                    problem = {"title": "", "status": 422, "code": "invalid", "detail": "worker: missing"}
-                    answer = json.dumps(problem).encode()
-                    self.send_response(422)
-                    self.send_header("Content-Length", str(len(answer)))
-                    self.end_headers()
-                    self.wfile.write(answer)
+                    self._refuse(422, "invalid", "worker: missing")
                     return
                 console.taken.append((self.path, body))
                 self.send_response(204)
                 self.end_headers()
+
+            def _refuse(self, status: int, code: str, detail: str) -> None:
+                answer = json.dumps({"title": "", "status": status, "code": code, "detail": detail}).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(answer)))
+                self.end_headers()
+                self.wfile.write(answer)
 
             def log_message(self, format: str, *args: object) -> None:
                 """Quiet."""
@@ -187,6 +202,71 @@ def test_a_folder_of_checkpoints_that_can_not_be_read_is_read_again_or_ends_the_
         assert isinstance(event, Deploy) and event.restore == "point-7"
     else:
         assert isinstance(event, Halt) and "stale file handle" in event.reason
+
+
+def test_a_console_that_does_not_know_the_job_ends_no_training(console: Console) -> None:
+    """Somebody has started it with another database; then with the right one. No report is lost meanwhile."""
+    console.strange = True
+    console.back.set()
+    plan, _ = Catalog(Job(1, 1, 1), Technique.STAGGERED, MemoryLimit("uniform")).plan_for(())
+    deployment = Deployment(generation=1, plan_fingerprint=plan.fingerprint, living=("W0_0",), failed=(), joining=())
+    console.offers |= {"deployment": deployment.model_dump_json(), plan.fingerprint: plan.to_json()}
+    said: list[str] = []
+    link = ConsoleCoordination(
+        lambda: ConsoleClient(f"http://127.0.0.1:{console.server_port}", known=True), "job", said.append
+    )
+    try:
+        link.failed(Failure("exit", Worker(0, 1), "i1", detail="was killed by SIGKILL"))
+        link.failed(Failure("transfer", Worker(0, 0), "i2", 1, "reset"))
+        until(lambda: said and console.refused >= 6, "it to say so, and to try again", TIMEOUT)
+        told = list(said)
+        assert link.poll(time.monotonic()) == [] and len(told) == 1 and "this console" in told[0]
+        console.strange = False
+        until(lambda: len(console.taken) == 2, "the reports to arrive", TIMEOUT)
+        assert {body["cause"] for _, body in console.taken} == {"exit", "transfer"}
+        events = until(lambda: link.poll(time.monotonic()), "the generation", TIMEOUT)
+        assert [type(event) for event in events] == [Deploy]
+    finally:
+        link.close(lambda: True)
+
+
+def test_what_waits_for_a_console_is_little_in_a_copy_and_whole_with_the_next_lead(console: Console) -> None:
+    """Each copy had all iterations that waited: with several nodes and the console away for hours, a second of work
+    and megabytes, in each turn of the launcher."""
+
+    def connect() -> ConsoleClient:
+        return ConsoleClient(f"http://127.0.0.1:{console.server_port}", known=True)
+
+    count, spool = 2500, Spool()
+    iterations = [
+        Iteration(iteration=i, loss=float(i), loss_hex=float(i).hex(), seconds=0.5, generation=1, living=4)
+        for i in range(count)
+    ]
+    before = ConsoleCoordination(lambda: ConsoleClient("http://127.0.0.1:9"), "job", lambda text: None)
+    for iteration in iterations:
+        spool.add([iteration_line(iteration), {"warning": "of no matter"}])
+        before.committed([iteration])
+        if iteration.iteration == 1200:
+            before.failed(Failure("exit", Worker(0, 1), "i1", detail="was killed by SIGKILL"))
+    text = json.dumps(before.saved())
+    before.close(lambda: True)
+    assert not console.taken and len(text) < 2000
+    console.back.set()
+    after = ConsoleCoordination(
+        connect,
+        "job",
+        lambda text: None,
+        saved=json.loads(text),
+        recorded=lambda first, last: map(iteration_of, spool.iterations(first, last)),
+    )
+    try:
+        until(lambda: sum(len(body.get("iterations", ())) for _, body in console.taken) >= count, "all", TIMEOUT)
+        kinds = [path.rsplit("/", 1)[1] for path, _ in console.taken]
+        assert kinds.count("failures") == 1 and kinds[0] == "iterations" == kinds[-1]
+        told = [i for _, body in console.taken for i in body.get("iterations", ())]
+        assert told == [i.model_dump(mode="json") for i in iterations]
+    finally:
+        after.close(lambda: True)
 
 
 def test_nobody_waits_for_long_once_the_launcher_is_told_to_stop(console: Console) -> None:

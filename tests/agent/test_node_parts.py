@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import socket
 import ssl
+import struct
 import threading
 import time
 from collections import Counter
@@ -275,6 +276,35 @@ def test_two_messages_at_once_are_both_there_to_take(wire: Wire) -> None:
     assert node.receive() == {"number": 2} and not node.waiting
 
 
+def test_what_has_come_is_taken_without_waiting(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other side may be slow within a message, but not for ever."""
+    monkeypatch.setattr(frames_module, "_FRAME_SECONDS", 0.3)
+    lead, node = both(wire, "secret", "secret")
+    assert lead.take() is None
+    text = b'{"kind": "slow"}'
+
+    def part(data: bytes) -> None:
+        node._tls.write(data)
+        wire[1].sendall(node._outgoing.read())
+
+    for data in (struct.pack(">I", len(text)), text[:5]):
+        part(data)
+        assert wait([lead], 5) and lead.take() is None and not lead.waiting
+    part(text[5:])
+    assert wait([lead], 5) and lead.take() == {"kind": "slow"}
+    node.send({"kind": "one"})
+    node.send({"kind": "two"})
+    for kind in ("one", "two"):
+        assert until(lead.take, "it to come", 5) == {"kind": kind}
+    assert not lead.waiting
+    part(struct.pack(">I", len(text)))
+    with pytest.raises(TimeoutError):
+        until(lead.take, "the rest to be given up", 20)
+    node.close()
+    with pytest.raises((OSError, NotTrusted)):
+        until(lead.take, "the end", 20)
+
+
 def test_whoever_shows_no_certificate_is_no_node(wire: Wire) -> None:
     stranger = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     stranger.check_hostname, stranger.verify_mode = False, ssl.CERT_NONE
@@ -508,6 +538,42 @@ def test_a_lost_node_takes_its_workers_along_and_may_come_back(hub: NodeHub) -> 
     hub.wait_for_all(5)
     assert pool.start(Worker(1, 2), lambda incarnation: spec_of(NamedWorkload("a:b")), 0.0).process.is_alive()
     assert again.receive()["spec"]["address"] == "127.0.0.1"
+
+
+def test_a_node_that_has_come_back_counts_once_others_know_where() -> None:
+    """Those that know it where it was before would take it for gone, and choose another lead among themselves."""
+    hub, sent = NodeHub("127.0.0.1", 0, 3, "", lambda _: None), list[str]()
+
+    def acknowledge(node: Frames) -> None:
+        with contextlib.suppress(OSError, NotTrusted):
+            while True:
+                if (message := node.receive())["kind"] == "copy":
+                    node.send({"kind": "ack", "number": message["number"]})
+
+    try:
+        nodes = {rank: fake_node((hub.host, hub.port), rank=rank, port=1000 + rank) for rank in (1, 2)}
+        hub.wait_for_all(5)
+        pool, run = SpreadPool([], hub, {}), spec_of(NamedWorkload("a:b")).run
+        pool.count({1: hub.members[1], 2: ("127.0.0.1", 999)})
+        pool.decide(lambda: sent.append("decided"))
+
+        def hand_out() -> bool:
+            assert not pool.hand_out(run, lambda: {"plan": "plan"})
+            return bool(sent)
+
+        threading.Thread(target=acknowledge, args=(nodes[2],), daemon=True).start()
+        hand_out()
+        until(lambda: hub.links[2].acked, "node 2 to have it", 10)
+        assert not hand_out(), "node 1 may not know where node 2 is now"
+        threading.Thread(target=acknowledge, args=(nodes[1],), daemon=True).start()
+        until(hand_out, "node 1 to have it", 10)
+        nodes[1].close()
+        until(lambda: 1 not in hub.links, "node 1 to be lost", 10)
+        sent.clear()
+        pool.decide(lambda: sent.append("decided"))
+        until(hand_out, "node 2 to have it", 10)
+    finally:
+        hub.close("test")
 
 
 def test_a_node_that_is_lost_with_its_spare_ranks_can_not_have_a_worker_of_them(hub: NodeHub) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import socket
+import struct
 import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 from openrecycle.agent.config.options import TrainingOptions
 from openrecycle.agent.models.workload import NamedWorkload
+from openrecycle.agent.nodes import server
 from openrecycle.agent.nodes.frames import Frames, greet
 from openrecycle.agent.nodes.pool import NodeHub
 from openrecycle.agent.nodes.server import LeadLost, NodeServer
@@ -36,12 +38,16 @@ class FirstLead:
         self.frames: Frames | None = None
         self.node: tuple[str, int] | None = None
 
-    def welcome(self) -> None:
+    def hear(self) -> Frames:
+        """What the node says of itself."""
         connection, _ = self._listener.accept()
         self.frames = greet(connection, "", "lead")
         hello = self.frames.receive()
         self.node = hello["address"], hello["port"]
-        self.frames.send({"kind": "welcome"})
+        return self.frames
+
+    def welcome(self) -> None:
+        self.hear().send({"kind": "welcome"})
 
     def hand(self, copy: Copy) -> None:
         """Returns once the node has it."""
@@ -53,6 +59,12 @@ class FirstLead:
         self._listener.close()
         if self.frames is not None:
             self.frames.close()
+
+    def begin_to_say(self) -> None:
+        """A message of 1,000 bytes, of which some come."""
+        assert self.frames is not None
+        self.frames._tls.write(struct.pack(">I", 1000) + b'{"kind":')
+        self.frames._socket.sendall(self.frames._outgoing.read())
 
 
 class Asked(LeadStatus):
@@ -121,6 +133,20 @@ def node_of(first: FirstLead, next_lead: NodeHub) -> Iterator[Node]:
         yield node
     finally:
         node.stop()
+
+
+def test_a_lead_that_stops_within_a_message_keeps_no_node_from_its_end(first: FirstLead, next_lead: NodeHub) -> None:
+    with node_of(first, next_lead) as node:
+        first.begin_to_say()
+    assert isinstance(node.ended, LeadLost) and "SIGTERM" in str(node.ended)
+
+
+def test_a_lead_that_does_not_answer_is_not_waited_for(first: FirstLead, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "HANDSHAKE_SECONDS", 0.2)
+    node = Node(first.address)
+    first.hear()
+    node.stop()
+    assert isinstance(node.ended, LeadLost)
 
 
 def test_a_node_follows_a_lead_that_was_not_ready_for_it_at_first(first: FirstLead, next_lead: NodeHub) -> None:

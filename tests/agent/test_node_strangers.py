@@ -141,6 +141,11 @@ def test_a_node_that_is_refused_for_good_gives_up(hub: NodeHub) -> None:
         NodeServer(7, 3, (hub.host, hub.port), TOKEN, None, lambda _: None).run(60)
 
 
+def test_an_address_that_this_host_lacks_is_named_at_once(hub: NodeHub) -> None:
+    with pytest.raises(LeadLost, match=r"--node-address: got 203\.0\.113\.1"):
+        NodeServer(1, 3, (hub.host, hub.port), TOKEN, "203.0.113.1", lambda _: None).run(10)
+
+
 def test_waiting_has_an_end(hub: NodeHub) -> None:
     first, _ = join(hub, 1)
     threading.Thread(target=_tell_the_time, args=(first,), daemon=True).start()

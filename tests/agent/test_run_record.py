@@ -105,6 +105,19 @@ def test_an_iteration_that_was_rolled_back_is_recorded_once() -> None:
     assert times == (4.0, 16.0, 24.0, 66.0) and recovery.death_known
 
 
+def test_a_recovery_of_weeks_is_recorded() -> None:
+    """All waited for somebody, say, or were suspended; a message takes no more than twelve days."""
+    record, week = _running(), 7 * 24 * 3_600_000
+    record.dying(D, at=0)
+    record.died(D, detected_at=2 * week * MS)
+    record.generation_opened(2, [A, B, C], at=3 * week * MS)
+    for worker in (A, B, C):
+        record.formed(worker, 2, 0, at=3 * week * MS)
+    recorded = [record.committed_by(w, 0, (2.5).hex(), at=4 * week * MS) for w in (A, B, C)]
+    (recovery,) = recorded[-1].recoveries
+    assert (recovery.detected_ms, recovery.unblocked_ms, recovery.resumed_ms) == (1e9, 0.0, 1e9)
+
+
 def test_redone_to_another_loss_is_an_error() -> None:
     record = _running()
     record.committed_by(B, 0, (2.5).hex(), at=5 * MS)

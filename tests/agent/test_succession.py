@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
+import time
+import tracemalloc
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +18,9 @@ from hypothesis import strategies as st
 
 from openrecycle.agent.launcher.record import RunRecord
 from openrecycle.agent.messages.delivery import LIMIT, Record
-from openrecycle.agent.nodes.pool import NodeHub
+from openrecycle.agent.nodes import succession
+from openrecycle.agent.nodes.frames import Frames
+from openrecycle.agent.nodes.pool import NodeHub, NodeLink
 from openrecycle.agent.nodes.succession import (
     Copy,
     Follow,
@@ -93,21 +99,84 @@ def test_the_record_reaches_a_node_whatever_it_has_of_it(texts: list[str], has: 
     lead, node = Spool(), Spool()
     lead.add({"warning": text} for text in texts)
     node.add({"warning": text} for text in texts[:has])
-    for message in lead.messages(min(has, len(texts))):
+    for message in lead.messages(min(has, len(texts)), len(texts)):
         node.cut(message["first"])
-        node.add(json.loads(json.dumps(message["lines"])))
+        node.add_text(json.loads(json.dumps(message["text"])))
     assert [line["warning"] for line in node.lines()] == texts
     node.cut(cut)
     assert [line["warning"] for line in node.lines()] == texts[:cut] and len(node) == min(cut, len(texts))
 
 
 class CountingSpool(Spool):
-    read = 0
+    """read: lines; handed: messages for a node."""
+
+    read = handed = 0
 
     def lines(self, first: int = 0, end: int | None = None) -> Iterator[dict[str, Any]]:
         for line in super().lines(first, end):
             self.read += 1
             yield line
+
+    def messages(self, first: int, end: int) -> Iterator[dict[str, Any]]:
+        for message in super().messages(first, end):
+            self.handed += 1
+            yield message
+
+
+class SlowFrames(Frames):
+    """Of a node that takes nothing until it is `let`; sent: what it has taken since."""
+
+    def __init__(self) -> None:
+        self.let, self._closed = threading.Event(), threading.Event()
+        self.sent: list[dict[str, Any]] = []
+
+    def send(self, message: dict[str, Any]) -> None:
+        if message["kind"] != "clock":
+            self.let.wait(20)
+            self.sent.append(message)
+
+    def receive(self, until: float | None = None, *, most: int | None = None) -> dict[str, Any]:
+        if until is None:
+            self._closed.wait()
+            raise ConnectionResetError
+        return {"kind": "clock", "at": time.monotonic_ns()}
+
+    def close(self) -> None:
+        self._closed.set()
+
+
+def test_whoever_decides_reads_no_record_for_a_node_that_comes_back() -> None:
+    """It would hear nobody meanwhile: with 500,000 lines the other nodes chose another lead."""
+    spool, frames = CountingSpool(), SlowFrames()
+    spool.add({"iteration": number} for number in range(100_000))
+    link = NodeLink(frames, 1, "host", lambda _: None, time.monotonic() + 10)
+    try:
+        link.hand(replace(copy_of({}), lines=100_000), spool)
+        assert spool.handed <= 1, "the next one waits until that is taken"
+        spool.add([{"iteration": 100_000}])  # it belongs to the next copy
+        frames.let.set()
+        until(lambda: frames.sent and frames.sent[-1]["kind"] == "copy", "the node to have all", 20)
+        lines = "".join(message["text"] for message in frames.sent[:-1]).splitlines()
+        assert [json.loads(line)["iteration"] for line in lines] == list(range(100_000))
+        assert spool.handed > 1
+    finally:
+        link.close()
+
+
+def test_a_line_of_a_long_record_takes_little_memory() -> None:
+    """For as long as the job lasts; the line itself is in a file."""
+    spool, lines = Spool(), 50_000
+    spool.add([{"iteration": 0}])
+    tracemalloc.start()
+    try:
+        for number in range(lines):
+            spool.add([{"iteration": number, "loss": "0x1.8p+1"}])
+        # Other threads of this process may be at work.
+        here = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, succession.__file__)])
+        assert 0 < sum(trace.size for trace in here.traces) < 16 * lines
+    finally:
+        tracemalloc.stop()
+    assert len(spool) == lines + 1
 
 
 @examples(30)
@@ -119,6 +188,15 @@ def test_the_newest_losses_are_found_from_the_end(has_loss: list[bool], most: in
     assert spool.newest_losses(most) == losses[-most:]
     needed = len(has_loss) - losses[-most][0] if len(losses) >= most else len(has_loss)
     assert spool.read < needed + most, "who leads next waits for it"
+
+
+@examples(30)
+@given(st.lists(st.booleans(), max_size=60), st.integers(0, 70), st.integers(0, 70))
+def test_iterations_are_found_in_the_record(has_loss: list[bool], first: int, last: int) -> None:
+    spool = Spool()
+    spool.add({"iteration": i, "loss": "x"} if loss else {"warning": ""} for i, loss in enumerate(has_loss))
+    numbers = [i for i, loss in enumerate(has_loss) if loss and first <= i <= last]
+    assert [line["iteration"] for line in spool.iterations(first, last)] == numbers
 
 
 def test_a_long_record_is_taken_over_whole(tmp_path: Path) -> None:
@@ -151,7 +229,7 @@ def test_a_node_that_has_promised_to_follow_hears_the_old_lead_no_more() -> None
     lead_status = LeadStatus(1)
     lead_status.follow(0, 0)
     assert lead_status.take(copy_of({}))
-    vote = {"kind": "vote", "run": RUN, "term": 2, "age": [1, 1]}
+    vote = {"kind": "vote", "run": RUN, "term": 2, "rank": 2, "age": [1, 1]}
     assert not lead_status.answer(vote)["granted"], "its lead is there"
     lead_status.lose_lead()
     assert not lead_status.answer(vote | {"age": [1, 0]})["granted"], "it knows more"
@@ -263,3 +341,47 @@ def test_a_new_lead_that_has_handed_out_no_copy_yet_leads_on() -> None:
     finally:
         for one in (hub, new, old):
             one.close("")
+
+
+def test_a_node_that_stood_or_voted_in_vain_comes_back_to_the_lead_that_leads_on() -> None:
+    """Of five nodes two did not hear the lead for a while. Neither ever could, as it had promised to leave it."""
+    statuses = [LeadStatus(0, lead=0, term=1, run=RUN), *map(LeadStatus, range(1, 5))]
+    hubs = [NodeHub("127.0.0.1", 0, 5, "", lambda _: None, status) for status in statuses]
+    searches = list[Search]()
+    try:
+        nodes = {rank: (hub.host, hub.port) for rank, hub in enumerate(hubs)}
+        for status in statuses[1:]:
+            status.follow(0, 0)
+            assert status.take(copy_of(nodes))
+        stood, voted = statuses[1:3]
+        for status in (stood, voted):
+            status.lose_lead()
+        assert stood.stand(2)
+        assert voted.answer({"kind": "vote", "run": RUN, "term": 2, "rank": 1, "age": [1, 1]})["granted"]
+        searches.append(Search(voted, copy_of(nodes), ""))
+        searches[0].join(1)
+        assert searches[0].outcome is None, "the one that it voted for may lead yet"
+        searches.append(Search(stood, copy_of(nodes), ""))
+        given_up = found(searches[1])
+        assert isinstance(given_up, GiveUp) and given_up.to == Follow(0, 2) and stood.follow(0, 2)
+        given_up = found(searches[0])
+        assert isinstance(given_up, GiveUp) and given_up.to == Follow(0, 2)
+        # Until it has come back anew it gives no other promise.
+        assert voted.follow(0, 2)
+        vote = {"kind": "vote", "run": RUN, "term": 3, "rank": 4, "age": [1, 1]}
+        assert not voted.answer(vote)["granted"] and not stood.answer(vote)["granted"]
+    finally:
+        for search in searches:
+            search.cancel()
+        for hub in hubs:
+            hub.close("")
+
+
+def test_a_node_that_has_voted_again_meanwhile_does_not_come_back() -> None:
+    status = LeadStatus(1, lead=0, term=1, run=RUN)
+    status.lose_lead()
+    assert status.stand(2)
+    term, whom = status.promise
+    assert (term, whom) == (2, 1)
+    assert status.answer({"kind": "vote", "run": RUN, "term": 3, "rank": 4, "age": [1, 1]})["granted"]
+    assert not status.follow(0, term) and status.promise == (3, 4)

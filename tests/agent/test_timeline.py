@@ -113,3 +113,10 @@ def test_the_shortest_round_trip_gives_the_offset(ahead: int) -> None:
     offset = measure_offset(ask, lambda: now)
     assert offset.uncertainty <= 460
     assert abs(offset.microseconds - ahead) <= offset.uncertainty
+
+
+def test_an_iteration_of_weeks_is_not_posted() -> None:
+    """It was suspended in an op: no message takes so long a time, and it ends no worker."""
+    ops = [Op("F", 0, 0, 0, Worker(0, 0), 0, 1)]
+    assert measured_ops(IterationTimeline(1, 0, ops, [2e6], [1.9e6]), "W0_0", "a") is None
+    assert measured_ops(IterationTimeline(1, 0, ops, [2e6], [1e5]), "W0_0", "a") is not None

@@ -98,7 +98,7 @@ def run(pipelines: int, stages: int, generations: int, together: int, *, standby
     # Of the last pipelines, so that nobody is alone; each of another stage.
     dying = [Worker(pipelines - 1 - k // stages, k % stages) for k in range(generations)]
     context: Any = multiprocessing.get_context("fork")
-    store = RendezvousStore(multiprocessing.get_context("spawn"))
+    store = RendezvousStore()
     processes, pipes = {}, {}
     try:
         staying = [w for w in living if w not in dying]
@@ -138,7 +138,7 @@ def run(pipelines: int, stages: int, generations: int, together: int, *, standby
     finally:
         for pipe in pipes.values():
             pipe.close()
-        store.kill()
+        store.close()
 
 
 def main() -> None:

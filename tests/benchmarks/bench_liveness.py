@@ -133,7 +133,7 @@ def held_up(minutes: float, longest: float, held: float, seed: int) -> None:
         elif now > due[0]:
             who, seconds = dice.choice(suspensions), dice.uniform(5, longest)
             times[who].append(seconds)
-            pids = [pid for name, pid in job.launcher.pids.items() if name != "store"]
+            pids = list(job.launcher.pids.values())
             if who != "the launcher":
                 for pid in pids:
                     os.kill(pid, signal.SIGSTOP)

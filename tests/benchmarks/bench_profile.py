@@ -112,7 +112,7 @@ def _unpaced(grid: tuple[int, int, int]) -> Measured:
         """At every commit: instructions and processor seconds so far, by worker."""
         if "iteration" in line:
             seconds.append(line["seconds"])
-            workers = {name: pid for name, pid in launcher.pids.items() if name != "store"}
+            workers = launcher.pids
             if not counters:
                 counters.update({name: process_counter(pid) for name, pid in workers.items()})
             marks.append({name: (counters[name](), _processor_seconds(pid)) for name, pid in workers.items()})

@@ -1,5 +1,5 @@
-"""Jobs that are disturbed all the time: workers killed, stopped and started anew, the store killed, at random
-moments that the iterations set. `make chaos`."""
+"""Jobs that are disturbed all the time: workers killed, stopped and started anew at random moments that the
+iterations set. `make chaos`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Disturber:
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
-        self.killed = self.stores = 0
+        self.killed = 0
 
     def __call__(self, job: LocalJob, line: dict[str, Any]) -> None:
         if "iteration" not in line or self._random.random() > 0.25:
@@ -38,15 +38,12 @@ class _Disturber:
         pids = job.launcher.pids
         missing = [f"W{p}_{s}" for p in range(3) for s in range(2) if f"W{p}_{s}" not in pids]
         whole = [s for s in range(2) if all(not name.endswith(f"_{s}") for name in missing)]
-        deed = self._random.choice(["kill", "kill", "start", "store"])
+        deed = self._random.choice(["kill", "kill", "start"])
         if deed == "kill" and whole:
             self.killed += 1
             job.signal(f"W{self._random.randrange(3)}_{self._random.choice(whole)}", signal.SIGKILL)
         elif deed == "start" and missing:
             job.start(missing[0])
-        elif deed == "store":
-            self.stores += 1
-            job.signal("store", signal.SIGKILL)
 
 
 @pytest.mark.parametrize("transport", ["tagged", "ordered"])
@@ -62,4 +59,4 @@ def test_the_bits_stay(seed: int, keep: bool, transport: Transport, losses: list
         platform=Platform(transport=transport),
     ).run()
     assert job.losses == losses
-    assert disturber.killed and disturber.stores
+    assert disturber.killed
