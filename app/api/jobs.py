@@ -7,13 +7,14 @@ from __future__ import annotations
 import re
 import time
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import orjson
 from fastapi import APIRouter, Header, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
-from starlette.background import BackgroundTask
 from starlette.responses import FileResponse
+from starlette.types import Receive, Scope, Send
 
 from openrecycle.agent.messages.protocol import (
     ClockReading,
@@ -341,6 +342,22 @@ BODY = {
 }
 
 
+class PassingFile(FileResponse):
+    """A file made for this answer: gone once it was sent, or could not be. It is sent whole, since the next request
+    finds another file."""
+
+    def __init__(self, path: Path, media_type: str, filename: str) -> None:
+        super().__init__(path, media_type=media_type, filename=filename, headers={"Accept-Ranges": "none"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # A range that can't be read would be answered by Starlette, in words of its own.
+        headers = [(name, value) for name, value in scope["headers"] if name != b"range"]
+        try:
+            await super().__call__({**scope, "headers": headers}, receive, send)
+        finally:
+            Path(self.path).unlink(missing_ok=True)
+
+
 def histories_router(console: ConsoleService) -> APIRouter:
     api = APIRouter()
 
@@ -350,8 +367,7 @@ def histories_router(console: ConsoleService) -> APIRouter:
         table of the audit log is empty for who may not read that."""
         caller = caller_of(console.security.access, request.headers)
         path = await console.histories.export(job_id, audit=caller.operates)
-        name = f"{job_id}-history.zip"
-        return FileResponse(path, media_type="application/zip", filename=name, background=BackgroundTask(path.unlink))
+        return PassingFile(path, "application/zip", f"{job_id}-history.zip")
 
     @api.post(
         "/history/import",

@@ -90,7 +90,8 @@ class Histories:
             if not (await self._run("export", job_id, str(out), *(["audit"] if audit else [])))["found"]:
                 raise unknown_job(job_id)
         except BaseException:
-            out.unlink(missing_ok=True)
+            for left in out.parent.glob(f"{out.name}*"):  # of a child that was killed, the part that it had written
+                left.unlink(missing_ok=True)
             raise
         return out
 
