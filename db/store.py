@@ -149,11 +149,13 @@ class Store:
 
     # -- the coordinator's steps ------------------------------------------------------------
 
-    def apply(self, job_id: str, change: JobUpdate) -> None:
-        """All of it or nothing."""
+    def apply(self, job_id: str, change: JobUpdate) -> bool:
+        """All of it or nothing. False: the job's row was to change, and it is deleted, or on its way out."""
         with self.database.write() as session:
             if change.job:
-                session.execute(update(JobRow).where(JobRow.id == job_id).values(change.job))
+                done = update(JobRow).where(JobRow.id == job_id, JobRow.state.not_in(HIDDEN)).values(change.job)
+                if session.scalar(done.returning(JobRow.id)) is None:
+                    return False
             update_workers(session, job_id, change.workers)
             if change.plan:
                 self._put_plan(session, job_id, *change.plan)
@@ -175,6 +177,7 @@ class Store:
                 session.execute(insert(WorkerStateRow), [{"job_id": job_id, **s} for s in change.states])
             if change.audit:
                 self.database.write_audit(session, {**change.audit, "job_id": job_id})
+            return True
 
     def heartbeats(self, beats: Mapping[str, Sequence[Record]]) -> None:
         """Writes the latest heartbeat of many workers at once. beats: job -> worker columns."""

@@ -144,11 +144,11 @@ def test_a_plan_whose_generation_could_not_be_stored_is_asked_for_again(
     until(lambda: console.jobs.find(created.job_id).state.generation == 1)
     apply, refused = store.apply, threading.Event()
 
-    def no_generations(job_id: str, change: object) -> None:
+    def no_generations(job_id: str, change: object) -> bool:
         if getattr(change, "generation", None):
             refused.set()
             raise OperationalError("insert", {}, Exception("database is locked"))
-        apply(job_id, change)  # type: ignore[arg-type]
+        return apply(job_id, change)  # type: ignore[arg-type]
 
     monkeypatch.setattr(store, "apply", no_generations)
     console.reports.failure(created.job_id, exited("W2_0"))
