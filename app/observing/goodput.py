@@ -40,10 +40,12 @@ class Accounts:
 
     def of(self, job: LiveJob) -> Figures:
         """Raises SQLAlchemyError."""
+        # Before the waits: what is committed after they are read may have one in it that they do not know of.
+        committed = job.state.committed
         waited = self.waiting.of(job)
         with self._lock:
             account, begin = self._of.get(job) or (Account(), 0.0)
-            account, begin = self._brought_up(account, job, waited), begin or self._begin(job)
+            account, begin = self._brought_up(account, job, committed, waited), begin or self._begin(job)
             self._of[job] = account, begin
             return figures(account, job, begin, time.time(), waited)
 
@@ -52,16 +54,16 @@ class Accounts:
         generations = self._store.generations(job.job_id, limit=1) if job.state.current else []
         return float(generations[0]["opened_at"]) if generations else 0.0
 
-    def _brought_up(self, account: Account, job: LiveJob, waited: Waited) -> Account:
-        """With the iterations that have been committed since."""
-        missing = job.state.committed - 1 - account.through
+    def _brought_up(self, account: Account, job: LiveJob, committed: int, waited: Waited) -> Account:
+        """With the iterations that have been committed since, of so many."""
+        missing = committed - 1 - account.through
         if missing <= 0:
             return account
         if missing > BATCH:
             account = Account()
-            for row in self._observations.iteration_sums(job.job_id, job.state.committed - 1):
+            for row in self._observations.iteration_sums(job.job_id, committed - 1):
                 account.add_sum(without_waits(row, waited))
-            rows = self._store.iterations(job.job_id, limit=1, newest=True)
+            rows = self._store.iterations(job.job_id, after=committed - 2, limit=1)
         else:
             rows = self._store.iterations(job.job_id, after=account.through, limit=missing)
             for row in rows:
@@ -95,13 +97,14 @@ class Accounts:
         window = self._windows.get(job)
         if window is None or window.through < begin - 1:
             window = self._windows[job] = Window(begin - 1)
-        if window.through < state.committed - 1:
-            self._look(job, window, known)
+        if (missing := state.committed - 1 - window.through) > 0:
+            self._look(job, window, known, min(missing, BATCH))
 
-    def _look(self, job: LiveJob, window: Window, known: Baseline | None) -> None:
+    def _look(self, job: LiveJob, window: Window, known: Baseline | None, most: int) -> None:
+        """most: as many were committed before the waits are read."""
         waited, spec = self.waiting.of(job), job.spec
         workers = spec.pipelines * spec.stages
-        for row in self._store.iterations(job.job_id, after=window.through, limit=BATCH):
+        for row in self._store.iterations(job.job_id, after=window.through, limit=most):
             alone = row["iteration"] not in waited.by_iteration
             whole = row["living"] == workers and alone and not row["skipped"]
             window.add(row["iteration"], row["seconds"], row["generation"], whole=whole)

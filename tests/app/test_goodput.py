@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -13,10 +14,12 @@ from ui_console import ConsoleHere, JobHere, until
 from openrecycle.agent.messages.protocol import JobFinished
 from openrecycle.app.advice.service import measured_costs
 from openrecycle.app.console.service import ConsoleService
+from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.jobs.throughput import Account, Baseline, iteration_view, read_baseline
-from openrecycle.app.jobs.waiting import Wait, segments
+from openrecycle.app.jobs.waiting import Wait, Waited, segments
 from openrecycle.app.observing import goodput
-from openrecycle.app.observing.goodput import Accounts, figures
+from openrecycle.app.observing.goodput import Accounts, Waiting, figures
+from openrecycle.db.observations import Observations
 from openrecycle.db.store import Record, Store
 from tests.golden import golden
 
@@ -255,3 +258,40 @@ def test_a_persons_time_is_no_cost_and_no_dip(here: ConsoleHere) -> None:
     assert max(t for words, t in steps.items() if "person" not in words) < 1000
     assert measured_costs([recovery], [], [], waited).recover < 1
     assert measured_costs([recovery], []).recover > 60, "what it would have been"
+
+
+class Overtaken(Waiting):
+    """The iteration with the pause in it is committed when the waits have been read, and before anything else is."""
+
+    def __init__(self, observations: Observations, commit: Callable[[], None]) -> None:
+        super().__init__(observations)
+        self._commit = commit
+
+    def of(self, job: LiveJob) -> Waited:
+        found = super().of(job)
+        self._commit()
+        return found
+
+
+@pytest.mark.parametrize("batch", [goodput.BATCH, 1])
+def test_an_iteration_that_is_committed_meanwhile_is_counted_with_its_pause(
+    here: ConsoleHere, monkeypatch: pytest.MonkeyPatch, batch: int
+) -> None:
+    monkeypatch.setattr(goodput, "BATCH", batch)
+    # So late that productive time is not cut to wall time.
+    monkeypatch.setattr(goodput, "time", SimpleNamespace(time=lambda: 1e10))
+    driven = JobHere(here.console, "overtaken", iterations=400).register()
+    job, now = here.console.jobs.find(driven.job_id), time.time()
+    made = rows(0, 5, 1.0, at=now - 200)
+    made[5]["seconds"] += 60
+    made[5]["committed_at"] += 60
+    commit(here, driven, made[:5])
+    job.commands.held = [("pause", made[4]["committed_at"]), ("resume", made[4]["committed_at"] + 60)]
+    accounts = Accounts(here.store)
+    plain = accounts.waiting
+    accounts.waiting = Overtaken(Observations(here.database), lambda: commit(here, driven, made[5:]))
+    before = accounts.of(job)
+    accounts.waiting = plain
+    assert job.state.committed == 6
+    made_of = accounts.of(job)
+    assert made_of.productive - before.productive == pytest.approx(made[5]["seconds"] - 60)
