@@ -245,7 +245,7 @@ def test_a_persons_time_is_no_cost_and_no_dip(here: ConsoleHere) -> None:
     assert slowest > 17, "the pause is no dip"
     assert view.iterations[20].waited == pytest.approx(60, abs=1)
     made_of = figures(account_of([1.0] * 30), job, now - 200, now, console.accounts.waiting.of(job))
-    assert made_of.waited == pytest.approx(60.5, abs=0.1) and made_of.wall == pytest.approx(200 - made_of.waited)
+    assert made_of.waited == pytest.approx(60, abs=0.1) and made_of.wall == pytest.approx(200 - made_of.waited)
     assert console.accounts.of(job).waited == 0, "its first generation opened after the pause"
     # A choice of a minute that led to generation 2.
     job.choices = (Wait(now - 90, now - 30, 2),)
@@ -258,6 +258,28 @@ def test_a_persons_time_is_no_cost_and_no_dip(here: ConsoleHere) -> None:
     assert max(t for words, t in steps.items() if "person" not in words) < 1000
     assert measured_costs([recovery], [], [], waited).recover < 1
     assert measured_costs([recovery], []).recover > 60, "what it would have been"
+
+
+@pytest.mark.parametrize("resumed", [None, 1000.0])
+def test_a_pause_begins_when_what_was_begun_before_it_is_done(here: ConsoleHere, resumed: float | None) -> None:
+    """Asked for at 300 s; seven iterations of a minute each are committed by 420 s, and none after. What workers did
+    until they stopped counts, and so does the time that it took."""
+    driven = JobHere(here.console, "paused late", iterations=400, paced=False, durations={}).register()
+    job, begin = here.console.jobs.find(driven.job_id), 10_000.0
+    job.pin(Baseline(job.spec.samples / 60, "measured", 1, 20))
+    minutes = [
+        row | {"seconds": 60.0, "committed_at": begin + 60 * n} for n, row in enumerate(rows(0, 6, 60.0), start=1)
+    ]
+    here.store.add_iterations(job.job_id, minutes)
+    job.commands.held = [("pause", begin + 300), *([("resume", begin + resumed)] if resumed else [])]
+    waiting, now = here.console.accounts.waiting, resumed or 1000.0
+    made = figures(account_of([60.0] * 7), job, begin, begin + now, waiting.of(job))
+    assert (made.waited, made.wall, made.goodput, made.ettr) == (now - 420, 420, pytest.approx(1), 1)
+    if resumed:
+        after = {"iteration": 7, "seconds": resumed - 360, "committed_at": begin + resumed + 60}
+        here.store.add_iterations(job.job_id, [minutes[0] | after])
+        assert waiting.of(job).by_iteration == {7: resumed - 420}
+        assert waiting.of(job).waits == (Wait(begin + 420, begin + resumed),)
 
 
 class Overtaken(Waiting):
