@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from sqlalchemy import text
@@ -25,7 +26,8 @@ from openrecycle.agent.messages.protocol import (
 from openrecycle.app.console.service import ConsoleService, get_console, set_console
 from openrecycle.app.jobs.states import RoleState
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.db.store import Store
+from openrecycle.db.store import Record, Store
+from tests.app.flaky_database import FlakyDatabase
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes
@@ -414,3 +416,33 @@ def test_after_a_restart_what_is_known_of_a_worker_is_as_old_as_it_is(store: Sto
         until(lambda: age() < 600)
     finally:
         console.close()
+
+
+class LookedTooEarly(Store):
+    """Whoever asks for a key's job does so before it is committed."""
+
+    def job_of_key(self, idempotency_key: str) -> Record | None:
+        return None
+
+
+@pytest.mark.parametrize("kind", [Store, LookedTooEarly])
+def test_a_job_whose_commit_was_not_acknowledged_is_there_for_who_asks_again(
+    tmp_path: Path, kind: type[Store]
+) -> None:
+    database = FlakyDatabase(f"sqlite:///{tmp_path / 'flaky.db'}")
+    database.upgrade()
+    console = ConsoleService(kind(database), tolerance=0)
+    try:
+        database.fault = "answer lost"
+        with pytest.raises(ConsoleError) as lost:
+            console.jobs.create(SPEC, "key")
+        assert lost.value.status == 503
+        database.heal()
+        for _ in range(2):
+            created, new = console.jobs.create(SPEC, "key")
+            assert not new and [job.job_id for job in console.jobs.live()] == [created.job_id]
+        assert console.jobs.find(created.job_id).plans.ahead.wanted, "plans are made ahead as for any new one"
+        register_all(console, created.job_id)
+    finally:
+        console.close()
+        database.close()
