@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Match
 
 from openrecycle.agent.messages.protocol import ProblemDetails
-from openrecycle.app.runtime.errors import ConsoleError, sentence
+from openrecycle.app.runtime.errors import ConsoleError, sentence, system_fails
 
 log = structlog.get_logger()
 
@@ -54,6 +54,11 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> Response:
         return http_problem(request, error)
+
+    @app.exception_handler(OSError)
+    async def _system(request: Request, error: OSError) -> Response:
+        log.error("the system failed the API", path=request.url.path, exc_info=error)
+        return await _console(request, system_fails(error))
 
     @app.exception_handler(Exception)
     async def _unexpected(request: Request, error: Exception) -> Response:

@@ -426,9 +426,7 @@ class LookedTooEarly(Store):
 
 
 @pytest.mark.parametrize("kind", [Store, LookedTooEarly])
-def test_a_job_whose_commit_was_not_acknowledged_is_there_for_who_asks_again(
-    tmp_path: Path, kind: type[Store]
-) -> None:
+def test_a_job_whose_commit_was_not_acknowledged_is_there_for_who_asks_again(tmp_path: Path, kind: type[Store]) -> None:
     database = FlakyDatabase(f"sqlite:///{tmp_path / 'flaky.db'}")
     database.upgrade()
     console = ConsoleService(kind(database), tolerance=0)
