@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from sqlalchemy import Table, bindparam, delete, func, insert, select, update
+from sqlalchemy import Table, bindparam, delete, func, insert, or_, select, update
 from sqlalchemy.orm import Session
 
 from openrecycle.db.job_rows import HIDDEN
@@ -262,6 +262,14 @@ class Store:
     def has_plan(self, fingerprint: str) -> bool:
         with self.database.read() as session:
             return session.scalar(select(PlanRow.fingerprint).where(PlanRow.fingerprint == fingerprint)) is not None
+
+    def is_plan_of(self, job_id: str, fingerprint: str) -> bool:
+        """Has the job this plan, or has it run it?"""
+        link, ran = JobPlanRow, GenerationRow
+        has = select(link.job_id).where(link.job_id == job_id, link.fingerprint == fingerprint)
+        run = or_(ran.plan_fingerprint == fingerprint, ran.interim_plan == fingerprint)
+        had = select(ran.job_id).where(ran.job_id == job_id, run)
+        return self.database.scalar(has.limit(1)) is not None or self.database.scalar(had.limit(1)) is not None
 
     def job_plans(self, job_id: str) -> list[Record]:
         """What plans a job has, without the documents; `failed` as a list, fewest failures first."""
