@@ -181,7 +181,7 @@ def router(console: ConsoleService) -> APIRouter:
     @api.get("/jobs/{job_id}/catalog", response_model=CatalogDetail)
     async def of_job(job_id: str, tolerance: Tolerance | None = None) -> Response:
         """That of the job's question, though nothing may be stored of it yet."""
-        job = console.jobs.find(job_id)
+        job = await console.jobs.find_beside(job_id)
         wanted = console.tolerance if tolerance is None else tolerance
         return await in_thread(report, job.plans.question, wanted)
 

@@ -84,7 +84,7 @@ def router(console: ConsoleService) -> APIRouter:
     ) -> Events:
         """Events with seq > after, oldest first: read on with `after` = the last one's seq. With `wait`, as
         soon as there are any; an empty list after `wait` seconds."""
-        job = console.jobs.find(job_id)
+        job = await console.jobs.find_beside(job_id)
         await job.topic.wait_for(lambda: job.feed.last > after or None, wait)
         return Events(
             events=[EventInfo(**row) for row in await in_thread(console.queries.events, job_id, after, limit)]
@@ -221,7 +221,8 @@ def measured_router(console: ConsoleService) -> APIRouter:
     @api.post("/jobs/{job_id}/measured", tags=["agents"])
     async def post_measured(job_id: str, message: MeasuredOps) -> ReportOutcome:
         """One worker's part of the iteration that heartbeats asked for."""
-        return ReportOutcome(reason=await in_thread(console.measuring.take, console.jobs.find(job_id), message))
+        job = await console.jobs.find_beside(job_id)
+        return ReportOutcome(reason=await in_thread(console.measuring.take, job, message))
 
     @api.get("/jobs/{job_id}/measured", response_model=MeasuredInfo, responses={204: {}})
     async def measured(job_id: str, watch: Watch = False) -> Response:
@@ -287,6 +288,7 @@ def observed_router(console: ConsoleService) -> APIRouter:
     @api.post("/{job_id}/logs", status_code=204, tags=["agents"])
     async def logs(job_id: str, message: LogLines) -> None:
         """Lines that a worker process has written since its last post."""
+        await console.jobs.find_beside(job_id)
         console.reports.printed(job_id, message)
 
     @api.post("/{job_id}/validations", status_code=204, tags=["agents"])
@@ -313,7 +315,7 @@ def observed_router(console: ConsoleService) -> APIRouter:
         shortest that is kept for so long and makes 3,000 samples at most."""
         end = time.time() + 1 if until is None else until
         asked = end - TEN_MINUTES if since is None else since, end, Level[step.upper()] if step else None
-        return await in_thread(_history, console, console.jobs.find(job_id), worker, *asked)
+        return await in_thread(_history, console, await console.jobs.find_beside(job_id), worker, *asked)
 
     return api
 

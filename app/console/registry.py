@@ -20,6 +20,7 @@ from openrecycle.agent.messages.protocol import JobCreated, JobSpec, JobState
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.jobs.states import Condition, JobSummary, over_sentence
 from openrecycle.app.runtime.errors import ConsoleError, storing, unknown_job
+from openrecycle.app.runtime.runner import in_thread
 from openrecycle.db.job_rows import OVER, JobIndex
 from openrecycle.db.store import Record, Store
 from openrecycle.planner.jobs.errors import PlannerError
@@ -142,6 +143,11 @@ class JobRegistry:
         if job is None:
             raise unknown_job(job_id)
         return job
+
+    async def find_beside(self, job_id: str) -> LiveJob:
+        """As `find`, for an event loop: a job that is a line by now is read in a thread. Raises ConsoleError."""
+        job = self._jobs.get(job_id)
+        return await in_thread(self.find, job_id) if job is None else job
 
     def live(self) -> list[LiveJob]:
         return list(self._jobs.values())

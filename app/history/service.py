@@ -79,7 +79,7 @@ class Histories:
     async def export(self, job_id: str, *, audit: bool) -> Path:
         """A file of the caller's, who deletes it. audit: with what the audit log says of the job. Raises
         ConsoleError."""
-        self._jobs.find(job_id)
+        await asyncio.to_thread(self._jobs.find, job_id)
         with _alone(self._exporting, "exported"):
             return await self._exported(job_id, audit)
 
