@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from sqlalchemy import Table, bindparam, delete, func, insert, or_, select, update
+from sqlalchemy import ColumnElement, Table, bindparam, delete, func, insert, or_, select, update
 from sqlalchemy.orm import Session
 
 from openrecycle.db.job_rows import HIDDEN
@@ -198,12 +198,22 @@ class Store:
 
     def generations(self, job_id: str, *, after: int = 0, limit: int | None = None) -> list[Record]:
         """Generations with a number > after, oldest first; living, failed and joining as lists."""
+        return self._generations(list(GenerationRow.__table__.columns), job_id, after, limit)
+
+    def all_generations(self, job_id: str) -> list[Record]:
+        """As `generations`, without `living`: of thousands of workers those would be megabytes, of weeks gigabytes."""
+        return self._generations([c for c in GenerationRow.__table__.columns if c.name != "living"], job_id)
+
+    def _generations(
+        self, columns: Sequence[ColumnElement[Any]], job_id: str, after: int = 0, limit: int | None = None
+    ) -> list[Record]:
         where = (GenerationRow.job_id == job_id, GenerationRow.generation > after)
-        query = select(GenerationRow.__table__).where(*where).order_by(GenerationRow.generation).limit(limit)
+        query = select(*columns).where(*where).order_by(GenerationRow.generation).limit(limit)
         rows = self.database.rows(query)
         for row in rows:
             for key in ("living", "failed", "joining", "moves", "interim_failed", "partition"):
-                row[key] = json.loads(row[key])
+                if key in row:
+                    row[key] = json.loads(row[key])
         return rows
 
     def generation(self, job_id: str, number: int) -> Record | None:

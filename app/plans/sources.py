@@ -413,7 +413,7 @@ class PlanSources:
     def generations_by_plan(self, job_id: str) -> dict[str, list[int]]:
         """The numbers of the generations that each plan was run in, by its fingerprint."""
         with storing():
-            rows = self._store.generations(job_id)
+            rows = self._store.all_generations(job_id)
         found: dict[str, list[int]] = {}
         for row in rows:
             for fingerprint in filter(None, (row["plan_fingerprint"], row["interim_plan"])):
