@@ -264,6 +264,16 @@ class Store:
         with self.database.write() as session:
             self._put_plan(session, job_id, fingerprint, document, failed, ahead)
 
+    def link_plan(self, job_id: str, fingerprint: str, failed: Sequence[str]) -> bool:
+        """A plan that is stored is the job's, too. False: it is not stored."""
+        with self.database.write() as session:
+            # Whoever would delete it waits for us, or has done so.
+            held = select(PlanRow.fingerprint).where(PlanRow.fingerprint == fingerprint).with_for_update()
+            if session.scalar(held) is None:
+                return False
+            self._link_plan(session, job_id, fingerprint, failed, False)
+            return True
+
     def plan(self, fingerprint: str) -> str | None:
         """The plan document as JSON."""
         with self.database.read() as session:
@@ -420,6 +430,9 @@ class Store:
         ahead: bool,
     ) -> None:
         keep_plan(self.database, session, fingerprint, document)
+        self._link_plan(session, job_id, fingerprint, failed, ahead)
+
+    def _link_plan(self, session: Session, job_id: str, fingerprint: str, failed: Sequence[str], ahead: bool) -> None:
         link = {
             "job_id": job_id,
             "fingerprint": fingerprint,
