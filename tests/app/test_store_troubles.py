@@ -58,7 +58,7 @@ def test_on_a_full_disk_it_is_not_ready_and_says_why(database: Database, monkeyp
         monkeypatch.setattr("openrecycle.db.store.PROBE_BYTES", 1 << 20)  # more than the pages that are free by now
         answer = asked.get("/readyz")
         assert (answer.status_code, answer.json()["code"]) == (503, "disk_full")
-        assert "full" in answer.json()["detail"]
+        assert "full" in answer.json()["detail"] and answer.headers["retry-after"] == "1"
         large = {**SPEC, "pipelines": 64, "stages": 64}
         refused = asked.post("/api/v1/jobs", json=large)
         assert (refused.status_code, refused.json()["code"]) == (503, "disk_full")
