@@ -99,7 +99,7 @@ def create_routes(console: ConsoleService) -> list[BaseRoute]:
     async def healthz(request: Request) -> Response:
         """The process serves requests, and none of its threads stands still: else it is to be started again."""
         if why := ", ".join(filter(None, (console.stuck(), runner.stuck()))):
-            return problems.problem(503, "stuck", f"these threads of the console stand still: {why}")
+            return problems.problem(503, "stuck", f"these threads of the console stand still: {why}", problems.AGAIN)
         return JSONResponse({"status": "ok"})
 
     async def readyz(request: Request) -> Response:
@@ -107,7 +107,7 @@ def create_routes(console: ConsoleService) -> list[BaseRoute]:
         try:
             await in_thread(console.ready)
         except ConsoleError as error:
-            return problems.problem(error.status, error.code, error.detail)
+            return problems.refusal(error)
         return JSONResponse({"status": "ready"})
 
     async def docs(request: Request) -> Response:

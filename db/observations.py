@@ -142,3 +142,12 @@ class Observations:
             row.job_id == job_id, row.committed_at >= at
         )
         return self._database.row(query.order_by(row.iteration).limit(1))
+
+    def last_commit(self, job_id: str, before: int | None = None) -> float:
+        """When the newest iteration was committed, of all or of those with a smaller number (POSIX seconds); 0: there
+        is none."""
+        row = IterationRow
+        query = select(row.committed_at).where(row.job_id == job_id)
+        if before is not None:
+            query = query.where(row.iteration < before)
+        return self._database.scalar(query.order_by(row.iteration.desc()).limit(1)) or 0.0

@@ -133,11 +133,13 @@ class SavedPlans:
         """False when it is not saved. The plan itself goes too, unless a job has it."""
         of_job = exists().where(JobPlanRow.fingerprint == PlanRow.fingerprint)
         of_generation = exists().where(GenerationRow.plan_fingerprint == PlanRow.fingerprint)
+        of_interim = exists().where(GenerationRow.interim_plan == PlanRow.fingerprint)
         with self._database.write() as session:
             gone = delete(SavedPlanRow).where(SavedPlanRow.fingerprint == fingerprint)
             if session.scalar(gone.returning(SavedPlanRow.fingerprint)) is None:
                 return False
             # Whoever takes the plan up at this moment holds its row (keep_plan): seen first, or it waits for us.
             session.execute(select(PlanRow.fingerprint).where(PlanRow.fingerprint == fingerprint).with_for_update())
-            session.execute(delete(PlanRow).where(PlanRow.fingerprint == fingerprint, ~of_job, ~of_generation))
+            unused = (~of_job, ~of_generation, ~of_interim)
+            session.execute(delete(PlanRow).where(PlanRow.fingerprint == fingerprint, *unused))
         return True

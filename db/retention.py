@@ -56,6 +56,7 @@ def drop_orphans(session: Session) -> int:
         PlanRow.fingerprint.not_in(select(JobPlanRow.fingerprint)),
         PlanRow.fingerprint.not_in(select(GenerationRow.plan_fingerprint)),
         PlanRow.fingerprint.not_in(select(SavedPlanRow.fingerprint)),
+        PlanRow.fingerprint.not_in(select(GenerationRow.interim_plan)),  # it has no index, and is looked at last
     )
     # Whoever takes a plan up at this moment holds its row (db.plan_rows): it is left for another time.
     found = select(PlanRow.fingerprint).where(*used).limit(PLANS).with_for_update(skip_locked=True)
@@ -109,7 +110,9 @@ def _trim_plans(session: Session, job_id: str, keep: int) -> int:
         .offset(keep)
         .limit(ROWS)
     )
-    gone = list(session.scalars(old))
+    if gone := set(session.scalars(old)):
+        meanwhile = (GenerationRow.job_id == job_id, GenerationRow.interim_plan.in_(gone))
+        gone.difference_update(session.scalars(select(GenerationRow.interim_plan).where(*meanwhile)))
     return _deleted(session, delete(JobPlanRow).where(of_job, JobPlanRow.fingerprint.in_(gone))) if gone else 0
 
 

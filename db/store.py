@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from sqlalchemy import Table, bindparam, delete, func, insert, select, update
+from sqlalchemy import ColumnElement, Table, bindparam, delete, func, insert, or_, select, update
 from sqlalchemy.orm import Session
 
 from openrecycle.db.job_rows import HIDDEN
@@ -149,11 +149,13 @@ class Store:
 
     # -- the coordinator's steps ------------------------------------------------------------
 
-    def apply(self, job_id: str, change: JobUpdate) -> None:
-        """All of it or nothing."""
+    def apply(self, job_id: str, change: JobUpdate) -> bool:
+        """All of it or nothing. False: the job's row was to change, and it is deleted, or on its way out."""
         with self.database.write() as session:
             if change.job:
-                session.execute(update(JobRow).where(JobRow.id == job_id).values(change.job))
+                done = update(JobRow).where(JobRow.id == job_id, JobRow.state.not_in(HIDDEN)).values(change.job)
+                if session.scalar(done.returning(JobRow.id)) is None:
+                    return False
             update_workers(session, job_id, change.workers)
             if change.plan:
                 self._put_plan(session, job_id, *change.plan)
@@ -175,6 +177,7 @@ class Store:
                 session.execute(insert(WorkerStateRow), [{"job_id": job_id, **s} for s in change.states])
             if change.audit:
                 self.database.write_audit(session, {**change.audit, "job_id": job_id})
+            return True
 
     def heartbeats(self, beats: Mapping[str, Sequence[Record]]) -> None:
         """Writes the latest heartbeat of many workers at once. beats: job -> worker columns."""
@@ -195,12 +198,22 @@ class Store:
 
     def generations(self, job_id: str, *, after: int = 0, limit: int | None = None) -> list[Record]:
         """Generations with a number > after, oldest first; living, failed and joining as lists."""
+        return self._generations(list(GenerationRow.__table__.columns), job_id, after, limit)
+
+    def all_generations(self, job_id: str) -> list[Record]:
+        """As `generations`, without `living`: of thousands of workers those would be megabytes, of weeks gigabytes."""
+        return self._generations([c for c in GenerationRow.__table__.columns if c.name != "living"], job_id)
+
+    def _generations(
+        self, columns: Sequence[ColumnElement[Any]], job_id: str, after: int = 0, limit: int | None = None
+    ) -> list[Record]:
         where = (GenerationRow.job_id == job_id, GenerationRow.generation > after)
-        query = select(GenerationRow.__table__).where(*where).order_by(GenerationRow.generation).limit(limit)
+        query = select(*columns).where(*where).order_by(GenerationRow.generation).limit(limit)
         rows = self.database.rows(query)
         for row in rows:
             for key in ("living", "failed", "joining", "moves", "interim_failed", "partition"):
-                row[key] = json.loads(row[key])
+                if key in row:
+                    row[key] = json.loads(row[key])
         return rows
 
     def generation(self, job_id: str, number: int) -> Record | None:
@@ -251,6 +264,16 @@ class Store:
         with self.database.write() as session:
             self._put_plan(session, job_id, fingerprint, document, failed, ahead)
 
+    def link_plan(self, job_id: str, fingerprint: str, failed: Sequence[str]) -> bool:
+        """A plan that is stored is the job's, too. False: it is not stored."""
+        with self.database.write() as session:
+            # Whoever would delete it waits for us, or has done so.
+            held = select(PlanRow.fingerprint).where(PlanRow.fingerprint == fingerprint).with_for_update()
+            if session.scalar(held) is None:
+                return False
+            self._link_plan(session, job_id, fingerprint, failed, False)
+            return True
+
     def plan(self, fingerprint: str) -> str | None:
         """The plan document as JSON."""
         with self.database.read() as session:
@@ -259,6 +282,14 @@ class Store:
     def has_plan(self, fingerprint: str) -> bool:
         with self.database.read() as session:
             return session.scalar(select(PlanRow.fingerprint).where(PlanRow.fingerprint == fingerprint)) is not None
+
+    def is_plan_of(self, job_id: str, fingerprint: str) -> bool:
+        """Has the job this plan, or has it run it?"""
+        link, ran = JobPlanRow, GenerationRow
+        has = select(link.job_id).where(link.job_id == job_id, link.fingerprint == fingerprint)
+        run = or_(ran.plan_fingerprint == fingerprint, ran.interim_plan == fingerprint)
+        had = select(ran.job_id).where(ran.job_id == job_id, run)
+        return self.database.scalar(has.limit(1)) is not None or self.database.scalar(had.limit(1)) is not None
 
     def job_plans(self, job_id: str) -> list[Record]:
         """What plans a job has, without the documents; `failed` as a list, fewest failures first."""
@@ -399,6 +430,9 @@ class Store:
         ahead: bool,
     ) -> None:
         keep_plan(self.database, session, fingerprint, document)
+        self._link_plan(session, job_id, fingerprint, failed, ahead)
+
+    def _link_plan(self, session: Session, job_id: str, fingerprint: str, failed: Sequence[str], ahead: bool) -> None:
         link = {
             "job_id": job_id,
             "fingerprint": fingerprint,

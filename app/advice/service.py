@@ -171,7 +171,7 @@ class Advising:
         store, spec = self._store, job.spec
         if job.plans.job.time_unit == "slot" and not job.state.committed:
             return None
-        generations = store.generations(job.job_id)
+        generations = store.all_generations(job.job_id)
         iterations = store.iterations(job.job_id, limit=ITERATIONS, newest=True)
         unit = unit_seconds(job, generations, iterations)
         if unit is None and job.plans.job.time_unit == "slot":

@@ -95,7 +95,7 @@ def router(console: ConsoleService) -> APIRouter:
         """The token is in the answer, and nowhere else: the console keeps a hash of it. So no Idempotency-Key is
         heeded: sent again, the request makes another token."""
         if wanted.job_id is not None:
-            console.jobs.find(wanted.job_id)
+            await console.jobs.find_beside(wanted.job_id)
         token, text = await in_thread(
             tokens.create,
             wanted.role,

@@ -143,7 +143,7 @@ def router(console: ConsoleService) -> APIRouter:
         # Whoever may only look asks for deployments, too, and must not have a word in who leads.
         if lead is not None and job_id is not None and caller_of(console.security.access, request.headers).reports:
             request.state.lead = sender = LeadTerm.parse(lead)
-            job = console.jobs.find(job_id)
+            job = await console.jobs.find_beside(job_id)
             if not job.lead.heard(sender):  # it leads since then, which is to be stored first
                 await in_thread(job.heard_lead, sender)
 
@@ -190,6 +190,7 @@ def router(console: ConsoleService) -> APIRouter:
     @api.post("/{job_id}/heartbeats", response_model=BatchReply)
     async def heartbeats(job_id: str, message: Heartbeats) -> Response:
         """Each is taken or refused by itself; one that is malformed is a 422 for all, and none is taken."""
+        await console.jobs.find_beside(job_id)
 
         def work() -> Response:
             return _json(console.reports.heartbeats(job_id, message.heartbeats))
@@ -225,7 +226,7 @@ def router(console: ConsoleService) -> APIRouter:
     @api.get("/{job_id}/commands")
     async def commands(job_id: str, after: After = 0, wait: Wait = 0) -> Commands:
         """Commands with seq > after, as soon as there are any; an empty list after `wait` seconds at most."""
-        topic = console.jobs.find(job_id).topic
+        topic = (await console.jobs.find_beside(job_id)).topic
         found = await topic.wait_for(lambda: console.jobs.find(job_id).commands.after(after) or None, wait)
         return Commands(commands=tuple(found or ()))
 
@@ -251,7 +252,7 @@ class Deployments:
     async def next(self, job_id: str, after: int, wait: float) -> bytes | None:
         """The newest with a generation above `after`, as soon as there is one; None: none in `wait` seconds, or in less
         where many wait. Raises ConsoleError."""
-        job = self._console.jobs.find(job_id)
+        job = await self._console.jobs.find_beside(job_id)
         found = await job.generation_topic.wait_for(lambda: self._console.reports.deployment(job_id, after), wait)
         if found is None:
             return None

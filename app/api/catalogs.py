@@ -16,7 +16,7 @@ from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.runner import exporting, in_thread
 from openrecycle.planner.catalogs.catalog_store import CatalogInfo
-from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.job import Technique
 from openrecycle.planner.plans.packed import CatalogQuestion
 from openrecycle.planner.plans.plan import JobDoc, job_doc
@@ -181,7 +181,7 @@ def router(console: ConsoleService) -> APIRouter:
     @api.get("/jobs/{job_id}/catalog", response_model=CatalogDetail)
     async def of_job(job_id: str, tolerance: Tolerance | None = None) -> Response:
         """That of the job's question, though nothing may be stored of it yet."""
-        job = console.jobs.find(job_id)
+        job = await console.jobs.find_beside(job_id)
         wanted = console.tolerance if tolerance is None else tolerance
         return await in_thread(report, job.plans.question, wanted)
 
@@ -203,7 +203,7 @@ def _request(console: ConsoleService, asked: CatalogAsked) -> CatalogRequest:
     request = CatalogRequest.model_validate(values)
     try:
         CatalogInfo.of(request.question)
-    except InputError as error:
+    except PlannerError as error:
         raise ConsoleError(422, "invalid", str(error)) from None
     return request
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 import re
 import time
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import orjson
 from fastapi import APIRouter, Header, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
-from starlette.background import BackgroundTask
 from starlette.responses import FileResponse
+from starlette.types import Receive, Scope, Send
 
 from openrecycle.agent.messages.protocol import (
     ClockReading,
@@ -83,7 +84,7 @@ def router(console: ConsoleService) -> APIRouter:
     ) -> Events:
         """Events with seq > after, oldest first: read on with `after` = the last one's seq. With `wait`, as
         soon as there are any; an empty list after `wait` seconds."""
-        job = console.jobs.find(job_id)
+        job = await console.jobs.find_beside(job_id)
         await job.topic.wait_for(lambda: job.feed.last > after or None, wait)
         return Events(
             events=[EventInfo(**row) for row in await in_thread(console.queries.events, job_id, after, limit)]
@@ -220,7 +221,8 @@ def measured_router(console: ConsoleService) -> APIRouter:
     @api.post("/jobs/{job_id}/measured", tags=["agents"])
     async def post_measured(job_id: str, message: MeasuredOps) -> ReportOutcome:
         """One worker's part of the iteration that heartbeats asked for."""
-        return ReportOutcome(reason=await in_thread(console.measuring.take, console.jobs.find(job_id), message))
+        job = await console.jobs.find_beside(job_id)
+        return ReportOutcome(reason=await in_thread(console.measuring.take, job, message))
 
     @api.get("/jobs/{job_id}/measured", response_model=MeasuredInfo, responses={204: {}})
     async def measured(job_id: str, watch: Watch = False) -> Response:
@@ -286,6 +288,7 @@ def observed_router(console: ConsoleService) -> APIRouter:
     @api.post("/{job_id}/logs", status_code=204, tags=["agents"])
     async def logs(job_id: str, message: LogLines) -> None:
         """Lines that a worker process has written since its last post."""
+        await console.jobs.find_beside(job_id)
         console.reports.printed(job_id, message)
 
     @api.post("/{job_id}/validations", status_code=204, tags=["agents"])
@@ -312,7 +315,7 @@ def observed_router(console: ConsoleService) -> APIRouter:
         shortest that is kept for so long and makes 3,000 samples at most."""
         end = time.time() + 1 if until is None else until
         asked = end - TEN_MINUTES if since is None else since, end, Level[step.upper()] if step else None
-        return await in_thread(_history, console, console.jobs.find(job_id), worker, *asked)
+        return await in_thread(_history, console, await console.jobs.find_beside(job_id), worker, *asked)
 
     return api
 
@@ -341,6 +344,22 @@ BODY = {
 }
 
 
+class PassingFile(FileResponse):
+    """A file made for this answer: gone once it was sent, or could not be. It is sent whole, since the next request
+    finds another file."""
+
+    def __init__(self, path: Path, media_type: str, filename: str) -> None:
+        super().__init__(path, media_type=media_type, filename=filename, headers={"Accept-Ranges": "none"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # A range that can't be read would be answered by Starlette, in words of its own.
+        headers = [(name, value) for name, value in scope["headers"] if name != b"range"]
+        try:
+            await super().__call__({**scope, "headers": headers}, receive, send)
+        finally:
+            Path(self.path).unlink(missing_ok=True)
+
+
 def histories_router(console: ConsoleService) -> APIRouter:
     api = APIRouter()
 
@@ -350,8 +369,7 @@ def histories_router(console: ConsoleService) -> APIRouter:
         table of the audit log is empty for who may not read that."""
         caller = caller_of(console.security.access, request.headers)
         path = await console.histories.export(job_id, audit=caller.operates)
-        name = f"{job_id}-history.zip"
-        return FileResponse(path, media_type="application/zip", filename=name, background=BackgroundTask(path.unlink))
+        return PassingFile(path, "application/zip", f"{job_id}-history.zip")
 
     @api.post(
         "/history/import",

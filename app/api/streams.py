@@ -54,7 +54,7 @@ def router(console: ConsoleService) -> APIRouter:
 
     # A stream has begun before its first message is made: who gets none is told before.
     async def followed_job(job_id: str, known: Known) -> LiveJob:
-        job = console.jobs.find(job_id)
+        job = await console.jobs.find_beside(job_id)
         if job.state.over and job.feed.last <= known:
             raise HTTPException(204)
         return job

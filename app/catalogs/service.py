@@ -31,7 +31,7 @@ from openrecycle.app.catalogs.contents import (
     share_of_cores,
     summary,
 )
-from openrecycle.app.runtime.errors import ConsoleError, storing
+from openrecycle.app.runtime.errors import ConsoleError, starting, storing
 from openrecycle.app.runtime.processes import Channel, ChildEnded, Children, PendingAnswer
 from openrecycle.db.store import Store
 from openrecycle.planner.catalogs.catalog_store import INFO, SUFFIX, CatalogInfo, StoredCatalog
@@ -290,7 +290,8 @@ class Catalogs:
                 raise ConsoleError(
                     409, "busy", f"{MAX_FILLING} catalogs are being filled; wait for one of them, or cancel it"
                 )
-            asked = self._children.begin(request, dict(stored), self._processes)
+            with starting():
+                asked = self._children.begin(request, dict(stored), self._processes)
             filling = self._fillings[info.fingerprint] = Filling(request, info.fingerprint, asked)
             self._fillings.move_to_end(info.fingerprint)
             for old in [f for f, made in self._fillings.items() if not made.running][:-MAX_KEPT]:
@@ -449,12 +450,13 @@ def json_refusal(info: CatalogInfo, plans: int) -> str:
 def json_zip(info: CatalogInfo, blobs: Mapping[str, bytes]) -> bytes:
     """A JSON document per plan. Made in a process of its own, for which this thread waits.
 
-    Raises ConsoleError (413) for too many ops, (500) when the process fails.
+    Raises ConsoleError (413) for too many ops, (500) when the process fails, (503) when none can be had.
     """
     if why := json_refusal(info, len(blobs)):
         raise ConsoleError(413, "too_large", f"catalog: {why}; take it as stored")
     try:
-        return _CHILDREN.ask(info.model_dump_json(), dict(blobs), timeout=SECONDS)
+        with starting():
+            return _CHILDREN.ask(info.model_dump_json(), dict(blobs), timeout=SECONDS)
     except ChildEnded:
         detail = "the catalog could not be written as JSON; the console's log says more"
         raise ConsoleError(500, "internal", detail) from None

@@ -20,6 +20,7 @@ from openrecycle.agent.messages.protocol import JobCreated, JobSpec, JobState
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.jobs.states import Condition, JobSummary, over_sentence
 from openrecycle.app.runtime.errors import ConsoleError, storing, unknown_job
+from openrecycle.app.runtime.runner import in_thread
 from openrecycle.db.job_rows import OVER, JobIndex
 from openrecycle.db.store import Record, Store
 from openrecycle.planner.jobs.errors import PlannerError
@@ -56,7 +57,7 @@ class JobRegistry:
         self._index = JobIndex(store.database)
         self.past = PastJobs(self._index)
         self._unreadable: set[str] = set()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def create(self, spec: JobSpec, idempotency_key: str | None = None) -> tuple[JobCreated, bool]:
         """Also says whether the job is new: with a key seen before, the earlier job is returned.
@@ -72,7 +73,7 @@ class JobRegistry:
         with storing():
             earlier = self._store.job_of_key(idempotency_key) if idempotency_key is not None else None
         if earlier is not None:
-            return self._created(earlier, spec, idempotency_key), False
+            return self._created_before(earlier, spec, idempotency_key), False
         live = sum(len(job.state.members) for job in self.live() if not job.state.over)
         if live + spec.pipelines * spec.stages > MAX_LIVE_WORKERS:
             detail = (
@@ -101,10 +102,23 @@ class JobRegistry:
             new = row["id"] == job_id
             if new:
                 self._jobs[job_id] = job
-        if new:
+        if not new:
+            return self._created_before(row, spec, idempotency_key), False
+        self._life.job_begins(job)
+        log.info("job created", job=job_id, name=spec.name, workers=len(members))
+        return self._created(row, spec, idempotency_key), True
+
+    def _created_before(self, row: Record, spec: JobSpec, idempotency_key: str | None) -> JobCreated:
+        """As `_created`, of a job that is stored: also one of which the database's answer never came, so that it is
+        not here yet."""
+        created = self._created(row, spec, idempotency_key)
+        job: LiveJob | None = None
+        with self._lock, storing():  # who creates it in this moment has it here when that is done
+            if row["id"] not in self._jobs and row["id"] not in self.past.lines():
+                job = self.take_up(row["id"])
+        if job is not None and not job.state.over:
             self._life.job_begins(job)
-            log.info("job created", job=job_id, name=spec.name, workers=len(members))
-        return self._created(row, spec, idempotency_key), new
+        return created
 
     def _created(self, row: Record, spec: JobSpec, idempotency_key: str | None) -> JobCreated:
         """What is said of a stored job to who asked for one of this spec."""
@@ -129,6 +143,11 @@ class JobRegistry:
         if job is None:
             raise unknown_job(job_id)
         return job
+
+    async def find_beside(self, job_id: str) -> LiveJob:
+        """As `find`, for an event loop: a job that is a line by now is read in a thread. Raises ConsoleError."""
+        job = self._jobs.get(job_id)
+        return await in_thread(self.find, job_id) if job is None else job
 
     def live(self) -> list[LiveJob]:
         return list(self._jobs.values())

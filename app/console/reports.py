@@ -189,7 +189,11 @@ class Reports:
         with storing():
             known = plan is not None or self._store.has_plan(message.plan_fingerprint)
         interim = Interim(message.plan_fingerprint if known else "", failed)
-        return job.apply(happening.InterimPlanUsed(message.generation, interim), plan=plan, sender=sender)
+        reason = job.apply(happening.InterimPlanUsed(message.generation, interim), plan=plan, sender=sender)
+        if known and plan is None:  # one that came with the report is the job's by that
+            with storing():
+                self._store.link_plan(job_id, message.plan_fingerprint, failed)
+        return reason
 
     def committed(
         self, job_id: str, iterations: Sequence[Iteration], age: float = 0.0, sender: LeadTerm | None = None

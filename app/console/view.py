@@ -525,7 +525,7 @@ class Queries:
         """
         job = self._find(job_id)
         with storing():
-            generations = self._store.generations(job_id)
+            generations = self._store.all_generations(job_id)
         if not generations:
             return (), 0.0
         begin = generations[0]["opened_at"]

@@ -79,7 +79,7 @@ class Histories:
     async def export(self, job_id: str, *, audit: bool) -> Path:
         """A file of the caller's, who deletes it. audit: with what the audit log says of the job. Raises
         ConsoleError."""
-        self._jobs.find(job_id)
+        await asyncio.to_thread(self._jobs.find, job_id)
         with _alone(self._exporting, "exported"):
             return await self._exported(job_id, audit)
 
@@ -90,7 +90,8 @@ class Histories:
             if not (await self._run("export", job_id, str(out), *(["audit"] if audit else [])))["found"]:
                 raise unknown_job(job_id)
         except BaseException:
-            out.unlink(missing_ok=True)
+            for left in out.parent.glob(f"{out.name}*"):  # of a child that was killed, the part that it had written
+                left.unlink(missing_ok=True)
             raise
         return out
 

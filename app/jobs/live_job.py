@@ -476,8 +476,10 @@ class LiveJob:
         return change
 
     def _save(self, change: JobUpdate) -> None:
+        """Raises ConsoleError (404) where the job was deleted since whoever changes it has found it."""
         if change:
-            self._store.apply(self.job_id, change)
+            if not self._store.apply(self.job_id, change):
+                raise unknown_job(self.job_id)
             self.feed.stored(change.events, change.repeats)
             self.version += 1
 

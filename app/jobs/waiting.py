@@ -88,8 +88,8 @@ def pauses(held: Iterable[tuple[str, float]]) -> tuple[Wait, ...]:
 @dataclass(frozen=True)
 class Waited:
     """Seconds. by_iteration: of those that were committed after a wait; by_generation: that a choice which led to the
-    generation took; pauses: but for what of them is in a choice. waits: all of them, in order, of which no two
-    overlap."""
+    generation took; pauses: each from the last commit in it, since workers end first what they are at, and but for what
+    of them is in a choice. waits: all of them, in order, of which no two overlap."""
 
     by_iteration: Mapping[int, float] = field(default_factory=dict)
     by_generation: Mapping[int, float] = field(default_factory=dict)

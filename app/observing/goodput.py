@@ -13,9 +13,9 @@ from weakref import WeakKeyDictionary
 from openrecycle.agent.coordination.events import Note
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.jobs.throughput import Account, Baseline, Figures, Window, without_waits
-from openrecycle.app.jobs.waiting import NOTHING, Waited, apart, joined, trained
+from openrecycle.app.jobs.waiting import NOTHING, Wait, Waited, apart, joined, trained
 from openrecycle.db.observations import Observations
-from openrecycle.db.store import Store
+from openrecycle.db.store import Record, Store
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.plans.plan import Plan
 
@@ -40,10 +40,12 @@ class Accounts:
 
     def of(self, job: LiveJob) -> Figures:
         """Raises SQLAlchemyError."""
+        # Before the waits: what is committed after they are read may have one in it that they do not know of.
+        committed = job.state.committed
         waited = self.waiting.of(job)
         with self._lock:
             account, begin = self._of.get(job) or (Account(), 0.0)
-            account, begin = self._brought_up(account, job, waited), begin or self._begin(job)
+            account, begin = self._brought_up(account, job, committed, waited), begin or self._begin(job)
             self._of[job] = account, begin
             return figures(account, job, begin, time.time(), waited)
 
@@ -52,16 +54,16 @@ class Accounts:
         generations = self._store.generations(job.job_id, limit=1) if job.state.current else []
         return float(generations[0]["opened_at"]) if generations else 0.0
 
-    def _brought_up(self, account: Account, job: LiveJob, waited: Waited) -> Account:
-        """With the iterations that have been committed since."""
-        missing = job.state.committed - 1 - account.through
+    def _brought_up(self, account: Account, job: LiveJob, committed: int, waited: Waited) -> Account:
+        """With the iterations that have been committed since, of so many."""
+        missing = committed - 1 - account.through
         if missing <= 0:
             return account
         if missing > BATCH:
             account = Account()
-            for row in self._observations.iteration_sums(job.job_id, job.state.committed - 1):
+            for row in self._observations.iteration_sums(job.job_id, committed - 1):
                 account.add_sum(without_waits(row, waited))
-            rows = self._store.iterations(job.job_id, limit=1, newest=True)
+            rows = self._store.iterations(job.job_id, after=committed - 2, limit=1)
         else:
             rows = self._store.iterations(job.job_id, after=account.through, limit=missing)
             for row in rows:
@@ -95,13 +97,14 @@ class Accounts:
         window = self._windows.get(job)
         if window is None or window.through < begin - 1:
             window = self._windows[job] = Window(begin - 1)
-        if window.through < state.committed - 1:
-            self._look(job, window, known)
+        if (missing := state.committed - 1 - window.through) > 0:
+            self._look(job, window, known, min(missing, BATCH))
 
-    def _look(self, job: LiveJob, window: Window, known: Baseline | None) -> None:
+    def _look(self, job: LiveJob, window: Window, known: Baseline | None, most: int) -> None:
+        """most: as many were committed before the waits are read."""
         waited, spec = self.waiting.of(job), job.spec
         workers = spec.pipelines * spec.stages
-        for row in self._store.iterations(job.job_id, after=window.through, limit=BATCH):
+        for row in self._store.iterations(job.job_id, after=window.through, limit=most):
             alone = row["iteration"] not in waited.by_iteration
             whole = row["living"] == workers and alone and not row["skipped"]
             window.add(row["iteration"], row["seconds"], row["generation"], whole=whole)
@@ -178,14 +181,15 @@ class Waiting:
 
     def __init__(self, observations: Observations) -> None:
         self._observations = observations
-        self._found: WeakKeyDictionary[LiveJob, dict[tuple[float, float], tuple[int, float]]] = WeakKeyDictionary()
+        self._found: WeakKeyDictionary[LiveJob, dict[float, tuple[Record, float]]] = WeakKeyDictionary()
 
     def of(self, job: LiveJob) -> Waited:
         """Raises SQLAlchemyError."""
         if not (waits := job.waits):
             return NOTHING
+        pauses = [self._begun(job, wait) for wait in waits if not wait.generation]
+        whole = joined([*(wait for wait in waits if wait.generation), *pauses])
         iterations: dict[int, float] = {}
-        whole = joined(waits)
         for wait in whole:
             if wait.end is not None and (found := self._iteration(job, wait.begin, wait.end)) is not None:
                 iterations[found[0]] = iterations.get(found[0], 0.0) + found[1]
@@ -193,16 +197,30 @@ class Waiting:
         for wait in job.choices:
             if wait.end is not None:
                 chosen[wait.generation] = chosen.get(wait.generation, 0.0) + wait.end - wait.begin
-        paused = apart((w for w in waits if not w.generation), job.choices)
-        return Waited(iterations, chosen, paused, tuple(whole))
+        return Waited(iterations, chosen, apart(pauses, job.choices), tuple(whole))
+
+    def _begun(self, job: LiveJob, pause: Wait) -> Wait:
+        """From the last commit in it: workers end what they are at before they stop, and that counts."""
+        last = self._around(job, pause.end)[1]
+        begin = max(pause.begin, last if pause.end is None else min(last, pause.end))
+        return pause._replace(begin=begin)
 
     def _iteration(self, job: LiveJob, begin: float, end: float) -> tuple[int, float] | None:
         """Number of the iteration that the wait was in, and how much of it; None: it is not committed yet."""
-        found, key = self._found.setdefault(job, {}), (begin, end)
-        if key not in found:
+        row = self._around(job, end)[0]
+        if row is None:
+            return None
+        seconds = min(end, row["committed_at"]) - max(begin, row["committed_at"] - row["seconds"])
+        return row["iteration"], max(0.0, min(seconds, row["seconds"]))
+
+    def _around(self, job: LiveJob, end: float | None) -> tuple[Record | None, float]:
+        """The iteration that was committed first after the end of a wait (None: none is yet), and when the one before
+        it was (0: there is none). end: None while it lasts."""
+        found = self._found.setdefault(job, {})
+        if end is not None and end not in found:
             row = self._observations.committed_after(job.job_id, end)
-            if row is None:
-                return None
-            seconds = min(end, row["committed_at"]) - max(begin, row["committed_at"] - row["seconds"])
-            found[key] = row["iteration"], max(0.0, min(seconds, row["seconds"]))
-        return found[key]
+            if row is not None:
+                found[end] = row, self._observations.last_commit(job.job_id, row["iteration"])
+        if end is None or end not in found:
+            return None, self._observations.last_commit(job.job_id)
+        return found[end]

@@ -25,6 +25,7 @@ from openrecycle.app.observing.as_run import IterationAsRun, MeasuredIteration, 
 from openrecycle.app.runtime.errors import ConsoleError, storing
 from openrecycle.db.observations import Observations
 from openrecycle.db.store import Store
+from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.layers.migration import SECONDS
 from openrecycle.planner.plans.plan import Plan
 from openrecycle.planner.plans.schedule import Schedule
@@ -48,6 +49,8 @@ READ = 4
 DRAWN, AROUND = 8, 4
 MOST_MISSED = 5
 """A job of trainers that record nothing is not asked again, until somebody looks or its members change."""
+NO_PLAN = (PlannerError, ArithmeticError)
+"""What as_schedule and as_plan raise of an iteration that no job can have run so: forwards of no length, say."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +171,11 @@ class Measuring:
         if found is None:
             return None
         planned = self._plan(found.plan_fingerprint)
-        schedule, plan = self._drawn(job.job_id, found, planned)
+        try:
+            schedule, plan = self._drawn(job.job_id, found, planned)
+        except NO_PLAN as error:  # of a file from elsewhere
+            log.warning("a stored measured iteration is not used", job=job.job_id, reason=str(error))
+            return None
         with storing():
             around = self._store.iterations(job.job_id, after=found.iteration - AROUND - 1, limit=2 * AROUND + 1)
         # The first of a generation holds a recovery.
@@ -190,6 +197,15 @@ class Measuring:
             1000 * median(settled) if settled else None,
             1000 * unit * planned.metrics.period if unit else None,
         )
+
+    def _unusable(self, job: LiveJob, measured: IterationAsRun) -> str:
+        """Why it can't be shown: workers say what they like of their ops. Empty: it can."""
+        try:
+            self._drawn(job.job_id, measured, self._plan(measured.plan_fingerprint))
+        except (ConsoleError, *NO_PLAN) as error:
+            log.warning("a measured iteration is not used", job=job.job_id, reason=str(error))
+            return str(error)
+        return ""
 
     def _drawn(self, job_id: str, found: IterationAsRun, planned: Plan) -> tuple[Schedule, Plan]:
         """The newest ones are kept, since many viewers look at one iteration."""
@@ -219,8 +235,13 @@ class Measuring:
             if len(found.parts) < len(request.living):
                 return f"{len(found.parts)} of {len(request.living)} workers are here"
             measured = assemble(found.parts, request.plan_fingerprint, time.time())
-            found.newest, found.request, found.parts = measured, None, {}
-            found.done_at, found.missed = self._clock(), 0
+            found.request, found.parts, found.done_at = None, {}, self._clock()
+        why = self._unusable(job, measured)
+        with self._lock:
+            if why:  # as one that did not come
+                found.missed, found.missed_in = found.missed + 1, measured.generation
+                return f"iteration {message.iteration} is not kept: {why}"
+            found.newest, found.missed = measured, 0
             # Gone back to a checkpoint, a job may run it twice: its link is to the later one.
             found.read.pop(measured.iteration, None)
             keep = tuple(found.kept)

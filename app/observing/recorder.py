@@ -38,7 +38,7 @@ GROUPS, SPANS, BLOCKS = 8, 4, 200
 """Per transaction: groups of workers written; per round: spans packed, blocks of each level deleted."""
 TRIM_SECONDS, OVER_AT_ONCE = 300.0, 100
 """Between two rounds of deleting what no longer counts; and of jobs that are over, so many are seen to in each."""
-_WAITING = 512
+WAITING = 512
 """Parts that the database did not take are tried again; when there are more than these, the oldest are dropped."""
 
 
@@ -88,7 +88,7 @@ class Recorder:
         self.heartbeats = HeartbeatStore(database)
         self._retention = Retention(database)
         self._jobs, self._job_ids = jobs, job_ids
-        self._unsaved: deque[tuple[str, Sequence[Samples]]] = deque(maxlen=_WAITING)
+        self._unsaved: deque[tuple[str, Sequence[Samples]]] = deque()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="console-history", daemon=True)
         self._written = 0.0
@@ -143,20 +143,32 @@ class Recorder:
     def write(self, until: float) -> None:
         """Stores the heartbeats heard before `until` (POSIX seconds)."""
         offset = clock_offset()
-        for job in self._jobs():
+        answers = self._add(self._unsaved)
+        for job in self._jobs():  # one after the other: together they are more than is kept of what was refused
             drained = job.measurements.recording.drain(until, offset)
-            self._unsaved.extend((job.job_id, drained[i : i + GROUPS]) for i in range(0, len(drained), GROUPS))
-        while self._unsaved:
-            job_id, part = self._unsaved[0]
+            parts: deque[tuple[str, Sequence[Samples]]] = deque()
+            parts.extend((job.job_id, drained[i : i + GROUPS]) for i in range(0, len(drained), GROUPS))
+            answers = answers and self._add(parts)
+            self._unsaved += parts
+        if (dropped := len(self._unsaved) - WAITING) > 0:
+            for _ in range(dropped):
+                self._unsaved.popleft()
+            log.warning("the oldest heartbeats that the database did not take are dropped", parts=dropped)
+
+    def _add(self, parts: deque[tuple[str, Sequence[Samples]]]) -> bool:
+        """Stores them, and takes away those that are; False: the database refused one, and the rest is left."""
+        while parts:
+            job_id, part = parts[0]
             try:
                 self.heartbeats.add(job_id, part)
             except IntegrityError:
                 log.info("heartbeats of a job that is gone are dropped", job=job_id)
             except SQLAlchemyError as error:
                 log.warning("heartbeats could not be added to the history", reason=type(error).__name__)
-                return
-            self._unsaved.popleft()
+                return False
+            parts.popleft()
             self._rest()
+        return True
 
     def tidy(self, now: float) -> None:
         """A few steps of what is to be rolled up and to be deleted. Raises SQLAlchemyError."""

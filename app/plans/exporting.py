@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from openrecycle.agent.messages.protocol import JobSpec
-from openrecycle.app.runtime.errors import ConsoleError
+from openrecycle.app.runtime.errors import ConsoleError, starting
 from openrecycle.app.runtime.processes import Channel, ChildEnded, Children, made, read_answer, why_not
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.export import EXPORTERS, yaml_document
@@ -310,9 +310,10 @@ def _in_child(export: Export, name: str, pipeline: int | None) -> bytes:
     spec = export.spec.model_dump_json() if export.spec else ""
     document, catalog = export.plan.to_json(), _part(export, name)
     try:
-        said = _CHILDREN.ask(
-            document, export.name, spec, catalog, name, pipeline, timeout=CHILD_SECONDS, wait=CHILD_SECONDS
-        )
+        with starting():
+            said = _CHILDREN.ask(
+                document, export.name, spec, catalog, name, pipeline, timeout=CHILD_SECONDS, wait=CHILD_SECONDS
+            )
     except TimeoutError:
         raise ConsoleError(503, "unavailable", "other exports are being made; try again in a minute") from None
     except ChildEnded as ended:

@@ -417,7 +417,11 @@ class Solves:
 
     def _begin(self, solve: Solve) -> None:
         # A search that lasts longer than it was asked to ends with its best plan so far.
-        solve.child = self._children.begin(solve.request, timeout=solve.request.timeout, grace=STOP_GRACE)
+        try:
+            solve.child = self._children.begin(solve.request, timeout=solve.request.timeout, grace=STOP_GRACE)
+        except OSError as error:
+            self._over(solve, f"no planning process can be had ({error.strerror or error})")
+            return
         solve.state, solve.begun = "running", time.monotonic()
         solve.changed()
         threading.Thread(target=self._collect, args=(solve, solve.child), name="solve", daemon=True).start()

@@ -20,13 +20,13 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from openrecycle.app.catalogs.service import Catalogs
-from openrecycle.app.jobs.live_job import LiveJob
+from openrecycle.app.jobs.live_job import LiveJob, PlanRun
 from openrecycle.app.jobs.states import RoleState
 from openrecycle.app.observing.as_run import MeasuredIteration
 from openrecycle.app.plans.exporting import Export
 from openrecycle.app.plans.library import Library, PlanCache
 from openrecycle.app.plans.making import TIME_LIMIT, Making, PlanQuestion
-from openrecycle.app.runtime.errors import ConsoleError, storing
+from openrecycle.app.runtime.errors import ConsoleError, plain, storing, unknown_plan
 from openrecycle.db.store import Record, Store
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.jobs.errors import InputError, PlannerError
@@ -338,11 +338,20 @@ class PlanSources:
                 raise ConsoleError(404, "no_plan", f"job {job.spec.name!r} has no plan in force yet")
             plan = self._plans.plan(run.fingerprint)
         else:
+            self._check_plan_of(job, reference.fingerprint, run)
             plan = self._plans.plan(reference.fingerprint)
         if run is None or run.fingerprint != plan.fingerprint:
             return Source(reference, f"{job.spec.name}: {without(plan.failed)}", plan, job.job_id)
         out = worker_states.why_out(plan.failed)
         return Source(reference, f"{job.spec.name} {run.words}: {without(plan.failed, out)}", plan, job.job_id, out=out)
+
+    def _check_plan_of(self, job: LiveJob, fingerprint: str, run: PlanRun | None) -> None:
+        """Raises ConsoleError (404) for a plan that is stored, and of other jobs alone."""
+        if run is not None and run.fingerprint == fingerprint:
+            return
+        with storing():
+            if not self._store.is_plan_of(job.job_id, plain(fingerprint)):
+                raise unknown_plan(fingerprint)
 
     def _measured(self, reference: MeasuredReference) -> Source | PendingPlan:
         job_id, iteration = reference.job_id, reference.iteration
@@ -404,7 +413,7 @@ class PlanSources:
     def generations_by_plan(self, job_id: str) -> dict[str, list[int]]:
         """The numbers of the generations that each plan was run in, by its fingerprint."""
         with storing():
-            rows = self._store.generations(job_id)
+            rows = self._store.all_generations(job_id)
         found: dict[str, list[int]] = {}
         for row in rows:
             for fingerprint in filter(None, (row["plan_fingerprint"], row["interim_plan"])):

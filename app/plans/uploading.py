@@ -17,7 +17,7 @@ from typing import Annotated, Any, NamedTuple
 import structlog
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from openrecycle.app.runtime.errors import ConsoleError, bounded, sentence
+from openrecycle.app.runtime.errors import ConsoleError, bounded, sentence, starting
 from openrecycle.app.runtime.processes import Channel, ChildEnded, Children
 from openrecycle.planner.check import check, further
 from openrecycle.planner.plans.packed import Packed, packed
@@ -98,7 +98,8 @@ class Uploads:
                 raise ConsoleError(429, "too_many", f"{MOST_WAITING} plans wait to be read already; try again later")
             self._waiting += 1
         try:
-            answered = self._children.ask(body, timeout=TIMEOUT)
+            with starting():
+                answered = self._children.ask(body, timeout=TIMEOUT)
         except ChildEnded:
             detail = "the process that read the plan ended before it was done; perhaps memory was not enough"
             raise ConsoleError(503, "unavailable", detail) from None

@@ -94,6 +94,23 @@ def storing() -> Iterator[None]:
         raise unavailable(error) from error
 
 
+def system_fails(error: OSError) -> ConsoleError:
+    """No process, open file or memory is to be had, or no room on a disk."""
+    why = error.strerror or str(error) or type(error).__name__
+    return ConsoleError(503, "unavailable", f"the console's machine can't do this now ({why}); try again")
+
+
+@contextmanager
+def starting() -> Iterator[None]:
+    """Turns the OSError of a process that can't be had into a ConsoleError (503)."""
+    try:
+        yield
+    except TimeoutError:  # it is had, and takes long
+        raise
+    except OSError as error:
+        raise system_fails(error) from error
+
+
 def plain(text: str) -> str:
     """Without NUL, which PostgreSQL does not take: a report is not refused for its wording."""
     return text.replace("\0", "\N{REPLACEMENT CHARACTER}")

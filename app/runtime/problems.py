@@ -16,11 +16,12 @@ from starlette.responses import Response
 from starlette.routing import Match
 
 from openrecycle.agent.messages.protocol import ProblemDetails
-from openrecycle.app.runtime.errors import ConsoleError, sentence
+from openrecycle.app.runtime.errors import ConsoleError, sentence, system_fails
 
 log = structlog.get_logger()
 
 MEDIA_TYPE = "application/problem+json"
+AGAIN = {"Retry-After": "1"}
 
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 _CODES = {400: "invalid", 401: "unauthorized", 404: "not_found", 405: "method_not_allowed", 413: "too_large"}
@@ -29,6 +30,10 @@ _CODES = {400: "invalid", 401: "unauthorized", 404: "not_found", 405: "method_no
 def problem(status: int, code: str, detail: str, headers: Mapping[str, str] | None = None) -> Response:
     body = ProblemDetails(title=HTTPStatus(status).phrase, status=status, code=code, detail=detail)
     return Response(body.model_dump_json(), status, media_type=MEDIA_TYPE, headers=dict(headers or {}))
+
+
+def refusal(error: ConsoleError) -> Response:
+    return problem(error.status, error.code, error.detail, AGAIN if error.status in (429, 503) else None)
 
 
 def validation_problem(errors: Sequence[Mapping[str, Any]]) -> Response:
@@ -40,8 +45,7 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(ConsoleError)
     async def _console(request: Request, error: ConsoleError) -> Response:
-        headers = {"Retry-After": "1"} if error.status in (429, 503) else None
-        return problem(error.status, error.code, error.detail, headers)
+        return refusal(error)
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(request: Request, error: RequestValidationError) -> Response:
@@ -54,6 +58,11 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> Response:
         return http_problem(request, error)
+
+    @app.exception_handler(OSError)
+    async def _system(request: Request, error: OSError) -> Response:
+        log.error("the system failed the API", path=request.url.path, exc_info=error)
+        return refusal(system_fails(error))
 
     @app.exception_handler(Exception)
     async def _unexpected(request: Request, error: Exception) -> Response:

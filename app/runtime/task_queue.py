@@ -92,7 +92,11 @@ class TaskQueue:
                 return
             if request.owner in self._cancelled:
                 continue
-            made, why = self._solve(request)
+            try:
+                made, why = self._solve(request)
+            except Exception as error:  # somebody waits for this one, and others for those that come after it
+                log.exception("what the planning process said can't be read", job=request.owner)
+                made, why = None, f"what the planning process said can't be read ({type(error).__name__})"
             if self._stopping:
                 return
             if request.owner not in self._cancelled:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from sqlalchemy import update
 from ui_console import ConsoleHere, JobHere, until
 
 from openrecycle.agent.coordination.choosing import out
@@ -16,6 +17,7 @@ from openrecycle.app.advice.recommendation import AdviceRequest, Recommendation,
 from openrecycle.app.advice.service import REPAIR_SECONDS, copy_times, measured_costs, move_times
 from openrecycle.app.jobs.records import changes, repair_times
 from openrecycle.app.runtime.task_queue import TaskQueue
+from openrecycle.db.models import GenerationRow
 from openrecycle.planner.check import check
 from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.jobs.words import MIGRATE, REROUTE, STAND_BY
@@ -414,3 +416,16 @@ def test_a_job_in_slots_is_advised_once_an_iteration_was_timed(here: ConsoleHere
     until(lambda: here.console.queries.view(job.job_id).advice is not None, "the advice comes")
     # Five iterations of 1.1 s with the failure: re-routing trains 18 samples in each.
     assert "16.36 samples/s" in (here.console.queries.view(job.job_id).advice or "")
+
+
+def test_who_lived_in_each_generation_is_not_read_for_advice(here: ConsoleHere) -> None:
+    """Of thousands of workers, in hundreds of generations, it would be hundreds of megabytes in the ticker."""
+    console = here.console
+    job = JobHere(console, "long ago").register().commit(0, 9, 1)
+    with here.database.write() as session:
+        old = update(GenerationRow).where(GenerationRow.job_id == job.job_id, GenerationRow.generation == 1)
+        session.execute(old.values(living="too long to be read"))
+    job.die("W1_2").heal("W1_2", 2)
+    until(lambda: len(advised(job)) == 1, "the advice comes")
+    assert [row[1:] for row in console.queries.past_failures(job.job_id)[0]] == [("W1_2", "failed")]
+    assert sorted(n for ran in console.sources.generations_by_plan(job.job_id).values() for n in ran) == [1, 2]

@@ -18,7 +18,8 @@ from ui_console import ConsoleHere, JobHere, until
 
 from openrecycle.app.server import create_routes
 from openrecycle.planner.check import check
-from openrecycle.planner.plans.plan import Plan
+from openrecycle.planner.jobs.job import Job
+from openrecycle.planner.plans.plan import Plan, job_doc
 from tests.conftest import examples
 
 pytestmark = pytest.mark.processes
@@ -228,3 +229,12 @@ def test_the_document_names_what_a_catalog_and_a_solve_may_be_asked_for(client: 
     assert "0x" in kinds["Iteration"]["properties"]["loss_hex"]["pattern"]
     for path, wrong in (("/catalogs", {"memory": "12 GB"}), ("/solves", {"job": {}}), ("/catalogs", {"solver": "me"})):
         assert client.post(f"{API}{path}", json=wrong).status_code == 422
+
+
+def test_a_memory_limit_that_no_plan_can_keep_is_refused_in_words(client: TestClient) -> None:
+    job = job_doc(Job.uniform(2, 2, 2)).model_dump(mode="json")
+    job["profiles"] = [stage | {"weight_bytes": 1000, "activation_bytes": 1} for stage in job["profiles"]]
+    asked = {"job": job | {"capacity_bytes": 500}, "memory": "bytes", "tolerance": 1}
+    answer = client.post(f"{API}/catalogs", json=asked)
+    assert (answer.status_code, answer.json()["code"]) == (422, "invalid"), answer.text
+    assert "500" in answer.json()["detail"]

@@ -50,6 +50,23 @@ def test_the_paths_that_it_names_exist(server: ConsoleServer) -> None:
         assert any(pattern.fullmatch(path) for pattern in patterns), path
 
 
+def test_the_lists_that_take_no_limit_are_named(server: ConsoleServer) -> None:
+    document = server.get("/openapi.json").json()
+    whole = set()
+    for path, methods in document["paths"].items():
+        operation = methods.get("get", {})
+        content = operation.get("responses", {}).get("200", {}).get("content", {})
+        kind = content.get("application/json", {}).get("schema", {}).get("$ref", "").rpartition("/")[2]
+        fields = document["components"]["schemas"].get(kind, {}).get("properties", {})
+        name = path.rpartition("/")[2]
+        if fields.get(name, {}).get("type") == "array" and "limit" not in {
+            p["name"] for p in operation.get("parameters", ())
+        }:
+            whole.add(name)
+    (said,) = re.findall(r"Three take none, .*?\.", DOCS.read_text())
+    assert whole == set(re.findall(r"`(\w+)`", said)) and len(whole) == 3
+
+
 class Page(HTMLParser):
     """What a page consists of, and whether it is well-formed."""
 

@@ -7,10 +7,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import OperationalError
+from sqlalchemy.orm import Session
+from starlette.applications import Starlette
+from starlette.testclient import TestClient
 
 from openrecycle.agent.coordination.membership import FailureTimeouts
 from openrecycle.agent.messages.protocol import (
@@ -25,7 +30,10 @@ from openrecycle.agent.messages.protocol import (
 from openrecycle.app.console.service import ConsoleService, get_console, set_console
 from openrecycle.app.jobs.states import RoleState
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.db.store import Store
+from openrecycle.app.server import create_routes
+from openrecycle.db.session import Database
+from openrecycle.db.store import Record, Store
+from tests.app.flaky_database import FlakyDatabase
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes
@@ -144,11 +152,11 @@ def test_a_plan_whose_generation_could_not_be_stored_is_asked_for_again(
     until(lambda: console.jobs.find(created.job_id).state.generation == 1)
     apply, refused = store.apply, threading.Event()
 
-    def no_generations(job_id: str, change: object) -> None:
+    def no_generations(job_id: str, change: object) -> bool:
         if getattr(change, "generation", None):
             refused.set()
             raise OperationalError("insert", {}, Exception("database is locked"))
-        apply(job_id, change)  # type: ignore[arg-type]
+        return apply(job_id, change)  # type: ignore[arg-type]
 
     monkeypatch.setattr(store, "apply", no_generations)
     console.reports.failure(created.job_id, exited("W2_0"))
@@ -414,3 +422,94 @@ def test_after_a_restart_what_is_known_of_a_worker_is_as_old_as_it_is(store: Sto
         until(lambda: age() < 600)
     finally:
         console.close()
+
+
+class LookedTooEarly(Store):
+    """Whoever asks for a key's job does so before it is committed."""
+
+    def job_of_key(self, idempotency_key: str) -> Record | None:
+        return None
+
+
+@pytest.mark.parametrize("kind", [Store, LookedTooEarly])
+def test_a_job_whose_commit_was_not_acknowledged_is_there_for_who_asks_again(tmp_path: Path, kind: type[Store]) -> None:
+    database = FlakyDatabase(f"sqlite:///{tmp_path / 'flaky.db'}")
+    database.upgrade()
+    console = ConsoleService(kind(database), tolerance=0)
+    try:
+        database.fault = "answer lost"
+        with pytest.raises(ConsoleError) as lost:
+            console.jobs.create(SPEC, "key")
+        assert lost.value.status == 503
+        database.heal()
+        for _ in range(2):
+            created, new = console.jobs.create(SPEC, "key")
+            assert not new and [job.job_id for job in console.jobs.live()] == [created.job_id]
+        assert console.jobs.find(created.job_id).plans.ahead.wanted, "plans are made ahead as for any new one"
+        register_all(console, created.job_id)
+    finally:
+        console.close()
+        database.close()
+
+
+class Beside(Database):
+    """Says what was asked of it in an event loop."""
+
+    wrong = 0
+
+    def _look(self) -> None:
+        with suppress(RuntimeError):
+            asyncio.get_running_loop()
+            self.wrong += 1
+
+    @contextmanager
+    def read(self) -> Iterator[Session]:
+        self._look()
+        with super().read() as session:
+            yield session
+
+    @contextmanager
+    def write(self) -> Iterator[Session]:
+        self._look()
+        with super().write() as session:
+            yield session
+
+
+PROCESS = {"worker": "W0_0", "incarnation": "W0_0-a"}
+BEAT = PROCESS | {"seq": 1, "generation": 1, "iteration": 0, "phase": "training"}
+ASKED = [
+    ("GET", "events", None),
+    ("GET", "events/stream", None),
+    ("GET", "deployment?after=9", None),
+    ("GET", "commands", None),
+    ("GET", "catalog", None),
+    ("GET", "workers/W0_0/history", None),
+    ("GET", "history.zip", None),
+    ("POST", "heartbeats", {"heartbeats": [BEAT]}),
+    ("POST", "logs", PROCESS | {"lines": []}),
+    ("POST", "finish", {"state": "finished"}),
+]
+
+
+def test_the_event_loop_reads_no_job_that_is_over(tmp_path: Path) -> None:
+    """Thousands of its workers would be read while no heartbeat is heard."""
+    database = Beside(f"sqlite:///{tmp_path / 'beside.db'}")
+    database.upgrade()
+    console = ConsoleService(Store(database), tolerance=0)
+    ids = [console.jobs.create(SPEC)[0].job_id for _ in ASKED]
+    for job_id in ids:
+        register_all(console, job_id)
+        console.reports.finish(job_id, JobFinished(state="finished"))
+    console.close()
+    again = ConsoleService(Store(database), tolerance=0)
+    again.jobs.follow()
+    try:
+        client = TestClient(Starlette(routes=create_routes(again)), base_url="http://localhost")
+        for job_id, (method, what, body) in zip(ids, ASKED, strict=True):
+            answer = client.request(method, f"/api/v1/jobs/{job_id}/{what}", json=body)
+            assert answer.status_code in (200, 204), (what, answer.text)
+            assert job_id in {job.job_id for job in again.jobs.live()}, what
+            assert not database.wrong, what
+    finally:
+        again.close()
+        database.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -13,10 +14,12 @@ from ui_console import ConsoleHere, JobHere, until
 from openrecycle.agent.messages.protocol import JobFinished
 from openrecycle.app.advice.service import measured_costs
 from openrecycle.app.console.service import ConsoleService
+from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.jobs.throughput import Account, Baseline, iteration_view, read_baseline
-from openrecycle.app.jobs.waiting import Wait, segments
+from openrecycle.app.jobs.waiting import Wait, Waited, segments
 from openrecycle.app.observing import goodput
-from openrecycle.app.observing.goodput import Accounts, figures
+from openrecycle.app.observing.goodput import Accounts, Waiting, figures
+from openrecycle.db.observations import Observations
 from openrecycle.db.store import Record, Store
 from tests.golden import golden
 
@@ -242,7 +245,7 @@ def test_a_persons_time_is_no_cost_and_no_dip(here: ConsoleHere) -> None:
     assert slowest > 17, "the pause is no dip"
     assert view.iterations[20].waited == pytest.approx(60, abs=1)
     made_of = figures(account_of([1.0] * 30), job, now - 200, now, console.accounts.waiting.of(job))
-    assert made_of.waited == pytest.approx(60.5, abs=0.1) and made_of.wall == pytest.approx(200 - made_of.waited)
+    assert made_of.waited == pytest.approx(60, abs=0.1) and made_of.wall == pytest.approx(200 - made_of.waited)
     assert console.accounts.of(job).waited == 0, "its first generation opened after the pause"
     # A choice of a minute that led to generation 2.
     job.choices = (Wait(now - 90, now - 30, 2),)
@@ -255,3 +258,62 @@ def test_a_persons_time_is_no_cost_and_no_dip(here: ConsoleHere) -> None:
     assert max(t for words, t in steps.items() if "person" not in words) < 1000
     assert measured_costs([recovery], [], [], waited).recover < 1
     assert measured_costs([recovery], []).recover > 60, "what it would have been"
+
+
+@pytest.mark.parametrize("resumed", [None, 1000.0])
+def test_a_pause_begins_when_what_was_begun_before_it_is_done(here: ConsoleHere, resumed: float | None) -> None:
+    """Asked for at 300 s; seven iterations of a minute each are committed by 420 s, and none after. What workers did
+    until they stopped counts, and so does the time that it took."""
+    driven = JobHere(here.console, "paused late", iterations=400, paced=False, durations={}).register()
+    job, begin = here.console.jobs.find(driven.job_id), 10_000.0
+    job.pin(Baseline(job.spec.samples / 60, "measured", 1, 20))
+    minutes = [
+        row | {"seconds": 60.0, "committed_at": begin + 60 * n} for n, row in enumerate(rows(0, 6, 60.0), start=1)
+    ]
+    here.store.add_iterations(job.job_id, minutes)
+    job.commands.held = [("pause", begin + 300), *([("resume", begin + resumed)] if resumed else [])]
+    waiting, now = here.console.accounts.waiting, resumed or 1000.0
+    made = figures(account_of([60.0] * 7), job, begin, begin + now, waiting.of(job))
+    assert (made.waited, made.wall, made.goodput, made.ettr) == (now - 420, 420, pytest.approx(1), 1)
+    if resumed:
+        after = {"iteration": 7, "seconds": resumed - 360, "committed_at": begin + resumed + 60}
+        here.store.add_iterations(job.job_id, [minutes[0] | after])
+        assert waiting.of(job).by_iteration == {7: resumed - 420}
+        assert waiting.of(job).waits == (Wait(begin + 420, begin + resumed),)
+
+
+class Overtaken(Waiting):
+    """The iteration with the pause in it is committed when the waits have been read, and before anything else is."""
+
+    def __init__(self, observations: Observations, commit: Callable[[], None]) -> None:
+        super().__init__(observations)
+        self._commit = commit
+
+    def of(self, job: LiveJob) -> Waited:
+        found = super().of(job)
+        self._commit()
+        return found
+
+
+@pytest.mark.parametrize("batch", [goodput.BATCH, 1])
+def test_an_iteration_that_is_committed_meanwhile_is_counted_with_its_pause(
+    here: ConsoleHere, monkeypatch: pytest.MonkeyPatch, batch: int
+) -> None:
+    monkeypatch.setattr(goodput, "BATCH", batch)
+    # So late that productive time is not cut to wall time.
+    monkeypatch.setattr(goodput, "time", SimpleNamespace(time=lambda: 1e10))
+    driven = JobHere(here.console, "overtaken", iterations=400).register()
+    job, now = here.console.jobs.find(driven.job_id), time.time()
+    made = rows(0, 5, 1.0, at=now - 200)
+    made[5]["seconds"] += 60
+    made[5]["committed_at"] += 60
+    commit(here, driven, made[:5])
+    job.commands.held = [("pause", made[4]["committed_at"]), ("resume", made[4]["committed_at"] + 60)]
+    accounts = Accounts(here.store)
+    plain = accounts.waiting
+    accounts.waiting = Overtaken(Observations(here.database), lambda: commit(here, driven, made[5:]))
+    before = accounts.of(job)
+    accounts.waiting = plain
+    assert job.state.committed == 6
+    made_of = accounts.of(job)
+    assert made_of.productive - before.productive == pytest.approx(made[5]["seconds"] - 60)

@@ -8,6 +8,7 @@ import json
 import socket
 import subprocess
 import tempfile
+import threading
 import time
 import zipfile
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -19,6 +20,8 @@ import pytest
 from history_job import NAMES, everything, lived_job
 from pydantic import TypeAdapter, ValidationError
 from sqlalchemy import func, select, update
+from starlette.applications import Starlette
+from starlette.testclient import TestClient
 
 from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.history import archive
@@ -36,6 +39,8 @@ from openrecycle.app.history.service import Histories
 from openrecycle.app.history.tables import LEFT_OUT, ProcessLine, format_of
 from openrecycle.app.jobs.job_plans import stored_plan
 from openrecycle.app.runtime.errors import ConsoleError
+from openrecycle.app.runtime.processes import Channel, Children
+from openrecycle.app.server import create_routes
 from openrecycle.db.access import AuditStore
 from openrecycle.db.job_rows import MODELS, HiddenJob, JobRows, table
 from openrecycle.db.models import AuditRow, Base, JobRow, PlanRow
@@ -458,3 +463,59 @@ def test_processes_of_consoles_that_knew_no_ranks_or_no_restarts() -> None:
     for wrong in ([*line, [1]], [*ranks, [0, 3, 12.0, None]], [*ranks, "soon"]):
         with pytest.raises(ValidationError):
             form.validate_python(wrong)
+
+
+@pytest.mark.parametrize("asked", ["bytes=abc", "bytes=999999999-", "bytes=0-3", None])
+def test_an_exported_file_is_sent_whole_and_is_gone_whatever_part_was_asked_for(
+    origin: tuple[Database, str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str | None
+) -> None:
+    source, job_id, path = origin
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    console = ConsoleService(Store(source))
+    console.jobs.follow()
+    try:
+        client = TestClient(Starlette(routes=create_routes(console)), base_url="http://localhost")
+        headers = {"Range": asked} if asked else {}
+        answer = client.get(f"/api/v1/jobs/{job_id}/history.zip", headers=headers)
+    finally:
+        console.close()
+    assert (answer.status_code, answer.headers["content-type"]) == (200, "application/zip")
+    assert answer.headers["accept-ranges"] == "none"
+    (tmp_path / "got.zip").write_bytes(answer.content)
+    with zipfile.ZipFile(tmp_path / "got.zip") as got, zipfile.ZipFile(path) as made:
+        assert got.namelist() == made.namelist() and got.testzip() is None
+    assert not [*tmp_path.glob("openrecycle-history-*")]
+
+
+def test_what_a_killed_export_has_written_is_gone(
+    origin: tuple[Database, str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever asked for it left meanwhile."""
+    source, job_id, _ = origin
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    console = ConsoleService(Store(source))
+    console.jobs.follow()
+    histories = Histories(console.jobs, source)
+    histories._children = Children(half_a_file, name="half")
+
+    async def leave() -> None:
+        task = asyncio.create_task(histories.export(job_id, audit=False))
+        while not [*tmp_path.glob("*.part")]:
+            assert not task.done(), task
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    try:
+        asyncio.run(leave())
+    finally:
+        histories.close()
+        console.close()
+    assert not [*tmp_path.glob("openrecycle-history-*")]
+
+
+def half_a_file(channel: Channel, url: str, action: str, job_id: str, out: str, *more: str) -> None:
+    """In a child: an export that does not get on."""
+    Path(f"{out}.part").write_bytes(b"half")
+    threading.Event().wait()

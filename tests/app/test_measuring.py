@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from ui_console import ConsoleHere, JobHere, until
 
@@ -99,6 +101,37 @@ def test_an_iteration_ahead_is_asked_for_and_kept(here: ConsoleHere, asking: Ask
     assert newest is not None and (newest.iteration, newest.generation, newest.uncertainty_us) == (wanted, 1, 0)
     again = Measuring(Store(here.database), here.console.plans.cache.plan, 1.0)
     assert again.newest(asking.live) == newest, "it is in the database"
+
+
+def without_forwards(part: MeasuredOps) -> MeasuredOps:
+    if not part.worker.endswith("_0"):
+        return part
+    kept = [i for i, kind in enumerate(part.kinds) if kind != "F"]
+    lists = ("pipelines", "micro_batches", "starts_us", "durations_us")
+    columns = {name: tuple(getattr(part, name)[i] for i in kept) for name in lists}
+    return part.model_copy(update=columns | {"kinds": "".join(part.kinds[i] for i in kept)})
+
+
+def without_times(part: MeasuredOps) -> MeasuredOps:
+    return part.model_copy(update=dict.fromkeys(("starts_us", "durations_us"), (0,) * len(part.kinds)))
+
+
+@pytest.mark.parametrize("spoil", [without_forwards, without_times])
+def test_an_iteration_that_no_job_can_have_run_is_not_kept(
+    here: ConsoleHere, asking: Asking, spoil: Callable[[MeasuredOps], MeasuredOps]
+) -> None:
+    wanted = asking.run(3)
+    assert wanted is not None
+    schedule = plan_of(here, asking.job).schedule()
+    said = [asking.measuring.take(asking.live, spoil(part)) for part in parts_of(schedule, iteration=wanted)]
+    assert "not kept" in said[-1], said[-1]
+    again = Measuring(Store(here.database), here.console.plans.cache.plan, 1.0)
+    for measuring in (asking.measuring, again):
+        assert measuring.iteration(asking.live) is None and measuring.newest(asking.live) is None
+    wanted = asking.run(3)
+    assert wanted is not None, "another one is asked for"
+    asking.post(plan_of(here, asking.job), wanted)
+    assert asking.measuring.iteration(asking.live) is not None
 
 
 def test_what_a_link_names_is_kept_and_the_rest_is_not(

@@ -42,8 +42,11 @@ def acknowledge(job: JobHere, name: str, generation: int, *steps: str, process: 
 
 def interim_plan(job: JobHere) -> Plan:
     """As the launcher makes it, which has no plans of the console's."""
-    catalog = Catalog(job.spec.job(), Technique(job.spec.technique), MemoryLimit.parse(job.spec.memory, field="memory"))
-    return catalog.plan_for([Worker.parse(BACK)])[0]
+    return catalog_of(job, job.spec.technique).plan_for([Worker.parse(BACK)])[0]
+
+
+def catalog_of(job: JobHere, technique: str) -> Catalog:
+    return Catalog(job.spec.job(), Technique(technique), MemoryLimit.parse(job.spec.memory, field="memory"))
 
 
 def returning(here: ConsoleHere, name: str) -> JobHere:
@@ -96,6 +99,20 @@ def test_while_a_newcomer_takes_its_state_the_plan_that_is_run_is_shown(
     monkeypatch.setattr("openrecycle.app.console.view.GENERATION_ROWS", 2 * len(full.living))
     told_at_once = [[row["generation"] for row in console.queries.generations(job.job_id, after)] for after in (0, 2)]
     assert told_at_once == [[1, 2], [3]]
+
+
+def test_an_interim_plan_that_the_console_has_is_the_jobs_by_that(here: ConsoleHere) -> None:
+    console, job = here.console, returning(here, "kept elsewhere")
+    plan = catalog_of(job, "decoupled").plan_for([Worker.parse(BACK)])[0]
+    console.plans.library.save(plan, "of another job")
+    assert plan.fingerprint not in {row["fingerprint"] for row in here.store.job_plans(job.job_id)}
+    message = InterimPlan(generation=3, plan_fingerprint=plan.fingerprint, failed=(BACK,))
+    for _ in range(2):
+        console.reports.meanwhile(job.job_id, message)
+        (link,) = [row for row in here.store.job_plans(job.job_id) if row["fingerprint"] == plan.fingerprint]
+        assert link["failed"] == [BACK] and not link["ahead"]
+    console.plans.library.forget(plan.fingerprint)
+    assert here.store.plan(plan.fingerprint) is not None
 
 
 def test_an_interim_plan_that_was_too_large_to_be_sent_is_not_taken_for_the_one_in_force(here: ConsoleHere) -> None:

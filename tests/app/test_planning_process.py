@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import zlib
 from collections.abc import Iterator
 
 import pytest
@@ -104,6 +105,20 @@ def test_the_death_of_the_child_costs_a_retry(maker: TaskQueue) -> None:
     name, plan, _ = answers.wait(2)[1]
     assert name == "after"
     assert plan is not None
+
+
+class Unreadable(PlanRequest):
+    def read(self, document: bytes) -> Plan:
+        raise zlib.error("the answer is damaged")
+
+
+def test_an_answer_that_can_not_be_read_is_said_and_stops_nothing(maker: TaskQueue) -> None:
+    answers = Answers()
+    maker.submit(Unreadable("job", JOB, (), "staggered", "uniform", "list"), answers.taker("damaged"))
+    maker.submit(request(), answers.taker("next"))
+    (_, none, why), (name, plan, _) = answers.wait(2)
+    assert none is None and "(error)" in why
+    assert name == "next" and plan is not None
 
 
 def test_an_error_in_a_callback_stops_nothing(maker: TaskQueue) -> None:

@@ -101,6 +101,41 @@ def test_heartbeats_wait_for_a_database_that_fails(console: ConsoleService, job:
     assert console.recorder.series(job, "W1_0", now - 60, now + 60).beats == (1,)
 
 
+def test_however_many_jobs_have_been_heard_all_of_it_is_written(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is bounded is what a database that fails has refused: of that the newest is kept."""
+    monkeypatch.setattr("openrecycle.app.observing.recorder.WAITING", 2)
+    console = ConsoleService(Store(database))
+    jobs = [console.jobs.find(console.jobs.create(SPEC)[0].job_id) for _ in range(5)]
+
+    def hear() -> None:
+        for job in jobs:
+            beat(job, round(time.monotonic() * 1000))
+            job.take_heartbeats()
+
+    def written() -> list[int]:
+        found = (console.recorder.series(job, "W1_0", time.time() - 60, time.time() + 60) for job in jobs)
+        return [sum(series.beats) for series in found]
+
+    try:
+        for job in jobs:
+            console.reports.register(job.job_id, [Registration(worker="W1_0", incarnation="a", host="h", pid=7)])
+        hear()
+        console.recorder.write(float("inf"))
+        assert written() == [1] * 5
+        with database.write() as session:
+            session.execute(text("ALTER TABLE heartbeat RENAME TO away"))
+        hear()
+        console.recorder.write(float("inf"))
+        with database.write() as session:
+            session.execute(text("ALTER TABLE away RENAME TO heartbeat"))
+        console.recorder.write(float("inf"))
+        assert written() == [1, 1, 1, 2, 2]
+    finally:
+        console.close()
+
+
 def test_a_console_that_ends_writes_the_rest(database: Database) -> None:
     console = ConsoleService(Store(database))
     console.start()

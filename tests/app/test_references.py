@@ -92,6 +92,22 @@ def test_plans_of_a_job(here: ConsoleHere) -> None:
     assert {r.technique for r in techniques(job.job_id, ("W1_2",), "none")} == set(Technique)
 
 
+def test_a_plan_of_another_job_is_none_of_this_ones(here: ConsoleHere) -> None:
+    jobs = [JobHere(here.console, f"{n} micro-batches", micro_batches=n).register() for n in (3, 5)]
+    runs = [here.console.jobs.find(job.job_id).plan_run for job in jobs]
+    assert runs[0] is not None and runs[1] is not None
+    for job, own, other in ((jobs[0], *runs), (jobs[1], *runs[::-1])):
+        found = here.console.sources.find(OfJob(job.job_id, own.fingerprint))
+        assert isinstance(found, Source) and found.job_id == job.job_id
+        with pytest.raises(ConsoleError) as refused:
+            here.console.sources.find(OfJob(job.job_id, other.fingerprint))
+        assert (refused.value.status, refused.value.code) == (404, "unknown_plan")
+    # One that is no more than in a generation of a job that has gone on since.
+    jobs[0].die("W1_2").heal("W1_2", 2)
+    found = here.console.sources.find(OfJob(jobs[0].job_id, runs[0].fingerprint))
+    assert isinstance(found, Source) and found.plan.failed == ()
+
+
 def test_saved_plans(here: ConsoleHere) -> None:
     fingerprint = here.console.plans.library.save(made_plan(("W0_1",)), "worth keeping")
     assert here.console.sources.saved_names() == {f"saved:{fingerprint}": "Saved: worth keeping"}

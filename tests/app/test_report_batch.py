@@ -42,11 +42,11 @@ class Counting(Store):
         self.changes: list[JobUpdate] = []
         self.broken = False
 
-    def apply(self, job_id: str, change: JobUpdate) -> None:
+    def apply(self, job_id: str, change: JobUpdate) -> bool:
         if self.broken:
             raise OperationalError("insert", {}, Exception("the disk is full"))
-        super().apply(job_id, change)
         self.changes.append(change)
+        return super().apply(job_id, change)
 
 
 @pytest.fixture

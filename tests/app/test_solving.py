@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import signal
@@ -223,3 +224,29 @@ def test_old_results_are_let_go(make: Callable[..., Solves], monkeypatch: pytest
     assert solves.all() == made[1:], "216 ops each"
     with pytest.raises(ConsoleError, match=golden("expected-the-id-of-one")):
         solves.get(made[0].id)
+
+
+class NotToBeHad:
+    """Work for which there is no process at first."""
+
+    def __init__(self) -> None:
+        self.none = True
+
+    def __call__(self, channel: Channel, request: object) -> None:
+        channel.say(b'{"error": "was asked"}')
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        if self.none:  # as it is sent to the process that is to begin
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        return NotToBeHad, ()
+
+
+def test_where_no_process_is_to_be_had_it_has_failed_and_can_be_asked_for_again(make: Callable[..., Solves]) -> None:
+    work = NotToBeHad()
+    solves = make(work=work, running=1)
+    for _ in range(2):
+        solve = solves.start(PlanAsked(job=SMALL))
+        assert solve.state == "failed" and "temporarily unavailable" in solve.error
+    work.none = False
+    solve = ended(solves.start(PlanAsked(job=SMALL)))
+    assert solve.error == "was asked"

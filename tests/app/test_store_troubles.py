@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
+import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -17,11 +19,15 @@ from starlette.testclient import TestClient
 from ui_console import ConsoleHere, JobHere
 
 from openrecycle.agent.messages.protocol import Iteration, JobSpec
+from openrecycle.app.api.plans import LARGE
 from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.history.tables import exact
+from openrecycle.app.runtime.processes import Children
 from openrecycle.app.server import create_routes
 from openrecycle.db.session import Database, DatabaseError
 from openrecycle.db.store import Store
+from openrecycle.planner.jobs.job import Job
+from openrecycle.planner.plans.plan import job_doc
 from tests.conftest import NO_BYTECODE, new_database, postgres_cluster
 from tests.golden import golden
 
@@ -52,7 +58,7 @@ def test_on_a_full_disk_it_is_not_ready_and_says_why(database: Database, monkeyp
         monkeypatch.setattr("openrecycle.db.store.PROBE_BYTES", 1 << 20)  # more than the pages that are free by now
         answer = asked.get("/readyz")
         assert (answer.status_code, answer.json()["code"]) == (503, "disk_full")
-        assert "full" in answer.json()["detail"]
+        assert "full" in answer.json()["detail"] and answer.headers["retry-after"] == "1"
         large = {**SPEC, "pipelines": 64, "stages": 64}
         refused = asked.post("/api/v1/jobs", json=large)
         assert (refused.status_code, refused.json()["code"]) == (503, "disk_full")
@@ -177,3 +183,34 @@ def test_a_database_that_fails_within_an_answer_is_said_in_words(here: ConsoleHe
     finally:
         event.remove(here.database.engine, "before_cursor_execute", fail)
     assert (refused.status_code, refused.json()["code"]) == (503, "unavailable")
+
+
+def test_a_machine_that_has_no_process_left_is_said_in_words(
+    database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(self: Children, *question: object, **limits: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr("openrecycle.app.plans.service.HELD_OPS", 1)  # plans ahead are a catalog's
+    console = ConsoleService(Store(database))
+    try:
+        asked = TestClient(Starlette(routes=create_routes(console)), base_url="http://localhost/api/v1/")
+        job = job_doc(Job.uniform(2, 2, 2)).model_dump(mode="json")
+        monkeypatch.setattr(Children, "begin", none_left)
+        assert asked.post("jobs", json=SPEC).status_code == 201, "plans are made when they are needed"
+        assert asked.post("solves", json={"kind": "plan", "job": job}).json()["state"] == "failed"
+        sent = {"headers": {"Content-Type": "application/zip"}, "content": b"a file"}
+        answers = [
+            asked.post("catalogs", json={"job": job, "tolerance": 1}),
+            asked.post("plans", json={"name": "mine", "plan": {"text": "x" * LARGE}}),
+            asked.post("history/import", **sent),  # type: ignore[arg-type]
+        ]
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+        answers.append(asked.post("history/import", **sent))  # type: ignore[arg-type]
+    finally:
+        monkeypatch.undo()
+        console.close()
+    for answer in answers:
+        said = answer.json()
+        assert (answer.status_code, said["code"], answer.headers.get("retry-after")) == (503, "unavailable", "1"), said
+        assert "nowhere" not in said["detail"]

@@ -91,6 +91,7 @@ def test_threads_that_stand_still_are_said_to_whoever_starts_it_again(
             if how_many == 2:
                 answer = await asyncio.to_thread(asked.get, "/healthz")
                 assert (answer.status_code, answer.json()["code"]) == (503, "stuck")
+                assert answer.headers["retry-after"] == "1"
                 assert "some threads" in answer.json()["detail"]
             monkeypatch.setattr(runner, "STUCK_SECONDS", 120.0)
             release.set()

@@ -12,6 +12,8 @@ from openrecycle.agent.coordination.events import PlanReady, Stalled
 from openrecycle.agent.messages.protocol import JobSpec, JobState, WorkerState
 from openrecycle.app.history.service import Histories
 from openrecycle.app.jobs.live_job import LiveJob
+from openrecycle.app.runtime.errors import ConsoleError
+from openrecycle.db.job_rows import JobRows
 from tests.agent.coordinator_run import LADDER, Run
 from tests.app.flaky_database import FlakyDatabase
 from tests.app.job_world import World
@@ -124,6 +126,19 @@ def test_a_job_that_is_not_heard_for_hours_is_called_halted_and_goes_on_when_it_
     assert {m.state for m in world.job.state.members.values()} == ALL and world.job.state.generation == 1
     assert world.job.state.job_state is JobState.RUNNING and world.row["state"] == "running"
     assert Histories(_Only(world.job), world.database).kept_for(world.job_id)
+
+
+def test_a_job_that_is_deleted_while_somebody_wakes_stays_deleted(world: World) -> None:
+    """The ticker had it in its list, and takes a heartbeat that came before."""
+    histories = Histories(_Only(world.job), world.database)
+    world.silence(2 * LADDER.lost)
+    world.beat(*world.living)
+    histories.delete(world.job_id, "Ann")
+    with pytest.raises(ConsoleError) as gone:
+        world.job.tick()
+    assert (gone.value.status, gone.value.code) == (404, "unknown_job")
+    assert world.store.job(world.job_id) is None
+    assert [hidden.job_id for hidden in JobRows(world.database).hidden()] == [world.job_id]
 
 
 def test_a_silent_job_that_was_told_to_open_a_generation_is_not_halted_before_it_has() -> None:

@@ -105,3 +105,6 @@ def test_sums_of_iterations_by_generation(seen: Observations, store: Store) -> N
     assert seen.committed_after("a", 2.0) is None
     assert seen.committed_after("a", 1.0) == {"iteration": 0, "generation": 1, "seconds": 9.0, "committed_at": 1.0}
     assert seen.iteration_sums("b", 5) == []
+    assert seen.last_commit("b") == 0
+    store.add_iterations("b", [row(n, 1.0, 1, 4) | {"committed_at": 10.0 + n} for n in range(3)])
+    assert seen.last_commit("b") == 12.0 and seen.last_commit("b", 2) == 11.0 and seen.last_commit("b", 0) == 0

@@ -5,11 +5,11 @@ import threading
 import time
 
 import pytest
-from sqlalchemy import func, insert, select
+from sqlalchemy import delete, func, insert, select
 from test_store import event, generation, make_job
 
 from openrecycle.db import retention
-from openrecycle.db.models import AcknowledgementRow, EventSeenRow, PlanRow
+from openrecycle.db.models import AcknowledgementRow, EventSeenRow, JobPlanRow, PlanRow
 from openrecycle.db.observations import Observations
 from openrecycle.db.plan_rows import SavedPlans
 from openrecycle.db.retention import Retention
@@ -80,6 +80,24 @@ def test_plans_made_ahead_that_never_ran(trim: Retention, store: Store, database
     assert trim.drop_orphans() == 2
     assert trim.drop_orphans() == 0
     assert [store.plan(f"f{i}") is not None for i in range(6)] == [True, True, False, False, True, True]
+
+
+def test_a_plan_that_ran_for_a_while_stays(trim: Retention, store: Store, database: Database) -> None:
+    """Until newcomers had their state, say: it is a generation's, too."""
+    make_job(store)
+    for i in range(4):
+        store.put_plan("job", f"f{i}", json.dumps({"plan": i}), [], True)
+        time.sleep(0.002)  # created one after another
+    store.apply("job", JobUpdate(generation=generation(1, "f1"), later=[(1, {"interim_plan": "f0"})]))
+    all_of(trim, "job", plans=1)
+    assert {row["fingerprint"] for row in store.job_plans("job")} == {"f0", "f1", "f3"}
+    saved = SavedPlans(database)
+    saved.save("f0", json.dumps({"plan": 0}), "kept", {})
+    with database.write() as session:  # as it was before such plans were linked to the job
+        session.execute(delete(JobPlanRow).where(JobPlanRow.fingerprint == "f0"))
+    assert saved.forget("f0")
+    assert trim.drop_orphans() == 1
+    assert [store.plan(f"f{i}") is not None for i in range(4)] == [True, True, False, True]
 
 
 def test_a_plan_that_is_taken_up_meanwhile_stays(trim: Retention, store: Store, database: Database) -> None:

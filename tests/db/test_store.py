@@ -122,7 +122,9 @@ def test_generations_come_page_by_page_with_their_acknowledgements(store: Store)
     ]
     assert [row["generation"] for row in store.generations("job", after=1, limit=2)] == [2, 3]
     assert [row["generation"] for row in store.acknowledgements("job", after=1, last=3)] == [2, 3]
-    assert [row["generation"] for row in store.generations("job")] == [1, 2, 3, 4]
+    rows = store.generations("job")
+    assert [row["generation"] for row in rows] == [1, 2, 3, 4]
+    assert store.all_generations("job") == [{k: v for k, v in row.items() if k != "living"} for row in rows]
 
 
 def test_what_another_process_has_packed_is_stored_as_it_is(store: Store) -> None:
