@@ -26,6 +26,7 @@ from openrecycle.agent.models.stage_io import (
     StageOutput,
     check_output,
     nothing,
+    wanted_of,
 )
 from openrecycle.agent.models.workload import EvaluationData, Metric, Workload, weight_of
 from openrecycle.agent.monitoring.liveness import AT_REST, DATA, LEAVING, VALIDATION, WAITING, OpProgress
@@ -388,18 +389,18 @@ class Executor:
         self._faults.before(self._iteration, "F", *key)
         seed = seed_for("micro-batch", self._seed, self._iteration, *key)
         if key in self._script.before:
-            x = self._received("F", key)
+            x, wanted = self._received("F", key), wanted_of(self._incoming)
         else:
-            x = self._here(self._read(self._workload.inputs, key))
+            x, wanted = self._here(self._read(self._workload.inputs, key)), None
         # What is read is waited for, as what a peer sends: it is no part of the op.
         loss = self._scaled_loss(key, self._read(self._workload.targets, key)) if self._last else None
         started = self._queue.begin()
         self._progress.at("F", key)
         if loss is not None:
-            self._stage.forward(key, x, seed=seed, loss=loss)
+            self._stage.forward(key, x, seed=seed, loss=loss, wanted=wanted)
             self._queue.end("F", key, started)
             return
-        y = self._checked(self._stage.forward(key, x, seed=seed))
+        y = self._checked(self._stage.forward(key, x, seed=seed, wanted=wanted))
         self._queue.end("F", key, started)
         self._send_outputs(key, y)
 

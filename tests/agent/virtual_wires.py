@@ -233,7 +233,7 @@ class _Stage:
         self.gradients = GradientSum(self._parameters, terms=1, bucket_bytes=1)
         self.counted_elsewhere: frozenset[MicroBatch] = frozenset()
 
-    def forward(self, key: MicroBatch, x: Any, *, seed: int, loss: Any = None) -> Any:
+    def forward(self, key: MicroBatch, x: Any, *, seed: int, loss: Any = None, wanted: Any = None) -> Any:
         y = tuple(spec.empty() for spec in self._outgoing)
         return y[0] if len(y) == 1 else y
 
