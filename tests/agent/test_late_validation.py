@@ -6,21 +6,27 @@ first stage alone, the last one is clipped again; in between the stages have reg
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from openrecycle.agent.config.options import Optimization
 from openrecycle.agent.stages.gradients import GradientSum
 from openrecycle.agent.stages.optimizer import StageOptimizer
 from openrecycle.agent.stages.post_validation import Slot, ValidationResult
 from openrecycle.agent.transport.ranks import Ranks
+from openrecycle.agent.transport.script import MicroBatch
 from openrecycle.agent.workers.validation_exchange import Steps
-from openrecycle.planner.jobs.job import Worker, WorkerRank
+from openrecycle.planner.catalogs.catalog import Catalog
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker, WorkerRank
 from tests.agent.nan_model import NanModel
 from tests.agent.runs import Run, nan_model
+from tests.agent.virtual_wires import Round, train
 from tests.conftest import at_length
 from tests.golden import golden
 
@@ -174,3 +180,55 @@ def test_who_has_gone_further_still_tells_of_the_step_in_doubt() -> None:
     assert next(doubts.module.parameters()).item() == pytest.approx(1.0 - 4.0 / 5.0)
     assert next(ahead.module.parameters()).item() == pytest.approx(1.0 - 3.0 / 5.0)
     assert ahead.slot == Slot((9.0,)) and ahead.post_validation == doubts.post_validation
+
+
+# -- forwards whose worker does not know yet that the iteration counts no more ----------------------
+
+IGNORANT = 1000
+"""An op that never comes: such a worker hears of it where it has to wait for the news."""
+
+
+def _without_news(void: dict[Worker, int], took: Callable[[Worker, MicroBatch, Any], None]) -> None:
+    """One iteration of two stages in virtual wires. void: see Round."""
+    job = Job.uniform(1, 2, 3)
+    plan, _ = Catalog(job, Technique.STAGGERED, MemoryLimit("uniform")).plan_for(set())
+    train(plan.schedule(), [Round(void=void), Round()], width=3, seed=0, took=took)
+
+
+@pytest.fixture
+def filled() -> Iterator[None]:
+    """What is not initialised holds the largest numbers, and NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("filled")
+def test_what_is_passed_on_can_be_computed_with() -> None:
+    """An uninitialised integer is no index."""
+    taken: list[Tensor] = []
+
+    def took(worker: Worker, key: MicroBatch, x: Any) -> None:
+        if worker.stage:
+            taken.append(torch.cat([t.flatten().double() for t in x]))
+
+    _without_news({Worker(0, 0): 0, Worker(0, 1): IGNORANT}, took)
+    assert taken, "the second stage has computed nothing"
+    counted = taken[-3:]
+    assert all(bool((x == -1).all()) for x in counted) and not any(x.any() for x in taken[:-3])
+    assert len(taken) > 3
+
+
+def test_what_a_forward_raises_counts_only_where_its_iteration_does() -> None:
+    ran: Counter[Worker] = Counter()
+
+    def took(worker: Worker, key: MicroBatch, x: Any) -> None:
+        ran[worker] += 1
+        if (not x[0].any()) if worker.stage else (ran[worker] == 1):
+            raise IndexError("no such row")
+
+    _without_news({Worker(0, 0): IGNORANT, Worker(0, 1): IGNORANT}, took)
+    assert ran[Worker(0, 1)] > 3, "it has run both iterations"
+    with pytest.raises(IndexError):
+        ran.clear()
+        _without_news({}, took)
