@@ -109,10 +109,21 @@ class Attending(nn.Module):
         super().__init__()
         self.into, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
 
-    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, mask: Tensor, *unused: Tensor) -> tuple[Tensor, ...]:
         q, k, v = self.into(x).view(BATCH, LENGTH, 3, 2, 8).permute(2, 0, 3, 1, 4)
         y = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         return x + self.out(y.transpose(1, 2).reshape(BATCH, LENGTH, 16)), mask
+
+
+class Noting(Attending):
+    """Returns what the next layer makes no use of, too, of a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.aside = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor, mask: Tensor, *unused: Tensor) -> tuple[Tensor, ...]:
+        return *super().forward(x, mask), self.aside(x)
 
 
 class Predicting(nn.Module):
@@ -120,25 +131,25 @@ class Predicting(nn.Module):
         super().__init__()
         self.out = nn.Linear(16, 11)
 
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor, *unused: Tensor) -> Tensor:
         y: Tensor = self.out(x)
         return y
 
 
 class Masking:
-    """Six layers, of which the first so many are frozen."""
+    """Six layers, of which the first so many are frozen. inner: what those between the first and the last are."""
 
     samples_per_micro_batch = BATCH
 
-    def __init__(self, frozen: int = 0) -> None:
-        self.frozen = frozen
+    def __init__(self, frozen: int = 0, inner: type[nn.Module] = Attending) -> None:
+        self.frozen, self.inner = frozen, inner
 
     def layer_count(self, stages: int) -> int:
         return 6
 
     def build_layer(self, layer: int, layers: int, seed: int) -> nn.Module:
         torch.manual_seed(seed_for("parameters", seed, layer))
-        kind = Masked if layer == 0 else Attending if layer < layers - 1 else Predicting
+        kind = Masked if layer == 0 else self.inner if layer < layers - 1 else Predicting
         return kind().requires_grad_(layer >= self.frozen)
 
     def inputs(self, seed: int, iteration: int, pipeline: int, micro_batch: int) -> Tensor:

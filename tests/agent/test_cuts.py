@@ -20,7 +20,7 @@ from openrecycle.agent.stages.stage import Stage
 from openrecycle.agent.workers.relayout import regrouped
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job
-from tests.agent.layered import Masking, Mixture
+from tests.agent.layered import Masking, Mixture, Noting
 from tests.agent.local_jobs import TINY, LocalJob, Message, uncut
 from tests.conftest import at_length
 from tests.golden import golden
@@ -84,8 +84,9 @@ CLIPPED = Optimization(clip_norm=0.5)
         at_length(Mixture(), Optimization()),
         (Masking(), CLIPPED),
         (Masking(frozen=3), CLIPPED),
+        (Masking(inner=Noting), CLIPPED),
     ],
-    ids=["gpt", "gpt-bf16", "gpt-fp16", "mixture", "mixture-unclipped", "masking", "frozen-first"],
+    ids=["gpt", "gpt-bf16", "gpt-fp16", "mixture", "mixture-unclipped", "masking", "frozen-first", "unused"],
 )
 def test_every_partition_gives_the_same_bits(workload, optimization: Optimization) -> None:
     losses, state, _ = _train(workload, (LAYERS,), optimization, iterations=2)
