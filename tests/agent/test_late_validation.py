@@ -46,9 +46,15 @@ def _validations(run: Run) -> list[tuple[int, bool]]:
     ]
 
 
+def _norms(run: Run) -> dict[int, str]:
+    said = [line["gradient_norm"] for line in run.lines if "gradient_norm" in line]
+    return {norm["iteration"]: norm["norm"] for norm in said}
+
+
 def _same_bits(run: Run, reference: Run) -> None:
     assert run.status == 0, run.errors
     assert run.losses == reference.losses and run.final == reference.final
+    assert _norms(run) == _norms(reference)
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +63,7 @@ def synchronous(tmp_path_factory: pytest.TempPathFactory) -> Run:
     run = _run(folder / "run.jsonl", "--clip-norm", str(CLIP), "--synchronous", **NAN_ITERATIONS)
     assert run.status == 0, run.errors
     assert len(run.losses) == ITERATIONS and _validations(run) == [(20, False)]
+    assert sorted({*range(ITERATIONS)} - _norms(run).keys()) == [20], "whose update is skipped has none"
     return run
 
 
@@ -136,30 +143,40 @@ class _Unused:
     ranks = Ranks()
 
 
-def _steps(worker: Worker, gradient: float) -> tuple[Steps, StageOptimizer, list[tuple[int, ValidationResult, bool]]]:
+Said = list[tuple[int, ValidationResult, bool]]
+
+
+def _steps(
+    worker: Worker, gradient: float, normed: Callable[[int, float], None] = lambda iteration, norm: None
+) -> tuple[Steps, StageOptimizer, Said]:
     module = nn.Linear(1, 1, bias=False)
     nn.init.constant_(module.weight, 1.0)
     sums = GradientSum(module.parameters(), terms=1)
     stage = StageOptimizer(module, torch.optim.SGD(module.parameters(), lr=1.0), sums, clips=True)
-    said: list[tuple[int, ValidationResult, bool]] = []
+    said: Said = []
     sums.add(module.weight, torch.tensor([[gradient]]))
-    return Steps(worker, Optimization(clip_norm=1.0), stage, (1, 1), lambda *what: said.append(what)), stage, said
+    clipped = Optimization(clip_norm=1.0)
+    steps = Steps(worker, clipped, stage, (1, 1), lambda *what: said.append(what), normed=normed)
+    return steps, stage, said
 
 
 def test_what_is_in_doubt_after_a_death_is_settled_by_the_survivors() -> None:
     """Norms 3 and 4 in two stages: 5 together, clipped to 1. One worker knew it, the other did not."""
     workers = Worker(0, 0), Worker(0, 1)
-    (informed, knows, _), (uninformed, doubts, said) = _steps(workers[0], 3.0), _steps(workers[1], 4.0)
+    norms: list[tuple[int, float]] = []
+    informed, knows, _ = _steps(workers[0], 3.0)
+    uninformed, doubts, said = _steps(workers[1], 4.0, lambda *what: norms.append(what))
     knows.step(None)
     doubts.step(None)
     assert next(doubts.module.parameters()).item() == 1.0 - 4.0
-    knows.settle(ValidationResult(1.0 / (5.0 + 1e-6)))
+    clipped = ValidationResult(1.0 / (5.0 + 1e-6), norm=5.0)
+    knows.settle(clipped)
     holders = {WorkerRank(w): (1, *s.numbers()) for w, s in zip(workers, (informed, uninformed), strict=True)}
     for steps in (informed, uninformed):
         steps.begin(_Unused(), list(workers), 1, holders)  # type: ignore[arg-type]
     assert next(knows.module.parameters()).item() == pytest.approx(1.0 - 3.0 / 5.0)
     assert next(doubts.module.parameters()).item() == pytest.approx(1.0 - 4.0 / 5.0)
-    assert said == [(0, ValidationResult(1.0 / (5.0 + 1e-6)), True)]
+    assert said == [(0, clipped, True)] and norms == [(0, 5.0)]
     assert knows.post_validation == doubts.post_validation and doubts.settled
 
 
