@@ -94,16 +94,17 @@ class Pretrained:
         """What passes from layer to layer, of input_ids of this shape."""
         hidden = TensorSpec((*shape, self.cut.model.config.hidden_size), dtype_name(self.dtype))
         passed = (TensorSpec(tuple(shape), "int64", gradient=False),) * len(self.passed)
+        # Behind the first layer that is trained, gradients travel.
         trained = any(p.requires_grad for p in self.cut.part(0, self.passed).parameters())
-        first = replace(hidden, gradient=trained)
         samples, length = shape
-        out, logits = [(first, *passed)], tuple[TensorSpec, ...]()
+        out, logits = [(replace(hidden, gradient=trained), *passed)], tuple[TensorSpec, ...]()
         for block in self.cut.blocks:
+            trained = trained or any(p.requires_grad for p in block.parameters())
             logits += tuple(
-                TensorSpec((samples * length, router.get_parameter("weight").shape[0]), hidden.dtype)
+                TensorSpec((samples * length, router.get_parameter("weight").shape[0]), hidden.dtype, trained)
                 for router in self.cut.routers(block)
             )
-            out.append((hidden, *passed, *logits))
+            out.append((replace(hidden, gradient=trained), *passed, *logits))
         return tuple(out)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -213,26 +213,24 @@ class LayerStack(nn.Module):
 
 def _cut(x: Any) -> tuple[Any, ...]:
     """As the next layer gets it."""
-    return tuple(map(_transferred, x)) if isinstance(x, (tuple, list)) else (_transferred(x),)
-
-
-def _transferred(x: Any) -> Any:
-    if not isinstance(x, Tensor):
-        return x
-    return _Cut.apply(x) if x.requires_grad else x.contiguous()  # type: ignore[no-untyped-call]
+    given = tuple(x) if isinstance(x, (tuple, list)) else (x,)
+    trained = [t for t in given if isinstance(t, Tensor) and t.requires_grad]
+    cut = iter(_Cut.apply(*trained) if trained else ())  # type: ignore[no-untyped-call]
+    return tuple(t if not isinstance(t, Tensor) else next(cut) if t.requires_grad else t.contiguous() for t in given)
 
 
 class _Cut(torch.autograd.Function):
     """A transfer gives what it carries in one piece of memory, tensors as well as gradients, and sends zeros where
-    there is no gradient. Kernels choose their way, and so their rounding, by such things."""
+    there is no gradient: of what the next layer makes no use of. Kernels choose their way, and so their rounding, by
+    such things; and a parameter has a gradient, or none."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.contiguous()
+    def forward(ctx: Any, *x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(t.contiguous() for t in x)
 
     @staticmethod
     def backward(ctx: Any, *dy: Any) -> Any:
-        return dy[0].contiguous()
+        return tuple(t.contiguous() for t in dy)
 
 
 def reseed(seed: int, device: torch.device) -> None:

@@ -133,6 +133,11 @@ def tensors_of(value: Any, what: str) -> tuple[Tensor, ...]:
     return tensors
 
 
+def wanted_of(boundary: StageOutput) -> tuple[bool, ...]:
+    """Of which of its tensors a gradient travels back."""
+    return tuple(spec.gradient for spec in boundary)
+
+
 def check_output(stage: int, boundary: StageOutput, output: Any, *, varies: bool = False) -> tuple[Tensor, ...]:
     """The output's tensors. varies: those of the boundary are the largest. Raises StageIOError when they are not what
     the next stage waits for."""
@@ -216,13 +221,14 @@ def _chain(workload: Workload, layers: int, seed: int, autocast: Autocast | None
     """Runs the layers one after the other and keeps one at a time. Raises InputError."""
     out: list[StageOutput] = []
     what, form = kind_of(workload), input_form(workload, layers)
+    x = tuple(map(leaf, x))
     for layer in range(layers):
         try:
             module = build_layer(workload, layer, layers, seed)
             if x[0].device.type not in ("cpu", "meta"):
                 module = module.to(x[0].device)
             with torch.enable_grad(), precision(autocast, x[0].device):
-                y = tensors_of(form.call(layer, module, tuple(map(leaf, x))), f"output of {what} {layer}")
+                y = tensors_of(form.call(layer, module, x), f"output of {what} {layer}")
         except Exception as error:
             got = ", ".join(str(TensorSpec.of(t)) for t in x)
             raise InputError(
@@ -230,7 +236,7 @@ def _chain(workload: Workload, layers: int, seed: int, autocast: Autocast | None
             ) from error
         if layer < layers - 1:
             out.append(tuple(map(TensorSpec.of, y)))
-        x = tuple(t.detach() for t in y)
+        x = tuple(leaf(t, t.requires_grad) for t in y)
     return tuple(out)
 
 
@@ -253,6 +259,7 @@ def nothing(output: Any) -> Tensor:
     return torch.stack([t.sum() * 0.0 for t in tensors]).sum()
 
 
-def leaf(tensor: Tensor) -> Tensor:
-    """As a stage or a layer gets it: it takes a gradient back if it can."""
-    return tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor
+def leaf(tensor: Tensor, gradient: bool = True) -> Tensor:
+    """As a stage or a layer gets it: it takes a gradient back if it can, and there is one. One that nobody waits for
+    is not asked for: within a stage it would not be, and kernels choose their way, and so their rounding, by that."""
+    return tensor.detach().requires_grad_(gradient and tensor.is_floating_point())

@@ -59,10 +59,10 @@ class StageMemory:
 
     parameters: without buffers. optimizer: what it keeps of them, of its shards where that is sharded. sums: of
     gradients. undo: of what a step changes, as far as it does not fit where the sums are. gradients: of what is
-    computed or stepped at a time; where they are clipped of all that is stepped. activations: of as many micro-batches
-    as a plan may have in flight, with what an op needs for a moment. transfers: what neighbours are sent, for as long
-    as it is kept, and what is received ahead. checkpoint: the copy of its share that is written. hand_over: pieces on
-    their way to workers that join.
+    computed or stepped at a time; where they are clipped after a step, of all that is stepped beside it. activations:
+    of as many micro-batches as a plan may have in flight, with what an op needs for a moment. transfers: what
+    neighbours are sent, for as long as it is kept, and what is received ahead. checkpoint: the copy of its
+    share that is written. hand_over: pieces on their way to workers that join.
     """
 
     parameters: int
@@ -104,13 +104,11 @@ def state_memory(
     sharded = optimization.sharding == "zero1"
     share = min(1.0, 2 / peers) if sharded else 1.0
     kept, stepped = round(share * kept_each * elements), round(share * size)
-    gradients = stepped
-    if apart and optimization.clip_norm is None:
-        gradients = min(stepped, BUCKET_BYTES if sharded else max(BUCKET_BYTES, largest))
+    gradients = min(stepped, BUCKET_BYTES if sharded else max(BUCKET_BYTES, largest)) if apart else stepped
     # One that is multiplied before it is summed; that of a step comes into the same memory.
     gradients = max(gradients, largest if optimization.mode == "deterministic" else 0)
-    if optimization.clip_norm is not None and optimization.mode == "deterministic":
-        gradients = stepped + largest
+    if optimization.clip_norm is not None and not optimization.synchronous:
+        gradients += stepped  # kept until their norm is known
     undo = max(0, stepped + kept - sums)
     return StageMemory(frozen + size, kept, sums, undo, gradients)
 

@@ -9,7 +9,7 @@ from openrecycle.agent.config.devices import on_device
 from openrecycle.agent.config.options import Optimization
 from openrecycle.agent.config.randomness import seed_for
 from openrecycle.agent.models.layers import LayerStack, build_layers
-from openrecycle.agent.models.stage_io import CPU, StageCuts, StageIO, tensors_of
+from openrecycle.agent.models.stage_io import CPU, StageCuts, StageIO, tensors_of, wanted_of
 from openrecycle.agent.models.workload import Workload, nominal_weight, probe_inputs, probe_targets
 from openrecycle.agent.stages.backward.probe import Probe, Split, choose_split
 from openrecycle.agent.stages.backward.split import STRATEGIES, StrategyName
@@ -75,15 +75,16 @@ def _probe(workload: Workload, job: Job, stage: int, seed: int, stage_io: StageI
     """Real data where the stage sees any, numbers of the same shape elsewhere."""
     generator = torch.Generator().manual_seed(seed_for("probe", seed, stage))
     if stage == 0:
-        inputs = tensors_of(probe_inputs(workload, seed), "data")
+        inputs, wanted = tensors_of(probe_inputs(workload, seed), "data"), None
     else:
         inputs = tuple(_like(spec.empty(), generator) for spec in stage_io[stage - 1])
+        wanted = wanted_of(stage_io[stage - 1])
     inputs = on_device(inputs, device)
     if stage < job.stages - 1:
-        return Probe(inputs)
+        return Probe(inputs, wanted=wanted)
     targets = on_device(probe_targets(workload, seed), device)
     share = 1.0 / (job.pipelines * job.micro_batches)
-    return Probe(inputs, loss=lambda y: workload.loss(y, targets) * share)
+    return Probe(inputs, lambda y: workload.loss(y, targets) * share, wanted)
 
 
 def _like(tensor: Tensor, generator: torch.Generator) -> Tensor:

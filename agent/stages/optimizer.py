@@ -310,6 +310,7 @@ class StageOptimizer:
         applied = (SKIP if slot.rejected else CLEAN) if validation is None else validation
         if applied.coefficient is not None:
             keep, kept = validation is None and self._clips, list[tuple[nn.Parameter, Tensor | None]]()
+            leaves_gradients = self._leaves_gradients
             if keep and not self._kept_memory:
                 self._kept_memory = [torch.empty(p.shape, dtype=p.dtype, device=p.device) for p in self._stepped]
             for bucket in self._in_buckets():
@@ -319,6 +320,9 @@ class StageOptimizer:
                 self._snapshot.save(wanted)
                 if keep:
                     kept += [(p, p.grad) for p in wanted]
+                    if not leaves_gradients:
+                        for parameter, spare in zip(wanted, self.gradients.scratch_for(wanted), strict=True):
+                            parameter.grad = None if parameter.grad is None else spare.copy_(parameter.grad)
                 self._update(bucket, applied.coefficient)
             self._kept = kept or None
             if self.shards is not None:
@@ -631,6 +635,12 @@ class StageOptimizer:
         """May some parameters be stepped before others? Not where somebody's hook expects all to be stepped."""
         hooks = compat.step_hooks(self.optimizer)
         return self.elementwise and all(getattr(hook, "elementwise", False) for hook in hooks)
+
+    @property
+    def _leaves_gradients(self) -> bool:
+        """Is a step known to leave the gradients as they are? SGD adds Nesterov's momentum to them, in the form that is
+        usual on GPUs; and what an optimizer or a hook of somebody's does is not known."""
+        return self.steps_apart and not any(group.get("nesterov") for group in self.optimizer.param_groups)
 
     @_changing
     def load_state(self, state: StageState, *, own: bool = False) -> None:

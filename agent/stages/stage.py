@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -67,14 +67,22 @@ class Stage:
         return len(self._states)
 
     def forward(
-        self, key: MicroBatch, x: Tensors, *, seed: int, loss: Callable[[Any], Tensor] | None = None
+        self,
+        key: MicroBatch,
+        x: Tensors,
+        *,
+        seed: int,
+        loss: Callable[[Any], Tensor] | None = None,
+        wanted: Sequence[bool] | None = None,
     ) -> Tensors:
         """F. Returns the output, detached; on the last stage `loss` maps it to the scaled scalar loss.
 
         The tensors of `x` are the module's positional arguments. seed: of this micro-batch's
-        randomness (dropout), whichever worker runs it and wherever the model is cut.
+        randomness (dropout), whichever worker runs it and wherever the model is cut. wanted: of which of them the
+        stage before takes a gradient back; None: of all that can have one.
         """
-        inputs = tuple(leaf(t) for t in (x if isinstance(x, tuple) else (x,)))
+        given = x if isinstance(x, tuple) else (x,)
+        inputs = tuple(map(leaf, given, wanted if wanted is not None else [True] * len(given)))
         state = MicroBatchState(inputs, late=not any(t.requires_grad for t in inputs), several=isinstance(x, tuple))
         with (
             self._over_ranks.op(),
@@ -120,7 +128,7 @@ class Stage:
     def input_backward(self, key: MicroBatch, dy: Gradients) -> Gradients:
         """I. dy: gradient of the output, in its form (None on the last stage, whose output is the loss).
 
-        Returns the gradient of the input, in its form: None for integers, zeros where the output does
+        Returns the gradient of the input, in its form: None for what has none, zeros where the output does
         not depend on an input.
         """
         state = self._states[key]

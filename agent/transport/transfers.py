@@ -50,7 +50,7 @@ class TransferLayout:
 
     widest: most tensors of any boundary of the job, with what follows them. device: where the stage computes. weighted:
     a micro-batch's weight (float64, one element) follows its gradients. varies: shapes are at most those of incoming
-    and outgoing; what they are (int64) follows last.
+    and outgoing; what they are (int64) follows last, where any are passed.
     """
 
     job: Job
@@ -86,8 +86,8 @@ class Transfers(ABC):
         forward = kind == "F"
         to = self._lines.rank[(self._script.after if forward else self._script.before)[key]]
         group = self._lines.forward if forward else self._lines.backward
-        if self._layout.varies:
-            specs = self._passed(self._layout.outgoing if forward else self._layout.incoming, kind)
+        specs = self._passed(self._layout.outgoing if forward else self._layout.incoming, kind)
+        if self._layout.varies and specs:
             tensors = _flat(tensors, specs, self._shapes_at, whole=group.whole_buffers)
         for i, tensor in tensors.items():
             pending = group.send(to, tensor.contiguous(), self._tag(kind, key, i))
@@ -100,7 +100,8 @@ class Transfers(ABC):
             self._forget((self._iteration, "F", key))
         self._ahead -= 1
         self._post_ahead()
-        return _shaped(arrived, self._specs(kind, key), self._shapes_at) if self._layout.varies else arrived
+        specs = self._specs(kind, key)
+        return _shaped(arrived, specs, self._shapes_at) if self._layout.varies and specs else arrived
 
     def arrived(self, kind: str, key: MicroBatch) -> bool:
         """Will `receive` not wait? False where that can't be told."""
@@ -154,7 +155,7 @@ class Transfers(ABC):
         buffers = {i: spec.empty(self._layout.device) for i, spec in specs.items()}
         if self._layout.weighted and not forward:
             buffers[len(self._layout.outgoing)] = torch.zeros(1, dtype=torch.float64, device=self._layout.device)
-        if self._layout.varies:
+        if self._layout.varies and specs:
             buffers = {i: buffer.reshape(-1) for i, buffer in buffers.items()}
             dimensions = sum(len(spec.shape) for spec in specs.values())
             buffers[self._shapes_at] = torch.zeros(dimensions, dtype=torch.int64, device=self._layout.device)

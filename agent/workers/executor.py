@@ -26,6 +26,7 @@ from openrecycle.agent.models.stage_io import (
     StageOutput,
     check_output,
     nothing,
+    wanted_of,
 )
 from openrecycle.agent.models.workload import EvaluationData, Metric, Workload, weight_of
 from openrecycle.agent.monitoring.liveness import AT_REST, DATA, LEAVING, VALIDATION, WAITING, OpProgress
@@ -117,7 +118,7 @@ class Executor:
         self._groups: Groups | None = None
         self._transfers: Transfers
         self._reduction_seconds = float("inf")
-        self._void = self._reducing = False
+        self._void = self._overturned = self._reducing = False
         self._reduction: GradientReduction | None = None
         """Of the iteration in flight, where its step has not been taken."""
         self._keeps_finished = keeps_finished
@@ -159,7 +160,7 @@ class Executor:
         self._share = 1.0 / max(1, self._job.pipelines * self._job.micro_batches - left)
         self._iteration, self._script = iteration, script
         self._reducing = False
-        self._void = False
+        self._void = self._overturned = False
         self._weights.clear()
         self.data_seconds = 0.0
         self.timeline.begin(iteration, 0 if redo or left_out else len(script.ops))
@@ -174,9 +175,7 @@ class Executor:
             if self._interrupted():
                 raise Interrupted
             self._progress.at(VALIDATION)
-            # Where gradients begin, the memory in which the step before could be undone ends: see
-            # agent.workers.recovery.
-            self._void = self._void or self._steps.overturned() or (op.kind != "F" and self._steps.settle())
+            self._void = self._void or self._counts_no_more(op.kind)
             if self._void:
                 self._pass_on(op.kind, (op.pipeline, op.micro_batch))
             elif op.kind == "O":
@@ -377,7 +376,21 @@ class Executor:
             raise
         except Exception as error:
             self._check_siblings(error)
+            # A forward may have met parameters of a step that is overturned, or what was passed on by somebody who knew
+            # it. It is the fault of nobody; and it has received, and not sent yet.
+            self._progress.at(VALIDATION)
+            if kind == "F" and self._counts_no_more():
+                self._send_nothing(key)
+                return
             raise OpError(kind, self._iteration, key) from error
+
+    def _counts_no_more(self, kind: str = "") -> bool:
+        """Has the step before been overturned, as is known before an op of this kind? Before an F nobody waits to know
+        it. Where gradients begin, the memory in which that step could be undone ends: see agent.workers.recovery."""
+        if kind == "F":
+            return self._steps.overturned()
+        self._overturned = self._overturned or self._steps.settle()
+        return self._overturned
 
     def _check_siblings(self, error: Exception) -> None:
         """Raises SiblingError for what a collective of a module raised because another rank has left it."""
@@ -388,18 +401,18 @@ class Executor:
         self._faults.before(self._iteration, "F", *key)
         seed = seed_for("micro-batch", self._seed, self._iteration, *key)
         if key in self._script.before:
-            x = self._received("F", key)
+            x, wanted = self._received("F", key), wanted_of(self._incoming)
         else:
-            x = self._here(self._read(self._workload.inputs, key))
+            x, wanted = self._here(self._read(self._workload.inputs, key)), None
         # What is read is waited for, as what a peer sends: it is no part of the op.
         loss = self._scaled_loss(key, self._read(self._workload.targets, key)) if self._last else None
         started = self._queue.begin()
         self._progress.at("F", key)
         if loss is not None:
-            self._stage.forward(key, x, seed=seed, loss=loss)
+            self._stage.forward(key, x, seed=seed, loss=loss, wanted=wanted)
             self._queue.end("F", key, started)
             return
-        y = self._checked(self._stage.forward(key, x, seed=seed))
+        y = self._checked(self._stage.forward(key, x, seed=seed, wanted=wanted))
         self._queue.end("F", key, started)
         self._send_outputs(key, y)
 
@@ -508,12 +521,12 @@ class Executor:
         self._queue.finish("O", reduced - self._reduction_seconds)
 
     def _pass_on(self, kind: str, key: MicroBatch) -> None:
-        """The transfers of an op of an iteration that counts no more; what they carry does not matter."""
+        """The transfers of an op of an iteration that counts no more; what they carry does not matter, but to a forward
+        whose worker has not heard of it."""
         if kind == "F":
             if key in self._script.before:
                 self._received("F", key)
-            if not self._last:
-                self._transfers.send("F", key, {i: t.empty(self._where) for i, t in enumerate(self._outgoing)})
+            self._send_nothing(key)
         elif kind in ("I", "B"):
             if key in self._script.after:
                 self._received("I", key)
@@ -533,6 +546,10 @@ class Executor:
         """To whoever runs the forward of the next stage, if there is one."""
         if not self._last:
             self._transfers.send("F", key, dict(enumerate(y)))
+
+    def _send_nothing(self, key: MicroBatch) -> None:
+        """In the place of outputs, numbers that can be computed with: 0 is always an index."""
+        self._send_outputs(key, tuple(spec.empty(self._where).zero_() for spec in self._outgoing))
 
     def _send_gradients(self, key: MicroBatch, dx: Gradients) -> None:
         """To whoever ran the forward of the stage before, if there is one."""

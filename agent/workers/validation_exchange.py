@@ -33,7 +33,7 @@ _TAG = 2**29
 # As in agent.workers.executor: a slot of the iteration before may still be under way.
 _ITERATIONS = 4
 _NONE = math.nan
-"""Of an update that is skipped, as a coefficient."""
+"""As the coefficient of an update that is skipped, and as a norm that is not known."""
 
 
 def tellers(living: Iterable[Worker], pipeline: int) -> dict[int, Worker]:
@@ -230,14 +230,16 @@ class Steps:
 
     def numbers(self) -> tuple[int, ...]:
         """What the others must know in an agreement: is the last step in doubt, and of the last step and the one
-        before: the validation, and the slot (rejected, bits of the squared norms). Equally many on all workers."""
+        before: the validation (coefficient and norm), and the slot (rejected, squared norms). Equally many on all
+        workers."""
         optimizer, width = self._optimizer, self._width
         out = [int(not optimizer.settled)]
         for validation, slot in (
             (optimizer.validation, optimizer.slot),
             (optimizer.validation_before, optimizer.slot_before),
         ):
-            row = [to_bits(_NONE if validation.coefficient is None else validation.coefficient), slot.rejected]
+            said = (_NONE if number is None else number for number in (validation.coefficient, validation.norm))
+            row = [*map(to_bits, said), slot.rejected]
             row += map(to_bits, slot.squared_norms)
             out += row + [0] * (width - len(row))
         return tuple(out)
@@ -245,7 +247,7 @@ class Steps:
     @property
     def _width(self) -> int:
         """Of a validation and a slot. However the model is cut, no stage has more layers."""
-        return 2 + (sum(self._norms) - len(self._norms) + 1 if any(self._norms) else 0)
+        return 3 + (sum(self._norms) - len(self._norms) + 1 if any(self._norms) else 0)
 
     def begin(
         self, groups: Groups, living: Sequence[Worker], committed: int, holders: Mapping[WorkerRank, tuple[int, ...]]
@@ -266,10 +268,9 @@ class Steps:
         slots = {}
         for worker, (count, in_doubt, *numbers) in sorted(holders.items()):
             ahead = count > committed
-            validation, rejected, *bits = numbers[self._width :] if ahead else numbers[: self._width]
-            if ahead or not in_doubt:
-                coefficient = from_bits(validation)  # whoever knows it may have cut the model elsewhere since
-                return self._settle_by(ValidationResult(None if math.isnan(coefficient) else coefficient))
+            coefficient, norm, rejected, *bits = numbers[self._width :] if ahead else numbers[: self._width]
+            if ahead or not in_doubt:  # whoever knows it may have cut the model elsewhere since
+                return self._settle_by(ValidationResult(_known(coefficient), _known(norm)))
             slots[worker.stage] = Slot(tuple(map(from_bits, bits[: self._norms[worker.worker.stage]])), rejected)
         stages = range(1 + max(stage for stage, _ in slots))
         in_order = [_whole([slots[stage, rank] for rank in range(groups.ranks.size)]) for stage in stages]
@@ -323,6 +324,12 @@ class Steps:
             self._normed(iteration, validation.norm)
         if redone or validation.coefficient is None:
             self._notable(iteration, validation, redone)
+
+
+def _known(bits: int) -> float | None:
+    """As `Steps.numbers` has it."""
+    number = from_bits(bits)
+    return None if math.isnan(number) else number
 
 
 def _whole(slots: Sequence[Slot]) -> Slot:

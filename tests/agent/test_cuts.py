@@ -11,7 +11,7 @@ from openrecycle.agent.config.randomness import seed_for
 from openrecycle.agent.examples.gpt import Gpt
 from openrecycle.agent.models.layers import partition_of, spans
 from openrecycle.agent.models.shares import Writer
-from openrecycle.agent.models.stage_io import StageCuts
+from openrecycle.agent.models.stage_io import StageCuts, wanted_of
 from openrecycle.agent.models.state import StageState, joined, of_layers, pack
 from openrecycle.agent.models.workload import NamedWorkload
 from openrecycle.agent.stages.assembly import assemble
@@ -21,7 +21,7 @@ from openrecycle.agent.stages.stage import Stage
 from openrecycle.agent.workers.relayout import regrouped
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job
-from tests.agent.layered import Mixture
+from tests.agent.layered import Masking, Mixture, Noting
 from tests.agent.local_jobs import TINY, LocalJob, Message, uncut
 from tests.conftest import at_length
 from tests.golden import golden
@@ -56,9 +56,10 @@ def _train(workload, partition: tuple[int, ...], optimization: Optimization, ite
             seed = seed_for("micro-batch", 0, iteration, *key)
             x = workload.inputs(0, iteration, *key)
             targets = workload.targets(0, iteration, *key)
-            for made, _ in parts[:-1]:
-                x = _sent(made.forward(key, x, seed=seed))
-            parts[-1][0].forward(key, x, seed=seed, loss=lambda y, t=targets: workload.loss(y, t) / 2)
+            *before, last = zip([None, *map(wanted_of, cuts.stage_io)], (made for made, _ in parts), strict=True)
+            for wanted, made in before:
+                x = _sent(made.forward(key, x, seed=seed, wanted=wanted))
+            last[1].forward(key, x, seed=seed, loss=lambda y, t=targets: workload.loss(y, t) / 2, wanted=last[0])
             dy = None
             for made, _ in reversed(parts):
                 dy = _sent(made.input_backward(key, dy))
@@ -82,8 +83,11 @@ CLIPPED = Optimization(clip_norm=0.5)
         (GPT, Optimization(autocast="fp16", clip_norm=0.5)),
         (Mixture(), CLIPPED),
         at_length(Mixture(), Optimization()),
+        (Masking(), CLIPPED),
+        (Masking(frozen=3), CLIPPED),
+        (Masking(inner=Noting), CLIPPED),
     ],
-    ids=["gpt", "gpt-bf16", "gpt-fp16", "mixture", "mixture-unclipped"],
+    ids=["gpt", "gpt-bf16", "gpt-fp16", "mixture", "mixture-unclipped", "masking", "frozen-first", "unused"],
 )
 def test_every_partition_gives_the_same_bits(workload, optimization: Optimization) -> None:
     losses, state, _ = _train(workload, (LAYERS,), optimization, iterations=2)

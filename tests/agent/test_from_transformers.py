@@ -118,11 +118,14 @@ def test_a_layer_has_its_own_parameters_by_the_models_names() -> None:
             assert torch.equal(value, state[name])
 
 
-@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(("autocast", "frozen"), [(False, 0), (True, 0), (False, 2)])
 @pytest.mark.parametrize("family", CONFIGS)
-def test_what_passes_between_layers_is_what_is_said_beforehand(family: str, autocast: bool) -> None:
+def test_what_passes_between_layers_is_what_is_said_beforehand(family: str, autocast: bool, frozen: int) -> None:
+    """frozen: so many layers at the beginning."""
     ids, mask = tokens(padded=True)
     with cut(CONFIGS[family], "attention_mask") as source:
+        names = [n for k in range(frozen) for n, _ in source.cut.part(k, source.passed).named_parameters()]
+        source = replace(source, frozen=frozenset(names))
         said = source.stage_io(ids.shape)
         layers = [source(k, LAST + 1) for k in range(LAST + 1)]
     passed: tuple[Tensor, ...] = (ids, 1 - mask)

@@ -6,21 +6,27 @@ first stage alone, the last one is clipped again; in between the stages have reg
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from openrecycle.agent.config.options import Optimization
 from openrecycle.agent.stages.gradients import GradientSum
 from openrecycle.agent.stages.optimizer import StageOptimizer
 from openrecycle.agent.stages.post_validation import Slot, ValidationResult
 from openrecycle.agent.transport.ranks import Ranks
+from openrecycle.agent.transport.script import MicroBatch
 from openrecycle.agent.workers.validation_exchange import Steps
-from openrecycle.planner.jobs.job import Worker, WorkerRank
+from openrecycle.planner.catalogs.catalog import Catalog
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker, WorkerRank
 from tests.agent.nan_model import NanModel
 from tests.agent.runs import Run, nan_model
+from tests.agent.virtual_wires import Round, train
 from tests.conftest import at_length
 from tests.golden import golden
 
@@ -40,9 +46,15 @@ def _validations(run: Run) -> list[tuple[int, bool]]:
     ]
 
 
+def _norms(run: Run) -> dict[int, str]:
+    said = [line["gradient_norm"] for line in run.lines if "gradient_norm" in line]
+    return {norm["iteration"]: norm["norm"] for norm in said}
+
+
 def _same_bits(run: Run, reference: Run) -> None:
     assert run.status == 0, run.errors
     assert run.losses == reference.losses and run.final == reference.final
+    assert _norms(run) == _norms(reference)
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +63,7 @@ def synchronous(tmp_path_factory: pytest.TempPathFactory) -> Run:
     run = _run(folder / "run.jsonl", "--clip-norm", str(CLIP), "--synchronous", **NAN_ITERATIONS)
     assert run.status == 0, run.errors
     assert len(run.losses) == ITERATIONS and _validations(run) == [(20, False)]
+    assert sorted({*range(ITERATIONS)} - _norms(run).keys()) == [20], "whose update is skipped has none"
     return run
 
 
@@ -130,30 +143,40 @@ class _Unused:
     ranks = Ranks()
 
 
-def _steps(worker: Worker, gradient: float) -> tuple[Steps, StageOptimizer, list[tuple[int, ValidationResult, bool]]]:
+Said = list[tuple[int, ValidationResult, bool]]
+
+
+def _steps(
+    worker: Worker, gradient: float, normed: Callable[[int, float], None] = lambda iteration, norm: None
+) -> tuple[Steps, StageOptimizer, Said]:
     module = nn.Linear(1, 1, bias=False)
     nn.init.constant_(module.weight, 1.0)
     sums = GradientSum(module.parameters(), terms=1)
     stage = StageOptimizer(module, torch.optim.SGD(module.parameters(), lr=1.0), sums, clips=True)
-    said: list[tuple[int, ValidationResult, bool]] = []
+    said: Said = []
     sums.add(module.weight, torch.tensor([[gradient]]))
-    return Steps(worker, Optimization(clip_norm=1.0), stage, (1, 1), lambda *what: said.append(what)), stage, said
+    clipped = Optimization(clip_norm=1.0)
+    steps = Steps(worker, clipped, stage, (1, 1), lambda *what: said.append(what), normed=normed)
+    return steps, stage, said
 
 
 def test_what_is_in_doubt_after_a_death_is_settled_by_the_survivors() -> None:
     """Norms 3 and 4 in two stages: 5 together, clipped to 1. One worker knew it, the other did not."""
     workers = Worker(0, 0), Worker(0, 1)
-    (informed, knows, _), (uninformed, doubts, said) = _steps(workers[0], 3.0), _steps(workers[1], 4.0)
+    norms: list[tuple[int, float]] = []
+    informed, knows, _ = _steps(workers[0], 3.0)
+    uninformed, doubts, said = _steps(workers[1], 4.0, lambda *what: norms.append(what))
     knows.step(None)
     doubts.step(None)
     assert next(doubts.module.parameters()).item() == 1.0 - 4.0
-    knows.settle(ValidationResult(1.0 / (5.0 + 1e-6)))
+    clipped = ValidationResult(1.0 / (5.0 + 1e-6), norm=5.0)
+    knows.settle(clipped)
     holders = {WorkerRank(w): (1, *s.numbers()) for w, s in zip(workers, (informed, uninformed), strict=True)}
     for steps in (informed, uninformed):
         steps.begin(_Unused(), list(workers), 1, holders)  # type: ignore[arg-type]
     assert next(knows.module.parameters()).item() == pytest.approx(1.0 - 3.0 / 5.0)
     assert next(doubts.module.parameters()).item() == pytest.approx(1.0 - 4.0 / 5.0)
-    assert said == [(0, ValidationResult(1.0 / (5.0 + 1e-6)), True)]
+    assert said == [(0, clipped, True)] and norms == [(0, 5.0)]
     assert knows.post_validation == doubts.post_validation and doubts.settled
 
 
@@ -174,3 +197,55 @@ def test_who_has_gone_further_still_tells_of_the_step_in_doubt() -> None:
     assert next(doubts.module.parameters()).item() == pytest.approx(1.0 - 4.0 / 5.0)
     assert next(ahead.module.parameters()).item() == pytest.approx(1.0 - 3.0 / 5.0)
     assert ahead.slot == Slot((9.0,)) and ahead.post_validation == doubts.post_validation
+
+
+# -- forwards whose worker does not know yet that the iteration counts no more ----------------------
+
+IGNORANT = 1000
+"""An op that never comes: such a worker hears of it where it has to wait for the news."""
+
+
+def _without_news(void: dict[Worker, int], took: Callable[[Worker, MicroBatch, Any], None]) -> None:
+    """One iteration of two stages in virtual wires. void: see Round."""
+    job = Job.uniform(1, 2, 3)
+    plan, _ = Catalog(job, Technique.STAGGERED, MemoryLimit("uniform")).plan_for(set())
+    train(plan.schedule(), [Round(void=void), Round()], width=3, seed=0, took=took)
+
+
+@pytest.fixture
+def filled() -> Iterator[None]:
+    """What is not initialised holds the largest numbers, and NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("filled")
+def test_what_is_passed_on_can_be_computed_with() -> None:
+    """An uninitialised integer is no index."""
+    taken: list[Tensor] = []
+
+    def took(worker: Worker, key: MicroBatch, x: Any) -> None:
+        if worker.stage:
+            taken.append(torch.cat([t.flatten().double() for t in x]))
+
+    _without_news({Worker(0, 0): 0, Worker(0, 1): IGNORANT}, took)
+    assert taken, "the second stage has computed nothing"
+    counted = taken[-3:]
+    assert all(bool((x == -1).all()) for x in counted) and not any(x.any() for x in taken[:-3])
+    assert len(taken) > 3
+
+
+def test_what_a_forward_raises_counts_only_where_its_iteration_does() -> None:
+    ran: Counter[Worker] = Counter()
+
+    def took(worker: Worker, key: MicroBatch, x: Any) -> None:
+        ran[worker] += 1
+        if (not x[0].any()) if worker.stage else (ran[worker] == 1):
+            raise IndexError("no such row")
+
+    _without_news({Worker(0, 0): IGNORANT, Worker(0, 1): IGNORANT}, took)
+    assert ran[Worker(0, 1)] > 3, "it has run both iterations"
+    with pytest.raises(IndexError):
+        ran.clear()
+        _without_news({}, took)

@@ -156,6 +156,21 @@ def test_shapes_may_vary_through_a_kill(kill: str, changes: dict[str, Any]) -> N
     assert len(hurt.recoveries) == 1
 
 
+def frozen_first(layer: int, layers: int) -> torch.nn.Module:
+    return masked_jobs.build_layer(layer, layers).requires_grad_(layer > 0)
+
+
+@pytest.mark.processes
+def test_shapes_may_vary_where_no_gradient_travels() -> None:
+    """What a frozen first stage is given back has neither gradients nor their shapes."""
+    cut = Job.uniform(2, 2, 3, layers=masked_jobs.LAYERS, partition=(1, masked_jobs.LAYERS - 1))
+    losses = [
+        several(Unpadded(), layers=frozen_first, job=job).fit(iterations=2).losses
+        for job in (cut, Job.uniform(2, 1, 3))
+    ]
+    assert losses[0] == losses[1]
+
+
 def test_shapes_do_vary() -> None:
     workload = several(Unpadded()).workload()
     shapes = {workload.inputs(0, i, p, m)[0].shape for i in range(3) for p in range(2) for m in range(3)}

@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -226,15 +227,21 @@ class Round:
 class _Stage:
     """Holds nothing; its outputs have the shapes that the stage_io say."""
 
-    def __init__(self, outgoing: tuple[TensorSpec, ...], incoming: tuple[TensorSpec, ...]) -> None:
-        self._outgoing, self._incoming = outgoing, incoming
+    def __init__(
+        self,
+        outgoing: tuple[TensorSpec, ...],
+        incoming: tuple[TensorSpec, ...],
+        took: Callable[[MicroBatch, Any], None],
+    ) -> None:
+        self._outgoing, self._incoming, self._took = outgoing, incoming, took
         self._parameters = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
         # Each is a bucket: one begins beside the last backward.
         self.gradients = GradientSum(self._parameters, terms=1, bucket_bytes=1)
         self.counted_elsewhere: frozenset[MicroBatch] = frozenset()
 
-    def forward(self, key: MicroBatch, x: Any, *, seed: int, loss: Any = None) -> Any:
-        y = tuple(spec.empty() for spec in self._outgoing)
+    def forward(self, key: MicroBatch, x: Any, *, seed: int, loss: Any = None, wanted: Any = None) -> Any:
+        self._took(key, x)
+        y = tuple(torch.full_like(spec.empty(), -1) for spec in self._outgoing)
         return y[0] if len(y) == 1 else y
 
     def input_backward(self, key: MicroBatch, dy: Any) -> Any:
@@ -308,9 +315,10 @@ def train(
     connects: bool = True,
     runs: Mapping[Worker, tuple[Worker, ...]] | None = None,
     workload: Any = NOTHING_READ,
+    took: Callable[[Worker, MicroBatch, Any], None] = lambda worker, key, x: None,
 ) -> tuple[Wires, int]:
     """Every worker of `schedule` runs the rounds; width: tensors per boundary. connects: before the first. runs: see
-    Script.of. workload: what is read.
+    Script.of. workload: what is read. took: is told of each worker's forwards, whose outputs are -1.
     Returns the wires, and the most receives that anybody had posted at once. Raises Mispaired or Deadlock."""
     job, living = schedule.problem.job, sorted(schedule.ops)
     baton = Baton(seed)
@@ -333,7 +341,7 @@ def train(
             return made[-1]
 
         incoming = stage_io[me.stage - 1] if me.stage else ()
-        stage = _Stage(stage_io[me.stage] if me.stage < job.stages - 1 else (), incoming)
+        stage = _Stage(stage_io[me.stage] if me.stage < job.stages - 1 else (), incoming, partial(took, me))
         steps = _Steps(me)
         executor = Executor(
             me,

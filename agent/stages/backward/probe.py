@@ -46,10 +46,12 @@ Fingerprint = tuple[torch.dtype, tuple[int, ...], int]
 
 @dataclass(frozen=True)
 class Probe:
-    """A micro-batch to try on: the module's inputs, and the scaled loss on the last stage."""
+    """A micro-batch to try on: the module's inputs, the scaled loss on the last stage, and of which inputs a gradient
+    travels back (None: of all that can have one)."""
 
     inputs: tuple[Tensor, ...]
     loss: Callable[[Any], Tensor] | None = None
+    wanted: tuple[bool, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,8 @@ class _Trial:
 
     def __init__(self, module: nn.Module, probe: Probe, autocast: Autocast | None) -> None:
         self.module = module
-        self.late = not any(t.is_floating_point() for t in probe.inputs)
+        wanted = probe.wanted or (True,) * len(probe.inputs)
+        self.late = not any(want and t.is_floating_point() for t, want in zip(probe.inputs, wanted, strict=True))
         self.moving: list[Tensor] = []
         self._probe, self._autocast = probe, autocast
         # The second micro-batch has the same samples in another order.
@@ -188,11 +191,12 @@ class _Ops:
         self._dys: dict[MicroBatch, tuple[Tensor | None, ...]] = {}
 
     def forward(self, key: MicroBatch) -> tuple[Tensor, ...]:
-        y = self._stage.forward(key, self._inputs[key], seed=key[1], loss=self._probe.loss)
+        probe = self._probe
+        y = self._stage.forward(key, self._inputs[key], seed=key[1], loss=probe.loss, wanted=probe.wanted)
         self._several[key] = isinstance(y, tuple)
         outputs = y if isinstance(y, tuple) else (y,)
         # Here and not in the backward, so that its making is not counted as work.
-        self._dys[key] = (None,) if self._probe.loss else tuple(map(_gradient, outputs))
+        self._dys[key] = (None,) if probe.loss else tuple(map(_gradient, outputs))
         return outputs
 
     def input_backward(self, key: MicroBatch) -> tuple[Tensor | None, ...]:
