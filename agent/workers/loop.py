@@ -33,7 +33,7 @@ from openrecycle.agent.messages.channel import GenerationSpec, WorkerChannel
 from openrecycle.agent.messages.delivery import LogTail
 from openrecycle.agent.messages.int64 import from_words, to_words
 from openrecycle.agent.models.layers import Partition, Span, first_names, layer_count, layer_of, partition_of, tied_of
-from openrecycle.agent.models.parallelized import gathered, gathered_tensors, part_of_rank
+from openrecycle.agent.models.parallelized import OtherRankError, gathered, gathered_tensors, part_of_rank
 from openrecycle.agent.models.stage_io import CPU, StageCuts, layer_io_of
 from openrecycle.agent.models.state import AVERAGE, StageState, averages_of
 from openrecycle.agent.models.workload import Workload
@@ -523,14 +523,20 @@ class WorkerLoop:
         self, groups: Groups, agreement: Agreement[Worker], living: list[Worker], target: Partition
     ) -> bool:
         """Has the layers come that this worker will need, and gives away those that others will. Returns whether
-        anything moves. Raises TransferError."""
+        anything moves: nothing does where somebody can't build what it is to get, and all go on as they are. Raises
+        TransferError."""
         if self._cuts.partition == target or agreement.hands_over:
             self._coming = {}
             self._steps.beside, self._executor.exchange = [], None
             return False
         begun, sharded = time.monotonic(), self._executor.sharded
         planned = moves(self._cuts.partition, target, living, self._generation)
-        self._build([move.span for move in planned if move.to == self._me])
+        built = self._build([move.span for move in planned if move.to == self._me], agreement.iteration)
+        # Before anything is sent: who can't take it would leave the giver to wait.
+        if not all(row[0] for row in groups.gather_rows((int(built),)).values()):
+            self._coming = {}
+            self._steps.beside, self._executor.exchange = [], None
+            return False
         for move in planned:
             peers = [w for w in living if w.stage == move.source.stage]
             holders = in_turn(peers, peers.index(move.source))[: None if sharded is None else 1]
@@ -567,9 +573,9 @@ class WorkerLoop:
             for coming in self._coming.values():
                 coming.state.wait(WAIT_SECONDS)
 
-    def _build(self, mine: Sequence[Span]) -> None:
-        """The layers of these spans, beside the stage, as far as they are not here from the generation before. Raises
-        SiblingError."""
+    def _build(self, mine: Sequence[Span], iteration: int) -> bool:
+        """The layers of these spans, beside the stage, as far as they are not here from the generation before; False:
+        they can't be built. The stage is whole without them: so that is no reason to end. Raises SiblingError."""
         options, kept = self._options, self._coming
         self._coming = {}
         # All ranks of a worker build a layer together, in exchange with each other: each in the same order, and none
@@ -584,7 +590,22 @@ class WorkerLoop:
                 *(span, self._cuts.layers, self._workload, options.job, options.seed),
                 *(options.optimization, self._device, self._say_hand_over),
             )
-            self._coming[span] = self._ranks.together(make)
+            problem = ""
+            try:
+                self._coming[span] = self._ranks.together(make)
+            except (TransferError, torch.AcceleratorError):
+                raise  # the second: the device's context is gone for good
+            except OtherRankError:
+                problem = "on another rank"
+            except Exception as error:
+                problem = describe_exception(error)
+                which = ", ".join(map(str, span))
+                text = f"{self._me} can't build what was to come to it, of the model's layers {which}: {problem}"[:1000]
+                self._channel.say("unmoved", generation=self._generation, iteration=iteration, text=text)
+            # One that got none builds none of the next with the others.
+            if any(row[0] for row in self._ranks.gather_numbers((int(bool(problem)),))):
+                return False
+        return True
 
     def _go_over(self, target: Partition) -> None:
         """Between two iterations, everything settled and everything there: takes the layers of `target` into use, where
@@ -628,18 +649,28 @@ class WorkerLoop:
         """How the backward of a stage is split whose layers come from several: if it is not the same for all of them,
         that is tried. All ranks of a worker split it in the same way, since they wait for each other in the ops. Raises
         SiblingError."""
-        options = self._options
         if self._alike(self._wanted_split) is None:
             self._split.close()
-            found = self._ranks.together(
-                lambda: try_split(
-                    *(self._workload, options.job, self._cuts, self._me.stage, options.seed, options.optimization),
-                    *(self._optimizer.module, self._device),
-                )
-            )
-            self._wanted_split = self._alike(found) or "fused"
+            self._wanted_split = "fused"  # where this breaks off among the ranks, it is not tried for ever
+            self._wanted_split = self._alike(self._ranks.together(self._found_split)) or "fused"
             self._put_in(self._wanted_split)
         self._split_agreed = True
+
+    def _found_split(self) -> StrategyName:
+        """How the backward of the stage can be split. Where it can't be tried, as when the data are gone that it is
+        tried on, it stays whole."""
+        options = self._options
+        try:
+            return try_split(
+                *(self._workload, options.job, self._cuts, self._me.stage, options.seed, options.optimization),
+                *(self._optimizer.module, self._device),
+            )
+        except Exception as error:
+            if self._ranks.broke(error) or isinstance(error, (TransferError, torch.AcceleratorError)):
+                raise
+            text = f"stage {self._me.stage}: its backward stays whole; to split it could not be tried"
+            self._channel.say("warning", text=f"{text}: {describe_exception(error)}"[:1000])
+            return "fused"
 
     def _alike(self, split: StrategyName | None) -> StrategyName | None:
         """What all ranks of this worker bring; None where they bring different ones."""

@@ -37,6 +37,7 @@ _ONCE: Mapping[str, tuple[str, ...]] = {
     "raised": ("generation", "iteration", "op", "micro_batch"),
     "broken": ("generation", "peer"),
     "state_lost": ("generation",),
+    "unmoved": ("generation",),
     "dying": (),
     "error": (),
     "fatal": (),

@@ -20,7 +20,7 @@ from openrecycle.agent.checkpoints.weights import WeightsError
 from openrecycle.agent.config.timeouts import ALIVE_SECONDS
 from openrecycle.agent.messages.channel import FENCED, WorkerChannel
 from openrecycle.agent.messages.delivery import Followed, LogTail
-from openrecycle.agent.models.parallelized import Parallelized
+from openrecycle.agent.models.parallelized import OtherRankError, Parallelized
 from openrecycle.agent.models.stage_io import StageIOError
 from openrecycle.agent.models.state import StateError
 from openrecycle.agent.monitoring.heartbeat import Status, measured_ops
@@ -95,7 +95,7 @@ def main(spec: WorkerSpec, pipe: Connection, siblings: Sequence[Connection] = ()
         channel.say("fatal", text=str(error))
         channel.wait_for_generation(WorkerChannel.OVER - 1)
     except Exception as error:
-        if communicator.ranks.broke(error):
+        if communicator.ranks.broke(error) or isinstance(error, OtherRankError):
             time.sleep(SIBLING_SECONDS)  # another rank is gone: the news of it ends this process, with its own code
         last_words(error)
         channel.say("error", text=describe_exception(error))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -222,6 +223,52 @@ def test_a_rank_dies_while_layers_of_several_ranks_move(way: str) -> None:
     assert [line["relayout"]["partition"] for line in job.lines if "relayout" in line] == [[3, 1]]
     calm = LocalJob(**grid, iterations=7).run()
     assert job.losses == calm.losses and job.lines[-1] == calm.lines[-1]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("sharding", ["none", at_length("zero1")])
+def test_layers_that_can_not_be_built_where_they_should_go_stay(tmp_path: Path, sharding: Any) -> None:
+    """Their builder reads weights that are gone by then. Nobody ends, and a person is told once."""
+    grid: dict[str, Any] = {"pipelines": 3, "stages": 2, "micro_batches": 2}
+    grid |= {"iterations": 10, "optimization": Optimization(sharding=sharding)}
+    weights = tmp_path / "weights.pt"
+    weights.write_bytes(b"weights")
+    told = TINY | {"layers": 8}
+
+    def act(job: LocalJob, line: Message) -> None:
+        if "iteration" in line:
+            weights.unlink(missing_ok=True)
+
+    workload = NamedWorkload("tests.agent.kept_weights:FromFile", {**told, "file": str(weights)})
+    job = LocalJob(**grid, workload=workload, relayout="always", kills=("W1_1@2:F0",), pace=0.017, on_line=act).run()
+    calm = uncut(**grid, workload=NamedWorkload("openrecycle.agent.examples.gpt:Gpt", told))
+    assert job.dead == ["W1_1"] and job.losses == calm.losses and job.lines[-1] == calm.lines[-1]
+    assert not [line for line in job.lines if "relayout" in line]
+    (warning,) = (line["warning"] for line in job.lines if "warning" in line)
+    assert str(weights) in warning
+
+
+@pytest.mark.processes
+@pytest.mark.chaos
+def test_layers_that_one_rank_of_a_worker_can_not_build_stay(tmp_path: Path) -> None:
+    weights = tmp_path / "weights.pt"
+    weights.write_bytes(b"weights")
+
+    def act(job: LocalJob, line: Message) -> None:
+        if "iteration" in line:
+            weights.unlink(missing_ok=True)
+
+    grid = of_two_ranks("fully_sharded") | {"iterations": 8, "micro_batches": 2}
+    told = {**TINY, "layers": 4, "file": str(weights)}
+    workload = NamedWorkload("tests.agent.kept_weights:FromFileOfOneRank", told)
+    job = LocalJob(
+        **grid | {"workload": workload}, relayout="always", kills=("W1_1@2:F0",), pace=0.05, on_line=act
+    ).run()
+    calm = LocalJob(**grid).run()
+    assert job.dead == ["W1_1"] and job.losses == calm.losses and job.lines[-1] == calm.lines[-1]
+    warnings = [line["warning"] for line in job.lines if "warning" in line]
+    assert len(warnings) == 1 and str(weights) in warnings[0], warnings
+    assert not [line for line in job.lines if "relayout" in line]
 
 
 def test_a_move_is_worth_its_cost_by_the_hour() -> None:
