@@ -1,4 +1,4 @@
-"""Examples whose layers need a file, as weights would be: `--workload tests.agent.kept_weights:FromFile`."""
+"""Jobs that need a file for a while, as weights would be: `--workload tests.agent.kept_weights:FromFile`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed
-from torch import nn
+from torch import Tensor, nn
 
 from openrecycle.agent.examples import fully_sharded
 from openrecycle.agent.examples.gpt import Gpt
+from openrecycle.agent.models.workload import PROBED
+from tests.agent.layered import Mixture
 
 
 class FromFile(Gpt):
@@ -35,3 +37,15 @@ class FromFileOfOneRank(fully_sharded.Gpt):
         if torch.distributed.get_rank():
             self._file.read_bytes()
         return super().build_layer(layer, layers, seed)
+
+
+class PassingData(Mixture):
+    """file: while it is there, the data of the first iterations can be read, too."""
+
+    def __init__(self, file: str, layers: int = 6) -> None:
+        self._file = Path(file)
+
+    def inputs(self, seed: int, iteration: int, pipeline: int, micro_batch: int) -> tuple[Tensor, Tensor]:
+        if iteration < PROBED:
+            self._file.read_bytes()
+        return super().inputs(seed, iteration, pipeline, micro_batch)

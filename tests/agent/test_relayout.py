@@ -13,7 +13,7 @@ from openrecycle.agent.config.options import Faults, HandOver, Optimization
 from openrecycle.agent.coordination.choosing import worth_moving
 from openrecycle.agent.coordination.launcher import Deploy
 from openrecycle.agent.coordination.local import LocalCoordination
-from openrecycle.agent.models.workload import NamedWorkload
+from openrecycle.agent.models.workload import PROBED, NamedWorkload
 from openrecycle.agent.workers.relayout import Move, moves
 from openrecycle.planner.jobs.job import Worker
 from tests.agent.local_jobs import ENDLESS, TINY, LocalJob, Message, uncut
@@ -269,6 +269,29 @@ def test_layers_that_one_rank_of_a_worker_can_not_build_stay(tmp_path: Path) -> 
     warnings = [line["warning"] for line in job.lines if "warning" in line]
     assert len(warnings) == 1 and str(weights) in warnings[0], warnings
     assert not [line for line in job.lines if "relayout" in line]
+
+
+@pytest.mark.processes
+def test_a_stage_whose_backward_can_not_be_tried_any_more_keeps_it_whole(tmp_path: Path) -> None:
+    """Layers of two kinds of stages meet, and the data are gone on which it would be tried how to split them."""
+    kept = tmp_path / "first-batches"
+    kept.write_bytes(b"data")
+
+    def act(job: LocalJob, line: Message) -> None:
+        if line.get("iteration") == PROBED:
+            kept.unlink()
+
+    told = {"file": str(kept), "layers": LAYERS}
+    workload = NamedWorkload("tests.agent.kept_weights:PassingData", told)
+    kills = (f"W1_1@{PROBED + 2}:F1",)
+    job = _job(PROBED + 6, {2: (3, 1, 2)}, workload=workload, kills=kills, on_line=act)
+    assert job.dead == ["W1_1"] and [line["relayout"]["partition"] for line in job.lines if "relayout" in line] == [
+        [3, 1, 2]
+    ]
+    assert any(str(kept) in line["warning"] for line in job.lines if "warning" in line)
+    kept.write_bytes(b"data")
+    calm = uncut(iterations=PROBED + 6, workload=workload, optimization=CLIP)
+    assert job.losses == calm.losses and job.lines[-1] == calm.lines[-1]
 
 
 def test_a_move_is_worth_its_cost_by_the_hour() -> None:
