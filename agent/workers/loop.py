@@ -129,6 +129,8 @@ class WorkerLoop:
         """Puts together what a worker of that place needs, with the stage's initial state."""
         options, channel = self._options, self._channel
         self._me, self._placed = me, False
+        self._restored: tuple[str | None, Worker, Partition] | None = None
+        """The checkpoint that has been taken up, where and with which layers, while nothing has changed since."""
         upcoming = getattr(self._workload, "upcoming", None)
         if upcoming is not None and me.stage in (0, options.job.stages - 1):
             upcoming([])  # a process that it starts comes up while the stage is put together
@@ -185,7 +187,10 @@ class WorkerLoop:
         """Becomes the worker of the place, the layers and the checkpoint that a generation asks for, where it is not,
         and gives up what it holds. Raises TransferError, also when the checkpoint can't be read."""
         other = bool(orders.held) and not self._state.begun and self._cuts.partition != orders.held
-        other = other or orders.cell != self._me or orders.restore is not None or not self._placed
+        taken_up = (orders.restore, orders.cell, orders.partition)
+        other = other or orders.cell != self._me or not self._placed
+        # Who needed longer for a checkpoint than others wait has it when they go back to it once more.
+        other = other or (orders.restore is not None and self._restored != taken_up)
         # A stage is put together by all ranks of a worker, in exchange with each other.
         if not any(row[0] for row in self._ranks.gather_numbers((int(other),))):
             return
@@ -205,6 +210,7 @@ class WorkerLoop:
         if state is not None:
             self._load(state)
             self._state.holds_everything()
+            self._restored = taken_up
 
     def _load(self, state: StageState) -> None:
         """Of a checkpoint. Raises StateError."""
@@ -347,6 +353,7 @@ class WorkerLoop:
             self._evaluate(iteration, script, groups)
             # Where that has put the last step right, what was copied of it is of no use.
             self._checkpoint(whole, last=False)
+            self._restored = None
             self._executor.run(iteration, script, groups, redo, self._left_out(orders, iteration))
             redo = None
             if iteration == formed:
@@ -490,6 +497,7 @@ class WorkerLoop:
         if shards is None:
             return
         self._end_sharing()
+        self._restored = None  # what others own is given up here
         host = hashlib.sha256(f"{socket.gethostname()} {self._communicator.address}".encode()).digest()
         lacks = int(shards.stale) + 2 * int(shards.bare)
         mine = (int.from_bytes(host[:7]), lacks, *to_words(shards.shards_held, len(shards.sizes)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -49,3 +50,19 @@ class PassingData(Mixture):
         if iteration < PROBED:
             self._file.read_bytes()
         return super().inputs(seed, iteration, pipeline, micro_batch)
+
+
+class SlowToReturn(Gpt):
+    """To build the first layer takes until others have given up on it once more. given_up: a file that says how often
+    they have, from the moment on that this holds."""
+
+    def __init__(self, given_up: str, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._given_up = Path(given_up)
+
+    def build_layer(self, layer: int, layers: int, seed: int) -> nn.Module:
+        if layer == 0 and self._given_up.exists():
+            before = self._given_up.read_text()
+            while self._given_up.read_text() == before:
+                time.sleep(0.01)
+        return super().build_layer(layer, layers, seed)
