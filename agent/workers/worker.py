@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import asdict
 from multiprocessing.connection import Connection
+from typing import NoReturn
 
 import torch
 
@@ -99,10 +100,18 @@ def main(spec: WorkerSpec, pipe: Connection, siblings: Sequence[Connection] = ()
             time.sleep(SIBLING_SECONDS)  # another rank is gone: the news of it ends this process, with its own code
         last_words(error)
         channel.say("error", text=describe_exception(error))
-        sys.stdout.flush()
-        os._exit(FAILED)
-    # Not sys.exit: gloo's threads may still sit in a group that was given up.
-    os._exit(0)
+        _exit(FAILED)
+    _exit(0)
+
+
+def _exit(code: int) -> NoReturn:
+    """Not as sys.exit: gloo's threads may still sit in a group that was given up. So what has been printed, and not
+    handed to the system yet, would be lost. Of the thread that trains: others, which end this process because it counts
+    no more, may not wait for whoever reads it."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    os._exit(code)
 
 
 def _guard_output(channel: WorkerChannel, spec: WorkerSpec, log: LogTail) -> None:
