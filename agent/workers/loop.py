@@ -55,6 +55,7 @@ from openrecycle.agent.workers.recovery import (
     Agreement,
     Environment,
     NoAgreementError,
+    UnlikeError,
     agree,
     check_alike,
     in_turn,
@@ -66,7 +67,7 @@ from openrecycle.agent.workers.spec import WorkerSpec
 from openrecycle.agent.workers.state_transfer import StateReceiver, StateServer, send_no_offer
 from openrecycle.agent.workers.tied import TiedSums
 from openrecycle.agent.workers.validation_exchange import Steps
-from openrecycle.planner.jobs.job import Worker
+from openrecycle.planner.jobs.job import Worker, WorkerRank
 from openrecycle.planner.plans.plan import Plan
 
 _JOINING = -1
@@ -114,6 +115,8 @@ class WorkerLoop:
             self._state.holds_everything()
             if origin is not None and origin.resumed is not None:
                 self._load(load_layers(Path(origin.resumed), self._cuts.span(me.stage)))
+        self._known = not spec.joins
+        """Has it been in a generation with all others, or is it one of the first?"""
         self._generation = self._taken_in = 0
         """_taken_in: the generation in which its layers were taken into use; 0: they were the stage's when it came."""
         self._evaluated = self._evaluated_by_all = 0
@@ -422,25 +425,26 @@ class WorkerLoop:
         """Compares what everybody has, and takes up what follows: rolls back, settles the last step
         where it is in doubt, and where anybody has gone over to other layers already, takes those into use: all have
         what they need for it then. They need not be those of `target`: another plan may have been chosen since. held:
-        the layers that the launcher takes all to have. Raises NoAgreementError."""
+        the layers that the launcher takes all to have. Raises NoAgreementError; UnlikeError where this newcomer can't
+        be in the job, and of all others Interrupted then."""
         committed = self._optimizer.committed if self._state.begun else _JOINING
         alike = self._makeup.numbers()
         has = (self._taken_in, *self._cuts.partition)
         rows = groups.gather_rows(
             (
                 *(committed, self._state.missing, self._evaluated, self._state.provisional),
-                *(*alike, int(self._split_agreed), *has, *self._steps.numbers()),
+                *(int(self._known), *alike, int(self._split_agreed), *has, *self._steps.numbers()),
             )
         )
-        front = 4 + len(alike)
+        front = 5 + len(alike)
         rest = front + 1 + len(has)
+        self._exclude_unlike({w: row[5:front] for w, row in rows.items()}, [w for w, row in rows.items() if row[4]])
         has_of = {w: row[front + 1 : rest] for w, row in rows.items()}
         newest = newest_partition([has_of[w] for w, row in rows.items() if row[0] != _JOINING] or [has])
         self._evaluated_by_all = min((row[2] for row in rows.values() if row[0] != _JOINING), default=0)
         if self._cuts.partition != newest and committed == _JOINING:
             self._cuts = replace(self._cuts, partition=newest)
             self._take_place(self._me, self._origin)
-        check_alike({w: row[4:front] for w, row in rows.items()})
         counts = {w: None if row[0] == _JOINING else row[0] for w, row in rows.items()}
         incomplete = {w for w, row in rows.items() if row[0] != _JOINING and row[1]}
         members = agree(counts, incomplete, attempt=self._generation)
@@ -475,6 +479,16 @@ class WorkerLoop:
         if newest == target and (some_had_not or target != held):
             self._say_rearranged(agreement.iteration)
         return agreement
+
+    def _exclude_unlike(self, rows: dict[WorkerRank, tuple[int, ...]], known: list[WorkerRank]) -> None:
+        """A newcomer that would compute otherwise ends, and the others form without it."""
+        unlike = check_alike(rows, known)
+        if text := unlike.get(WorkerRank(self._me, self._ranks.rank)):
+            raise UnlikeError(text)
+        if unlike:
+            self._channel.wait_for_generation(self._generation)
+            raise Interrupted
+        self._known = True
 
     def _come_along(self, iteration: int) -> None:
         """Layers under way go on from the iteration agreed on, or begin anew."""

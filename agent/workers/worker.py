@@ -31,7 +31,7 @@ from openrecycle.agent.transport.communicator import Communicator
 from openrecycle.agent.transport.ranks import Ranks
 from openrecycle.agent.workers.loop import WorkerLoop
 from openrecycle.agent.workers.rank_relay import RankRelay
-from openrecycle.agent.workers.recovery import NoAgreementError
+from openrecycle.agent.workers.recovery import NoAgreementError, UnlikeError
 from openrecycle.agent.workers.spec import WorkerSpec
 
 # An exit code that the launcher tells from those of agent.messages.channel.
@@ -95,6 +95,13 @@ def main(spec: WorkerSpec, pipe: Connection, siblings: Sequence[Connection] = ()
             _say_for_people(channel, status, log, spec)
         channel.say("fatal", text=str(error))
         channel.wait_for_generation(WorkerChannel.OVER - 1)
+    except UnlikeError as error:
+        # Of a newcomer alone: it ends, as one that can't start, and the others go on.
+        channel.say("warning", text=f"{spec.worker} can't be in the job: {error}")
+        if console:
+            _say_for_people(channel, status, log, spec)
+        channel.say("error", text=str(error))
+        _exit(FAILED)
     except Exception as error:
         if communicator.ranks.broke(error) or isinstance(error, OtherRankError):
             time.sleep(SIBLING_SECONDS)  # another rank is gone: the news of it ends this process, with its own code
