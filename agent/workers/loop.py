@@ -214,6 +214,8 @@ class WorkerLoop:
             self._load(state)
             self._state.holds_everything()
             self._restored = taken_up
+            # What came of it may have gone with those who had not told it yet.
+            self._evaluated = 0
 
     def _load(self, state: StageState) -> None:
         """Of a checkpoint. Raises StateError."""

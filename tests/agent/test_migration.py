@@ -94,6 +94,39 @@ def test_who_needs_longer_for_a_checkpoint_than_others_wait_takes_it_up_once(tmp
     assert job.losses == fault_free_losses(len(job.losses), **GRID)
 
 
+def test_an_evaluation_that_went_with_its_stage_is_made_again(tmp_path: Path) -> None:
+    """Those who knew it are gone, and have not told it; the others had their part in it."""
+    lost = set[int]()
+
+    def heard(job: LocalJob, worker: str, message: Message) -> None:
+        if message["kind"] != "evaluated" or not any("checkpoint" in line for line in job.lines):
+            return
+        if not lost:
+            lost.add(message["iteration"])
+            job.signal("W0_1", signal.SIGKILL)
+            job.signal("W1_1", signal.SIGKILL)
+        if message["generation"] == 1 and message["iteration"] in lost:
+            message["kind"] = "lost on its way"
+
+    def act(job: LocalJob, line: dict[str, Any]) -> None:
+        if lost and len(job.dead) == 2 and len(job.iterations) > max(lost) + 2:
+            job.launcher.end_soon()
+
+    job = LocalJob(
+        **GRID,
+        workload=NamedWorkload("tests.agent.evaluated:Evaluated", TINY),
+        evaluate_every=2,
+        checkpoints=Checkpoints(directory=tmp_path, every=2, keep=50),
+        checkpoint=lambda: next((str(c.path) for c in whole_checkpoints(tmp_path)), None),
+        on_line=act,
+        on_message=heard,
+    ).run()
+    found = [line["evaluation"]["iteration"] for line in job.lines if "evaluation" in line]
+    assert lost and job.dead == ["W0_1", "W1_1"] and lost <= set(found)
+    assert found == sorted({*range(2, len(job.losses), 2), len(job.losses)})
+    assert job.losses == fault_free_losses(len(job.losses), **GRID)
+
+
 def test_without_a_checkpoint_the_job_ends_with_a_sentence() -> None:
     def act(job: LocalJob, line: dict[str, Any]) -> None:
         if line.get("iteration") == 2:
