@@ -253,6 +253,9 @@ def take_better(state: State, offer: Offer, notes: list[Decision]) -> Transition
     candidate = offer.find(offer.better) if offer.better else None
     if candidate is None:
         return Transition(state, tuple(notes), "re-routing is the best option")
+    if candidate.partition and candidate.partition == state.unmovable:
+        text = f"{candidate.name} would be better, and layers could not move when it was tried"
+        return Transition(state, (*notes, Note("info", "plan", text)), text)
     if state.frozen_by:
         text = f"{candidate.name} would be better, and waits: {state.frozen_by} has frozen the plan"
         return Transition(state, (*notes, Note("info", "plan", text)), text)

@@ -52,6 +52,7 @@ from openrecycle.agent.coordination.membership import (
     UNHEARD,
     Broken,
     FailureTimeouts,
+    Generation,
     Member,
     State,
     counts,
@@ -184,6 +185,8 @@ def _meanwhile(state: State, event: InterimPlanUsed, now: float, failure_timeout
 def _layers_moved(state: State, event: LayersMoved, now: float, failure_timeouts: FailureTimeouts) -> Transition:
     if state.current is None or event.generation > state.generation:
         return refuse(state, "invalid", f"generation {event.generation} has not begun")
+    if event.problem:
+        return _layers_stay(state, state.current, event, now)
     if event.generation == state.generation and event.partition != state.current.partition:
         expected = f"the layers per stage of generation {event.generation}: {state.current.partition}"
         return refuse(state, "invalid", f"partition: got {event.partition}, expected {expected}")
@@ -195,6 +198,18 @@ def _layers_moved(state: State, event: LayersMoved, now: float, failure_timeouts
     text = f"layers per stage are {', '.join(map(str, event.partition))} from here on"
     notes = (Note("info", "recovery", "; ".join(filter(None, (text, event.text)))),)
     return Transition(replace(state, held=event.partition, moved=(event.generation, event.iteration)), notes, text)
+
+
+def _layers_stay(state: State, current: Generation, event: LayersMoved, now: float) -> Transition:
+    if state.over or event.generation != state.generation or not state.moving:
+        return Transition(state, reason="known already")
+    if event.partition != state.held:
+        return refuse(state, "invalid", f"partition: got {event.partition}, expected that which all have: {state.held}")
+    if state.pending is not None:
+        return Transition(state, reason="another generation is about to open, in which it is tried again")
+    text = f"layers stay where they are: {event.problem}"
+    state = replace(state, current=replace(current, partition=state.held), unmovable=current.partition)
+    return reconsider(state, text, [Note("warning", "recovery", text)], now, anew=True)
 
 
 def _finished(state: State, event: Finished, now: float, failure_timeouts: FailureTimeouts) -> Transition:

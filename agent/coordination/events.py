@@ -138,12 +138,14 @@ class InterimPlanUsed:
 
 @dataclass(frozen=True)
 class LayersMoved:
-    """The workers have so many layers per stage from `iteration` on, in `generation`; text: what that took."""
+    """The workers have so many layers per stage from `iteration` on, in `generation`; text: what that took. problem:
+    why they could not take those of `generation`, and keep what they have."""
 
     generation: int
     iteration: int
     partition: tuple[int, ...]
     text: str = ""
+    problem: str = ""
 
 
 @dataclass(frozen=True)

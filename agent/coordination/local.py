@@ -175,7 +175,7 @@ class LocalCoordination(Coordination):
 
     def report(self, message: Relayout | Recovery | ValidationReport) -> None:
         if isinstance(message, Relayout):
-            self._take(LayersMoved(message.generation, message.iteration, message.partition))
+            self._take(LayersMoved(message.generation, message.iteration, message.partition, problem=message.problem))
             self._look_for_layout()
 
     def meanwhile(self, generation: int, plan: Plan) -> None:
@@ -231,7 +231,7 @@ class LocalCoordination(Coordination):
             return  # all is different since; it is looked for again
         try:
             partition = found.result().partition
-            if partition == held:
+            if partition in (held, self._state.unmovable):
                 return
             lost = frozenset(map(Worker.parse, failed))
             plan = checked(self._catalog.at(partition).plan_for(lost)[0])

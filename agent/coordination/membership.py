@@ -242,7 +242,8 @@ class State:
     choice_timeout: seconds that an operator has for a choice in manual mode. offer: the newest one.
     frozen_by: the operator who has frozen the plan; "": nobody. links: what is remembered of links that broke.
     held: layers per stage as the workers have them; (): the model's stages can't be cut. moved: the generation and the
-    iteration from which on they have; zeros: from the start.
+    iteration from which on they have; zeros: from the start. unmovable: layers per stage that they could not take when
+    they were to: nobody asks for them again but a person.
     """
 
     members: Mapping[str, Member]
@@ -262,6 +263,7 @@ class State:
     links: Links = field(default_factory=Links)
     held: tuple[int, ...] = ()
     moved: tuple[int, int] = (0, 0)
+    unmovable: tuple[int, ...] = ()
 
     @classmethod
     def new(

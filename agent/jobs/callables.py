@@ -101,7 +101,8 @@ class CallableWorkload:
 
     def largest(self, seed: int) -> tuple[Any, Any]:
         """A micro-batch's (inputs, targets), padded to the largest length that there may be."""
-        inputs, targets = self.loading.split(self._widest(first_readable(partial(self._made, seed))))
+        made = compat.copied(first_readable(partial(self._made, seed)))
+        inputs, targets = self.loading.split(self._widest(made))
         return _passed_on(inputs, self.input_names), targets
 
     @property
@@ -110,7 +111,7 @@ class CallableWorkload:
 
     def weight(self, targets: Any) -> Any:
         assert self.loading.weight is not None
-        return self.loading.weight(targets)
+        return self.loading.weight(compat.copied(targets))
 
     def as_found(self) -> CallableWorkload:
         """With what its data show: the names of its inputs, where they are keyword arguments, and, where micro-batches
@@ -211,12 +212,14 @@ class EvaluationBatches:
         self._batch: tuple[int, tuple[Any, Any]] | None = None
 
     def inputs(self, seed: int, index: int) -> Tensor | tuple[Tensor, ...]:
-        return _passed_on(self._of(seed, index)[0], self.input_names)
+        return _passed_on(compat.copied(self._of(seed, index)[0]), self.input_names)
 
     def targets(self, seed: int, index: int) -> Any:
-        return self._of(seed, index)[1]
+        return compat.copied(self._of(seed, index)[1])
 
     def _of(self, seed: int, index: int) -> tuple[Any, Any]:
+        """Made once for both, and for the next evaluation where this is the only one here. Layers and metrics may
+        change what they get in place: that is a copy."""
         if self._batch is None or self._batch[0] != index:
             with own_numbers("evaluation data", seed, index):
                 made = self.make_batch(index)

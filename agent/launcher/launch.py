@@ -221,6 +221,8 @@ class Launcher:
         """The line of the record on their newest change, while workers may still say how long it took them."""
         self._stalls = dict[str, float]()
         """By worker, milliseconds of that."""
+        self._unmovable: tuple[int, ...] = ()
+        """The newest that they could not take; it has been said."""
         self._documents: dict[str, str] = {}
         """Of plans, by fingerprint, how workers and other nodes are told of them."""
         self._data_wait = DataWait()
@@ -466,6 +468,8 @@ class Launcher:
                     self._go_on_moving()
             case "rearranged":
                 self._rearranged(entry, message)
+            case "unmoved":
+                self._unmoved(message)
             case "committed":
                 self._all_live(message["generation"], message["iteration"])
                 iteration, loss, skipped = message["iteration"], message["loss"], message["skipped"]
@@ -565,6 +569,21 @@ class Launcher:
         self._stalls[entry.incarnation] = message["stall_ms"]
         if len(self._stalls) == len(deployed.deployment.living):
             self._record_relayout()
+
+    def _unmoved(self, message: channel.Message) -> None:
+        """A worker can't build the layers that were to come to it: all keep those that they have."""
+        deployed = self._deployed
+        if (
+            deployed is None
+            or message["generation"] != deployed.deployment.generation
+            or not self._rearranges(deployed)
+        ):
+            return
+        if self._unmovable != deployed.partition:
+            self._unmovable = deployed.partition
+            self._listener({"warning": f"layers stay where they are: {message['text']}"})
+        about = {"generation": message["generation"], "iteration": message["iteration"], "problem": message["text"]}
+        self._coordination.report(Relayout(**about, partition=self._held, moved_layers=0))
 
     def _record_relayout(self) -> None:
         """Once all have gone over; or some have died meanwhile, or all is over."""

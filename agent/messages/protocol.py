@@ -528,13 +528,15 @@ class Recovery(Message):
 class Relayout(Message):
     """POST /jobs/{job_id}/relayouts. All workers have so many layers per stage (`partition`) from `iteration` on.
 
-    moved_layers: that have changed their stage.
+    moved_layers: that have changed their stage. problem: why none have, which were to; `partition` is the one before
+    then.
     """
 
     generation: Count
     iteration: Count
     partition: Annotated[tuple[Annotated[int, Field(ge=1, le=MAX_LAYERS), INTEGER], ...], Field(max_length=MAX_LAYERS)]
     moved_layers: Annotated[int, Field(ge=0, le=MAX_LAYERS), INTEGER]
+    problem: Annotated[str, StringConstraints(max_length=1000), Field(exclude_if=lambda text: not text)] = ""
 
 
 class LogLine(Message):

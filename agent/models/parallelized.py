@@ -32,6 +32,10 @@ Way = Literal["whole", "tensor", "data"]
 FIELD = "parallelize"
 
 
+class OtherRankError(RuntimeError):
+    """Another rank of this worker could not build a layer, and has said why."""
+
+
 class Parallelized:
     """`workload`, each of whose layers comes as this rank's part of it. What it says else is unchanged. mesh: a
     DeviceMesh of the worker's ranks. gather: among them. divided: are micro-batches divided over the ranks, too (see
@@ -39,6 +43,7 @@ class Parallelized:
 
     def __init__(self, workload: Workload, rank: int, mesh: Any, gather: Gather, *, divided: bool) -> None:
         self._workload, self._rank, self._mesh, self.divided = workload, rank, mesh, divided
+        self._gather = gather
         self._device = torch.device(mesh.device_type)
         if divided:
             self._workload = DividedBatches(workload, rank, mesh.size(), gather)
@@ -50,8 +55,18 @@ class Parallelized:
         return getattr(self._workload, name)
 
     def _build(self, layer: int, layers: int, seed: int) -> nn.Module:
-        # A copy: a workload that is given its modules gives the same one each time.
-        built = copy.deepcopy(build_layer(self._workload, layer, layers, seed))
+        problem: Exception | None = None
+        try:
+            # A copy: a workload that is given its modules gives the same one each time.
+            built = copy.deepcopy(build_layer(self._workload, layer, layers, seed))
+        except Exception as error:
+            problem = error
+        # The others would wait in `parallelize` for one that does not come to it.
+        failed = self._gather(torch.tensor([int(problem is not None)]))
+        if problem is not None:
+            raise problem
+        if failed.any():
+            raise OtherRankError(f"another rank of this worker could not build layer {layer}")
         module: nn.Module = self._workload.parallelize(built, self._mesh)  # type: ignore[attr-defined]
         module = module if module is not None else built
         if not self.divided:

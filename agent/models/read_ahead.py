@@ -33,6 +33,11 @@ Place = tuple[int, int, int]
 """(iteration, pipeline, micro-batch)."""
 
 
+_BROKEN = (OSError, EOFError, RuntimeError, pickle.PickleError)
+"""What the two processes meet where one of them is gone, or, by torch, where shared memory can't be had or is gone: the
+data have no part in it."""
+
+
 @dataclass(frozen=True)
 class Read:
     """Reads micro-batches with the seed of their place."""
@@ -84,7 +89,7 @@ class ReadAhead:
                 self._send(place)
             while place not in self._there and self._process is not None:
                 self._receive()
-        except (OSError, EOFError) as error:
+        except _BROKEN as error:
             self._gone(error)
         if place in self._expected:
             self._expected.remove(place)
@@ -103,7 +108,7 @@ class ReadAhead:
                 self._receive()
             while self._expected and len(self._asked) + len(self._there) < self._count:
                 self._send(self._expected.pop(0))
-        except (OSError, EOFError) as error:
+        except _BROKEN as error:
             self._gone(error)
 
     def _send(self, place: Place) -> None:
@@ -161,7 +166,7 @@ def _serve(payload: bytes, threads: int, pipe: Connection) -> None:
     torch.set_num_threads(threads)
     read: Read = pickle.loads(payload)
     stream = read.stream
-    with contextlib.suppress(EOFError, OSError):
+    with contextlib.suppress(*_BROKEN):
         while True:
             place, offered = pipe.recv()
             if stream is not None:
@@ -175,8 +180,8 @@ def _serve(payload: bytes, threads: int, pipe: Connection) -> None:
             news = pickle.dumps(stream.take_news() if stream is not None else [])
             try:
                 pipe.send((place, fine, found, news))
-            except OSError:
-                raise
+            except (OSError, RuntimeError):
+                raise  # where there is no shared memory left, the worker itself can read it all the same
             except Exception as error:  # a micro-batch that can't be sent
                 pipe.send((place, False, _sendable(error), news))
     os._exit(0)

@@ -192,7 +192,9 @@ class OpProgress:
         if kind not in LIMITED:
             return None
         longest = self._longest.get(kind)
-        return self._first if longest is None else max(self._least, TIMES_LONGEST * longest)
+        limit = self._first if longest is None else max(self._least, TIMES_LONGEST * longest)
+        # Now and then a step is undone and taken anew, which is no glance at it any more.
+        return max(limit, self.limit("O") or 0.0) if kind == VALIDATION else limit
 
     @property
     def longest_limit(self) -> float:

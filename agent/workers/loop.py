@@ -33,7 +33,7 @@ from openrecycle.agent.messages.channel import GenerationSpec, WorkerChannel
 from openrecycle.agent.messages.delivery import LogTail
 from openrecycle.agent.messages.int64 import from_words, to_words
 from openrecycle.agent.models.layers import Partition, Span, first_names, layer_count, layer_of, partition_of, tied_of
-from openrecycle.agent.models.parallelized import gathered_tensors, part_of_rank
+from openrecycle.agent.models.parallelized import OtherRankError, gathered_tensors, part_of_rank
 from openrecycle.agent.models.shares import Writer
 from openrecycle.agent.models.stage_io import CPU, StageCuts, layer_io_of
 from openrecycle.agent.models.state import StageState
@@ -56,6 +56,7 @@ from openrecycle.agent.workers.recovery import (
     Agreement,
     Environment,
     NoAgreementError,
+    UnlikeError,
     agree,
     check_alike,
     in_turn,
@@ -67,7 +68,7 @@ from openrecycle.agent.workers.spec import WorkerSpec
 from openrecycle.agent.workers.state_transfer import StateReceiver, StateServer, send_no_offer
 from openrecycle.agent.workers.tied import TiedSums
 from openrecycle.agent.workers.validation_exchange import Steps
-from openrecycle.planner.jobs.job import Worker
+from openrecycle.planner.jobs.job import Worker, WorkerRank
 from openrecycle.planner.plans.plan import Plan
 
 _JOINING = -1
@@ -115,6 +116,8 @@ class WorkerLoop:
             self._state.holds_everything()
             if origin is not None and origin.resumed is not None:
                 self._load(load_layers(Path(origin.resumed), self._cuts.span(me.stage)))
+        self._known = not spec.joins
+        """Has it been in a generation with all others, or is it one of the first?"""
         self._generation = self._taken_in = 0
         """_taken_in: the generation in which its layers were taken into use; 0: they were the stage's when it came."""
         self._evaluated = self._evaluated_by_all = 0
@@ -130,6 +133,8 @@ class WorkerLoop:
         """Puts together what a worker of that place needs, with the stage's initial state."""
         options, channel = self._options, self._channel
         self._me, self._placed = me, False
+        self._restored: tuple[str | None, Worker, Partition] | None = None
+        """The checkpoint that has been taken up, where and with which layers, while nothing has changed since."""
         upcoming = getattr(self._workload, "upcoming", None)
         if upcoming is not None and me.stage in (0, options.job.stages - 1):
             upcoming([])  # a process that it starts comes up while the stage is put together
@@ -186,7 +191,10 @@ class WorkerLoop:
         """Becomes the worker of the place, the layers and the checkpoint that a generation asks for, where it is not,
         and gives up what it holds. Raises TransferError, also when the checkpoint can't be read."""
         other = bool(orders.held) and not self._state.begun and self._cuts.partition != orders.held
-        other = other or orders.cell != self._me or orders.restore is not None or not self._placed
+        taken_up = (orders.restore, orders.cell, orders.partition)
+        other = other or orders.cell != self._me or not self._placed
+        # Who needed longer for a checkpoint than others wait has it when they go back to it once more.
+        other = other or (orders.restore is not None and self._restored != taken_up)
         # A stage is put together by all ranks of a worker, in exchange with each other.
         if not any(row[0] for row in self._ranks.gather_numbers((int(other),))):
             return
@@ -198,7 +206,7 @@ class WorkerLoop:
         try:
             if orders.restore is not None:
                 state = load_layers(Path(orders.restore), cuts.span(orders.cell.stage))
-        except CheckpointError as error:
+        except (CheckpointError, OSError) as error:  # the next generation tries again, with this one or an older
             raise TransferError(str(error)) from None
         self._cuts, self._taken_in = cuts, 0
         # With the origin that the job has, as one has that comes later: all must write the same checkpoints.
@@ -206,6 +214,9 @@ class WorkerLoop:
         if state is not None:
             self._load(state)
             self._state.holds_everything()
+            self._restored = taken_up
+            # What came of it may have gone with those who had not told it yet.
+            self._evaluated = 0
 
     def _load(self, state: StageState) -> None:
         """Of a checkpoint. Raises StateError."""
@@ -334,6 +345,7 @@ class WorkerLoop:
             self._evaluate(iteration, script, groups)
             # Where that has put the last step right, what was copied of it is of no use.
             self._checkpoint(whole, last=False)
+            self._restored = None
             self._executor.run(iteration, script, groups, redo, self._left_out(orders, iteration))
             redo = None
             if iteration == formed:
@@ -401,25 +413,26 @@ class WorkerLoop:
         """Compares what everybody has, and takes up what follows: rolls back, settles the last step
         where it is in doubt, and where anybody has gone over to other layers already, takes those into use: all have
         what they need for it then. They need not be those of `target`: another plan may have been chosen since. held:
-        the layers that the launcher takes all to have. Raises NoAgreementError."""
+        the layers that the launcher takes all to have. Raises NoAgreementError; UnlikeError where this newcomer can't
+        be in the job, and of all others Interrupted then."""
         committed = self._optimizer.committed if self._state.begun else _JOINING
         alike = self._makeup.numbers()
         has = (self._taken_in, *self._cuts.partition)
         rows = groups.gather_rows(
             (
                 *(committed, self._state.missing, self._evaluated, self._state.provisional),
-                *(*alike, int(self._split_agreed), *has, *self._steps.numbers()),
+                *(int(self._known), *alike, int(self._split_agreed), *has, *self._steps.numbers()),
             )
         )
-        front = 4 + len(alike)
+        front = 5 + len(alike)
         rest = front + 1 + len(has)
+        self._exclude_unlike({w: row[5:front] for w, row in rows.items()}, [w for w, row in rows.items() if row[4]])
         has_of = {w: row[front + 1 : rest] for w, row in rows.items()}
         newest = newest_partition([has_of[w] for w, row in rows.items() if row[0] != _JOINING] or [has])
         self._evaluated_by_all = min((row[2] for row in rows.values() if row[0] != _JOINING), default=0)
         if self._cuts.partition != newest and committed == _JOINING:
             self._cuts = replace(self._cuts, partition=newest)
             self._take_place(self._me, self._origin)
-        check_alike({w: row[4:front] for w, row in rows.items()})
         counts = {w: None if row[0] == _JOINING else row[0] for w, row in rows.items()}
         incomplete = {w for w, row in rows.items() if row[0] != _JOINING and row[1]}
         members = agree(counts, incomplete, attempt=self._generation)
@@ -455,6 +468,16 @@ class WorkerLoop:
             self._say_rearranged(agreement.iteration)
         return agreement
 
+    def _exclude_unlike(self, rows: dict[WorkerRank, tuple[int, ...]], known: list[WorkerRank]) -> None:
+        """A newcomer that would compute otherwise ends, and the others form without it."""
+        unlike = check_alike(rows, known)
+        if text := unlike.get(WorkerRank(self._me, self._ranks.rank)):
+            raise UnlikeError(text)
+        if unlike:
+            self._channel.wait_for_generation(self._generation)
+            raise Interrupted
+        self._known = True
+
     def _come_along(self, iteration: int) -> None:
         """Layers under way go on from the iteration agreed on, or begin anew."""
         for span, coming in list(self._coming.items()):
@@ -476,6 +499,7 @@ class WorkerLoop:
         if shards is None:
             return
         self._end_sharing()
+        self._restored = None  # what others own is given up here
         host = hashlib.sha256(f"{socket.gethostname()} {self._communicator.address}".encode()).digest()
         lacks = int(shards.stale) + 2 * int(shards.bare)
         mine = (int.from_bytes(host[:7]), lacks, *to_words(shards.shards_held, len(shards.sizes)))
@@ -509,14 +533,20 @@ class WorkerLoop:
         self, groups: Groups, agreement: Agreement[Worker], living: list[Worker], target: Partition
     ) -> bool:
         """Has the layers come that this worker will need, and gives away those that others will. Returns whether
-        anything moves. Raises TransferError."""
+        anything moves: nothing does where somebody can't build what it is to get, and all go on as they are. Raises
+        TransferError."""
         if self._cuts.partition == target or agreement.hands_over:
             self._coming = {}
             self._steps.beside, self._executor.exchange = [], None
             return False
         begun, sharded = time.monotonic(), self._executor.sharded
         planned = moves(self._cuts.partition, target, living, self._generation)
-        self._build([move.span for move in planned if move.to == self._me])
+        built = self._build([move.span for move in planned if move.to == self._me], agreement.iteration)
+        # Before anything is sent: who can't take it would leave the giver to wait.
+        if not all(row[0] for row in groups.gather_rows((int(built),)).values()):
+            self._coming = {}
+            self._steps.beside, self._executor.exchange = [], None
+            return False
         for move in planned:
             peers = [w for w in living if w.stage == move.source.stage]
             holders = in_turn(peers, peers.index(move.source))[: None if sharded is None else 1]
@@ -553,9 +583,9 @@ class WorkerLoop:
             for coming in self._coming.values():
                 coming.state.wait(WAIT_SECONDS)
 
-    def _build(self, mine: Sequence[Span]) -> None:
-        """The layers of these spans, beside the stage, as far as they are not here from the generation before. Raises
-        SiblingError."""
+    def _build(self, mine: Sequence[Span], iteration: int) -> bool:
+        """The layers of these spans, beside the stage, as far as they are not here from the generation before; False:
+        they can't be built. The stage is whole without them: so that is no reason to end. Raises SiblingError."""
         options, kept = self._options, self._coming
         self._coming = {}
         # All ranks of a worker build a layer together, in exchange with each other: each in the same order, and none
@@ -570,7 +600,22 @@ class WorkerLoop:
                 *(span, self._cuts.layers, self._workload, options.job, options.seed),
                 *(options.optimization, self._device, self._say_hand_over),
             )
-            self._coming[span] = self._ranks.together(make)
+            problem = ""
+            try:
+                self._coming[span] = self._ranks.together(make)
+            except (TransferError, torch.AcceleratorError):
+                raise  # the second: the device's context is gone for good
+            except OtherRankError:
+                problem = "on another rank"
+            except Exception as error:
+                problem = describe_exception(error)
+                which = ", ".join(map(str, span))
+                text = f"{self._me} can't build what was to come to it, of the model's layers {which}: {problem}"[:1000]
+                self._channel.say("unmoved", generation=self._generation, iteration=iteration, text=text)
+            # One that got none builds none of the next with the others.
+            if any(row[0] for row in self._ranks.gather_numbers((int(bool(problem)),))):
+                return False
+        return True
 
     def _go_over(self, target: Partition) -> None:
         """Between two iterations, everything settled and everything there: takes the layers of `target` into use, where
@@ -614,18 +659,28 @@ class WorkerLoop:
         """How the backward of a stage is split whose layers come from several: if it is not the same for all of them,
         that is tried. All ranks of a worker split it in the same way, since they wait for each other in the ops. Raises
         SiblingError."""
-        options = self._options
         if self._alike(self._wanted_split) is None:
             self._split.close()
-            found = self._ranks.together(
-                lambda: try_split(
-                    *(self._workload, options.job, self._cuts, self._me.stage, options.seed, options.optimization),
-                    *(self._optimizer.module, self._device),
-                )
-            )
-            self._wanted_split = self._alike(found) or "fused"
+            self._wanted_split = "fused"  # where this breaks off among the ranks, it is not tried for ever
+            self._wanted_split = self._alike(self._ranks.together(self._found_split)) or "fused"
             self._put_in(self._wanted_split)
         self._split_agreed = True
+
+    def _found_split(self) -> StrategyName:
+        """How the backward of the stage can be split. Where it can't be tried, as when the data are gone that it is
+        tried on, it stays whole."""
+        options = self._options
+        try:
+            return try_split(
+                *(self._workload, options.job, self._cuts, self._me.stage, options.seed, options.optimization),
+                *(self._optimizer.module, self._device),
+            )
+        except Exception as error:
+            if self._ranks.broke(error) or isinstance(error, (TransferError, torch.AcceleratorError)):
+                raise
+            text = f"stage {self._me.stage}: its backward stays whole; to split it could not be tried"
+            self._channel.say("warning", text=f"{text}: {describe_exception(error)}"[:1000])
+            return "fused"
 
     def _alike(self, split: StrategyName | None) -> StrategyName | None:
         """What all ranks of this worker bring; None where they bring different ones."""

@@ -37,6 +37,7 @@ _ONCE: Mapping[str, tuple[str, ...]] = {
     "raised": ("generation", "iteration", "op", "micro_batch"),
     "broken": ("generation", "peer"),
     "state_lost": ("generation",),
+    "unmoved": ("generation",),
     "dying": (),
     "error": (),
     "fatal": (),
@@ -56,6 +57,12 @@ def _all_hashes(values: Sequence[str]) -> str:
     return "".join(hashlib.sha256("".join(parts).encode()).hexdigest() for parts in of_layers)
 
 
+def _furthest(said: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Of what they are at, what has taken the largest share of its limit: a rank that hangs in an op is seen whichever
+    it is, though the others have left the iteration."""
+    return max(said, key=lambda current: current["seconds"] / current["limit"] if current["limit"] else 0.0)
+
+
 _MERGED: Mapping[str, Callable[[Sequence[Any]], Any]] = {
     "iteration": max,
     "whole": all,
@@ -63,6 +70,8 @@ _MERGED: Mapping[str, Callable[[Sequence[Any]], Any]] = {
     "sha256": _all_hashes,
     "stall_ms": max,
     "at": max,
+    "current": _furthest,
+    "op_limit": max,
     "pids": lambda parts: [pid for part in parts for pid in part],
     "skipped": lambda parts: sorted({number for part in parts for number in part}),
 }

@@ -39,6 +39,10 @@ class NoAgreementError(RuntimeError):
     """The survivors can't go on together; the sentence says why."""
 
 
+class UnlikeError(RuntimeError):
+    """This newcomer computes otherwise than the job does; the sentence says how."""
+
+
 class StateHolder(Protocol):
     """Of a stage's state: a worker, or one of its ranks, which holds a part of it. stage: alike of those that hold the
     same."""
@@ -177,23 +181,29 @@ class Environment:
         return (self.threads, self.device, *found, *(0,) * (3 - len(found)))
 
 
-def check_alike(rows: Mapping[H, tuple[int, ...]]) -> None:
-    """rows: everybody's `Environment.numbers`. Raises NoAgreementError naming two that differ."""
-    first = min(rows)
+def check_alike(rows: Mapping[H, tuple[int, ...]], known: Collection[H] = ()) -> dict[H, str]:
+    """Those that compute otherwise than the job, and in words, how. rows: everybody's `Environment.numbers`. known:
+    those that have been in the job before, by which it goes; none: by all. Raises NoAgreementError where these differ
+    among themselves: the others can do without a newcomer, and not without one of them."""
+    known = known or rows
+    first, found = min(known), {}
     for worker in sorted(rows):
         mine, other = rows[worker], rows[first]
         if mine[0] != other[0]:
-            raise NoAgreementError(
+            found[worker] = (
                 f"{worker} computes with {mine[0]} threads and {first} with {other[0]}: the number shows in the "
                 "bits of sums, so it must be the same on all workers (OMP_NUM_THREADS)"
             )
-        if mine[1] != other[1]:
-            raise NoAgreementError(
+        elif mine[1] != other[1]:
+            found[worker] = (
                 f"{worker} and {first} compute on devices of different kinds, which shows in the bits: all workers of "
                 "a job need the same model of GPU, and the same CUDA and NCCL"
             )
-        if mine != other:
+        elif mine != other:
             version, expected = (".".join(map(str, row[2:])) for row in (mine, other))
-            raise NoAgreementError(
+            found[worker] = (
                 f"{worker} has torch {version} and {first} has {expected}: all workers need the same version"
             )
+    if fatal := next((text for worker, text in found.items() if worker in known), None):
+        raise NoAgreementError(fatal)
+    return found

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import asdict
 from multiprocessing.connection import Connection
+from typing import NoReturn
 
 import torch
 
@@ -20,7 +21,7 @@ from openrecycle.agent.checkpoints.weights import WeightsError
 from openrecycle.agent.config.timeouts import ALIVE_SECONDS
 from openrecycle.agent.messages.channel import FENCED, WorkerChannel
 from openrecycle.agent.messages.delivery import Followed, LogTail
-from openrecycle.agent.models.parallelized import Parallelized
+from openrecycle.agent.models.parallelized import OtherRankError, Parallelized
 from openrecycle.agent.models.stage_io import StageIOError
 from openrecycle.agent.models.state import StateError
 from openrecycle.agent.monitoring.heartbeat import Status, measured_ops
@@ -30,7 +31,7 @@ from openrecycle.agent.transport.communicator import Communicator
 from openrecycle.agent.transport.ranks import Ranks
 from openrecycle.agent.workers.loop import WorkerLoop
 from openrecycle.agent.workers.rank_relay import RankRelay
-from openrecycle.agent.workers.recovery import NoAgreementError
+from openrecycle.agent.workers.recovery import NoAgreementError, UnlikeError
 from openrecycle.agent.workers.spec import WorkerSpec
 
 # An exit code that the launcher tells from those of agent.messages.channel.
@@ -94,15 +95,30 @@ def main(spec: WorkerSpec, pipe: Connection, siblings: Sequence[Connection] = ()
             _say_for_people(channel, status, log, spec)
         channel.say("fatal", text=str(error))
         channel.wait_for_generation(WorkerChannel.OVER - 1)
+    except UnlikeError as error:
+        # Of a newcomer alone: it ends, as one that can't start, and the others go on.
+        channel.say("warning", text=f"{spec.worker} can't be in the job: {error}")
+        if console:
+            _say_for_people(channel, status, log, spec)
+        channel.say("error", text=str(error))
+        _exit(FAILED)
     except Exception as error:
-        if communicator.ranks.broke(error):
+        if communicator.ranks.broke(error) or isinstance(error, OtherRankError):
             time.sleep(SIBLING_SECONDS)  # another rank is gone: the news of it ends this process, with its own code
         last_words(error)
         channel.say("error", text=describe_exception(error))
-        sys.stdout.flush()
-        os._exit(FAILED)
-    # Not sys.exit: gloo's threads may still sit in a group that was given up.
-    os._exit(0)
+        _exit(FAILED)
+    _exit(0)
+
+
+def _exit(code: int) -> NoReturn:
+    """Not as sys.exit: gloo's threads may still sit in a group that was given up. So what has been printed, and not
+    handed to the system yet, would be lost. Of the thread that trains: others, which end this process because it counts
+    no more, may not wait for whoever reads it."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    os._exit(code)
 
 
 def _guard_output(channel: WorkerChannel, spec: WorkerSpec, log: LogTail) -> None:

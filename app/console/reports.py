@@ -248,11 +248,13 @@ class Reports:
             raise ConsoleError(409, "misfit", f"moved_layers: got {count}, expected at most {sum(partition)}")
         with storing():
             opened = self._store.generation(job_id, message.generation)
-        if opened is None or tuple(opened["partition"]) != partition:
+        fits = opened is not None and tuple(opened["partition"]) == partition
+        if not fits and not message.problem:
             detail = f"partition: got {list(partition)}, which is not that of generation {message.generation}"
             raise ConsoleError(409, "misfit", detail)
-        text = layers_move(count, done=True)
-        job.apply(happening.LayersMoved(message.generation, message.iteration, partition, text), sender=sender)
+        text = "" if message.problem else layers_move(count, done=True)
+        moved = happening.LayersMoved(message.generation, message.iteration, partition, text, message.problem)
+        job.apply(moved, sender=sender)
 
     def validated(self, job_id: str, report: ValidationReport) -> None:
         """What came of checking an iteration's gradients. A report that is known already changes nothing."""

@@ -1,10 +1,12 @@
-"""The example's model, which ends its process at the start: `--workload tests.agent.crashing:Crashing`."""
+"""The example's model, whose process ends at the start, or can't be in the job."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from openrecycle.agent.examples.gpt import Gpt
 
@@ -20,3 +22,12 @@ class Crashing(Gpt):
         if self._broken.exists():
             os._exit(7)
         return super().build_layer(layer, layers, seed)
+
+
+class Unlike(Gpt):
+    """other: a file. Whoever starts while it is there computes with more threads than those before."""
+
+    def __init__(self, other: str, **settings: Any) -> None:
+        super().__init__(**settings)
+        if Path(other).exists():
+            torch.set_num_threads(torch.get_num_threads() + 1)

@@ -54,6 +54,7 @@ class LocalJob:
         timeouts: Timeouts | None = None,
         hand_over: HandOver | None = None,
         partition: tuple[int, ...] = (),
+        evaluate_every: int = 0,
         decides: Callable[..., Coordination] = LocalCoordination,
         plans: type[Catalog] = Catalog,
         on_line: Callable[[LocalJob, Message], None] = lambda job, line: None,
@@ -76,6 +77,7 @@ class LocalJob:
                 TrainingOptions(
                     job=job,
                     iterations=iterations,
+                    evaluate_every=evaluate_every,
                     planning=Planning(pace=",".join(f"{kind}={1000 * pace:g}ms" for kind in "FIW") if pace else None),
                     optimization=optimization or Optimization(),
                     platform=computes_on,

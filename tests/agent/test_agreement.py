@@ -112,8 +112,27 @@ def test_the_next_attempt_asks_another_peer_first() -> None:
 
 def test_workers_that_compute_differently_are_told_so() -> None:
     one, other = Environment("2.13.0+cpu", 1).numbers(), Environment("2.13.0", 1).numbers()
-    check_alike({Worker(0, 0): one, Worker(0, 1): other})
+    assert check_alike({Worker(0, 0): one, Worker(0, 1): other}) == {}
     with pytest.raises(NoAgreementError, match="W0_1 computes with 4 threads and W0_0 with 1"):
         check_alike({Worker(0, 0): one, Worker(0, 1): Environment("2.13.0", 4).numbers()})
     with pytest.raises(NoAgreementError, match=r"W0_1 has torch 2\.12\.1 and W0_0 has 2\.13\.0"):
         check_alike({Worker(0, 0): one, Worker(0, 1): Environment("2.12.1", 1).numbers()})
+
+
+def test_a_newcomer_that_computes_differently_is_the_one_that_goes() -> None:
+    """Whatever its place: that of the first worker, too."""
+    like, unlike = Environment("2.13.0", 1).numbers(), Environment("2.13.0", 1, 7).numbers()
+    first, second, third = Worker(0, 0), Worker(1, 0), Worker(0, 1)
+    for joins in (first, second, third):
+        known = {first, second, third} - {joins}
+        rows = {w: like if w in known else unlike for w in (first, second, third)}
+        assert list(check_alike(rows, known)) == [joins]
+        with pytest.raises(NoAgreementError):
+            check_alike(rows | {min(known): unlike}, known)
+    assert check_alike({first: like, second: like, third: like}, {first}) == {}
+
+
+def test_all_that_are_in_the_job_are_compared_though_all_are_new() -> None:
+    rows = {Worker(0, 0): Environment("2.13.0", 1).numbers(), Worker(0, 1): Environment("2.13.0", 2).numbers()}
+    with pytest.raises(NoAgreementError):
+        check_alike(rows, ())

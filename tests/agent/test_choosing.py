@@ -299,6 +299,25 @@ def test_layers_that_are_on_their_way_are_had_before_others(operator: bool) -> N
     assert run.state.pending is not None and run.state.pending.partition == (2, 4)
 
 
+def test_layers_that_nobody_could_take_are_not_asked_for_again() -> None:
+    """But by a person, who may have put right what was wrong."""
+    run = Run(3, 2, partition=(3, 3)).start()
+    run.exit("W1_1")
+    run.resume()
+    better = Offer(("W1_1",), (Candidate(REPARTITION, ("W1_1",), partition=(4, 2)),), REPARTITION)
+    run.send(Offered(("W1_1",), better))
+    assert run.state.moving and run.opened[-1].partition == (4, 2)
+    stays = LayersMoved(3, 9, (3, 3), problem="W0_0 can't build layer 3")
+    run.send(stays)
+    assert not run.state.moving and run.opened[-1].partition == (3, 3) and len(run.opened) == 4
+    run.send(stays)  # of another worker
+    run.resume()
+    run.send(Offered(("W1_1",), better))
+    assert len(run.opened) == 4 and sum("W0_0 can't build" in n.text for n in run.notes if n.severity == "warning") == 1
+    run.send(Chosen(REPARTITION, "ada"))
+    assert run.state.moving and run.opened[-1].partition == (4, 2)
+
+
 def test_a_way_that_no_longer_fits_is_not_taken() -> None:
     """The one that was to move has failed in the same moment: the offer speaks of fewer failures."""
     run = two_out(Mode.MANUAL)

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from openrecycle import Callback, Checkpoints, Evaluation, Faults, InputError, Loading, Optimization, Planning
 from openrecycle.agent.config.randomness import seed_for
+from openrecycle.agent.jobs.callables import CallableWorkload, EvaluationBatches
 from openrecycle.agent.jobs.trainer import TrainingResult
 from openrecycle.agent.launcher.record import EvaluationResult
 from openrecycle.agent.messages.protocol import Iteration, Recovery
@@ -244,3 +245,25 @@ def test_an_evaluation_that_can_not_be(options: dict[str, Any], field: str) -> N
     with pytest.raises(InputError) as error:
         Evaluation(data=third, **options)
     assert error.value.field == field
+
+
+def test_what_layers_and_metrics_change_in_place_is_a_copy() -> None:
+    """The only micro-batch that a worker evaluates is kept from one evaluation to the next."""
+    given = torch.ones(2, 3), torch.ones(2)
+    batches = EvaluationBatches(lambda index: given, 1, {}, Loading())
+    for _ in range(2):
+        inputs, targets = batches.inputs(0, 0), batches.targets(0, 0)
+        assert isinstance(inputs, Tensor) and bool(inputs.all()) and bool(targets.all())
+        inputs.zero_()
+        targets.zero_()
+
+
+def test_a_weight_that_changes_targets_in_place_changes_those_of_nobody() -> None:
+    def weight(targets: Tensor) -> Tensor:
+        return targets.mul_(2).sum()
+
+    nothing: Any = None
+    workload = CallableWorkload([], nothing, nothing, nothing, None, None, 0, loading=Loading(weight=weight))
+    targets = torch.ones(3)
+    for _ in range(2):
+        assert float(workload.weight(targets)) == 6.0

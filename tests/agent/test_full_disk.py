@@ -77,6 +77,21 @@ def test_a_model_that_prints_on_a_full_disk_is_not_to_blame(tmp_path: Path) -> N
 
 
 @pytest.mark.processes
+def test_what_a_model_prints_is_there_when_the_job_has_ended(tmp_path: Path) -> None:
+    """Into a file, where Python writes it in large pieces."""
+    grid = ("--pipelines", "1", "--stages", "1", "--micro-batches", "2", "--iterations", "3")
+    task = ("--workload", "tests.agent.poisoned:Poisoned", "--workload-options", json.dumps(SMALL | {"prints": 40}))
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command, printed = [sys.executable, "-m", "agent", "launch", *grid, *task], tmp_path / "printed.txt"
+    with printed.open("w") as out:
+        done = subprocess.run(
+            command, stdout=out, stderr=subprocess.PIPE, text=True, timeout=120, check=False, env=environment
+        )
+    assert done.returncode == 0, done.stderr
+    assert printed.read_text().splitlines().count("." * 40) >= 6, "two micro-batches, three times"
+
+
+@pytest.mark.processes
 def test_a_disk_that_has_space_again_gets_the_whole_record(tmp_path: Path) -> None:
     """In a process of its own, whose files may not grow until it has said that they can't."""
     script = tmp_path / "script.py"

@@ -16,7 +16,16 @@ import pytest
 from openrecycle.agent.config.timeouts import TIMES_LONGEST, Timeouts
 from openrecycle.agent.launcher.processes import WorkerProcess
 from openrecycle.agent.monitoring.heartbeat import doing
-from openrecycle.agent.monitoring.liveness import AT_REST, DATA, WAITING, LoopLag, OpProgress, Silences, activity
+from openrecycle.agent.monitoring.liveness import (
+    AT_REST,
+    DATA,
+    VALIDATION,
+    WAITING,
+    LoopLag,
+    OpProgress,
+    Silences,
+    activity,
+)
 from openrecycle.agent.nodes.server import NodeServer
 from openrecycle.planner.jobs.job import Worker as Cell
 
@@ -194,6 +203,21 @@ def test_a_hang_is_seen_by_the_worker_s_own_times(kind: str) -> None:
 def test_long_ops_have_long_limits() -> None:
     worker = trained(3.0)
     assert worker.progress.limit("F") == pytest.approx(TIMES_LONGEST * 3.0)
+
+
+def test_to_put_a_step_right_may_take_as_long_as_a_step() -> None:
+    worker = Worker()
+    for _ in range(3):
+        worker.op(VALIDATION, 0.001)
+        worker.op("O", 8.0)
+        worker.iteration()
+    worker.spend(1.0)
+    assert worker.progress.limit(VALIDATION) == worker.progress.limit("O") == TIMES_LONGEST * 8.0
+    worker.progress.at(VALIDATION)
+    worker.spend(30.0)
+    assert not worker.current.overdue
+    worker.spend(140.0)
+    assert worker.current.overdue
 
 
 def test_what_was_never_measured_may_be_compiled_first() -> None:

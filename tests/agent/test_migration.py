@@ -10,8 +10,10 @@ import pytest
 
 from openrecycle.agent.checkpoints.checkpoint import whole_checkpoints
 from openrecycle.agent.config.options import Checkpoints
+from openrecycle.agent.config.timeouts import Timeouts
 from openrecycle.agent.launcher.launch import JobFailed
-from tests.agent.local_jobs import LocalJob, fault_free_losses
+from openrecycle.agent.models.workload import NamedWorkload
+from tests.agent.local_jobs import TINY, LocalJob, Message, fault_free_losses
 from tests.conftest import at_length
 from tests.golden import golden
 
@@ -49,6 +51,80 @@ def test_a_stage_that_lost_everybody_is_re_staffed_from_the_checkpoint(tmp_path:
     assert movers
     back = min(m["iteration"] for _, m in job.messages if m["kind"] == "formed" and m["generation"] > 1)
     assert 0 < back <= struck[0] + 1
+
+
+def test_who_needs_longer_for_a_checkpoint_than_others_wait_takes_it_up_once(tmp_path: Path) -> None:
+    """The others give up on it, in each generation anew; it goes on with what it has taken up when it is through."""
+    kept, given_up = tmp_path / "kept", tmp_path / "given-up"
+    back, broken = list[int](), list[int]()
+
+    def say() -> None:
+        (tmp_path / "next").write_text(str(len(broken)))
+        (tmp_path / "next").replace(given_up)
+
+    def act(job: LocalJob, line: dict[str, Any]) -> None:
+        if "checkpoint" in line and not given_up.exists():
+            say()
+            job.signal("W0_1", signal.SIGKILL)
+            job.signal("W1_1", signal.SIGKILL)
+        elif broken and job.iterations[-1]["generation"] > back[0]:
+            job.launcher.end_soon()
+
+    def opened(job: LocalJob, deployment: Any) -> None:
+        if job.moves and not back:
+            back.append(deployment.generation)
+
+    def heard(job: LocalJob, worker: str, message: Message) -> None:
+        if message["kind"] == "broken" and back and message["generation"] >= back[0]:
+            broken.append(message["generation"])
+            say()
+
+    workload = NamedWorkload("tests.agent.kept_weights:SlowToReturn", TINY | {"given_up": str(given_up)})
+    job = LocalJob(
+        **GRID,
+        workload=workload,
+        checkpoints=Checkpoints(directory=kept, every=2, keep=50),
+        checkpoint=lambda: next((str(c.path) for c in whole_checkpoints(kept)), None),
+        timeouts=Timeouts(form=1.0),
+        on_line=act,
+        on_generation=opened,
+        on_message=heard,
+    ).run()
+    assert job.dead == ["W0_1", "W1_1"] and broken
+    assert job.losses == fault_free_losses(len(job.losses), **GRID)
+
+
+def test_an_evaluation_that_went_with_its_stage_is_made_again(tmp_path: Path) -> None:
+    """Those who knew it are gone, and have not told it; the others had their part in it."""
+    lost = set[int]()
+
+    def heard(job: LocalJob, worker: str, message: Message) -> None:
+        if message["kind"] != "evaluated" or not any("checkpoint" in line for line in job.lines):
+            return
+        if not lost:
+            lost.add(message["iteration"])
+            job.signal("W0_1", signal.SIGKILL)
+            job.signal("W1_1", signal.SIGKILL)
+        if message["generation"] == 1 and message["iteration"] in lost:
+            message["kind"] = "lost on its way"
+
+    def act(job: LocalJob, line: dict[str, Any]) -> None:
+        if lost and len(job.dead) == 2 and len(job.iterations) > max(lost) + 2:
+            job.launcher.end_soon()
+
+    job = LocalJob(
+        **GRID,
+        workload=NamedWorkload("tests.agent.evaluated:Evaluated", TINY),
+        evaluate_every=2,
+        checkpoints=Checkpoints(directory=tmp_path, every=2, keep=50),
+        checkpoint=lambda: next((str(c.path) for c in whole_checkpoints(tmp_path)), None),
+        on_line=act,
+        on_message=heard,
+    ).run()
+    found = [line["evaluation"]["iteration"] for line in job.lines if "evaluation" in line]
+    assert lost and job.dead == ["W0_1", "W1_1"] and lost <= set(found)
+    assert found == sorted({*range(2, len(job.losses), 2), len(job.losses)})
+    assert job.losses == fault_free_losses(len(job.losses), **GRID)
 
 
 def test_without_a_checkpoint_the_job_ends_with_a_sentence() -> None:

@@ -214,6 +214,27 @@ def test_a_worker_says_what_all_its_ranks_have_said() -> None:
     assert merged.take(2, said[2]) == {**said[0], "at": 9, "skipped": [5, 7, 9]}
 
 
+def test_the_rank_that_hangs_is_what_its_worker_is_at() -> None:
+    """Though rank 0 has left the iteration by then, and waits."""
+
+    def alive(kind: str, seconds: float, limit: float | None, op_limit: float) -> dict[str, Any]:
+        current = {"kind": kind, "index": None, "seconds": seconds, "limit": limit}
+        return {"kind": "alive", "current": current, "op_limit": op_limit, "at": 1}
+
+    for said in (
+        [alive("", 40.0, None, 10.0), alive("F", 30.0, 60.0, 60.0), alive("O", 25.0, 20.0, 20.0)],
+        [alive("waiting", 40.0, None, 60.0), alive("F", 15.0, 60.0, 20.0), alive("O", 10.0, 20.0, 10.0)],
+        [alive("O", 19.0, 20.0, 20.0), alive("", 0.0, None, 20.0), alive("I", 50.0, 60.0, 60.0)],
+    ):
+        merged, told = MergedMessages(3), None
+        for rank, message in enumerate(said):
+            told = merged.take(rank, message)
+        assert told is not None and told["current"]["kind"] == "O" and told["op_limit"] == 60.0
+    merged = MergedMessages(2)
+    merged.take(0, at_rest := alive("", 40.0, None, 10.0))
+    assert merged.take(1, alive("waiting", 50.0, None, 10.0)) == at_rest
+
+
 def test_what_one_rank_can_not_finish_the_worker_has_not_done() -> None:
     """It is done again in the next generation, and said then."""
     merged = MergedMessages(2)

@@ -8,6 +8,8 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +156,49 @@ def test_it_ends_with_its_worker_however_that_ends(tmp_path: Path) -> None:
     assert worker.pid is not None and runs(pid) and pid != worker.pid
     os.kill(worker.pid, signal.SIGKILL)
     wait_until(lambda: not runs(pid))
+
+
+@dataclass
+class Unreachable:
+    """A part of a micro-batch that lies where the process of this number can't get it."""
+
+    pid: int
+
+    def __reduce__(self) -> Any:
+        return _reached, (self.pid,)
+
+
+def _reached(pid: int) -> Unreachable:
+    if os.getpid() == pid:
+        raise RuntimeError("unable to open shared memory object </torch_1_2_3> in read-write mode")
+    return Unreachable(pid)
+
+
+def unreachable(pid: int, *place: int) -> Any:
+    return own_jobs.data(*place), Unreachable(pid)
+
+
+class Unsendable(Unreachable):
+    """Nobody can give it away."""
+
+    def __reduce__(self) -> Any:
+        raise RuntimeError("unable to write to file </torch_1_2_3>: No space left on device (28)")
+
+
+def unsendable(*place: int) -> Any:
+    return own_jobs.data(*place), Unsendable(0)
+
+
+@pytest.mark.parametrize("asked", ["between the iterations", "in an op", "in an op, by its reader"])
+def test_without_shared_memory_the_worker_reads_by_itself(asked: str, caplog: pytest.LogCaptureFixture) -> None:
+    ahead = ReadAhead(Read(partial(unreachable, os.getpid()) if "reader" not in asked else unsendable, 0), 2)
+    places = [(0, 0, m) for m in range(3)]
+    ahead.expect(places)
+    if asked == "between the iterations":
+        wait_until(lambda: ahead.expect(places) or ahead.pid is None)
+    for place in places:
+        assert all(map(torch.equal, ahead.take(place)[0], Read(own_jobs.data, 0)(place)))
+    assert ahead.pid is None and len(caplog.records) == 1
 
 
 def test_an_order_that_changes_and_what_nobody_expected() -> None:

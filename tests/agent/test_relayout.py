@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -12,7 +13,7 @@ from openrecycle.agent.config.options import Faults, HandOver, Optimization
 from openrecycle.agent.coordination.choosing import worth_moving
 from openrecycle.agent.coordination.launcher import Deploy
 from openrecycle.agent.coordination.local import LocalCoordination
-from openrecycle.agent.models.workload import NamedWorkload
+from openrecycle.agent.models.workload import PROBED, NamedWorkload
 from openrecycle.agent.workers.relayout import Move, moves
 from openrecycle.planner.jobs.job import Worker
 from tests.agent.local_jobs import ENDLESS, TINY, LocalJob, Message, uncut
@@ -221,6 +222,75 @@ def test_a_rank_dies_while_layers_of_several_ranks_move(way: str) -> None:
     assert job.dead == ["W1_0", "W1_1"]
     assert [line["relayout"]["partition"] for line in job.lines if "relayout" in line] == [[3, 1]]
     calm = LocalJob(**grid, iterations=7).run()
+    assert job.losses == calm.losses and job.lines[-1] == calm.lines[-1]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("sharding", ["none", at_length("zero1")])
+def test_layers_that_can_not_be_built_where_they_should_go_stay(tmp_path: Path, sharding: Any) -> None:
+    """Their builder reads weights that are gone by then. Nobody ends, and a person is told once."""
+    grid: dict[str, Any] = {"pipelines": 3, "stages": 2, "micro_batches": 2}
+    grid |= {"iterations": 10, "optimization": Optimization(sharding=sharding)}
+    weights = tmp_path / "weights.pt"
+    weights.write_bytes(b"weights")
+    told = TINY | {"layers": 8}
+
+    def act(job: LocalJob, line: Message) -> None:
+        if "iteration" in line:
+            weights.unlink(missing_ok=True)
+
+    workload = NamedWorkload("tests.agent.kept_weights:FromFile", {**told, "file": str(weights)})
+    job = LocalJob(**grid, workload=workload, relayout="always", kills=("W1_1@2:F0",), pace=0.017, on_line=act).run()
+    calm = uncut(**grid, workload=NamedWorkload("openrecycle.agent.examples.gpt:Gpt", told))
+    assert job.dead == ["W1_1"] and job.losses == calm.losses and job.lines[-1] == calm.lines[-1]
+    assert not [line for line in job.lines if "relayout" in line]
+    (warning,) = (line["warning"] for line in job.lines if "warning" in line)
+    assert str(weights) in warning
+
+
+@pytest.mark.processes
+@pytest.mark.chaos
+def test_layers_that_one_rank_of_a_worker_can_not_build_stay(tmp_path: Path) -> None:
+    weights = tmp_path / "weights.pt"
+    weights.write_bytes(b"weights")
+
+    def act(job: LocalJob, line: Message) -> None:
+        if "iteration" in line:
+            weights.unlink(missing_ok=True)
+
+    grid = of_two_ranks("fully_sharded") | {"iterations": 8, "micro_batches": 2}
+    told = {**TINY, "layers": 4, "file": str(weights)}
+    workload = NamedWorkload("tests.agent.kept_weights:FromFileOfOneRank", told)
+    job = LocalJob(
+        **grid | {"workload": workload}, relayout="always", kills=("W1_1@2:F0",), pace=0.05, on_line=act
+    ).run()
+    calm = LocalJob(**grid).run()
+    assert job.dead == ["W1_1"] and job.losses == calm.losses and job.lines[-1] == calm.lines[-1]
+    warnings = [line["warning"] for line in job.lines if "warning" in line]
+    assert len(warnings) == 1 and str(weights) in warnings[0], warnings
+    assert not [line for line in job.lines if "relayout" in line]
+
+
+@pytest.mark.processes
+def test_a_stage_whose_backward_can_not_be_tried_any_more_keeps_it_whole(tmp_path: Path) -> None:
+    """Layers of two kinds of stages meet, and the data are gone on which it would be tried how to split them."""
+    kept = tmp_path / "first-batches"
+    kept.write_bytes(b"data")
+
+    def act(job: LocalJob, line: Message) -> None:
+        if line.get("iteration") == PROBED:
+            kept.unlink()
+
+    told = {"file": str(kept), "layers": LAYERS}
+    workload = NamedWorkload("tests.agent.kept_weights:PassingData", told)
+    kills = (f"W1_1@{PROBED + 2}:F1",)
+    job = _job(PROBED + 6, {2: (3, 1, 2)}, workload=workload, kills=kills, on_line=act)
+    assert job.dead == ["W1_1"] and [line["relayout"]["partition"] for line in job.lines if "relayout" in line] == [
+        [3, 1, 2]
+    ]
+    assert any(str(kept) in line["warning"] for line in job.lines if "warning" in line)
+    kept.write_bytes(b"data")
+    calm = uncut(iterations=PROBED + 6, workload=workload, optimization=CLIP)
     assert job.losses == calm.losses and job.lines[-1] == calm.lines[-1]
 
 

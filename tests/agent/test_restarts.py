@@ -92,6 +92,27 @@ def test_one_that_dies_at_each_start_is_left_out_and_a_person_can_start_it(tmp_p
     assert job.losses == fault_free_losses(len(job.losses), **GRID)
 
 
+def test_one_that_computes_otherwise_than_the_others_is_left_out(tmp_path: Path) -> None:
+    """As on another GPU: what it would compute has other bits. It ends, and is not started again for ever."""
+    other, left_out = tmp_path / "other", list[int]()
+
+    def act(job: LocalJob, line: Message) -> None:
+        if line.get("iteration") == 0:
+            other.touch()
+        if "restart" in line and line["restart"]["number"] > line["restart"]["most"]:
+            left_out.append(len(job.iterations))
+        if left_out and len(job.iterations) == left_out[0] + 2:
+            job.launcher.end_soon()
+
+    workload = NamedWorkload("tests.agent.crashing:Unlike", {"other": str(other), **MODEL})
+    faults = Faults(max_restarts=2, restart_delay=0.1)
+    # The place of the first worker, by which others could go.
+    job = LocalJob(**GRID, kills=("W0_0@1:I1",), pace=0.02, faults=faults, workload=workload, on_line=act).run()
+    assert [(r["worker"], r["number"]) for r in restarts(job.lines)] == [("W0_0", 1), ("W0_0", 2), ("W0_0", 3)]
+    assert sum("threads" in line.get("warning", "") for line in job.lines) == 2
+    assert job.losses == fault_free_losses(len(job.losses), **GRID)
+
+
 def test_kills_that_no_plan_survives_at_once_may_be_asked_for_where_workers_come_back() -> None:
     grid, kills = Job.uniform(2, 2, 2), ["W0_1@5:F0", "W1_1@500:F0"]
     with pytest.raises(InfeasibleError):

@@ -90,6 +90,22 @@ def test_layers_move_after_a_death_and_back_after_the_return(here: ConsoleHere) 
     assert job.live.state.generation == 5, "and now they stay"
 
 
+def test_layers_that_nobody_could_take_stay(here: ConsoleHere) -> None:
+    job = Layered(here).register().commit(0, 9, 1).die("W1_1")
+    job.resume(2)
+    until(lambda: job.live.state.generation == 3, "the layers are to move")
+    report = Relayout(generation=3, iteration=12, partition=HOME, moved_layers=0, problem="W0_0 can't build layer 3")
+    job.console.reports.rearranged(job.job_id, report)
+    until(lambda: job.live.state.generation == 4, "all go on as they are")
+    job.resume(4)
+    current = job.live.state.current
+    assert current is not None and (current.partition, job.live.state.held) == (HOME, HOME)
+    plan = here.console.plans.cache.plan(current.plan_fingerprint)
+    assert plan.partition == HOME and not job.live.state.moving
+    told = [e for e in here.console.queries.events(job.job_id, 0, 1000) if "can't build layer 3" in e["text"]]
+    assert [e["severity"] for e in told if e["kind"] == "recovery"] == ["warning"]
+
+
 def test_who_fails_while_layers_move_is_planned_for_with_those_that_come(here: ConsoleHere) -> None:
     job = Layered(here).register().commit(0, 9, 1).die("W1_1")
     job.resume(2)
