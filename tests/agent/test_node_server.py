@@ -13,6 +13,7 @@ import pytest
 
 from openrecycle.agent.config.options import TrainingOptions
 from openrecycle.agent.models.workload import NamedWorkload
+from openrecycle.agent.nodes import succession
 from openrecycle.agent.nodes.frames import Frames, greet
 from openrecycle.agent.nodes.pool import NodeHub
 from openrecycle.agent.nodes.server import LeadLost, NodeServer
@@ -123,8 +124,11 @@ def node_of(first: FirstLead, next_lead: NodeHub) -> Iterator[Node]:
         node.stop()
 
 
-def test_a_node_follows_a_lead_that_was_not_ready_for_it_at_first(first: FirstLead, next_lead: NodeHub) -> None:
+def test_a_node_follows_a_lead_that_was_not_ready_for_it_at_first(
+    first: FirstLead, next_lead: NodeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its connection with the silent lead is closed by then."""
+    monkeypatch.setattr(succession, "LOOK_SECONDS", 0.5)
     with node_of(first, next_lead) as node:
         status = next_lead.lead_status
         assert first.frames is not None and isinstance(status, Asked)
