@@ -92,12 +92,29 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         with suppress(ImportError):  # without numba
             compiled_functions()  # small plans too are made by machine code then: those of tests are many
     gc.enable()
-    gc.collect()
-    gc.freeze()
+    _freeze()
     gc.set_threshold(20_000, 20, 50)
     # Whoever distributes the tests has none to run.
     if session.config.getoption("--fast") and session.items:
         _refuse_processes()
+
+
+_imported = 0
+
+
+def _freeze() -> None:
+    global _imported
+    gc.collect()
+    gc.freeze()
+    _imported = len(sys.modules)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """What the tests of a file have imported stays, too."""
+    other = nextitem is not None and nextitem.path != item.path
+    if other and len(sys.modules) > _imported + 200:
+        _freeze()
 
 
 def _refuse_processes() -> None:

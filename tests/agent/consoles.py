@@ -30,9 +30,13 @@ class JobConsole(ForkedConsole):
         answer.raise_for_status()
         return answer.json()
 
-    def job_id(self) -> str:
-        """Of the only job, as soon as there is one."""
-        return str(until(lambda: self.read("/jobs")["jobs"], "a job", 90)[0]["job_id"])
+    def job_id(self, name: str | None = None) -> str:
+        """Of the job of that name, or of the only one, as soon as there is one."""
+
+        def found() -> list[dict[str, Any]]:
+            return [job for job in self.read("/jobs")["jobs"] if name in (None, job["name"])]
+
+        return str(until(found, "a job", 90)[0]["job_id"])
 
     def crash(self) -> None:
         """SIGKILL: no goodbye, no flush."""

@@ -133,7 +133,7 @@ def _inner(value: Any) -> Any:
 
 # -- a job on either device -----------------------------------------------------------------------
 
-JOB = Job(2, 3, 3)
+JOB = Job(2, 3, 2)
 ITERATIONS, WIDTH = 3, 6
 POISONED = (1, 1, 0)
 

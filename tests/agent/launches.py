@@ -37,6 +37,12 @@ _WARM = {
     "openrecycle.agent.jobs.trainer",
     "openrecycle.app.cli",
     "openrecycle.app.server",
+    "openrecycle.cli",
+    # What a launcher and a console import as they start. Nothing that starts a thread, as pyarrow does: what is
+    # forked from the server would lack it.
+    *(f"openrecycle.agent.{name}" for name in ("launcher.launch", "nodes.pool", "coordination.local")),
+    *("openrecycle.agent.monitoring.console_link", "alembic.command", "pydantic.v1", "sqlite3"),
+    *("uvicorn.lifespan.on", "uvicorn.loops.uvloop", "uvicorn.protocols.websockets.websockets_sansio_impl"),
     # What tests train is unpickled in each worker, with the module of the test.
     "tests.conftest",
     "tests.golden",

@@ -13,6 +13,8 @@ from typing import Any
 from tests.agent.launches import Launched
 
 GRID = ("--pipelines", "2", "--stages", "3", "--micro-batches", "4")
+# Where the shape does not matter.
+SQUARE = ("--pipelines", "2", "--stages", "2", "--micro-batches", "2")
 TINY = ("--workload-options", '{"width": 32, "heads": 2, "sequence": 16, "batch": 2}')
 ITERATIONS = 6
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import re
@@ -16,6 +17,9 @@ from typing import Any
 import pytest
 import yaml
 
+from openrecycle.agent.config.options import TrainingOptions
+from openrecycle.agent.jobs.preflight import check_workload
+from openrecycle.planner.jobs.job import Job
 from tests.agent.consoles import until
 from tests.agent.node_runs import kill_group, lines
 from tests.agent.runs import Run
@@ -121,7 +125,7 @@ def test_its_links_lead_somewhere(name: str) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", ["plain_torch", at_length("torch_stages"), "torchtitan_debug"])
+@pytest.mark.parametrize("name", [at_length("plain_torch"), at_length("torch_stages"), "torchtitan_debug"])
 def test_a_script_survives_its_kill(name: str, tmp_path: Path) -> None:
     """That of transformers has its test in test_from_transformers."""
     if name == "torchtitan_debug" and not all(map(importlib.util.find_spec, ("torchtitan", "spmd_types", "triton"))):
@@ -147,6 +151,13 @@ def test_a_script_survives_its_kill(name: str, tmp_path: Path) -> None:
 # -- on several -------------------------------------------------------------------------------------
 
 
+def test_the_script_s_workload_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(with_job(tmp_path))
+    script = importlib.import_module("my_job")
+    assert check_workload(script.workload(), TrainingOptions(job=Job.uniform(2, 2, 4))).least
+
+
+@pytest.mark.chaos
 @pytest.mark.processes
 def test_the_script_and_the_command_compute_the_same(calm: Run, tmp_path: Path) -> None:
     command = [sys.executable, "my_job.py"]

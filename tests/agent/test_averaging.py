@@ -40,19 +40,6 @@ def same(a: TrainingResult, b: TrainingResult) -> bool:
 
 
 @pytest.mark.processes
-def test_it_is_the_average_over_the_steps() -> None:
-    runs = [run(iterations) for iterations in (1, 2, 3)]
-    expected = runs[0].state_dict(1)
-    for result in runs:
-        expected = {n: expected[n].lerp(t, 1 - DECAY) for n, t in result.state_dict(1).items()}
-    found = runs[-1].state_dict(1, averaged=True)
-    assert found.keys() == expected.keys()
-    for name, value in found.items():
-        assert torch.allclose(value, expected[name], atol=1e-6)
-        assert not torch.equal(value, runs[-1].state_dict(1)[name])
-
-
-@pytest.mark.processes
 @pytest.mark.parametrize(
     "changes",
     [
@@ -84,17 +71,25 @@ class Weights(Callback):
 
 
 @pytest.mark.processes
-def test_weights_are_there_while_it_trains(tmp_path: Path) -> None:
+def test_it_is_the_average_over_the_steps_and_there_while_it_trains(tmp_path: Path) -> None:
     weights = Weights()
     # Each is read before the next is written, or not at all: all are kept.
-    result = run(4, checkpoints=Checkpoints(directory=tmp_path, every=2, keep=9), callbacks=[weights])
-    assert sorted(weights.found) == [2, 4]
+    result = run(4, checkpoints=Checkpoints(directory=tmp_path, every=1, keep=9), callbacks=[weights])
+    assert sorted(weights.found) == [1, 2, 3, 4]
     layers = range(masked_jobs.LAYERS)
     last = [result.state_dict(k, averaged=averaged) for averaged in (False, True) for k in layers]
     for found, expected in zip(weights.found[4], last, strict=True):
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert not torch.equal(weights.found[2][0]["table.weight"], last[0]["table.weight"])
+    average = weights.found[1][1]
+    for step in (1, 2, 3, 4):
+        average = {n: average[n].lerp(t, 1 - DECAY) for n, t in weights.found[step][1].items()}
+    found = last[masked_jobs.LAYERS + 1]
+    assert found.keys() == average.keys()
+    for name, value in found.items():
+        assert torch.allclose(value, average[name], atol=1e-6)
+        assert not torch.equal(value, last[1][name])
 
 
 @pytest.mark.processes

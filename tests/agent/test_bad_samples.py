@@ -79,7 +79,7 @@ def test_the_mean_is_over_the_others() -> None:
 
 @pytest.mark.parametrize(
     ("keep", "transport"),
-    [(False, "tagged"), (True, "ordered"), at_length(False, "ordered"), at_length(True, "tagged")],
+    [at_length(False, "tagged"), (True, "ordered"), at_length(False, "ordered"), at_length(True, "tagged")],
 )
 def test_deaths_do_not_show_in_the_bits(undisturbed: LocalJob, keep: bool, transport: Transport) -> None:
     """A worker dies in the iteration that is poisoned, another one after it, and one comes back."""

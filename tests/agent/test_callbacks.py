@@ -62,6 +62,7 @@ def test_tensorboard_has_every_number(tmp_path: Path) -> None:
     assert {place: found[place] for place in EXPECTED} == EXPECTED
 
 
+@pytest.mark.chaos
 @pytest.mark.processes  # it asks git
 def test_mlflow_has_every_number(tmp_path: Path) -> None:
     from mlflow import MlflowClient
@@ -77,6 +78,7 @@ def test_mlflow_has_every_number(tmp_path: Path) -> None:
         assert value in [metric.value for metric in history if metric.step == step]
 
 
+@pytest.mark.chaos
 @pytest.mark.processes
 def test_weights_and_biases_has_every_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WANDB_DIR", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):

@@ -11,7 +11,7 @@ import requests
 
 from tests.agent.consoles import until
 from tests.agent.launches import Launched
-from tests.agent.runs import GRID, TINY
+from tests.agent.runs import SQUARE, TINY
 from tests.app.console_server import ConsoleServer, ForkedConsole
 from tests.conftest import new_database
 
@@ -25,7 +25,7 @@ def test_training_goes_on_when_the_leading_console_is_killed(postgres_url: str, 
         leader, standby = ForkedConsole(url, "--api-only"), ForkedConsole(url, "--api-only")
         stack.callback(standby.close)
         stack.callback(leader.close)
-        command = ["launch", "--record", str(record), *GRID, *TINY, "--demo"]
+        command = ["launch", "--record", str(record), *SQUARE, *TINY, "--demo"]
         command += ["--no-migrate", "--iterations", "100000", "--pace", "F=20ms,I=20ms,W=20ms"]
         command += ["--console", f"{leader.root},{standby.root}"]
         launcher = Launched(*command, errors=tmp_path / "errors.txt")
@@ -46,7 +46,7 @@ def test_training_goes_on_when_the_leading_console_is_killed(postgres_url: str, 
         until(lambda: int(str(read(standby, f"/jobs/{job_id}")["committed"])) >= lines + 5, "it to catch up", 90)
         assert read(standby, f"/jobs/{job_id}")["generation"] == 1, "nobody was given up meanwhile"
         assert standby.post(f"/jobs/{job_id}/workers/W0_1/kill").ok
-        until(lambda: read(standby, f"/jobs/{job_id}")["living"] == 5, "the death", 90)
+        until(lambda: read(standby, f"/jobs/{job_id}")["living"] == 3, "the death", 90)
         after = int(str(read(standby, f"/jobs/{job_id}")["committed"]))
         until(lambda: int(str(read(standby, f"/jobs/{job_id}")["committed"])) >= after + 3, "training goes on", 90)
         assert launcher.poll() is None

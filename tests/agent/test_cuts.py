@@ -133,6 +133,7 @@ def test_an_even_partition() -> None:
         partition_of((), 3, 4)
 
 
+@pytest.mark.chaos
 @pytest.mark.processes
 def test_a_job_cut_elsewhere_ends_with_the_same_bits_through_a_kill_and_a_return() -> None:
     """Real processes: the partition shows neither in the losses nor in the final hash."""

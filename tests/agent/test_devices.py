@@ -204,6 +204,7 @@ def test_every_process_of_a_node_has_a_slot_of_its_own() -> None:
         pool.kill_all()
 
 
+@pytest.mark.chaos
 @pytest.mark.processes
 def test_what_workers_are_forked_from_leaves_cuda_alone() -> None:
     done = subprocess.run(

@@ -144,7 +144,7 @@ def plain_layer(layer: int, layers: int) -> nn.Module:
     ("faults", "planning"),
     [
         # In an iteration that an evaluation precedes, by itself, and on both stages.
-        (Faults(kill=["W1_1@2:F1"]), Planning()),
+        at_length(Faults(kill=["W1_1@2:F1"]), Planning()),
         at_length(Faults(kill=["W0_0@4:W2"]), Planning(relayout="always")),
         (Faults(kill=["W1_0@3:R"], rejoin=["W1_0@3"]), Planning(relayout="never")),
         at_length(Faults(kill=["W0_1@5:V"]), Planning(technique="adaptive")),

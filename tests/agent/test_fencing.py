@@ -11,13 +11,14 @@ import pytest
 
 from openrecycle.agent.launcher.processes import WorkerProcess
 from tests.agent.local_jobs import LocalJob, fault_free_losses
+from tests.conftest import at_length
 
 pytestmark = pytest.mark.processes
 
 GRID: dict[str, Any] = {"pipelines": 2, "stages": 2, "micro_batches": 2}
 
 
-@pytest.mark.parametrize("told", [True, False], ids=["told to end", "told nothing"])
+@pytest.mark.parametrize("told", [at_length(True), False], ids=["told to end", "told nothing"])
 def test_a_process_that_no_kill_reaches_does_no_harm(told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on another host: the launcher's SIGKILL never arrives. The process wakes up in a generation that is over,
     while a successor of its own name joins."""

@@ -137,7 +137,7 @@ def test_steps_are_skipped_until_the_scale_fits() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("kill", [*map(at_length, ("W0_1@1:F1", "W1_1@2:W0", "W1_1@5:I0")), "W1_0@0:I1", "W0_0@3:O"])
+@pytest.mark.parametrize("kill", [*map(at_length, ("W0_1@1:F1", "W1_1@2:W0", "W1_1@5:I0", "W1_0@0:I1")), "W0_0@3:O"])
 def test_a_kill_does_not_show(kill: str) -> None:
     result = train(faults=Faults(kill=[kill]))
     assert [recovery.worker for recovery in result.recoveries] == [kill.partition("@")[0]]

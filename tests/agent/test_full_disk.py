@@ -32,12 +32,12 @@ from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique
 from tests.agent import own_jobs
 from tests.agent.launches import Launched, warm
 from tests.agent.local_jobs import TINY as SMALL
-from tests.agent.runs import GRID, TINY
+from tests.agent.runs import SQUARE, TINY
 from tests.conftest import NO_BYTECODE
 from tests.golden import golden
 
 FULL = Path("/dev/full")
-JOB = [sys.executable, "-m", "agent", "launch", *GRID, *TINY]
+JOB = [sys.executable, "-m", "agent", "launch", *SQUARE, *TINY]
 
 
 def limited(size: int) -> Callable[[], None]:
@@ -53,7 +53,7 @@ def launch(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
 def test_a_full_disk_is_said_at_once_and_training_goes_on(tmp_path: Path) -> None:
     """Under the record, and under standard output."""
     errors = tmp_path / "errors.txt"
-    job = Launched("launch", *GRID, *TINY, "--iterations", "4", "--record", str(FULL), errors=errors, prints=FULL)
+    job = Launched("launch", *SQUARE, *TINY, "--iterations", "4", "--record", str(FULL), errors=errors, prints=FULL)
     assert job.wait(120) == 3, "trained to its end; the record lacks lines"
     told = errors.read_text()
     said = [line for line in told.splitlines() if "/dev/full" in line]
@@ -189,7 +189,7 @@ def test_nobody_reads_standard_output_and_training_goes_on(tmp_path: Path) -> No
 
     def started(iterations: int, record: Path) -> Launched:
         given = ("--iterations", str(iterations), "--record", str(record))
-        return Launched("launch", *GRID, *TINY, *given, errors=errors, prints=pipe)
+        return Launched("launch", *SQUARE, *TINY, *given, errors=errors, prints=pipe)
 
     endless, job = started(100_000, tmp_path / "2"), started(6, record)
     try:

@@ -70,7 +70,7 @@ class Together:
             process.join()
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[at_length(2), 3])
 def together(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Together]:
     ranks = Together(request.param, tmp_path_factory.mktemp("ranks"))
     yield ranks
@@ -129,20 +129,34 @@ EVALUATED = (
 )
 
 
-def job(record: Path, *arguments: str, iterations: int = ITERATIONS, batch: int = 2) -> Run:
-    """A small model on six workers of two ranks each; the first steps are clipped, after the fact."""
+def job(record: Path, *arguments: str, iterations: int = ITERATIONS, batch: int = 2, grid: str = "3x2x3") -> Run:
+    """A small model on workers of two ranks each; the first steps are clipped, after the fact."""
+    pipelines, stages, micro_batches = grid.split("x")
     options = json.dumps({"width": 32, "heads": 2, "sequence": 16, "batch": batch})
     return forked(
         record,
-        *("--pipelines", "3", "--stages", "2", "--micro-batches", "3", "--iterations", str(iterations)),
+        *(
+            "--pipelines",
+            pipelines,
+            "--stages",
+            stages,
+            "--micro-batches",
+            micro_batches,
+            "--iterations",
+            str(iterations),
+        ),
         *("--workload", "agent.examples.fully_sharded:Gpt", "--ranks-per-worker", "2", "--clip-norm", "0.5"),
         *("--workload-options", options, *arguments),
     )
 
 
+def small(record: Path, *arguments: str) -> Run:
+    return job(record, *arguments, iterations=4, grid="2x2x2")
+
+
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    run = job(tmp_path_factory.mktemp("sharded") / "reference.jsonl")
+    run = small(tmp_path_factory.mktemp("sharded") / "reference.jsonl")
     assert run.status == 0, run.errors
     return run
 
@@ -152,16 +166,16 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
     "kill",
     [
         "W1_1.1@2:F1",
-        at_length("W0_0.1@3:R"),
-        at_length("W2_1@0:F0"),
-        at_length("W0_0@3:O"),
-        at_length("W1_0.1@4:W2"),
+        at_length("W0_0.1@2:R"),
+        at_length("W1_1@0:F0"),
+        at_length("W0_0@2:O"),
+        at_length("W1_0.1@2:W1"),
         at_length("W0_1@2:V"),
     ],
 )
 @pytest.mark.parametrize("kept", [(), at_length(("--keep-finished",))])
 def test_the_death_of_a_rank(kill: str, kept: tuple[str, ...], reference: Run, tmp_path: Path) -> None:
-    run = job(tmp_path / "run.jsonl", "--kill", kill, *kept)
+    run = small(tmp_path / "run.jsonl", "--kill", kill, *kept)
     assert run.status == 0, run.errors
     assert run.losses == reference.losses and run.final == reference.final
     assert {failure["worker"] for failure in run.failures} == {kill[:4]}
@@ -173,10 +187,10 @@ def test_a_checkpoint_knows_no_ranks(reference: Run, tmp_path: Path) -> None:
     """A job of whole workers goes on from it; and two hurt workers, made one, from what a peer has."""
     folder = tmp_path / "checkpoints"
     options = ("--checkpoint", str(folder), "--checkpoint-every", "3")
-    run = job(tmp_path / "first.jsonl", *options)
+    run = small(tmp_path / "first.jsonl", *options)
     assert run.status == 0 and run.final == reference.final, run.errors
-    shutil.rmtree(folder / "iteration-0000000005")
-    alone = job(tmp_path / "alone.jsonl", *options, "--resume", "newest", "--ranks-per-worker", "1")
+    shutil.rmtree(folder / "iteration-0000000004")
+    alone = small(tmp_path / "alone.jsonl", *options, "--resume", "newest", "--ranks-per-worker", "1")
     assert alone.status == 0, alone.errors
 
 

@@ -83,7 +83,7 @@ def test_the_others_train_on_while_the_state_comes(optimization: Optimization) -
     assert {i["generation"] for i in job.iterations} == {1, 2, 3}
 
 
-@pytest.mark.parametrize("victim", ["W1_1", at_length("W0_1"), at_length("W2_0")])
+@pytest.mark.parametrize("victim", [at_length("W1_1"), at_length("W0_1"), at_length("W2_0")])
 def test_a_death_while_the_state_comes(victim: str) -> None:
     """Of the newcomer, of one of the two peers that give it, of somebody else: what has come stays good."""
     struck: list[str] = []

@@ -12,6 +12,7 @@ import pytest
 from openrecycle.agent.config.timeouts import Timeouts
 from openrecycle.agent.models.workload import NamedWorkload
 from tests.agent.local_jobs import TINY, LocalJob, fault_free_losses
+from tests.conftest import at_length
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes
@@ -29,7 +30,7 @@ def job_of(workload: str, options: dict[str, Any], timeouts: Timeouts = SHORT, *
 
 @pytest.mark.parametrize(
     ("workload", "where", "stage"),
-    [("Hanging", {"iteration": 5, "pipeline": 1}, 0), ("SlowForward", {"iteration": 5, "pipeline": 1}, 1)],
+    [at_length("Hanging", {"iteration": 5, "pipeline": 1}, 0), ("SlowForward", {"iteration": 5, "pipeline": 1}, 1)],
     ids=["in its data", "in its forward"],
 )
 def test_a_worker_that_hangs_is_ended_and_says_where_it_stood(

@@ -12,6 +12,7 @@ from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.plans.plan import Plan
 from tests.agent.local_jobs import TINY, LocalJob, fault_free_losses
+from tests.conftest import at_length
 
 pytestmark = pytest.mark.processes
 
@@ -29,7 +30,9 @@ class WithoutIdle(Catalog):
         return super().plan_for(failed if peers <= without else without)
 
 
-@pytest.mark.parametrize("dead", [("W2_0@6:F0",), ("W0_1@6:F0", "W2_1@6:F0")], ids=["elsewhere", "its-peers"])
+@pytest.mark.parametrize(
+    "dead", [at_length(("W2_0@6:F0",)), ("W0_1@6:F0", "W2_1@6:F0")], ids=["elsewhere", "its-peers"]
+)
 def test_a_worker_that_falls_behind_is_no_reason_to_end(dead: tuple[str, ...]) -> None:
     """Its pipeline has no worker on the other stage, so that it has nobody to tell anything either. It stands between
     reduction and step of iteration 4 while the others are in 6; with its peers gone it is its stage's last one."""

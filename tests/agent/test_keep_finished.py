@@ -27,7 +27,7 @@ def _run(*kills: str, **options: Any) -> LocalJob:
 
 
 @pytest.mark.parametrize(
-    "kill", [at_length("W1_1@2:F0"), "W0_1@2:I2", at_length("W1_0@2:W3"), "W1_0@2:R", at_length("W0_1@2:O")]
+    "kill", [at_length("W1_1@2:F0"), at_length("W0_1@2:I2"), at_length("W1_0@2:W3"), "W1_0@2:R", at_length("W0_1@2:O")]
 )
 def test_the_bits_stay(kill: str, losses: list[str]) -> None:
     """Wherever it falls: nothing finished yet, half of it, sums that a reduction has begun to mix, a stage that

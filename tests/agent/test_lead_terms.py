@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from openrecycle.agent.coordination.lead import LeadTerm, may_speak, may_take
 from openrecycle.agent.messages.protocol import LEAD
+from openrecycle.agent.nodes import succession
 from openrecycle.agent.nodes.pool import NodeHub
 from openrecycle.agent.nodes.succession import (
     Arbiter,
@@ -100,8 +101,12 @@ class HeardMeanwhile(Arbiter):
         return ask, "the lead was heard meanwhile" if not ask else "nobody was heard"
 
 
-def test_half_of_the_nodes_go_on_hearing_their_lead_where_the_console_hears_it_again() -> None:
+def test_half_of_the_nodes_go_on_hearing_their_lead_where_the_console_hears_it_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """They have promised nothing to each other by then."""
+    monkeypatch.setattr(succession, "LOOK_SECONDS", 0.5)
+    monkeypatch.setattr(succession, "STAND_SECONDS", 0.5)
     hubs = {rank: NodeHub("127.0.0.1", 0, 4, "", lambda _: None, LeadStatus(rank)) for rank in (2, 3)}
     searches: list[Search] = []
     arbiter = HeardMeanwhile("http://127.0.0.1:1", None, "job")

@@ -13,6 +13,7 @@ from openrecycle.planner.plans.schedule import Schedule
 from tests.agent.consoles import JobConsole, console, until
 from tests.agent.launches import Launched
 from tests.agent.runs import TINY
+from tests.conftest import at_length
 
 pytestmark = pytest.mark.processes
 
@@ -52,7 +53,8 @@ def check_order(schedule: Schedule) -> None:
             assert ends[kind, 1, pipeline, m] <= starts[home, 0, pipeline, m] + grace
 
 
-def test_an_iteration_is_measured_before_and_after_a_death(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dies", [False, at_length(True)])
+def test_an_iteration_is_measured_before_and_after_a_death(dies: bool, tmp_path: Path) -> None:
     with console(tmp_path) as server:
         command = ["launch", *GRID, *TINY, "--console", server.root, "--demo"]
         # So short a norm that the first steps are clipped, after they were taken.
@@ -74,19 +76,20 @@ def test_an_iteration_is_measured_before_and_after_a_death(tmp_path: Path) -> No
             took = [o.duration for ops in plan.workers.values() for o in ops if o.kind in "FIW"]
             assert min(took) >= 25 - 1.001, "no op is shorter than its pace but for the grace"
 
-            server.post(f"/jobs/{job_id}/workers/W1_1/kill")
-            second = measured(server, job_id, 2)
-            after = Plan.model_validate(second["plan"])
-            assert set(after.workers) == {"W0_0", "W0_1", "W1_0"} and after.failed == ("W1_1",)
-            assert sum(o.kind == "F" for o in after.workers["W0_1"]) == 6
-            check_order(after.schedule())
+            if dies:
+                server.post(f"/jobs/{job_id}/workers/W1_1/kill")
+                second = measured(server, job_id, 2)
+                after = Plan.model_validate(second["plan"])
+                assert set(after.workers) == {"W0_0", "W0_1", "W1_0"} and after.failed == ("W1_1",)
+                assert sum(o.kind == "F" for o in after.workers["W0_1"]) == 6
+                check_order(after.schedule())
+                dead = server.read(f"/jobs/{job_id}/workers/W1_1/history")
+                assert [s["state"] for s in dead["states"]] == ["running", "failed"]
 
             history = server.read(f"/jobs/{job_id}/workers/W0_1/history")
             said = [line["text"] for line in history["log"]]
-            assert any("generation 2: resumed" in text for text in said), said
+            assert any(f"generation {1 + dies}: resumed" in text for text in said), said
             assert history["op_milliseconds"]["F"] >= 24
-            dead = server.read(f"/jobs/{job_id}/workers/W1_1/history")
-            assert [s["state"] for s in dead["states"]] == ["running", "failed"]
             events = server.read(f"/jobs/{job_id}/events?limit=500")["events"]
             assert any(e["kind"] == "step" and "clipped" in e["text"] for e in events)
         finally:

@@ -20,6 +20,7 @@ from openrecycle.agent.stages.optimizer import StageOptimizer
 from openrecycle.agent.stages.post_validation import CLEAN
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, Worker
+from tests.conftest import at_length
 
 ROWS, WIDTH = 64, 32
 ROW = 4 * ROWS * WIDTH
@@ -101,7 +102,7 @@ def test_layers_that_can_not_be_run_are_no_reason_to_refuse() -> None:
     assert found.stages[0].activations == 0 and found.told == ()
 
 
-@pytest.mark.parametrize("mode", ["deterministic", "fast"])
+@pytest.mark.parametrize("mode", ["deterministic", at_length("fast")])
 @pytest.mark.parametrize("clips", [False, True])
 def test_what_is_kept_beside_activations_is_what_is_said(mode: Mode, clips: bool) -> None:
     layers, width = 12, 1024

@@ -586,7 +586,7 @@ def test_a_node_that_is_lost_with_its_spare_ranks_can_not_have_a_worker_of_them(
 def test_one_node_that_is_late_takes_no_time_from_what_the_others_have_to_tell(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(server, "FOLLOW_SECONDS", 2.0)
+    monkeypatch.setattr(server, "FOLLOW_SECONDS", 0.5)
     spec = spec_of(NamedWorkload("a:b")).run
     hub = NodeHub("127.0.0.1", 0, 3, "", lambda _: None, LeadStatus(2, lead=2, term=2, run="a run"))
     try:

@@ -14,7 +14,7 @@ import pytest
 
 from openrecycle.agent.config.options import TrainingOptions
 from openrecycle.agent.models.workload import NamedWorkload
-from openrecycle.agent.nodes import server
+from openrecycle.agent.nodes import server, succession
 from openrecycle.agent.nodes.frames import Frames, greet
 from openrecycle.agent.nodes.pool import NodeHub
 from openrecycle.agent.nodes.server import LeadLost, NodeServer
@@ -149,8 +149,11 @@ def test_a_lead_that_does_not_answer_is_not_waited_for(first: FirstLead, monkeyp
     assert isinstance(node.ended, LeadLost)
 
 
-def test_a_node_follows_a_lead_that_was_not_ready_for_it_at_first(first: FirstLead, next_lead: NodeHub) -> None:
+def test_a_node_follows_a_lead_that_was_not_ready_for_it_at_first(
+    first: FirstLead, next_lead: NodeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its connection with the silent lead is closed by then."""
+    monkeypatch.setattr(succession, "LOOK_SECONDS", 0.5)
     with node_of(first, next_lead) as node:
         status = next_lead.lead_status
         assert first.frames is not None and isinstance(status, Asked)

@@ -33,7 +33,9 @@ def _ordered(
     return LocalJob(**grid, kills=kills, optimization=optimization, faults=faults, platform=ORDERED).run()
 
 
-@pytest.mark.parametrize("kills", [(), at_length(("W0_1@2:I1",)), ("W1_0@1:F2", "W0_2@3:R"), at_length(("W1_1@2:O",))])
+@pytest.mark.parametrize(
+    "kills", [at_length(()), at_length(("W0_1@2:I1",)), ("W1_0@1:F2", "W0_2@3:R"), at_length(("W1_1@2:O",))]
+)
 def test_deaths(kills: tuple[str, ...]) -> None:
     """None; in the backward; one after the other, in a forward and in the reduction; between reduction and step."""
     job = _ordered(*kills)

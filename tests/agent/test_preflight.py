@@ -20,6 +20,7 @@ from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job
 from tests.agent import own_jobs, wrong_jobs
 from tests.agent.runs import nan_model
+from tests.conftest import at_length
 from tests.golden import golden
 
 W = own_jobs.WIDTH
@@ -187,7 +188,7 @@ def test_peers_that_drift_apart_are_found_by_the_checkpoint(tmp_path: Any) -> No
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("synchronous", [(), ("--synchronous",)])
+@pytest.mark.parametrize("synchronous", [(), at_length(("--synchronous",))])
 def test_peers_that_do_not_drift_are_left_alone(synchronous: tuple[str, ...], tmp_path: Path) -> None:
     """Compared at every boundary, through updates that are clipped, left out and taken back, a death, and a return:
     a step that is not settled yet is compared with its like only."""

@@ -72,6 +72,7 @@ def op_times(server: JobConsole, job_id: str, kinds: set[str]) -> dict[str, dict
     return found if all(kinds <= set(times) for times in found.values()) else None
 
 
+@pytest.mark.chaos
 def test_a_worker_that_becomes_slow_is_given_less_to_do(tmp_path: Path) -> None:
     command = ["launch", "--pipelines", "2", "--stages", "2", "--micro-batches", "6"]
     command += ["--pace", "F=25ms,I=25ms,W=25ms", "--memory", "none", "--slow", "W1_1@3:3", *TINY]

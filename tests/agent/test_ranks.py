@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from openrecycle.agent.config.devices import Platform
 from openrecycle.agent.config.faults import Kill
-from openrecycle.agent.config.options import TrainingOptions
+from openrecycle.agent.config.options import Optimization, TrainingOptions
 from openrecycle.agent.config.settings import OptionGroup
 from openrecycle.agent.examples import tensor_parallel
 from openrecycle.agent.examples.gpt import Gpt
@@ -39,7 +39,7 @@ from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, Worker
 from tests.agent.consoles import console, until
 from tests.agent.launches import Launched
-from tests.agent.local_jobs import TINY, LocalJob
+from tests.agent.local_jobs import TINY, LocalJob, uncut
 from tests.agent.runs import Run, forked
 from tests.agent.saved import checkpoint_bits
 from tests.conftest import at_length
@@ -90,17 +90,28 @@ def test_the_death_of_a_rank(kills: str, reference: Run, tmp_path: Path) -> None
 
 
 @pytest.mark.processes
-def test_two_hurt_workers_make_a_whole_one(reference: Run, tmp_path: Path) -> None:
+def test_two_hurt_workers_make_a_whole_one() -> None:
     """Of any stage: the ranks that are left are worth one worker, which takes its state from a peer."""
-    kills = ("--kill", "W1_1.1@0:F1", "--kill", "W0_0@1:I1")
-    # Slowly: the whole one has to start before the job ends.
-    hurt = two_ranks(tmp_path / "hurt.jsonl", *kills, "--pace", "F=150ms,I=150ms,W=150ms")
-    assert hurt.status == 0, hurt.errors
-    assert hurt.losses == reference.losses and hurt.final == reference.final
-    assert [line["living"] for line in hurt.iterations][1] == 2
-    assert hurt.iterations[-1]["living"] == 3
+    job: dict[str, Any] = {
+        "pipelines": 2,
+        "stages": 2,
+        "micro_batches": 2,
+        "platform": Platform(ranks_per_worker=2),
+        "workload": NamedWorkload("openrecycle.agent.examples.tensor_parallel:Gpt", TINY),
+        "optimization": Optimization(clip_norm=0.5),
+    }
+
+    def stop_once_whole(job: LocalJob, line: dict[str, Any]) -> None:
+        living = [line["living"] for line in job.iterations]
+        if 2 in living and living[-1] == 3:
+            job.stop()
+
+    hurt = LocalJob(**job, kills=("W1_1.1@0:F1", "W0_0@1:I1"), on_line=stop_once_whole).run()
+    assert hurt.iterations[1]["living"] == 2 and hurt.iterations[-1]["living"] == 3
+    assert hurt.losses == uncut(**job, iterations=len(hurt.losses)).losses
 
 
+@pytest.mark.chaos
 @pytest.mark.processes
 def test_a_rank_that_hangs_leaves_its_sibling_to_another_worker() -> None:
     """It is stopped, so its worker is silent, and put out; a rank of another stage dies."""

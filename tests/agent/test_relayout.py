@@ -98,7 +98,7 @@ def test_layers_of_a_sharded_optimizer_move(undo: bool) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("at_once", [None, 0], ids=["with the description", "piece by piece"])
+@pytest.mark.parametrize("at_once", [at_length(None), 0], ids=["with the description", "piece by piece"])
 def test_after_a_death_layers_move_and_the_bits_stay(calm: LocalJob, at_once: int | None) -> None:
     hand_over = HandOver() if at_once is None else HandOver(at_once=at_once)
     job = _job(8, {2: (3, 1, 2)}, kills=("W1_1@2:F1",), hand_over=hand_over)

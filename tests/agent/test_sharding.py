@@ -64,7 +64,7 @@ def reference(whole: tuple[Run, Path]) -> Run:
     "faults",
     [
         at_length(""),
-        "--kill W1_1@2:O",
+        at_length("--kill W1_1@2:O"),
         at_length("--kill W0_0@3:R"),
         at_length("--kill W2_0@0:F0"),
         at_length("--kill W2_1@2:V --transport ordered"),
@@ -102,8 +102,9 @@ def test_two_ranks_each(tmp_path: Path) -> None:
 def test_parameters_that_layers_share(options: str, tmp_path: Path) -> None:
     """Their sums are needed by all peers, to be added to those of the other stage."""
     tied = ("--workload-options", TINY[1].replace("{", '{"tied": true, '))
-    whole = forked(tmp_path / "whole.jsonl", *GRID, *tied, *LATE, *options.split())
-    run = forked(tmp_path / "run.jsonl", *GRID, *tied, *LATE, *ZERO1, *options.split(), "--kill", "W1_1@2:O")
+    command = (*GRID, "--iterations", "4", *tied, *LATE, *options.split())
+    whole = forked(tmp_path / "whole.jsonl", *command)
+    run = forked(tmp_path / "run.jsonl", *command, *ZERO1, "--kill", "W1_1@2:O")
     assert run.status == 0, run.errors
     assert run.losses == whole.losses and run.final == whole.final
 

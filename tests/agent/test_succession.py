@@ -291,7 +291,10 @@ def test_the_lowest_of_those_that_are_left_leads_and_the_others_find_it() -> Non
             hub.close("")
 
 
-def test_one_that_is_silent_is_not_gone_and_two_do_not_lead_without_each_other() -> None:
+def test_one_that_is_silent_is_not_gone_and_two_do_not_lead_without_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(succession, "LOOK_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         hub = launcher(1)
         try:
@@ -301,7 +304,7 @@ def test_one_that_is_silent_is_not_gone_and_two_do_not_lead_without_each_other()
             assert hub.lead_status.take(copy_of(nodes))
             hub.lead_status.lose_lead()
             search = Search(hub.lead_status, copy_of(nodes), "")
-            search.join(6)
+            search.join(1.5)
             assert search.outcome is None and not hub.lead_status.leads
             assert hub.lead_status.hear(), "it is its lead still"
             search.cancel()

@@ -28,14 +28,14 @@ def _same_bits(run: Run, reference: Run) -> None:
 @pytest.mark.parametrize(
     ("moment", "kill"),
     [
-        ("before anything else", "W0_0@0:F0"),
+        at_length("before anything else", "W0_0@0:F0"),
         at_length("warm-up", "W1_0@2:F1"),
         ("steady state", "W0_1@3:I1"),
         at_length("steady state, a weight gradient", "W1_2@3:W2"),
         at_length("cool-down", "W0_2@3:W3"),
         at_length("cool-down of the first stage", "W1_0@2:I3"),
-        ("during the reduction", "W1_1@3:R"),
-        ("right before the step", "W0_1@3:O"),
+        at_length("during the reduction", "W1_1@3:R"),
+        at_length("right before the step", "W0_1@3:O"),
         at_length("right before the first stage's last step", "W0_0@5:O"),
     ],
 )
@@ -46,7 +46,9 @@ def test_one_death(moment: str, kill: str, reference: Run, tmp_path: Path) -> No
     if not kill.startswith("W0_0@5"):
         (failure,) = run.failures
         assert failure["worker"] == kill[:4] and failure["death_known"]
-        assert 0 <= failure["detected_ms"] <= failure["unblocked_ms"] <= failure["reformed_ms"] <= failure["resumed_ms"]
+        # A survivor whose connection breaks leaves the iteration by itself, maybe before the launcher sees the death.
+        seen, free = failure["detected_ms"], failure["unblocked_ms"]
+        assert min(seen, free) >= 0 and max(seen, free) <= failure["reformed_ms"] <= failure["resumed_ms"]
         assert run.iterations[-1]["living"] == 5 and run.iterations[-1]["generation"] == 2
 
 
@@ -57,6 +59,7 @@ def test_two_deaths_in_two_stages_in_one_iteration(reference: Run, tmp_path: Pat
     assert run.iterations[-1]["living"] == 4
 
 
+@pytest.mark.chaos
 def test_a_death_and_a_return(reference: Run, tmp_path: Path) -> None:
     """The newcomer takes its state from a peer, and the full grid goes on to the same bits."""
     run = small(tmp_path / "run.jsonl", "--kill", "W1_1@1:I2", "--rejoin", "W1_1@2", iterations=ITERATIONS)
@@ -64,7 +67,8 @@ def test_a_death_and_a_return(reference: Run, tmp_path: Path) -> None:
     assert [line["living"] for line in run.iterations][:2] == [6, 5]
 
 
-@pytest.mark.parametrize("technique", [at_length("fault-free"), "adaptive", at_length("decoupled")])
+@pytest.mark.chaos
+@pytest.mark.parametrize("technique", ["fault-free", "adaptive", "decoupled"])
 def test_the_technique_does_not_show_in_the_numbers(technique: str, reference: Run, tmp_path: Path) -> None:
     _same_bits(small(tmp_path / "run.jsonl", "--technique", technique, "--memory", "1f1b"), reference)
 

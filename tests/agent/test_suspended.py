@@ -57,6 +57,7 @@ def test_a_launcher_that_stands_still_blames_nobody() -> None:
     run(lambda job: time.sleep(STILL))
 
 
+@pytest.mark.chaos
 def test_all_of_them() -> None:
     def suspend(job: LocalJob) -> None:
         stop(job)

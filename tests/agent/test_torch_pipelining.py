@@ -109,6 +109,7 @@ def test_a_pipe_that_lost_a_worker_ends_with_the_bits_of_plain_modules(tmp_path:
     assert hurt.losses[-1] < hurt.losses[0]
 
 
+@pytest.mark.chaos
 @pytest.mark.processes
 def test_layers_of_a_pipe_move(tmp_path: Path) -> None:
     record = tmp_path / "run.jsonl"
@@ -123,6 +124,7 @@ def test_layers_of_a_pipe_move(tmp_path: Path) -> None:
     same(moved, plain(), 5)
 
 
+@pytest.mark.chaos
 @pytest.mark.processes
 def test_a_pipe_with_a_stage_each() -> None:
     calm = jobs.trainer(stages=jobs.pipe("blocks.2")).fit(iterations=3)

@@ -16,11 +16,10 @@ import pytest
 
 from openrecycle import Callback
 from openrecycle.agent.config.numerics import Mode
-from openrecycle.agent.config.options import Checkpoints, Console, Faults, Optimization
+from openrecycle.agent.config.options import Checkpoints, Faults, Optimization
 from openrecycle.agent.jobs.trainer import TrainingResult
 from openrecycle.agent.messages.protocol import Iteration
 from tests.agent import own_jobs, wrong_jobs
-from tests.agent.consoles import console
 from tests.agent.local_jobs import LocalJob, fault_free_losses
 from tests.conftest import at_length
 from tests.golden import golden
@@ -36,9 +35,9 @@ def undisturbed(iterations: int) -> TrainingResult:
 
 
 def same(result: TrainingResult) -> bool:
-    """Is it that of a job of so many iterations from the start?"""
-    plain = undisturbed(len(result.losses))
-    return (result.losses, result.parameters_sha256) == (plain.losses, plain.parameters_sha256)
+    """Are its losses those of a job that nothing happens to?"""
+    done = len(result.losses)
+    return result.losses == undisturbed(-(-done // 20) * 20).losses[:done]
 
 
 def test_training_goes_on_while_a_callback_takes_its_time(tmp_path: Path) -> None:
@@ -143,16 +142,6 @@ def test_the_answer_stop_and_the_method_stop_end_the_job_in_order() -> None:
     asked = trainer.fit(iterations=ENDLESS)
     assert 4 <= len(asked.losses) < ENDLESS and same(asked)
     assert len(trainer.fit(iterations=2).losses) == 2, "it was for the `fit` that ran"
-
-
-def test_a_console_is_told_that_the_job_ended_early(tmp_path: Path) -> None:
-    with console(tmp_path) as server:
-        result = own_jobs.trainer(
-            console=Console(url=server.root), on_iteration=lambda iteration, loss: "stop" if iteration == 2 else None
-        ).fit(iterations=ENDLESS)
-        assert same(result)
-        job = server.read(f"/jobs/{server.job_id()}")
-        assert (job["state"], job["committed"]) == ("finished", len(result.losses))
 
 
 def test_a_death_while_the_job_comes_to_its_early_end() -> None:

@@ -103,7 +103,7 @@ def alone() -> tuple[list[float], list[nn.Module]]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("mode", ["deterministic", "fast"])
+@pytest.mark.parametrize("mode", ["deterministic", at_length("fast")])
 def test_all_tokens_count_the_same(mode: Mode) -> None:
     result = (
         undisturbed() if mode == "deterministic" else trainer(optimization=Optimization(mode=mode)).fit(iterations=6)

@@ -23,7 +23,7 @@ from tests.agent.consoles import JobConsole, console, until
 from tests.agent.launches import Launched
 from tests.agent.local_jobs import TINY as MODEL
 from tests.agent.local_jobs import LocalJob, fault_free_losses
-from tests.agent.runs import GRID, ITERATIONS, TINY, Run, fault_free, forked, small
+from tests.agent.runs import GRID, ITERATIONS, SQUARE, TINY, Run, fault_free, forked, small
 from tests.golden import golden
 
 # One test process for all of these: they share the fault-free run they compare with.
@@ -35,10 +35,19 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return fault_free(tmp_path_factory.getbasetemp())
 
 
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JobConsole]:
+    """A console for jobs that have names: no silence ends anything here."""
+    with console(tmp_path_factory.mktemp("console"), "--suspect", "40", "--dead", "90") as server:
+        yield server
+
+
 @contextmanager
-def job(server: JobConsole, record: Path, iterations: int, *arguments: str) -> Iterator[Launched]:
+def job(
+    server: JobConsole, record: Path, iterations: int, *arguments: str, grid: tuple[str, ...] = GRID
+) -> Iterator[Launched]:
     """A job that runs beside the test, slow enough (paced) to act on."""
-    command = ["launch", "--record", str(record), *GRID, *TINY]
+    command = ["launch", "--record", str(record), *grid, *TINY]
     # These are about other things than workers that change their stage.
     command += ["--console", server.root, "--demo", "--no-migrate", "--iterations", str(iterations), *arguments]
     process = Launched(*command, errors=record.with_suffix(".errors"))
@@ -57,29 +66,30 @@ def _committed(server: JobConsole, job_id: str) -> int:
     return int(server.read(f"/jobs/{job_id}")["committed"])
 
 
-def test_a_death_is_decided_by_the_console_and_the_bits_stay(reference: Run, tmp_path: Path) -> None:
-    with console(tmp_path) as server:
-        run = small(tmp_path / "run.jsonl", "--console", server.root, "--kill", "W1_1@2:I1")
-        assert run.status == 0, run.errors
-        assert run.losses == reference.losses and run.final == reference.final
-        job_id = server.job_id()
-        state = server.read(f"/jobs/{job_id}")
-        assert state["state"] == "finished" and state["committed"] == ITERATIONS
-        told = state["spec"]["stage_bytes"]
-        assert len(told) == state["spec"]["stages"]
-        assert golden("a-worker-takes-up-to", f"{max(told) / 1000000.0:.1f}") in run.errors, "as it was said here"
-        rows = server.read(f"/jobs/{job_id}/iterations?limit=100")["iterations"]
-        assert [row["loss_hex"] for row in rows] == reference.losses
-        plans = server.read(f"/jobs/{job_id}/plans")["plans"]
-        generations = server.read(f"/jobs/{job_id}/generations")["generations"]
-        assert [generation["generation"] for generation in generations] == [1, 2]
-        assert generations[1]["failed"] == ["W1_1"] and generations[1]["plan_fingerprint"] in {
-            p["fingerprint"] for p in plans
-        }
-        plan = Plan.from_json(json.dumps(server.read(f"/jobs/{job_id}/plans/{generations[1]['plan_fingerprint']}")))
-        assert check(plan) == [] and plan.failed == ("W1_1",)
-        texts = "\n".join(event["text"] for event in _events(server, job_id))
-        assert "W1_1" in texts and "SIGKILL" in texts and "resumed" in texts
+def test_a_death_is_decided_by_the_console_and_the_bits_stay(
+    reference: Run, server: JobConsole, tmp_path: Path
+) -> None:
+    run = small(tmp_path / "run.jsonl", "--console", server.root, "--name", "a death", "--kill", "W1_1@2:I1")
+    assert run.status == 0, run.errors
+    assert run.losses == reference.losses and run.final == reference.final
+    job_id = server.job_id("a death")
+    state = server.read(f"/jobs/{job_id}")
+    assert state["state"] == "finished" and state["committed"] == ITERATIONS
+    told = state["spec"]["stage_bytes"]
+    assert len(told) == state["spec"]["stages"]
+    assert golden("a-worker-takes-up-to", f"{max(told) / 1000000.0:.1f}") in run.errors, "as it was said here"
+    rows = server.read(f"/jobs/{job_id}/iterations?limit=100")["iterations"]
+    assert [row["loss_hex"] for row in rows] == reference.losses
+    plans = server.read(f"/jobs/{job_id}/plans")["plans"]
+    generations = server.read(f"/jobs/{job_id}/generations")["generations"]
+    assert [generation["generation"] for generation in generations] == [1, 2]
+    assert generations[1]["failed"] == ["W1_1"] and generations[1]["plan_fingerprint"] in {
+        p["fingerprint"] for p in plans
+    }
+    plan = Plan.from_json(json.dumps(server.read(f"/jobs/{job_id}/plans/{generations[1]['plan_fingerprint']}")))
+    assert check(plan) == [] and plan.failed == ("W1_1",)
+    texts = "\n".join(event["text"] for event in _events(server, job_id))
+    assert "W1_1" in texts and "SIGKILL" in texts and "resumed" in texts
 
 
 def test_a_worker_that_hangs_is_fenced(reference: Run, tmp_path: Path) -> None:
@@ -105,6 +115,7 @@ def test_a_worker_that_hangs_is_fenced(reference: Run, tmp_path: Path) -> None:
         assert not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().split()[2]
 
 
+@pytest.mark.chaos
 def test_a_library_that_lets_nobody_speak_is_no_silence_for_a_console(tmp_path: Path) -> None:
     """It hears of it from the launcher, which looks at what the process does."""
     once = tmp_path / "once"
@@ -119,10 +130,9 @@ def test_a_library_that_lets_nobody_speak_is_no_silence_for_a_console(tmp_path: 
         assert run.losses == fault_free_losses(10, pipelines=2, stages=2, micro_batches=2)
 
 
-def test_a_refusing_or_absent_console_is_told_in_a_sentence(tmp_path: Path) -> None:
-    with console(tmp_path) as server:
-        run = small(tmp_path / "run.jsonl", "--console", server.root, "--name", "bad\nname")
-        assert run.status == 2 and "Traceback" not in run.errors and "name" in run.errors
+def test_a_refusing_or_absent_console_is_told_in_a_sentence(server: JobConsole, tmp_path: Path) -> None:
+    run = forked(tmp_path / "run.jsonl", *SQUARE, *TINY, "--console", server.root, "--name", "bad\nname")
+    assert run.status == 2 and "Traceback" not in run.errors and "name" in run.errors
 
 
 @pytest.mark.chaos
@@ -144,40 +154,32 @@ def test_a_halted_job_says_why_at_the_launcher_too(tmp_path: Path) -> None:
             assert process.poll() == 128 + signal.SIGTERM
 
 
-def test_a_workload_that_fails_in_every_worker_ends_the_job_with_its_words(tmp_path: Path) -> None:
+def test_a_workload_that_fails_in_every_worker_ends_the_job_with_its_words(server: JobConsole, tmp_path: Path) -> None:
     """The factory works in the launcher and not in the workers."""
-    with console(tmp_path) as server:
-        run = small(
-            tmp_path / "run.jsonl",
-            "--console",
-            server.root,
-            "--workload",
-            "tests.agent.nan_model:Absent",
-            iterations=2,
-        )
-        assert run.status == 1 and "Traceback" not in run.errors
-        assert golden("no-worker-process-is-left") in run.errors and "no such library here" in run.errors
-        job_id = server.job_id()
-        until(lambda: server.read(f"/jobs/{job_id}")["state"] == "stopped", "the job's end")
+    command = (*SQUARE, "--iterations", "2", "--console", server.root, "--name", "fails")
+    run = forked(tmp_path / "run.jsonl", *command, "--workload", "tests.agent.nan_model:Absent")
+    assert run.status == 1 and "Traceback" not in run.errors
+    assert golden("no-worker-process-is-left") in run.errors and "no such library here" in run.errors
+    job_id = server.job_id("fails")
+    until(lambda: server.read(f"/jobs/{job_id}")["state"] == "stopped", "the job's end")
 
 
-def test_what_a_worker_wrote_before_it_crashed_is_there_to_read(tmp_path: Path) -> None:
-    with console(tmp_path) as server:
-        workload = ["--workload", "tests.agent.nan_model:Crashing"]
-        run = small(tmp_path / "run.jsonl", "--console", server.root, *workload, iterations=5)
-        assert run.status == 0 and "Traceback" not in run.errors
-        log = server.read(f"/jobs/{server.job_id()}/workers/W0_0/history")["log"]
-        written = [line["text"] for line in log]
-        assert nan_model.LAST_WORDS in written and written[-1].startswith("RuntimeError: ")
-        assert any("nan_model.py" in line for line in written), "the traceback"
+def test_what_a_worker_wrote_before_it_crashed_is_there_to_read(server: JobConsole, tmp_path: Path) -> None:
+    command = (*SQUARE, "--iterations", "5", "--console", server.root, "--name", "crashes")
+    run = forked(tmp_path / "run.jsonl", *command, "--workload", "tests.agent.nan_model:Crashing")
+    assert run.status == 0 and "Traceback" not in run.errors
+    log = server.read(f"/jobs/{server.job_id('crashes')}/workers/W0_0/history")["log"]
+    written = [line["text"] for line in log]
+    assert nan_model.LAST_WORDS in written and written[-1].startswith("RuntimeError: ")
+    assert any("nan_model.py" in line for line in written), "the traceback"
 
 
-def test_a_worker_comes_back_without_anybody_asking_for_it(tmp_path: Path) -> None:
+def test_a_worker_comes_back_without_anybody_asking_for_it(server: JobConsole, tmp_path: Path) -> None:
     """Its launcher starts it, and the console lets it in as one that somebody has restarted."""
     options = ("--pace", "F=20ms,I=20ms,W=20ms", "--max-restarts", "2", "--restart-delay", "3", "--kill", "W1_1@1:F0")
     record = tmp_path / "run.jsonl"
-    with console(tmp_path) as server, job(server, record, 100_000, *options) as process:
-        job_id = server.job_id()
+    with job(server, record, 100_000, *options, "--name", "comes back", grid=SQUARE) as process:
+        job_id = server.job_id("comes back")
         assert server.read(f"/jobs/{job_id}")["spec"]["max_restarts"] == 2
 
         def detail() -> str:
@@ -186,38 +188,37 @@ def test_a_worker_comes_back_without_anybody_asking_for_it(tmp_path: Path) -> No
 
         until(lambda: "(1 of 2)" in detail(), "word of what comes next")
         until(lambda: server.read(f"/jobs/{job_id}")["condition"] == "running", "all to train")
-        assert server.read(f"/jobs/{job_id}")["living"] == 6
+        assert server.read(f"/jobs/{job_id}")["living"] == 4
         assert "asked to restart" not in " ".join(event["text"] for event in _events(server, job_id))
         process.end()
     losses = [line["loss"] for line in map(json.loads, record.read_text().splitlines()) if "iteration" in line]
-    assert losses == fault_free_losses(len(losses), pipelines=2, stages=3)
+    assert losses == fault_free_losses(len(losses), pipelines=2, stages=2, micro_batches=2)
 
 
-def test_a_stage_that_lost_everybody_is_re_staffed_by_the_console(tmp_path: Path) -> None:
+def test_a_stage_that_lost_everybody_is_re_staffed_by_the_console(
+    server: JobConsole, reference: Run, tmp_path: Path
+) -> None:
     """Both workers of stage 1 die; one of another stage takes over there in its process, all go back to the
     checkpoint, and the losses are those of a run without failures."""
-    iterations = 10
-    with console(tmp_path) as server:
-        record = tmp_path / "run.jsonl"
-        options = ("--pace", "F=20ms,I=20ms,W=20ms", "--checkpoint", str(tmp_path / "saved"), "--checkpoint-every", "2")
-        kills = ("--kill", "W0_1@6:F0", "--kill", "W1_1@6:I0")
-        with job(server, record, iterations, *options, *kills) as process:
-            job_id = server.job_id()
+    record = tmp_path / "run.jsonl"
+    options = ("--pace", "F=20ms,I=20ms,W=20ms", "--checkpoint", str(tmp_path / "saved"), "--checkpoint-every", "2")
+    kills = ("--kill", "W0_1@5:F0", "--kill", "W1_1@5:I0")
+    with job(server, record, ITERATIONS, *options, *kills, "--name", "re-staffed") as process:
+        job_id = server.job_id("re-staffed")
 
-            def last_moves() -> list[list[str]]:
-                generations = server.read(f"/jobs/{job_id}/generations")["generations"]
-                return generations[-1]["moves"] if generations else []
+        def last_moves() -> list[list[str]]:
+            generations = server.read(f"/jobs/{job_id}/generations")["generations"]
+            return generations[-1]["moves"] if generations else []
 
-            moved = until(last_moves, "a move")
-            assert len(moved) == 1 and moved[0][1] in ("W0_1", "W1_1")
-            assert process.wait(120) == 0
-        state = server.read(f"/jobs/{job_id}")
-        assert state["state"] == "finished" and state["committed"] == iterations
+        moved = until(last_moves, "a move")
+        assert len(moved) == 1 and moved[0][1] in ("W0_1", "W1_1")
+        assert process.wait(120) == 0
+    state = server.read(f"/jobs/{job_id}")
+    assert state["state"] == "finished" and state["committed"] == ITERATIONS
     lines = [json.loads(line) for line in record.read_text().splitlines()]
     losses = {line["iteration"]: line["loss"] for line in lines if "iteration" in line}
-    plain = small(tmp_path / "plain.jsonl", "--iterations", str(iterations))
-    assert [losses[i] for i in range(iterations)] == plain.losses
-    assert [line["final"] for line in lines if "final" in line][-1] == plain.final
+    assert [losses[i] for i in range(ITERATIONS)] == reference.losses
+    assert [line["final"] for line in lines if "final" in line][-1] == reference.final
 
 
 @pytest.mark.chaos
@@ -252,7 +253,7 @@ def test_the_console_says_what_is_run_while_a_worker_returns_and_when_all_have_s
         until(lambda: detail()["committed"] > committed and detail()["condition"] == "running", "it goes on")
 
 
-def test_a_death_after_the_last_iteration_is_survived(tmp_path: Path) -> None:
+def test_a_death_after_the_last_iteration_is_survived(server: JobConsole, tmp_path: Path) -> None:
     """All iterations are committed, and not all final hashes are in: the dead one's would be waited for for ever."""
     grid: dict[str, Any] = {"pipelines": 2, "stages": 2, "micro_batches": 2, "iterations": 3}
     killed: list[str] = []
@@ -263,10 +264,9 @@ def test_a_death_after_the_last_iteration_is_survived(tmp_path: Path) -> None:
             run.signal(worker, signal.SIGKILL)
 
     # No heartbeats come from these workers.
-    with console(tmp_path, "--suspect", "100", "--dead", "200") as server:
-        spec = JobSpec.of(Job(2, 2, 2), name="end", iterations=3, samples_per_micro_batch=2)
-        created = create_job(ConsoleClient(server.root), spec)
-        decides = ConsoleCoordination(lambda: ConsoleClient(server.root), created.job_id, lambda text: None)
-        run = LocalJob(**grid, decides=lambda *args, **more: decides, on_message=kill_the_first_that_is_done).run()
-        assert killed and server.read(f"/jobs/{created.job_id}")["state"] == "finished"
+    spec = JobSpec.of(Job(2, 2, 2), name="end", iterations=3, samples_per_micro_batch=2)
+    created = create_job(ConsoleClient(server.root), spec)
+    decides = ConsoleCoordination(lambda: ConsoleClient(server.root), created.job_id, lambda text: None)
+    run = LocalJob(**grid, decides=lambda *args, **more: decides, on_message=kill_the_first_that_is_done).run()
+    assert killed and server.read(f"/jobs/{created.job_id}")["state"] == "finished"
     assert run.lines[-1] == LocalJob(**grid).run().lines[-1] and "final" in run.lines[-1]

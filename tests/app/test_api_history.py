@@ -15,18 +15,20 @@ from typer.testing import CliRunner, Result
 from openrecycle.app.cli import cli
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
+from tests.conftest import at_length
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes
 
 
 @pytest.fixture
-def ended(agents: Agents) -> Agents:
+def ended(server: ConsoleServer) -> Agents:
     """A job that has run and is over."""
+    agents = Agents(server, pipelines=2, stages=3)
     agents.register_all()
     agents.resume(agents.names, 1)
     agents.heartbeat("W1_2", op_milliseconds={"F": 12.5}, resident_bytes=2**30)
-    iteration = {"iteration": 0, "loss": 0.5, "loss_hex": (0.5).hex(), "seconds": 0.1, "generation": 1, "living": 12}
+    iteration = {"iteration": 0, "loss": 0.5, "loss_hex": (0.5).hex(), "seconds": 0.1, "generation": 1, "living": 6}
     assert agents.server.post(agents.path("/iterations"), {"iterations": [iteration]}).status_code == 204
     end = time.monotonic() + 60
     while (job := agents.job())["planned_ahead"] < job["plans_to_make"]:  # none is stored while it is read
@@ -116,6 +118,7 @@ def test_what_heartbeats_brought(agents: Agents) -> None:
         assert agents.server.get(path, params=wrong).status_code == 422, wrong
 
 
+@pytest.mark.parametrize("server", ["sqlite", at_length("postgresql")], indirect=True)
 def test_the_command_line_beside_a_console(ended: Agents, tmp_path: Path) -> None:
     server, file, copy = ended.server, str(tmp_path / "job.zip"), f"{ended.job_id}-cli"
     url = server.database_url

@@ -34,6 +34,8 @@ def test_a_restarted_console_goes_on_where_it_was(own_server: ConsoleServer, num
     row = {"loss": 2.5, "loss_hex": (2.5).hex(), "seconds": 0.25, "generation": 1, "living": 12}
     own_server.post(agents.path("/iterations"), {"iterations": [{"iteration": 0, **row}]})
     own_server.post(agents.path("/workers/W0_0/kill"))
+    where, who = own_server.base + agents.path("/frozen"), {"X-Actor": "ada"}
+    assert own_server.session.put(where, json={"frozen": True}, headers=who, timeout=30).status_code == 200
     for name in survivors[:5]:
         agents.resume([name], 2)
     before = agents.job()
@@ -46,6 +48,7 @@ def test_a_restarted_console_goes_on_where_it_was(own_server: ConsoleServer, num
     for key in ("state", "generation", "plan_fingerprint", "committed", "spec", "created_at", "living"):
         assert after[key] == before[key], key
     assert agents.deployment(after=1) == second
+    assert own_server.get(agents.path("/choice")).json()["frozen_by"] == "ada"
     kept = own_server.get(agents.path("/events"), params={"limit": 500}).json()["events"]
     assert kept[: len(events)] == events
     assert kept[len(events)]["text"] == golden("the-console-was-restarted-and")
@@ -65,16 +68,6 @@ def test_a_restarted_console_goes_on_where_it_was(own_server: ConsoleServer, num
     agents.exit("W0_0")
     assert agents.deployment(after=2)["failed"] == ["W0_0", "W1_2"]
     assert agents.register("W1_2", incarnation="W1_2-a")["refused"][0]["code"] == "fenced"
-
-
-def test_an_exit_that_happened_while_the_console_was_down(own_server: ConsoleServer) -> None:
-    agents = Agents(own_server)
-    agents.register_all()
-    agents.resume(agents.names, 1)
-    own_server.stop()
-    own_server.start(own_server.port)
-    agents.exit("W2_0")
-    assert agents.deployment(after=1)["failed"] == ["W2_0"]
 
 
 @pytest.mark.chaos

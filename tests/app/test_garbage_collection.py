@@ -40,48 +40,51 @@ def thawed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     gc.unfreeze()
 
 
-def test_only_large_plans_are_worth_it() -> None:
+def cycle() -> weakref.ref[Thing]:
+    """Of one that nobody has any more."""
+    thing = Thing()
+    thing.own = thing  # type: ignore[attr-defined]
+    return weakref.ref(thing)
+
+
+def test_around_large_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a row: each round over everything takes half a second here."""
     settle(patches.LARGE_OPS)
-    assert gc.get_freeze_count() == 0
+    assert gc.get_freeze_count() == 0, "only large ones are worth it"
+    plain, kept = Thing(), Thing()
+    kept.own = kept  # type: ignore[attr-defined]
+    seen = weakref.ref(plain), weakref.ref(kept)
     settle(patches.LARGE_OPS + 1)
     assert gc.get_freeze_count() > 0
 
-
-def test_what_was_kept_out_is_still_freed() -> None:
-    plain, cycle = Thing(), Thing()
-    cycle.own = cycle  # type: ignore[attr-defined]
-    seen = weakref.ref(plain), weakref.ref(cycle)
-    settle(patches.LARGE_OPS + 1)
-    del plain, cycle
+    # What was kept out is still freed.
+    del plain, kept
     assert seen[0]() is None, "by its reference count"
     gc.collect()
     assert seen[1]() is not None, "a cycle is not looked at"
     settle(patches.LARGE_OPS + 1)
     assert seen[1]() is None, "until the next round"
 
-
-def test_rounds_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:
-    settle(patches.LARGE_OPS + 1)
+    # Rounds are rare.
     monkeypatch.setattr(patches, "WHOLE_SECONDS", 1e9)
-    cycle = Thing()
-    cycle.own = cycle  # type: ignore[attr-defined]
-    seen = weakref.ref(cycle)
-    for _ in range(2):
-        settle(patches.LARGE_OPS + 1)
-        cycle = Thing()
-    assert seen() is not None
+    late = Thing()
+    late.own = late  # type: ignore[attr-defined]
+    seen_late = weakref.ref(late)
+    settle(patches.LARGE_OPS + 1)
+    del late
+    settle(patches.LARGE_OPS + 1)
+    assert seen_late() is not None
 
-
-def test_nothing_is_collected_while_a_large_plan_is_built() -> None:
+    # Nothing is collected while one is built.
     with patches.building(patches.LARGE_OPS):
         assert gc.isenabled()
     with patches.building(patches.LARGE_OPS + 1):
         with patches.building(patches.LARGE_OPS + 1):
             assert not gc.isenabled()
         assert not gc.isenabled(), "until the last one is done"
-        built = [Thing() for _ in range(1000)]
+        before, built = gc.get_freeze_count(), [Thing() for _ in range(1000)]
     assert gc.isenabled()
-    assert gc.get_freeze_count() > len(built)
+    assert gc.get_freeze_count() >= before + len(built)
     with pytest.raises(ValueError, match="damaged"), patches.building(patches.LARGE_OPS + 1):
         raise ValueError("damaged")
     assert gc.isenabled()
@@ -137,12 +140,8 @@ def test_what_a_round_waits_for_does_not_count(monkeypatch: pytest.MonkeyPatch) 
     assert patches.timed(whole=True).took < waited / 2
 
 
-def test_a_short_round_frees_what_is_new_and_a_whole_one_the_rest() -> None:
-    def cycle() -> weakref.ref[Thing]:
-        thing = Thing()
-        thing.own = thing  # type: ignore[attr-defined]
-        return weakref.ref(thing)
-
+def test_a_short_round_frees_what_is_new_and_a_whole_one_the_rest_but_while_a_large_plan_is_built() -> None:
+    """Told by cycles, not by the count of what is kept out: of that, other threads let things go meanwhile."""
     old = Thing()
     seen_old = weakref.ref(old)
     patches.make_round(whole=False)
@@ -152,26 +151,13 @@ def test_a_short_round_frees_what_is_new_and_a_whole_one_the_rest() -> None:
     patches.make_round(whole=False)
     assert new() is None
     assert seen_old() is not None, "kept out"
-    patches.make_round(whole=True)
-    assert seen_old() is None
-
-
-def test_no_round_while_a_large_plan_is_built() -> None:
-    """Told by a cycle, not by the count of what is kept out: of that, other threads let things go meanwhile."""
-    cycle = Thing()
-    cycle.own = cycle  # type: ignore[attr-defined]
-    seen = weakref.ref(cycle)
-    del cycle
     with patches.building(patches.LARGE_OPS + 1):
-        another = Thing()
-        another.own = another  # type: ignore[attr-defined]
-        seen_another = weakref.ref(another)
-        del another
+        assert seen_old() is None, "a round went before"
+        another = cycle()
         assert patches.make_round(whole=True) > 0
-        assert seen_another() is not None
-    assert seen() is None, "a round went before"
+        assert another() is not None
     patches.make_round(whole=True)
-    assert seen_another() is None
+    assert another() is None
 
 
 def test_the_console_makes_the_rounds_itself() -> None:

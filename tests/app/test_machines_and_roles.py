@@ -320,7 +320,7 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FlakyDatabase
 
 
 TestLives = Lives.TestCase
-TestLives.settings = examples(18, stateful_step_count=15, phases=(Phase.explicit, Phase.generate))
+TestLives.settings = examples(9, stateful_step_count=15, phases=(Phase.explicit, Phase.generate))
 
 
 def test_who_moved_has_not_failed(database: FlakyDatabase) -> None:

@@ -91,6 +91,7 @@ def test_bodies_arrive_whole_and_others_are_left_alone() -> None:
 
 def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guard, "BODY_SECONDS", 0.05)
+    monkeypatch.setattr(guard, "DRAIN_SECONDS", 0.05)
     sent: list[Message] = []
 
     async def half() -> Message:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import subprocess
-import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 import requests
-from console_server import ROOT, Agents, ConsoleServer, ForkedConsole
+from console_server import Agents, ConsoleServer, ForkedConsole
 from typer.testing import CliRunner
 
 from openrecycle.app.cli import cli
+from tests.agent.launches import Launched
 from tests.conftest import at_length
 from tests.golden import golden
 
@@ -25,15 +25,17 @@ TOKEN = "a-token-for-the-tests"
 
 
 def run(*options: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    clean = {k: v for k, v in os.environ.items() if k not in ("DATABASE_URL", "OPENRECYCLE_TOKEN")}
-    return subprocess.run(
-        [sys.executable, "-m", "app", "serve", *options],
-        cwd=ROOT,
-        env={**clean, **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        errors, prints = Path(folder, "errors"), Path(folder, "prints")
+        changed = {"DATABASE_URL": None, "OPENRECYCLE_TOKEN": None, **environment}
+        process = Launched(
+            *("serve", *options), errors=errors, prints=prints, environment=changed, module="openrecycle.app"
+        )
+        try:
+            status = process.wait(60)
+        finally:
+            process.kill()
+        return subprocess.CompletedProcess(["serve", *options], status, prints.read_text(), errors.read_text())
 
 
 def here(*options: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -108,11 +110,13 @@ def test_time_outs_that_are_none(options: tuple[str, ...], part: str) -> None:
     assert_refused(here(*options), part)
 
 
-def test_two_consoles_do_not_share_a_database(tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path / 'console.db'}"
-    server = ForkedConsole(url, "--api-only")
+def test_the_default_database_is_a_file_in_the_state_folder_that_two_consoles_do_not_share(tmp_path: Path) -> None:
+    state = {"XDG_STATE_HOME": str(tmp_path)}
+    server = ForkedConsole("", "--api-only", environment=state)
     try:
-        assert_refused(run("--port", "0", "--database-url", url), "in use by another console")
+        assert (tmp_path / "openrecycle" / "console.db").is_file()
+        assert (tmp_path / "openrecycle").stat().st_mode & 0o077 == 0
+        assert_refused(run("--port", "0", **state), "in use by another console")
     finally:
         server.close()
 
@@ -144,12 +148,15 @@ def test_it_ends_and_leaves_no_process(tmp_path: Path, number: int, pages: bool)
         for pid in children:
             _wait_gone(pid)
         assert not any("Traceback" in line for line in server.errors), server.errors
-        # What was only in memory has been written.
-        server.start()
-        workers = {w["name"]: w for w in server.get(agents.path("/workers")).json()["workers"]}
-        assert workers["W0_0"]["iteration"] == 41
     finally:
         server.close()
+    # What was only in memory has been written.
+    again = ForkedConsole(server.database_url, "--api-only")
+    try:
+        workers = {w["name"]: w for w in again.get(agents.path("/workers")).json()["workers"]}
+        assert workers["W0_0"]["iteration"] == 41
+    finally:
+        again.close()
 
 
 def test_the_planning_process_does_not_outlive_a_killed_console(tmp_path: Path) -> None:
@@ -164,31 +171,7 @@ def test_the_planning_process_does_not_outlive_a_killed_console(tmp_path: Path) 
         server.close()
 
 
-def test_the_default_database_is_a_file_in_the_state_folder(tmp_path: Path) -> None:
-    server = ForkedConsole("", "--api-only", environment={"XDG_STATE_HOME": str(tmp_path)})
-    try:
-        assert (tmp_path / "openrecycle" / "console.db").is_file()
-        assert (tmp_path / "openrecycle").stat().st_mode & 0o077 == 0
-    finally:
-        server.close()
-
-
-def test_pages_and_api_share_a_port(tmp_path: Path) -> None:
-    server = ForkedConsole(f"sqlite:///{tmp_path / 'console.db'}")
-    try:
-        page = requests.get(server.root, timeout=10)
-        assert page.status_code == 200
-        assert "<html" in page.text
-        assert page.headers["X-Content-Type-Options"] == "nosniff"
-        assert requests.get(f"{server.root}/_stcore/health", timeout=10).text == "ok"
-        unknown = requests.get(f"{server.root}/api/v1/nothing", timeout=10)
-        assert (unknown.status_code, unknown.json()["code"]) == (404, "not_found")
-        assert server.get("/jobs").json() == {"jobs": [], "next": None}
-    finally:
-        server.close()
-
-
-def test_a_token_guards_everything_but_health(tmp_path: Path) -> None:
+def test_pages_and_api_share_a_port_and_a_token_guards_everything_but_health(tmp_path: Path) -> None:
     token_file = tmp_path / "token"
     token_file.write_text(TOKEN + "\n")
     token_file.chmod(0o600)
@@ -205,8 +188,13 @@ def test_a_token_guards_everything_but_health(tmp_path: Path) -> None:
             assert golden("this-console-asks-who-you") in page.text
             done = browser.post(page.url, data={"token": TOKEN}, timeout=10, allow_redirects=False)
             assert (done.status_code, done.headers["Location"]) == (303, "/?job=1")
-            assert browser.get(server.root, timeout=10).status_code == 200
-            assert browser.get(f"{server.base}/jobs", timeout=10).status_code == 200
+            page = browser.get(server.root, timeout=10)
+            assert page.status_code == 200 and "<html" in page.text
+            assert page.headers["X-Content-Type-Options"] == "nosniff"
+            assert browser.get(f"{server.root}/_stcore/health", timeout=10).text == "ok"
+            unknown = browser.get(f"{server.base}/nothing", timeout=10)
+            assert (unknown.status_code, unknown.json()["code"]) == (404, "not_found")
+            assert browser.get(f"{server.base}/jobs", timeout=10).json() == {"jobs": [], "next": None}
         assert _websocket_status(server, "") == 403
         cookie = "; ".join(f"{c.name}={c.value}" for c in browser.cookies)
         assert _websocket_status(server, cookie) == 101

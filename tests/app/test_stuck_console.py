@@ -48,7 +48,7 @@ serve(Settings(port=0, database_url=sys.argv[1], api_only=True), on_ready=hang)
 @pytest.mark.parametrize(
     ("what", "number"),
     [
-        ("thread", signal.SIGTERM),
+        at_length("thread", signal.SIGTERM),
         ("loop", signal.SIGINT),
         at_length("thread", signal.SIGINT),
         at_length("loop", signal.SIGTERM),

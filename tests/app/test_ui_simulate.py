@@ -10,6 +10,7 @@ from ui_console import MAIN, ConsoleHere, JobHere, until
 
 from openrecycle.app.plans.simulations import DRAWN, HISTORY, parse_request
 from openrecycle.app.ui.charts.simulation import ratio_words
+from tests.conftest import at_length
 from tests.golden import golden
 
 TIMEOUT, COVERS = 60, "covers"
@@ -69,7 +70,14 @@ def test_a_models_shape_is_simulated() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "beyond"), [("stages", 600), ("pipelines", 1025), ("hours", 8761), ("repair", 10_001), ("host_mtbf", 1e8)]
+    ("field", "beyond"),
+    [
+        ("stages", 600),
+        at_length("pipelines", 1025),
+        ("hours", 8761),
+        at_length("repair", 10_001),
+        at_length("host_mtbf", 1e8),
+    ],
 )
 def test_a_link_beyond_what_is_simulated_says_so_at_its_field(field: str, beyond: float) -> None:
     test = open_page(**{f"sim_{field}": f"{beyond:g}"})
@@ -132,7 +140,7 @@ def test_a_link_to_a_jobs_own_history_ends_where_its_sender_saw_it_end(here: Con
     assert COVERS not in link.query_params
 
 
-@pytest.mark.parametrize("wrong", ["other-job:5", "nonsense", "{job}:-3", "{job}:1e9"])
+@pytest.mark.parametrize("wrong", [at_length("other-job:5"), at_length("nonsense"), at_length("{job}:-3"), "{job}:1e9"])
 def test_an_end_that_is_none_is_left_out(here: ConsoleHere, job: JobHere, wrong: str) -> None:
     test = open_history(job, wrong.format(job=job.job_id))
     assert pinned(test) == f"{job.job_id}:{here.console.queries.past_failures(job.job_id)[1]:.0f}"

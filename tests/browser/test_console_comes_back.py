@@ -54,18 +54,11 @@ def test_an_open_page_comes_back_with_a_killed_console(browser: Browser, server:
     page.wait_for_function(f"{stale} === 'visible'")
     server.process.send_signal(signal.SIGCONT)
     page.wait_for_function(f"{stale} === 'hidden'")
-    follows = browser.new_page(viewport={"width": 1440, "height": 900})
-    follows.set_default_timeout(WAIT_MS)
-    follows.goto(f"{server.root}/schedule")
-    expect(follows.locator(".js-plotly-plot .main-svg").first).to_be_visible()
-    settle(follows)
-    link = follows.url
 
     server.stop(signal.SIGKILL)
     page.wait_for_function(f"{SAID}.includes('The console does not answer. Training goes on, unless a worker dies')")
     expect(done).to_be_visible()
     expect(page.get_by_role("dialog")).to_be_hidden()
-    follows.context.set_offline(True)
     server.start(server.port)
     commit(agents, 1)
 
@@ -78,17 +71,33 @@ def test_an_open_page_comes_back_with_a_killed_console(browser: Browser, server:
     expect(page.locator(".or-events")).to_contain_text("the console was restarted and took the job up again")
     commit(agents, 2)
     expect(done).to_have_text("3 of 100")
+    assert broken == []
+    page.close()
 
-    # A page that followed the job goes on doing so, though it missed the change; its link shows what was seen.
+
+@pytest.mark.chaos
+def test_a_page_that_followed_the_job_goes_on_doing_so(browser: Browser, server: ConsoleServer) -> None:
+    """Though it missed the change; its link shows what was seen."""
+    agents = Agents(server)
+    agents.register_all()
+    agents.resume(agents.names, 1)
+    page = browser.new_page(viewport={"width": 1440, "height": 900})
+    page.set_default_timeout(WAIT_MS)
+    page.goto(f"{server.root}/schedule")
+    expect(page.locator(".js-plotly-plot .main-svg").first).to_be_visible()
+    settle(page)
+    link = page.url
+
+    server.stop(signal.SIGKILL)
+    page.context.set_offline(True)
+    server.start(server.port)
     assert agents.exit("W1_2").ok
     agents.deployment(after=1)
-    follows.context.set_offline(False)
+    page.context.set_offline(False)
     gone = "failed – its micro-batches run on"
-    expect(follows.get_by_text(gone).first).to_be_visible()
-    assert follows.url != link and "follow=1" in follows.url
-    follows.goto(link)
-    expect(follows.get_by_text("This is the plan that was in force when the link was made")).to_be_visible()
-    expect(follows.get_by_text(gone)).to_have_count(0)
-    follows.close()
-    assert broken == []
+    expect(page.get_by_text(gone).first).to_be_visible()
+    assert page.url != link and "follow=1" in page.url
+    page.goto(link)
+    expect(page.get_by_text("This is the plan that was in force when the link was made")).to_be_visible()
+    expect(page.get_by_text(gone)).to_have_count(0)
     page.close()

@@ -45,8 +45,7 @@ def plan(page: Page) -> None:
 
 
 def test_what_if_to_a_link_that_shows_the_same(page: Page, server: ConsoleServer) -> None:
-    page.goto(server.root)
-    page.get_by_role("link", name="Planner").click()
+    page.goto(f"{server.root}/planner")
 
     # Two are killed by clicks, and one is brought back by the keyboard.
     page.get_by_role("button", name="W1_2").click()
@@ -162,6 +161,7 @@ def test_nothing_is_cut_or_pushed_out(tab: Page, server: ConsoleServer, scheme: 
         assert_it_fits(page, ".or-card *", ".or-step *", ".st-key-worker-grid-planner button")
 
 
+@pytest.mark.chaos
 def test_help_draws_five_pictures_and_says_how_to_connect(page: Page, server: ConsoleServer) -> None:
     page.goto(f"{server.root}/help")
     pictures = page.locator(".or-idea img")

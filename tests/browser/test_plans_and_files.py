@@ -234,6 +234,7 @@ def shown(page: Page) -> list[float]:
     )
 
 
+@pytest.mark.chaos
 def test_techniques_of_the_papers_example_stand_on_one_axis(site: Site, page: Page) -> None:
     link = "&".join(f"plans={made}" for made in WORKED_EXAMPLE)
     page.goto(f"{site.root}/compare?{link}")

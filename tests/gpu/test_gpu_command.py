@@ -55,6 +55,7 @@ def test_a_check_that_hangs_stops_no_other(tmp_path: Path) -> None:
     assert status == 1 and [r["status"] for r in results] == ["failed", "failed"]
 
 
+@pytest.mark.chaos
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_without_a_gpu_it_fails_and_says_why(tmp_path: Path) -> None:
     status, results = _gpu("--only", "environment", "--out", str(tmp_path))
@@ -84,6 +85,7 @@ def test_groups_after_a_death(transport: Any) -> None:
     assert [sorted(one) for one in found] == [["again", "halted", "woken"]] * 3 + [[]]
 
 
+@pytest.mark.chaos
 def test_a_rank_that_finds_a_wrong_number_is_heard() -> None:
     """So that a check of numbers can fail."""
     with pytest.raises(ranks.RanksError, match="rank 1: RuntimeError: a message arrived changed"):

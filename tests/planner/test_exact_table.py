@@ -60,9 +60,13 @@ CASES = [
     ((3, 3, 3), "staggered", "uniform", "W1_1", (EVEN,), 0),
 ]
 
-# Every technique, limit and kind of profile; of the larger ones those that are soon proven.
-QUICK = ((2, 2, 2), (2, 2, 3), (2, 3, 2), (3, 3, 2))
-SLOW = ((2, 2, 2), "staggered", "1f1b", "W0_1", (MEASURED, MEASURED), 0)
+
+def quick(case: tuple) -> bool:
+    """Every technique and limit is among these, and what is soon proven of the rest."""
+    grid, _, memory, failed, profiles, _ = case
+    if MEASURED in profiles or (grid == (2, 2, 3) and profiles != (EVEN,) and failed):
+        return False
+    return grid in ((2, 2, 2), (2, 2, 3)) or (grid == (2, 3, 2) and memory != "2")
 
 
 def problem_of(case: tuple) -> Problem:
@@ -86,7 +90,7 @@ def test_the_table_has_every_technique_and_limit() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("case", [c if c[0] in QUICK and c != SLOW else at_length(c) for c in CASES], ids=name)
+@pytest.mark.parametrize("case", [c if quick(c) else at_length(c) for c in CASES], ids=name)
 def test_milp_and_cp_sat_agree(case: tuple) -> None:
     problem = problem_of(case)
     warm = ListScheduler().solve(problem).schedule

@@ -195,9 +195,10 @@ def test_a_jobs_own_history() -> None:
         from_history([(1.0, "W0_0", "slept")], ["W0_0"], end=2)
 
 
-def test_bursts_are_counted_as_they_are_drawn() -> None:
-    """Of so long a tail hardly a failure is expected, and millions are drawn."""
+def test_bursts_are_counted_as_they_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of so long a tail hardly a failure is expected, and very many are drawn."""
     few = generated(20, 168, [Domain(1, 10_000, 0.001, shape=0.05)])
     assert len(few.events) > 2_000
+    monkeypatch.setattr("openrecycle.planner.simulation.traces.generated.MOST_FAILURES", 100_000)
     with pytest.raises(InputError, match="mtbf"):
         generated(4_000, 168, [Domain(200, 10_000, 0, shape=0.05)])
