@@ -288,10 +288,12 @@ def _supplied(a: _Stage, b: _Stage, way: int) -> int:
     e - j u, u = I(a) + W(a), as j I's and their own W's are still to run; so over all its peers the k-th
     last does not start after e - ceil(k / L(a)) u. An I of stage b precedes the one of its micro-batch on
     a by I(b) and what lies between. So y before the last moment at which an I of b could start if u were 0,
-    at t, no more than L(a) floor(y / u) of them are yet to start (and a part of L(a) more to run). While
-    y <= r(b) + u - F(b), no F is left for after t, for its I would come too late. And at most C a worker are
-    held at t, each with a W to run. All other work of stage b is done before t, by g peers: those of a
-    group that has m micro-batches to run at least,
+    at t, no more than L(a) floor(y / u) of them are yet to start. The L(a) before those start at
+    t - (u - y mod u) at the latest, those before them u sooner, and so on: as long as that is less than I(b)
+    before t, what is left of those I's may run after t as well. While y <= r(b) + u - F(b), no F is left for
+    after t, for its I would come too late. And at most C a worker are held at t, each with a W to run. All
+    other work of stage b is done before t, by g peers: those of a group that has m micro-batches to run at
+    least,
       g (x - idle) >= m (F + I + W) - g C W - I's after t,
     where x is the time from the first start of b to t, and idle = max(0, r(b) - C F) that of the warm-up,
     if it comes to more than C F. Since b starts after a by the way down, x <= period - O(a) - way down -
@@ -309,7 +311,9 @@ def _supplied(a: _Stage, b: _Stage, way: int) -> int:
         if not 0 <= y <= latest:
             continue
         full, rest = divmod(y, u) if u else (b.total, 0)
-        part = max(0, b.I - (u - rest))
+        # So many groups still run, the i-th of them for I(b) + rest - i u.
+        running = (b.I + rest) // u if u else 0
+        part = running * (b.I + rest) - u * running * (running + 1) // 2
         for peers, count in b.groups:
             held = count if b.C is None else min(count, b.C * peers)
             supply = min(count * b.I, a.living * (full * b.I + part), peers * max(0, y - u + b.I))
