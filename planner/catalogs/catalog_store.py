@@ -307,4 +307,4 @@ def _swap(job: Job, stage: int, planned: set[Worker], dead: frozenset[Worker]) -
 
 
 # Raised when the same question may get another plan, or when stored catalogs change their form.
-PLANNER_VERSION = "2"
+PLANNER_VERSION = "3"

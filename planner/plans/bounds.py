@@ -2,7 +2,8 @@
 
 Notation, for one stage s: F, I, W, O its op times; n the micro-batches that its busiest living
 worker must run, at least ceil(all micro-batches / living peers) whatever the routing; C the most
-activations that worker may hold (n when there is no limit). A micro-batch *turns round* at s in
+activations that worker can hold (n when there is no limit), A the most whose I has not ended, which are
+fewer only where memory is counted in bytes. A micro-batch *turns round* at s in
   r(s) = F(s) + transfers and F below s + all I below s and their transfers back,
 the time from its F's start on s to the earliest start of its I on s. Where B is not split (the
 adaptive technique), B takes the place of I on the way back, and W is 0.
@@ -15,7 +16,7 @@ least that much for each a too.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -43,21 +44,26 @@ class _Row:
     F: int
     I: int  # noqa: E741 -- the field's name for it
     W: int
-    limit: int | None
+    A: int | None
+    C: int | None
     turn: int
 
     def held(self, n: int) -> int:
         """C of the module, for n micro-batches."""
-        return n if self.limit is None else min(n, self.limit)
+        return n if self.C is None else min(n, self.C)
+
+    def ahead(self, n: int) -> int:
+        """A of the module, for n micro-batches."""
+        return n if self.A is None else min(n, self.A)
 
     def first_phase(self, n: int) -> int:
         """Least time from the worker's first F to the end of its n-th F and I, whatever the W's.
 
-        Before the first I can start, r(s) after the first F, only F's can run, and no more than C
-        of them; so at most min(r(s), C F) of that time is spent working.
+        Before the first I can start, r(s) after the first F, only F's can run, and no more than A
+        of them; so at most min(r(s), A F) of that time is spent working.
         """
-        held = self.held(n)
-        return max(self.turn, held * self.F) + (n - held) * self.F + n * self.I
+        ahead = self.ahead(n)
+        return max(self.turn, ahead * self.F) + (n - ahead) * self.F + n * self.I
 
     def last_input_backward(self, n: int) -> int:
         """Least time from the worker's first F to the end of its last I.
@@ -80,13 +86,15 @@ class _Row:
         return self.first_phase(n) + n * self.W + cool_down
 
     def residence(self, n: int) -> int:
-        """Least time over which n micro-batches can be held C at a time.
+        """Least time over which n micro-batches can be held C at a time, and A until their I's have ended.
 
         Each is held for at least r(s) + I + W. Intervals of which at most C overlap can be
         coloured with C colours so that those of one colour are disjoint (interval graphs are
-        perfect), and some colour has at least ceil(n / C) of them.
+        perfect), and some colour has at least ceil(n / C) of them. So, with A, for r(s) + I until the I has
+        ended, which a W follows.
         """
-        return -(-n // self.held(n)) * (self.turn + self.I + self.W)
+        until_I = -(-n // self.ahead(n)) * (self.turn + self.I)
+        return max(until_I + self.W, -(-n // self.held(n)) * (self.turn + self.I + self.W))
 
     def returns(self, n: int) -> int:
         """The same to the start of the last W: what is held ends with it."""
@@ -97,7 +105,7 @@ class _Row:
 class _Stage:
     """One stage, in ticks. F, I, W: of its fastest peer, which any micro-batch may meet; O: the longest.
 
-    n: micro-batches of its busiest peer at least. C: the memory limit. living: peers. rows: its living peers, the
+    n: micro-batches of its busiest peer at least. A, C: see the module. living: peers. rows: its living peers, the
     alike counted. Some peer has to take n of them; where peers differ in speed, the
     least that the worst-off of them needs over all ways of dividing `total` among them.
     """
@@ -107,6 +115,7 @@ class _Stage:
     W: int
     O: int  # noqa: E741
     n: int
+    A: int | None
     C: int | None
     total: int
     living: int
@@ -154,14 +163,10 @@ class _Stage:
         def most(row: _Row, ticks: int) -> int:
             return bisect_right(range(1, self.total + 1), ticks, key=lambda n: time(row, n))
 
-        low, high = 0, min(time(row, self.total) for row, _ in self.rows)
-        while low < high:
-            middle = (low + high) // 2
-            if sum(count * most(row, middle) for row, count in self.rows) >= self.total:
-                high = middle
-            else:
-                low = middle + 1
-        return high
+        def suffice(ticks: int) -> bool:
+            return sum(count * most(row, ticks) for row, count in self.rows) >= self.total
+
+        return bisect_left(range(min(time(row, self.total) for row, _ in self.rows)), True, key=suffice)
 
 
 def period_bound(problem: Problem) -> int:
@@ -223,7 +228,8 @@ def _stages(problem: Problem) -> list[_Stage]:
                 W=t.weight_backward if problem.technique.splits else 0,
                 O=t.optimizer,
                 n=-(-total // living),
-                C=problem.limits[s],
+                A=problem.most_held[s][0],
+                C=problem.most_held[s][1],
                 total=total,
                 living=living,
                 rows=tuple(rows.items()),
@@ -235,12 +241,13 @@ def _stages(problem: Problem) -> list[_Stage]:
 
 
 def _row(problem: Problem, t: StageTicks, stage: int, below: int) -> _Row:
-    splits, limit = problem.technique.splits, problem.limits[stage]
+    splits, (ahead, held) = problem.technique.splits, problem.most_held[stage]
     return _Row(
         F=t.forward,
         I=t.input_backward if splits else t.backward,
         W=t.weight_backward if splits else 0,
-        limit=limit,
+        A=ahead,
+        C=held,
         turn=t.forward + below,
     )
 
@@ -262,7 +269,7 @@ def _staggered(problem: Problem, stages: list[_Stage]) -> list[Bound]:
     fewest = 0  # the first stage above with the fewest living peers
     for s, x in enumerate(stages):
         bounds.append(Bound(x.span + x.O, f"stage {s} has {x.n} micro-batches per worker to run"))
-        held = x.n if x.C is None else min(x.n, x.C)
+        held = x.n if x.A is None else min(x.n, x.A)
         bounds.append(Bound(x.residence + x.O, f"stage {s} may hold only {held} activations"))
         if best_above is not None:
             bounds.append(
@@ -288,10 +295,12 @@ def _supplied(a: _Stage, b: _Stage, way: int) -> int:
     e - j u, u = I(a) + W(a), as j I's and their own W's are still to run; so over all its peers the k-th
     last does not start after e - ceil(k / L(a)) u. An I of stage b precedes the one of its micro-batch on
     a by I(b) and what lies between. So y before the last moment at which an I of b could start if u were 0,
-    at t, no more than L(a) floor(y / u) of them are yet to start (and a part of L(a) more to run). While
-    y <= r(b) + u - F(b), no F is left for after t, for its I would come too late. And at most C a worker are
-    held at t, each with a W to run. All other work of stage b is done before t, by g peers: those of a
-    group that has m micro-batches to run at least,
+    at t, no more than L(a) floor(y / u) of them are yet to start. The L(a) before those start at
+    t - (u - y mod u) at the latest, those before them u sooner, and so on: as long as that is less than I(b)
+    before t, what is left of those I's may run after t as well. While y <= r(b) + u - F(b), no F is left for
+    after t, for its I would come too late. And at most C a worker are held at t, each with a W to run. All
+    other work of stage b is done before t, by g peers: those of a group that has m micro-batches to run at
+    least,
       g (x - idle) >= m (F + I + W) - g C W - I's after t,
     where x is the time from the first start of b to t, and idle = max(0, r(b) - C F) that of the warm-up,
     if it comes to more than C F. Since b starts after a by the way down, x <= period - O(a) - way down -
@@ -309,7 +318,9 @@ def _supplied(a: _Stage, b: _Stage, way: int) -> int:
         if not 0 <= y <= latest:
             continue
         full, rest = divmod(y, u) if u else (b.total, 0)
-        part = max(0, b.I - (u - rest))
+        # So many groups still run, the i-th of them for I(b) + rest - i u.
+        running = (b.I + rest) // u if u else 0
+        part = running * (b.I + rest) - u * running * (running + 1) // 2
         for peers, count in b.groups:
             held = count if b.C is None else min(count, b.C * peers)
             supply = min(count * b.I, a.living * (full * b.I + part), peers * max(0, y - u + b.I))
@@ -328,16 +339,14 @@ def _barrier(problem: Problem, stages: list[_Stage]) -> list[Bound]:
     micro-batch passes I on each stage above, and each of those ends with W.
     """
     longest = max(x.O for x in stages)
-    down = accumulate(problem.job.transfer_ticks, initial=0)
     up = accumulate(problem.job.backward_transfer_ticks, initial=0)
-    heads = [f + t for f, t in zip(accumulate((x.F for x in stages[:-1]), initial=0), down, strict=True)]
     backs = [f + t for f, t in zip(accumulate((x.I for x in stages[:-1]), initial=0), up, strict=True)]
     bounds: list[Bound] = []
     best_above: int | None = None  # max over a of W(a) - backs[a]
     for s, x in enumerate(stages):
         tail = x.W if best_above is None else max(x.W, backs[s] + best_above)
         own = max(x.span, x.last_input_backward + tail, x.returns + tail)
-        bounds.append(Bound(heads[s] + own + longest, f"stage {s} has {x.n} micro-batches per worker to run"))
+        bounds.append(Bound(problem.heads[s] + own + longest, f"stage {s} has {x.n} micro-batches per worker to run"))
         above = x.W - backs[s]
         best_above = above if best_above is None else max(best_above, above)
     return bounds

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from openrecycle.planner.jobs.errors import InfeasibleError, InputError
@@ -129,16 +130,28 @@ class PlannedJob:
             if failures > planned:
                 self._periods[failures] = None
             elif failures == planned:
-                self._periods[failures] = self._plan(self._best(failures))
+                first = failures == 1
+                self._periods[failures] = (
+                    min(filter(None, self._first), default=None) if first else self._plan(self._best(failures))
+                )
             else:
                 made = self.rerouted(planned)
                 self._periods[failures] = None if made is None else made.seconds
         seconds = self._periods[failures]
         return None if seconds is None else Rate(seconds, self.samples)
 
+    @cached_property
+    def _first(self) -> list[float | None]:
+        """Seconds with one worker dead, by its stage."""
+        stages = range(self.job.stages)
+        return [self._plan([tuple(int(s == dead) for s in stages)]) for dead in stages]
+
     def moves(self, failures: int) -> bool:
-        """May `rerouted` have them on other stages than those where they fell? One of equal stages has not."""
-        return failures > 1 or (failures == 1 and len(set(self.job.profiles)) > 1)
+        """May `rerouted` have them on other stages than those where they fell? One has not where all stages lose as
+        much by it."""
+        if failures < 1 or self.job.stages == 1 or not self.technique.reroutes:
+            return False
+        return failures > 1 or self._large or len(set(self._first)) > 1
 
     def _best(self, failures: int) -> list[Counts]:
         """The distributions that the period models find best."""
@@ -250,8 +263,10 @@ class PlannedJob:
 
     def repartitioned(self, workers: int) -> Rate | None:
         """The layers over all living workers, wherever they are needed, in pipelines as deep as the grid's or, where
-        that is shorter, of one stage less; None where none fits."""
-        options = [self.with_depth(self.job.stages - less, workers) for less in (0, 1)]
+        that is shorter, of one stage less, or left where they are; None where none fits."""
+        # (Layouts are found by rules of thumb: now and then one is shorter that leaves a worker idle.)
+        options = [self.with_depth(self.job.stages - less, workers - idle) for less in (0, 1) for idle in (0, 1)]
+        options.append(self.rerouted(self.workers - workers))
         return min(filter(None, options), key=lambda rate: rate.seconds, default=None)
 
     def with_depth(self, stages: int, workers: int) -> Rate | None:
@@ -319,8 +334,8 @@ class PlannedJob:
         depths = template_depths(self.workers, self.least_stages, tolerated, min(2 * self.job.stages, layers))
         best = math.inf
         for chosen in instantiations(workers, depths, self.job.pipelines):
-            seconds, _ = distribute(total, chosen, self._template)
-            best = min(best, seconds)
+            if sum(shares(total, chosen, self._template, math.nextafter(best, 0))) >= total:
+                best, _ = distribute(total, chosen, self._template)
         return None if math.isinf(best) else Rate(best, self.samples)
 
     def _template(self, stages: int, micro_batches: int) -> float:
@@ -402,8 +417,6 @@ def _step_of(profile: StageProfile) -> float:
 
 # Up to so many workers every multiset of depths is looked at; beyond, the most even one of each size.
 ENUMERATED = 40
-# Micro-batches beside its share by depth that a pipeline is tried with.
-MARGIN = 3
 
 
 def template_depths(workers: int, least: int, tolerated: int, most: int) -> range:
@@ -442,44 +455,25 @@ def _sums(total: int, depths: range, parts: int, largest: int) -> Iterator[tuple
 def distribute(total: int, depths: tuple[int, ...], time: Callable[[int, int], float]) -> tuple[float, tuple[int, ...]]:
     """The least time within which pipelines of these depths run `total` micro-batches, and how many each has.
 
-    time(depth, micro_batches): of one pipeline; does not fall as micro-batches grow. The least time
-    is one that some pipeline has, and is found by bisection over those.
+    time(depth, micro_batches): of one pipeline; does not fall as micro-batches grow. The least time is one that some
+    pipeline has with some number of them, found by bisection over that number, depth by depth.
     """
-    kinds = set(depths)
-    workers = sum(depths)
-    # By depth each would have its share: in any best distribution somebody is close to it, and at
-    # the top of the range every pipeline can have as many as the deepest.
-    least, most = min(depths) * total // workers, -(-max(depths) * total // workers)
-    near = range(max(0, least - MARGIN), min(total, most + MARGIN) + 1)
-    candidates = sorted({time(kind, n) for kind in kinds for n in near})
+    best = math.inf
+    for kind in set(depths):
 
-    def room(limit: float) -> dict[int, int]:
-        return {kind: _most(kind, limit, near.stop - 1, time) for kind in kinds}
+        def suffices(n: int, depth: int = kind) -> bool:
+            return sum(shares(total, depths, time, time(depth, n))) >= total
 
-    low, high = 0, len(candidates) - 1
-    while low < high:
-        middle = (low + high) // 2
-        share = room(candidates[middle])
-        if sum(share[depth] for depth in depths) >= total:
-            high = middle
-        else:
-            low = middle + 1
-    share = room(candidates[low])
+        best = min(best, time(kind, bisect_left(range(total), True, key=suffices)))
     left = total
     out = []
-    for depth in depths:
-        out.append(min(share[depth], left))
+    for most in shares(total, depths, time, best):
+        out.append(min(most, left))
         left -= out[-1]
-    return candidates[low], tuple(out)
+    return best, tuple(out)
 
 
-def _most(depth: int, limit: float, high: int, time: Callable[[int, int], float]) -> int:
-    """Most micro-batches within `limit`, up to `high`."""
-    low = 0
-    while low < high:
-        middle = (low + high + 1) // 2
-        if time(depth, middle) <= limit:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+def shares(total: int, depths: tuple[int, ...], time: Callable[[int, int], float], limit: float) -> list[int]:
+    """By pipeline, most micro-batches within `limit`, up to `total`."""
+    most = {kind: bisect_right(range(1, total + 1), limit, key=partial(time, kind)) for kind in set(depths)}
+    return [most[depth] for depth in depths]

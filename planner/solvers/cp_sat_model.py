@@ -43,9 +43,7 @@ class ScheduleModel:
         self.wire, self.wire_back = job.transfer_ticks, job.backward_transfer_ticks
         # Every stage starts before stage 0 ends, and lasts no longer than a period.
         self.horizon = 2 * self.upper if self.staggers else self.upper
-        self.heads = [0]
-        for s in range(1, job.stages):
-            self.heads.append(self.heads[-1] + self.fastest[s - 1].forward + self.wire[s - 1])
+        self.heads = problem.heads
         self.starts: dict[OpKey, cp_model.IntVar] = {}
         self.period = self.model.new_int_var(self.lower, self.upper, "period")
         self.first: list[cp_model.IntVar | int] = [0] * job.stages
@@ -190,12 +188,9 @@ class RoutingModel:
         self.period = self.model.new_int_var(lower, upper, "period")
         # See ScheduleModel: a stage starts before stage 0 ends and lasts a period at most.
         self.horizon = 2 * upper if self.staggers else upper
-        heads = [0]
-        for s in range(1, job.stages):
-            heads.append(heads[-1] + self.ticks[s - 1].forward + self.wire[s - 1])
-        self.heads = heads
+        self.heads = problem.heads
         self.first: list[cp_model.IntVar | int] = [
-            self.model.new_int_var(heads[s], upper, "") if s and self.staggers else 0 for s in range(job.stages)
+            self.model.new_int_var(self.heads[s], upper, "") if s and self.staggers else 0 for s in range(job.stages)
         ]
         self.forward, self.backward, self.weight = ([self._row() for _ in range(self.count)] for _ in range(3))
         self.on: list[list[list[cp_model.IntVar]]] = []  # [stage][micro-batch][peer]
@@ -394,16 +389,16 @@ class SliceModel:
 
 # Its optimum bounds the period for every routing.
 #
-# Take any valid schedule, with any routing, and let a stage have L living peers, each of which may
-# hold C activations. Sort the stage's F starts, its I (or B) starts and its W starts each on their
-# own, and call the k-th of each those of "micro-batch" k. Then
+# Take any valid schedule, with any routing, and let a stage have L living peers, each of which can
+# hold C activations at most, A of them with an I to end. Sort the stage's F starts, its I (or B)
+# starts and its W starts each on their own, and call the k-th of each those of "micro-batch" k. Then
 # - at most L ops run at once, since each peer runs one at a time; so the k-th F starts no sooner
 #   than the (k - L)-th F has ended (as all last equally long), and likewise I's and W's;
 # - the k-th F of stage s + 1 starts no sooner than the k-th F of stage s has ended and been sent,
 #   for every F of stage s + 1 follows one of stage s by that much, and this survives sorting (see
 #   reduction); so do I(s) after I(s + 1), I after F and W after I on one stage;
 # - at most C L activations are held in the stage, so the (k + C L)-th F starts no sooner than the
-#   k-th W has ended;
+#   k-th W has ended; and so, with A, than the k-th I;
 # - first start and last end of the stage are what they were.
 # So the times satisfy this model, whose optimum is therefore no larger than any schedule's period.
 #
@@ -426,15 +421,12 @@ class PooledModel:
         # See ScheduleModel: a stage starts before stage 0 ends and lasts a period at most.
         horizon = 2 * upper if problem.technique.staggers else upper
         self.starts: dict[tuple[str, int], list[cp_model.IntVar]] = {}
-        head = 0
-        for stage in range(job.stages):
+        for stage, head in enumerate(problem.heads):
             for kind in self.kinds:
                 self.starts[kind, stage] = [self.model.new_int_var(head, horizon, "") for _ in range(self.count)]
             self._pool(stage)
             self._span(stage, head, upper)
             self._chain(stage)
-            if stage < job.stages - 1:
-                head += problem.fastest[stage].forward + job.transfer_ticks[stage]
         self.model.minimize(self.period)
 
     @staticmethod
@@ -454,7 +446,7 @@ class PooledModel:
     def _pool(self, stage: int) -> None:
         """The order of the stage's ops, its peers and their memory together."""
         add = self.model.add
-        peers, limit = len(self.problem.living_peers(stage)), self.problem.limits[stage]
+        peers = len(self.problem.living_peers(stage))
         intervals = []
         for kind in self.kinds:
             row, length = self.starts[kind, stage], self._duration(kind, stage)
@@ -467,12 +459,11 @@ class PooledModel:
             self.model.add_no_overlap(intervals)
         else:
             self.model.add_cumulative(intervals, [1] * len(intervals), peers)
-        if limit is not None:
-            last = self.kinds[-1]
-            for release, forward in zip(
-                self.starts[last, stage], self.starts["F", stage][limit * peers :], strict=False
-            ):
-                add(forward >= release + self._duration(last, stage))
+        ahead, held = self.problem.most_held[stage]
+        for kind, most in ("I", None if ahead == held else ahead), (self.kinds[-1], held):
+            later = [] if most is None else self.starts["F", stage][most * peers :]
+            for release, forward in zip(self.starts[kind, stage], later, strict=False):
+                add(forward >= release + self._duration(kind, stage))
 
     def _span(self, stage: int, head: int, upper: int) -> None:
         """The stage within the period."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from importlib.util import find_spec
-from itertools import accumulate, cycle
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,15 @@ from openrecycle.planner.solvers import loops
 from openrecycle.planner.solvers.base import Run, Solution
 from openrecycle.planner.solvers.list_scheduler import ListScheduler, reference_result, rules
 from openrecycle.planner.solvers.loops import compiled_windows
-from openrecycle.planner.solvers.table import ALWAYS, UNLIMITED, ArraySchedule, DispatchSettings, Result, Table
+from openrecycle.planner.solvers.table import (
+    ALWAYS,
+    UNLIMITED,
+    ArraySchedule,
+    DispatchSettings,
+    Result,
+    Table,
+    fits_machine_code,
+)
 from openrecycle.planner.solvers.tuning import COMPILED_SECONDS, searched
 
 # -- orders of a problem's ops (see `loops`): what they are worth, and a part of one dispatched anew ---
@@ -59,8 +67,7 @@ class OpOrders:
         self._load = np.asarray(table.load, dtype=np.int64)
         fastest = table.problem.fastest
         self._optimizer = np.array([t.optimizer for t in fastest], dtype=np.int64)
-        down = [t.forward + wire for t, wire in zip(fastest[:-1], job.transfer_ticks, strict=True)]
-        self._heads = np.array(list(accumulate(down, initial=0)), dtype=np.int64)
+        self._heads = np.array(table.problem.heads, dtype=np.int64)
         self._stage = np.arange(table.workers) // job.pipelines
         self._down, self._up = self._zeros(self.items), self._zeros(self.items)
         self._free = self._zeros(table.workers)
@@ -231,8 +238,8 @@ FINE = 8
 
 
 def rearrangeable(problem: Problem) -> bool:
-    """Is there a choice to be made, and are the compiled loops here that it needs?"""
-    return problem.technique.splits and find_spec("numba") is not None
+    """Is there a choice to be made, are the compiled loops here that it needs, and do its times fit into them?"""
+    return problem.technique.splits and find_spec("numba") is not None and fits_machine_code(problem)
 
 
 class Rearranger:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from problems import problems
 
 from openrecycle.planner.check import check
-from openrecycle.planner.jobs.job import Problem, Worker
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
 from openrecycle.planner.plans.bounds import period_bound
 from openrecycle.planner.plans.routing import Routes, assign
 from openrecycle.planner.plans.schedule import Schedule
@@ -71,6 +72,64 @@ def test_reductions_lose_nothing(problem: Problem, seed: int) -> None:
     reduced = optimum(Reduction.of(problem, routes), loose(problem))
     assert check(reduced) == []
     assert reduced.period == optimum(whole, reduced.period).period
+
+
+def free(problem: Problem) -> Schedule:
+    """The best over all routes."""
+    model = RoutingModel(problem, 0, ListScheduler().solve(problem).schedule.period)
+    outcome = run(model.model, time_limit=30, workers=1, seed=0)
+    assert outcome.proven and outcome.solved
+    schedule = model.read(outcome.solver)
+    assert check(schedule) == [] and schedule.period == outcome.objective
+    return schedule
+
+
+@pytest.mark.parametrize(
+    ("job", "dead", "memory", "optimum"),
+    [
+        (Job(4, 2, 1, profiles=(StageProfile(2, 1, 1), StageProfile(2, 9, 0))), 2, "1f1b", 17),
+        (
+            Job(
+                2,
+                2,
+                3,
+                profiles=(StageProfile(3, 0, 2, 0), StageProfile(3, 9, 2, 2)),
+                transfers=(0.0,),
+                backward_transfers=(2.0,),
+            ),
+            1,
+            "none",
+            46,
+        ),
+    ],
+)
+def test_several_groups_of_late_backwards_may_run_at_once(job: Job, dead: int, memory: str, optimum: int) -> None:
+    """Where the I of a stage takes longer than I and W above it, those of several micro-batches of one worker above
+    overlap on the peers below."""
+    failed = frozenset(Worker(p, 0) for p in range(dead))
+    problem = Problem(job, failed, Technique.STAGGERED, MemoryLimit(memory))
+    assert period_bound(problem) <= optimum == free(problem).period
+
+
+@st.composite
+def with_a_long_last_backward(draw: st.DrawFn) -> Problem:
+    """And fewer workers above it than there."""
+    pipelines, stages = draw(st.integers(2, 3)), draw(st.integers(2, 3))
+    above = tuple(
+        StageProfile(draw(st.integers(1, 3)), *draw(st.sampled_from([(2, 0), (0, 2), (1, 1), (1, 0), (0, 1)])))
+        for _ in range(stages - 1)
+    )
+    last = StageProfile(draw(st.integers(1, 3)), draw(st.integers(5, 9)), draw(st.integers(0, 2)))
+    job = Job(pipelines, stages, draw(st.integers(1, 2)), profiles=(*above, last))
+    dead = [draw(st.integers(1 if s == 0 else 0, pipelines - 1)) for s in range(stages - 1)]
+    failed = frozenset(Worker(p, s) for s, count in enumerate(dead) for p in range(count))
+    return Problem(job, failed, Technique.STAGGERED, MemoryLimit("none"))
+
+
+@examples(300)
+@given(with_a_long_last_backward())
+def test_the_bound_holds_where_the_last_backward_is_long(problem: Problem) -> None:
+    assert period_bound(problem) <= free(problem).period
 
 
 @quick

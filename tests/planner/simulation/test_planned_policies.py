@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -154,6 +155,33 @@ def test_fewer_pipelines_are_whole_ones(uneven: PlannedJob) -> None:
     assert whole and anywhere and whole.seconds >= 54 > anywhere.seconds
     assert uneven.fewer_pipelines(3) == uneven.rerouted(0) and uneven.fewer_pipelines(0) is None
     assert PlannedJob(uneven.job, samples=12, technique=Technique.FAULT_FREE).fewer_pipelines(2) is None
+
+
+@pytest.mark.parametrize(
+    ("technique", "memory", "grid", "seconds", "moves"),
+    [
+        ("decoupled", "uniform", (4, 8, 8), 37, True),  # 40 on the first and the last stage
+        ("staggered", "1f1b", (3, 4, 6), 30, True),
+        ("staggered", "none", (3, 4, 6), 27, False),
+    ],
+)
+def test_one_failure_among_equal_stages_costs_what_its_best_stage_says(
+    technique: str, memory: str, grid: tuple[int, int, int], seconds: float, moves: bool
+) -> None:
+    planned = PlannedJob(Job.uniform(*grid), samples=1, technique=Technique(technique), memory=MemoryLimit(memory))
+    rate = planned.rerouted(1)
+    assert rate is not None and rate.seconds == seconds
+    assert planned.moves(1) == moves and planned.moves(2) and not planned.moves(0)
+
+
+@pytest.mark.parametrize(("grid", "layers"), [((3, 4, 6), 2), ((3, 4, 6), 8), ((4, 4, 4), 8)])
+def test_layers_move_only_where_that_is_quicker(grid: tuple[int, int, int], layers: int) -> None:
+    planned = PlannedJob(Job.uniform(*grid), samples=1, layers=layers)
+    counts = range(planned.workers, planned.job.stages, -1)
+    moved = [rate.seconds for rate in map(planned.repartitioned, counts) if rate]
+    stayed = [rate.seconds for rate in (planned.rerouted(planned.workers - n) for n in counts) if rate]
+    assert all(map(operator.le, moved, stayed)) and len(moved) == len(stayed) == len(counts)
+    assert moved == sorted(moved)
 
 
 def test_the_first_failure_is_moved_to_where_it_costs_least(uneven: PlannedJob) -> None:
