@@ -236,6 +236,3 @@ def _others(console: ConsoleService, report: CatalogReport) -> None:
 
 def _state(catalog: CatalogSummary) -> str:
     return "another question" if catalog.current else f"stale: planner version {catalog.info.planner_version}"
-
-
-components.guard(page)

@@ -5,7 +5,6 @@ curves of what is planned.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import streamlit as st
@@ -206,7 +205,6 @@ def chart_words(report: CatalogReport) -> str:
 
 CHART = "catalog-chart"
 DRAWN = "catalog-drawn"
-SCHEDULE = Path(__file__).resolve().parent / "schedule.py"
 
 
 def show(console: ConsoleService, report: CatalogReport, colours: Palette) -> None:
@@ -254,7 +252,7 @@ def _clicked(event: Any) -> int | None:
 
 
 def open_plan(report: CatalogReport, name: str) -> None:
-    st.switch_page(SCHEDULE, query_params={"plan": f"catalog:{report.fingerprint}:{name}"})
+    st.switch_page(url_state.page("schedule"), query_params={"plan": f"catalog:{report.fingerprint}:{name}"})
 
 
 OWN = "own"

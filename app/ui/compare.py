@@ -289,6 +289,3 @@ def _tables(console: ConsoleService, sources: list[Source], schedules: list[Sche
             with st.container(horizontal=True, vertical_alignment="center"):
                 export_button(console.sources.export_of(source), key=f"export-{i}")
                 st.markdown(f":small[{text.plain_markdown(label)}]")
-
-
-components.guard(page)

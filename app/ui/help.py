@@ -148,6 +148,3 @@ def _keys(colours: Palette) -> None:
         "- **Arrow keys** go through a table's cells, the entries of a menu, and the choices of a switch.\n"
         "- Every chart has a table beneath it with the same facts, and a description for screen readers."
     )
-
-
-components.guard(page)

@@ -228,6 +228,3 @@ def _measured(job_id: str, found: MeasuredIteration | None) -> None:
             f", {text.percent(found.over_plan, sign=True)} against the plan's {text.milliseconds(found.planned_ms)}"
         )
     st.caption(f"{words}. [See it op by op](schedule?job={job_id}&plan=measured:{job_id})")
-
-
-components.guard(page)

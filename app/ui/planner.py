@@ -153,6 +153,3 @@ def _steps(console: ConsoleService, chosen: str | None, going: bool) -> None:
 def _choose_step() -> None:
     chosen = next((s for s in STEPS if s.name == state.entered("planner-step")), None)
     state.change(chosen.question if chosen else state.now(), example=True)
-
-
-components.guard(page)

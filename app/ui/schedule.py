@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 
 import streamlit as st
 
@@ -26,7 +25,6 @@ from openrecycle.planner.jobs.job import Technique, Worker
 from openrecycle.planner.plans.drawing import Drawing
 from openrecycle.planner.plans.schedule import Schedule
 
-COMPARE = Path(__file__).resolve().with_name("compare.py")
 FEW = 24
 
 
@@ -133,7 +131,7 @@ def _tables(
         components.heading("The same in figures", f"times in {plan.job.time_unit}")
         with st.container(horizontal=True, width="content", vertical_alignment="center"):
             st.page_link(
-                COMPARE,
+                url_state.page("compare"),
                 label="Compare with others",
                 icon=":material/compare_arrows:",
                 query_params=_comparison(source),
@@ -159,6 +157,3 @@ def _tables(
     with by_op:
         ops = operations_table(schedule, *((detail.workers, detail.window) if detail else (workers, None)))
         st.dataframe(ops, hide_index=True, key="ops-table", alt="Ops in order of start", column_config=of_workers(ops))
-
-
-components.guard(page)

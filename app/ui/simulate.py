@@ -258,6 +258,3 @@ def _table(simulation: Simulation) -> dict[str, list[Any]]:
             for row in rows
         ],
     }
-
-
-components.guard(page)

@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
 from html import escape
+from importlib import import_module
 from typing import Any, Literal, TypeVar, cast
 
 import streamlit as st
+from streamlit.navigation.page import Page
 
 from openrecycle.app.plans.whatif import PARAMS
 
@@ -34,6 +36,8 @@ JOB = "job"
 # chosen: those of another job take their place.
 CHOSEN, BEGAN_WITH = "chosen-job", "compare-began-with"
 _SHARED = (JOB, "show", "pipeline", "stage", "time", "figures")
+# The page whose address is empty.
+FIRST = "live"
 # What each page, by its address, may have in it; `name*`: with anything behind it. Any may have a job's.
 NAMES: dict[str, tuple[str, ...]] = {
     "": (
@@ -66,6 +70,16 @@ class _Note:
     wrong: str | None = None
     put: bool = False
     chosen: str | None = None
+
+
+def page(name: str) -> Page:
+    """The page whose `page()` is in the file of that name, for the navigation and for links. Pages don't import each
+    other."""
+    return st.Page(partial(_draw, name), title=name.capitalize(), url_path=name, default=name == FIRST)
+
+
+def _draw(name: str) -> None:
+    import_module(f"openrecycle.app.ui.{name}").page()
 
 
 def enter(page: str) -> None:

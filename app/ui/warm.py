@@ -29,13 +29,12 @@ _HERE = Path(__file__).parent
 _OTHERS = ("pandas", "pyarrow", "PIL.PngImagePlugin")
 
 
-def warm_up(pages: frozenset[str]) -> None:
-    """Takes about half a second of processor time. pages: the names of the files that are pages, which are run and not
-    imported."""
+def warm_up() -> None:
+    """Takes about half a second of processor time."""
     for name in _OTHERS:
         import_module(name)
     for found in pkgutil.walk_packages([str(_HERE)], "openrecycle.app.ui."):
-        if found.name.removeprefix("openrecycle.app.ui.") not in pages:
+        if found.name != "openrecycle.app.ui.main":  # which Streamlit runs
             import_module(found.name)
     _draw()
 

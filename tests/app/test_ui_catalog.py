@@ -9,7 +9,7 @@ from html import unescape
 
 import pytest
 from streamlit.testing.v1 import AppTest
-from ui_console import MAIN, ConsoleHere, JobHere, until
+from ui_console import MAIN, ConsoleHere, JobHere, turn_to, until
 
 from openrecycle.app.catalogs.contents import parse_request
 from openrecycle.app.console.service import ConsoleService, set_console
@@ -38,7 +38,7 @@ def open_page(**query: str) -> AppTest:
     test = AppTest.from_file(MAIN, default_timeout=30)
     for name, value in query.items():
         test.query_params[name] = value
-    test.switch_page("catalog.py").run()
+    turn_to(test, "catalog").run()
     assert not test.exception, test.exception[0].message
     return test
 

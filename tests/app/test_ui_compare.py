@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import ui_factory as factory
 from streamlit.testing.v1 import AppTest
-from ui_console import DEADLINE, MAIN, ConsoleHere, JobHere, until
+from ui_console import DEADLINE, MAIN, ConsoleHere, JobHere, turn_to, until
 
 from openrecycle.app.console.service import ConsoleService, set_console
 from openrecycle.app.plans.sources import MOST, WORKED_EXAMPLE
@@ -37,7 +37,7 @@ def open_page(**query: Any) -> AppTest:
     test = AppTest.from_file(MAIN, default_timeout=60)
     for name, value in query.items():
         test.query_params[name] = value
-    test.switch_page("compare.py")
+    turn_to(test, "compare")
     return settled(test)
 
 

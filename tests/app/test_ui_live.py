@@ -10,7 +10,7 @@ import pytest
 from flaky_database import FlakyDatabase
 from streamlit.dataframe_util import convert_arrow_bytes_to_pandas_df
 from streamlit.testing.v1 import AppTest
-from ui_console import MAIN, JobHere, until
+from ui_console import MAIN, JobHere, turn_to, until
 
 from openrecycle.agent.coordination.membership import FailureTimeouts, Mode
 from openrecycle.agent.messages.protocol import LogLine, LogLines, Registration
@@ -146,7 +146,7 @@ def test_a_page_without_the_database_says_so_and_comes_back(tmp_path: Path, page
         database.away = True
         test = open_live(job.job_id)
         if page != "live":
-            test.switch_page(f"{page}.py").run()
+            turn_to(test, page).run()
         assert golden("the-database-cant-take-this") in test.error[0].value
         assert "by itself" in test.error[0].value + html(test), "whoever waits need not do anything"
         database.heal()

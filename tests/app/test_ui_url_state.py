@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import ui_factory as factory
 from streamlit.testing.v1 import AppTest
-from ui_console import MAIN, ConsoleHere, JobHere, until
+from ui_console import MAIN, ConsoleHere, JobHere, turn_to, until
 
 from openrecycle.app.catalogs.contents import parse_request
 from openrecycle.app.console.service import ConsoleService
@@ -228,7 +228,7 @@ def test_every_page_says_what_of_its_link_cannot_be(
     def open_page(**values: str) -> AppTest:
         test = AppTest.from_file(MAIN, default_timeout=60)
         if page != "live":
-            test.switch_page(f"{page}.py")
+            turn_to(test, page)
         for name, value in ({"job": job.job_id} | query | values).items():
             test.query_params[name] = value
         test.run()
@@ -276,7 +276,7 @@ def test_what_the_pages_put_into_their_addresses_they_know(
     JobHere(console, "known names").register().commit(0, 9, 1)
     test = AppTest.from_file(MAIN, default_timeout=60).run()
     if page:
-        test.switch_page(f"{page}.py").run()
+        turn_to(test, page).run()
     assert not test.exception, test.exception[0].message
     known = url_state.NAMES[page]
     begins = tuple(name[:-1] for name in known if name.endswith("*"))

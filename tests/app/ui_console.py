@@ -6,6 +6,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from streamlit.testing.v1 import AppTest
+from streamlit.util import calc_hash
+
 from openrecycle.agent.coordination.membership import FailureTimeouts
 from openrecycle.agent.messages.protocol import (
     Acknowledgement,
@@ -23,6 +26,12 @@ from openrecycle.db.store import Store
 
 DEADLINE = 60.0
 MAIN = str(Path(__file__).resolve().parents[2] / "app" / "ui" / "main.py")
+
+
+def turn_to(test: AppTest, page: str) -> AppTest:
+    """Has its next run be that of the page with this address. By itself AppTest finds only pages that are files."""
+    test._page_hash = calc_hash(page)
+    return test
 
 
 class ConsoleHere:

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from html import escape
-from pathlib import Path
 from typing import Any
 
 import streamlit as st
@@ -316,7 +315,6 @@ NAME = "planner-save-name"
 # Plans that the page keeps beside the present one; beyond so many ops none.
 MAX_BEFORE = 4
 MAX_BEFORE_OPS = 10_000
-SCHEDULE, COMPARE = (Path(__file__).resolve().parents[1] / name for name in ("schedule.py", "compare.py"))
 THIS, REFERENCE = "this", "1f1b"
 # Of all that can be compared (planner.export.compare).
 FIGURES = (
@@ -454,9 +452,9 @@ def _save(console: ConsoleService, plan: Plan, question: WhatIf) -> None:
         st.button(words, type="primary", key="planner-keep", on_click=_keep, args=(console, plan, key))
         if kept:
             st.button("Forget it", key="planner-forget", on_click=_forget, args=(console, plan))
-            for words, page, word in (("Open on Schedule", SCHEDULE, "plan"), ("Compare", COMPARE, "plans")):
+            for words, page, word in (("Open on Schedule", "schedule", "plan"), ("Compare", "compare", "plans")):
                 if st.button(words, type="tertiary", key=f"planner-to-{word}"):
-                    st.switch_page(page, query_params={word: f"saved:{plan.fingerprint}"})
+                    st.switch_page(url_state.page(page), query_params={word: f"saved:{plan.fingerprint}"})
 
 
 def _keep(console: ConsoleService, plan: Plan, key: str) -> None:
