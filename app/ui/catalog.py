@@ -10,14 +10,12 @@ import streamlit as st
 from openrecycle.app.catalogs.contents import CatalogReport, CatalogRequest, CatalogSummary, stale
 from openrecycle.app.catalogs.service import exported, json_refusal
 from openrecycle.app.console.service import ConsoleService, get_console
-from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.app.ui import catalog_view, components, url_state
-from openrecycle.app.ui.access import acting
+from openrecycle.app.ui import catalog_view, components, tables, url_state
+from openrecycle.app.ui.access import acting, told
 from openrecycle.app.ui.catalog_view import ask, stored
 from openrecycle.app.ui.tables import rows_html
 from openrecycle.app.ui.theme import Palette
 from openrecycle.planner.catalogs.catalog_store import CatalogInfo
-from openrecycle.planner.jobs.errors import InputError, PlannerError
 
 SEEN = "catalog-filling-seen"
 # In the URL: which plans are looked at, by their number of failures, and which one of them.
@@ -35,11 +33,7 @@ def page() -> None:
         '<h1 class="or-title">Catalog</h1><div class="or-about">Plans made ahead, so that recovery is a look-up: '
         "what each number of failures will cost, and what is not planned for yet.</div>"
     )
-    try:
-        request = stored(console) if "catalog" in st.query_params else ask(console)
-    except InputError as error:
-        st.error(str(error))
-        return
+    request = stored(console) if "catalog" in st.query_params else ask(console)
     if request is None:
         return
     report = console.catalogs.report(request.question, request.tolerance, st.query_params.get("catalog"))
@@ -93,12 +87,9 @@ def _fill(console: ConsoleService, request: CatalogRequest, report: CatalogRepor
     with st.container(horizontal=True, vertical_alignment="center", key="catalog-actions"):
         if running:
             if st.button("Cancel", key="cancel-fill"):
-                try:
+                with told():
                     with acting(console, "cancel filling", report.fingerprint):
                         console.catalogs.cancel(report.fingerprint)
-                except ConsoleError as error:
-                    st.error(str(error))
-                else:
                     st.rerun()
         elif current and st.button(
             "Fill",
@@ -109,12 +100,9 @@ def _fill(console: ConsoleService, request: CatalogRequest, report: CatalogRepor
             if whole
             else "Plans what is missing, in the background.",
         ):
-            try:
+            with told():
                 with acting(console, "fill catalog", report.fingerprint):
                     console.catalogs.fill(request)
-            except ConsoleError as error:
-                st.error(str(error))
-            else:
                 st.rerun()
         if report.plans:
             _exports(console, report)
@@ -161,7 +149,7 @@ def _plans(report: CatalogReport) -> None:
     if len(line.plans) <= MOST_ROWS:
         st.html(rows_html(table, caption))
     else:
-        st.dataframe(table, hide_index=True, key="catalog-plans-table", alt=caption)
+        tables.show(table, "catalog-plans-table", caption)
 
 
 def _choose_count() -> None:
@@ -176,12 +164,8 @@ def _choose_plan(count: int) -> None:
 
 def _exports(console: ConsoleService, report: CatalogReport) -> None:
     """The whole catalog; made when its button is pressed."""
-    with st.popover("Export", icon=":material/download:", key="export-catalog"):
-        try:
-            refusal = json_refusal(console.catalogs.stored(report.fingerprint).info, report.plans)
-        except (ConsoleError, PlannerError) as error:
-            st.error(str(error))
-            return
+    with st.popover("Export", icon=":material/download:", key="export-catalog"), told():
+        refusal = json_refusal(console.catalogs.stored(report.fingerprint).info, report.plans)
         for form, label, why in (
             ("json", "JSON documents (zip)", refusal),
             ("stored", "As the command line keeps it (zip)", ""),
@@ -223,12 +207,9 @@ def _others(console: ConsoleService, report: CatalogReport) -> None:
         with st.popover("Delete", key="delete-catalog"):
             st.markdown("Its plans are gone for good; a job that runs keeps those it has, and Fill makes them anew.")
             if st.button("Delete this catalog", type="primary", key="act-kill-catalog"):
-                try:
+                with told():
                     with acting(console, "delete catalog", chosen):
                         console.catalogs.delete(chosen)
-                except ConsoleError as error:
-                    st.error(str(error))
-                else:
                     if st.query_params.get("catalog") == chosen:
                         del st.query_params["catalog"]
                     st.rerun()

@@ -21,7 +21,7 @@ from openrecycle.app.plans.sources import (
     pinned,
 )
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.app.ui import components, facts, text, time_range, url_state
+from openrecycle.app.ui import components, facts, tables, text, time_range, url_state
 from openrecycle.app.ui.charts.gantt import MAX_NODES, Strip, comparison, last_time, short_unit, time_factors
 from openrecycle.app.ui.charts.overview import MAX_BARS
 from openrecycle.app.ui.components import schedule_of
@@ -283,7 +283,7 @@ def _tables(console: ConsoleService, sources: list[Source], schedules: list[Sche
     with plans:
         st.html(beside_html(labels, differences([s.plan for s in sources]), "Figures by plan"))
     with stages:
-        st.dataframe(stage_table(labels, schedules), hide_index=True, key="stages", alt="Figures by stage and plan")
+        tables.show(stage_table(labels, schedules), "stages", "Figures by stage and plan")
     with files:
         for i, (label, source) in enumerate(zip(labels, sources, strict=True)):
             with st.container(horizontal=True, vertical_alignment="center"):

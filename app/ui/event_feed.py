@@ -10,9 +10,8 @@ import streamlit as st
 
 from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.console.view import EventView, JobView
-from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import text, url_state
-from openrecycle.app.ui.access import actor
+from openrecycle.app.ui.access import actor, told
 
 MARKS = {"error": "✕", "warning": "▲", "info": "·"}
 # What the filter offers: words, and the kinds of events it lets through.
@@ -120,10 +119,8 @@ def feed(console: ConsoleService, view: JobView, events: list[EventView], zone: 
 
 
 def _acknowledge(console: ConsoleService, job_id: str, seqs: list[int]) -> None:
-    try:
+    with told(say_later):
         console.operators.acknowledge(job_id, seqs, actor(console))
-    except ConsoleError as error:
-        say_later(str(error))
 
 
 def feed_html(events: list[EventView], zone: str | None, now: float | None = None) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import streamlit as st
 
 from openrecycle.app.console.service import ConsoleService, get_console
@@ -10,12 +12,11 @@ from openrecycle.app.plans.solving import PlanAsked, Solve
 from openrecycle.app.plans.whatif import PARAMS, Checked, WhatIf, checked
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import components, text
-from openrecycle.app.ui.access import acting
+from openrecycle.app.ui.access import acting, told
 from openrecycle.app.ui.planning import controls, state
 from openrecycle.app.ui.planning.grid import grid
 from openrecycle.app.ui.planning.profile import profile
 from openrecycle.app.ui.planning.result import example_steps, migrations, others, result, search
-from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.plans.plan import Plan
 
 
@@ -113,13 +114,10 @@ def _go(console: ConsoleService, found: Checked, solve: Solve | None, plan: Plan
 
 def _plan(console: ConsoleService) -> None:
     question = state.now()
-    try:
-        with acting(console, "plan"):
-            console.plans.solves.start(question.asked())
-            if question.failed:
-                console.plans.solves.start(question.migrations_asked())
-    except (ConsoleError, PlannerError) as error:
-        state.say(state.PAGE, str(error))
+    with told(partial(state.say, state.PAGE)), acting(console, "plan"):
+        console.plans.solves.start(question.asked())
+        if question.failed:
+            console.plans.solves.start(question.migrations_asked())
 
 
 def _example(console: ConsoleService, question: WhatIf) -> None:

@@ -10,7 +10,7 @@ from openrecycle.app.console.service import ConsoleService, get_console
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.plans.sources import Made, OfJob, Source
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.app.ui import components, facts, url_state
+from openrecycle.app.ui import components, facts, tables, url_state
 from openrecycle.app.ui.charts.gantt import MAX_NODES
 from openrecycle.app.ui.charts.overview import MAX_BARS, Detail
 from openrecycle.app.ui.components import schedule_of
@@ -19,7 +19,7 @@ from openrecycle.app.ui.picker import open_job
 from openrecycle.app.ui.plan_files import export_button, open_file
 from openrecycle.app.ui.plan_source import pick_plan, say_measured, show_instead, title_of
 from openrecycle.app.ui.schedule_view import ScheduleView, bars, choose_view, choose_workers, large_chart
-from openrecycle.app.ui.tables import Table, of_workers, operations_table, workers_table
+from openrecycle.app.ui.tables import Table, operations_table, workers_table
 from openrecycle.app.ui.theme import Palette
 from openrecycle.planner.jobs.job import Technique, Worker
 from openrecycle.planner.plans.drawing import Drawing
@@ -145,15 +145,7 @@ def _tables(
         )
         # A failed worker has no figures; few workers are seen without scrolling.
         height = "content" if len(workers) <= FEW else "auto"
-        st.dataframe(
-            table,
-            hide_index=True,
-            key="workers-table",
-            alt="Figures by worker",
-            placeholder="–",
-            height=height,
-            column_config=of_workers(table),
-        )
+        tables.show(table, "workers-table", "Figures by worker", placeholder="–", height=height)
     with by_op:
         ops = operations_table(schedule, *((detail.workers, detail.window) if detail else (workers, None)))
-        st.dataframe(ops, hide_index=True, key="ops-table", alt="Ops in order of start", column_config=of_workers(ops))
+        tables.show(ops, "ops-table", "Ops in order of start")

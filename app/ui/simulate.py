@@ -31,7 +31,6 @@ from openrecycle.app.ui.charts.simulation import (
 from openrecycle.app.ui.facts import Card
 from openrecycle.app.ui.tables import rows_html
 from openrecycle.app.ui.theme import CHART_CONFIG, Palette
-from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.plans.plan import job_doc
 from openrecycle.planner.simulation.traces import public_traces
 
@@ -52,11 +51,7 @@ def page() -> None:
         '<h1 class="or-title">Simulate</h1><div class="or-about">One job, one sequence of failures, '
         "and what each policy would have trained. Each throughput is that of a plan.</div>"
     )
-    try:
-        request = _ask(console)
-    except PlannerError as error:
-        st.error(str(error))
-        return
+    request = _ask(console)
     viewer = st.session_state.setdefault(VIEWER, secrets.token_hex(8))
     before = st.session_state.pop(SHOWN, None)
     if before is not None and before != request:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import plotly.graph_objects as go
 
 from openrecycle.app.catalogs.contents import CatalogReport, CountLine
 from openrecycle.app.ui import text
-from openrecycle.app.ui.theme import Palette, fixed, style
+from openrecycle.app.ui.theme import LEGEND, Palette, fixed, lower_axis, note, style
 
 # Above so many counts, markers would run into one another.
 MARKED = 60
@@ -68,18 +69,11 @@ def catalog_curves(report: CatalogReport, colours: Palette, *, revision: str) ->
         hovertemplate="%{y} activations at most on one worker<extra></extra>",
     )
     style(figure, colours, height=560, revision=revision)
-    small = {
-        "tickfont": {"size": 12, "color": colours.muted},
-        "gridcolor": colours.line,
-        "nticks": 4,
-        "zeroline": False,
-    }
-    title = {"size": 13, "color": colours.muted}
     figure.update_layout(
         margin={"l": 62, "r": 12, "t": 40, "b": 44},
         clickmode="event+select",
         bargap=0.35 if len(lines) <= MARKED else 0,
-        legend={"orientation": "h", "x": 0, "y": 1.01, "yanchor": "bottom", "font": {"size": 12}},
+        legend=LEGEND,
         xaxis={
             "title": {"text": "failed workers"},
             "anchor": "y3",
@@ -89,16 +83,18 @@ def catalog_curves(report: CatalogReport, colours: Palette, *, revision: str) ->
             "tickformat": "d",
         },
         yaxis={"title": {"text": f"period ({unit})"}, "domain": [0.46, 1], "rangemode": "normal", "tickformat": ","},
-        yaxis2={"title": {"text": "gap (%)", "font": title}, "domain": [0.24, 0.39], "rangemode": "tozero", **small},
-        yaxis3={"title": {"text": "activations", "font": title}, "domain": [0, 0.17], "rangemode": "tozero", **small},
+        yaxis2=lower_axis("gap (%)", colours, [0.24, 0.39], 4),
+        yaxis3=lower_axis("activations", colours, [0, 0.17], 4),
     )
+    muted = colours.muted
     if not any(line.gap for line in lines):
         figure.update_layout(yaxis2={"range": [0, 1], "showgrid": False})
-        _note(figure, "y2", "every plan is proven optimal", colours)
+        note(figure, "every plan is proven optimal", muted, x=0.5, xref="x domain", y=0.5, yref="y2 domain")
     if report.limit is not None:
         figure.add_hline(y=report.limit, yref="y3", line={"color": colours.text, "width": 1.25, "dash": "dot"})
         figure.update_layout(yaxis3={"range": [0, 1.35 * max([report.limit, *(line.peak or 0 for line in lines)])]})
-        _note(figure, "y3", f"limit {report.limit}", colours, at=report.limit)
+        right: dict[str, Any] = {"x": 1, "xref": "x domain", "xanchor": "right"}
+        note(figure, f"limit {report.limit}", muted, y=report.limit, yref="y3", yanchor="bottom", **right)
     return fixed(figure)
 
 
@@ -141,29 +137,15 @@ def _reference(figure: go.Figure, report: CatalogReport, colours: Palette, unit:
     if report.reference is None:
         return
     figure.add_hline(y=report.reference, line={"color": colours.text, "width": 1, "dash": "dot"})
-    figure.add_annotation(
+    note(
+        figure,
+        f"fault-free 1F1B: {text.planned(report.reference, unit)}",
+        colours.text,
         x=0,
         xref="x domain",
         xanchor="left",
         y=report.reference,
         yanchor="bottom",
-        text=f"fault-free 1F1B: {text.planned(report.reference, unit)}",
         bgcolor=colours.background,  # on narrow screens the curves pass behind it
         opacity=0.85,
-        showarrow=False,
-        font={"size": 12, "color": colours.text},
-    )
-
-
-def _note(figure: go.Figure, axis: str, words: str, colours: Palette, at: float | None = None) -> None:
-    figure.add_annotation(
-        x=1 if at is not None else 0.5,
-        xref="x domain",
-        xanchor="right" if at is not None else "center",
-        y=at if at is not None else 0.5,
-        yref=axis if at is not None else f"{axis} domain",
-        yanchor="bottom" if at is not None else "middle",
-        text=words,
-        showarrow=False,
-        font={"size": 12, "color": colours.muted},
     )

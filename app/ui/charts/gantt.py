@@ -13,7 +13,7 @@ import plotly.graph_objects as go
 
 from openrecycle.app.ui import text
 from openrecycle.app.ui.charts.overview import MAX_BARS, picture
-from openrecycle.app.ui.theme import Palette, style
+from openrecycle.app.ui.theme import Palette, note, style
 from openrecycle.planner.jobs.job import Job, Worker
 from openrecycle.planner.plans.drawing import (
     BAR_HEIGHT,
@@ -51,6 +51,8 @@ COMPARE_TOP, COMPARE_BETWEEN, PICTURE_HEIGHT = 34, 38, 220
 # Of the time axis where the plans' units differ.
 RELATIVE = "fault-free 1F1B iterations of its own job"
 CLEAR = "rgba(0,0,0,0)"
+# Above what begins there.
+AT_LEFT: dict[str, Any] = {"x": 0, "xref": "paper", "xanchor": "left", "yref": "paper", "yanchor": "bottom"}
 
 Span = tuple[Worker, float, float]
 """Worker, from and to in ticks."""
@@ -205,16 +207,8 @@ def _mark_fault_free_end(figure: go.Figure, sheet: Sheet) -> None:
     figure.add_shape(
         type="line", x0=x, x1=x, yref="paper", y0=0, y1=1, line={"color": colours.text, "width": 1.5, "dash": "dot"}
     )
-    figure.add_annotation(
-        x=x,
-        y=1,
-        yref="paper",
-        yanchor="bottom",
-        xanchor="right",
-        text=sheet.drawing.fault_free_words,
-        showarrow=False,
-        font={"size": 12, "color": colours.text},
-    )
+    words = sheet.drawing.fault_free_words
+    note(figure, words, colours.text, x=x, xanchor="right", y=1, yref="paper", yanchor="bottom")
 
 
 def _mark_out(figure: go.Figure, sheet: Sheet) -> None:
@@ -234,15 +228,9 @@ def _mark_out(figure: go.Figure, sheet: Sheet) -> None:
             line_width=0,
             name=str(out.worker),
         )
-        figure.add_annotation(
-            x=0.5,
-            xref="x domain",
-            y=y,
-            yref=sheet.axis,
-            text=f"<b>{'✕ ' if out.failed else ''}{out.why}</b> – {out.words}",
-            showarrow=False,
-            font={"color": colours.failed_text if out.failed else colours.muted, "size": 13},
-        )
+        words = f"<b>{'✕ ' if out.failed else ''}{out.why}</b> – {out.words}"
+        colour = colours.failed_text if out.failed else colours.muted
+        note(figure, words, colour, 13, x=0.5, xref="x domain", y=y, yref=sheet.axis)
 
 
 # -- bars -------------------------------------------------------------------------------------------
@@ -475,17 +463,7 @@ def _add_held(figure: go.Figure, above: Sheet, start: float, end: float, *, with
         yaxis2={**_rows_axis(sheet, 11, muted), "domain": [0, below / whole], "anchor": "x"},
         xaxis={"anchor": "y2"},
     )
-    figure.add_annotation(
-        x=0,
-        xref="paper",
-        xanchor="left",
-        y=below / whole,
-        yref="paper",
-        yanchor="bottom",
-        text=_held_title(held),
-        showarrow=False,
-        font={"size": 12, "color": muted},
-    )
+    note(figure, _held_title(held), muted, y=below / whole, **AT_LEFT)
     if with_figures:
         _figures(figure, sheet, "peak", [_peak_words(held, w) for w in living], below / whole)
 
@@ -704,10 +682,8 @@ def _add_title(figure: go.Figure, strip: Strip, sheet: Sheet, top: float) -> Non
     the period ends."""
     period = sheet.drawing.schedule.period
     words = text.planned(sheet.job.units(period), sheet.job.time_unit)
-    figure.add_annotation(
-        x=0, xref="paper", xanchor="left", y=top, yref="paper", yanchor="bottom", yshift=2, showarrow=False,
-        text=f"<b>{_plain(strip.name)}</b> · period {_plain(words)}", font={"size": 13, "color": sheet.colours.text},
-    )  # fmt: skip
+    title = f"<b>{_plain(strip.name)}</b> · period {_plain(words)}"
+    note(figure, title, sheet.colours.text, 13, y=top, yshift=2, **AT_LEFT)
     line = {"color": sheet.colours.text, "width": 2}
     x = sheet.x(period)
     figure.add_shape(type="line", x0=x, x1=x, yref=f"{sheet.axis} domain", y0=0, y1=1, line=line)

@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 from openrecycle.app.plans.simulations import Simulation
 from openrecycle.app.ui import text
 from openrecycle.app.ui.tables import Table
-from openrecycle.app.ui.theme import Palette, fixed, style
+from openrecycle.app.ui.theme import LEGEND, Palette, fixed, lower_axis, style
 
 Curve = Sequence[tuple[float, float]]
 
@@ -104,17 +104,10 @@ def throughput_over_time(curves: Mapping[str, Curve], living: Curve, colours: Pa
     style(figure, colours, height=430, revision=revision)
     figure.update_layout(
         margin={"l": 54, "r": 12, "t": 34, "b": 44},
-        legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "font": {"size": 12}},
+        legend=LEGEND,
         xaxis={"title": {"text": unit}, "anchor": "y2", "showgrid": False},
         yaxis={"title": {"text": "samples/s"}, "domain": [0.3, 1], "rangemode": "tozero"},
-        yaxis2={
-            "title": {"text": "workers", "font": {"size": 13, "color": colours.muted}},
-            "tickfont": {"size": 12, "color": colours.muted},
-            "gridcolor": colours.line,
-            "domain": [0, 0.2],
-            "rangemode": "tozero",
-            "nticks": 3,
-        },
+        yaxis2=lower_axis("workers", colours, [0, 0.2], 3),
     )
     return fixed(figure)
 
@@ -139,7 +132,7 @@ def sensitivity(
     style(figure, colours, height=340, revision="sensitivity")
     figure.update_layout(
         margin={"l": 54, "r": 12, "t": 34, "b": 44},
-        legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "font": {"size": 12}},
+        legend=LEGEND,
         xaxis={
             "title": {"text": "MTBF of one worker (hours, logarithmic)"},
             "type": "log",

@@ -14,12 +14,10 @@ from openrecycle.app.plans.introduction import STEPS
 from openrecycle.app.plans.solving import MAX_SECONDS
 from openrecycle.app.plans.sources import without
 from openrecycle.app.plans.whatif import GRID, MEMORY, PARTITION, SOLVER, TECHNIQUE, Checked, WhatIf
-from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import text
-from openrecycle.app.ui.access import acting
+from openrecycle.app.ui.access import acting, told
 from openrecycle.app.ui.facts import SOLVER_WORDS
 from openrecycle.app.ui.planning.state import PAGE, change, entered, field_error, now, said, say, shown
-from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique
 from openrecycle.planner.jobs.profile import AUTO
 from openrecycle.planner.solvers.portfolio import SOLVERS
@@ -87,11 +85,8 @@ def sources(console: ConsoleService) -> None:
 def example(console: ConsoleService) -> None:
     change(STEPS[-1].question, example=True)
     for step in STEPS:
-        try:
-            with acting(console, "plan"):
-                console.plans.solves.start(step.question.asked())
-        except ConsoleError as error:
-            say(PAGE, str(error))
+        with told(partial(say, PAGE)), acting(console, "plan"):
+            console.plans.solves.start(step.question.asked())
 
 
 def _take(console: ConsoleService) -> None:
@@ -99,7 +94,7 @@ def _take(console: ConsoleService) -> None:
     st.session_state[TAKE] = None
     if not kind:
         return
-    try:
+    with told(partial(say, PAGE)):
         if kind == "saved":
             plan = console.plans.library.saved_plan(name)
             change(WhatIf.of_plan(plan), saved=name)
@@ -107,8 +102,6 @@ def _take(console: ConsoleService) -> None:
             live = console.jobs.find(name)
             failed = live.state.current.failed if live.state.current else ()
             change(WhatIf.of(live.plans.job, failed, Technique(live.spec.technique), live.spec.memory))
-    except (ConsoleError, PlannerError) as error:
-        say(PAGE, str(error))
 
 
 # -- the grid -----------------------------------------------------------------------------------
@@ -130,10 +123,8 @@ def sizes(question: WhatIf, found: Checked) -> None:
 
 def _resize() -> None:
     values = [int(entered(f"planner-{name}")) for name in ("pipelines", "stages", "micro_batches")]
-    try:
+    with told(partial(say, GRID)):
         change(now().with_grid(*values))
-    except PlannerError as error:
-        say(GRID, str(error))
 
 
 # -- what may be used ---------------------------------------------------------------------------

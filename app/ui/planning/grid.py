@@ -12,10 +12,11 @@ import streamlit as st
 
 from openrecycle.app.plans.whatif import GRID, Checked, WhatIf, at_random
 from openrecycle.app.ui import components, text
+from openrecycle.app.ui.access import told
 from openrecycle.app.ui.charts.worker_grid import PICKED, dead_grid
 from openrecycle.app.ui.planning.state import change, entered, field_error, now, say, shown
 from openrecycle.app.ui.theme import Palette
-from openrecycle.planner.jobs.errors import PlannerError
+from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.plans.plan import Plan
 
@@ -32,7 +33,11 @@ def grid(question: WhatIf, found: Checked, plan: Plan | None, colours: Palette) 
     takes = plan.rerouted() if plan is not None else {}
     _legend(question, takes)
     if cells <= MAX_TILES:
-        _tiles(question, takes)
+        rows = [
+            [_tile(f"W{pipeline}_{stage}", question, takes) for stage in range(question.stages)]
+            for pipeline in range(question.pipelines)
+        ]
+        components.tiles(rows, "worker-grid-planner", _toggle)
     elif cells <= MAX_CELLS:
         _heat_map(question, takes, colours)
     else:
@@ -64,29 +69,12 @@ def _legend(question: WhatIf, takes: Mapping[str, int]) -> None:
     st.html(f'<div class="or-legend">{keys}{worst}</div>')
 
 
-def _tiles(question: WhatIf, takes: Mapping[str, int]) -> None:
-    with st.container(key="worker-grid-planner", gap=None):
-        components.grid_columns(question.stages)
-        for pipeline in range(question.pipelines):
-            with st.container(key=f"grid-row-{pipeline}", horizontal=True):
-                components.row_head(pipeline)
-                for stage in range(question.stages):
-                    _tile(f"W{pipeline}_{stage}", question, takes)
-
-
-def _tile(name: str, question: WhatIf, takes: Mapping[str, int]) -> None:
-    dead, moved = name in question.failed, takes.get(name, 0)
-    look = "failed" if dead else "re-routed" if moved else "running"
-    words = "dead" if dead else f"+{moved} re-routed" if moved else "alive"
-    with st.container(key=f"cell-{look}-{name}"):
-        st.button(
-            f"**{name}** :small[{words}]",
-            key=f"worker-{name}",
-            help="Bring it back to life" if dead else "Mark it dead",
-            width="stretch",
-            on_click=_toggle,
-            args=(name,),
-        )
+def _tile(name: str, question: WhatIf, takes: Mapping[str, int]) -> components.Tile:
+    moved = takes.get(name, 0)
+    if name in question.failed:
+        return components.Tile(name, "failed", "dead", "Bring it back to life")
+    look, words = ("re-routed", f"+{moved} re-routed") if moved else ("running", "alive")
+    return components.Tile(name, look, words, "Mark it dead")
 
 
 def _toggle(name: str) -> None:
@@ -152,17 +140,13 @@ def _by_hand(question: WhatIf, *, buttons: bool) -> None:
 
 def _named() -> None:
     question = now()
-    try:
+    with told(partial(say, GRID)):
         names = {str(Worker.parse(part, field="dead workers")) for part in _parts(entered("planner-dead-names"))}
-    except PlannerError as error:
-        say(GRID, str(error))
-        return
-    made = question.with_failed(names)
-    if left_out := sorted(names - set(made.failed)):
-        last = Worker(question.pipelines - 1, question.stages - 1)
-        say(GRID, f"dead workers: got {left_out[0]!r}, expected workers of the grid, W0_0 to {last}")
-        return
-    change(made)
+        made = question.with_failed(names)
+        if left_out := sorted(names - set(made.failed)):
+            last = Worker(question.pipelines - 1, question.stages - 1)
+            raise InputError("dead workers", left_out[0], f"workers of the grid, W0_0 to {last}")
+        change(made)
 
 
 def _parts(words: str) -> list[str]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from html import escape
 from typing import Any
 
@@ -17,8 +18,8 @@ from openrecycle.app.plans.service import misfit, use_plan
 from openrecycle.app.plans.solving import Migrations, Solve
 from openrecycle.app.plans.whatif import WhatIf, parse_word
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.app.ui import components, facts, text, time_range, url_state
-from openrecycle.app.ui.access import acting, actor
+from openrecycle.app.ui import components, facts, tables, text, time_range, url_state
+from openrecycle.app.ui.access import acting, actor, told
 from openrecycle.app.ui.charts import overview as large
 from openrecycle.app.ui.charts.gantt import MAX_NODES, gantt
 from openrecycle.app.ui.charts.planning import migrations_chart, search_chart, search_words
@@ -41,7 +42,7 @@ from openrecycle.app.ui.planning.state import (
     say,
     shown,
 )
-from openrecycle.app.ui.tables import beside_html, differences, of_workers, workers_table
+from openrecycle.app.ui.tables import beside_html, differences, workers_table
 from openrecycle.app.ui.theme import CHART_CONFIG, Palette
 from openrecycle.app.ui.time_range import choose_time
 from openrecycle.planner.export.compare import comparable
@@ -181,11 +182,8 @@ def _search_status(solve: Solve) -> str:
 
 
 def _stop(console: ConsoleService, solve_id: str) -> None:
-    try:
-        with acting(console, "stop solve", solve_id):
-            console.plans.solves.stop(solve_id)
-    except ConsoleError as error:
-        say(PAGE, str(error))
+    with told(partial(say, PAGE)), acting(console, "stop solve", solve_id):
+        console.plans.solves.stop(solve_id)
 
 
 COSTS = (
@@ -233,11 +231,8 @@ def migrations(console: ConsoleService, question: WhatIf, job: Job, colours: Pal
 
 def look(console: ConsoleService) -> None:
     """Begins to look, in the background."""
-    try:
-        with acting(console, "look for migrations"):
-            console.plans.solves.start(now().migrations_asked())
-    except (ConsoleError, PlannerError) as error:
-        say(PAGE, str(error))
+    with told(partial(say, PAGE)), acting(console, "look for migrations"):
+        console.plans.solves.start(now().migrations_asked())
 
 
 def _price(console: ConsoleService, name: str) -> None:
@@ -277,15 +272,14 @@ def _found(question: WhatIf, job: Job, found: Migrations, colours: Palette) -> N
             alt="; ".join(_sentence(m.worker, m.takes, m.source) for m in found.migrations[:8]),
         )
     with right:
-        st.dataframe(
+        tables.show(
             {
                 "worker": [m.worker for m in found.migrations],
                 "takes the place of": [m.takes for m in found.migrations],
                 "weights from": [m.source or "the last checkpoint" for m in found.migrations],
             },
-            hide_index=True,
-            key="planner-migrations-table",
-            alt="Migrations",
+            "planner-migrations-table",
+            "Migrations",
         )
         dead, left_over = (
             ", ".join(f"stage {s}: {n}" for s, n in enumerate(c) if n) for c in (found.present, found.counts)
@@ -385,14 +379,7 @@ def result(console: ConsoleService, question: WhatIf, plan: Plan, solve: Solve |
     with workers:
         rows = list(schedule.problem.job.workers())
         table = workers_table(schedule, rows, dict.fromkeys(plan.failed, FAILED))
-        st.dataframe(
-            table,
-            hide_index=True,
-            key="planner-workers",
-            alt="Figures by worker",
-            column_config=of_workers(table),
-            placeholder="–",
-        )
+        tables.show(table, "planner-workers", "Figures by worker", placeholder="–")
 
 
 def _chart(compared: dict[str, Shown], colours: Palette) -> None:
@@ -459,24 +446,18 @@ def _save(console: ConsoleService, plan: Plan, question: WhatIf) -> None:
 
 def _keep(console: ConsoleService, plan: Plan, key: str) -> None:
     name = st.session_state[key]
-    try:
+    with told(partial(say, PAGE)):
         with acting(console, "save plan", plan.fingerprint):
             console.plans.library.save(plan, name)
-    except ConsoleError as error:
-        say(PAGE, str(error))
-        return
-    change(now(), saved=plan.fingerprint)
-    say(SAVED, f"Saved as “{' '.join(name.split())}”. The link to this page shows the same.")
+        change(now(), saved=plan.fingerprint)
+        say(SAVED, f"Saved as “{' '.join(name.split())}”. The link to this page shows the same.")
 
 
 def _forget(console: ConsoleService, plan: Plan) -> None:
-    try:
+    with told(partial(say, PAGE)):
         with acting(console, "forget plan", plan.fingerprint):
             console.plans.library.forget(plan.fingerprint)
-    except ConsoleError as error:
-        say(PAGE, str(error))
-        return
-    change(now())
+        change(now())
 
 
 # -- details ------------------------------------------------------------------------------------
@@ -548,9 +529,6 @@ def apply(console: ConsoleService, plan: Plan) -> None:
 
 
 def _apply(console: ConsoleService, plan: Plan) -> None:
-    try:
+    with told(lambda why: say(PAGE, f"The plan was not applied: {why}")):
         reason = use_plan(console.jobs.find(st.session_state[JOB]), plan, actor(console))
-    except ConsoleError as error:
-        say(PAGE, f"The plan was not applied: {error}")
-    else:
         say(SAVED, f"Applied: {reason}. Live shows the workers take it up.")
