@@ -120,7 +120,7 @@ def _spread(figure: go.Figure, lines: Sequence[CountLine], x: list[int], colours
 def _sentence(line: CountLine, unit: str) -> str:
     worst, best = line.worst, line.best
     assert worst is not None and best is not None
-    failed = "1 failed worker" if line.failures == 1 else f"{line.failures:,} failed workers"
+    failed = text.count(line.failures, "failed worker")
     names = worst.words()
     words, longest = f"<b>{failed if line.failures else 'fault-free'}</b>", text.planned(worst.period, unit)
     if len(line.plans) > 1:
