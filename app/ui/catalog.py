@@ -120,46 +120,25 @@ def _fill(console: ConsoleService, request: CatalogRequest, report: CatalogRepor
 def _plans(report: CatalogReport) -> None:
     """One count's plans, and the way to the Gantt chart of each."""
     counts = [line.failures for line in report.lines if line.plans]
-    known = {str(count): count for count in counts}
-    sent = url_state.read(COUNT, known.get, url_state.one_of(known))
-    number = counts[min(1, len(counts) - 1)] if sent is None else sent
     with st.container(horizontal=True, vertical_alignment="bottom", key="catalog-plans"):
-        # Bound widgets lose what the address says when they are drawn in a fragment.
-        count = st.selectbox(
-            "Plans for failures", counts, index=counts.index(number), key=COUNT, on_change=_choose_count, width=150
+        count = url_state.selectbox(
+            "Plans for failures",
+            counts,
+            default=counts[min(1, len(counts) - 1)],
+            key=COUNT,
+            on_change=lambda: url_state.put(PLAN, None),
+            width=150,
         )
         line = report.lines[count]
         names = {plan.name: plan.words(8) or "fault-free" for plan in line.plans}
-        named = url_state.read(PLAN, lambda name: name if name in names else None, url_state.one_of(names))
-        chosen = st.selectbox(
-            "Without",
-            list(names),
-            index=0 if named is None else list(names).index(named),
-            format_func=names.__getitem__,
-            key=f"{PLAN}-{count}",
-            on_change=_choose_plan,
-            args=(count,),
-            width=320,
-        )
+        chosen = url_state.selectbox("Without", list(names), format_func=names.__getitem__, key=PLAN, width=320)
         if st.button("Open on Schedule", key="open-plan"):
             catalog_view.open_plan(report, chosen)
-        url_state.say(COUNT)
-        url_state.say(PLAN)
     table, caption = catalog_view.plans_table(line, report.question.job.time_unit), "Plans of one number of failures"
     if len(line.plans) <= MOST_ROWS:
         st.html(rows_html(table, caption))
     else:
         tables.show(table, "catalog-plans-table", caption)
-
-
-def _choose_count() -> None:
-    url_state.put(COUNT, str(st.session_state[COUNT]))
-    url_state.put(PLAN, None)
-
-
-def _choose_plan(count: int) -> None:
-    url_state.put(COUNT, str(count))
-    url_state.put(PLAN, st.session_state[f"{PLAN}-{count}"])
 
 
 def _exports(console: ConsoleService, report: CatalogReport) -> None:

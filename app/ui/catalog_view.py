@@ -345,7 +345,7 @@ def _own_question() -> dict[str, Any]:
     values["technique"] = url_state.selectbox(
         "Technique",
         [t.value for t in Technique if t.reroutes],
-        index=2,
+        default=Technique.STAGGERED.value,
         key="cat_technique",
         help="Each includes the ones before it.",
         width=125,
@@ -376,7 +376,7 @@ def _effort() -> dict[str, Any]:
     solver = url_state.selectbox(
         "Solver",
         list(SOLVERS),
-        index=list(SOLVERS).index("list"),
+        default="list",
         format_func=lambda s: SOLVER_WORDS.get(s, s),
         key="cat_solver",
         help="A plan that is stored already is made again only when more is asked for than made it, and it is not "

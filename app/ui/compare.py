@@ -41,7 +41,6 @@ from openrecycle.planner.plans.plan import Plan
 from openrecycle.planner.plans.schedule import Schedule
 
 PICKER = "compare-picker"
-BASELINE = "compare-baseline"
 TITLE = '<h1 class="or-title">Compare</h1><div class="or-about">Two to four plans on one time axis.</div>'
 
 
@@ -116,24 +115,15 @@ def _choose(console: ConsoleService, job_id: str | None) -> list[Source | Pendin
         open_file(console, partial(_add, list(found)))
         if len(found) > 1:
             names = list(found)
-            wished = url_state.read(
-                "baseline",
-                lambda name: name if name in names else None,
-                url_state.one_of(names),
-                "The first one is it.",
-            )
-            st.session_state[BASELINE] = wished or names[0]
-            st.selectbox(
+            first = url_state.selectbox(
                 "Baseline",
                 names,
                 format_func=options.__getitem__,
-                key=BASELINE,
-                on_change=_remember_baseline,
+                key="baseline",
+                instead="The first one is it.",
                 width=320,
                 help="Changes are against it, and its period is drawn through all.",
             )
-            url_state.say("baseline")
-            first = st.session_state[BASELINE]
             return [found[first], *(each for name, each in found.items() if name != first)]
     return list(found.values())
 
@@ -184,10 +174,6 @@ def _remember(known: frozenset[str]) -> None:
     if known.issuperset(st.session_state[PICKER]):
         url_state.moved()
         st.query_params["plans"] = st.session_state[PICKER]
-
-
-def _remember_baseline() -> None:
-    url_state.put("baseline", st.session_state[BASELINE])
 
 
 def _show_worked_example() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import streamlit as st
 from streamlit.components.v2.types import ComponentRenderer
@@ -27,6 +28,7 @@ from openrecycle.planner.plans.schedule import Schedule
 SHOW = {"all": "All workers", "failure": "Touched by the failure", "pipeline": "One pipeline", "stage": "One stage"}
 DRAW = {"held": "Memory", "next": "Next iteration", "critical": "Critical path"}
 DRAWN = ["held", "next"]
+PILLS = partial(st.pills, selection_mode="multi")
 PATH = "path"
 # More micro-batches than this are not listed; a click still shows any of them.
 MAX_PATHS = 4096
@@ -76,7 +78,7 @@ def choose_rows(schedules: Sequence[Schedule]) -> Callable[[Schedule], list[Work
 
 def choose_view(plan: Plan, schedule: Schedule) -> ScheduleView:
     """What is drawn, the path of which micro-batch, and which time."""
-    draw = url_state.pills("Draw", list(DRAW), default=DRAWN, format_func=DRAW.__getitem__, key="draw")
+    draw = url_state.several(PILLS, "Draw", list(DRAW), default=DRAWN, format_func=DRAW.__getitem__, key="draw")
     path = _choose_path(plan)
     end = float(schedule.problem.job.units(schedule.end))
     return ScheduleView(frozenset(draw), path, choose_time(plan.fingerprint[:12], end, text.plural(plan.job.time_unit)))
@@ -88,8 +90,7 @@ def clicked(chart: str) -> None:
     points = state["selection"]["points"] if state else []
     found = next((p["customdata"] for p in points if p.get("customdata")), None)
     name = found[0] if isinstance(found, list) else found.get("0") if isinstance(found, dict) else found
-    st.session_state[PATH] = None if name == st.session_state.get(PATH) else name
-    _remember_path()
+    url_state.put(PATH, None if name == url_state.read(PATH, str, "a path") else name)
 
 
 def _choose_path(plan: Plan) -> tuple[int, int] | None:
@@ -97,23 +98,23 @@ def _choose_path(plan: Plan) -> tuple[int, int] | None:
     last = f"{job.pipelines - 1}.{job.micro_batches - 1}"
     expected = f"a pipeline and its micro-batch, from 0.0 to {last}"
     known = url_state.read(PATH, lambda name: name if _place(name, plan) else None, expected, "No path is shown.")
-    if PATH not in st.session_state:
-        st.session_state[PATH] = known
-    elif st.session_state[PATH] and not _place(st.session_state[PATH], plan):
-        st.session_state[PATH] = None  # that of another plan
     if job.pipelines * job.micro_batches <= MAX_PATHS:
-        st.selectbox(
-            "Path of micro-batch",
-            [f"{p}.{m}" for p in range(job.pipelines) for m in range(job.micro_batches)],
-            index=None,
-            format_func=lambda name: "{1} of pipeline {0}".format(*name.split(".")),
-            placeholder="Click a bar, or choose",
-            key=PATH,
-            on_change=_remember_path,
-            width=200,
-        )
+        names = [f"{p}.{m}" for p in range(job.pipelines) for m in range(job.micro_batches)]
+
+        def draw(value: str | None, **rest: Any) -> str | None:
+            return st.selectbox(  # type: ignore[no-any-return]
+                "Path of micro-batch",
+                names,
+                None if value is None else names.index(value),
+                format_func=lambda name: "{1} of pipeline {0}".format(*name.split(".")),
+                placeholder="Click a bar, or choose",
+                width=200,
+                **rest,
+            )
+
+        url_state.control(draw, PATH, known, partial(url_state.put, PATH))
     url_state.say(PATH)
-    return _place(st.session_state[PATH], plan)
+    return _place(known, plan)
 
 
 def _place(name: str | None, plan: Plan) -> tuple[int, int] | None:
@@ -122,10 +123,6 @@ def _place(name: str | None, plan: Plan) -> tuple[int, int] | None:
         return None
     place = int(pipeline), int(micro_batch)
     return place if place[0] < plan.job.pipelines and place[1] < plan.job.micro_batches else None
-
-
-def _remember_path() -> None:
-    url_state.put(PATH, st.session_state.get(PATH) or None)
 
 
 BOX, PAD = "box", "overview-pad"

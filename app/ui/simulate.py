@@ -78,9 +78,7 @@ def _ask(console: ConsoleService) -> SimulationRequest | None:
             width=240,
         )
         if source == SHAPE:
-            values["model"] = url_state.selectbox(
-                "Model", shapes(), index=shapes().index("gpt-3-6.7b"), key="model", width=160
-            )
+            values["model"] = url_state.selectbox("Model", shapes(), default="gpt-3-6.7b", key="model", width=160)
             for name, label, value, most in (
                 ("pipelines", "Pipelines", 6, 1024),
                 ("stages", "Stages", 4, 512),
@@ -126,7 +124,9 @@ def _ask(console: ConsoleService) -> SimulationRequest | None:
     else:
         st.query_params.pop(COVERS, None)
     values["policies"] = tuple(
-        url_state.multiselect("Policies", POLICIES, default=DEFAULT_POLICIES, format_func=policy_words, key="policies")
+        url_state.several(
+            st.multiselect, "Policies", POLICIES, default=DEFAULT_POLICIES, format_func=policy_words, key="policies"
+        )
     )
     if not values["policies"]:
         components.quiet("Choose at least one policy to simulate; two or more are compared.")

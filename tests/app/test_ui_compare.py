@@ -100,8 +100,8 @@ def test_a_job_begins_with_fault_free_1f1b_and_the_plan_in_force(console: Consol
 
 def test_the_baseline_can_be_pinned(console: ConsoleService, job: JobHere) -> None:
     test = open_page(job=job.job_id)
-    second = test.selectbox(key="compare-baseline").options[1]
-    test.selectbox(key="compare-baseline").select(second)
+    second = test.selectbox(key="baseline").options[1]
+    test.selectbox(key="baseline").select(second)
     settled(test)
     assert titles(test)[0] == "compared job in force: without W1_2"
     link = {name: test.query_params[name] for name in ("job", "baseline")}

@@ -199,7 +199,7 @@ def test_a_plan_with_its_figures_chart_and_comparison(console: ConsoleService) -
     table = compared(test)
     assert table["period"] == ["29 slots", "27 slots (−6.9 %)", "27 slots (−6.9 %)"]
     assert table["figure"][2].startswith("Before: 3 × 4 × 6")
-    test.segmented_control(key="planner-show").set_value("1f1b")
+    test.segmented_control(key="show").set_value("1f1b")
     run(test)
     assert "W1_2" not in json.dumps(figure(test)["layout"].get("annotations", []))
     (slider,) = (s for s in test.slider if s.label == "Time (slots)")

@@ -14,7 +14,7 @@ import ui_factory as factory
 from streamlit.proto.WidgetStates_pb2 import WidgetState
 from streamlit.testing.v1 import AppTest
 from streamlit.testing.v1.element_tree import Selectbox
-from ui_console import DEADLINE, MAIN, ConsoleHere, JobHere, turn_to, until
+from ui_console import DEADLINE, MAIN, Address, ConsoleHere, JobHere, turn_to, until
 
 from openrecycle.agent.messages.protocol import MeasuredOps
 from openrecycle.app.console.service import ConsoleService, set_console
@@ -102,15 +102,15 @@ def test_a_path_is_chosen_kept_in_the_link_and_dropped_where_there_is_no_such_mi
 def test_a_click_toggles_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """What Streamlit reports of a click, in each form that it has been seen to take."""
     state: dict[str, Any] = {}
-    query: dict[str, str] = {}
+    query = Address()
     for module in (schedule_view, url_state):
         monkeypatch.setattr(module, "st", SimpleNamespace(session_state=state, query_params=query))
     for given in ("1.2", ["1.2"], {"0": "1.2"}):
         state["gantt"] = {"selection": {"points": [{"customdata": given}]}}
         schedule_view.clicked("gantt")
-        assert (state["path"], query) == ("1.2", {"path": "1.2"})
+        assert query == {"path": "1.2"}
         schedule_view.clicked("gantt")
-        assert (state["path"], query) == (None, {})
+        assert query == {}
     state["gantt"] = {"selection": {"points": []}}
     schedule_view.clicked("gantt")
     assert query == {}
@@ -210,7 +210,7 @@ def test_a_box_in_the_link_chooses_the_detail(
 
 
 def test_a_box_that_is_drawn_goes_into_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    query = {"time": "40-50"}
+    query = Address(time="40-50")
     state: dict[str, Any] = {schedule_view.PAD: {"box": [10, 30.5, 3, 7]}, "slider": (40.0, 50.0)}
     for module in (schedule_view, time_range, url_state):
         monkeypatch.setattr(module, "st", SimpleNamespace(session_state=state, query_params=query))

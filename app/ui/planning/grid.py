@@ -14,8 +14,9 @@ from openrecycle.app.plans.whatif import GRID, Checked, WhatIf, at_random
 from openrecycle.app.ui import components, text
 from openrecycle.app.ui.access import told
 from openrecycle.app.ui.charts.worker_grid import PICKED, dead_grid
-from openrecycle.app.ui.planning.state import change, entered, field_error, now, say, shown
+from openrecycle.app.ui.planning.state import change, now, say
 from openrecycle.app.ui.theme import Palette
+from openrecycle.app.ui.url_state import control, field_error
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.plans.plan import Plan
@@ -44,7 +45,7 @@ def grid(question: WhatIf, found: Checked, plan: Plan | None, colours: Palette) 
         components.quiet(f"{cells:,} workers are too many to draw; name the dead ones below.")
     _by_hand(question, buttons=cells <= MAX_TILES)
     if found.infeasible:
-        field_error(found.infeasible[:1].upper() + found.infeasible[1:] + ".")
+        field_error(found.infeasible[:1].upper() + found.infeasible[1:] + ".", "stretch")
 
 
 def _legend(question: WhatIf, takes: Mapping[str, int]) -> None:
@@ -114,16 +115,8 @@ def _by_hand(question: WhatIf, *, buttons: bool) -> None:
     """The dead by name, for large grids and for keyboards; and some at random."""
     with st.container(horizontal=True, vertical_alignment="bottom", key="planner-dead"):
         if not buttons:
-            words = ", ".join(question.failed)
-            st.text_input(
-                "Dead workers",
-                words,
-                key=shown("planner-dead-names", words),
-                placeholder="W3_5, W20_9",
-                on_change=_named,
-                width=330,
-                max_chars=200_000,
-            )
+            draw = partial(st.text_input, "Dead workers", placeholder="W3_5, W20_9", width=330, max_chars=200_000)
+            control(draw, "planner-dead-names", ", ".join(question.failed), _named)
         with st.popover("At random", key="planner-random"):
             most = question.stages * (question.pipelines - 1)
             st.number_input("How many", 0, max(most, 0), min(1, most), key="planner-random-count")
@@ -138,19 +131,15 @@ def _by_hand(question: WhatIf, *, buttons: bool) -> None:
         )
 
 
-def _named() -> None:
+def _named(words: str) -> None:
     question = now()
     with told(partial(say, GRID)):
-        names = {str(Worker.parse(part, field="dead workers")) for part in _parts(entered("planner-dead-names"))}
+        names = {str(Worker.parse(part, field="dead workers")) for part in words.replace(",", " ").split()}
         made = question.with_failed(names)
         if left_out := sorted(names - set(made.failed)):
             last = Worker(question.pipelines - 1, question.stages - 1)
             raise InputError("dead workers", left_out[0], f"workers of the grid, W0_0 to {last}")
         change(made)
-
-
-def _parts(words: str) -> list[str]:
-    return [part for part in words.replace(",", " ").split() if part]
 
 
 def _random() -> None:

@@ -33,7 +33,8 @@ from openrecycle.app.ui import text, url_state
 from openrecycle.app.ui.access import acting, actor, told, why_not
 from openrecycle.app.ui.plan_files import read_file, show_reading
 from openrecycle.app.ui.planning.controls import wrong
-from openrecycle.app.ui.planning.state import PROFILE_NOTE, change, entered, field_error, now, said, say, shown
+from openrecycle.app.ui.planning.state import PROFILE_NOTE, change, choice, now, said, say
+from openrecycle.app.ui.url_state import field_error
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, StageProfile
 from openrecycle.planner.plans.plan import JobDoc, job_doc
@@ -86,7 +87,7 @@ def keep(console: ConsoleService, question: WhatIf, known: Sequence[ProfileInfo]
         seen = lines.get(name)
         replaced = seen if seen is not None and seen.source == "saved" else None
         if words := said(FIELD) or (refused and f"{refused[:1].upper()}{refused[1:]}."):
-            field_error(words)
+            field_error(words, "stretch")
         if replaced is not None:
             st.warning(f"**{text.plain_markdown(name)}** is there already: {_about(replaced)} Replace it?")
         st.button(
@@ -175,14 +176,12 @@ def profile(console: ConsoleService, question: WhatIf, found: Checked) -> None:
         named = f"{SAVED}:{question.named.name}"
     options.setdefault(named, NAMES.get(named, named))
     with st.container(horizontal=True, vertical_alignment="bottom", key="planner-profile-row"):
-        st.selectbox(
+        choice(
             "Profile",
-            list(options),
-            index=list(options).index(named),
-            format_func=lambda name: options.get(name, name),
-            key=shown("planner-profile", named),
-            on_change=_choose,
-            args=(console,),
+            options,
+            "planner-profile",
+            named,
+            partial(_choose, console),
             help="Op times and bytes of each stage: presets; profiles of GPT-3 layers that come with the planner, "
             "measured on one processor core; those that are saved here under a name; and the op times that the "
             "workers of a job report.",
@@ -278,14 +277,13 @@ def _editor(question: WhatIf, job: Job) -> None:
         args=(key, document),
     )
     if words := said("table"):
-        field_error(words)
+        field_error(words, "stretch")
     fixed = sum(p.weight_bytes + p.optimizer_bytes for p in job.profiles)
     if fixed:
         st.caption(f"Weights and optimizer state of all stages: {text.size(fixed)}.")
 
 
-def _choose(console: ConsoleService) -> None:
-    name = entered("planner-profile")
+def _choose(console: ConsoleService, name: str) -> None:
     kind, _, of = name.partition(":")
     with told(partial(say, PROFILE)):
         if kind == SAVED:

@@ -26,7 +26,6 @@ from openrecycle.app.ui.charts.planning import migrations_chart, search_chart, s
 from openrecycle.app.ui.components import schedule_of
 from openrecycle.app.ui.facts import Card, gap_words, many_words
 from openrecycle.app.ui.plan_files import export_button
-from openrecycle.app.ui.planning import state
 from openrecycle.app.ui.planning.controls import question_words
 from openrecycle.app.ui.planning.state import (
     BEFORE,
@@ -35,12 +34,9 @@ from openrecycle.app.ui.planning.state import (
     SHOW,
     WINDOW,
     change,
-    entered,
-    field_error,
     now,
     said,
     say,
-    shown,
 )
 from openrecycle.app.ui.tables import beside_html, differences, workers_table
 from openrecycle.app.ui.theme import CHART_CONFIG, Palette
@@ -197,21 +193,9 @@ def migrations(console: ConsoleService, question: WhatIf, job: Job, colours: Pal
     components.heading("Migrations", "a living worker may take a dead one's place, with a copy of its peers' weights")
     with st.container(horizontal=True, vertical_alignment="bottom", key="planner-costs"):
         for name, label, note in COSTS:
-            value = float(getattr(question, name))
-            key = shown(f"planner-{name}", value)
             least = 0.001 if name == "copy_gbs" else 0.0
-            st.number_input(
-                label,
-                least,
-                1e6,
-                value,
-                key=key,
-                format="%g",
-                help=note,
-                width=170,
-                on_change=_price,
-                args=(console, name),
-            )
+            draw = partial(st.number_input, label, least, 1e6, format="%g", help=note, width=170)
+            url_state.control(draw, f"planner-{name}", float(getattr(question, name)), partial(_price, console, name))
         known = console.plans.solves.find(question.migrations_asked())
         if known is None or (known.over and known.migrations is None):
             st.button("Look for migrations", key="planner-look", on_click=look, args=(console,))
@@ -224,7 +208,7 @@ def migrations(console: ConsoleService, question: WhatIf, job: Job, colours: Pal
     if not known.over:
         search(console, known, job.time_unit, colours)
     elif known.migrations is None:
-        field_error(known.error)
+        url_state.field_error(known.error, "stretch")
     else:
         _found(question, job, known.migrations, colours)
 
@@ -235,8 +219,8 @@ def look(console: ConsoleService) -> None:
         console.plans.solves.start(now().migrations_asked())
 
 
-def _price(console: ConsoleService, name: str) -> None:
-    changes: dict[str, Any] = {name: float(entered(f"planner-{name}"))}
+def _price(console: ConsoleService, name: str, value: float) -> None:
+    changes: dict[str, Any] = {name: value}
     change(replace(now(), **changes))
     look(console)
 
@@ -303,7 +287,6 @@ def _sentence(worker: str, takes: str, source: str | None) -> str:
 
 
 RESULTS = "planner-results"
-SHOWN = "planner-show"
 GANTT = "planner-gantt"
 NAME = "planner-save-name"
 # Plans that the page keeps beside the present one; beyond so many ops none.
@@ -383,21 +366,11 @@ def result(console: ConsoleService, question: WhatIf, plan: Plan, solve: Solve |
 
 
 def _chart(compared: dict[str, Shown], colours: Palette) -> None:
-    sent = url_state.read(SHOW, lambda name: name if name in compared else None, url_state.one_of(compared))
-    wanted = sent or THIS
     with st.container(horizontal=True, vertical_alignment="bottom", key="planner-drawn"):
-        shown = st.segmented_control(
-            "Show",
-            list(compared),
-            default=wanted,
-            required=True,
-            format_func=lambda name: compared[name].name,
-            key=state.shown(SHOWN, wanted),
-            on_change=_choose,
-            wrap=True,
+        shown = url_state.segmented_control(
+            "Show", list(compared), default=THIS, format_func=lambda name: compared[name].name, key=SHOW, wrap=True
         )
-        url_state.say(SHOW)
-        plan = compared.get(shown or THIS, compared[THIS]).plan
+        plan = compared[shown].plan
         schedule = schedule_of(plan)
         end = float(schedule.problem.job.units(schedule.end))
         time = choose_time(f"planner-{plan.fingerprint[:12]}", end, text.plural(plan.job.time_unit), WINDOW)
@@ -410,11 +383,6 @@ def _chart(compared: dict[str, Shown], colours: Palette) -> None:
         st.caption(many_words(plan.op_count, "save it, and show fewer workers on Schedule"))
     else:
         st.caption(facts.reading_help(plan))
-
-
-def _choose() -> None:
-    chosen = state.entered(SHOWN) or THIS
-    url_state.put(SHOW, None if chosen == THIS else chosen)
 
 
 def _picture(schedule: Schedule, colours: Palette) -> None:
