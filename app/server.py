@@ -51,7 +51,7 @@ from openrecycle.app.runtime.settings import Settings
 from openrecycle.app.security.access import Access, Tokens
 from openrecycle.app.security.guard import AccessGuard, BodyLimit, HostGuard
 from openrecycle.app.security.sign_in import Login
-from openrecycle.app.ui.warm import BUSY_SECONDS, CALM_SECONDS, Preload
+from openrecycle.app.ui.hooks import BUSY_SECONDS, CALM_SECONDS, Preload
 from openrecycle.db.idempotency import IdempotentRequests
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
@@ -388,7 +388,7 @@ def _trains(console: ConsoleService | None) -> bool:
 
 
 def _warm_up() -> None:
-    from openrecycle.app.ui.warm import warm_up
+    from openrecycle.app.ui.hooks import warm_up
 
     warm_up()
 

@@ -22,13 +22,11 @@ from openrecycle.app.plans.sources import (
 )
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import components, facts, tables, text, time_range, url_state
-from openrecycle.app.ui.charts.gantt import MAX_NODES, Strip, comparison, last_time, short_unit, time_factors
-from openrecycle.app.ui.charts.overview import MAX_BARS
+from openrecycle.app.ui.charts.gantt import MAX_BARS, MAX_NODES, Strip, comparison, last_time, short_unit, time_factors
 from openrecycle.app.ui.components import schedule_of
 from openrecycle.app.ui.facts import Card
 from openrecycle.app.ui.picker import open_job
-from openrecycle.app.ui.plan_files import export_button, open_file
-from openrecycle.app.ui.plan_source import clock, newest, say_measured, wait_for
+from openrecycle.app.ui.plans import clock, export_button, newest, open_file, say_measured, wait_for
 from openrecycle.app.ui.schedule_view import choose_rows
 from openrecycle.app.ui.tables import beside_html, differences, stage_table
 from openrecycle.app.ui.theme import Palette

@@ -11,13 +11,11 @@ from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.plans.sources import Made, OfJob, Source
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import components, facts, tables, url_state
-from openrecycle.app.ui.charts.gantt import MAX_NODES
-from openrecycle.app.ui.charts.overview import MAX_BARS, Detail
+from openrecycle.app.ui.charts.gantt import MAX_BARS, MAX_NODES, Detail
 from openrecycle.app.ui.components import schedule_of
 from openrecycle.app.ui.facts import critical_words, many_words
 from openrecycle.app.ui.picker import open_job
-from openrecycle.app.ui.plan_files import export_button, open_file
-from openrecycle.app.ui.plan_source import pick_plan, say_measured, show_instead, title_of
+from openrecycle.app.ui.plans import export_button, open_file, pick_plan, say_measured, show_instead, title_of
 from openrecycle.app.ui.schedule_view import ScheduleView, bars, choose_view, choose_workers, large_chart
 from openrecycle.app.ui.tables import Table, operations_table, workers_table
 from openrecycle.app.ui.theme import Palette

@@ -14,9 +14,8 @@ import streamlit as st
 from streamlit.components.v2.types import ComponentRenderer
 
 from openrecycle.app.ui import components, text, time_range, url_state
-from openrecycle.app.ui.charts import overview as large
-from openrecycle.app.ui.charts.gantt import MAX_NODES, gantt
-from openrecycle.app.ui.charts.overview import Detail
+from openrecycle.app.ui.charts import gantt as charts
+from openrecycle.app.ui.charts.gantt import MAX_NODES, Detail, gantt
 from openrecycle.app.ui.facts import many_words
 from openrecycle.app.ui.theme import Palette
 from openrecycle.app.ui.time_range import Range, TimeRange, choose_time, show_all, within
@@ -155,19 +154,19 @@ def large_chart(
             st.caption("Or draw a box on the overview.")
             url_state.say(BOX)
     if box:
-        detail = large.detail_of_box(drawing, *box)
+        detail = charts.detail_of_box(drawing, *box)
     else:
         start = wish.time.shown[0] * schedule.problem.job.ticks_per_unit if wish.time.shown else 0.0
-        detail = large.detail_of(drawing, names.index(first), ROWS, start)
+        detail = charts.detail_of(drawing, names.index(first), ROWS, start)
     drawn = st.cache_data(_picture, max_entries=32, show_spinner=False)(
         fingerprint, ",".join(names), colours.name, sorted(out.items()), drawing, colours
     )
     with st.container(key="overview"):
         alt = f"Overview of {len(workers):,} workers over one iteration."
-        st.html(large.overview(drawing, drawn, alt))
-        part = large.box_of(drawing, detail)
+        st.html(charts.overview(drawing, drawn, alt))
+        part = charts.box_of(drawing, detail)
         box_select(width, len(workers), part, key=PAD, on_box=partial(remember_box, wish.time))
-    if words := large.out_words(drawing):
+    if words := charts.out_words(drawing):
         st.caption(words)
     components.heading("Detail", f"{detail.ops:,} ops" + (" of a part; draw a box for another" if detail.cut else ""))
     part_drawing = Drawing.of(schedule, detail.workers, out, detail.window)
@@ -212,7 +211,7 @@ def _picture(
     fingerprint: str, names: str, theme: str, out: list[tuple[str, str]], _drawing: Drawing, _colours: Palette
 ) -> str:
     """Keyed by what it shows; drawn anew for each box it would take longer than the rest."""
-    return large.picture(_drawing, _colours)
+    return charts.picture(_drawing, _colours)
 
 
 def _box(rows: int, width: float) -> tuple[tuple[float, float], tuple[float, float]] | None:

@@ -9,7 +9,7 @@ from streamlit.testing.v1 import AppTest
 from ui_console import MAIN, ConsoleHere, JobHere, turn_to, until
 
 from openrecycle.app.plans.simulations import DRAWN, HISTORY, parse_request
-from openrecycle.app.ui.charts.simulation import ratio_words
+from openrecycle.app.ui.simulate import ratio_words
 from tests.golden import golden
 
 TIMEOUT, COVERS = 60, "covers"

@@ -31,9 +31,9 @@ from openrecycle.app.plans.whatif import (
 from openrecycle.app.runtime.errors import PLAN_MIB
 from openrecycle.app.ui import text, url_state
 from openrecycle.app.ui.access import acting, actor, told, why_not
-from openrecycle.app.ui.plan_files import read_file, show_reading
 from openrecycle.app.ui.planning.controls import wrong
 from openrecycle.app.ui.planning.state import PROFILE_NOTE, change, choice, now, said, say
+from openrecycle.app.ui.plans import read_file, show_reading
 from openrecycle.app.ui.url_state import field_error
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, StageProfile

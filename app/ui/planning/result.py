@@ -20,12 +20,11 @@ from openrecycle.app.plans.whatif import WhatIf, parse_word
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import components, facts, tables, text, time_range, url_state
 from openrecycle.app.ui.access import acting, actor, told
-from openrecycle.app.ui.charts import overview as large
+from openrecycle.app.ui.charts import gantt as charts
 from openrecycle.app.ui.charts.gantt import MAX_NODES, gantt
 from openrecycle.app.ui.charts.planning import migrations_chart, search_chart, search_words
 from openrecycle.app.ui.components import schedule_of
 from openrecycle.app.ui.facts import Card, gap_words, many_words
-from openrecycle.app.ui.plan_files import export_button
 from openrecycle.app.ui.planning.controls import question_words
 from openrecycle.app.ui.planning.state import (
     BEFORE,
@@ -38,6 +37,7 @@ from openrecycle.app.ui.planning.state import (
     said,
     say,
 )
+from openrecycle.app.ui.plans import export_button
 from openrecycle.app.ui.tables import beside_html, differences, workers_table
 from openrecycle.app.ui.theme import CHART_CONFIG, Palette
 from openrecycle.app.ui.time_range import choose_time
@@ -323,7 +323,7 @@ def result(console: ConsoleService, question: WhatIf, plan: Plan, solve: Solve |
     schedule = schedule_of(plan)
     link = question.in_a_word() if solve is not None else f"{SAVED}:{plan.fingerprint}"
     before = _before(console, Shown(question_words(question), plan, link))
-    large_one = plan.op_count > large.MAX_BARS
+    large_one = plan.op_count > charts.MAX_BARS
     compared = {THIS: Shown("This plan", plan)}
     if not large_one:
         compared[REFERENCE] = Shown("Fault-free 1F1B", _reference(plan))
@@ -389,7 +389,7 @@ def _picture(schedule: Schedule, colours: Palette) -> None:
     drawing = Drawing.of(schedule, out={str(worker): FAILED for worker in schedule.problem.failed})
     components.quiet("One row per worker. Save the plan to look at it op by op on Schedule.")
     alt = f"Overview of {len(drawing.rows.workers):,} workers over one iteration."
-    st.html(large.overview(drawing, large.picture(drawing, colours), alt))
+    st.html(charts.overview(drawing, charts.picture(drawing, colours), alt))
 
 
 # -- keeping ------------------------------------------------------------------------------------
