@@ -43,7 +43,7 @@ from openrecycle.app.leadership.host import ConsoleHost, Gate, make_host, set_ho
 from openrecycle.app.observing.metrics import Metering, NamedRoutes
 from openrecycle.app.runtime import problems, runner
 from openrecycle.app.runtime.errors import PLAN_MIB, ConsoleError, SettingsError
-from openrecycle.app.runtime.patches import PAGES, GarbageCollection, PageBase, StaticFiles, tune_process
+from openrecycle.app.runtime.patches import GarbageCollection, PageBase, StaticFiles, tune_process
 from openrecycle.app.runtime.problems import problem
 from openrecycle.app.runtime.processes import configure_logging
 from openrecycle.app.runtime.runner import EventLoopWatch, in_thread
@@ -51,7 +51,7 @@ from openrecycle.app.runtime.settings import Settings
 from openrecycle.app.security.access import Access, Tokens
 from openrecycle.app.security.guard import AccessGuard, BodyLimit, HostGuard
 from openrecycle.app.security.sign_in import Login
-from openrecycle.app.ui.warm import BUSY_SECONDS, CALM_SECONDS, Preload
+from openrecycle.app.ui.hooks import BUSY_SECONDS, CALM_SECONDS, Preload
 from openrecycle.db.idempotency import IdempotentRequests
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
@@ -388,9 +388,9 @@ def _trains(console: ConsoleService | None) -> bool:
 
 
 def _warm_up() -> None:
-    from openrecycle.app.ui.warm import warm_up
+    from openrecycle.app.ui.hooks import warm_up
 
-    warm_up(frozenset({"main", "live", *PAGES}))
+    warm_up()
 
 
 def _static() -> Path:

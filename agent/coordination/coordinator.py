@@ -209,7 +209,7 @@ def _layers_stay(state: State, current: Generation, event: LayersMoved, now: flo
         return Transition(state, reason="another generation is about to open, in which it is tried again")
     text = f"layers stay where they are: {event.problem}"
     state = replace(state, current=replace(current, partition=state.held), unmovable=current.partition)
-    return reconsider(state, text, [Note("warning", "recovery", text)], now, anew=True)
+    return _form_anew(state, min(current.living), text, [Note("warning", "recovery", text)], now)
 
 
 def _finished(state: State, event: Finished, now: float, failure_timeouts: FailureTimeouts) -> Transition:

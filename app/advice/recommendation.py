@@ -274,7 +274,7 @@ def decide(
             than = f"It {_more(gain)} than to re-route" if math.isfinite(gain) else "Nothing else trains by then"
             text += f" {than}, and {does}."
         elif best.name != REROUTE:
-            text += f" The job re-routes, which trains less by under {percent(CLEAR_MARGIN)}."
+            text += f" The job re-routes, which trains less by under {percent(CLEAR_MARGIN, 0)}."
     else:
         text += ", the job has no option that it could take by itself."
     text += _not_here(advice, ranked[0] if ranked else None, can, full, migrate=migrate, relayout=relayout)
@@ -337,7 +337,7 @@ def _why_not(name: str, migrate: bool, relayout: MayMove) -> str:
 
 
 def _more(gain: float) -> str:
-    return f"trains {percent(gain)} more"
+    return f"trains {percent(gain, 0)} more"
 
 
 def _gain(best: Option, taken: Option | None, horizon: float, full: float) -> float:

@@ -28,6 +28,7 @@ from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.task_queue import TaskQueue
 from openrecycle.db.store import Record, Store
 from openrecycle.planner.jobs.job import Worker
+from openrecycle.planner.jobs.words import count
 from openrecycle.planner.plans.packed import from_bytes, storable
 from openrecycle.planner.plans.plan import job_doc
 from openrecycle.planner.simulation.policy_base import RecoveryCosts
@@ -258,9 +259,9 @@ def measured_costs(
     seen = [r["detected_ms"] / 1000 for r in recoveries if r["death_known"]]
     formed = [(steps[1][1] + steps[2][1]) / 1000 for steps in (segments(r, waited) for r in recoveries)]
     repair = fmean(repairs) if repairs else 0.0
-    recovery = f"as in {_count(len(formed), 'recovery', 'recoveries')} measured" if formed else "assumed"
-    repaired = f"the mean of {_count(len(repairs), 'repair', 'repairs')}" if repair > 0 else "assumed"
-    copied = f"as in {_count(len(copies), 'return or move', 'returns and moves')}" if copies else "assumed"
+    recovery = f"as in {count(len(formed), 'recovery', 'recoveries')} measured" if formed else "assumed"
+    repaired = f"the mean of {count(len(repairs), 'repair', 'repairs')}" if repair > 0 else "assumed"
+    copied = f"as in {count(len(copies), 'return or move', 'returns and moves')}" if copies else "assumed"
     return MeasuredCosts(
         median(seen) if seen else assumed.detect,
         median(formed) if formed else assumed.recover,
@@ -297,7 +298,3 @@ def _told(newest: Sequence[Record]) -> bool:
     """
     last = next((row["kind"] for row in newest if row["kind"] in ("plan", "generation")), None)
     return last == "plan"
-
-
-def _count(n: int, one: str, many: str) -> str:
-    return f"{n} {one if n == 1 else many}"

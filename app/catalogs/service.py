@@ -396,7 +396,7 @@ def _at_home(question: CatalogQuestion) -> bool:
 
 
 def _origin(reason: str, metrics: MetricsDoc, solver: SolverDoc) -> str:
-    proof = "proven optimal" if metrics.gap <= 0 else f"at most {percent(metrics.gap, 1)} above the best"
+    proof = "proven optimal" if metrics.gap <= 0 else f"at most {percent(metrics.gap)} above the best"
     return f"from the catalog: {reason} ({solver.name}, {proof})"
 
 

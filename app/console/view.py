@@ -7,13 +7,14 @@ clock of the console.
 
 from __future__ import annotations
 
+import math
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from statistics import median
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 from openrecycle.agent.coordination.membership import FailureTimeouts, Member
@@ -146,6 +147,7 @@ class JobView:
     spares: tuple[Rank, ...] = ()
 
 
+Made = TypeVar("Made")
 # Of jobs of so many workers, what is seen of each is made once a second, however many look.
 SHARED, SHARED_SECONDS = 256, 1.0
 # And some at a time: while another thread is at work, the event loop gets its turn once for each heartbeat, which is
@@ -153,38 +155,23 @@ SHARED, SHARED_SECONDS = 256, 1.0
 AT_ONCE, PAUSE_SECONDS = 256, 0.001
 
 
-@dataclass(frozen=True)
-class _History:
-    version: int
+class _History(NamedTuple):
     iterations: tuple[IterationView, ...]
     events: tuple[EventView, ...]
     recoveries: tuple[RecoveryView, ...]
 
 
-@dataclass(frozen=True)
-class _Workers:
-    key: tuple[int, str | None]
-    at: float
-    workers: tuple[WorkerView, ...]
+class _Kept(NamedTuple):
+    """What was made for those who looked last, for those who look next: as long as its key is the same, and until
+    then. until: monotonic seconds."""
 
-
-@dataclass(frozen=True)
-class _Line:
-    """What was said of a job. over: was it? until: monotonic seconds."""
-
-    over: bool
-    version: int
+    key: Hashable
     until: float
-    line: JobSummary
+    made: Any
 
 
-@dataclass
-class KeptViews:
-    """What was made of a job for those who looked last, for those who look next."""
-
-    line: _Line | None = None
-    workers: _Workers | None = None
-    histories: dict[object, _History] = field(default_factory=dict)
+# As much is kept of a job: histories of some lengths.
+MOST_KEPT = 10
 
 
 def worker_view(job: LiveJob, member: Member, worker_states: WorkerStates) -> WorkerView:
@@ -343,7 +330,7 @@ class Queries:
         self.observations = Observations(store.database)
         self._plans = plans
         self._figures, self._waited, self._advice = figures, waited, advice
-        self._seen: WeakKeyDictionary[LiveJob, KeptViews] = WeakKeyDictionary()
+        self._seen: WeakKeyDictionary[LiveJob, dict[Hashable, _Kept]] = WeakKeyDictionary()
 
     def list_jobs(self) -> list[JobSummary]:
         """Newest first."""
@@ -353,20 +340,21 @@ class Queries:
     def _summary(self, job: LiveJob) -> JobSummary:
         # Nothing of what is said here changes any more once a job is over, and there may be thousands. Of a large job
         # that is not, whoever asks within a second is told the same, unless something is stored.
-        seen = self._seen_of(job)
-        known, over, now, version = seen.line, job.state.over, time.monotonic(), job.version
-        if known is not None and (known.over if over else known.version == version and now < known.until):
-            return known.line
-        made = summary(job, self.sentence(job))
-        shared = SHARED_SECONDS if len(job.state.members) >= SHARED else 0.0
-        seen.line = _Line(bool(over), version, now + shared, made)
-        return made
+        over = bool(job.state.over)
+        seconds = math.inf if over else SHARED_SECONDS if len(job.state.members) >= SHARED else 0.0
+        return self._kept(job, "line", over or job.version, seconds, lambda: summary(job, self.sentence(job)))
 
-    def _seen_of(self, job: LiveJob) -> KeptViews:
-        found = self._seen.get(job)
-        if found is None:
-            found = self._seen[job] = KeptViews()
-        return found
+    def _kept(self, job: LiveJob, what: Hashable, key: Hashable, seconds: float, make: Callable[[], Made]) -> Made:
+        """What was made less than so many seconds ago for the same key, or is made now."""
+        kept, now = self._seen.setdefault(job, {}), time.monotonic()
+        known = kept.get(what)
+        if known is not None and known.key == key and now < known.until:
+            return known.made  # type: ignore[no-any-return]
+        made = make()
+        if len(kept) > MOST_KEPT:
+            kept.clear()
+        kept[what] = _Kept(key, now + seconds, made)
+        return made
 
     def view(self, job_id: str, iterations: int = 600, events: int = 200, *, workers: bool = True) -> JobView:
         """workers: with what is seen of each, of which there may be thousands."""
@@ -410,32 +398,24 @@ class Queries:
         members = worker_states.state.members
         if len(members) < SHARED:
             return tuple(worker_view(job, member, worker_states) for member in members.values())
-        key, now = (job.version, fingerprint), time.monotonic()
-        seen = self._seen_of(job)
-        known = seen.workers
-        if known is not None and known.key == key and now - known.at < SHARED_SECONDS:
-            return known.workers
-        made: list[WorkerView] = []
-        for count, member in enumerate(members.values(), start=1):
-            made.append(worker_view(job, member, worker_states))
-            if count % AT_ONCE == 0:
-                time.sleep(PAUSE_SECONDS)
-        workers = tuple(made)
-        seen.workers = _Workers(key, now, workers)
-        return workers
+
+        def made() -> Iterator[WorkerView]:
+            for count, member in enumerate(members.values(), start=1):
+                yield worker_view(job, member, worker_states)
+                if count % AT_ONCE == 0:
+                    time.sleep(PAUSE_SECONDS)
+
+        return self._kept(job, "workers", (job.version, fingerprint), SHARED_SECONDS, lambda: tuple(made()))
 
     def _history(self, job: LiveJob, waited: Waited, iterations: int, events: int) -> _History:
         """Read again only when something was stored since: many viewers share one read."""
-        key = (iterations, events, tuple(waited.by_iteration))
-        version = job.version
-        histories = self._seen_of(job).histories
-        cached = histories.get(key)
-        if cached is not None and cached.version == version:
-            return cached
+        what = (iterations, events, tuple(waited.by_iteration))
+        return self._kept(job, what, job.version, math.inf, lambda: self._read(job, waited, iterations, events))
+
+    def _read(self, job: LiveJob, waited: Waited, iterations: int, events: int) -> _History:
         feed = self._store.events(job.job_id, limit=events, newest=True)
         seen_by = self.observations.seen_events(job.job_id, [row["seq"] for row in feed if row["severity"] != "info"])
-        history = _History(
-            version,
+        return _History(
             tuple(
                 iteration_view(row, job.spec, waited)
                 for row in self._store.iterations(job.job_id, limit=iterations, newest=True)
@@ -446,10 +426,6 @@ class Queries:
                 for row in self._store.recoveries(job.job_id)
             ),
         )
-        if len(histories) > 8:
-            histories.clear()
-        histories[key] = history
-        return history
 
     def worker_detail(self, view: JobView, name: str, now: float) -> WorkerDetail:
         """now: POSIX seconds. Raises ConsoleError."""

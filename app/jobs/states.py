@@ -526,7 +526,7 @@ def _in_a_generation(worker_states: WorkerStates, share: float | None) -> str:
     everyone = "all" if living == len(state.members) else f"{living:,} of"
     text = f"Training in generation {state.generation} with {everyone} {len(state.members):,} workers"
     if living < len(state.members) and share is not None:
-        text += f", at {percent(share)} of the fault-free throughput"
+        text += f", at {percent(share, 0)} of the fault-free throughput"
     out = _who_is_out(worker_states)
     work = "The other workers do the work." if out else ""
     moving = _moving(state) if state.moving else ""

@@ -111,7 +111,7 @@ class Window:
     def baseline(self, samples: float, plan: str) -> tuple[Baseline, str]:
         """The rate, and what is to be said of how steady it is. samples: of one iteration."""
         first, last, spread = self.newest[0][0], self.newest[-1][0], self.spread or 0.0
-        unsteady = f", which vary by {percent(spread)}" if spread > STABLE else ""
+        unsteady = f", which vary by {percent(spread, 0)}" if spread > STABLE else ""
         return Baseline(samples / self.seconds, "measured", first, last, plan), unsteady
 
 

@@ -47,7 +47,7 @@ class IntroductionPicture:
         return (
             f"Schedule of {len(schedule.ops)} living workers over {schedule.period} slots. Failed: {failed}. "
             f"Micro-batches on other workers than their own: {sum(schedule.rerouted_forwards.values())}. "
-            f"Idle: {percent(schedule.bubble_fraction)} of the slots."
+            f"Idle: {percent(schedule.bubble_fraction, 0)} of the slots."
         )
 
 
@@ -115,7 +115,7 @@ def _more(plan: Plan, whole: Plan) -> str:
     more = plan.metrics.period / whole.metrics.period - 1
     if abs(more) < 0.0005:
         return f"{_slots(plan)}, as many as without the failure"
-    return f"{_slots(plan)}, +{percent(more, 1)}"
+    return f"{_slots(plan)}, +{percent(more)}"
 
 
 @dataclass(frozen=True)

@@ -479,13 +479,13 @@ class Drifting:
         self._planning.replan(job, wanted, plan)
         if gained is not None and gained < LEAST_GAIN:
             saved = max(0.0, 1 - 1 / (1 + gained))
-            less = percent(saved, 1)
+            less = percent(saved)
             text = f"the plan in force stays: by one for {_speeds(wanted)} an iteration would take {less} less"
             job.record(Note("info", "plan", text))
             return
         less = ""
         if gained is not None:
-            less = f": an iteration takes {percent(1 - 1 / (1 + gained))} less than by the plan before"
+            less = f": an iteration takes {percent(1 - 1 / (1 + gained), 0)} less than by the plan before"
         reason = f"a plan for {_speeds(wanted)}{less}"
         if job.state.frozen_by:
             watch.held = True

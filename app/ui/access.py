@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from html import escape
 from typing import Protocol
@@ -13,6 +13,7 @@ from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.security.access import Security
 from openrecycle.app.security.callers import CALLER
 from openrecycle.app.security.sign_in import SIGN_OUT
+from openrecycle.planner.jobs.errors import PlannerError
 
 
 class Guarded(Protocol):
@@ -36,6 +37,15 @@ def why_not(console: Guarded) -> str:
 
 
 @contextmanager
+def told(say: Callable[[str], object] = st.error) -> Iterator[None]:
+    """Around what may be refused: why is said, and the rest of it is left out."""
+    try:
+        yield
+    except (ConsoleError, PlannerError) as error:
+        say(str(error))
+
+
+@contextmanager
 def acting(console: Guarded, action: str, target: str = "") -> Iterator[None]:
     """Around what is no change of a job: asks whether they may, and puts it into the audit log when it is done."""
     name = actor(console)
@@ -47,13 +57,10 @@ def who(console: Guarded) -> None:
     """Says who has signed in, and what they may not do. Nothing where the console has no token."""
     if not console.security.access.guarded:
         return
-    try:
+    with told():
         caller = console.security.access.caller(st.context.headers.get(CALLER))
-    except ConsoleError as error:
-        st.error(str(error))
-        return
-    may = "may operate" if caller.operates else "may look at everything; what changes something is refused"
-    st.html(
-        f'<div class="or-quiet" role="note">Signed in as {escape(caller.name)}: {may}. '
-        f'<a href="{SIGN_OUT}" target="_self">Sign out</a></div>'
-    )
+        may = "may operate" if caller.operates else "may look at everything; what changes something is refused"
+        st.html(
+            f'<div class="or-quiet" role="note">Signed in as {escape(caller.name)}: {may}. '
+            f'<a href="{SIGN_OUT}" target="_self">Sign out</a></div>'
+        )

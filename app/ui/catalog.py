@@ -1,23 +1,39 @@
-"""Catalog: plans made ahead, by number of failures: what they cost, what is missing, and filling it."""
+"""Catalog: plans made ahead, by number of failures: what they cost, what is missing, and filling it. The question is a
+job's, one's own, or a stored catalog's, and in the URL."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
+import plotly.graph_objects as go
 import streamlit as st
 
-from openrecycle.app.catalogs.contents import CatalogReport, CatalogRequest, CatalogSummary, stale
-from openrecycle.app.catalogs.service import exported, json_refusal
+from openrecycle.app.catalogs.contents import (
+    CatalogReport,
+    CatalogRequest,
+    CatalogSummary,
+    CountLine,
+    most_failures,
+    parse_request,
+    stale,
+    whole_counts,
+)
+from openrecycle.app.catalogs.service import Filling, exported, json_refusal
 from openrecycle.app.console.service import ConsoleService, get_console
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.app.ui import catalog_view, components, url_state
-from openrecycle.app.ui.access import acting
-from openrecycle.app.ui.catalog_view import ask, stored
+from openrecycle.app.ui import components, tables, text, url_state
+from openrecycle.app.ui.access import acting, told
+from openrecycle.app.ui.facts import SOLVER_WORDS, Card
 from openrecycle.app.ui.tables import rows_html
-from openrecycle.app.ui.theme import Palette
-from openrecycle.planner.catalogs.catalog_store import CatalogInfo
-from openrecycle.planner.jobs.errors import InputError, PlannerError
+from openrecycle.app.ui.theme import CHART_CONFIG, LEGEND, Palette, fixed, lower_axis, note, style
+from openrecycle.app.ui.url_state import CHOSEN
+from openrecycle.planner.catalogs.catalog_store import PLANNER_VERSION, CatalogInfo
+from openrecycle.planner.jobs.job import Technique
+from openrecycle.planner.plans.plan import job_doc
+from openrecycle.planner.solvers.portfolio import SOLVERS
 
 SEEN = "catalog-filling-seen"
 # In the URL: which plans are looked at, by their number of failures, and which one of them.
@@ -35,16 +51,12 @@ def page() -> None:
         '<h1 class="or-title">Catalog</h1><div class="or-about">Plans made ahead, so that recovery is a look-up: '
         "what each number of failures will cost, and what is not planned for yet.</div>"
     )
-    try:
-        request = stored(console) if "catalog" in st.query_params else ask(console)
-    except InputError as error:
-        st.error(str(error))
-        return
+    request = stored(console) if "catalog" in st.query_params else ask(console)
     if request is None:
         return
     report = console.catalogs.report(request.question, request.tolerance, st.query_params.get("catalog"))
     if "catalog" in st.query_params:
-        components.heading(catalog_view.question_words(report))
+        components.heading(question_words(report))
     filling = console.catalogs.filling(report.fingerprint)
     st.session_state[SEEN] = filling is None or not filling.running
     every = REFRESH if report.wanted <= MANY else 4 * REFRESH
@@ -62,9 +74,9 @@ def _catalog(console: ConsoleService, request: CatalogRequest, colours: Palette)
             "with the list scheduler a plan takes milliseconds, for thousands of workers up to a second."
         )
         return
-    components.cards(catalog_view.cards(report))
+    components.cards(cards(report))
     components.heading("Period by number of failures", "beneath: how far from optimal, and activations held")
-    catalog_view.show(console, report, colours)
+    show(console, report, colours)
     if report.by_pattern and report.tolerance > 1:
         st.caption(
             "At each count the longest plan is for failures that share a stage. Where workers change their stage "
@@ -76,7 +88,7 @@ def _catalog(console: ConsoleService, request: CatalogRequest, colours: Palette)
             "migrations, or get the list scheduler's plan at once."
         )
     components.heading("The same in figures")
-    st.html(rows_html(catalog_view.counts_table(report), "Figures by failures"))
+    st.html(rows_html(counts_table(report), "Figures by failures"))
     _plans(report)
 
 
@@ -93,12 +105,9 @@ def _fill(console: ConsoleService, request: CatalogRequest, report: CatalogRepor
     with st.container(horizontal=True, vertical_alignment="center", key="catalog-actions"):
         if running:
             if st.button("Cancel", key="cancel-fill"):
-                try:
+                with told():
                     with acting(console, "cancel filling", report.fingerprint):
                         console.catalogs.cancel(report.fingerprint)
-                except ConsoleError as error:
-                    st.error(str(error))
-                else:
                     st.rerun()
         elif current and st.button(
             "Fill",
@@ -109,12 +118,9 @@ def _fill(console: ConsoleService, request: CatalogRequest, report: CatalogRepor
             if whole
             else "Plans what is missing, in the background.",
         ):
-            try:
+            with told():
                 with acting(console, "fill catalog", report.fingerprint):
                     console.catalogs.fill(request)
-            except ConsoleError as error:
-                st.error(str(error))
-            else:
                 st.rerun()
         if report.plans:
             _exports(console, report)
@@ -122,66 +128,41 @@ def _fill(console: ConsoleService, request: CatalogRequest, report: CatalogRepor
         return
     with st.container(key="fill-progress"):  # in one place, so that its end moves nothing
         if running:
-            st.progress(filling.done / max(1, filling.total), text=catalog_view.filling_words(filling))
+            st.progress(filling.done / max(1, filling.total), text=filling_words(filling))
         elif filling.state == "failed":
-            st.error(catalog_view.filling_words(filling))
+            st.error(filling_words(filling))
         else:
-            components.quiet(catalog_view.filling_words(filling))
+            components.quiet(filling_words(filling))
 
 
 def _plans(report: CatalogReport) -> None:
     """One count's plans, and the way to the Gantt chart of each."""
     counts = [line.failures for line in report.lines if line.plans]
-    known = {str(count): count for count in counts}
-    sent = url_state.read(COUNT, known.get, url_state.one_of(known))
-    number = counts[min(1, len(counts) - 1)] if sent is None else sent
     with st.container(horizontal=True, vertical_alignment="bottom", key="catalog-plans"):
-        # Bound widgets lose what the address says when they are drawn in a fragment.
-        count = st.selectbox(
-            "Plans for failures", counts, index=counts.index(number), key=COUNT, on_change=_choose_count, width=150
+        count = url_state.selectbox(
+            "Plans for failures",
+            counts,
+            default=counts[min(1, len(counts) - 1)],
+            key=COUNT,
+            on_change=lambda: url_state.put(PLAN, None),
+            width=150,
         )
         line = report.lines[count]
         names = {plan.name: plan.words(8) or "fault-free" for plan in line.plans}
-        named = url_state.read(PLAN, lambda name: name if name in names else None, url_state.one_of(names))
-        chosen = st.selectbox(
-            "Without",
-            list(names),
-            index=0 if named is None else list(names).index(named),
-            format_func=names.__getitem__,
-            key=f"{PLAN}-{count}",
-            on_change=_choose_plan,
-            args=(count,),
-            width=320,
-        )
+        chosen = url_state.selectbox("Without", list(names), format_func=names.__getitem__, key=PLAN, width=320)
         if st.button("Open on Schedule", key="open-plan"):
-            catalog_view.open_plan(report, chosen)
-        url_state.say(COUNT)
-        url_state.say(PLAN)
-    table, caption = catalog_view.plans_table(line, report.question.job.time_unit), "Plans of one number of failures"
+            open_plan(report, chosen)
+    table, caption = plans_table(line, report.question.job.time_unit), "Plans of one number of failures"
     if len(line.plans) <= MOST_ROWS:
         st.html(rows_html(table, caption))
     else:
-        st.dataframe(table, hide_index=True, key="catalog-plans-table", alt=caption)
-
-
-def _choose_count() -> None:
-    url_state.put(COUNT, str(st.session_state[COUNT]))
-    url_state.put(PLAN, None)
-
-
-def _choose_plan(count: int) -> None:
-    url_state.put(COUNT, str(count))
-    url_state.put(PLAN, st.session_state[f"{PLAN}-{count}"])
+        tables.show(table, "catalog-plans-table", caption)
 
 
 def _exports(console: ConsoleService, report: CatalogReport) -> None:
     """The whole catalog; made when its button is pressed."""
-    with st.popover("Export", icon=":material/download:", key="export-catalog"):
-        try:
-            refusal = json_refusal(console.catalogs.stored(report.fingerprint).info, report.plans)
-        except (ConsoleError, PlannerError) as error:
-            st.error(str(error))
-            return
+    with st.popover("Export", icon=":material/download:", key="export-catalog"), told():
+        refusal = json_refusal(console.catalogs.stored(report.fingerprint).info, report.plans)
         for form, label, why in (
             ("json", "JSON documents (zip)", refusal),
             ("stored", "As the command line keeps it (zip)", ""),
@@ -209,7 +190,7 @@ def _others(console: ConsoleService, report: CatalogReport) -> None:
         "this one" if c.fingerprint == report.fingerprint else old.get(c.fingerprint) or _state(c) for c in catalogs
     ]
     components.heading("Stored catalogs", "stale ones are kept until they are deleted")
-    st.html(rows_html(catalog_view.stored_table(catalogs, states, time.time()), "Stored catalogs"))
+    st.html(rows_html(stored_table(catalogs, states, time.time()), "Stored catalogs"))
     names = {
         c.fingerprint: f"{c.info.job.pipelines} × {c.info.job.stages} × {c.info.job.micro_batches} · "
         f"{c.info.technique.value} · {c.info.memory} · {state} · {c.fingerprint[:8]}"
@@ -223,12 +204,9 @@ def _others(console: ConsoleService, report: CatalogReport) -> None:
         with st.popover("Delete", key="delete-catalog"):
             st.markdown("Its plans are gone for good; a job that runs keeps those it has, and Fill makes them anew.")
             if st.button("Delete this catalog", type="primary", key="act-kill-catalog"):
-                try:
+                with told():
                     with acting(console, "delete catalog", chosen):
                         console.catalogs.delete(chosen)
-                except ConsoleError as error:
-                    st.error(str(error))
-                else:
                     if st.query_params.get("catalog") == chosen:
                         del st.query_params["catalog"]
                     st.rerun()
@@ -238,4 +216,510 @@ def _state(catalog: CatalogSummary) -> str:
     return "another question" if catalog.current else f"stale: planner version {catalog.info.planner_version}"
 
 
-components.guard(page)
+# -- what it asks and shows -------------------------------------------------------------------------
+
+Table = dict[str, list[Any]]
+
+
+def cards(report: CatalogReport) -> list[Card]:
+    """Plans, cover, the cost of the worst single failure and what it keeps of the throughput, gap."""
+    unit = report.question.job.time_unit
+    asked = f"up to {text.count(report.tolerance, 'failure')}" if report.tolerance else "without failures"
+    covered = report.covered
+    out = [
+        Card(
+            "Plans",
+            f"{report.there:,}",
+            "all there" if not report.missing else f"{report.missing:,} missing",
+            "good" if not report.missing else "warn",
+            of=f"of {report.wanted:,}, {asked}",
+        ),
+        Card(
+            "Covered",
+            "–" if covered is None else text.count(covered, "failure"),
+            "not even the fault-free plan is there" if covered is None else _cover(report, covered),
+            "warn" if covered is None else "good" if covered >= report.tolerance else "",
+        ),
+    ]
+    if report.reference is None:  # nothing is stored
+        return out
+    whole = report.lines[0]
+    last = next((line for line in reversed(report.lines) if line.plans and line.wanted), whole)
+    if whole.worst is not None:
+        slower = whole.worst.period / report.reference - 1
+        out.append(
+            Card(
+                "Without failures",
+                text.planned(whole.worst.period, unit),
+                f"{text.percent(slower, sign=True)} against 1F1B",
+            )
+        )
+    if last.failures and last.worst is not None:
+        out.append(
+            Card(
+                f"With {text.count(last.failures, 'failure')}",
+                text.planned(last.worst.period, unit),
+                f"{text.percent(last.worst.period / report.reference - 1, sign=True)} against 1F1B",
+                of="longest" if len(last.plans) > 1 else "",
+            )
+        )
+        out.append(_kept(whole, last))
+    gaps = [line.gap for line in report.lines if line.gap is not None]
+    proven = sum(plan.optimal for line in report.lines for plan in line.plans)
+    worst = max(gaps)
+    out.append(
+        Card(
+            "Proven optimal",
+            f"{proven:,}",
+            "nothing is left to gain" if worst <= 0 else f"the rest within {text.at_most(worst)}",
+            of=f"of {report.plans:,}",
+        )
+    )
+    return out
+
+
+def _cover(report: CatalogReport, covered: int) -> str:
+    what = "any failure pattern" if report.by_pattern else "one plan per count, reached by migrations"
+    return what if covered >= report.tolerance else f"{what}; asked for {report.tolerance}"
+
+
+def _kept(whole: CountLine, line: CountLine) -> Card:
+    """How much of the fault-free plan's throughput the longest plan of a count keeps, beside how many workers live."""
+    label = "Throughput kept"
+    if whole.worst is None or line.worst is None or line.linear is None:
+        return Card(label, "–", "the fault-free plan is missing")
+    fault_free = whole.worst.period
+    living = text.percent(fault_free / line.linear)  # as linear is drawn: throughput falls as the workers do
+    at = f"at {text.count(line.failures, 'failure')}{', at worst' * (len(line.plans) > 1)}"
+    return Card(
+        label, text.percent(fault_free / line.worst.period), f"{at}; {living} of workers live", of="of fault-free"
+    )
+
+
+def counts_table(report: CatalogReport) -> Table:
+    """One row per number of failures."""
+    unit = text.plural(report.question.job.time_unit)
+    lines = report.lines
+    worst = [line.worst for line in lines]
+    return {
+        "failures": [line.failures for line in lines],
+        "plans": [len(line.plans) for line in lines],
+        "missing": [line.wanted - line.there if line.wanted else None for line in lines],
+        f"shortest period ({unit})": [line.best.period if line.best else None for line in lines],
+        f"longest period ({unit})": [w.period if w else None for w in worst],
+        f"its lower bound ({unit})": [w.bound if w else None for w in worst],
+        f"linear ({unit})": [None if line.linear is None else round(line.linear, 3) for line in lines],
+        "largest gap %": [None if line.gap is None else round(100 * line.gap, 2) for line in lines],
+        "activations, most": [line.peak for line in lines],
+        **_memory([line.peak_bytes for line in lines]),
+        "longest without": [w.words(12) if w else None for w in worst],
+    }
+
+
+def plans_table(line: CountLine, unit: str) -> Table:
+    """One row per plan of a count, the longest first."""
+    unit = text.plural(unit)
+    return {
+        "failed": [", ".join(plan.failed()) or "none" for plan in line.plans],
+        f"period ({unit})": [plan.period for plan in line.plans],
+        f"lower bound ({unit})": [plan.bound for plan in line.plans],
+        "gap %": [round(100 * plan.gap, 2) for plan in line.plans],
+        "activations, most": [plan.peak for plan in line.plans],
+        **_memory([plan.peak_bytes for plan in line.plans]),
+        "solver": [plan.solver for plan in line.plans],
+    }
+
+
+def _memory(peaks: Sequence[int | None]) -> Table:
+    """A column of bytes, where they are known."""
+    if not any(peaks):
+        return {}
+    unit, scale = text.size_unit(max(peak or 0 for peak in peaks))
+    return {f"memory, at most ({unit})": [None if peak is None else round(peak / scale, 2) for peak in peaks]}
+
+
+def stored_table(catalogs: Sequence[CatalogSummary], states: Sequence[str], now: float) -> Table:
+    """One row per stored catalog. states: whether each is used, and why not. now: POSIX seconds."""
+    jobs = [catalog.info.job for catalog in catalogs]
+    return {
+        "grid": list(map(text.grid, jobs)),
+        "technique": [catalog.info.technique.value for catalog in catalogs],
+        "memory": [catalog.info.memory for catalog in catalogs],
+        "unit": [job.time_unit for job in jobs],
+        "plans": [catalog.plans for catalog in catalogs],
+        "up to failures": [catalog.failures for catalog in catalogs],
+        "size": [text.size(catalog.bytes) for catalog in catalogs],
+        "begun": [text.age(now - catalog.created_at) for catalog in catalogs],
+        "state": list(states),
+    }
+
+
+def question_words(report: CatalogReport) -> str:
+    """`3 pipelines × 4 stages, 6 micro-batches each · staggered · memory limit uniform`."""
+    question = report.question
+    return f"{text.grid_words(question.job)} · {question.technique.value} · memory limit {question.memory.text}"
+
+
+def filling_words(filling: Filling) -> str:
+    """What a filling does, or how it ended."""
+    took = text.milliseconds(1000 * filling.elapsed)
+    if filling.running:
+        if not filling.total:
+            return "Working out what to plan …"
+        return f"{filling.done:,} of {filling.total:,} plans are there, after {took}"
+    if filling.state == "cancelled":
+        return f"Cancelled after {took}. What was made is kept; Fill goes on from there."
+    if filling.state == "failed":
+        return filling.why
+    if not filling.planned:
+        return "Nothing was missing."
+    return f"{text.count(filling.planned, 'plan')} made in {took}."
+
+
+def chart_words(report: CatalogReport) -> str:
+    """The chart for those who can't see it."""
+    unit = report.question.job.time_unit
+    parts = []
+    for line in report.lines[:12]:
+        if line.worst is not None and line.best is not None:
+            span = text.planned(line.worst.period, unit)
+            if line.best.period < line.worst.period:
+                span = f"{text.planned(line.best.period, unit)} to {span}"
+            parts.append(f"{text.count(line.failures, 'failure')}: {span}")
+    more = f"; and {len(report.lines) - 12} more" if len(report.lines) > 12 else ""
+    return "Period by number of failures. " + "; ".join(parts) + more
+
+
+CHART = "catalog-chart"
+DRAWN = "catalog-drawn"
+
+
+def show(console: ConsoleService, report: CatalogReport, colours: Palette) -> None:
+    drawn = _drawn(console, report)
+    if drawn.plans:
+        _curves(drawn, colours)
+    else:
+        components.quiet("Here is drawn what each number of failures costs, once all its plans are there.")
+
+
+def _drawn(console: ConsoleService, report: CatalogReport) -> CatalogReport:
+    """The same one at each refresh of a filling until more can be drawn: a chart that is drawn anew takes no
+    click meanwhile."""
+    filling = console.catalogs.filling(report.fingerprint)
+    if filling is None or not filling.running:
+        st.session_state.pop(DRAWN, None)
+        return report
+    drawn = whole_counts(report)
+    key = (report.fingerprint, filling.began, [line.failures for line in drawn.lines if line.plans])
+    kept = st.session_state.get(DRAWN)
+    if kept is None or kept[0] != key:
+        kept = st.session_state[DRAWN] = key, drawn
+    return kept[1]  # type: ignore[no-any-return]
+
+
+def _curves(report: CatalogReport, colours: Palette) -> None:
+    event = st.plotly_chart(
+        catalog_curves(report, colours, revision=report.fingerprint),
+        theme=None,
+        config=CHART_CONFIG,
+        key=CHART,
+        on_select="rerun",
+        selection_mode="points",
+        alt=chart_words(report),
+    )
+    clicked = _clicked(event)
+    if clicked is not None and clicked < len(report.lines) and report.lines[clicked].worst is not None:
+        open_plan(report, report.lines[clicked].plans[0].name)
+
+
+def _clicked(event: Any) -> int | None:
+    """The number of failures of the point that was clicked."""
+    points = event.selection.points if event and "selection" in event else []
+    return int(points[0]["x"]) if points else None
+
+
+def open_plan(report: CatalogReport, name: str) -> None:
+    st.switch_page(url_state.page("schedule"), query_params={"plan": f"catalog:{report.fingerprint}:{name}"})
+
+
+OWN = "own"
+JOB = "catalog-job"
+
+
+def stored(console: ConsoleService) -> CatalogRequest | None:
+    """A stored catalog by the URL's `catalog`."""
+    fingerprint = st.query_params["catalog"]
+    try:
+        found = console.catalogs.stored(fingerprint)
+    except ConsoleError as error:
+        st.error(f"{error}. Ask a question of your own instead.")
+        _leave_button("Ask a question")
+        return None
+    own = found.info
+    most = max((header.failures for header in found.headers().values()), default=0)
+    if own.planner_version != PLANNER_VERSION:
+        st.warning(
+            f"This catalog is stale: version {own.planner_version} of the planner made it. "
+            "It is shown as it is, and no job uses it."
+        )
+    _leave_button("Ask another question")
+    return parse_request(job=own.job, technique=own.technique.value, memory=own.memory, tolerance=most, **_effort())
+
+
+def _leave_button(label: str) -> None:
+    if st.button(label, key="leave-catalog"):
+        del st.query_params["catalog"]
+        st.rerun()
+
+
+def ask(console: ConsoleService) -> CatalogRequest:
+    """The controls; their state is in the URL. Raises InputError."""
+    jobs = {job.job_id: job.name for job in console.queries.list_jobs()}
+    wanted = st.query_params.get("job") or st.session_state.get(CHOSEN) or next(iter(jobs), OWN)
+    if wanted not in (OWN, *jobs):
+        st.error(f"job: got {wanted!r}, expected the id of a job that this console knows. Choose one instead.")
+        wanted = OWN
+    values: dict[str, Any] = {}
+    with st.container(horizontal=True, vertical_alignment="bottom", key="catalog-question"):
+        source = st.selectbox(
+            "Plans for",
+            [OWN, *jobs],
+            index=[OWN, *jobs].index(wanted),
+            format_func=lambda j: "A question of your own" if j == OWN else f"{jobs[j]} · {j}",
+            key=JOB,
+            on_change=_remember,
+            width=230,
+        )
+        if st.query_params.get("job") != source:
+            st.query_params["job"] = source  # a newer job must not change what a link shows
+        if source == OWN:
+            values |= _own_question()
+            most = values["stages"] * (values["pipelines"] - 1)
+            default = min(2, most)
+        else:
+            question = console.jobs.find(source).plans.question
+            values = {
+                "job": job_doc(question.job),
+                "technique": question.technique.value,
+                "memory": question.memory.text,
+            }
+            most = most_failures(question)
+            default = min(console.tolerance, most)
+        values["tolerance"] = url_state.number_input(
+            "Failures at once",
+            0,
+            1024,
+            default,
+            key="cat_tolerance" if source == OWN else f"cat_tolerance-{source}",
+            help=f"Plan for up to so many failed workers; at most {most}, as each stage needs a living one.",
+            width=125,
+        )
+        values |= _effort()
+    return parse_request(**values)
+
+
+def _own_question() -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for name, label, value, most in (
+        ("pipelines", "Pipelines", 3, 1024),
+        ("stages", "Stages", 4, 512),
+        ("micro_batches", "Micro-batches", 6, 1024),
+    ):
+        values[name] = url_state.number_input(
+            label, 1, most, value, key=f"cat_{name}", width=105, help="Per pipeline."
+            if name == "micro_batches" else None,
+        )  # fmt: skip
+    values["technique"] = url_state.selectbox(
+        "Technique",
+        [t.value for t in Technique if t.reroutes],
+        default=Technique.STAGGERED.value,
+        key="cat_technique",
+        help="Each includes the ones before it.",
+        width=125,
+    )
+    values["memory"] = url_state.text_input(
+        "Memory limit",
+        "uniform",
+        key="cat_memory",
+        max_chars=12,
+        help="Activations that a worker may hold: 1f1b, uniform, none, or a number.",
+        width=110,
+    )
+    with st.popover("Op times", key="cat-times"):
+        st.caption("In slots; the same on all stages.")
+        durations: dict[str, float] = {}
+        for kind, name, time_of in (
+            ("F", "Forward", 1.0),
+            ("I", "Backward, input", 1.0),
+            ("W", "Backward, weight", 1.0),
+            ("O", "Optimizer step", 0.0),
+            ("transfer", "Transfer", 0.0),
+        ):
+            durations[kind] = url_state.number_input(name, 0.0, 1e6, time_of, key=f"cat_{kind}")
+    return values | {"durations": durations}
+
+
+def _effort() -> dict[str, Any]:
+    solver = url_state.selectbox(
+        "Solver",
+        list(SOLVERS),
+        default="list",
+        format_func=lambda s: SOLVER_WORDS.get(s, s),
+        key="cat_solver",
+        help="A plan that is stored already is made again only when more is asked for than made it, and it is not "
+        "proven optimal.",
+        width=200,
+    )
+    if solver == "list":
+        return {"solver": solver}
+    limit = url_state.number_input("Seconds per plan", 0.1, 600.0, 10.0, key="cat_seconds", width=130, format="%g")
+    return {"solver": solver, "time_limit": limit}
+
+
+def _remember() -> None:
+    url_state.moved()
+    st.query_params["job"] = st.session_state[JOB]
+    if st.session_state[JOB] != OWN:
+        st.session_state[CHOSEN] = st.session_state[JOB]
+
+
+# -- curves -----------------------------------------------------------------------------------------
+
+# Above so many counts, markers would run into one another.
+MARKED = 60
+
+
+def catalog_curves(report: CatalogReport, colours: Palette, *, revision: str) -> go.Figure:
+    """Three panels over one axis of failures. A point of the longest plans carries its count in customdata."""
+    lines = [line for line in report.lines if line.plans]
+    unit = text.plural(report.question.job.time_unit)
+    figure = go.Figure()
+    x = [line.failures for line in lines]
+    mode = "lines+markers" if len(lines) <= MARKED else "lines"
+    if report.by_pattern:
+        _spread(figure, lines, x, colours)
+    figure.add_scatter(
+        x=[line.failures for line in report.lines if line.linear is not None],
+        y=[line.linear for line in report.lines if line.linear is not None],
+        name="Linear: fault-free × workers / living",
+        mode="lines",
+        line={"color": colours.muted, "width": 1.5, "dash": "dash"},
+        hovertemplate=f"%{{y:,.5g}} {unit} if throughput fell as workers do<extra></extra>",
+    )
+    figure.add_scatter(
+        x=x,
+        y=[line.worst.period for line in lines if line.worst],
+        name="Longest plan" if report.by_pattern else "Plan",
+        mode=mode,
+        line={"color": colours.accent, "width": 2.5},
+        marker={"size": 9},
+        customdata=x,
+        hovertext=[_sentence(line, unit) for line in lines],
+        hoverinfo="text",
+    )
+    figure.add_scatter(
+        x=x,
+        y=[line.worst.bound for line in lines if line.worst],
+        name="Proven lower bound",
+        mode="lines",
+        line={"color": colours.good, "width": 2, "dash": "dot"},
+        hoverinfo="skip",  # it often lies on the plans, which say it too
+    )
+    _reference(figure, report, colours, unit)
+    figure.add_bar(
+        x=x,
+        y=[100 * (line.gap or 0.0) for line in lines],
+        yaxis="y2",
+        marker={"color": colours.ops["W"], "line": {"width": 0}},
+        showlegend=False,
+        hovertemplate="at most %{y:.2f} % above the best<extra></extra>",
+    )
+    figure.add_bar(
+        x=x,
+        y=[line.peak for line in lines],
+        yaxis="y3",
+        marker={"color": colours.ops["I"], "line": {"width": 0}},
+        showlegend=False,
+        hovertemplate="%{y} activations at most on one worker<extra></extra>",
+    )
+    style(figure, colours, height=560, revision=revision)
+    figure.update_layout(
+        margin={"l": 62, "r": 12, "t": 40, "b": 44},
+        clickmode="event+select",
+        bargap=0.35 if len(lines) <= MARKED else 0,
+        legend=LEGEND,
+        xaxis={
+            "title": {"text": "failed workers"},
+            "anchor": "y3",
+            "showgrid": False,
+            "range": [-0.5, report.lines[-1].failures + 0.5],
+            "dtick": 1 if len(report.lines) <= 16 else None,
+            "tickformat": "d",
+        },
+        yaxis={"title": {"text": f"period ({unit})"}, "domain": [0.46, 1], "rangemode": "normal", "tickformat": ","},
+        yaxis2=lower_axis("gap (%)", colours, [0.24, 0.39], 4),
+        yaxis3=lower_axis("activations", colours, [0, 0.17], 4),
+    )
+    muted = colours.muted
+    if not any(line.gap for line in lines):
+        figure.update_layout(yaxis2={"range": [0, 1], "showgrid": False})
+        note(figure, "every plan is proven optimal", muted, x=0.5, xref="x domain", y=0.5, yref="y2 domain")
+    if report.limit is not None:
+        figure.add_hline(y=report.limit, yref="y3", line={"color": colours.text, "width": 1.25, "dash": "dot"})
+        figure.update_layout(yaxis3={"range": [0, 1.35 * max([report.limit, *(line.peak or 0 for line in lines)])]})
+        right: dict[str, Any] = {"x": 1, "xref": "x domain", "xanchor": "right"}
+        note(figure, f"limit {report.limit}", muted, y=report.limit, yref="y3", yanchor="bottom", **right)
+    return fixed(figure)
+
+
+def _spread(figure: go.Figure, lines: Sequence[CountLine], x: list[int], colours: Palette) -> None:
+    """From the shortest to the longest plan of a count."""
+    for name, y, fill in (
+        ("Shortest plan", [line.best.period for line in lines if line.best], None),
+        ("", [line.worst.period for line in lines if line.worst], "tonexty"),
+    ):
+        figure.add_scatter(
+            x=x,
+            y=y,
+            name=name,
+            mode="lines",
+            line={"color": colours.accent, "width": 1 if name else 0},
+            fill=fill,
+            fillcolor="rgba(71, 113, 197, 0.16)",
+            showlegend=bool(name),
+            hoverinfo="skip",
+        )
+
+
+def _sentence(line: CountLine, unit: str) -> str:
+    worst, best = line.worst, line.best
+    assert worst is not None and best is not None
+    failed = text.count(line.failures, "failed worker")
+    names = worst.words()
+    words, longest = f"<b>{failed if line.failures else 'fault-free'}</b>", text.planned(worst.period, unit)
+    if len(line.plans) > 1:
+        words += f" · {len(line.plans):,} plans, {text.planned(best.period, unit)} to {longest}"
+    words += f"<br>longest: {longest}" if len(line.plans) > 1 else f"<br>{longest}"
+    if names:
+        words += f" without {names}"
+    proof = "proven optimal" if worst.gap <= 0 else f"no plan can be below {text.planned(worst.bound, unit)}"
+    return f"{words}<br>{proof}<br>click: open on Schedule"
+
+
+def _reference(figure: go.Figure, report: CatalogReport, colours: Palette, unit: str) -> None:
+    """Where fault-free 1F1B is."""
+    if report.reference is None:
+        return
+    figure.add_hline(y=report.reference, line={"color": colours.text, "width": 1, "dash": "dot"})
+    note(
+        figure,
+        f"fault-free 1F1B: {text.planned(report.reference, unit)}",
+        colours.text,
+        x=0,
+        xref="x domain",
+        xanchor="left",
+        y=report.reference,
+        yanchor="bottom",
+        bgcolor=colours.background,  # on narrow screens the curves pass behind it
+        opacity=0.85,
+    )

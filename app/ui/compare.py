@@ -21,14 +21,12 @@ from openrecycle.app.plans.sources import (
     pinned,
 )
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.app.ui import components, facts, text, time_range, url_state
-from openrecycle.app.ui.charts.gantt import MAX_NODES, Strip, comparison, last_time, short_unit, time_factors
-from openrecycle.app.ui.charts.overview import MAX_BARS
+from openrecycle.app.ui import components, facts, tables, text, time_range, url_state
+from openrecycle.app.ui.charts.gantt import MAX_BARS, MAX_NODES, Strip, comparison, last_time, short_unit, time_factors
 from openrecycle.app.ui.components import schedule_of
 from openrecycle.app.ui.facts import Card
 from openrecycle.app.ui.picker import open_job
-from openrecycle.app.ui.plan_files import export_button, open_file
-from openrecycle.app.ui.plan_source import clock, newest, say_measured, wait_for
+from openrecycle.app.ui.plans import clock, export_button, newest, open_file, say_measured, wait_for
 from openrecycle.app.ui.schedule_view import choose_rows
 from openrecycle.app.ui.tables import beside_html, differences, stage_table
 from openrecycle.app.ui.theme import Palette
@@ -41,7 +39,6 @@ from openrecycle.planner.plans.plan import Plan
 from openrecycle.planner.plans.schedule import Schedule
 
 PICKER = "compare-picker"
-BASELINE = "compare-baseline"
 TITLE = '<h1 class="or-title">Compare</h1><div class="or-about">Two to four plans on one time axis.</div>'
 
 
@@ -116,24 +113,15 @@ def _choose(console: ConsoleService, job_id: str | None) -> list[Source | Pendin
         open_file(console, partial(_add, list(found)))
         if len(found) > 1:
             names = list(found)
-            wished = url_state.read(
-                "baseline",
-                lambda name: name if name in names else None,
-                url_state.one_of(names),
-                "The first one is it.",
-            )
-            st.session_state[BASELINE] = wished or names[0]
-            st.selectbox(
+            first = url_state.selectbox(
                 "Baseline",
                 names,
                 format_func=options.__getitem__,
-                key=BASELINE,
-                on_change=_remember_baseline,
+                key="baseline",
+                instead="The first one is it.",
                 width=320,
                 help="Changes are against it, and its period is drawn through all.",
             )
-            url_state.say("baseline")
-            first = st.session_state[BASELINE]
             return [found[first], *(each for name, each in found.items() if name != first)]
     return list(found.values())
 
@@ -184,10 +172,6 @@ def _remember(known: frozenset[str]) -> None:
     if known.issuperset(st.session_state[PICKER]):
         url_state.moved()
         st.query_params["plans"] = st.session_state[PICKER]
-
-
-def _remember_baseline() -> None:
-    url_state.put("baseline", st.session_state[BASELINE])
 
 
 def _show_worked_example() -> None:
@@ -283,12 +267,9 @@ def _tables(console: ConsoleService, sources: list[Source], schedules: list[Sche
     with plans:
         st.html(beside_html(labels, differences([s.plan for s in sources]), "Figures by plan"))
     with stages:
-        st.dataframe(stage_table(labels, schedules), hide_index=True, key="stages", alt="Figures by stage and plan")
+        tables.show(stage_table(labels, schedules), "stages", "Figures by stage and plan")
     with files:
         for i, (label, source) in enumerate(zip(labels, sources, strict=True)):
             with st.container(horizontal=True, vertical_alignment="center"):
                 export_button(console.sources.export_of(source), key=f"export-{i}")
                 st.markdown(f":small[{text.plain_markdown(label)}]")
-
-
-components.guard(page)

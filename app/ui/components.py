@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from html import escape
-from typing import Any
+from typing import Any, NamedTuple
 
 import plotly.graph_objects as go
 import streamlit as st
@@ -26,6 +26,7 @@ from openrecycle.app.ui.charts.worker_grid import LOOKS
 from openrecycle.app.ui.facts import Card, op_time_words
 from openrecycle.app.ui.theme import Palette, palette
 from openrecycle.app.ui.time_range import FOLLOWED_CONFIG, TimeRange, follow
+from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.plans.drawing import Drawing
 from openrecycle.planner.plans.drawing import legend as op_keys
 from openrecycle.planner.plans.plan import Plan
@@ -61,12 +62,12 @@ def use_style() -> Palette:
 
 
 def guard(page: Callable[[], None]) -> None:
-    """Runs a page; what the console refuses becomes a sentence on it."""
+    """Runs a page; what is refused, or cannot be asked, becomes a sentence on it."""
     try:
         page()
-    except ConsoleError as error:
+    except (ConsoleError, PlannerError) as error:
         st.error(str(error))
-        if error.status == 503:
+        if isinstance(error, ConsoleError) and error.status == 503:
             st.fragment(_until_ready, run_every=2)()
     access.who(get_console())
 
@@ -137,6 +138,37 @@ def recovery(latest: RecoveryView | None, zone: str | None) -> None:
         f"{text.moment(latest.at, zone, time.time())} · <b>{text.milliseconds(whole)}</b> from {begin} to training "
         f'again</p><div class="or-bar" aria-hidden="true">{"".join(bars)}</div><ol>{items}</ol></div>'
     )
+
+
+class Tile(NamedTuple):
+    """A worker as a button. look: of its state. words: below its name. tip: Markdown."""
+
+    name: str
+    look: str
+    words: str
+    tip: str
+
+
+def tiles(
+    rows: Iterable[Sequence[Tile]],
+    place: str,
+    on_click: Callable[[str], None],
+    held: Sequence[int] = (),
+    coming: Sequence[int] = (),
+) -> None:
+    """A grid of workers, a row per pipeline. place: its key. on_click: a callback, with the worker's name. held,
+    coming: as of `_grid_columns`."""
+    with st.container(key=place, gap=None):
+        for pipeline, row in enumerate(rows):
+            if not pipeline:
+                _grid_columns(len(row), held, coming)
+            with st.container(key=f"grid-row-{pipeline}", horizontal=True):
+                words = '<span class="or-long">pipeline&nbsp;</span><span class="or-short">P</span>'
+                st.html(f'<div class="or-rowhead">{words}{pipeline}</div>')
+                for name, look, words, tip in row:
+                    with st.container(key=f"cell-{look}-{name}"):
+                        label = f"**{name}** :small[{words}]"
+                        st.button(label, f"worker-{name}", help=tip, width="stretch", on_click=on_click, args=(name,))
 
 
 def heading(words: str, aside: str = "") -> None:
@@ -212,7 +244,7 @@ def schedule_chart(
         follow(key, time)
 
 
-def grid_columns(stages: int, held: Sequence[int] = (), coming: Sequence[int] = ()) -> None:
+def _grid_columns(stages: int, held: Sequence[int] = (), coming: Sequence[int] = ()) -> None:
     """Tells the style sheet how many columns the worker grid has; draws their heads. held: layers per stage, where
     stages can be cut anew; coming: those that they will have, once some have moved."""
     heads = ""
@@ -225,11 +257,6 @@ def grid_columns(stages: int, held: Sequence[int] = (), coming: Sequence[int] = 
         name = f'<span class="or-long">stage </span><span class="or-short">S</span>{s}'
         heads += f'<span class="or-colhead">{name}{below}</span>'
     st.html(f'<style>:root{{--or-stages:{stages}}}</style><div class="or-colheads"><span></span>{heads}</div>')
-
-
-def row_head(pipeline: int) -> None:
-    words = '<span class="or-long">pipeline&nbsp;</span><span class="or-short">P</span>'
-    st.html(f'<div class="or-rowhead">{words}{pipeline}</div>')
 
 
 def no_job(address: str) -> None:

@@ -10,9 +10,8 @@ import streamlit as st
 
 from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.console.view import EventView, JobView
-from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import text, url_state
-from openrecycle.app.ui.access import actor
+from openrecycle.app.ui.access import actor, told
 
 MARKS = {"error": "✕", "warning": "▲", "info": "·"}
 # What the filter offers: words, and the kinds of events it lets through.
@@ -25,6 +24,8 @@ SHOW: dict[str, tuple[str, tuple[str, ...]]] = {
     "operator": ("Operators", ("operator",)),
 }
 DEFAULT = "all"
+# Characters that may be looked for.
+MOST_WORDS = 200
 SAID = "live-said"
 
 
@@ -41,44 +42,32 @@ def say_now() -> None:
 
 def asked_for() -> tuple[str, str]:
     """What the filter is set to and the words to look for, by the address."""
-    show = url_state.read("events", lambda word: word if word in SHOW else None, url_state.one_of(SHOW))
-    words = url_state.read("find", str, "words")
-    return show or DEFAULT, (words or "").strip()
+    show = url_state.read("events", {key: key for key in SHOW}.get, url_state.one_of(SHOW))
+    return show or DEFAULT, (url_state.read("find", str, "words") or "").strip()
 
 
 def controls() -> tuple[str, str]:
     """Draws the filter; returns what `asked_for` does."""
-    show, words = asked_for()
     with st.container(horizontal=True, vertical_alignment="center", key="event-filter"):
-        # Bound widgets lose what the address says when they are drawn in a fragment.
-        st.segmented_control(
+        show = url_state.segmented_control(
             "Events",
             list(SHOW),
-            default=show,
-            required=True,
+            default=DEFAULT,
             format_func=lambda key: SHOW[key][0],
             key="events",
-            on_change=_into_address,
             label_visibility="collapsed",
             wrap=True,
         )
-        st.text_input(
+        words = url_state.text_input(
             "Find in events",
-            value=words,
+            "",
             key="find",
-            on_change=_into_address,
+            max_chars=MOST_WORDS,
             placeholder="Find, such as W1_2",
             label_visibility="collapsed",
             width=170,
         )
-    url_state.say("events")
-    return show, words
-
-
-def _into_address() -> None:
-    show = st.session_state.get("events") or DEFAULT
-    url_state.put("events", None if show == DEFAULT else show)
-    url_state.put("find", st.session_state.get("find") or None)
+    return show, words.strip()
 
 
 def filtering(show: str, words: str) -> bool:
@@ -120,10 +109,8 @@ def feed(console: ConsoleService, view: JobView, events: list[EventView], zone: 
 
 
 def _acknowledge(console: ConsoleService, job_id: str, seqs: list[int]) -> None:
-    try:
+    with told(say_later):
         console.operators.acknowledge(job_id, seqs, actor(console))
-    except ConsoleError as error:
-        say_later(str(error))
 
 
 def feed_html(events: list[EventView], zone: str | None, now: float | None = None) -> str:

@@ -405,7 +405,7 @@ def reading_help(plan: Plan) -> str:
 
 def measured_words(measured: MeasuredIteration) -> str:
     """Which iteration it is, and how it compares with the plan that it ran."""
-    words = f"**Iteration {measured.iteration}** as it ran in generation {measured.generation}"
+    words = f"**Iteration {measured.iteration:,}** as it ran in generation {measured.generation}"
     if measured.period_ms is not None:
         words += f"; iterations around it took {text.milliseconds(measured.period_ms)} from commit to commit"
     if measured.over_plan is not None and measured.planned_ms is not None:

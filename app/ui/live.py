@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import groupby
 
 import streamlit as st
 
@@ -122,22 +123,15 @@ def _live(
 
 
 def _tiles(view: JobView) -> None:
-    """The grid as buttons, a row per pipeline."""
     components.legend(facts.legend_counts(view))
-    rows: dict[int, list[WorkerView]] = {}
-    for worker in sorted(view.workers, key=lambda w: (w.pipeline, w.stage)):
-        rows.setdefault(worker.pipeline, []).append(worker)
-    with st.container(key="worker-grid", gap=None):
-        components.grid_columns(view.spec.stages, view.held, view.coming)
-        for pipeline, workers in rows.items():
-            with st.container(key=f"grid-row-{pipeline}", horizontal=True):
-                components.row_head(pipeline)
-                for worker in workers:
-                    with st.container(key=f"cell-{worker.state.value}-{worker.name}"):
-                        label = f"**{worker.name}** :small[{facts.tile_words(worker)}]"
-                        tip = worker_sentence(worker).replace("<br>", "  \n").replace("<b>", "**").replace("</b>", "**")
-                        key = f"worker-{worker.name}"
-                        st.button(label, key, help=tip, width="stretch", on_click=open_worker, args=(worker.name,))
+    workers = sorted(view.workers, key=lambda w: (w.pipeline, w.stage))
+    rows = [list(map(_tile, row)) for _, row in groupby(workers, lambda w: w.pipeline)]
+    components.tiles(rows, "worker-grid", open_worker, view.held, view.coming)
+
+
+def _tile(worker: WorkerView) -> components.Tile:
+    tip = worker_sentence(worker).replace("<br>", "  \n").replace("<b>", "**").replace("</b>", "**")
+    return components.Tile(worker.name, worker.state.value, facts.tile_words(worker), tip)
 
 
 def _heat_map(view: JobView, colours: Palette) -> None:
@@ -159,15 +153,8 @@ def _heat_map(view: JobView, colours: Palette) -> None:
     )
     figures = url_state.expander("The same in figures", key="worker-figures")
     if figures.open:
-        table = tables.grid_table(view.workers)
-        figures.dataframe(
-            table,
-            hide_index=True,
-            key="worker-table",
-            height=250,
-            alt="State of each worker",
-            column_config=tables.of_workers(table),
-        )
+        with figures:
+            tables.show(tables.grid_table(view.workers), "worker-table", "State of each worker", height=250)
 
 
 def _picked() -> None:
@@ -207,27 +194,14 @@ def _progress(view: JobView, colours: Palette) -> None:
     # Only what is opened is sent at each refresh.
     figures = url_state.expander("The same in figures", key="progress-figures")
     if figures.open:
-        figures.dataframe(
-            tables.iterations_table(view.iterations, marks, view.spec.micro_batches),
-            hide_index=True,
-            key="progress-table",
-            height=250,
-            alt="Figures by iteration",
-        )
+        rows = tables.iterations_table(view.iterations, marks, view.spec.micro_batches)
+        with figures:
+            tables.show(rows, "progress-table", "Figures by iteration", height=250)
 
 
 def _measured(job_id: str, found: MeasuredIteration | None) -> None:
     """The real period beside the planned one, and where the iteration can be seen op by op."""
     if found is None:
         return
-    words = f"Iteration {found.iteration:,} was measured"
-    if found.period_ms is not None:
-        words += f"; iterations around it took {text.milliseconds(found.period_ms)}"
-    if found.over_plan is not None and found.planned_ms is not None:
-        words += (
-            f", {text.percent(found.over_plan, sign=True)} against the plan's {text.milliseconds(found.planned_ms)}"
-        )
-    st.caption(f"{words}. [See it op by op](schedule?job={job_id}&plan=measured:{job_id})")
-
-
-components.guard(page)
+    words = facts.measured_words(found)
+    st.caption(f"{words} [See it op by op](schedule?job={job_id}&plan=measured:{job_id})")

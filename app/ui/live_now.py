@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from openrecycle.app.console.operators import Choice
@@ -50,23 +52,13 @@ def read_now(console: ConsoleService, job_id: str, iterations: int, events: int)
     return _shared.read((id(console), job_id, events), read)
 
 
-@dataclass
-class _PendingRead:
-    """One read under way. began: monotonic seconds."""
-
-    began: float = field(default_factory=time.monotonic)
-    over: threading.Event = field(default_factory=threading.Event)
-    made: Any = None
-    error: BaseException | None = None
-
-
 class SharedReads:
     """Thread-safe. Who asks for what is being read already waits for that; so a database that hangs holds one thread
     for each thing that is looked at, however many look and however often. seconds: how long each waits."""
 
     def __init__(self, seconds: float = READ_SECONDS) -> None:
         self._seconds = seconds
-        self._reads: dict[Hashable, _PendingRead] = {}
+        self._reads: dict[Hashable, tuple[float, Future[Any]]] = {}  # since when, by monotonic seconds
         self._lock = threading.Lock()
 
     def read(self, what: Hashable, read: Callable[[], Result]) -> Result:
@@ -74,24 +66,22 @@ class SharedReads:
         with self._lock:
             found = self._reads.get(what)
             if found is None:
-                found = self._reads[what] = _PendingRead()
-                threading.Thread(target=self._run, args=(what, found, read), name="page read", daemon=True).start()
-        if not found.over.wait(self._seconds):
-            seconds = time.monotonic() - found.began
+                found = self._reads[what] = time.monotonic(), Future()
+                threading.Thread(target=self._run, args=(what, found[1], read), name="page read", daemon=True).start()
+        began, future = found
+        if not wait([future], self._seconds).done:
+            seconds = time.monotonic() - began
             raise ConsoleError(503, "unavailable", f"the database has not answered for {seconds:.0f} s")
-        if found.error is not None:
-            raise found.error
-        return found.made  # type: ignore[no-any-return]
+        return future.result()  # type: ignore[no-any-return]
 
-    def _run(self, what: Hashable, found: _PendingRead, read: Callable[[], object]) -> None:
+    def _run(self, what: Hashable, future: Future[Any], read: Callable[[], object]) -> None:
         try:
-            found.made = read()
+            end = partial(future.set_result, read())
         except BaseException as error:  # whoever waits raises it
-            found.error = error
-        finally:
-            with self._lock:
-                del self._reads[what]
-            found.over.set()
+            end = partial(future.set_exception, error)
+        with self._lock:
+            del self._reads[what]
+        end()
 
 
 _shared = SharedReads()

@@ -20,9 +20,8 @@ from openrecycle.app.jobs.states import OUT
 from openrecycle.app.observing.rollout import RollOut
 from openrecycle.app.plans.service import Replan
 from openrecycle.app.plans.solving import MAX_SECONDS
-from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.app.ui import components, text, url_state
-from openrecycle.app.ui.access import acting, actor
+from openrecycle.app.ui import components, tables, text, url_state
+from openrecycle.app.ui.access import acting, actor, told
 from openrecycle.app.ui.event_feed import say_later
 from openrecycle.app.ui.facts import SOLVER_WORDS, STEPS, ready_words, roll_out_words
 from openrecycle.app.ui.url_state import forget_job
@@ -67,12 +66,9 @@ def mode_switch(console: ConsoleService, job_id: str, choice: Choice, *, over: b
         )
         unchanged = wanted is mode and (wanted is Mode.AUTOMATIC or choice_timeout == choice.choice_timeout)
         if st.button("Apply", type="primary", disabled=unchanged, key="mode-apply"):
-            try:
+            with told():
                 console.operators.set_mode(job_id, Mode(wanted), choice_timeout, actor(console))
-            except ConsoleError as error:
-                st.error(str(error))
-                return
-            st.rerun()
+                st.rerun()
         st.divider()
         st.markdown(f"**The job is {said.lower()}**" if paused else "**The job**")
         st.caption(
@@ -83,12 +79,9 @@ def mode_switch(console: ConsoleService, job_id: str, choice: Choice, *, over: b
             else "Paused, all workers stop before the same iteration; nothing is redone, and no bit differs later."
         )
         if st.button("Resume" if paused else "Pause", type="primary" if paused else "secondary", key="pause"):
-            try:
+            with told():
                 (console.operators.resume if paused else console.operators.pause)(job_id, actor(console))
-            except ConsoleError as error:
-                st.error(str(error))
-                return
-            st.rerun()
+                st.rerun()
 
 
 def options(console: ConsoleService, view: JobView, choice: Choice) -> None:
@@ -155,11 +148,9 @@ def _card(console: ConsoleService, job_id: str, choice: Choice, way: Candidate, 
 
 
 def _choose(console: ConsoleService, job_id: str, name: str, failed: tuple[str, ...]) -> None:
-    try:
+    with told(say_later):
         console.operators.choose(job_id, name, failed, actor(console))
         say_later(f"The job goes on: {name}")
-    except ConsoleError as error:
-        say_later(str(error))
 
 
 NAME = "delete-name"
@@ -196,11 +187,8 @@ def job_menu(console: ConsoleService, job: LiveJob) -> None:
 
 
 def _delete(console: ConsoleService, job_id: str, name: str) -> None:
-    try:
+    with told(say_later):
         console.histories.delete(job_id, actor(console))
-    except ConsoleError as error:
-        say_later(str(error))
-    else:
         forget_job()
         say_later(f"{name} is deleted")
 
@@ -330,28 +318,28 @@ def roll_out_html(found: RollOut | None) -> str:
     else:
         summary = f"of {text.count(total, 'worker')} {roll_out_words([found.now_at(step) for step in STEPS])}"
     ordered = found.slowest_first()
-    rows = "".join(
-        f"<tr><th scope='row'>{escape(w.worker)}</th>"
-        + "".join(f"<td>{'waits' if at is None else '+' + text.milliseconds(at)}</td>" for at in w.steps)
-        + "</tr>"
+    rows = (
+        [escape(w.worker), *("waits" if at is None else f"+{text.milliseconds(at)}" for at in w.steps)]
         for w in ordered[:MOST_ROWS]
     )
     more = len(ordered) - MOST_ROWS
-    rest = f"<tfoot><tr><td colspan='4'>and {more:,} that were quicker</td></tr></tfoot>" if more > 0 else ""
-    heads = "".join(f"<th scope='col'>{head}</th>" for head in ("Worker", *HEADS))
+    table = tables.table_html(
+        ["Worker", *HEADS],
+        rows,
+        "Time after the generation was opened, the slowest worker first",
+        foot=f"and {more:,} that were quicker" if more > 0 else "",
+    )
     return (
         f'<details class="or-roll-out"{"" if found.done else " open"}><summary>Generation '
-        f"{found.generation}: {summary}</summary>"
-        f'<table class="or-table"><caption>Time after the generation was opened, the slowest worker '
-        f"first</caption>"
-        f"<thead><tr>{heads}</tr></thead><tbody>{rows}</tbody>{rest}</table></details>"
+        f"{found.generation}: {summary}</summary>{table}</details>"
     )
 
 
 def _try(act: Callable[[], str]) -> None:
     """What it answers, or why it is refused, is said by the page's next run."""
-    try:
-        words = act()
-    except ConsoleError as error:
-        words = str(error)
+    with told(_say_sentence):
+        _say_sentence(act())
+
+
+def _say_sentence(words: str) -> None:
     say_later(words[:1].upper() + words[1:])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import streamlit as st
 
 from openrecycle.app.console.service import ConsoleService, get_console
@@ -10,12 +12,12 @@ from openrecycle.app.plans.solving import PlanAsked, Solve
 from openrecycle.app.plans.whatif import PARAMS, Checked, WhatIf, checked
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import components, text
-from openrecycle.app.ui.access import acting
+from openrecycle.app.ui.access import acting, told
 from openrecycle.app.ui.planning import controls, state
 from openrecycle.app.ui.planning.grid import grid
 from openrecycle.app.ui.planning.profile import profile
 from openrecycle.app.ui.planning.result import example_steps, migrations, others, result, search
-from openrecycle.planner.jobs.errors import PlannerError
+from openrecycle.app.ui.url_state import control
 from openrecycle.planner.plans.plan import Plan
 
 
@@ -113,13 +115,10 @@ def _go(console: ConsoleService, found: Checked, solve: Solve | None, plan: Plan
 
 def _plan(console: ConsoleService) -> None:
     question = state.now()
-    try:
-        with acting(console, "plan"):
-            console.plans.solves.start(question.asked())
-            if question.failed:
-                console.plans.solves.start(question.migrations_asked())
-    except (ConsoleError, PlannerError) as error:
-        state.say(state.PAGE, str(error))
+    with told(partial(state.say, state.PAGE)), acting(console, "plan"):
+        console.plans.solves.start(question.asked())
+        if question.failed:
+            console.plans.solves.start(question.migrations_asked())
 
 
 def _example(console: ConsoleService, question: WhatIf) -> None:
@@ -131,13 +130,11 @@ def _example(console: ConsoleService, question: WhatIf) -> None:
     st.fragment(_steps, run_every=0.5 if going else None)(console, chosen.name if chosen else None, going)
     with st.container(horizontal=True, vertical_alignment="center", key="planner-steps"):
         names = [step.name for step in STEPS]
-        st.segmented_control(
-            "Shown in full below",
-            names,
-            default=chosen.name if chosen else None,
-            key=state.shown("planner-step", chosen.name if chosen else None),
-            on_change=_choose_step,
-            wrap=True,
+        control(
+            lambda value, **rest: st.segmented_control("Shown in full below", names, default=value, wrap=True, **rest),
+            "planner-step",
+            chosen.name if chosen else None,
+            _choose_step,
         )
         if any(s is None for s in solves):
             st.button("Plan all four", key="planner-example-go", on_click=controls.example, args=(console,))
@@ -150,9 +147,6 @@ def _steps(console: ConsoleService, chosen: str | None, going: bool) -> None:
     example_steps([(s.name, s.about, made, s.name == chosen) for s, made in zip(STEPS, solves, strict=True)])
 
 
-def _choose_step() -> None:
-    chosen = next((s for s in STEPS if s.name == state.entered("planner-step")), None)
+def _choose_step(name: str | None) -> None:
+    chosen = next((s for s in STEPS if s.name == name), None)
     state.change(chosen.question if chosen else state.now(), example=True)
-
-
-components.guard(page)

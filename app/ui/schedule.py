@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 
 import streamlit as st
 
@@ -11,22 +10,19 @@ from openrecycle.app.console.service import ConsoleService, get_console
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.plans.sources import Made, OfJob, Source
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.app.ui import components, facts, url_state
-from openrecycle.app.ui.charts.gantt import MAX_NODES
-from openrecycle.app.ui.charts.overview import MAX_BARS, Detail
+from openrecycle.app.ui import components, facts, tables, url_state
+from openrecycle.app.ui.charts.gantt import MAX_BARS, MAX_NODES, Detail
 from openrecycle.app.ui.components import schedule_of
 from openrecycle.app.ui.facts import critical_words, many_words
 from openrecycle.app.ui.picker import open_job
-from openrecycle.app.ui.plan_files import export_button, open_file
-from openrecycle.app.ui.plan_source import pick_plan, say_measured, show_instead, title_of
+from openrecycle.app.ui.plans import export_button, open_file, pick_plan, say_measured, show_instead, title_of
 from openrecycle.app.ui.schedule_view import ScheduleView, bars, choose_view, choose_workers, large_chart
-from openrecycle.app.ui.tables import Table, of_workers, operations_table, workers_table
+from openrecycle.app.ui.tables import Table, operations_table, workers_table
 from openrecycle.app.ui.theme import Palette
 from openrecycle.planner.jobs.job import Technique, Worker
 from openrecycle.planner.plans.drawing import Drawing
 from openrecycle.planner.plans.schedule import Schedule
 
-COMPARE = Path(__file__).resolve().with_name("compare.py")
 FEW = 24
 
 
@@ -133,7 +129,7 @@ def _tables(
         components.heading("The same in figures", f"times in {plan.job.time_unit}")
         with st.container(horizontal=True, width="content", vertical_alignment="center"):
             st.page_link(
-                COMPARE,
+                url_state.page("compare"),
                 label="Compare with others",
                 icon=":material/compare_arrows:",
                 query_params=_comparison(source),
@@ -147,18 +143,7 @@ def _tables(
         )
         # A failed worker has no figures; few workers are seen without scrolling.
         height = "content" if len(workers) <= FEW else "auto"
-        st.dataframe(
-            table,
-            hide_index=True,
-            key="workers-table",
-            alt="Figures by worker",
-            placeholder="–",
-            height=height,
-            column_config=of_workers(table),
-        )
+        tables.show(table, "workers-table", "Figures by worker", placeholder="–", height=height)
     with by_op:
         ops = operations_table(schedule, *((detail.workers, detail.window) if detail else (workers, None)))
-        st.dataframe(ops, hide_index=True, key="ops-table", alt="Ops in order of start", column_config=of_workers(ops))
-
-
-components.guard(page)
+        tables.show(ops, "ops-table", "Ops in order of start")

@@ -8,14 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import streamlit as st
 from streamlit.components.v2.types import ComponentRenderer
 
 from openrecycle.app.ui import components, text, time_range, url_state
-from openrecycle.app.ui.charts import overview as large
-from openrecycle.app.ui.charts.gantt import MAX_NODES, gantt
-from openrecycle.app.ui.charts.overview import Detail
+from openrecycle.app.ui.charts import gantt as charts
+from openrecycle.app.ui.charts.gantt import MAX_NODES, Detail, gantt
 from openrecycle.app.ui.facts import many_words
 from openrecycle.app.ui.theme import Palette
 from openrecycle.app.ui.time_range import Range, TimeRange, choose_time, show_all, within
@@ -27,6 +27,7 @@ from openrecycle.planner.plans.schedule import Schedule
 SHOW = {"all": "All workers", "failure": "Touched by the failure", "pipeline": "One pipeline", "stage": "One stage"}
 DRAW = {"held": "Memory", "next": "Next iteration", "critical": "Critical path"}
 DRAWN = ["held", "next"]
+PILLS = partial(st.pills, selection_mode="multi")
 PATH = "path"
 # More micro-batches than this are not listed; a click still shows any of them.
 MAX_PATHS = 4096
@@ -76,7 +77,7 @@ def choose_rows(schedules: Sequence[Schedule]) -> Callable[[Schedule], list[Work
 
 def choose_view(plan: Plan, schedule: Schedule) -> ScheduleView:
     """What is drawn, the path of which micro-batch, and which time."""
-    draw = url_state.pills("Draw", list(DRAW), default=DRAWN, format_func=DRAW.__getitem__, key="draw")
+    draw = url_state.several(PILLS, "Draw", list(DRAW), default=DRAWN, format_func=DRAW.__getitem__, key="draw")
     path = _choose_path(plan)
     end = float(schedule.problem.job.units(schedule.end))
     return ScheduleView(frozenset(draw), path, choose_time(plan.fingerprint[:12], end, text.plural(plan.job.time_unit)))
@@ -88,8 +89,7 @@ def clicked(chart: str) -> None:
     points = state["selection"]["points"] if state else []
     found = next((p["customdata"] for p in points if p.get("customdata")), None)
     name = found[0] if isinstance(found, list) else found.get("0") if isinstance(found, dict) else found
-    st.session_state[PATH] = None if name == st.session_state.get(PATH) else name
-    _remember_path()
+    url_state.put(PATH, None if name == url_state.read(PATH, str, "a path") else name)
 
 
 def _choose_path(plan: Plan) -> tuple[int, int] | None:
@@ -97,23 +97,23 @@ def _choose_path(plan: Plan) -> tuple[int, int] | None:
     last = f"{job.pipelines - 1}.{job.micro_batches - 1}"
     expected = f"a pipeline and its micro-batch, from 0.0 to {last}"
     known = url_state.read(PATH, lambda name: name if _place(name, plan) else None, expected, "No path is shown.")
-    if PATH not in st.session_state:
-        st.session_state[PATH] = known
-    elif st.session_state[PATH] and not _place(st.session_state[PATH], plan):
-        st.session_state[PATH] = None  # that of another plan
     if job.pipelines * job.micro_batches <= MAX_PATHS:
-        st.selectbox(
-            "Path of micro-batch",
-            [f"{p}.{m}" for p in range(job.pipelines) for m in range(job.micro_batches)],
-            index=None,
-            format_func=lambda name: "{1} of pipeline {0}".format(*name.split(".")),
-            placeholder="Click a bar, or choose",
-            key=PATH,
-            on_change=_remember_path,
-            width=200,
-        )
+        names = [f"{p}.{m}" for p in range(job.pipelines) for m in range(job.micro_batches)]
+
+        def draw(value: str | None, **rest: Any) -> str | None:
+            return st.selectbox(  # type: ignore[no-any-return]
+                "Path of micro-batch",
+                names,
+                None if value is None else names.index(value),
+                format_func=lambda name: "{1} of pipeline {0}".format(*name.split(".")),
+                placeholder="Click a bar, or choose",
+                width=200,
+                **rest,
+            )
+
+        url_state.control(draw, PATH, known, partial(url_state.put, PATH))
     url_state.say(PATH)
-    return _place(st.session_state[PATH], plan)
+    return _place(known, plan)
 
 
 def _place(name: str | None, plan: Plan) -> tuple[int, int] | None:
@@ -122,10 +122,6 @@ def _place(name: str | None, plan: Plan) -> tuple[int, int] | None:
         return None
     place = int(pipeline), int(micro_batch)
     return place if place[0] < plan.job.pipelines and place[1] < plan.job.micro_batches else None
-
-
-def _remember_path() -> None:
-    url_state.put(PATH, st.session_state.get(PATH) or None)
 
 
 BOX, PAD = "box", "overview-pad"
@@ -158,19 +154,19 @@ def large_chart(
             st.caption("Or draw a box on the overview.")
             url_state.say(BOX)
     if box:
-        detail = large.detail_of_box(drawing, *box)
+        detail = charts.detail_of_box(drawing, *box)
     else:
         start = wish.time.shown[0] * schedule.problem.job.ticks_per_unit if wish.time.shown else 0.0
-        detail = large.detail_of(drawing, names.index(first), ROWS, start)
+        detail = charts.detail_of(drawing, names.index(first), ROWS, start)
     drawn = st.cache_data(_picture, max_entries=32, show_spinner=False)(
         fingerprint, ",".join(names), colours.name, sorted(out.items()), drawing, colours
     )
     with st.container(key="overview"):
         alt = f"Overview of {len(workers):,} workers over one iteration."
-        st.html(large.overview(drawing, drawn, alt))
-        part = large.box_of(drawing, detail)
+        st.html(charts.overview(drawing, drawn, alt))
+        part = charts.box_of(drawing, detail)
         box_select(width, len(workers), part, key=PAD, on_box=partial(remember_box, wish.time))
-    if words := large.out_words(drawing):
+    if words := charts.out_words(drawing):
         st.caption(words)
     components.heading("Detail", f"{detail.ops:,} ops" + (" of a part; draw a box for another" if detail.cut else ""))
     part_drawing = Drawing.of(schedule, detail.workers, out, detail.window)
@@ -215,7 +211,7 @@ def _picture(
     fingerprint: str, names: str, theme: str, out: list[tuple[str, str]], _drawing: Drawing, _colours: Palette
 ) -> str:
     """Keyed by what it shows; drawn anew for each box it would take longer than the rest."""
-    return large.picture(_drawing, _colours)
+    return charts.picture(_drawing, _colours)
 
 
 def _box(rows: int, width: float) -> tuple[tuple[float, float], tuple[float, float]] | None:

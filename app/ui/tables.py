@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -25,11 +25,16 @@ Table = dict[str, list[object]]
 DECIMALS = 3
 
 
-def of_workers(table: Mapping[str, Sequence[object]]) -> dict[str, Any]:
-    """How Streamlit is to draw a table in which each row is a worker's: that stays in sight beside columns that are
-    scrolled to, and numbers of a column have the same digits after the point, so that they stand below each other."""
-    columns: dict[str, Any] = {"worker": {"pinned": True}}
-    for name, values in table.items():
+def show(rows: Mapping[str, Sequence[object]], key: str, alt: str, **look: Any) -> None:
+    """One row per entry of its columns, to be sorted and scrolled. look: passed on to Streamlit."""
+    st.dataframe(rows, hide_index=True, key=key, alt=alt, column_config=columns_of(rows), **look)
+
+
+def columns_of(rows: Mapping[str, Sequence[object]]) -> dict[str, Any]:
+    """A column `worker` stays in sight beside those that are scrolled to, and numbers of a column have the same digits
+    after the point, so that they stand below each other."""
+    columns: dict[str, Any] = {"worker": {"pinned": True}} if "worker" in rows else {}
+    for name, values in rows.items():
         digits = max((_decimals(value) for value in values if isinstance(value, float)), default=0)
         if digits:
             columns[name] = st.column_config.NumberColumn(format=f"%.{digits}f")
@@ -38,6 +43,23 @@ def of_workers(table: Mapping[str, Sequence[object]]) -> dict[str, Any]:
 
 def _decimals(value: float) -> int:
     return len(f"{value:.{DECIMALS}f}".rstrip("0").partition(".")[2])
+
+
+def table_html(
+    heads: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "", *, foot: str = "", look: str = ""
+) -> str:
+    """A small one, all of which is seen. heads: the first one is of what names the rows. Cells are HTML."""
+    head = "".join(f'<th scope="col">{words}</th>' for words in heads)
+    body = "".join(
+        f'<tr><th scope="row">{name}</th>' + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
+        for name, *cells in rows
+    )
+    return (
+        f'<table class="or-table{look and f" {look}"}">{caption and f"<caption>{caption}</caption>"}'
+        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
+        + (f'<tfoot><tr><td colspan="{len(heads)}">{foot}</td></tr></tfoot>' if foot else "")
+        + "</table>"
+    )
 
 
 def differences(plans: Sequence[Plan], only: Container[str] | None = None) -> list[tuple[str, list[str]]]:
@@ -67,16 +89,9 @@ def differences(plans: Sequence[Plan], only: Container[str] | None = None) -> li
 
 def beside_html(labels: Sequence[str], figures: Sequence[tuple[str, list[str]]], caption: str) -> str:
     """One column per label, one row per figure; on narrow screens it scrolls beside the names of its rows."""
-    heads = "".join(f'<th scope="col">{escape(label)}</th>' for label in labels)
-    rows = "".join(
-        f'<tr><th scope="row">{escape(name)}</th>' + "".join(f"<td>{_whole(cell)}</td>" for cell in cells) + "</tr>"
-        for name, cells in figures
-    )
-    return (
-        f'<div class="or-scroll" tabindex="0" role="region" aria-label="{escape(caption)}">'
-        f'<table class="or-table or-beside"><thead><tr><th scope="col">figure</th>{heads}</tr></thead>'
-        f"<tbody>{rows}</tbody></table></div>"
-    )
+    rows = ([escape(name), *map(_whole, cells)] for name, cells in figures)
+    table = table_html(["figure", *map(escape, labels)], rows, look="or-beside")
+    return f'<div class="or-scroll" tabindex="0" role="region" aria-label="{escape(caption)}">{table}</div>'
 
 
 def rows_html(table: Mapping[str, Sequence[object]], caption: str) -> str:

@@ -8,9 +8,11 @@ from datetime import datetime
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from openrecycle.planner.jobs.words import Grid as Grid
+from openrecycle.planner.jobs.words import count as count
 from openrecycle.planner.jobs.words import counts as counts
 from openrecycle.planner.jobs.words import grid as grid
 from openrecycle.planner.jobs.words import milliseconds as milliseconds
+from openrecycle.planner.jobs.words import percent as percent
 from openrecycle.planner.jobs.words import planned as planned
 from openrecycle.planner.jobs.words import plural as plural
 
@@ -48,15 +50,6 @@ def age(seconds: float | None) -> str:
     return f"{seconds / 86400:.0f} days ago"
 
 
-def percent(fraction: float, *, sign: bool = False, digits: int = 1) -> str:
-    """`95.2 %`; with sign: `+7.4 %`, and `±0 %` where nothing is left after rounding. Without: `<0.1 %`, not 0."""
-    least = 10.0**-digits
-    if abs(fraction) < least / 200:
-        return "±0 %" if sign else f"<{least:g} %" if fraction > 0 else "0 %"
-    number = f"{100 * fraction:{'+' if sign else ''}.{digits}f}"
-    return number.removesuffix(".0").replace("-", "−") + " %"
-
-
 def at_most(fraction: float) -> str:
     """What a share is not above, rounded up: `2.8 %` for 0.0273."""
     return percent(math.ceil(1000 * fraction - 1e-9) / 1000)
@@ -64,11 +57,6 @@ def at_most(fraction: float) -> str:
 
 def rate(samples_per_second: float) -> str:
     return f"{samples_per_second:,.3g}" if samples_per_second < 999.5 else f"{samples_per_second:,.0f}"
-
-
-def count(number: int, noun: str, plural: str | None = None) -> str:
-    """`1 worker`, `12 workers`."""
-    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
 def clock(at: float, zone: str | None) -> str:

@@ -8,6 +8,7 @@ difference.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import plotly.graph_objects as go
 
@@ -75,6 +76,8 @@ DARK = Palette(
     },
 )
 
+# In a line above what is drawn.
+LEGEND = {"orientation": "h", "x": 0, "y": 1.01, "yanchor": "bottom", "font": {"size": 12}}
 # What the mode bar keeps: zoom, pan, reset and the picture's download.
 CHART_CONFIG: dict[str, object] = {
     "displaylogo": False,
@@ -113,6 +116,24 @@ def style(figure: go.Figure, colours: Palette, *, height: int, revision: str) ->
     figure.update_xaxes(**axis)
     figure.update_yaxes(**axis)
     return figure
+
+
+def lower_axis(title: str, colours: Palette, domain: list[float], ticks: int) -> dict[str, object]:
+    """Of a panel below the first one, from 0."""
+    return {
+        "title": {"text": title, "font": {"size": 13, "color": colours.muted}},
+        "tickfont": {"size": 12, "color": colours.muted},
+        "gridcolor": colours.line,
+        "zeroline": False,
+        "domain": domain,
+        "rangemode": "tozero",
+        "nticks": ticks,
+    }
+
+
+def note(figure: go.Figure, words: str, colour: str, size: int = 12, **place: Any) -> None:
+    """Words on a figure. place: as Plotly has it."""
+    figure.add_annotation(text=words, showarrow=False, font={"size": size, "color": colour}, **place)
 
 
 def fixed(figure: go.Figure) -> go.Figure:

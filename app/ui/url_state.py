@@ -1,22 +1,25 @@
 """Controls whose value is in the address, and what is said where the address holds none that they can have.
 
-Streamlit drops such a value without a word. Here each control says beside itself what it got and what was expected:
-from the first time that it is drawn on the page until it is changed or the page is left. Of a value for which another
-job or plan, chosen since, has no room, nothing is said: nobody has sent it for that one.
+The address is the only truth: a control shows what it says, and writes what somebody chooses into it. Of a value that
+the control cannot have, it says beside itself what it got and what was expected: until it is changed or the page is
+left. Of a value for which another job or plan, chosen since, has no room, nothing is said: nobody has sent it for that
+one.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import partial
 from html import escape
+from importlib import import_module
 from typing import Any, Literal, TypeVar, cast
 
 import streamlit as st
+from streamlit.navigation.page import Page
 
 from openrecycle.app.plans.whatif import PARAMS
 
@@ -24,16 +27,18 @@ T = TypeVar("T")
 D = TypeVar("D")
 N = TypeVar("N", int, float)
 
-BIND: Literal["query-params"] = "query-params"
 DEFAULT, LEFT_OUT = "The default is shown.", "It is left out."
 SWITCH = "true or false"
-# In the session: the page that is open, and what has been noted of each name since it was opened.
-PAGE, NOTES = "bound-page", "bound-notes"
+# In the session: the page that is open, what has been noted of each name since it was opened, and how often each
+# control was made anew, and with which value last.
+PAGE, NOTES, TURNS = "bound-page", "bound-notes", "bound-turns"
 JOB = "job"
 # In the session: the job that was chosen on another page; and the plans that Compare began with, which nobody has
 # chosen: those of another job take their place.
 CHOSEN, BEGAN_WITH = "chosen-job", "compare-began-with"
 _SHARED = (JOB, "show", "pipeline", "stage", "time", "figures")
+# The page whose address is empty.
+FIRST = "live"
 # What each page, by its address, may have in it; `name*`: with anything behind it. Any may have a job's.
 NAMES: dict[str, tuple[str, ...]] = {
     "": (
@@ -50,6 +55,8 @@ NAMES: dict[str, tuple[str, ...]] = {
     "simulate": ("model", "trace", "policies", "covers", "simulation-mtbf-figures", "sim_*"),
     "help": ("section",),
 }
+# Seconds within which a browser has heard what somebody has chosen on it.
+HEARD_SECONDS = 1.0
 # Of many possible values the first few are named; of a long one its beginning.
 MOST_NAMED, LONGEST = 8, 60
 WIDTH = 260
@@ -57,15 +64,24 @@ WIDTH = 260
 
 @dataclass
 class _Note:
-    """Of one name of the address. words: what is said, for as long as the control has the value `value`. wrong: what
-    cannot be; of a control that has not been drawn since. put: whether somebody has chosen `chosen`, None: nothing,
-    since the page last ran as a whole."""
+    """Of one name of the address. words: what is said of it. put: whether somebody has chosen `chosen`, in the place of
+    `before`, and the browser may not have heard of it; at: when, by monotonic seconds."""
 
     words: str = ""
-    value: object = None
-    wrong: str | None = None
     put: bool = False
-    chosen: str | None = None
+    chosen: list[str] = field(default_factory=list)
+    before: list[str] = field(default_factory=list)
+    at: float = 0.0
+
+
+def page(name: str) -> Page:
+    """The page whose `page()` is in the file of that name, for the navigation and for links. Pages don't import each
+    other."""
+    return st.Page(partial(_draw, name), title=name.capitalize(), url_path=name, default=name == FIRST)
+
+
+def _draw(name: str) -> None:
+    import_module(f"openrecycle.app.ui.{name}").page()
 
 
 def enter(page: str) -> None:
@@ -75,7 +91,11 @@ def enter(page: str) -> None:
         st.session_state[PAGE] = page
         st.session_state[NOTES] = {}
     for name, note in _notes().items():
-        note.put = note.put and st.query_params.get(name) == note.chosen
+        given = st.query_params.get_all(name)
+        unheard = given == note.before and time.monotonic() < note.at + HEARD_SECONDS
+        note.put = note.put and (given == note.chosen or unheard)
+        if note.put:
+            _write(name, note.chosen)
 
 
 def say_unknown() -> None:
@@ -107,25 +127,47 @@ def forget_job() -> None:
 
 
 def read(name: str, accept: Callable[[str], T | None], expected: str, instead: str = DEFAULT) -> T | None:
-    """What the address says of a name that no control is bound to; None if nothing, or nothing that can be: that
-    leaves the address, and `say` says what was wrong with it.
+    """What the address says of that name; None if nothing, or nothing that can be: that leaves the address, and `say`
+    says what was wrong with it.
 
     accept: makes a value of the address's words; None: it can't.
     """
-    note = _notes().get(name)
-    if note is not None and note.put and st.query_params.get(name) != note.chosen:
-        _write(name, note.chosen)  # a browser that has not heard of it yet has asked for a part of the page
-    given = st.query_params.get(name)
-    if given is None:
-        return None
-    found = accept(given)
-    if found is None:
-        note = _notes().setdefault(name, _Note(sentence(name, given, expected, instead)))
-        note.put = False
-        del st.query_params[name]
-    else:
+    given = _given(name)
+    found = accept(given[-1]) if given else None
+    if given and found is None:
+        _refuse(name, given[-1], [], expected, instead)
+    elif given:
         _notes().setdefault(name, _Note())
     return found
+
+
+def read_all(name: str, accept: Callable[[str], T | None], expected: str) -> list[T] | None:
+    """The same of a name that the address may have any number of times; `?name=` is none of them. What can't be is
+    left out."""
+    given = _given(name)
+    made = {words: accept(words) for words in given if words}
+    found = {words: value for words, value in made.items() if value is not None}
+    strange = next((words for words in made if words not in found), None)
+    if strange is not None:
+        _refuse(name, strange, list(found), expected, LEFT_OUT if found else DEFAULT)
+    elif given:
+        _notes().setdefault(name, _Note())
+    return list(found.values()) if found or "" in given else None
+
+
+def _given(name: str) -> list[str]:
+    note = _notes().get(name)
+    given: list[str] = st.query_params.get_all(name)
+    if note is not None and note.put and given != note.chosen:
+        _write(name, note.chosen)  # a browser that has not heard of it yet has asked for a part of the page
+        return note.chosen
+    return given
+
+
+def _refuse(name: str, strange: str, rest: list[str], expected: str, instead: str) -> None:
+    """Of what was right at first, or was sent for another job, nothing is said."""
+    _notes().setdefault(name, _Note(sentence(name, strange, expected, instead))).put = False
+    _write(name, rest)
 
 
 def say(name: str) -> None:
@@ -134,19 +176,20 @@ def say(name: str) -> None:
         field_error(note.words)
 
 
-def put(name: str, chosen: str | None) -> None:
+def put(name: str, chosen: str | Sequence[str] | None) -> None:
     """For a callback: somebody has chosen that value of what `read` reads, None: none. It goes into the address, of
     which nothing is said any more, and counts whatever the browser sends for the old one: a page's part that is
-    refreshed by the clock may have been asked for before the browser heard of the new one."""
-    _notes()[name] = _Note(put=True, chosen=chosen)
-    _write(name, chosen)
+    refreshed by the clock, or the next click, may have been asked for before the browser heard of the new one."""
+    words = [] if chosen is None else [chosen] if isinstance(chosen, str) else list(chosen)
+    _notes()[name] = _Note("", True, words, st.query_params.get_all(name), time.monotonic())
+    _write(name, words)
 
 
-def _write(name: str, words: str | None) -> None:
-    if words is None:
-        st.query_params.pop(name, None)
-    else:
+def _write(name: str, words: list[str]) -> None:
+    if words:
         st.query_params[name] = words
+    else:
+        st.query_params.pop(name, None)
 
 
 def sentence(name: str, given: str, expected: str, instead: str = DEFAULT) -> str:
@@ -170,7 +213,63 @@ def field_error(words: str, width: int | Literal["stretch"] = WIDTH) -> None:
     st.html(f'<div class="or-field-error" role="alert">{escape(words)}</div>', width=width)
 
 
-# -- Streamlit's controls. What is said here of their look is passed on to them. --------------------------------------
+# -- controls. What is said here of their look is passed on to Streamlit. ---------------------------------------------
+
+
+def control(draw: Callable[..., D], name: str, value: Any, choose: Callable[[Any], object]) -> D:
+    """A control that shows `value`, whatever it showed before. draw: with that, and Streamlit's `key` and `on_change`.
+    choose: a callback, with what somebody has chosen.
+
+    A value that comes from elsewhere than the control (a preset, a link, Back) makes it a new one. To set it by its key
+    would not do: when two clicks come so fast that a run is cut short, the browser misses what was set, shows the
+    control's default instead, and reports that as if somebody had chosen it.
+    """
+    key = _turned(name, value)[0]
+    return draw(value, key=key, on_change=lambda: choose(st.session_state[key]))
+
+
+def _turned(name: str, value: Any) -> tuple[str, Any]:
+    """The key of a control that shows `value`, and what it was made with. Keys differ in white space at their end: that
+    is not in the class by which the style sheet knows a control."""
+    turns: dict[str, tuple[int, Any]] = st.session_state.setdefault(TURNS, {})
+    turn, made_with = turns.get(name, (0, value))
+    if (key := name + turn * " ") not in st.session_state:  # not drawn yet, or not since another page was open
+        made_with = value
+    elif st.session_state[key] != value:
+        turn, made_with = turn + 1, value
+    turns[name] = turn, made_with
+    return name + turn * " ", made_with
+
+
+def _addressed(
+    draw: Callable[..., D],
+    name: str,
+    sent: T | None,
+    default: T,
+    spell: Callable[[T], str | Sequence[str]] = str,
+    on_change: Callable[[], object] = lambda: None,
+    *,
+    above: bool = False,
+) -> D:
+    """A control of what the address says, or of its default, which no address has. above: what is wrong is said
+    there."""
+
+    def choose(chosen: T) -> None:
+        put(name, None if chosen == default else spell(chosen))
+        on_change()
+
+    if above:
+        say(name)
+    drawn = control(draw, name, default if sent is None else sent, choose)
+    if not above:
+        say(name)
+    return drawn
+
+
+def _known(options: Sequence[T], format_func: Callable[[T], str]) -> dict[str, T]:
+    """The address has the option itself, so that a link stays good when the page words it otherwise; what the page
+    calls it is understood too."""
+    return {format_func(option): option for option in options} | {str(option): option for option in options}
 
 
 def selectbox(
@@ -179,185 +278,115 @@ def selectbox(
     *,
     key: str,
     format_func: Callable[[Any], str] = str,
-    index: int = 0,
-    on_change: Callable[[], None] = lambda: None,
+    default: T | None = None,
+    instead: str = DEFAULT,
+    on_change: Callable[[], object] = lambda: None,
     **look: Any,
 ) -> T:
-    """One of the options, of which there is at least one. The address has the option itself, so that a link stays good
-    when the page words it otherwise; what the page calls it is understood too. index: of the default, which no address
-    has."""
-    known = {format_func(option): option for option in options} | {str(option): option for option in options}
-    sent, default = read(key, known.get, one_of(map(str, options))), options[index]
-    shown = default if sent is None else sent
-    if st.session_state.get(key) != shown:
-        st.session_state[key] = shown
+    """One of the options, of which there is at least one. default: the first one."""
 
-    def choose() -> None:
-        chosen = st.session_state[key]
-        put(key, None if chosen == default else str(chosen))
-        on_change()
+    def draw(value: T, **rest: Any) -> T:
+        shown = list(options).index(value)
+        return cast("T", st.selectbox(label, options, shown, format_func=format_func, **look, **rest))
 
-    chosen = st.selectbox(label, options, key=key, format_func=format_func, on_change=choose, **look)
-    say(key)
-    return cast("T", chosen)
+    sent = read(key, _known(options, format_func).get, one_of(map(str, options)), instead)
+    return _addressed(draw, key, sent, options[0] if default is None else default, on_change=on_change)
 
 
 def segmented_control(
     label: str, options: Sequence[T], *, key: str, format_func: Callable[[Any], str] = str, default: T, **look: Any
 ) -> T:
     """One of the options: that it has none cannot be chosen."""
-    words = [format_func(option) for option in options]
-    chosen = _drawn(
-        key,
-        lambda given: _strange(given[:1], words),
-        lambda: one_of(words),
-        lambda: st.segmented_control(
-            label, options, default=default, required=True, key=key, format_func=format_func, bind=BIND, **look
-        ),
-    )
-    return default if chosen is None else chosen
+
+    def draw(value: T, **rest: Any) -> T:
+        return cast(
+            "T",
+            st.segmented_control(label, options, default=value, required=True, format_func=format_func, **look, **rest),
+        )
+
+    return _addressed(draw, key, read(key, _known(options, format_func).get, one_of(map(str, options))), default)
 
 
-def pills(
-    label: str, options: Sequence[T], *, key: str, format_func: Callable[[Any], str] = str, default: list[T]
-) -> list[T]:
-    """Any number of the options; none of them is `?name=`."""
-    return _several(partial(st.pills, selection_mode="multi"), label, options, key, format_func, default)
-
-
-def multiselect(
-    label: str, options: Sequence[T], *, key: str, format_func: Callable[[Any], str] = str, default: list[T]
-) -> list[T]:
-    """Any number of the options; none of them is `?name=`."""
-    return _several(st.multiselect, label, options, key, format_func, default)
-
-
-def _several(
+def several(
     draw: Callable[..., list[T]],
     label: str,
     options: Sequence[T],
+    *,
     key: str,
-    format_func: Callable[[Any], str],
+    format_func: Callable[[Any], str] = str,
     default: list[T],
 ) -> list[T]:
-    words = [format_func(option) for option in options]
-    return _drawn(
-        key,
-        lambda given: _strange(given, [*words, ""]),
-        lambda: one_of(words),
-        lambda: draw(label, options, default=default, key=key, format_func=format_func, bind=BIND),
-        several=set(words),
-    )
+    """Any number of the options; none of them is `?name=`. draw: as `st.multiselect` does."""
+
+    def drawn(value: list[T], **rest: Any) -> list[T]:
+        return draw(label, options, default=value, format_func=format_func, **rest)
+
+    sent = read_all(key, _known(options, format_func).get, one_of(map(str, options)))
+    return _addressed(drawn, key, sent, default, lambda chosen: list(map(str, chosen)) or [""])
 
 
 def number_input(label: str, least: N, most: N, value: N, *, key: str, **look: Any) -> N:
     """A number from `least` to `most`, a whole one where they are."""
     whole = isinstance(value, int)
 
-    def strange(given: list[str]) -> str | None:
+    def accept(words: str) -> N | None:
         try:
-            number = float(given[-1])
+            number = float(words)
         except ValueError:
-            return given[-1]
+            return None
         fits = math.isfinite(number) and least <= number <= most and not (whole and number % 1)
-        return None if fits else given[-1]
+        return cast("N", int(number) if whole else number) if fits else None
 
-    return _drawn(
-        key,
-        strange,
-        lambda: f"a {'whole ' * whole}number from {least:,.10g} to {most:,.10g}",
-        lambda: cast("N", st.number_input(label, least, most, value, key=key, bind=BIND, **look)),
-        instead=lambda shown: DEFAULT if shown == value else f"{shown:,} is shown.",
-    )
+    def draw(value: N, **rest: Any) -> N:
+        return cast("N", st.number_input(label, least, most, value, **look, **rest))
+
+    expected = f"a {'whole ' * whole}number from {least:,.10g} to {most:,.10g}"
+    return _addressed(draw, key, read(key, accept, expected), value, lambda number: f"{number}".removesuffix(".0"))
 
 
 def text_input(label: str, value: str, *, key: str, max_chars: int, **look: Any) -> str:
-    return _drawn(
-        key,
-        lambda given: None if len(given[-1]) <= max_chars else given[-1],
-        lambda: f"at most {max_chars} characters",
-        lambda: cast("str", st.text_input(label, value, key=key, max_chars=max_chars, bind=BIND, **look)),
-        instead=lambda shown: DEFAULT if shown == value else "Its beginning is shown.",
-    )
+    def draw(value: str, **rest: Any) -> str:
+        return cast("str", st.text_input(label, value, max_chars=max_chars, **look, **rest))
+
+    def accept(words: str) -> str | None:
+        return words if len(words) <= max_chars else None
+
+    return _addressed(draw, key, read(key, accept, f"at most {max_chars} characters"), value)
 
 
 def toggle(label: str, *, key: str, value: bool = False, **look: Any) -> bool:
-    return _drawn(
-        key, _no_switch, lambda: SWITCH, lambda: cast("bool", st.toggle(label, value, key=key, bind=BIND, **look))
-    )
+    draw: Callable[..., bool] = partial(st.toggle, label, **look)
+    return _addressed(draw, key, read(key, _switch, SWITCH), value, _switched)
 
 
 def tabs(labels: list[str], *, key: str) -> Sequence[Any]:
     """Their containers, of which one's `.open` is true."""
-    return _drawn(
-        key,
-        lambda given: _strange(given[-1:], labels),
-        lambda: one_of(labels),
-        lambda: st.tabs(labels, key=key, on_change="rerun", bind=BIND),
-        value_of=lambda drawn: [each.open for each in drawn],
-        above=True,
-    )
+
+    def draw(value: str, **rest: Any) -> Any:
+        made_with = _turned(key, value)[1]  # with another default they would be others
+        return st.tabs(labels, default=made_with if made_with in labels else value, **rest)
+
+    sent = read(key, _known(labels, str).get, one_of(labels))
+    drawn: Sequence[Any] = _addressed(draw, key, sent, labels[0], above=True)
+    return drawn
 
 
 def expander(label: str, *, key: str, icon: str | None = None) -> Any:
     """Folded up at first. What is large in it is to be made only where its `.open` is true."""
-    return _drawn(
-        key,
-        _no_switch,
-        lambda: SWITCH,
-        lambda: st.expander(label, key=key, icon=icon, on_change="rerun", bind=BIND),
-        value_of=lambda drawn: drawn.open,
-        instead=lambda _: "It is folded up.",
-        above=True,
-    )
+
+    def draw(value: bool, **rest: Any) -> Any:
+        return st.expander(label, _turned(key, value)[1], icon=icon, **rest)
+
+    return _addressed(draw, key, read(key, _switch, SWITCH, "It is folded up."), False, _switched, above=True)
 
 
-# -- the one look at the address --------------------------------------------------------------------------------------
+def _switch(words: str) -> bool | None:
+    return {"true": True, "false": False}.get(words.lower())
 
 
-def _drawn(
-    name: str,
-    strange: Callable[[list[str]], str | None],
-    expected: Callable[[], str],
-    draw: Callable[[], D],
-    *,
-    value_of: Callable[[D], object] = lambda drawn: drawn,
-    instead: Callable[[Any], str] = lambda _: DEFAULT,
-    several: set[str] | None = None,
-    above: bool = False,
-) -> D:
-    """Draws the control; beside it, or above it, what was wrong with the address.
-
-    strange: of the address's values the one that cannot be, or None. value_of: what the control is set to. instead:
-    what is shown then. several: the values, of a control that takes any number of them.
-    """
-    notes = _notes()
-    given = st.query_params.get_all(name)
-    # Streamlit takes what it drops out of the address while it draws; and a run may be cut short while it does.
-    if name not in notes:
-        notes[name] = _Note(wrong=strange(given) if given else None)
-    note = notes[name]
-    place = st.container() if above and (note.words or note.wrong is not None) else None
-    drawn = draw()
-    value = value_of(drawn)
-    if note.wrong is not None:
-        ending = LEFT_OUT if several and not several.isdisjoint(given) else instead(value)
-        note.words, note.value, note.wrong = sentence(name, note.wrong, expected(), ending), value, None
-    elif note.words and value != note.value:
-        note.words = ""
-    if note.words:
-        with place or nullcontext():
-            field_error(note.words)
-    return drawn
+def _switched(value: bool) -> str:
+    return str(value).lower()
 
 
 def _notes() -> dict[str, _Note]:
     return st.session_state.setdefault(NOTES, {})  # type: ignore[no-any-return]
-
-
-def _strange(given: list[str], words: list[str]) -> str | None:
-    return next((each for each in given if each not in words), None)
-
-
-def _no_switch(given: list[str]) -> str | None:
-    return None if given[-1].lower() in ("true", "false") else given[-1]

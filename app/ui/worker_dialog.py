@@ -18,9 +18,8 @@ from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.console.view import JobView, StateInterval, WorkerDetail, WorkerView
 from openrecycle.app.jobs.states import ALIVE, HOLDING, OUT, RankState, RoleState
 from openrecycle.app.observing.recorder import Series
-from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.app.ui import components, facts, text, url_state
-from openrecycle.app.ui.access import actor
+from openrecycle.app.ui import components, facts, tables, text, url_state
+from openrecycle.app.ui.access import actor, told
 from openrecycle.app.ui.charts.progress import memory, op_times
 from openrecycle.app.ui.charts.worker_grid import LOOKS
 from openrecycle.app.ui.event_feed import feed_html
@@ -113,61 +112,47 @@ _OF_RANKS = {
 
 def ranks_html(detail: WorkerDetail) -> str:
     """Each rank's process. Under it what becomes of spare ones."""
-    rows = ""
+    rows = []
     for rank in detail.ranks:
         look, words = _OF_RANKS[rank.state]
         mark = f'<i class="or-shape or-look-{look}"></i> '
-        cells = (f"{rank.pid}", escape(rank.host), mark + escape(words.format(rank.used_by)))
-        rows += f"<tr><th scope='row'>{rank.number}</th>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
-    heads = "".join(f"<th scope='col'>{head}</th>" for head in ("Rank", "process", "host", "state"))
+        rows.append([f"{rank.number}", f"{rank.pid}", escape(rank.host), mark + escape(words.format(rank.used_by))])
     note = ""
     if any(rank.state is RankState.SPARE for rank in detail.ranks):
         note = (
             f'<div class="or-quiet">{len(detail.ranks)} spare ranks on one node make a worker again, by themselves, in '
             "the stage that has the fewest. Those of different nodes don't.</div>"
         )
-    return (
-        f'<table class="or-table or-ranks"><caption>Ranks</caption><thead><tr>{heads}</tr></thead>'
-        f"<tbody>{rows}</tbody></table>{note}"
-    )
+    return tables.table_html(["Rank", "process", "host", "state"], rows, "Ranks") + note
 
 
 def op_times_html(detail: WorkerDetail) -> str:
     """Measured op times beside the plan's and the peers'."""
-    rows = ""
+    rows = []
     for op in detail.op_times:
-        cells = [text.milliseconds(op.measured)]
+        cells = [OP_WORDS[op.kind], text.milliseconds(op.measured)]
         for other in (op.planned, op.peers):
             if other is None:
                 cells.append("–")
             else:
                 share = f" ({text.percent(op.measured / other - 1, sign=True)})" if other > 0 else ""
                 cells.append(text.milliseconds(other) + share)
-        rows += f"<tr><th>{OP_WORDS[op.kind]}</th>" + "".join(f"<td>{c}</td>" for c in cells) + "</tr>"
-    return (
-        '<table class="or-table"><caption>Op times, smoothed over the last heartbeats</caption>'
-        "<thead><tr><th>Op</th><th>measured</th><th>plan</th><th>median of its peers</th></tr></thead>"
-        f"<tbody>{rows}</tbody></table>"
-    )
+        rows.append(cells)
+    heads = ["Op", "measured", "plan", "median of its peers"]
+    return tables.table_html(heads, rows, "Op times, smoothed over the last heartbeats")
 
 
 def over_time_html(series: Series, planned: Mapping[str, float]) -> str:
     """The charts' figures: lowest, mean and highest of all heartbeats, and the plan's. planned: ms by op kind."""
-    rows = ""
+    rows = []
     for kind, words in OP_WORDS.items():
         if kind in series.metrics:
-            shown = [*map(text.milliseconds, _figures(series, kind))]
-            shown.append(text.milliseconds(planned[kind]) if kind in planned else "–")
-            rows += f"<tr><th scope='row'>{words}</th>" + "".join(f"<td>{cell}</td>" for cell in shown) + "</tr>"
+            plan = text.milliseconds(planned[kind]) if kind in planned else "–"
+            rows.append([words, *map(text.milliseconds, _figures(series, kind)), plan])
     if "resident_bytes" in series.metrics:
-        cells = "".join(f"<td>{text.size(round(value))}</td>" for value in _figures(series, "resident_bytes"))
-        rows += f"<tr><th scope='row'>Memory</th>{cells}<td>–</td></tr>"
-    heads = "".join(f"<th scope='col'>{head}</th>" for head in ("", "lowest", "mean", "highest", "plan"))
+        rows.append(["Memory", *(text.size(round(value)) for value in _figures(series, "resident_bytes")), "–"])
     caption = f"{text.count(sum(series.beats), 'heartbeat')} in this time"
-    return (
-        f'<table class="or-table"><caption>{caption}</caption>'
-        f"<thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>"
-    )
+    return tables.table_html(["", "lowest", "mean", "highest", "plan"], rows, caption)
 
 
 def _figures(series: Series, name: str) -> tuple[float, float, float]:
@@ -262,14 +247,10 @@ def show_opened(console: ConsoleService, job_id: str) -> None:
         return
 
     def dialog() -> None:
-        try:
+        with told():
             view = console.queries.view(job_id)
-            worker = console.queries.worker_detail(view, name, time.time()).worker
-        except ConsoleError as error:
-            st.error(str(error))
-            return
-        _actions(console, view, worker)
-        st.fragment(_detail, run_every=REFRESH)(console, job_id, name)
+            _actions(console, view, console.queries.worker_detail(view, name, time.time()).worker)
+            st.fragment(_detail, run_every=REFRESH)(console, job_id, name)
 
     st.dialog(f"Worker {name}", width="large", on_dismiss=_close)(dialog)()
 
@@ -281,13 +262,12 @@ def _close() -> None:
 
 
 def _detail(console: ConsoleService, job_id: str, name: str) -> None:
-    try:
-        view = console.queries.view(job_id)
+    with told():
         now = time.time()
-        detail = console.queries.worker_detail(view, name, now)
-    except ConsoleError as error:
-        st.error(str(error))
-        return
+        _tabs(console, job_id, console.queries.worker_detail(console.queries.view(job_id), name, now), now)
+
+
+def _tabs(console: ConsoleService, job_id: str, detail: WorkerDetail, now: float) -> None:
     zone = st.context.timezone
     present, over_time, history, log = url_state.tabs(["Now", "Over time", "History", "Log"], key=TABS)
     with present:
@@ -296,7 +276,7 @@ def _detail(console: ConsoleService, job_id: str, name: str) -> None:
             st.html(ranks_html(detail))
         if detail.op_times:
             st.html(op_times_html(detail))
-    with over_time:
+    with over_time, told():
         _over_time(console, job_id, detail)
     with history:
         st.html(stays_html(detail, zone, now))
@@ -312,11 +292,7 @@ def _over_time(console: ConsoleService, job_id: str, detail: WorkerDetail) -> No
         "Span", list(SPANS), default=next(iter(SPANS)), key=SPAN, label_visibility="collapsed"
     )
     until = time.time() + 1
-    try:
-        series = console.recorder.series(console.jobs.find(job_id), name, until - SPANS[span], until)
-    except ConsoleError as error:
-        st.error(str(error))
-        return
+    series = console.recorder.series(console.jobs.find(job_id), name, until - SPANS[span], until)
     if not series.metrics:
         st.html('<div class="or-quiet">It has reported nothing in this time.</div>')
         return
@@ -426,11 +402,8 @@ def _ask(action: _Action) -> None:
             st.button("Cancel", key="worker-cancel", on_click=_arm, args=(None,))
             confirmed = st.button(action.label, type="primary", key="worker-confirm", disabled=not action.helps)
     if confirmed:
-        try:
+        with told():
             action.act()
-        except ConsoleError as error:
-            st.error(str(error))
-            return
-        st.toast(action.done)
-        _close()
-        st.rerun()
+            st.toast(action.done)
+            _close()
+            st.rerun()

@@ -159,4 +159,4 @@ class Catalog:
 def _gap(plan: Plan) -> str:
     if plan.solver.status == "optimal":
         return "proven optimal"
-    return f"at most {percent(plan.metrics.gap, 1)} above the best"
+    return f"at most {percent(plan.metrics.gap)} above the best"

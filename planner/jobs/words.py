@@ -24,9 +24,18 @@ def encodable(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def percent(fraction: float, digits: int = 0) -> str:
-    """`7 %`; with a digit `7.4 %`."""
-    return f"{100 * fraction:.{digits}f} %"
+def percent(fraction: float, digits: int = 1, *, sign: bool = False) -> str:
+    """`95.2 %`; with sign: `+7.4 %`, and `±0 %` where nothing is left after rounding. Without: `<0.1 %`, not 0."""
+    least = 10.0**-digits
+    if abs(fraction) < least / 200:
+        return "±0 %" if sign else f"<{least:g} %" if fraction > 0 else "0 %"
+    number = f"{100 * fraction:{'+' if sign else ''}.{digits}f}"
+    return number.removesuffix(".0").replace("-", "−") + " %"
+
+
+def count(number: int, noun: str, plural: str | None = None) -> str:
+    """`1 worker`, `12 workers`."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
 def milliseconds(value: float, digits: int = 3) -> str:

@@ -203,7 +203,7 @@ def _load(state: PolicyState, planned: PlannedJob, rate: float | None) -> tuple[
     held = f"1F1B's bubbles have room for the {extra} further micro-batches per peer"
     if share >= WHOLE:
         return True, f"{held}, so re-routing is as fast as fault-free 1F1B"
-    reached = f"re-routing reaches {percent(share)} of its speed within the memory limit and the steps"
+    reached = f"re-routing reaches {percent(share, 0)} of its speed within the memory limit and the steps"
     return True, f"{held}, though {reached}"
 
 
@@ -215,8 +215,8 @@ def one_f_one_b(planned: PlannedJob) -> Rate:
 def shares(rate: float, planned: PlannedJob) -> str:
     """A rate beside both that it is to be compared with, in words."""
     return (
-        f"{percent(rate / planned.full.per_second)} of the fault-free plan, "
-        f"{percent(rate / one_f_one_b(planned).per_second)} of fault-free 1F1B"
+        f"{percent(rate / planned.full.per_second, 0)} of the fault-free plan, "
+        f"{percent(rate / one_f_one_b(planned).per_second, 0)} of fault-free 1F1B"
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from streamlit.testing.v1 import AppTest
-from ui_console import MAIN, ConsoleHere, until
+from ui_console import MAIN, ConsoleHere, turn_to, until
 
 from openrecycle.app.console.service import ConsoleService, set_console
 from openrecycle.app.plans.solving import Solves
@@ -27,7 +27,7 @@ def page_console(here: ConsoleHere) -> Iterator[ConsoleService]:
 
 def open_page(**params: str) -> AppTest:
     test = AppTest.from_file(MAIN, default_timeout=30)
-    test.switch_page("planner.py")
+    turn_to(test, "planner")
     for name, word in params.items():
         test.query_params[name] = word
     return run(test)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from openrecycle.app.catalogs.contents import CatalogReport, CountLine, PlanLine, whole_counts
-from openrecycle.app.ui import catalog_view
+from openrecycle.app.ui import catalog
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique
 from openrecycle.planner.plans.packed import CatalogQuestion
 
@@ -43,7 +43,7 @@ def test_plans_beyond_the_tolerance_cover_nothing() -> None:
     found = CatalogReport(QUESTION, "0123", 2, (line(0, 1, 1), line(1, 4, 4), line(2, 16, 16), beyond), True, 4, 27.0)
     assert (found.covered, found.missing) == (2, 0)
     assert [each.failures for each in whole_counts(found).lines if each.plans] == [0, 1, 2]
-    labels = {card.label: card for card in catalog_view.cards(found)}
+    labels = {card.label: card for card in catalog.cards(found)}
     assert labels["Covered"].value == "2 failures" and "With 2 failures" in labels
-    assert catalog_view.counts_table(found)["missing"] == [0, 0, 0, None]
+    assert catalog.counts_table(found)["missing"] == [0, 0, 0, None]
     assert replace(found, lines=(line(0, 1, 0), *found.lines[1:])).covered is None

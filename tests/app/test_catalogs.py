@@ -18,8 +18,8 @@ from openrecycle.app.catalogs.contents import CatalogRequest, parse_request, sta
 from openrecycle.app.catalogs.service import Catalogs, Filling, documents, json_refusal, stored_zip
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.processes import Channel, Children
-from openrecycle.app.ui import catalog_view, text
-from openrecycle.app.ui.charts.catalog import catalog_curves
+from openrecycle.app.ui import catalog, text
+from openrecycle.app.ui.catalog import catalog_curves
 from openrecycle.app.ui.theme import DARK, LIGHT
 from openrecycle.db.store import Store
 from openrecycle.planner.catalogs.catalog_store import PLANNER_VERSION, CatalogInfo, open_folder
@@ -250,7 +250,7 @@ def test_catalogs_of_other_op_times_or_planners_are_stale(catalogs: Catalogs, st
         CatalogInfo.of(slower).fingerprint: golden("other-op-times"),
         old.fingerprint: golden("made-by-version-0-of", PLANNER_VERSION),
     }
-    states = catalog_view.stored_table(catalogs.list(), ["x"] * 4, time.time())
+    states = catalog.stored_table(catalogs.list(), ["x"] * 4, time.time())
     assert len(states["plans"]) == 4 and set(states["plans"]) == {1}
     catalogs.delete(old.fingerprint)
     assert len(catalogs.list()) == 3
@@ -315,15 +315,15 @@ def test_curves_and_tables_say_the_same(catalogs: Catalogs, colours: object, val
     report = catalogs.report(request.question, request.tolerance)
     figure = catalog_curves(report, colours, revision="x")  # type: ignore[arg-type]
     drawn = {trace.name: list(trace.y) for trace in figure.data if trace.name}
-    table = catalog_view.counts_table(report)
+    table = catalog.counts_table(report)
     assert drawn["Longest plan" if report.by_pattern else "Plan"] == table["longest period (slots)"]
     assert drawn[golden("proven-lower-bound")] == table[golden("its-lower-bound-slots")]
     assert ("Shortest plan" in drawn) == report.by_pattern
     assert drawn["Linear: fault-free × workers / living"][0] == table["longest period (slots)"][0]
-    words = catalog_view.chart_words(report)
+    words = catalog.chart_words(report)
     assert words.startswith(golden("period-by-number-of-failures"))
-    assert {card.label for card in catalog_view.cards(report)} >= {"Plans", "Covered", "Proven optimal"}
-    kept = next(card for card in catalog_view.cards(report) if card.label == "Throughput kept")
+    assert {card.label for card in catalog.cards(report)} >= {"Plans", "Covered", "Proven optimal"}
+    kept = next(card for card in catalog.cards(report) if card.label == "Throughput kept")
     whole, longest = report.lines[0].plans[0].period, table["longest period (slots)"][request.tolerance]
     assert kept.value == text.percent(whole / longest), "of the longest plan, against the fault-free one"
     living = 1 - request.tolerance / (report.question.job.pipelines * report.question.job.stages)

@@ -63,4 +63,5 @@ def test_all_who_look_at_a_large_job_within_a_second_share_what_they_see(
         "what is stored is seen"
     )
     monkeypatch.setattr(views, "SHARED_SECONDS", 0.0)
+    console.queries._seen.clear()
     assert console.queries.view(job.job_id).workers is not console.queries.view(job.job_id).workers

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from openrecycle.app.ui.charts.simulation import POLICIES, look
+from openrecycle.app.ui.simulate import LOOKS, look
 from openrecycle.app.ui.theme import DARK, LIGHT, Palette
 
 Colour = NDArray[np.float64]
@@ -69,7 +69,7 @@ def test_op_colours_are_apart_for_everybody(palette: Palette, sight: str) -> Non
 @THEMES
 @pytest.mark.parametrize("sight", SIGHT)
 def test_each_policy_of_a_simulation_has_a_colour_of_its_own(palette: Palette, sight: str) -> None:
-    drawn = {name: look(name, palette)[0] for name in POLICIES}
+    drawn = {name: look(name, palette)[0] for name in LOOKS}
     for (a, one), (b, other) in combinations(drawn.items(), 2):
         assert distance(one, other, sight) >= (30 if sight == "trichromacy" else 18), f"{a} and {b}"
     for name, colour in drawn.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 from streamlit.testing.v1 import AppTest
-from ui_console import MAIN, ConsoleHere, JobHere, until
+from ui_console import MAIN, ConsoleHere, JobHere, turn_to, until
 
 from openrecycle.agent.messages.protocol import Acknowledgement, Heartbeat, InterimPlan, Iteration, Registration
 from openrecycle.app.console.service import ConsoleService
@@ -199,7 +199,7 @@ def test_a_job_that_has_ended_has_nothing_in_force_and_is_not_followed(
     def page() -> AppTest:
         test = AppTest.from_file(MAIN, default_timeout=60).run()
         test.query_params["job"] = job.job_id
-        test.switch_page("schedule.py").run()
+        turn_to(test, "schedule").run()
         assert not test.exception, test.exception[0].message
         return test
 

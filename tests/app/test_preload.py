@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 import openrecycle.app.ui
-from openrecycle.app.runtime.patches import PAGES
-from openrecycle.app.ui.warm import Preload, warm_up
+from openrecycle.app.ui.hooks import Preload, warm_up
 
 CHOICE_TIMEOUT = 60.0
 
@@ -46,13 +45,10 @@ def test_what_goes_wrong_is_logged_and_no_more(capsys: pytest.CaptureFixture[str
 
 
 def test_all_that_the_pages_import_is_there_afterwards() -> None:
-    pages = frozenset({"main", "live", *PAGES})
     folder = Path(openrecycle.app.ui.__file__).parent
     parts = {
         ".".join(("openrecycle.app.ui", *path.relative_to(folder).with_suffix("").parts))
         for path in folder.rglob("*.py")
     }
-    warm_up(pages)
-    assert {name.removesuffix(".__init__") for name in parts} - {f"openrecycle.app.ui.{page}" for page in pages} <= set(
-        sys.modules
-    )
+    warm_up()
+    assert {name.removesuffix(".__init__") for name in parts} - {"openrecycle.app.ui.main"} <= set(sys.modules)

@@ -18,7 +18,7 @@ from openrecycle.app.plans.simulations import (
     parse_request,
     run,
 )
-from openrecycle.app.ui.charts.simulation import policy_words, sensitivity, thinned, throughput_over_time
+from openrecycle.app.ui.simulate import policy_words, sensitivity, thinned, throughput_over_time
 from openrecycle.app.ui.theme import DARK, LIGHT
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.job import Job

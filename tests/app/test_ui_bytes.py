@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from openrecycle.app.catalogs.contents import needed, report
-from openrecycle.app.ui import catalog_view, facts, text
+from openrecycle.app.ui import catalog, facts, text
 from openrecycle.app.ui.charts.gantt import gantt
 from openrecycle.app.ui.tables import workers_table
 from openrecycle.app.ui.theme import LIGHT
@@ -73,8 +73,8 @@ def test_a_catalog_says_the_most_that_a_worker_may_hold() -> None:
     headers = {plan_name(frozenset()): decode_header(pack(plan, Effort(solver="list")))}
     found = report(question, needed(question, 0), "0123", headers)
     assert found.lines[0].peak_bytes == 3 * GIB
-    assert catalog_view.counts_table(found)["memory, at most (GiB)"] == [3.0]
-    assert catalog_view.plans_table(found.lines[0], "slot")["memory, at most (GiB)"] == [3.0]
+    assert catalog.counts_table(found)["memory, at most (GiB)"] == [3.0]
+    assert catalog.plans_table(found.lines[0], "slot")["memory, at most (GiB)"] == [3.0]
 
 
 def test_a_column_of_bytes_has_the_unit_of_its_largest() -> None:

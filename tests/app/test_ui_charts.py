@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from openrecycle.app.ui.charts import gantt as charts
-from openrecycle.app.ui.charts import overview as large
 from openrecycle.app.ui.charts.chart_placeholder import chart_placeholder
 from openrecycle.app.ui.charts.gantt import ASIDE_OPACITY
 from openrecycle.app.ui.theme import DARK, LIGHT, Palette
@@ -193,7 +192,7 @@ def test_raster_has_the_op_that_runs_at_each_moment() -> None:
 def test_box_selects_the_workers_and_the_time_it_covers() -> None:
     schedule = schedule_of(("W1_2",), unit="slot")
     workers = list(schedule.problem.job.workers())
-    detail = large.detail_of_box(Drawing.of(schedule), (4.0, 9.0), (1.2, 3.4))
+    detail = charts.detail_of_box(Drawing.of(schedule), (4.0, 9.0), (1.2, 3.4))
     assert detail.workers == tuple(workers[1:4]) and detail.window == (4.0, 9.0) and not detail.cut
     figure = gantt(schedule, LIGHT, workers=detail.workers, window=detail.window)
     assert len(drawn(figure)) == detail.ops
@@ -206,8 +205,8 @@ def test_the_overview_is_the_schedule_in_the_themes_colours_between_its_axes(col
     workers = list(schedule.problem.job.workers())
     out = {"W1_2": "failed", "W0_1": "moved to W2_2"}
     whole = Drawing.of(schedule, out=out)
-    html = large.overview(whole, large.picture(whole, colours), 'say "all"')
-    assert large.out_words(whole) == golden("red-rows-1-failed-worker")
+    html = charts.overview(whole, charts.picture(whole, colours), 'say "all"')
+    assert charts.out_words(whole) == golden("red-rows-1-failed-worker")
     assert 'alt="say &quot;all&quot;"' in html and "(a&lt;b)" in html
     found = re.search(r'src="data:image/png;base64,([^"]+)"', html)
     assert found
@@ -240,18 +239,18 @@ def test_the_overview_is_the_schedule_in_the_themes_colours_between_its_axes(col
 
 def test_a_detail_is_where_the_box_was() -> None:
     schedule = schedule_of(("W1_2",), grid=(4, 3, 6))
-    detail = large.detail_of_box(Drawing.of(schedule), (4.0, 9.0), (1.2, 3.4))
-    assert large.box_of(Drawing.of(schedule), detail) == (4.0, 9.0, 0.5, 3.5)
-    assert large.detail_of_box(Drawing.of(schedule), (4.0, 9.0), (0.5, 3.5)).window == detail.window
+    detail = charts.detail_of_box(Drawing.of(schedule), (4.0, 9.0), (1.2, 3.4))
+    assert charts.box_of(Drawing.of(schedule), detail) == (4.0, 9.0, 0.5, 3.5)
+    assert charts.detail_of_box(Drawing.of(schedule), (4.0, 9.0), (0.5, 3.5)).window == detail.window
 
 
 def test_large_schedule_is_drawn_small_enough() -> None:
     schedule = schedule_of(("W1_2", "W5_7"), grid=(16, 16, 64))
     whole = Drawing.of(schedule)
-    assert sum(map(len, schedule.ops.values())) > large.MAX_BARS
-    detail = large.detail_of(whole, 100, 24, 0.0)
-    html = large.overview(whole, large.picture(whole, LIGHT), "all of it")
-    assert detail.ops <= large.MAX_DETAIL
+    assert sum(map(len, schedule.ops.values())) > charts.MAX_BARS
+    detail = charts.detail_of(whole, 100, 24, 0.0)
+    html = charts.overview(whole, charts.picture(whole, LIGHT), "all of it")
+    assert detail.ops <= charts.MAX_DETAIL
     assert len(html) < 200_000
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import ui_factory as factory
 from streamlit.testing.v1 import AppTest
-from ui_console import DEADLINE, MAIN, ConsoleHere, JobHere, until
+from ui_console import DEADLINE, MAIN, ConsoleHere, JobHere, turn_to, until
 
 from openrecycle.app.console.service import ConsoleService, set_console
 from openrecycle.app.plans.sources import MOST, WORKED_EXAMPLE
@@ -37,7 +37,7 @@ def open_page(**query: Any) -> AppTest:
     test = AppTest.from_file(MAIN, default_timeout=60)
     for name, value in query.items():
         test.query_params[name] = value
-    test.switch_page("compare.py")
+    turn_to(test, "compare")
     return settled(test)
 
 
@@ -100,8 +100,8 @@ def test_a_job_begins_with_fault_free_1f1b_and_the_plan_in_force(console: Consol
 
 def test_the_baseline_can_be_pinned(console: ConsoleService, job: JobHere) -> None:
     test = open_page(job=job.job_id)
-    second = test.selectbox(key="compare-baseline").options[1]
-    test.selectbox(key="compare-baseline").select(second)
+    second = test.selectbox(key="baseline").options[1]
+    test.selectbox(key="baseline").select(second)
     settled(test)
     assert titles(test)[0] == "compared job in force: without W1_2"
     link = {name: test.query_params[name] for name in ("job", "baseline")}

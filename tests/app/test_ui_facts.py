@@ -161,7 +161,7 @@ def test_tables_hold_what_the_chart_shows() -> None:
 
 
 def test_numbers_of_a_column_have_the_same_digits() -> None:
-    columns = tables.of_workers(
+    columns = tables.columns_of(
         {"worker": ["W0_0"], "busy": [1820.79, 963.847], "end": [0.5, None], "ops": [19, 28], "peak": [4.0, 2.0]}
     )
     assert columns.pop("worker") == {"pinned": True}

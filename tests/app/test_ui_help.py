@@ -10,12 +10,12 @@ from xml.etree import ElementTree
 
 import pytest
 from streamlit.testing.v1 import AppTest
-from ui_console import MAIN, ConsoleHere, JobHere
+from ui_console import MAIN, ConsoleHere, JobHere, turn_to
 
 from openrecycle.agent.messages.protocol import JobFinished
 from openrecycle.app.console.service import set_console
 from openrecycle.app.plans.introduction import pictures
-from openrecycle.app.ui.help_words import SECTIONS, reporter, token_line, trainer
+from openrecycle.app.ui.help import SECTIONS, reporter, token_line, trainer
 from openrecycle.app.ui.theme import DARK, LIGHT, Palette
 from openrecycle.planner.check import check
 from openrecycle.planner.export.picture import small
@@ -38,7 +38,7 @@ def open_page(section: str = "") -> AppTest:
     test = AppTest.from_file(MAIN, default_timeout=30)
     if section:
         test.query_params["section"] = SECTIONS[section]
-    test.switch_page("help.py").run()
+    turn_to(test, "help").run()
     assert not test.exception, test.exception[0].message
     return test
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ui_console import Address
 
 from openrecycle.app.ui import iteration_range, time_range, url_state
 from openrecycle.app.ui.charts.progress import ZOOM, losses, progress_rows, throughput
@@ -16,7 +17,7 @@ from tests.golden import golden
 @pytest.fixture
 def page(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """What Streamlit keeps between two runs of a page."""
-    kept = SimpleNamespace(session_state={}, query_params={})
+    kept = SimpleNamespace(session_state={}, query_params=Address())
     for module in (iteration_range, time_range, url_state):
         monkeypatch.setattr(module, "st", kept)
     return kept
@@ -80,10 +81,10 @@ def test_what_a_browser_sends_before_it_hears_of_the_new_address_changes_nothing
     url_state.enter("live")
     move(page, "loss", {"before": [120.4, 180.2]})
     for late in ({}, {"iterations": "5-9"}):
-        page.query_params = dict(late)
+        page.query_params = Address(late)
         assert iteration_range.asked_for(0, 399) == (120, 180) and page.query_params == {"iterations": "120-180"}
     move(page, "loss", {})
-    page.query_params = {"iterations": "120-180"}
+    page.query_params = Address({"iterations": "120-180"})
     assert iteration_range.asked_for(0, 399) is None and page.query_params == {}
 
 
@@ -91,12 +92,15 @@ def test_when_the_page_runs_as_a_whole_its_address_counts(page: SimpleNamespace)
     url_state.enter("live")
     move(page, "loss", {"before": [120.4, 180.2]})
     url_state.enter("live")  # at once, where a callback comes before a whole run
-    page.query_params = {}
+    page.query_params = Address()
     assert iteration_range.asked_for(0, 399) == (120, 180)
-    page.query_params = {"iterations": "5-9"}  # the browser's Back
+    page.query_params = Address()  # asked for before the browser heard of it, by the next click
+    url_state.enter("live")
+    assert iteration_range.asked_for(0, 399) == (120, 180)
+    page.query_params = Address({"iterations": "5-9"})  # the browser's Back
     url_state.enter("live")
     assert iteration_range.asked_for(0, 399) == (5, 9)
-    page.query_params = {}
+    page.query_params = Address()
     assert iteration_range.asked_for(0, 399) is None
 
 

@@ -10,7 +10,7 @@ import pytest
 from flaky_database import FlakyDatabase
 from streamlit.dataframe_util import convert_arrow_bytes_to_pandas_df
 from streamlit.testing.v1 import AppTest
-from ui_console import MAIN, JobHere, until
+from ui_console import MAIN, JobHere, turn_to, until
 
 from openrecycle.agent.coordination.membership import FailureTimeouts, Mode
 from openrecycle.agent.messages.protocol import LogLine, LogLines, Registration
@@ -146,7 +146,7 @@ def test_a_page_without_the_database_says_so_and_comes_back(tmp_path: Path, page
         database.away = True
         test = open_live(job.job_id)
         if page != "live":
-            test.switch_page(f"{page}.py").run()
+            turn_to(test, page).run()
         assert golden("the-database-cant-take-this") in test.error[0].value
         assert "by itself" in test.error[0].value + html(test), "whoever waits need not do anything"
         database.heal()
@@ -267,7 +267,7 @@ def test_each_state_of_a_worker_has_its_look(console: ConsoleService) -> None:
     console.reports.register(job.job_id, [Registration(worker="W1_2", incarnation="W1_2-b", host="node1", pid=200)])
     console.operators.pause(job.job_id, "ada")
     assert not test.dataframe, "what is not opened is not sent"
-    test.session_state["progress-figures"] = True
+    test.query_params["progress-figures"] = "true"
     paused = test.run()
     assert list(paused.dataframe[0].value["iteration"]) == list(range(9, -1, -1))
     assert (
@@ -309,7 +309,7 @@ def test_2048_workers_are_one_map_with_a_way_to_each(console: ConsoleService) ->
     assert not looks(test), "no buttons: a browser would take seconds for so many"
     assert 'or-look-empty"></i>Empty <b>2,047</b>' in html(test) and test.get("vega_lite_chart")
     assert len(test.selectbox(key="worker-name").options) == 2048
-    test.session_state["worker-figures"] = True
+    test.query_params["worker-figures"] = "true"
     test.selectbox(key="worker-name").select("W63_31").run()
     assert len(test.dataframe[0].value) == 2048
     test.button(key="worker-open").click().run()

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 from streamlit.dataframe_util import convert_arrow_bytes_to_pandas_df
 from streamlit.testing.v1 import AppTest
-from ui_console import MAIN, ConsoleHere, JobHere, until
+from ui_console import MAIN, ConsoleHere, JobHere, turn_to, until
 
 from openrecycle.agent.coordination.membership import FailureTimeouts
 from openrecycle.app.console.service import ConsoleService, set_console
@@ -45,7 +45,7 @@ def open_page(job_id: str | None, page: str = "live") -> AppTest:
     if job_id is not None:
         test.query_params["job"] = job_id
     if page != "live":
-        test.switch_page(f"{page}.py")
+        turn_to(test, page)
     test.run()
     assert not test.exception, test.exception[0].message
     return test
@@ -285,7 +285,7 @@ def test_unknown_plan_in_the_address(console: ConsoleService, jobs: dict[str, Jo
     test.query_params["job"] = jobs["failed"].job_id
     test.run()
     test.query_params["plan"] = "0123abcd"
-    test.switch_page("schedule.py").run()
+    turn_to(test, "schedule").run()
     assert "plan: got '0123abcd'" in test.error[0].value
     assert test.get("plotly_chart")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from planner_page import click, compared, figure, open_page, page_console, params, planned, run, settled, words
-from ui_console import ConsoleHere, JobHere, until
+from ui_console import ConsoleHere, JobHere, turn_to, until
 from ui_factory import plan
 
 from openrecycle.app.console.service import ConsoleService
@@ -98,9 +98,9 @@ def test_every_control_is_in_the_link_and_a_link_sets_every_control(console: Con
     assert again.selectbox(key="planner-profile").value == "uneven"
     assert params(again) == link
     # Links between pages drop the words; the session remembers the question.
-    again.switch_page("schedule.py").run()
+    turn_to(again, "schedule").run()
     again.query_params.clear()
-    again.switch_page("planner.py")
+    turn_to(again, "planner")
     assert params(run(again)) == link
     assert params(click(again, "planner-reset")) == {}
     assert console.plans.solves.all() == []
@@ -199,7 +199,7 @@ def test_a_plan_with_its_figures_chart_and_comparison(console: ConsoleService) -
     table = compared(test)
     assert table["period"] == ["29 slots", "27 slots (−6.9 %)", "27 slots (−6.9 %)"]
     assert table["figure"][2].startswith("Before: 3 × 4 × 6")
-    test.segmented_control(key="planner-show").set_value("1f1b")
+    test.segmented_control(key="show").set_value("1f1b")
     run(test)
     assert "W1_2" not in json.dumps(figure(test)["layout"].get("annotations", []))
     (slider,) = (s for s in test.slider if s.label == "Time (slots)")

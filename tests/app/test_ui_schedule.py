@@ -14,12 +14,11 @@ import ui_factory as factory
 from streamlit.proto.WidgetStates_pb2 import WidgetState
 from streamlit.testing.v1 import AppTest
 from streamlit.testing.v1.element_tree import Selectbox
-from ui_console import DEADLINE, MAIN, ConsoleHere, JobHere, until
+from ui_console import DEADLINE, MAIN, Address, ConsoleHere, JobHere, turn_to, until
 
 from openrecycle.agent.messages.protocol import MeasuredOps
 from openrecycle.app.console.service import ConsoleService, set_console
-from openrecycle.app.ui import schedule_view, time_range, url_state
-from openrecycle.app.ui.charts import overview
+from openrecycle.app.ui import schedule, schedule_view, time_range, url_state
 from openrecycle.app.ui.facts import critical_words
 from openrecycle.planner.plans.drawing import OP_WORDS
 from tests.golden import golden
@@ -36,7 +35,7 @@ def open_page(**query: Any) -> AppTest:
     test = AppTest.from_file(MAIN, default_timeout=60)
     for name, value in query.items():
         test.query_params[name] = value
-    test.switch_page("schedule.py").run()
+    turn_to(test, "schedule").run()
     assert not test.exception, test.exception[0].message
     return test
 
@@ -103,15 +102,15 @@ def test_a_path_is_chosen_kept_in_the_link_and_dropped_where_there_is_no_such_mi
 def test_a_click_toggles_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """What Streamlit reports of a click, in each form that it has been seen to take."""
     state: dict[str, Any] = {}
-    query: dict[str, str] = {}
+    query = Address()
     for module in (schedule_view, url_state):
         monkeypatch.setattr(module, "st", SimpleNamespace(session_state=state, query_params=query))
     for given in ("1.2", ["1.2"], {"0": "1.2"}):
         state["gantt"] = {"selection": {"points": [{"customdata": given}]}}
         schedule_view.clicked("gantt")
-        assert (state["path"], query) == ("1.2", {"path": "1.2"})
+        assert query == {"path": "1.2"}
         schedule_view.clicked("gantt")
-        assert (state["path"], query) == (None, {})
+        assert query == {}
     state["gantt"] = {"selection": {"points": []}}
     schedule_view.clicked("gantt")
     assert query == {}
@@ -193,7 +192,7 @@ def test_every_format_is_offered_and_what_is_refused_says_why(console: ConsoleSe
 def test_a_box_in_the_link_chooses_the_detail(
     console: ConsoleService, job: JobHere, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(overview, "MAX_BARS", 100)
+    monkeypatch.setattr(schedule, "MAX_BARS", 100)
     test = open_page(job=job.job_id, box="400,800,8,11")
     _, layout = drawn(test)
     assert layout["xaxis"]["range"] == [400, 800]
@@ -211,7 +210,7 @@ def test_a_box_in_the_link_chooses_the_detail(
 
 
 def test_a_box_that_is_drawn_goes_into_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    query = {"time": "40-50"}
+    query = Address(time="40-50")
     state: dict[str, Any] = {schedule_view.PAD: {"box": [10, 30.5, 3, 7]}, "slider": (40.0, 50.0)}
     for module in (schedule_view, time_range, url_state):
         monkeypatch.setattr(module, "st", SimpleNamespace(session_state=state, query_params=query))

@@ -6,10 +6,10 @@ import json
 
 import pytest
 from streamlit.testing.v1 import AppTest
-from ui_console import MAIN, ConsoleHere, JobHere, until
+from ui_console import MAIN, ConsoleHere, JobHere, turn_to, until
 
 from openrecycle.app.plans.simulations import DRAWN, HISTORY, parse_request
-from openrecycle.app.ui.charts.simulation import ratio_words
+from openrecycle.app.ui.simulate import ratio_words
 from tests.conftest import at_length
 from tests.golden import golden
 
@@ -27,7 +27,7 @@ def open_page(**params: str) -> AppTest:
     test = AppTest.from_file(MAIN, default_timeout=TIMEOUT)
     for name, word in params.items():
         test.query_params[name] = word
-    test.switch_page("simulate.py").run()
+    turn_to(test, "simulate").run()
     for name in ("sim_pipelines", "sim_stages", "sim_micro_batches"):
         if name not in params:
             test.number_input(key=name).set_value(2)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ui_console import Address
 
 from openrecycle.app.ui import time_range, url_state
 
@@ -17,7 +18,7 @@ class Page:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.state: dict[str, Any] = {SLIDER: (0.0, END)}
-        self.address: dict[str, str] = {}
+        self.address = Address()
         kept = SimpleNamespace(session_state=self.state, query_params=self.address)
         for module in (time_range, url_state):
             monkeypatch.setattr(module, "st", kept)

@@ -5,6 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+from streamlit.testing.v1 import AppTest
+from streamlit.util import calc_hash
 
 from openrecycle.agent.coordination.membership import FailureTimeouts
 from openrecycle.agent.messages.protocol import (
@@ -23,6 +27,23 @@ from openrecycle.db.store import Store
 
 DEADLINE = 60.0
 MAIN = str(Path(__file__).resolve().parents[2] / "app" / "ui" / "main.py")
+
+
+def turn_to(test: AppTest, page: str) -> AppTest:
+    """Has its next run be that of the page with this address. By itself AppTest finds only pages that are files."""
+    test._page_hash = calc_hash(page)
+    return test
+
+
+class Address(dict[str, Any]):
+    """An address' names, as `st.query_params` has them."""
+
+    def __setitem__(self, name: str, words: Any) -> None:
+        super().__setitem__(name, words[0] if isinstance(words, list) and len(words) == 1 else words)
+
+    def get_all(self, name: str) -> list[str]:
+        words = self.get(name, [])
+        return words if isinstance(words, list) else [words]
 
 
 class ConsoleHere:

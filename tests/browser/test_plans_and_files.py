@@ -12,6 +12,7 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 from playwright.sync_api import Browser, Locator, Page, Route, expect
@@ -375,3 +376,20 @@ def test_nothing_is_cut_or_pushed_out(site: Site, browser: Browser, scheme: Any,
         settle(page)
         shifts.assert_few("as it came")
         assert_it_fits(page, ".or-card *", ".or-heading", ".or-title", ".st-key-worker-grid button")
+
+
+def test_clicks_that_come_at_once_all_count(site: Site, page: Page) -> None:
+    """Each is sent with an address in which those before it are not yet."""
+    page.goto(f"{site.root}/schedule?job={site.small}")
+    bars(page).first.wait_for()
+    settle(page)
+    page.get_by_role("button", name="Critical path").click()
+    page.get_by_text("One pipeline", exact=True).click()
+    page.get_by_role("button", name="Memory").click()
+    page.get_by_role("tab", name="Ops").click()
+    page.wait_for_url("**figures=Ops**")
+    expect(page.get_by_text("Critical path:")).to_be_visible()
+    settle(page)
+    assert parse_qs(urlsplit(page.url).query)["draw"] == ["next", "critical"]
+    assert (parameter(page, "show"), parameter(page, "figures")) == ("pipeline", "Ops")
+    expect(page.get_by_role("tab", name="Ops")).to_have_attribute("aria-selected", "true")

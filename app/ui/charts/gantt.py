@@ -1,31 +1,38 @@
-"""Drawn schedules (`planner.plans.drawing`) as Plotly figures: the Gantt chart with the memory held below, and
-Compare."""
+"""Drawn schedules (`planner.plans.drawing`): the Gantt chart with the memory held below, and Compare, as Plotly
+figures; large ones as a raster of all workers over time, and what a box drawn on it selects."""
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from html import escape
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import plotly.graph_objects as go
 
 from openrecycle.app.ui import text
-from openrecycle.app.ui.charts.overview import MAX_BARS, picture
-from openrecycle.app.ui.theme import Palette, style
+from openrecycle.app.ui.theme import Palette, note, style
+from openrecycle.planner.export.png import raster_png
 from openrecycle.planner.jobs.job import Job, Worker
 from openrecycle.planner.plans.drawing import (
     BAR_HEIGHT,
     EDGE,
+    FAILED,
     HATCH,
     OP_WORDS,
+    Colours,
     Drawing,
     Held,
     Rows,
+    axis_times,
     by_look,
     label,
     op_words,
+    raster,
 )
 from openrecycle.planner.plans.paths import Link, critical_path, micro_batch_path
 from openrecycle.planner.plans.plan import Plan
@@ -51,6 +58,8 @@ COMPARE_TOP, COMPARE_BETWEEN, PICTURE_HEIGHT = 34, 38, 220
 # Of the time axis where the plans' units differ.
 RELATIVE = "fault-free 1F1B iterations of its own job"
 CLEAR = "rgba(0,0,0,0)"
+# Above what begins there.
+AT_LEFT: dict[str, Any] = {"x": 0, "xref": "paper", "xanchor": "left", "yref": "paper", "yanchor": "bottom"}
 
 Span = tuple[Worker, float, float]
 """Worker, from and to in ticks."""
@@ -205,16 +214,8 @@ def _mark_fault_free_end(figure: go.Figure, sheet: Sheet) -> None:
     figure.add_shape(
         type="line", x0=x, x1=x, yref="paper", y0=0, y1=1, line={"color": colours.text, "width": 1.5, "dash": "dot"}
     )
-    figure.add_annotation(
-        x=x,
-        y=1,
-        yref="paper",
-        yanchor="bottom",
-        xanchor="right",
-        text=sheet.drawing.fault_free_words,
-        showarrow=False,
-        font={"size": 12, "color": colours.text},
-    )
+    words = sheet.drawing.fault_free_words
+    note(figure, words, colours.text, x=x, xanchor="right", y=1, yref="paper", yanchor="bottom")
 
 
 def _mark_out(figure: go.Figure, sheet: Sheet) -> None:
@@ -234,15 +235,9 @@ def _mark_out(figure: go.Figure, sheet: Sheet) -> None:
             line_width=0,
             name=str(out.worker),
         )
-        figure.add_annotation(
-            x=0.5,
-            xref="x domain",
-            y=y,
-            yref=sheet.axis,
-            text=f"<b>{'✕ ' if out.failed else ''}{out.why}</b> – {out.words}",
-            showarrow=False,
-            font={"color": colours.failed_text if out.failed else colours.muted, "size": 13},
-        )
+        words = f"<b>{'✕ ' if out.failed else ''}{out.why}</b> – {out.words}"
+        colour = colours.failed_text if out.failed else colours.muted
+        note(figure, words, colour, 13, x=0.5, xref="x domain", y=y, yref=sheet.axis)
 
 
 # -- bars -------------------------------------------------------------------------------------------
@@ -475,17 +470,7 @@ def _add_held(figure: go.Figure, above: Sheet, start: float, end: float, *, with
         yaxis2={**_rows_axis(sheet, 11, muted), "domain": [0, below / whole], "anchor": "x"},
         xaxis={"anchor": "y2"},
     )
-    figure.add_annotation(
-        x=0,
-        xref="paper",
-        xanchor="left",
-        y=below / whole,
-        yref="paper",
-        yanchor="bottom",
-        text=_held_title(held),
-        showarrow=False,
-        font={"size": 12, "color": muted},
-    )
+    note(figure, _held_title(held), muted, y=below / whole, **AT_LEFT)
     if with_figures:
         _figures(figure, sheet, "peak", [_peak_words(held, w) for w in living], below / whole)
 
@@ -704,10 +689,8 @@ def _add_title(figure: go.Figure, strip: Strip, sheet: Sheet, top: float) -> Non
     the period ends."""
     period = sheet.drawing.schedule.period
     words = text.planned(sheet.job.units(period), sheet.job.time_unit)
-    figure.add_annotation(
-        x=0, xref="paper", xanchor="left", y=top, yref="paper", yanchor="bottom", yshift=2, showarrow=False,
-        text=f"<b>{_plain(strip.name)}</b> · period {_plain(words)}", font={"size": 13, "color": sheet.colours.text},
-    )  # fmt: skip
+    title = f"<b>{_plain(strip.name)}</b> · period {_plain(words)}"
+    note(figure, title, sheet.colours.text, 13, y=top, yshift=2, **AT_LEFT)
     line = {"color": sheet.colours.text, "width": 2}
     x = sheet.x(period)
     figure.add_shape(type="line", x0=x, x1=x, yref=f"{sheet.axis} domain", y0=0, y1=1, line=line)
@@ -722,3 +705,86 @@ def _add_baseline(figure: go.Figure, sheet: Sheet) -> None:
 def _plain(text: str) -> str:
     """Plotly reads some HTML in annotations; names come from people."""
     return text.replace("&", "&amp;").replace("<", "&lt;")
+
+
+# Up to here one bar per op stays quick; beyond, overview and detail.
+MAX_BARS = 8_000
+MAX_DETAIL = 4_000
+# What the detail opens with: few enough that the numbers in the bars can be read.
+FIRST_DETAIL = 400
+
+
+@dataclass(frozen=True)
+class Detail:
+    """The part of a schedule drawn bar by bar: its rows, and a time window in ticks.
+
+    cut: the window was shortened so that it holds no more ops than asked for.
+    """
+
+    workers: tuple[Worker, ...]
+    window: tuple[float, float]
+    ops: int
+    cut: bool
+
+
+def picture(drawing: Drawing, colours: Colours) -> str:
+    """The drawing's raster as a PNG in a data URL."""
+    return "data:image/png;base64," + base64.b64encode(raster_png(raster(drawing), colours)).decode()
+
+
+def out_words(drawing: Drawing) -> str:
+    """What rows without ops are, in a sentence or two; "": there are none."""
+    names = [str(worker) for worker in drawing.rows.workers if worker not in drawing.schedule.ops]
+    failed = sum(drawing.out.get(name) == FAILED for name in names)
+    parts = [f"Red rows: {text.count(failed, 'failed worker')}."] if failed else []
+    if rest := len(names) - failed:
+        parts.append(f"Grey rows: {text.count(rest, 'place')} without a worker.")
+    return " ".join(parts)
+
+
+def overview(drawing: Drawing, drawn: str, alt: str) -> str:
+    """The whole iteration as HTML: the `picture` between its axes, a few pixels per worker (console.css).
+
+    It needs no script, so it paints as soon as it is on the page. drawn: the `picture`.
+    """
+    job, workers = drawing.job, drawing.rows.workers
+    width, height = job.units(drawing.schedule.end), len(workers)
+    rows = sorted({round(i) for i in np.linspace(0, height - 1, min(height, 9))})
+    names = "".join(f'<span style="top:{100 * (i + 0.5) / height:.2f}%">{workers[i]}</span>' for i in rows)
+    times = "".join(f'<span style="left:{100 * t / width:.2f}%">{t:,.10g}</span>' for t in axis_times(width))
+    return (
+        f'<figure class="or-overview"><div class="or-rows" aria-hidden="true">{names}</div>'
+        f'<img src="{drawn}" alt="{escape(alt)}"><div class="or-times" aria-hidden="true">{times}</div>'
+        f"<figcaption>{escape(drawing.axis_words)}</figcaption></figure>"
+    )
+
+
+def box_of(drawing: Drawing, detail: Detail) -> tuple[float, float, float, float]:
+    """Where in the overview the detail is: x in the job's unit, y in row numbers."""
+    job, workers = drawing.job, drawing.rows.workers
+    first, last = workers.index(detail.workers[0]), workers.index(detail.workers[-1])
+    return job.units(detail.window[0]), job.units(detail.window[1]), first - 0.5, last + 0.5
+
+
+def detail_of(drawing: Drawing, first_row: int, rows: int, start: float, most: int = FIRST_DETAIL) -> Detail:
+    """`rows` workers from `first_row`, from `start` (ticks) for as long as `most` ops allow."""
+    schedule, chosen = drawing.schedule, drawing.rows.workers[first_row : first_row + rows]
+    starts = np.sort(np.array([op.start for w in chosen for op in schedule.ops.get(w, ()) if op.end > start]))
+    end = float(schedule.end)
+    if len(starts) > most:
+        return Detail(chosen, (start, float(starts[most])), most, True)
+    return Detail(chosen, (start, end), len(starts), False)
+
+
+def detail_of_box(drawing: Drawing, x: tuple[float, float], y: tuple[float, float]) -> Detail:
+    """What a box over the overview selects: x in the job's unit, y in row numbers."""
+    schedule, workers = drawing.schedule, drawing.rows.workers
+    scale = drawing.job.ticks_per_unit
+    first = max(0, min(len(workers) - 1, round(min(y))))
+    last = max(first, min(len(workers) - 1, round(max(y))))
+    start, end = max(0.0, min(x) * scale), min(float(schedule.end), max(x) * scale)
+    detail = detail_of(drawing, first, last - first + 1, start, MAX_DETAIL)
+    if detail.window[1] <= end:
+        return detail
+    count = sum(op.end > start and op.start < end for w in detail.workers for op in schedule.ops.get(w, ()))
+    return Detail(detail.workers, (start, end), count, False)

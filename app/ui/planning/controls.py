@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,12 +13,11 @@ from openrecycle.app.plans.introduction import STEPS
 from openrecycle.app.plans.solving import MAX_SECONDS
 from openrecycle.app.plans.sources import without
 from openrecycle.app.plans.whatif import GRID, MEMORY, PARTITION, SOLVER, TECHNIQUE, Checked, WhatIf
-from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import text
-from openrecycle.app.ui.access import acting
+from openrecycle.app.ui.access import acting, told
 from openrecycle.app.ui.facts import SOLVER_WORDS
-from openrecycle.app.ui.planning.state import PAGE, change, entered, field_error, now, said, say, shown
-from openrecycle.planner.jobs.errors import PlannerError
+from openrecycle.app.ui.planning.state import PAGE, change, choice, now, said, say
+from openrecycle.app.ui.url_state import control, field_error
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique
 from openrecycle.planner.jobs.profile import AUTO
 from openrecycle.planner.solvers.portfolio import SOLVERS
@@ -87,11 +85,8 @@ def sources(console: ConsoleService) -> None:
 def example(console: ConsoleService) -> None:
     change(STEPS[-1].question, example=True)
     for step in STEPS:
-        try:
-            with acting(console, "plan"):
-                console.plans.solves.start(step.question.asked())
-        except ConsoleError as error:
-            say(PAGE, str(error))
+        with told(partial(say, PAGE)), acting(console, "plan"):
+            console.plans.solves.start(step.question.asked())
 
 
 def _take(console: ConsoleService) -> None:
@@ -99,7 +94,7 @@ def _take(console: ConsoleService) -> None:
     st.session_state[TAKE] = None
     if not kind:
         return
-    try:
+    with told(partial(say, PAGE)):
         if kind == "saved":
             plan = console.plans.library.saved_plan(name)
             change(WhatIf.of_plan(plan), saved=name)
@@ -107,8 +102,6 @@ def _take(console: ConsoleService) -> None:
             live = console.jobs.find(name)
             failed = live.state.current.failed if live.state.current else ()
             change(WhatIf.of(live.plans.job, failed, Technique(live.spec.technique), live.spec.memory))
-    except (ConsoleError, PlannerError) as error:
-        say(PAGE, str(error))
 
 
 # -- the grid -----------------------------------------------------------------------------------
@@ -122,18 +115,15 @@ def sizes(question: WhatIf, found: Checked) -> None:
     )
     with st.container(horizontal=True, vertical_alignment="bottom", key="planner-sizes"):
         for name, label, note in fields:
-            value = getattr(question, name)
-            key = shown(f"planner-{name}", value)
-            st.number_input(label, 1, MAX_SIDE, value, step=1, key=key, help=note, width=120, on_change=_resize)
+            draw = partial(st.number_input, label, 1, MAX_SIDE, step=1, help=note, width=120)
+            control(draw, f"planner-{name}", getattr(question, name), partial(_resize, name))
     wrong(found, GRID)
 
 
-def _resize() -> None:
-    values = [int(entered(f"planner-{name}")) for name in ("pipelines", "stages", "micro_batches")]
-    try:
-        change(now().with_grid(*values))
-    except PlannerError as error:
-        say(GRID, str(error))
+def _resize(name: str, value: int) -> None:
+    grid = {each: getattr(now(), each) for each in ("pipelines", "stages", "micro_batches")}
+    with told(partial(say, GRID)):
+        change(now().with_grid(**grid | {name: value}))
 
 
 # -- what may be used ---------------------------------------------------------------------------
@@ -144,16 +134,14 @@ def techniques(question: WhatIf, found: Checked) -> None:
     level = TECHNIQUES.index(question.technique)
     with st.container(gap="xsmall", key="planner-techniques"):
         for technique, (label, note) in SWITCHES.items():
-            on = level >= TECHNIQUES.index(technique)
-            key = shown(f"planner-use-{technique.value}", on)
-            st.toggle(label, on, key=key, help=note, on_change=_use, args=(technique,))
+            on, draw = level >= TECHNIQUES.index(technique), partial(st.toggle, label, help=note)
+            control(draw, f"planner-use-{technique.value}", on, partial(_use, technique))
     if question.technique is Technique.FAULT_FREE:
         st.caption("All off: plain 1F1B, which can't run with a failed worker.")
     wrong(found, TECHNIQUE)
 
 
-def _use(technique: Technique) -> None:
-    on = entered(f"planner-use-{technique.value}")
+def _use(technique: Technique, on: bool) -> None:
     change(replace(now(), technique=technique if on else TECHNIQUES[TECHNIQUES.index(technique) - 1]))
 
 
@@ -161,47 +149,24 @@ def limits(question: WhatIf, found: Checked) -> None:
     """Memory limit, solver and its time."""
     named = question.memory if question.memory in MEMORIES else "number"
     with st.container(horizontal=True, vertical_alignment="bottom", key="planner-limits"):
-        st.selectbox(
-            "Memory limit",
-            list(MEMORIES),
-            index=list(MEMORIES).index(named),
-            format_func=MEMORIES.__getitem__,
-            key=shown("planner-memory", named),
-            help=MEMORY_HELP,
-            on_change=_limit,
-            width=170,
-        )
+        choice("Memory limit", MEMORIES, "planner-memory", named, _limit, help=MEMORY_HELP, width=170)
         if named == "number":
             count = int(question.memory) if question.memory.isdigit() else question.stages
-            key = shown("planner-memory-count", count)
-            st.number_input("Activations", 1, 10**9, count, step=1, key=key, on_change=_limit, width=110)
+            draw = partial(st.number_input, "Activations", 1, 10**9, step=1, width=110)
+            control(draw, "planner-memory-count", count, lambda most: _limit(str(most)))
     wrong(found, MEMORY)
     if found.job is not None and found.job.layers:
         _layers(question, found.job)
     wrong(found, PARTITION)
     with st.container(horizontal=True, vertical_alignment="bottom", key="planner-effort"):
-        st.selectbox(
-            "Solver",
-            SOLVERS,
-            index=SOLVERS.index(question.solver),
-            format_func=lambda s: SOLVER_WORDS.get(s, s),
-            key=shown("planner-solver", question.solver),
-            on_change=_set(lambda value: replace(now(), solver=value), "planner-solver"),
-            width=230,
-        )
+        solvers = {name: SOLVER_WORDS.get(name, name) for name in SOLVERS}
+        choice("Solver", solvers, "planner-solver", question.solver, partial(_set, "solver"), width=230)
         if question.solver != "list":
-            st.number_input(
-                "Seconds at most",
-                0.1,
-                MAX_SECONDS,
-                float(question.seconds),
-                step=10.0,
-                key=shown("planner-seconds", question.seconds),
-                format="%g",
-                on_change=_set(lambda value: replace(now(), seconds=float(value)), "planner-seconds"),
-                help="A search that proves its plan optimal ends sooner.",
-                width=130,
+            note = "A search that proves its plan optimal ends sooner."
+            draw = partial(
+                st.number_input, "Seconds at most", 0.1, MAX_SECONDS, step=10.0, format="%g", help=note, width=130
             )
+            control(draw, "planner-seconds", float(question.seconds), partial(_set, "seconds"))
     wrong(found, SOLVER)
 
 
@@ -209,39 +174,32 @@ def _layers(question: WhatIf, job: Job) -> None:
     """How they are cut into stages."""
     words = {AUTO: "Best partition", "": f"As evenly as they go: {text.counts(job.home)}"}
     words.setdefault(question.partition, question.partition.replace(",", ", "))
-    st.selectbox(
+    choice(
         "Layers per stage",
-        list(words),
-        index=list(words).index(question.partition),
-        format_func=words.__getitem__,
-        key=shown("planner-partition", question.partition),
-        on_change=_set(lambda value: replace(now(), partition=value), "planner-partition"),
+        words,
+        "planner-partition",
+        question.partition,
+        partial(_set, "partition"),
         help="The best partition for the workers that live: the bound is then over every partition, so the gap says "
         "how far the plan may be from the best of all layouts.",
         width=300,
     )
 
 
-def _limit() -> None:
-    named = entered("planner-memory")
-    if named == "number":
-        named = str(entered("planner-memory-count") or now().stages)
-    change(replace(now(), memory=MemoryLimit.parse(named).text))
+def _limit(named: str) -> None:
+    change(replace(now(), memory=MemoryLimit.parse(str(now().stages) if named == "number" else named).text))
 
 
-def _set(made: Callable[[Any], WhatIf], name: str) -> Callable[[], None]:
-    return partial(_changed, made, name)
-
-
-def _changed(made: Callable[[Any], WhatIf], name: str) -> None:
-    change(made(entered(name)))
+def _set(name: str, value: Any) -> None:
+    changes: dict[str, Any] = {name: value}
+    change(replace(now(), **changes))
 
 
 def wrong(found: Checked, name: str) -> None:
     """The field's error, right below it."""
     for words in (found.errors.get(name), said(name)):
         if words:
-            field_error(words)
+            field_error(words, "stretch")
 
 
 def question_words(question: WhatIf) -> str:

@@ -12,10 +12,12 @@ import streamlit as st
 
 from openrecycle.app.plans.whatif import GRID, Checked, WhatIf, at_random
 from openrecycle.app.ui import components, text
+from openrecycle.app.ui.access import told
 from openrecycle.app.ui.charts.worker_grid import PICKED, dead_grid
-from openrecycle.app.ui.planning.state import change, entered, field_error, now, say, shown
+from openrecycle.app.ui.planning.state import change, now, say
 from openrecycle.app.ui.theme import Palette
-from openrecycle.planner.jobs.errors import PlannerError
+from openrecycle.app.ui.url_state import control, field_error
+from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.plans.plan import Plan
 
@@ -32,14 +34,18 @@ def grid(question: WhatIf, found: Checked, plan: Plan | None, colours: Palette) 
     takes = plan.rerouted() if plan is not None else {}
     _legend(question, takes)
     if cells <= MAX_TILES:
-        _tiles(question, takes)
+        rows = [
+            [_tile(f"W{pipeline}_{stage}", question, takes) for stage in range(question.stages)]
+            for pipeline in range(question.pipelines)
+        ]
+        components.tiles(rows, "worker-grid-planner", _toggle)
     elif cells <= MAX_CELLS:
         _heat_map(question, takes, colours)
     else:
         components.quiet(f"{cells:,} workers are too many to draw; name the dead ones below.")
     _by_hand(question, buttons=cells <= MAX_TILES)
     if found.infeasible:
-        field_error(found.infeasible[:1].upper() + found.infeasible[1:] + ".")
+        field_error(found.infeasible[:1].upper() + found.infeasible[1:] + ".", "stretch")
 
 
 def _legend(question: WhatIf, takes: Mapping[str, int]) -> None:
@@ -64,29 +70,12 @@ def _legend(question: WhatIf, takes: Mapping[str, int]) -> None:
     st.html(f'<div class="or-legend">{keys}{worst}</div>')
 
 
-def _tiles(question: WhatIf, takes: Mapping[str, int]) -> None:
-    with st.container(key="worker-grid-planner", gap=None):
-        components.grid_columns(question.stages)
-        for pipeline in range(question.pipelines):
-            with st.container(key=f"grid-row-{pipeline}", horizontal=True):
-                components.row_head(pipeline)
-                for stage in range(question.stages):
-                    _tile(f"W{pipeline}_{stage}", question, takes)
-
-
-def _tile(name: str, question: WhatIf, takes: Mapping[str, int]) -> None:
-    dead, moved = name in question.failed, takes.get(name, 0)
-    look = "failed" if dead else "re-routed" if moved else "running"
-    words = "dead" if dead else f"+{moved} re-routed" if moved else "alive"
-    with st.container(key=f"cell-{look}-{name}"):
-        st.button(
-            f"**{name}** :small[{words}]",
-            key=f"worker-{name}",
-            help="Bring it back to life" if dead else "Mark it dead",
-            width="stretch",
-            on_click=_toggle,
-            args=(name,),
-        )
+def _tile(name: str, question: WhatIf, takes: Mapping[str, int]) -> components.Tile:
+    moved = takes.get(name, 0)
+    if name in question.failed:
+        return components.Tile(name, "failed", "dead", "Bring it back to life")
+    look, words = ("re-routed", f"+{moved} re-routed") if moved else ("running", "alive")
+    return components.Tile(name, look, words, "Mark it dead")
 
 
 def _toggle(name: str) -> None:
@@ -126,16 +115,8 @@ def _by_hand(question: WhatIf, *, buttons: bool) -> None:
     """The dead by name, for large grids and for keyboards; and some at random."""
     with st.container(horizontal=True, vertical_alignment="bottom", key="planner-dead"):
         if not buttons:
-            words = ", ".join(question.failed)
-            st.text_input(
-                "Dead workers",
-                words,
-                key=shown("planner-dead-names", words),
-                placeholder="W3_5, W20_9",
-                on_change=_named,
-                width=330,
-                max_chars=200_000,
-            )
+            draw = partial(st.text_input, "Dead workers", placeholder="W3_5, W20_9", width=330, max_chars=200_000)
+            control(draw, "planner-dead-names", ", ".join(question.failed), _named)
         with st.popover("At random", key="planner-random"):
             most = question.stages * (question.pipelines - 1)
             st.number_input("How many", 0, max(most, 0), min(1, most), key="planner-random-count")
@@ -150,23 +131,15 @@ def _by_hand(question: WhatIf, *, buttons: bool) -> None:
         )
 
 
-def _named() -> None:
+def _named(words: str) -> None:
     question = now()
-    try:
-        names = {str(Worker.parse(part, field="dead workers")) for part in _parts(entered("planner-dead-names"))}
-    except PlannerError as error:
-        say(GRID, str(error))
-        return
-    made = question.with_failed(names)
-    if left_out := sorted(names - set(made.failed)):
-        last = Worker(question.pipelines - 1, question.stages - 1)
-        say(GRID, f"dead workers: got {left_out[0]!r}, expected workers of the grid, W0_0 to {last}")
-        return
-    change(made)
-
-
-def _parts(words: str) -> list[str]:
-    return [part for part in words.replace(",", " ").split() if part]
+    with told(partial(say, GRID)):
+        names = {str(Worker.parse(part, field="dead workers")) for part in words.replace(",", " ").split()}
+        made = question.with_failed(names)
+        if left_out := sorted(names - set(made.failed)):
+            last = Worker(question.pipelines - 1, question.stages - 1)
+            raise InputError("dead workers", left_out[0], f"workers of the grid, W0_0 to {last}")
+        change(made)
 
 
 def _random() -> None:

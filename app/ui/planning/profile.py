@@ -28,13 +28,14 @@ from openrecycle.app.plans.whatif import (
     to_keep,
     uploaded,
 )
-from openrecycle.app.runtime.errors import PLAN_MIB, ConsoleError
+from openrecycle.app.runtime.errors import PLAN_MIB
 from openrecycle.app.ui import text, url_state
-from openrecycle.app.ui.access import actor, why_not
-from openrecycle.app.ui.plan_files import read_file, show_reading
+from openrecycle.app.ui.access import acting, actor, told, why_not
 from openrecycle.app.ui.planning.controls import wrong
-from openrecycle.app.ui.planning.state import PROFILE_NOTE, change, entered, field_error, now, said, say, shown
-from openrecycle.planner.jobs.errors import InputError, PlannerError
+from openrecycle.app.ui.planning.state import PROFILE_NOTE, change, choice, now, said, say
+from openrecycle.app.ui.plans import read_file, show_reading
+from openrecycle.app.ui.url_state import field_error
+from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, StageProfile
 from openrecycle.planner.plans.plan import JobDoc, job_doc
 from openrecycle.planner.profiles import Profile, shipped
@@ -86,7 +87,7 @@ def keep(console: ConsoleService, question: WhatIf, known: Sequence[ProfileInfo]
         seen = lines.get(name)
         replaced = seen if seen is not None and seen.source == "saved" else None
         if words := said(FIELD) or (refused and f"{refused[:1].upper()}{refused[1:]}."):
-            field_error(words)
+            field_error(words, "stretch")
         if replaced is not None:
             st.warning(f"**{text.plain_markdown(name)}** is there already: {_about(replaced)} Replace it?")
         st.button(
@@ -112,16 +113,13 @@ def _save(console: ConsoleService, key: str, replaced: ProfileInfo | None) -> No
     name, question = st.session_state[key].strip(), now()
     seen = replaced.updated_at if replaced is not None and replaced.name == name else None
     word, measured = st.session_state.get(_MEASURED, ("", None))
-    try:
+    with told(partial(say, FIELD)):
         by = actor(console)
         document = to_keep(question, measured if word == question.profile else None)
         console.plans.profiles.put_over(name, document, by, updated_at=seen)
         console.security.audit.record(by, "save profile", name, detail="replaced" if seen else "")
         change(question.with_kept(console.plans.profiles.kept(name)))
-    except (ConsoleError, PlannerError) as error:
-        say(FIELD, str(error))
-        return
-    say(KEPT, f"Saved as **{text.plain_markdown(name)}**. The link to this page names it.")
+        say(KEPT, f"Saved as **{text.plain_markdown(name)}**. The link to this page names it.")
 
 
 def _delete_button(console: ConsoleService, name: str, refused: str) -> None:
@@ -149,16 +147,11 @@ def _delete(console: ConsoleService, name: str) -> None:
     """What is on the page stays there, as the user's own."""
     question = now()
     _ask("")
-    try:
-        by = actor(console)
+    with told(partial(say, FIELD)), acting(console, "delete profile", name):
         console.plans.profiles.delete(name)
-        console.security.audit.record(by, "delete profile", name)
         remember_name(question)
         change(question.with_own())
-    except (ConsoleError, PlannerError) as error:
-        say(FIELD, str(error))
-        return
-    say(KEPT, f"**{text.plain_markdown(name)}** is deleted. What is shown here can be saved again.")
+        say(KEPT, f"**{text.plain_markdown(name)}** is deleted. What is shown here can be saved again.")
 
 
 NAMES = {
@@ -183,14 +176,12 @@ def profile(console: ConsoleService, question: WhatIf, found: Checked) -> None:
         named = f"{SAVED}:{question.named.name}"
     options.setdefault(named, NAMES.get(named, named))
     with st.container(horizontal=True, vertical_alignment="bottom", key="planner-profile-row"):
-        st.selectbox(
+        choice(
             "Profile",
-            list(options),
-            index=list(options).index(named),
-            format_func=lambda name: options.get(name, name),
-            key=shown("planner-profile", named),
-            on_change=_choose,
-            args=(console,),
+            options,
+            "planner-profile",
+            named,
+            partial(_choose, console),
             help="Op times and bytes of each stage: presets; profiles of GPT-3 layers that come with the planner, "
             "measured on one processor core; those that are saved here under a name; and the op times that the "
             "workers of a job report.",
@@ -286,24 +277,21 @@ def _editor(question: WhatIf, job: Job) -> None:
         args=(key, document),
     )
     if words := said("table"):
-        field_error(words)
+        field_error(words, "stretch")
     fixed = sum(p.weight_bytes + p.optimizer_bytes for p in job.profiles)
     if fixed:
         st.caption(f"Weights and optimizer state of all stages: {text.size(fixed)}.")
 
 
-def _choose(console: ConsoleService) -> None:
-    name = entered("planner-profile")
+def _choose(console: ConsoleService, name: str) -> None:
     kind, _, of = name.partition(":")
-    try:
+    with told(partial(say, PROFILE)):
         if kind == SAVED:
             change(now().with_kept(console.plans.profiles.kept(of)))
         elif kind == MEASURED:
             _take_measured(console, of)
         elif name != OWN:
             change(replace(now(), profile=name))
-    except (ConsoleError, PlannerError) as error:
-        say(PROFILE, str(error))
 
 
 def _take_measured(console: ConsoleService, job_id: str) -> None:
@@ -324,13 +312,11 @@ def _take_measured(console: ConsoleService, job_id: str) -> None:
 
 def _edit(key: str, document: JobDoc) -> None:
     edits: dict[int, dict[str, Any]] = st.session_state[key]["edited_rows"]
-    try:
+    with told(partial(say, "table")):
         made = edited(document, edits)
         made.job()
         remember_name(now())
         change(replace(now(), profile=own_profile(made)))
-    except PlannerError as error:
-        say("table", str(error))
 
 
 def _show_plan(console: ConsoleService, reference: str) -> None:
@@ -346,7 +332,7 @@ def _upload(console: ConsoleService) -> None:
         return
     st.session_state[UPLOAD] = turn + 1  # an empty uploader: the file is in the question now
     document = file.getvalue()
-    try:
+    with told(lambda why: say(PROFILE, f"{file.name}: {why}")):
         if len(document) > LARGE_FILE and b'"workers"' in document:
             read_file(console, file.name, document)
             return
@@ -354,8 +340,5 @@ def _upload(console: ConsoleService) -> None:
             raise InputError("the file", f"{len(document):,} bytes", f"a plan, or at most {MOST_PROFILE:,} bytes")
         read = read_upload(document)
         change(uploaded(read, now()))
-    except (ConsoleError, PlannerError) as error:
-        say(PROFILE, f"{file.name}: {error}")
-        return
-    if isinstance(read, Profile):
-        remember_measured(now().profile, read)
+        if isinstance(read, Profile):
+            remember_measured(now().profile, read)

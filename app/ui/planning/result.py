@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from html import escape
-from pathlib import Path
 from typing import Any
 
 import streamlit as st
@@ -18,15 +18,13 @@ from openrecycle.app.plans.service import misfit, use_plan
 from openrecycle.app.plans.solving import Migrations, Solve
 from openrecycle.app.plans.whatif import WhatIf, parse_word
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.app.ui import components, facts, text, time_range, url_state
-from openrecycle.app.ui.access import acting, actor
-from openrecycle.app.ui.charts import overview as large
+from openrecycle.app.ui import components, facts, tables, text, time_range, url_state
+from openrecycle.app.ui.access import acting, actor, told
+from openrecycle.app.ui.charts import gantt as charts
 from openrecycle.app.ui.charts.gantt import MAX_NODES, gantt
 from openrecycle.app.ui.charts.planning import migrations_chart, search_chart, search_words
 from openrecycle.app.ui.components import schedule_of
 from openrecycle.app.ui.facts import Card, gap_words, many_words
-from openrecycle.app.ui.plan_files import export_button
-from openrecycle.app.ui.planning import state
 from openrecycle.app.ui.planning.controls import question_words
 from openrecycle.app.ui.planning.state import (
     BEFORE,
@@ -35,14 +33,12 @@ from openrecycle.app.ui.planning.state import (
     SHOW,
     WINDOW,
     change,
-    entered,
-    field_error,
     now,
     said,
     say,
-    shown,
 )
-from openrecycle.app.ui.tables import beside_html, differences, of_workers, workers_table
+from openrecycle.app.ui.plans import export_button
+from openrecycle.app.ui.tables import beside_html, differences, workers_table
 from openrecycle.app.ui.theme import CHART_CONFIG, Palette
 from openrecycle.app.ui.time_range import choose_time
 from openrecycle.planner.export.compare import comparable
@@ -182,11 +178,8 @@ def _search_status(solve: Solve) -> str:
 
 
 def _stop(console: ConsoleService, solve_id: str) -> None:
-    try:
-        with acting(console, "stop solve", solve_id):
-            console.plans.solves.stop(solve_id)
-    except ConsoleError as error:
-        say(PAGE, str(error))
+    with told(partial(say, PAGE)), acting(console, "stop solve", solve_id):
+        console.plans.solves.stop(solve_id)
 
 
 COSTS = (
@@ -200,21 +193,9 @@ def migrations(console: ConsoleService, question: WhatIf, job: Job, colours: Pal
     components.heading("Migrations", "a living worker may take a dead one's place, with a copy of its peers' weights")
     with st.container(horizontal=True, vertical_alignment="bottom", key="planner-costs"):
         for name, label, note in COSTS:
-            value = float(getattr(question, name))
-            key = shown(f"planner-{name}", value)
             least = 0.001 if name == "copy_gbs" else 0.0
-            st.number_input(
-                label,
-                least,
-                1e6,
-                value,
-                key=key,
-                format="%g",
-                help=note,
-                width=170,
-                on_change=_price,
-                args=(console, name),
-            )
+            draw = partial(st.number_input, label, least, 1e6, format="%g", help=note, width=170)
+            url_state.control(draw, f"planner-{name}", float(getattr(question, name)), partial(_price, console, name))
         known = console.plans.solves.find(question.migrations_asked())
         if known is None or (known.over and known.migrations is None):
             st.button("Look for migrations", key="planner-look", on_click=look, args=(console,))
@@ -227,22 +208,19 @@ def migrations(console: ConsoleService, question: WhatIf, job: Job, colours: Pal
     if not known.over:
         search(console, known, job.time_unit, colours)
     elif known.migrations is None:
-        field_error(known.error)
+        url_state.field_error(known.error, "stretch")
     else:
         _found(question, job, known.migrations, colours)
 
 
 def look(console: ConsoleService) -> None:
     """Begins to look, in the background."""
-    try:
-        with acting(console, "look for migrations"):
-            console.plans.solves.start(now().migrations_asked())
-    except (ConsoleError, PlannerError) as error:
-        say(PAGE, str(error))
+    with told(partial(say, PAGE)), acting(console, "look for migrations"):
+        console.plans.solves.start(now().migrations_asked())
 
 
-def _price(console: ConsoleService, name: str) -> None:
-    changes: dict[str, Any] = {name: float(entered(f"planner-{name}"))}
+def _price(console: ConsoleService, name: str, value: float) -> None:
+    changes: dict[str, Any] = {name: value}
     change(replace(now(), **changes))
     look(console)
 
@@ -278,15 +256,14 @@ def _found(question: WhatIf, job: Job, found: Migrations, colours: Palette) -> N
             alt="; ".join(_sentence(m.worker, m.takes, m.source) for m in found.migrations[:8]),
         )
     with right:
-        st.dataframe(
+        tables.show(
             {
                 "worker": [m.worker for m in found.migrations],
                 "takes the place of": [m.takes for m in found.migrations],
                 "weights from": [m.source or "the last checkpoint" for m in found.migrations],
             },
-            hide_index=True,
-            key="planner-migrations-table",
-            alt="Migrations",
+            "planner-migrations-table",
+            "Migrations",
         )
         dead, left_over = (
             ", ".join(f"stage {s}: {n}" for s, n in enumerate(c) if n) for c in (found.present, found.counts)
@@ -310,13 +287,11 @@ def _sentence(worker: str, takes: str, source: str | None) -> str:
 
 
 RESULTS = "planner-results"
-SHOWN = "planner-show"
 GANTT = "planner-gantt"
 NAME = "planner-save-name"
 # Plans that the page keeps beside the present one; beyond so many ops none.
 MAX_BEFORE = 4
 MAX_BEFORE_OPS = 10_000
-SCHEDULE, COMPARE = (Path(__file__).resolve().parents[1] / name for name in ("schedule.py", "compare.py"))
 THIS, REFERENCE = "this", "1f1b"
 # Of all that can be compared (planner.export.compare).
 FIGURES = (
@@ -348,7 +323,7 @@ def result(console: ConsoleService, question: WhatIf, plan: Plan, solve: Solve |
     schedule = schedule_of(plan)
     link = question.in_a_word() if solve is not None else f"{SAVED}:{plan.fingerprint}"
     before = _before(console, Shown(question_words(question), plan, link))
-    large_one = plan.op_count > large.MAX_BARS
+    large_one = plan.op_count > charts.MAX_BARS
     compared = {THIS: Shown("This plan", plan)}
     if not large_one:
         compared[REFERENCE] = Shown("Fault-free 1F1B", _reference(plan))
@@ -387,32 +362,15 @@ def result(console: ConsoleService, question: WhatIf, plan: Plan, solve: Solve |
     with workers:
         rows = list(schedule.problem.job.workers())
         table = workers_table(schedule, rows, dict.fromkeys(plan.failed, FAILED))
-        st.dataframe(
-            table,
-            hide_index=True,
-            key="planner-workers",
-            alt="Figures by worker",
-            column_config=of_workers(table),
-            placeholder="–",
-        )
+        tables.show(table, "planner-workers", "Figures by worker", placeholder="–")
 
 
 def _chart(compared: dict[str, Shown], colours: Palette) -> None:
-    sent = url_state.read(SHOW, lambda name: name if name in compared else None, url_state.one_of(compared))
-    wanted = sent or THIS
     with st.container(horizontal=True, vertical_alignment="bottom", key="planner-drawn"):
-        shown = st.segmented_control(
-            "Show",
-            list(compared),
-            default=wanted,
-            required=True,
-            format_func=lambda name: compared[name].name,
-            key=state.shown(SHOWN, wanted),
-            on_change=_choose,
-            wrap=True,
+        shown = url_state.segmented_control(
+            "Show", list(compared), default=THIS, format_func=lambda name: compared[name].name, key=SHOW, wrap=True
         )
-        url_state.say(SHOW)
-        plan = compared.get(shown or THIS, compared[THIS]).plan
+        plan = compared[shown].plan
         schedule = schedule_of(plan)
         end = float(schedule.problem.job.units(schedule.end))
         time = choose_time(f"planner-{plan.fingerprint[:12]}", end, text.plural(plan.job.time_unit), WINDOW)
@@ -427,16 +385,11 @@ def _chart(compared: dict[str, Shown], colours: Palette) -> None:
         st.caption(facts.reading_help(plan))
 
 
-def _choose() -> None:
-    chosen = state.entered(SHOWN) or THIS
-    url_state.put(SHOW, None if chosen == THIS else chosen)
-
-
 def _picture(schedule: Schedule, colours: Palette) -> None:
     drawing = Drawing.of(schedule, out={str(worker): FAILED for worker in schedule.problem.failed})
     components.quiet("One row per worker. Save the plan to look at it op by op on Schedule.")
     alt = f"Overview of {len(drawing.rows.workers):,} workers over one iteration."
-    st.html(large.overview(drawing, large.picture(drawing, colours), alt))
+    st.html(charts.overview(drawing, charts.picture(drawing, colours), alt))
 
 
 # -- keeping ------------------------------------------------------------------------------------
@@ -454,31 +407,25 @@ def _save(console: ConsoleService, plan: Plan, question: WhatIf) -> None:
         st.button(words, type="primary", key="planner-keep", on_click=_keep, args=(console, plan, key))
         if kept:
             st.button("Forget it", key="planner-forget", on_click=_forget, args=(console, plan))
-            for words, page, word in (("Open on Schedule", SCHEDULE, "plan"), ("Compare", COMPARE, "plans")):
+            for words, page, word in (("Open on Schedule", "schedule", "plan"), ("Compare", "compare", "plans")):
                 if st.button(words, type="tertiary", key=f"planner-to-{word}"):
-                    st.switch_page(page, query_params={word: f"saved:{plan.fingerprint}"})
+                    st.switch_page(url_state.page(page), query_params={word: f"saved:{plan.fingerprint}"})
 
 
 def _keep(console: ConsoleService, plan: Plan, key: str) -> None:
     name = st.session_state[key]
-    try:
+    with told(partial(say, PAGE)):
         with acting(console, "save plan", plan.fingerprint):
             console.plans.library.save(plan, name)
-    except ConsoleError as error:
-        say(PAGE, str(error))
-        return
-    change(now(), saved=plan.fingerprint)
-    say(SAVED, f"Saved as “{' '.join(name.split())}”. The link to this page shows the same.")
+        change(now(), saved=plan.fingerprint)
+        say(SAVED, f"Saved as “{' '.join(name.split())}”. The link to this page shows the same.")
 
 
 def _forget(console: ConsoleService, plan: Plan) -> None:
-    try:
+    with told(partial(say, PAGE)):
         with acting(console, "forget plan", plan.fingerprint):
             console.plans.library.forget(plan.fingerprint)
-    except ConsoleError as error:
-        say(PAGE, str(error))
-        return
-    change(now())
+        change(now())
 
 
 # -- details ------------------------------------------------------------------------------------
@@ -550,9 +497,6 @@ def apply(console: ConsoleService, plan: Plan) -> None:
 
 
 def _apply(console: ConsoleService, plan: Plan) -> None:
-    try:
+    with told(lambda why: say(PAGE, f"The plan was not applied: {why}")):
         reason = use_plan(console.jobs.find(st.session_state[JOB]), plan, actor(console))
-    except ConsoleError as error:
-        say(PAGE, f"The plan was not applied: {error}")
-    else:
         say(SAVED, f"Applied: {reason}. Live shows the workers take it up.")

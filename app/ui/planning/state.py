@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import streamlit as st
@@ -17,7 +18,6 @@ SAVED, EXAMPLE = "saved", "example"
 # And what the plan stands beside: the question of the one before it, which of them is drawn, and which part of it.
 BEFORE, SHOW, WINDOW = "before", "show", "window"
 MESSAGE = "planner-message"
-TURNS = "planner-turns"
 PAGE = "page"
 PROFILE_NOTE = "profile-note"
 
@@ -64,34 +64,20 @@ def change(made: WhatIf, *, saved: str | None = None, example: bool = False) -> 
     if example or (EXAMPLE in st.query_params and step_of(made)):
         words[EXAMPLE] = "paper"
     for name in (*PARAMS, SAVED, EXAMPLE):
-        if name in words:
-            st.query_params[name] = words[name]
-        elif name in st.query_params:
-            del st.query_params[name]
+        if words.get(name) != st.query_params.get(name):
+            url_state.put(name, words.get(name))
 
 
-def shown(name: str, value: Any) -> str:
-    """The key of a widget that is to show `value`, which must be its default too. Call right before the widget.
+def choice(
+    label: str, options: Mapping[str, str], name: str, value: str, choose: Callable[[str], object], **look: Any
+) -> None:
+    """One of the options, by the words for each. choose: as of `url_state.control`. look: passed on to Streamlit."""
 
-    A value that comes from elsewhere than the widget (a preset, a link) makes it a new widget. To set it by
-    its key would not do: when two clicks come so fast that a run is cut short, the browser misses what was
-    set, shows the first option instead, and reports that as if somebody had chosen it.
-    """
-    key = _key(name)
-    if key in st.session_state and st.session_state[key] != value:
-        turns = st.session_state.setdefault(TURNS, {})
-        turns[name] = turns.get(name, 0) + 1
-    return _key(name)
+    def draw(value: str, **rest: Any) -> None:
+        names = list(options)
+        st.selectbox(label, names, names.index(value), format_func=lambda each: options.get(each, each), **look, **rest)
 
-
-def entered(name: str) -> Any:
-    """What the widget holds, for its callback."""
-    return st.session_state.get(_key(name))
-
-
-def _key(name: str) -> str:
-    turn = st.session_state.get(TURNS, {}).get(name, 0)
-    return f"{name}-{turn}" if turn else name
+    url_state.control(draw, name, value, choose)
 
 
 def say(where: str, words: str) -> None:
@@ -106,8 +92,3 @@ def said(where: str) -> str:
         return ""
     del st.session_state[MESSAGE]
     return str(words)
-
-
-def field_error(words: str) -> None:
-    """Below the field that it speaks of, as wide as that."""
-    url_state.field_error(words, "stretch")
