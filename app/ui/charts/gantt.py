@@ -1,5 +1,5 @@
-"""Drawn schedules (`planner.plans.drawing`): the Gantt chart with the memory held below, and Compare, as Plotly figures;
-large ones as a raster of all workers over time, and what a box drawn on it selects."""
+"""Drawn schedules (`planner.plans.drawing`): the Gantt chart with the memory held below, and Compare, as Plotly
+figures; large ones as a raster of all workers over time, and what a box drawn on it selects."""
 
 from __future__ import annotations
 
