@@ -24,12 +24,12 @@ from openrecycle.app.catalogs.contents import (
 from openrecycle.app.catalogs.service import Filling, exported, json_refusal
 from openrecycle.app.console.service import ConsoleService, get_console
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.app.ui import components, tables, text, url_state
+from openrecycle.app.ui import address, components, tables, text
 from openrecycle.app.ui.access import acting, told
+from openrecycle.app.ui.address import CHOSEN
 from openrecycle.app.ui.facts import SOLVER_WORDS, Card
 from openrecycle.app.ui.tables import rows_html
 from openrecycle.app.ui.theme import CHART_CONFIG, LEGEND, Palette, fixed, lower_axis, note, style
-from openrecycle.app.ui.url_state import CHOSEN
 from openrecycle.planner.catalogs.catalog_store import PLANNER_VERSION, CatalogInfo
 from openrecycle.planner.jobs.job import Technique
 from openrecycle.planner.plans.plan import job_doc
@@ -139,17 +139,17 @@ def _plans(report: CatalogReport) -> None:
     """One count's plans, and the way to the Gantt chart of each."""
     counts = [line.failures for line in report.lines if line.plans]
     with st.container(horizontal=True, vertical_alignment="bottom", key="catalog-plans"):
-        count = url_state.selectbox(
+        count = address.selectbox(
             "Plans for failures",
             counts,
             default=counts[min(1, len(counts) - 1)],
             key=COUNT,
-            on_change=lambda: url_state.put(PLAN, None),
+            on_change=lambda: address.put(PLAN, None),
             width=150,
         )
         line = report.lines[count]
         names = {plan.name: plan.words(8) or "fault-free" for plan in line.plans}
-        chosen = url_state.selectbox("Without", list(names), format_func=names.__getitem__, key=PLAN, width=320)
+        chosen = address.selectbox("Without", list(names), format_func=names.__getitem__, key=PLAN, width=320)
         if st.button("Open on Schedule", key="open-plan"):
             open_plan(report, chosen)
     table, caption = plans_table(line, report.question.job.time_unit), "Plans of one number of failures"
@@ -439,7 +439,7 @@ def _clicked(event: Any) -> int | None:
 
 
 def open_plan(report: CatalogReport, name: str) -> None:
-    st.switch_page(url_state.page("schedule"), query_params={"plan": f"catalog:{report.fingerprint}:{name}"})
+    st.switch_page(address.page("schedule"), query_params={"plan": f"catalog:{report.fingerprint}:{name}"})
 
 
 OWN = "own"
@@ -505,7 +505,7 @@ def ask(console: ConsoleService) -> CatalogRequest:
             }
             most = most_failures(question)
             default = min(console.tolerance, most)
-        values["tolerance"] = url_state.number_input(
+        values["tolerance"] = address.number_input(
             "Failures at once",
             0,
             1024,
@@ -525,11 +525,11 @@ def _own_question() -> dict[str, Any]:
         ("stages", "Stages", 4, 512),
         ("micro_batches", "Micro-batches", 6, 1024),
     ):
-        values[name] = url_state.number_input(
+        values[name] = address.number_input(
             label, 1, most, value, key=f"cat_{name}", width=105, help="Per pipeline."
             if name == "micro_batches" else None,
         )  # fmt: skip
-    values["technique"] = url_state.selectbox(
+    values["technique"] = address.selectbox(
         "Technique",
         [t.value for t in Technique if t.reroutes],
         default=Technique.STAGGERED.value,
@@ -537,7 +537,7 @@ def _own_question() -> dict[str, Any]:
         help="Each includes the ones before it.",
         width=125,
     )
-    values["memory"] = url_state.text_input(
+    values["memory"] = address.text_input(
         "Memory limit",
         "uniform",
         key="cat_memory",
@@ -555,12 +555,12 @@ def _own_question() -> dict[str, Any]:
             ("O", "Optimizer step", 0.0),
             ("transfer", "Transfer", 0.0),
         ):
-            durations[kind] = url_state.number_input(name, 0.0, 1e6, time_of, key=f"cat_{kind}")
+            durations[kind] = address.number_input(name, 0.0, 1e6, time_of, key=f"cat_{kind}")
     return values | {"durations": durations}
 
 
 def _effort() -> dict[str, Any]:
-    solver = url_state.selectbox(
+    solver = address.selectbox(
         "Solver",
         list(SOLVERS),
         default="list",
@@ -572,12 +572,12 @@ def _effort() -> dict[str, Any]:
     )
     if solver == "list":
         return {"solver": solver}
-    limit = url_state.number_input("Seconds per plan", 0.1, 600.0, 10.0, key="cat_seconds", width=130, format="%g")
+    limit = address.number_input("Seconds per plan", 0.1, 600.0, 10.0, key="cat_seconds", width=130, format="%g")
     return {"solver": solver, "time_limit": limit}
 
 
 def _remember() -> None:
-    url_state.moved()
+    address.moved()
     st.query_params["job"] = st.session_state[JOB]
     if st.session_state[JOB] != OWN:
         st.session_state[CHOSEN] = st.session_state[JOB]

@@ -21,7 +21,8 @@ from openrecycle.app.plans.sources import (
     pinned,
 )
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.app.ui import components, facts, tables, text, time_range, url_state
+from openrecycle.app.ui import address, components, facts, tables, text
+from openrecycle.app.ui.address import BEGAN_WITH, choose_time
 from openrecycle.app.ui.charts.gantt import MAX_BARS, MAX_NODES, Strip, comparison, last_time, short_unit, time_factors
 from openrecycle.app.ui.components import schedule_of
 from openrecycle.app.ui.facts import Card
@@ -30,8 +31,6 @@ from openrecycle.app.ui.plans import clock, export_button, newest, open_file, sa
 from openrecycle.app.ui.schedule_view import choose_rows
 from openrecycle.app.ui.tables import beside_html, differences, stage_table
 from openrecycle.app.ui.theme import Palette
-from openrecycle.app.ui.time_range import choose_time
-from openrecycle.app.ui.url_state import BEGAN_WITH
 from openrecycle.planner.export.compare import comparable
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.plans.drawing import Drawing
@@ -113,7 +112,7 @@ def _choose(console: ConsoleService, job_id: str | None) -> list[Source | Pendin
         open_file(console, partial(_add, list(found)))
         if len(found) > 1:
             names = list(found)
-            first = url_state.selectbox(
+            first = address.selectbox(
                 "Baseline",
                 names,
                 format_func=options.__getitem__,
@@ -170,12 +169,12 @@ def _add(shown: list[str], reference: str) -> None:
 def _remember(known: frozenset[str]) -> None:
     """known: the plans that were offered. Of one that is called otherwise since, the browser still sends the words."""
     if known.issuperset(st.session_state[PICKER]):
-        url_state.moved()
+        address.moved()
         st.query_params["plans"] = st.session_state[PICKER]
 
 
 def _show_worked_example() -> None:
-    url_state.moved()
+    address.moved()
     st.query_params["plans"] = [str(made) for made in WORKED_EXAMPLE]
     st.query_params.pop("baseline", None)
 
@@ -202,7 +201,7 @@ def _compare(console: ConsoleService, sources: list[Source], colours: Palette) -
     components.cards(_cards(labels, sources))
     what = " ".join([colours.name, named, *labels, *(",".join(map(str, s.drawing.rows.workers)) for s in strips)])
     what += "".join(f" {sorted(s.drawing.out.items())}" for s in strips)
-    shown, turn = time_range.drawn_with("compare-chart", what, time.shown)
+    shown, turn = address.drawn_with("compare-chart", what, time.shown)
     pictured = sum(strip.ops for strip in strips) > MAX_BARS
     if pictured:
         components.quiet("So many ops are shown as pictures; the Schedule page shows each plan's ops.")
@@ -263,7 +262,7 @@ def _grid(plan: Plan) -> str:
 
 def _tables(console: ConsoleService, sources: list[Source], schedules: list[Schedule], labels: list[str]) -> None:
     components.heading("What differs", "changes are against the baseline, the first column")
-    plans, stages, files = url_state.tabs(["Plans", "Stages", "Files"], key="figures")
+    plans, stages, files = address.tabs(["Plans", "Stages", "Files"], key="figures")
     with plans:
         st.html(beside_html(labels, differences([s.plan for s in sources]), "Figures by plan"))
     with stages:

@@ -20,12 +20,12 @@ from openrecycle.app.console.view import JobView, RecoveryView
 from openrecycle.app.jobs.states import Condition, RoleState
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import access, text
+from openrecycle.app.ui.address import FOLLOWED_CONFIG, TimeRange, follow
 from openrecycle.app.ui.charts.chart_placeholder import chart_placeholder
 from openrecycle.app.ui.charts.vega import LiveChart
 from openrecycle.app.ui.charts.worker_grid import LOOKS
 from openrecycle.app.ui.facts import Card, op_time_words
 from openrecycle.app.ui.theme import Palette, palette
-from openrecycle.app.ui.time_range import FOLLOWED_CONFIG, TimeRange, follow
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.plans.drawing import Drawing
 from openrecycle.planner.plans.drawing import legend as op_keys

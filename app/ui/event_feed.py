@@ -10,7 +10,7 @@ import streamlit as st
 
 from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.console.view import EventView, JobView
-from openrecycle.app.ui import text, url_state
+from openrecycle.app.ui import address, text
 from openrecycle.app.ui.access import actor, told
 
 MARKS = {"error": "✕", "warning": "▲", "info": "·"}
@@ -42,14 +42,14 @@ def say_now() -> None:
 
 def asked_for() -> tuple[str, str]:
     """What the filter is set to and the words to look for, by the address."""
-    show = url_state.read("events", {key: key for key in SHOW}.get, url_state.one_of(SHOW))
-    return show or DEFAULT, (url_state.read("find", str, "words") or "").strip()
+    show = address.read("events", {key: key for key in SHOW}.get, address.one_of(SHOW))
+    return show or DEFAULT, (address.read("find", str, "words") or "").strip()
 
 
 def controls() -> tuple[str, str]:
     """Draws the filter; returns what `asked_for` does."""
     with st.container(horizontal=True, vertical_alignment="center", key="event-filter"):
-        show = url_state.segmented_control(
+        show = address.segmented_control(
             "Events",
             list(SHOW),
             default=DEFAULT,
@@ -58,7 +58,7 @@ def controls() -> tuple[str, str]:
             label_visibility="collapsed",
             wrap=True,
         )
-        words = url_state.text_input(
+        words = address.text_input(
             "Find in events",
             "",
             key="find",

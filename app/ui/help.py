@@ -9,7 +9,7 @@ import streamlit as st
 
 from openrecycle.app.console.service import get_console
 from openrecycle.app.plans.introduction import JOB, IntroductionPicture, pictures
-from openrecycle.app.ui import components, url_state
+from openrecycle.app.ui import address, components
 from openrecycle.app.ui.charts.worker_grid import LOOKS
 from openrecycle.app.ui.facts import OVER
 from openrecycle.app.ui.theme import Palette
@@ -32,7 +32,7 @@ def page() -> None:
         '<h1 class="or-title">Help</h1><div class="or-about">A training job goes on when workers die: their '
         "micro-batches run on living peers of the same stage, in slots that were idle anyway.</div>"
     )
-    section = url_state.segmented_control(
+    section = address.segmented_control(
         "Section",
         list(SECTIONS),
         default="idea",

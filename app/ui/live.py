@@ -12,19 +12,9 @@ from openrecycle.app.console.view import JobView, WorkerView
 from openrecycle.app.jobs.states import RoleState
 from openrecycle.app.observing.as_run import MeasuredIteration
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.app.ui import (
-    components,
-    event_feed,
-    facts,
-    iteration_range,
-    operating,
-    standby,
-    tables,
-    text,
-    time_range,
-    url_state,
-)
-from openrecycle.app.ui.charts.progress import ZOOM, generation_marks, losses, progress_rows, throughput
+from openrecycle.app.ui import address, components, event_feed, facts, operating, standby, tables, text
+from openrecycle.app.ui.charts.progress import generation_marks, losses, progress_rows, throughput
+from openrecycle.app.ui.charts.vega import ZOOM
 from openrecycle.app.ui.charts.worker_grid import PICKED, worker_grid, worker_sentence
 from openrecycle.app.ui.facts import OVER
 from openrecycle.app.ui.live_now import read_now
@@ -59,7 +49,7 @@ def page() -> None:
         operating.mode_switch(console, job.job_id, offered, over=over)
         operating.plan_menu(console, job.job_id, over=over)
         operating.job_menu(console, job)
-        moving = url_state.toggle(
+        moving = address.toggle(
             "Refresh", value=True, key="refresh", help="Off: the page stands still, to look closely."
         )
     every = (1.0 if len(job.state.members) <= MAX_TILES else 2.0) if moving else None
@@ -151,7 +141,7 @@ def _heat_map(view: JobView, colours: Palette) -> None:
         on_select=_picked,
         selection_mode=PICKED,
     )
-    figures = url_state.expander("The same in figures", key="worker-figures")
+    figures = address.expander("The same in figures", key="worker-figures")
     if figures.open:
         with figures:
             tables.show(tables.grid_table(view.workers), "worker-table", "State of each worker", height=250)
@@ -171,17 +161,17 @@ def _progress(view: JobView, colours: Palette) -> None:
     reference = facts.fault_free_rate(view)
     marks = generation_marks(view.iterations, view.recoveries, view.events)
     rows = progress_rows(view.iterations, marks, reference.samples_per_second if reference else None)
-    shown = iteration_range.asked_for(view.iterations[0].iteration, view.iterations[-1].iteration)
+    shown = address.iterations_shown(view.iterations[0].iteration, view.iterations[-1].iteration)
     for name, make, alt in (
         ("throughput", throughput, "Throughput by iteration, in samples per second."),
         ("loss", losses, "Loss by iteration."),
     ):
-        drawn, turn = time_range.drawn_with(name, f"{view.job_id} {colours.name}", shown)
+        drawn, turn = address.drawn_with(name, f"{view.job_id} {colours.name}", shown)
         key = f"{name}-{turn}"
         with st.container(key=f"progress-{name}"):
-            zoomed = partial(iteration_range.zoomed, name, key)
+            zoomed = partial(address.zoomed, name, key)
             components.live_chart(make(rows, colours, drawn), key, alt, on_select=zoomed, selection_mode=ZOOM)
-    url_state.say(iteration_range.ITERATIONS)
+    address.say(address.ITERATIONS)
     source = (
         f"Fault-free {text.rate(reference.samples_per_second)} samples/s (dotted), {reference.words}. "
         if reference
@@ -192,7 +182,7 @@ def _progress(view: JobView, colours: Palette) -> None:
         source += f"{text.milliseconds(1000 * waited)} of waiting for a person left out. "
     st.caption(source + "Drag to move, Alt + wheel to zoom, double-click to see all.")
     # Only what is opened is sent at each refresh.
-    figures = url_state.expander("The same in figures", key="progress-figures")
+    figures = address.expander("The same in figures", key="progress-figures")
     if figures.open:
         rows = tables.iterations_table(view.iterations, marks, view.spec.micro_batches)
         with figures:

@@ -20,11 +20,11 @@ from openrecycle.app.jobs.states import OUT
 from openrecycle.app.observing.rollout import RollOut
 from openrecycle.app.plans.service import Replan
 from openrecycle.app.plans.solving import MAX_SECONDS
-from openrecycle.app.ui import components, tables, text, url_state
+from openrecycle.app.ui import address, components, tables, text
 from openrecycle.app.ui.access import acting, actor, told
+from openrecycle.app.ui.address import forget_job
 from openrecycle.app.ui.event_feed import say_later
 from openrecycle.app.ui.facts import SOLVER_WORDS, STEPS, ready_words, roll_out_words
-from openrecycle.app.ui.url_state import forget_job
 from openrecycle.planner.jobs.words import names
 from openrecycle.planner.solvers.portfolio import SOLVERS
 
@@ -96,7 +96,7 @@ def options(console: ConsoleService, view: JobView, choice: Choice) -> None:
         elif choice.candidates or view.advice:
             out = choice.failed or [w.name for w in view.workers if w.state in OUT]
             title = f"Options with {names(out, 4)} empty" if out else "Options now that all workers are back"
-            with url_state.expander(title, icon=":material/alt_route:", key="ways-folded"):
+            with address.expander(title, icon=":material/alt_route:", key="ways-folded"):
                 if view.advice:
                     components.quiet(view.advice)
                 _cards(console, view.job_id, choice, "Switch to it")

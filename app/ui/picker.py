@@ -10,10 +10,9 @@ from streamlit.delta_generator import DeltaGenerator
 from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.jobs.states import JobSummary
-from openrecycle.app.ui import components, url_state
+from openrecycle.app.ui import address, components
+from openrecycle.app.ui.address import BEGAN_WITH, CHOSEN, ITERATIONS
 from openrecycle.app.ui.facts import OVER
-from openrecycle.app.ui.iteration_range import ITERATIONS
-from openrecycle.app.ui.url_state import BEGAN_WITH, CHOSEN
 
 PICKER = "job-picker"
 
@@ -89,7 +88,7 @@ def _pick(known: dict[str, JobSummary], job_id: str | None) -> str | None:
 def _remember(known: frozenset[str]) -> None:
     """known: the jobs that were offered. Of one that is gone since, the browser still sends the words."""
     if st.session_state[PICKER] in known:
-        url_state.moved()
+        address.moved()
         st.query_params["job"] = st.session_state[CHOSEN] = st.session_state[PICKER]
         left = ["plan", "follow", ITERATIONS]
         if st.query_params.get_all("plans") == st.session_state.get(BEGAN_WITH):

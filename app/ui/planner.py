@@ -1,24 +1,48 @@
-"""Planner: what if these workers were dead? Asked by clicking, answered with a proven bound."""
+"""Planner: what if these workers were dead? Asked by clicking, answered with a proven bound: a search under way, the
+plan that it found beside others, and whether it would pay to move a failure to another stage. Every text that comes
+from outside is escaped here.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from html import escape
+from typing import Any
 
 import streamlit as st
 
 from openrecycle.app.console.service import ConsoleService, get_console
+from openrecycle.app.plans.exporting import Export
 from openrecycle.app.plans.introduction import STEPS, step_of
-from openrecycle.app.plans.solving import PlanAsked, Solve
-from openrecycle.app.plans.whatif import PARAMS, Checked, WhatIf, checked
+from openrecycle.app.plans.service import misfit, use_plan
+from openrecycle.app.plans.solving import Migrations, PlanAsked, Solve
+from openrecycle.app.plans.whatif import PARAMS, Checked, WhatIf, checked, parse_word
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.app.ui import components, text
-from openrecycle.app.ui.access import acting, told
+from openrecycle.app.ui import address, components, facts, tables, text
+from openrecycle.app.ui.access import acting, actor, told
+from openrecycle.app.ui.address import choose_time, control
+from openrecycle.app.ui.charts import gantt as charts
+from openrecycle.app.ui.charts.gantt import MAX_NODES, gantt
+from openrecycle.app.ui.charts.planning import migrations_chart, search_chart, search_words
+from openrecycle.app.ui.components import schedule_of
+from openrecycle.app.ui.facts import Card, gap_words, many_words
 from openrecycle.app.ui.planning import controls, state
+from openrecycle.app.ui.planning.controls import question_words
 from openrecycle.app.ui.planning.grid import grid
 from openrecycle.app.ui.planning.profile import profile
-from openrecycle.app.ui.planning.result import example_steps, migrations, others, result, search
-from openrecycle.app.ui.url_state import control
+from openrecycle.app.ui.planning.state import BEFORE, PAGE, SAVED, SHOW, WINDOW, change, now, said, say
+from openrecycle.app.ui.plans import export_button
+from openrecycle.app.ui.tables import beside_html, differences, workers_table
+from openrecycle.app.ui.theme import CHART_CONFIG, Palette
+from openrecycle.planner.export.compare import comparable
+from openrecycle.planner.jobs.errors import PlannerError
+from openrecycle.planner.jobs.job import Job
+from openrecycle.planner.plans.drawing import FAILED, Drawing
 from openrecycle.planner.plans.plan import Plan
+from openrecycle.planner.plans.schedule import Schedule
+from openrecycle.planner.solvers.portfolio import reference_plan
 
 
 def page() -> None:
@@ -40,7 +64,7 @@ def page() -> None:
         controls.sources(console)
     for error in misread:
         st.error(f"{error}. The default is used instead.")
-    if words := state.said(state.PAGE):
+    if words := said(PAGE):
         st.error(words)
     if state.EXAMPLE in st.query_params:
         _example(console, question)
@@ -69,7 +93,7 @@ def page() -> None:
 
 def _saved(console: ConsoleService) -> Plan | None:
     """The plan that a link names. Without a question beside it, the question is the plan's."""
-    fingerprint = st.query_params.get(state.SAVED)
+    fingerprint = st.query_params.get(SAVED)
     if fingerprint is None:
         return None
     try:
@@ -78,7 +102,7 @@ def _saved(console: ConsoleService) -> Plan | None:
         st.error(f"saved: got {fingerprint!r}, expected the fingerprint of a plan that is kept. Plan it anew instead.")
         return None
     if not any(name in st.query_params for name in PARAMS):
-        state.change(WhatIf.of_plan(plan), saved=fingerprint)
+        change(WhatIf.of_plan(plan), saved=fingerprint)
     return plan
 
 
@@ -114,8 +138,8 @@ def _go(console: ConsoleService, found: Checked, solve: Solve | None, plan: Plan
 
 
 def _plan(console: ConsoleService) -> None:
-    question = state.now()
-    with told(partial(state.say, state.PAGE)), acting(console, "plan"):
+    question = now()
+    with told(partial(say, PAGE)), acting(console, "plan"):
         console.plans.solves.start(question.asked())
         if question.failed:
             console.plans.solves.start(question.migrations_asked())
@@ -149,4 +173,456 @@ def _steps(console: ConsoleService, chosen: str | None, going: bool) -> None:
 
 def _choose_step(name: str | None) -> None:
     chosen = next((s for s in STEPS if s.name == name), None)
-    state.change(chosen.question if chosen else state.now(), example=True)
+    change(chosen.question if chosen else now(), example=True)
+
+
+def example_steps(items: list[tuple[str, str, Solve | None, bool]]) -> None:
+    """The paper's steps side by side. items: name, about, what is made of it, is it the one shown below?"""
+    st.html('<div class="or-steps">' + "".join(_step(*item) for item in items) + "</div>")
+
+
+def _step(name: str, about: str, solve: Solve | None, chosen: bool) -> str:
+    value, note = "–", "not planned yet"
+    good = ""
+    if solve is not None and solve.plan is not None:
+        unit, metrics = solve.plan.job.time_unit, solve.plan.metrics
+        value = text.planned(metrics.period, unit)
+        share = f" · {text.percent(metrics.slowdown_vs_1f1b, sign=True)}" if solve.plan.failed else ""
+        note = f"bound {text.planned(metrics.lower_bound, unit)}, {gap_words(solve.plan)}{share}"
+        good = " or-good" if metrics.gap <= 0 else ""
+    elif solve is not None:
+        note = solve.error or (
+            "waits its turn" if solve.state == "waiting" else f"{text.seconds(solve.elapsed)} so far"
+        )
+        if solve.points and solve.points[-1].incumbent is not None:
+            value = f"{text.planned(solve.points[-1].incumbent, 'slot')} …"
+    return (
+        f'<div class="or-step{" or-chosen" if chosen else ""}"><div class="or-label">{escape(name)}</div>'
+        f'<div class="or-value">{escape(value)}</div><div class="or-note{good}">{escape(note)}</div>'
+        f'<div class="or-note">{escape(about)}</div></div>'
+    )
+
+
+def log(lines: list[str]) -> None:
+    """Oldest first, in a list that scrolls by itself."""
+    items = "".join(f"<li>{escape(line)}</li>" for line in lines)
+    st.html(f'<ol class="or-log" tabindex="0" aria-label="What the solvers reported">{items}</ol>')
+
+
+def log_lines(solve: Solve, unit: str) -> list[str]:
+    """What the search reported, in words: one line for each better plan, bound or other solver."""
+    lines = []
+    for point in solve.points:
+        best = "no plan yet" if point.incumbent is None else f"period {text.planned(point.incumbent, unit)}"
+        gap = ""
+        if point.incumbent is not None and point.bound > 0:
+            gap = f", gap {text.percent(max(0.0, point.incumbent / point.bound - 1))}"
+        lines.append(f"{point.elapsed:8.2f} s  {point.solver}: {best}, bound {text.planned(point.bound, unit)}{gap}")
+    if solve.plan is not None and solve.plan.solver.message:
+        lines.append(f"{solve.elapsed:8.2f} s  {solve.plan.solver.message}")
+    return lines
+
+
+def search_cards(solve: Solve, unit: str) -> list[Card]:
+    """Where a search stands."""
+    last = solve.points[-1] if solve.points else None
+    limit = solve.request.timeout
+    if last is None or last.incumbent is None:
+        best = [Card("Best so far", "–", "no plan yet"), Card("Proven bound", "–"), Card("Gap", "–")]
+    else:
+        gap = max(0.0, last.incumbent / last.bound - 1) if last.bound else 0.0
+        best = [
+            Card("Best so far", text.planned(last.incumbent, unit), f"by {last.solver}"),
+            Card("Proven bound", text.planned(last.bound, unit), "no plan can be shorter"),
+            Card("Gap", text.percent(gap), "closed" if gap == 0 else "between the two"),
+        ]
+    return [*best, Card("Time", text.seconds(solve.elapsed), f"{text.seconds(limit)} at most")]
+
+
+REFRESH = 0.5
+
+
+def search(console: ConsoleService, solve: Solve, unit: str, colours: Palette) -> None:
+    """Follows a solve by itself until it is over; then the page is drawn anew, with the result."""
+    st.fragment(_follow, run_every=REFRESH)(console, solve.id, unit, colours)
+
+
+def _follow(console: ConsoleService, solve_id: str, unit: str, colours: Palette) -> None:
+    try:
+        solve = console.plans.solves.get(solve_id)
+    except ConsoleError:
+        st.rerun()
+    if solve.over:
+        st.rerun()
+    with st.container(horizontal=True, vertical_alignment="center", horizontal_alignment="distribute"):
+        components.heading("Planning", _search_status(solve))
+        st.button(
+            "Stopping …" if solve.state == "stopping" else "Stop",
+            key="planner-cancel",
+            icon=":material/stop_circle:",
+            disabled=solve.state == "stopping",
+            on_click=_stop,
+            args=(console, solve_id),
+            help="Ends the search and keeps the best plan so far.",
+        )
+    if solve.state == "waiting":
+        components.quiet("This plan waits its turn: as many others are being made as this machine has room for.")
+        return
+    components.cards(search_cards(solve, unit))
+    drawn(solve, unit, colours, key="planner-search")
+
+
+def drawn(solve: Solve, unit: str, colours: Palette, *, key: str) -> None:
+    """The chart, and the same in words."""
+    if not any(p.incumbent is not None for p in solve.points):
+        components.quiet("The first plan is on its way.")
+        return
+    if not solve.over or len(solve.points) > 1:
+        components.live_chart(search_chart(solve, unit, colours), key, search_words(solve, unit))
+    log(log_lines(solve, unit))
+
+
+def others(console: ConsoleService, shown: Sequence[str]) -> None:
+    """What else is being made, by whomever, and the way to end it. shown: ids of those the page has elsewhere."""
+    for solve in console.plans.solves.all():
+        if solve.over or solve.id in shown or solve.request.kind != "plan":
+            continue
+        job = solve.request.job
+        with st.container(horizontal=True, vertical_alignment="center", key=f"planner-other-{solve.id}"):
+            components.quiet(
+                f"Also being planned: {text.grid(job)}, "
+                f"{text.count(len(solve.request.failed), 'worker')} dead, {solve.request.technique.value} "
+                f"({_search_status(solve)})."
+            )
+            st.button("Stop", key=f"planner-cancel-{solve.id}", on_click=_stop, args=(console, solve.id))
+
+
+def _search_status(solve: Solve) -> str:
+    if solve.state == "waiting":
+        return "waits its turn"
+    return f"{text.seconds(solve.elapsed)} of at most {text.seconds(solve.request.timeout)}"
+
+
+def _stop(console: ConsoleService, solve_id: str) -> None:
+    with told(partial(say, PAGE)), acting(console, "stop solve", solve_id):
+        console.plans.solves.stop(solve_id)
+
+
+COSTS = (
+    ("state_gb", "Weights of a stage (GB)", "Weights and optimizer state that a copy moves. 0: as the profile says."),
+    ("copy_gbs", "Copy (GB/s)", "How fast weights go from one worker to another."),
+    ("heals_in", "Back in (s)", "Seconds until the dead workers are expected back. 0: they are not."),
+)
+
+
+def migrations(console: ConsoleService, question: WhatIf, job: Job, colours: Palette) -> None:
+    components.heading("Migrations", "a living worker may take a dead one's place, with a copy of its peers' weights")
+    with st.container(horizontal=True, vertical_alignment="bottom", key="planner-costs"):
+        for name, label, note in COSTS:
+            least = 0.001 if name == "copy_gbs" else 0.0
+            draw = partial(st.number_input, label, least, 1e6, format="%g", help=note, width=170)
+            address.control(draw, f"planner-{name}", float(getattr(question, name)), partial(_price, console, name))
+        known = console.plans.solves.find(question.migrations_asked())
+        if known is None or (known.over and known.migrations is None):
+            st.button("Look for migrations", key="planner-look", on_click=look, args=(console,))
+    if not question.state_gb and not any(p.weight_bytes + p.optimizer_bytes for p in job.profiles):
+        st.caption(
+            "The profile says nothing of weights, so copies count as free; give their size to see what they cost."
+        )
+    if known is None:
+        return
+    if not known.over:
+        search(console, known, job.time_unit, colours)
+    elif known.migrations is None:
+        address.field_error(known.error, "stretch")
+    else:
+        _found(question, job, known.migrations, colours)
+
+
+def look(console: ConsoleService) -> None:
+    """Begins to look, in the background."""
+    with told(partial(say, PAGE)), acting(console, "look for migrations"):
+        console.plans.solves.start(now().migrations_asked())
+
+
+def _price(console: ConsoleService, name: str, value: float) -> None:
+    changes: dict[str, Any] = {name: value}
+    change(replace(now(), **changes))
+    look(console)
+
+
+def _found(question: WhatIf, job: Job, found: Migrations, colours: Palette) -> None:
+    st.markdown(f"{found.reason[:1].upper()}{found.reason[1:]}.")
+    if not found.migrations:
+        return
+    unit = job.time_unit
+    before = "no plan without migrations"
+    if found.period_now is not None:
+        saved = text.percent(found.period / found.period_now - 1, sign=True)
+        before = f"{text.planned(found.period_now, unit)} without migrations; {saved}"
+    gained = "–" if found.gained is None else f"{found.gained:,.3g}"
+    components.cards(
+        [
+            Card("Period, list scheduler", text.planned(found.period, unit), before),
+            Card("Pause for the copies", text.milliseconds(1000 * found.pause), "nobody trains meanwhile"),
+            Card(
+                "Iterations gained",
+                gained,
+                f"in {text.seconds(question.heals_in)}" if question.heals_in else "set “Back in”",
+            ),
+        ]
+    )
+    left, right = st.columns([3, 2], gap="medium")
+    with left:
+        st.plotly_chart(
+            migrations_chart(job, list(question.failed), found, colours),
+            theme=None,
+            key="planner-migrations",
+            config={**CHART_CONFIG, "displayModeBar": False},
+            alt="; ".join(_sentence(m.worker, m.takes, m.source) for m in found.migrations[:8]),
+        )
+    with right:
+        tables.show(
+            {
+                "worker": [m.worker for m in found.migrations],
+                "takes the place of": [m.takes for m in found.migrations],
+                "weights from": [m.source or "the last checkpoint" for m in found.migrations],
+            },
+            "planner-migrations-table",
+            "Migrations",
+        )
+        dead, left_over = (
+            ", ".join(f"stage {s}: {n}" for s, n in enumerate(c) if n) for c in (found.present, found.counts)
+        )
+        st.caption(f"Dead by stage: {dead}; afterwards {left_over}.")
+        st.button(
+            "Apply the migrations to the question",
+            key="planner-migrate",
+            on_click=_migrate,
+            args=(found.failed,),
+            help="Then the places that are empty afterwards are dead. No job is touched.",
+        )
+
+
+def _migrate(failed: list[str]) -> None:
+    change(now().with_failed(set(failed)))
+
+
+def _sentence(worker: str, takes: str, source: str | None) -> str:
+    return f"{worker} takes the place of {takes}, with the weights of {source or 'the last checkpoint'}"
+
+
+RESULTS = "planner-results"
+GANTT = "planner-gantt"
+NAME = "planner-save-name"
+# Plans that the page keeps beside the present one; beyond so many ops none.
+MAX_BEFORE = 4
+MAX_BEFORE_OPS = 10_000
+THIS, REFERENCE = "this", "1f1b"
+# Of all that can be compared (planner.export.compare).
+FIGURES = (
+    "failed",
+    "period",
+    "lower_bound",
+    "gap",
+    "slowdown_vs_1f1b",
+    "slowdown_vs_best",
+    "bubble_fraction",
+    "peak_activations",
+    "peak_bytes",
+    "solver",
+)
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A plan and what the page calls it. link: what a link names it by, `saved:` and its fingerprint, or its question
+    in a word."""
+
+    name: str
+    plan: Plan
+    link: str = ""
+
+
+def result(console: ConsoleService, question: WhatIf, plan: Plan, solve: Solve | None, colours: Palette) -> None:
+    """solve: the search that made it; None for a saved plan."""
+    schedule = schedule_of(plan)
+    link = question.in_a_word() if solve is not None else f"{SAVED}:{plan.fingerprint}"
+    before = _before(console, Shown(question_words(question), plan, link))
+    large_one = plan.op_count > charts.MAX_BARS
+    compared = {THIS: Shown("This plan", plan)}
+    if not large_one:
+        compared[REFERENCE] = Shown("Fault-free 1F1B", _reference(plan))
+    if before is not None:
+        other = "" if before.plan.job.profiles == plan.job.profiles else ", other op times"
+        compared[BEFORE] = Shown(f"Before: {before.name}{other}", before.plan)
+    with st.container(
+        horizontal=True, vertical_alignment="center", horizontal_alignment="distribute", key="planner-result-head"
+    ):
+        components.heading("Plan", question_words(question))
+        with st.container(horizontal=True, width="content", key="planner-result-actions"):
+            _save(console, plan, question)
+            apply(console, plan)
+            export_button(Export(plan, "what-if"), key="planner-export")
+    if words := said(SAVED):
+        st.success(words)
+    components.cards(facts.plan_cards(plan, schedule))
+    if plan.solver.message:
+        st.caption(f"{plan.solver.message[:1].upper()}{plan.solver.message[1:]}.")
+    if large_one:
+        _picture(schedule, colours)
+    else:
+        _chart(compared, colours)
+    components.heading("Compared", "changes are against this plan")
+    shown = list(compared.values())
+    figures = differences([s.plan for s in shown], FIGURES)
+    st.html(beside_html([s.name for s in shown], figures, "Plans compared"))
+    how, workers = address.tabs(["How it was found", "Workers"], key="details")
+    with how:
+        if solve is None:
+            made = plan.solver
+            took = text.milliseconds(1000 * made.seconds)
+            components.quiet(f"A saved plan: made by {made.name} in {took}, {facts.gap_words(plan)}.")
+        else:
+            drawn(solve, plan.job.time_unit, colours, key="planner-found")
+    with workers:
+        rows = list(schedule.problem.job.workers())
+        table = workers_table(schedule, rows, dict.fromkeys(plan.failed, FAILED))
+        tables.show(table, "planner-workers", "Figures by worker", placeholder="–")
+
+
+def _chart(compared: dict[str, Shown], colours: Palette) -> None:
+    with st.container(horizontal=True, vertical_alignment="bottom", key="planner-drawn"):
+        shown = address.segmented_control(
+            "Show", list(compared), default=THIS, format_func=lambda name: compared[name].name, key=SHOW, wrap=True
+        )
+        plan = compared[shown].plan
+        schedule = schedule_of(plan)
+        end = float(schedule.problem.job.units(schedule.end))
+        time = choose_time(f"planner-{plan.fingerprint[:12]}", end, text.plural(plan.job.time_unit), WINDOW)
+    drawing = Drawing.of(schedule, out=dict.fromkeys(plan.failed, FAILED))
+    components.legend_of([drawing], ghost=True)
+    part, turn = address.drawn_with(GANTT, f"{plan.fingerprint} {colours.name}", time.shown)
+    figure = gantt(drawing, colours, shown=part, revision=str(turn))
+    components.schedule_chart(figure, GANTT, time, facts.schedule_words(plan, schedule), place="wide-chart-planner")
+    if plan.op_count > MAX_NODES:
+        st.caption(many_words(plan.op_count, "save it, and show fewer workers on Schedule"))
+    else:
+        st.caption(facts.reading_help(plan))
+
+
+def _picture(schedule: Schedule, colours: Palette) -> None:
+    drawing = Drawing.of(schedule, out={str(worker): FAILED for worker in schedule.problem.failed})
+    components.quiet("One row per worker. Save the plan to look at it op by op on Schedule.")
+    alt = f"Overview of {len(drawing.rows.workers):,} workers over one iteration."
+    st.html(charts.overview(drawing, charts.picture(drawing, colours), alt))
+
+
+# -- keeping ------------------------------------------------------------------------------------
+
+
+def _save(console: ConsoleService, plan: Plan, question: WhatIf) -> None:
+    kept = next((row for row in console.plans.library.saved() if row["fingerprint"] == plan.fingerprint), None)
+    with st.popover("Saved" if kept else "Save", icon=":material/bookmark:", key="planner-save"):
+        if kept:
+            st.markdown(f"Kept as **{text.plain_markdown(kept['name'])}**. The link to this page shows it.")
+        name = kept["name"] if kept else question_words(question)[:80]
+        key = f"{NAME}-{plan.fingerprint[:8]}"
+        st.text_input("Name", name, key=key, max_chars=80)
+        words = "Rename" if kept else "Save"
+        st.button(words, type="primary", key="planner-keep", on_click=_keep, args=(console, plan, key))
+        if kept:
+            st.button("Forget it", key="planner-forget", on_click=_forget, args=(console, plan))
+            for words, page, word in (("Open on Schedule", "schedule", "plan"), ("Compare", "compare", "plans")):
+                if st.button(words, type="tertiary", key=f"planner-to-{word}"):
+                    st.switch_page(address.page(page), query_params={word: f"saved:{plan.fingerprint}"})
+
+
+def _keep(console: ConsoleService, plan: Plan, key: str) -> None:
+    name = st.session_state[key]
+    with told(partial(say, PAGE)):
+        with acting(console, "save plan", plan.fingerprint):
+            console.plans.library.save(plan, name)
+        change(now(), saved=plan.fingerprint)
+        say(SAVED, f"Saved as “{' '.join(name.split())}”. The link to this page shows the same.")
+
+
+def _forget(console: ConsoleService, plan: Plan) -> None:
+    with told(partial(say, PAGE)):
+        with acting(console, "forget plan", plan.fingerprint):
+            console.plans.library.forget(plan.fingerprint)
+        change(now())
+
+
+# -- details ------------------------------------------------------------------------------------
+
+
+def _before(console: ConsoleService, shown: Shown) -> Shown | None:
+    """Notes what is shown; returns the newest plan that was shown before it, here or to whoever sent the link, is
+    another one, and of the same grid and unit."""
+    known: list[Shown] = st.session_state.setdefault(RESULTS, [])
+    if not known and (sent := st.query_params.get(BEFORE)) and (found := _sent(console, sent)):
+        known.append(found)
+    if shown.plan.op_count <= MAX_BEFORE_OPS and (not known or known[-1].plan.fingerprint != shown.plan.fingerprint):
+        others = [s for s in known if s.plan.fingerprint != shown.plan.fingerprint]
+        known[:] = [*others[-MAX_BEFORE:], shown]
+    others = [s for s in reversed(known) if s.plan.fingerprint != shown.plan.fingerprint]
+    before = next((s for s in others if comparable(shown.plan, s.plan)), None)
+    if before is not None:
+        st.query_params[BEFORE] = before.link
+    elif st.query_params.get(BEFORE) and known[:1] == others[-1:]:
+        components.quiet("What was planned before is of another grid or unit, so nothing stands beside this plan.")
+    return before
+
+
+def _sent(console: ConsoleService, link: str) -> Shown | None:
+    """The plan that a link was compared with; where it is not there, that is said."""
+    try:
+        if link.startswith(f"{SAVED}:"):
+            plan = console.plans.library.saved_plan(link.partition(":")[2])
+            return Shown(question_words(WhatIf.of_plan(plan)), plan, link)
+        asked = parse_word(link)
+        solve = console.plans.solves.find(asked.asked())
+        if solve is not None and solve.plan is not None:
+            return Shown(question_words(asked), solve.plan, link)
+        words = f"plan {question_words(asked)} to see it"
+    except (ConsoleError, PlannerError):
+        words = "the link does not say which it was"
+    components.quiet(f"The plan that the link was compared with is not kept: {words}.")
+    return None
+
+
+def _reference(plan: Plan) -> Plan:
+    """Made in milliseconds at the sizes that are drawn op by op."""
+    return reference_plan(plan.job.job(), "1f1b")
+
+
+JOB = "planner-apply-job"
+
+
+def apply(console: ConsoleService, plan: Plan) -> None:
+    """A button that asks which job; where the plan does not fit, why not."""
+    jobs = {job.job_id: job.name for job in console.queries.list_jobs() if job.state not in facts.OVER}
+    with st.popover("Apply to a job", icon=":material/play_circle:", key="planner-apply", disabled=not jobs):
+        if not jobs:
+            return
+        job_id = st.selectbox("Job", list(jobs), format_func=lambda j: f"{jobs[j]} · {j}", key=JOB)
+        why = misfit(console.jobs.find(job_id), plan)
+        if why:
+            st.caption(f"It does not fit this job: {why}.")
+        else:
+            st.caption("All workers take it up at the next iteration's boundary; nobody is restarted.")
+        st.button(
+            "Put in force",
+            type="primary",
+            key="planner-apply-go",
+            disabled=bool(why),
+            on_click=_apply,
+            args=(console, plan),
+        )
+
+
+def _apply(console: ConsoleService, plan: Plan) -> None:
+    with told(lambda why: say(PAGE, f"The plan was not applied: {why}")):
+        reason = use_plan(console.jobs.find(st.session_state[JOB]), plan, actor(console))
+        say(SAVED, f"Applied: {reason}. Live shows the workers take it up.")

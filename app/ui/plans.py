@@ -14,7 +14,6 @@ import streamlit as st
 from streamlit.delta_generator import DeltaGenerator
 
 from openrecycle.app.console.service import ConsoleService
-from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.plans.exporting import Export, offers, render
 from openrecycle.app.plans.sources import (
     NOT_KEPT,
@@ -24,13 +23,12 @@ from openrecycle.app.plans.sources import (
     Reference,
     Saved,
     Source,
-    job_of,
     parse_reference,
     pinned,
 )
 from openrecycle.app.plans.uploading import Reading, ReadPlan
 from openrecycle.app.runtime.errors import PLAN_MIB, ConsoleError
-from openrecycle.app.ui import components, text, url_state
+from openrecycle.app.ui import address, text
 from openrecycle.app.ui.access import actor, why_not
 from openrecycle.app.ui.facts import measured_words
 from openrecycle.planner.jobs.errors import InputError
@@ -73,20 +71,6 @@ def pick_plan(console: ConsoleService, job_id: str | None, notes: DeltaGenerator
     if found is not None and understood and (wanted is not None or found.reference == OfJob(job_id or "")):
         _into_address(found, job_id)
     return found
-
-
-def title_of(console: ConsoleService, job: LiveJob) -> bool:
-    """For `open_job`: the head names the plan that the address asks for, where that is not the job's."""
-    said = st.query_params.get("plan", "")
-    try:
-        reference = parse_reference(said) if ":" in said else None
-        found = console.sources.find(reference) if reference is not None and job_of(reference) != job.job_id else None
-    except (InputError, ConsoleError):
-        return False  # the page says why, and shows the job's
-    if not isinstance(found, Source):
-        return False
-    components.plan_title(found.name, found.plan, f"not a plan of {job.spec.name}, the job chosen here")
-    return True
 
 
 def _into_address(source: Source, job_id: str | None) -> None:
@@ -231,7 +215,7 @@ def _show(reference: Reference) -> None:
 
 def show_instead(_: Reference | None, reference: Reference | str) -> None:
     """For callbacks: the page goes on with another plan."""
-    url_state.moved()
+    address.moved()
     st.query_params["plan"] = str(reference)
     st.query_params.pop(FOLLOW, None)
 
@@ -293,7 +277,7 @@ def show_reading(show: Callable[[str], None]) -> None:
     if not reading.over:
         st.fragment(_read, run_every=LOOK_SECONDS)(reading)
     elif reading.error:
-        url_state.field_error(reading.error, "stretch")
+        address.field_error(reading.error, "stretch")
     else:
         del st.session_state[READING]
         show(str(Saved(reading.kept)))

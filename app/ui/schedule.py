@@ -8,17 +8,18 @@ import streamlit as st
 
 from openrecycle.app.console.service import ConsoleService, get_console
 from openrecycle.app.jobs.live_job import LiveJob
-from openrecycle.app.plans.sources import Made, OfJob, Source
+from openrecycle.app.plans.sources import Made, OfJob, Source, job_of, parse_reference
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.app.ui import components, facts, tables, url_state
+from openrecycle.app.ui import address, components, facts, tables
 from openrecycle.app.ui.charts.gantt import MAX_BARS, MAX_NODES, Detail
 from openrecycle.app.ui.components import schedule_of
 from openrecycle.app.ui.facts import critical_words, many_words
 from openrecycle.app.ui.picker import open_job
-from openrecycle.app.ui.plans import export_button, open_file, pick_plan, say_measured, show_instead, title_of
+from openrecycle.app.ui.plans import export_button, open_file, pick_plan, say_measured, show_instead
 from openrecycle.app.ui.schedule_view import ScheduleView, bars, choose_view, choose_workers, large_chart
 from openrecycle.app.ui.tables import Table, operations_table, workers_table
 from openrecycle.app.ui.theme import Palette
+from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Technique, Worker
 from openrecycle.planner.plans.drawing import Drawing
 from openrecycle.planner.plans.schedule import Schedule
@@ -31,7 +32,7 @@ def page() -> None:
     console = get_console()
     # Without a job there may still be plans of the library, or one that a link names.
     jobless = not console.queries.list_jobs() and bool(console.plans.library.saved() or "plan" in st.query_params)
-    opened = None if jobless else open_job(console, pace=False, title=partial(title_of, console))
+    opened = None if jobless else open_job(console, pace=False, title=partial(_title, console))
     if opened is None and not jobless:
         if not console.queries.list_jobs():
             open_file(console, partial(show_instead, None))
@@ -63,6 +64,20 @@ def page() -> None:
     components.cards(facts.plan_cards(plan, schedule))
     detail = _chart(source, schedule, workers, wish, colours)
     _tables(console, source, schedule, workers, detail)
+
+
+def _title(console: ConsoleService, job: LiveJob) -> bool:
+    """For `open_job`: the head names the plan that the address asks for, where that is not the job's."""
+    said = st.query_params.get("plan", "")
+    try:
+        reference = parse_reference(said) if ":" in said else None
+        found = console.sources.find(reference) if reference is not None and job_of(reference) != job.job_id else None
+    except (InputError, ConsoleError):
+        return False  # the page says why, and shows the job's
+    if not isinstance(found, Source):
+        return False
+    components.plan_title(found.name, found.plan, f"not a plan of {job.spec.name}, the job chosen here")
+    return True
 
 
 def _workers_table(fingerprint: str, names: str, out: dict[str, str], _schedule: Schedule) -> Table:
@@ -129,14 +144,14 @@ def _tables(
         components.heading("The same in figures", f"times in {plan.job.time_unit}")
         with st.container(horizontal=True, width="content", vertical_alignment="center"):
             st.page_link(
-                url_state.page("compare"),
+                address.page("compare"),
                 label="Compare with others",
                 icon=":material/compare_arrows:",
                 query_params=_comparison(source),
             )
             export_button(console.sources.export_of(source))
     tabs = ["Workers", "Ops of the detail" if detail else "Ops"]
-    by_worker, by_op = url_state.tabs(tabs, key="figures")
+    by_worker, by_op = address.tabs(tabs, key="figures")
     with by_worker:
         table = st.cache_data(_workers_table, max_entries=32, show_spinner=False)(
             plan.fingerprint, ",".join(map(str, workers)), dict(source.out), schedule

@@ -13,12 +13,12 @@ from typing import Any
 import streamlit as st
 from streamlit.components.v2.types import ComponentRenderer
 
-from openrecycle.app.ui import components, text, time_range, url_state
+from openrecycle.app.ui import address, components, text
+from openrecycle.app.ui.address import Range, TimeRange, choose_time, show_all, within
 from openrecycle.app.ui.charts import gantt as charts
 from openrecycle.app.ui.charts.gantt import MAX_NODES, Detail, gantt
 from openrecycle.app.ui.facts import many_words
 from openrecycle.app.ui.theme import Palette
-from openrecycle.app.ui.time_range import Range, TimeRange, choose_time, show_all, within
 from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.plans.drawing import Drawing, pipeline_workers, stage_workers, touched_workers
 from openrecycle.planner.plans.plan import Plan
@@ -50,7 +50,7 @@ def choose_workers(schedule: Schedule) -> list[Worker]:
 def choose_rows(schedules: Sequence[Schedule]) -> Callable[[Schedule], list[Worker]]:
     """One choice for all of them; where one has no such pipeline or stage, all its workers are shown."""
     touched = {worker for schedule in schedules for worker in touched_workers(schedule)}
-    show = url_state.segmented_control(
+    show = address.segmented_control(
         "Show",
         [key for key in SHOW if key != "failure" or touched],
         default="all",
@@ -61,7 +61,7 @@ def choose_rows(schedules: Sequence[Schedule]) -> Callable[[Schedule], list[Work
     number = 0
     if show in ("pipeline", "stage"):
         sizes = [getattr(schedule.problem.job, f"{show}s") for schedule in schedules]
-        number = url_state.selectbox(show.capitalize(), range(max(sizes)), key=show, width=120)
+        number = address.selectbox(show.capitalize(), range(max(sizes)), key=show, width=120)
 
     def chosen(schedule: Schedule) -> list[Worker]:
         if show == "failure":
@@ -77,7 +77,7 @@ def choose_rows(schedules: Sequence[Schedule]) -> Callable[[Schedule], list[Work
 
 def choose_view(plan: Plan, schedule: Schedule) -> ScheduleView:
     """What is drawn, the path of which micro-batch, and which time."""
-    draw = url_state.several(PILLS, "Draw", list(DRAW), default=DRAWN, format_func=DRAW.__getitem__, key="draw")
+    draw = address.several(PILLS, "Draw", list(DRAW), default=DRAWN, format_func=DRAW.__getitem__, key="draw")
     path = _choose_path(plan)
     end = float(schedule.problem.job.units(schedule.end))
     return ScheduleView(frozenset(draw), path, choose_time(plan.fingerprint[:12], end, text.plural(plan.job.time_unit)))
@@ -89,14 +89,14 @@ def clicked(chart: str) -> None:
     points = state["selection"]["points"] if state else []
     found = next((p["customdata"] for p in points if p.get("customdata")), None)
     name = found[0] if isinstance(found, list) else found.get("0") if isinstance(found, dict) else found
-    url_state.put(PATH, None if name == url_state.read(PATH, str, "a path") else name)
+    address.put(PATH, None if name == address.read(PATH, str, "a path") else name)
 
 
 def _choose_path(plan: Plan) -> tuple[int, int] | None:
     job = plan.job
     last = f"{job.pipelines - 1}.{job.micro_batches - 1}"
     expected = f"a pipeline and its micro-batch, from 0.0 to {last}"
-    known = url_state.read(PATH, lambda name: name if _place(name, plan) else None, expected, "No path is shown.")
+    known = address.read(PATH, lambda name: name if _place(name, plan) else None, expected, "No path is shown.")
     if job.pipelines * job.micro_batches <= MAX_PATHS:
         names = [f"{p}.{m}" for p in range(job.pipelines) for m in range(job.micro_batches)]
 
@@ -111,8 +111,8 @@ def _choose_path(plan: Plan) -> tuple[int, int] | None:
                 **rest,
             )
 
-        url_state.control(draw, PATH, known, partial(url_state.put, PATH))
-    url_state.say(PATH)
+        address.control(draw, PATH, known, partial(address.put, PATH))
+    address.say(PATH)
     return _place(known, plan)
 
 
@@ -146,13 +146,13 @@ def large_chart(
     names = [str(w) for w in drawing.rows.workers]
     width = schedule.problem.job.units(schedule.end)
     with st.container(horizontal=True, vertical_alignment="bottom", key="overview-part"):
-        first = url_state.selectbox("First row", names, key="first-row", on_change=_forget_box, width=160)
+        first = address.selectbox("First row", names, key="first-row", on_change=_forget_box, width=160)
         box = _box(len(workers), width)
         if box:
             st.button("Forget the box", on_click=_forget_box, key="forget-box")
         else:
             st.caption("Or draw a box on the overview.")
-            url_state.say(BOX)
+            address.say(BOX)
     if box:
         detail = charts.detail_of_box(drawing, *box)
     else:
@@ -193,7 +193,7 @@ def bars(
     """Op by op, in a chart in which a click shows a micro-batch's path. what: names the schedule and its rows. shown:
     the part of the time. ghost: with the next iteration."""
     what += f" {sorted(wish.draw)} {wish.path} {colours.name} {sorted(drawing.out.items())}"
-    part, turn = time_range.drawn_with(key, what, shown)
+    part, turn = address.drawn_with(key, what, shown)
     figure = gantt(
         drawing,
         colours,
@@ -226,18 +226,18 @@ def _box(rows: int, width: float) -> tuple[tuple[float, float], tuple[float, flo
         return ((x0, x1), (y0, y1)) if fits else None
 
     expected = f"two times up to {width:,.10g} and two rows up to {rows:,}, such as 20,60,0,8"
-    return url_state.read(BOX, accept, expected, "No box is drawn.")
+    return address.read(BOX, accept, expected, "No box is drawn.")
 
 
 def remember_box(time: TimeRange) -> None:
     """Shows all of it."""
     if box := drawn_box(PAD):
         show_all(time)
-        url_state.put(BOX, ",".join(f"{value:.6g}" for value in box))
+        address.put(BOX, ",".join(f"{value:.6g}" for value in box))
 
 
 def _forget_box() -> None:
-    url_state.put(BOX, None)
+    address.put(BOX, None)
 
 
 _SCRIPT = Path(__file__).parent / "assets" / "box_select.js"

@@ -22,7 +22,7 @@ from openrecycle.app.plans.simulations import (
     parse_request,
     shapes,
 )
-from openrecycle.app.ui import components, text, url_state
+from openrecycle.app.ui import address, components, text
 from openrecycle.app.ui.facts import Card
 from openrecycle.app.ui.tables import Table, rows_html
 from openrecycle.app.ui.theme import CHART_CONFIG, LEGEND, Palette, fixed, lower_axis, style
@@ -65,7 +65,7 @@ def _ask(console: ConsoleService) -> SimulationRequest | None:
     jobs = {job.job_id: job.name for job in reversed(console.queries.list_jobs())}
     values: dict[str, Any] = {}
     with st.container(horizontal=True, vertical_alignment="bottom", key="simulate-job"):
-        source = url_state.selectbox(
+        source = address.selectbox(
             "Job",
             [SHAPE, *jobs],
             format_func=lambda j: j if j == SHAPE else f"{jobs[j]} · {j}",
@@ -73,13 +73,13 @@ def _ask(console: ConsoleService) -> SimulationRequest | None:
             width=240,
         )
         if source == SHAPE:
-            values["model"] = url_state.selectbox("Model", shapes(), default="gpt-3-6.7b", key="model", width=160)
+            values["model"] = address.selectbox("Model", shapes(), default="gpt-3-6.7b", key="model", width=160)
             for name, label, value, most in (
                 ("pipelines", "Pipelines", 6, 1024),
                 ("stages", "Stages", 4, 512),
                 ("micro_batches", "Micro-batches", 16, 1024),
             ):
-                values[name] = url_state.number_input(
+                values[name] = address.number_input(
                     label, 1, most, value, key=f"sim_{name}", width=110, help="Per pipeline."
                     if name == "micro_batches" else None,
                 )  # fmt: skip
@@ -90,7 +90,7 @@ def _ask(console: ConsoleService) -> SimulationRequest | None:
     traces = [DRAWN, *([HISTORY] if source != SHAPE else []), *public_traces()]
     names = {DRAWN: "Drawn at random", HISTORY: "This job's own history"}
     with st.container(horizontal=True, vertical_alignment="bottom", key="simulate-trace"):
-        values["trace"] = url_state.selectbox(
+        values["trace"] = address.selectbox(
             "Failures", traces, format_func=lambda t: names.get(t, t), key="trace", width=240
         )
         if values["trace"] == DRAWN:
@@ -100,11 +100,11 @@ def _ask(console: ConsoleService) -> SimulationRequest | None:
                 ("hours", "Length (h)", 72.0, 1.0, 8760.0, "Of the run."),
                 ("host_mtbf", "Host MTBF (h)", 0.0, 0.0, 1e7, "Hours between failures of a whole host of 8; 0: never."),
             ):
-                values[name] = url_state.number_input(
+                values[name] = address.number_input(
                     label, least, longest, hours, key=f"sim_{name}", width=130, help=note, format="%g"
                 )
-            values["seed"] = url_state.number_input("Seed", 0, 2**31, 2, key="sim_seed", width=100)
-        values["dollars"] = url_state.number_input(
+            values["seed"] = address.number_input("Seed", 0, 2**31, 2, key="sim_seed", width=100)
+        values["dollars"] = address.number_input(
             "$ per worker-hour", 0.0, 1e4, 2.0, key="sim_dollars", width=130, format="%g"
         )
     untold = False
@@ -119,7 +119,7 @@ def _ask(console: ConsoleService) -> SimulationRequest | None:
     else:
         st.query_params.pop(COVERS, None)
     values["policies"] = tuple(
-        url_state.several(
+        address.several(
             st.multiselect, "Policies", POLICIES, default=DEFAULT_POLICIES, format_func=policy_words, key="policies"
         )
     )
@@ -137,9 +137,9 @@ def _history(console: ConsoleService, job_id: str) -> tuple[tuple[Row, ...], flo
         job, _, seconds = word.partition(":")
         return float(seconds) if job == job_id and seconds.isdecimal() and len(seconds) < 10 else None
 
-    pinned = url_state.read(COVERS, accept, f"{job_id}:<seconds>", "All of its history is shown.")
+    pinned = address.read(COVERS, accept, f"{job_id}:<seconds>", "All of its history is shown.")
     rows, covered = console.queries.past_failures(job_id, pinned)
-    url_state.say(COVERS)
+    address.say(COVERS)
     if pinned is None:
         st.query_params[COVERS] = f"{job_id}:{covered:.0f}"
     elif console.queries.past_failures(job_id)[1] > covered:
@@ -150,7 +150,7 @@ def _history(console: ConsoleService, job_id: str) -> tuple[tuple[Row, ...], flo
 
 
 def _up_to_now() -> None:
-    url_state.put(COVERS, None)
+    address.put(COVERS, None)
 
 
 def _results(simulation: Simulation, viewer: str, colours: Palette) -> None:
@@ -197,7 +197,7 @@ def _results(simulation: Simulation, viewer: str, colours: Palette) -> None:
             key="simulation-mtbf",
             alt=sensitivity_words(simulation),
         )
-        figures = url_state.expander("The same in figures", key="simulation-mtbf-figures")
+        figures = address.expander("The same in figures", key="simulation-mtbf-figures")
         if figures.open:
             figures.html(rows_html(sensitivity_table(simulation), "Figures by MTBF"))
         if simulation.crossings:

@@ -18,7 +18,7 @@ from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.console.view import JobView, StateInterval, WorkerDetail, WorkerView
 from openrecycle.app.jobs.states import ALIVE, HOLDING, OUT, RankState, RoleState
 from openrecycle.app.observing.recorder import Series
-from openrecycle.app.ui import components, facts, tables, text, url_state
+from openrecycle.app.ui import address, components, facts, tables, text
 from openrecycle.app.ui.access import actor, told
 from openrecycle.app.ui.charts.progress import memory, op_times
 from openrecycle.app.ui.charts.worker_grid import LOOKS
@@ -269,7 +269,7 @@ def _detail(console: ConsoleService, job_id: str, name: str) -> None:
 
 def _tabs(console: ConsoleService, job_id: str, detail: WorkerDetail, now: float) -> None:
     zone = st.context.timezone
-    present, over_time, history, log = url_state.tabs(["Now", "Over time", "History", "Log"], key=TABS)
+    present, over_time, history, log = address.tabs(["Now", "Over time", "History", "Log"], key=TABS)
     with present:
         st.html(facts_html(detail))
         if detail.ranks:
@@ -288,7 +288,7 @@ def _tabs(console: ConsoleService, job_id: str, detail: WorkerDetail, now: float
 def _over_time(console: ConsoleService, job_id: str, detail: WorkerDetail) -> None:
     """Op times against the plan's and memory, as charts and in figures."""
     name = detail.worker.name
-    span = url_state.segmented_control(
+    span = address.segmented_control(
         "Span", list(SPANS), default=next(iter(SPANS)), key=SPAN, label_visibility="collapsed"
     )
     until = time.time() + 1

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from ui_console import Address
 
-from openrecycle.app.ui import iteration_range, time_range, url_state
-from openrecycle.app.ui.charts.progress import ZOOM, losses, progress_rows, throughput
+from openrecycle.app.ui import address
+from openrecycle.app.ui.charts.progress import losses, progress_rows, throughput
+from openrecycle.app.ui.charts.vega import ZOOM
 from openrecycle.app.ui.theme import LIGHT
 from tests.golden import golden
 
@@ -18,14 +19,13 @@ from tests.golden import golden
 def page(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """What Streamlit keeps between two runs of a page."""
     kept = SimpleNamespace(session_state={}, query_params=Address())
-    for module in (iteration_range, time_range, url_state):
-        monkeypatch.setattr(module, "st", kept)
+    monkeypatch.setattr(address, "st", kept)
     return kept
 
 
 def move(page: SimpleNamespace, chart: str, sent: Any) -> None:
     page.session_state["a-key"] = {"selection": {ZOOM: sent}}
-    iteration_range.zoomed(chart, "a-key")
+    address.zoomed(chart, "a-key")
 
 
 @pytest.mark.parametrize(
@@ -48,23 +48,23 @@ def test_a_link_names_iterations_that_there_are(
     page: SimpleNamespace, word: str, found: tuple[int, int] | None
 ) -> None:
     page.query_params["iterations"] = word
-    assert iteration_range.asked_for(100, 499) == found
+    assert address.iterations_shown(100, 499) == found
     assert page.query_params.get("iterations") == (word if found else None)
-    words = page.session_state[url_state.NOTES]["iterations"].words
+    words = page.session_state[address.NOTES]["iterations"].words
     assert words == (golden("iterations-got-expected-two-iterations", f"{word!r}") if found is None else "")
 
 
 def test_what_the_job_leaves_behind_is_shown_no_more_without_a_word(page: SimpleNamespace) -> None:
     page.query_params["iterations"] = "100-150"
-    assert iteration_range.asked_for(100, 499) == (100, 150)
-    assert iteration_range.asked_for(151, 550) is None and page.query_params == {}
-    assert page.session_state[url_state.NOTES]["iterations"].words == ""
+    assert address.iterations_shown(100, 499) == (100, 150)
+    assert address.iterations_shown(151, 550) is None and page.query_params == {}
+    assert page.session_state[address.NOTES]["iterations"].words == ""
 
 
 def test_both_curves_show_what_one_is_moved_to_and_that_one_is_not_drawn_anew(page: SimpleNamespace) -> None:
     def drawn() -> list[tuple[Any, int]]:
-        shown = iteration_range.asked_for(0, 399)
-        return [time_range.drawn_with(chart, "job", shown) for chart in ("throughput", "loss")]
+        shown = address.iterations_shown(0, 399)
+        return [address.drawn_with(chart, "job", shown) for chart in ("throughput", "loss")]
 
     assert drawn() == [(None, 0), (None, 0)]
     move(page, "throughput", {"before": [120.4, 180.2]})
@@ -78,37 +78,37 @@ def test_both_curves_show_what_one_is_moved_to_and_that_one_is_not_drawn_anew(pa
 
 
 def test_what_a_browser_sends_before_it_hears_of_the_new_address_changes_nothing(page: SimpleNamespace) -> None:
-    url_state.enter("live")
+    address.enter("live")
     move(page, "loss", {"before": [120.4, 180.2]})
     for late in ({}, {"iterations": "5-9"}):
         page.query_params = Address(late)
-        assert iteration_range.asked_for(0, 399) == (120, 180) and page.query_params == {"iterations": "120-180"}
+        assert address.iterations_shown(0, 399) == (120, 180) and page.query_params == {"iterations": "120-180"}
     move(page, "loss", {})
     page.query_params = Address({"iterations": "120-180"})
-    assert iteration_range.asked_for(0, 399) is None and page.query_params == {}
+    assert address.iterations_shown(0, 399) is None and page.query_params == {}
 
 
 def test_when_the_page_runs_as_a_whole_its_address_counts(page: SimpleNamespace) -> None:
-    url_state.enter("live")
+    address.enter("live")
     move(page, "loss", {"before": [120.4, 180.2]})
-    url_state.enter("live")  # at once, where a callback comes before a whole run
+    address.enter("live")  # at once, where a callback comes before a whole run
     page.query_params = Address()
-    assert iteration_range.asked_for(0, 399) == (120, 180)
+    assert address.iterations_shown(0, 399) == (120, 180)
     page.query_params = Address()  # asked for before the browser heard of it, by the next click
-    url_state.enter("live")
-    assert iteration_range.asked_for(0, 399) == (120, 180)
+    address.enter("live")
+    assert address.iterations_shown(0, 399) == (120, 180)
     page.query_params = Address({"iterations": "5-9"})  # the browser's Back
-    url_state.enter("live")
-    assert iteration_range.asked_for(0, 399) == (5, 9)
+    address.enter("live")
+    assert address.iterations_shown(0, 399) == (5, 9)
     page.query_params = Address()
-    assert iteration_range.asked_for(0, 399) is None
+    assert address.iterations_shown(0, 399) is None
 
 
 def test_what_the_job_leaves_behind_does_not_come_back(page: SimpleNamespace) -> None:
-    url_state.enter("live")
+    address.enter("live")
     move(page, "loss", {"before": [120.4, 180.2]})
-    assert iteration_range.asked_for(200, 399) is None and page.query_params == {}
-    assert iteration_range.asked_for(200, 399) is None and page.query_params == {}
+    assert address.iterations_shown(200, 399) is None and page.query_params == {}
+    assert address.iterations_shown(200, 399) is None and page.query_params == {}
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from ui_console import Address
 
-from openrecycle.app.ui import time_range, url_state
+from openrecycle.app.ui import address
 
 CHART, SLIDER, END = "gantt", "time-plan", 840.0
 
@@ -20,20 +20,19 @@ class Page:
         self.state: dict[str, Any] = {SLIDER: (0.0, END)}
         self.address = Address()
         kept = SimpleNamespace(session_state=self.state, query_params=self.address)
-        for module in (time_range, url_state):
-            monkeypatch.setattr(module, "st", kept)
+        monkeypatch.setattr(address, "st", kept)
 
     def drag(self, sent: object) -> None:
         self.state[f"zoom-of-{CHART}"] = {"range": sent}
-        time_range.dragged(CHART, time_range.TimeRange("time", SLIDER, END, None))
+        address.dragged(CHART, address.TimeRange("time", SLIDER, END, None))
 
     def slide(self, low: float, high: float) -> None:
         self.state[SLIDER] = (low, high)
-        time_range.slid("time", SLIDER, END)
+        address.slid("time", SLIDER, END)
 
     def draw(self, what: str = "a plan") -> tuple[tuple[float, float] | None, int]:
-        shown = time_range.narrowed(self.state[SLIDER], END)
-        return time_range.drawn_with(CHART, what, shown)
+        shown = address.narrowed(self.state[SLIDER], END)
+        return address.drawn_with(CHART, what, shown)
 
 
 @pytest.fixture
@@ -62,7 +61,7 @@ def test_a_dragged_chart_sets_the_slider_and_the_link(
     page.drag(sent)
     assert page.address.get("time") == link and page.state[SLIDER] == pytest.approx(slider)
     if link is not None:
-        assert time_range.parsed(link, END) == pytest.approx(slider)
+        assert address.parsed(link, END) == pytest.approx(slider)
 
 
 @pytest.mark.parametrize("sent", [None, "all", [None, 3], ["1", "2"], [float("nan"), 3.0], [400, 200], [900, 950], {}])
@@ -126,16 +125,16 @@ def test_the_slider_and_a_double_click_have_it_drawn_anew(page: Page) -> None:
 def test_a_chart_of_a_part_shows_what_it_has_of_the_chosen_time(
     shown: tuple[float, float] | None, part: tuple[float, float] | None
 ) -> None:
-    assert time_range.within(time_range.TimeRange("time", SLIDER, END, shown), 100, 200) == part
+    assert address.within(address.TimeRange("time", SLIDER, END, shown), 100, 200) == part
 
 
 @pytest.mark.parametrize("word", ["400-200", "a-b", "200", "-5-10", "0-99999", "nan-3", "1-inf", "", "-"])
 def test_a_time_that_cannot_be(word: str) -> None:
-    assert time_range.parsed(word, END) is None
+    assert address.parsed(word, END) is None
 
 
 @pytest.mark.parametrize("end", [1 / 3, 100 / 7, 840.0, 27.0, 1e-3, 123456.789])
 def test_the_end_can_be_sent(end: float) -> None:
-    link = f"0-{time_range.spelled(end)}"
-    parsed = time_range.parsed(link, end)
-    assert parsed is not None and time_range.narrowed(parsed, end) is None
+    link = f"0-{address.spelled(end)}"
+    parsed = address.parsed(link, end)
+    assert parsed is not None and address.narrowed(parsed, end) is None

@@ -15,14 +15,12 @@ import numpy as np
 from openrecycle.app.console.view import EventView, RecoveryView
 from openrecycle.app.jobs.throughput import IterationView
 from openrecycle.app.observing.recorder import Series, Values
-from openrecycle.app.ui.charts.vega import Columns, LiveChart, y_axis
+from openrecycle.app.ui.charts.vega import ZOOM, Columns, LiveChart, y_axis
 from openrecycle.app.ui.theme import Palette
 from openrecycle.planner.jobs.words import milliseconds
 from openrecycle.planner.plans.drawing import OP_WORDS
 
 PANEL_HEIGHT = 112
-# Of the part that is shown.
-ZOOM = "zoom"
 # Beyond as many iterations a line says more than dots on it.
 MOST_DOTS = 120
 # `generation 3: W1_2 re-joins; plan 6d9b60c0: ...`, as the feed has it when a generation opens.

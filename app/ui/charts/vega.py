@@ -30,6 +30,8 @@ from openrecycle.app.ui.theme import FONT, Palette
 # Column name to its values, all of one length.
 Columns = dict[str, Any]
 ROWS, NUMBER = "rows", "row"
+# Of the part that is shown of a chart that can be moved.
+ZOOM = "zoom"
 # Marks of which one goes through many rows.
 PATHS = ("line", "area")
 # A column of so few different words is sent as numbers of a byte each.

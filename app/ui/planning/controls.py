@@ -15,9 +15,9 @@ from openrecycle.app.plans.sources import without
 from openrecycle.app.plans.whatif import GRID, MEMORY, PARTITION, SOLVER, TECHNIQUE, Checked, WhatIf
 from openrecycle.app.ui import text
 from openrecycle.app.ui.access import acting, told
+from openrecycle.app.ui.address import control, field_error
 from openrecycle.app.ui.facts import SOLVER_WORDS
 from openrecycle.app.ui.planning.state import PAGE, change, choice, now, said, say
-from openrecycle.app.ui.url_state import control, field_error
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique
 from openrecycle.planner.jobs.profile import AUTO
 from openrecycle.planner.solvers.portfolio import SOLVERS

@@ -13,10 +13,10 @@ import streamlit as st
 from openrecycle.app.plans.whatif import GRID, Checked, WhatIf, at_random
 from openrecycle.app.ui import components, text
 from openrecycle.app.ui.access import told
+from openrecycle.app.ui.address import control, field_error
 from openrecycle.app.ui.charts.worker_grid import PICKED, dead_grid
 from openrecycle.app.ui.planning.state import change, now, say
 from openrecycle.app.ui.theme import Palette
-from openrecycle.app.ui.url_state import control, field_error
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.plans.plan import Plan

@@ -29,12 +29,12 @@ from openrecycle.app.plans.whatif import (
     uploaded,
 )
 from openrecycle.app.runtime.errors import PLAN_MIB
-from openrecycle.app.ui import text, url_state
+from openrecycle.app.ui import address, text
 from openrecycle.app.ui.access import acting, actor, told, why_not
+from openrecycle.app.ui.address import field_error
 from openrecycle.app.ui.planning.controls import wrong
 from openrecycle.app.ui.planning.state import PROFILE_NOTE, change, choice, now, said, say
 from openrecycle.app.ui.plans import read_file, show_reading
-from openrecycle.app.ui.url_state import field_error
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, StageProfile
 from openrecycle.planner.plans.plan import JobDoc, job_doc
@@ -219,7 +219,7 @@ def profile(console: ConsoleService, question: WhatIf, found: Checked) -> None:
         st.warning(text.plain_markdown(words))
     if found.job is not None:
         what = "Layers" if found.job.layers else "Stages"
-        with url_state.expander(f"{what}: {_sum_up(found.job)}", key="planner-stage-times"):
+        with address.expander(f"{what}: {_sum_up(found.job)}", key="planner-stage-times"):
             _editor(question, found.job)
 
 
@@ -256,9 +256,7 @@ def _sum_up(job: Job) -> str:
 
 
 def _editor(question: WhatIf, job: Job) -> None:
-    memory = url_state.toggle(
-        "Memory too", key="planner-bytes", help="Bytes of activations, weights and workers, in MB."
-    )
+    memory = address.toggle("Memory too", key="planner-bytes", help="Bytes of activations, weights and workers, in MB.")
     document = job_doc(job)
     # After each edit the table begins anew from what was made of it.
     key = f"planner-table-{abs(hash((question.profile, question.stages, memory)))}"

@@ -9,7 +9,7 @@ import streamlit as st
 
 from openrecycle.app.plans.introduction import step_of
 from openrecycle.app.plans.whatif import PARAMS, PROFILE, Keeper, WhatIf, follow, parse
-from openrecycle.app.ui import url_state
+from openrecycle.app.ui import address
 from openrecycle.planner.jobs.errors import InputError
 
 QUESTION = "planner-question"
@@ -56,7 +56,7 @@ def change(made: WhatIf, *, saved: str | None = None, example: bool = False) -> 
     which stay for as long as the question is one of them."""
     if made != st.session_state.get(QUESTION):
         for name in (SHOW, WINDOW):
-            url_state.put(name, None)
+            address.put(name, None)
     st.session_state[QUESTION] = made
     words = made.params()
     if saved:
@@ -65,19 +65,19 @@ def change(made: WhatIf, *, saved: str | None = None, example: bool = False) -> 
         words[EXAMPLE] = "paper"
     for name in (*PARAMS, SAVED, EXAMPLE):
         if words.get(name) != st.query_params.get(name):
-            url_state.put(name, words.get(name))
+            address.put(name, words.get(name))
 
 
 def choice(
     label: str, options: Mapping[str, str], name: str, value: str, choose: Callable[[str], object], **look: Any
 ) -> None:
-    """One of the options, by the words for each. choose: as of `url_state.control`. look: passed on to Streamlit."""
+    """One of the options, by the words for each. choose: as of `address.control`. look: passed on to Streamlit."""
 
     def draw(value: str, **rest: Any) -> None:
         names = list(options)
         st.selectbox(label, names, names.index(value), format_func=lambda each: options.get(each, each), **look, **rest)
 
-    url_state.control(draw, name, value, choose)
+    address.control(draw, name, value, choose)
 
 
 def say(where: str, words: str) -> None:

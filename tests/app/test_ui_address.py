@@ -13,7 +13,7 @@ from ui_console import MAIN, ConsoleHere, JobHere, turn_to, until
 from openrecycle.app.catalogs.contents import parse_request
 from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.plans.whatif import WhatIf
-from openrecycle.app.ui import url_state
+from openrecycle.app.ui import address
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes
@@ -25,32 +25,30 @@ def script() -> None:
 
     import streamlit as st
 
-    from openrecycle.app.ui import url_state
+    from openrecycle.app.ui import address
 
-    url_state.enter(st.session_state.get("page", "first"))
+    address.enter(st.session_state.get("page", "first"))
     with st.container(horizontal=True):
-        url_state.selectbox("Select", ["a", "b"], key="select", format_func=str.upper)
-        url_state.segmented_control("Segment", ["a", "b"], default="b", key="segment")
-        url_state.several(
-            partial(st.pills, selection_mode="multi"), "Pills", ["a", "b", "c"], default=["a"], key="pills"
-        )
-        url_state.several(st.multiselect, "Many", ["a", "b", "c"], default=["a", "b"], key="many")
-        url_state.number_input("Whole", 1, 1024, 7, key="whole")
-        url_state.number_input("Real", 0.5, 2e3, 1.0, key="real")
-        url_state.text_input("Text", "plain", key="text", max_chars=5)
-        url_state.toggle("Switch", key="switch")
+        address.selectbox("Select", ["a", "b"], key="select", format_func=str.upper)
+        address.segmented_control("Segment", ["a", "b"], default="b", key="segment")
+        address.several(partial(st.pills, selection_mode="multi"), "Pills", ["a", "b", "c"], default=["a"], key="pills")
+        address.several(st.multiselect, "Many", ["a", "b", "c"], default=["a", "b"], key="many")
+        address.number_input("Whole", 1, 1024, 7, key="whole")
+        address.number_input("Real", 0.5, 2e3, 1.0, key="real")
+        address.text_input("Text", "plain", key="text", max_chars=5)
+        address.toggle("Switch", key="switch")
         if st.session_state.get("more"):
-            url_state.selectbox("Of few", range(st.session_state.get("few", 30)), key="few-of")
-    st.button("Another job", key="another", on_click=url_state.moved)
-    url_state.tabs(["One", "Two"], key="tabs")
-    if url_state.expander("Figures", key="figures").open:
+            address.selectbox("Of few", range(st.session_state.get("few", 30)), key="few-of")
+    st.button("Another job", key="another", on_click=address.moved)
+    address.tabs(["One", "Two"], key="tabs")
+    if address.expander("Figures", key="figures").open:
         st.write("the figures")
-    found = url_state.read("free", lambda text: int(text) if text.isdecimal() else None, "a whole number")
+    found = address.read("free", lambda text: int(text) if text.isdecimal() else None, "a whole number")
     box = "free-box"
     st.selectbox(
-        "Free", range(9), found or 0, key=box, on_change=lambda: url_state.put("free", str(st.session_state[box]))
+        "Free", range(9), found or 0, key=box, on_change=lambda: address.put("free", str(st.session_state[box]))
     )
-    url_state.say("free")
+    address.say("free")
 
 
 def opened(**query: Any) -> AppTest:
@@ -141,11 +139,11 @@ def test_it_is_said_until_that_control_is_changed() -> None:
 
 
 def test_of_many_or_long_values_the_first_few_are_named() -> None:
-    assert url_state.one_of("abc") == golden("one-of-a-b-c")
-    assert url_state.one_of(map(str, range(30))) == "one of 0, 1, 2, 3, 4, 5, 6, 7 and 22 more"
+    assert address.one_of("abc") == golden("one-of-a-b-c")
+    assert address.one_of(map(str, range(30))) == "one of 0, 1, 2, 3, 4, 5, 6, 7 and 22 more"
     long = [letter * 50 for letter in "abcd"]
-    assert url_state.one_of(long) == f"one of {long[0]}, {long[1]} and 2 more"
-    assert url_state.one_of(["a" * 500]) == "one of " + "a" * 500
+    assert address.one_of(long) == f"one of {long[0]}, {long[1]} and 2 more"
+    assert address.one_of(["a" * 500]) == "one of " + "a" * 500
 
 
 def test_a_field_that_is_drawn_later_is_looked_at_then() -> None:
@@ -255,10 +253,10 @@ def strange() -> None:
     """A page of which only the names in its address count."""
     import streamlit as st
 
-    from openrecycle.app.ui import url_state
+    from openrecycle.app.ui import address
 
-    url_state.enter(st.session_state.get("page", "schedule"))
-    url_state.say_unknown()
+    address.enter(st.session_state.get("page", "schedule"))
+    address.say_unknown()
 
 
 def test_a_name_that_a_page_has_nothing_for_is_said() -> None:
@@ -273,7 +271,7 @@ def test_a_name_that_a_page_has_nothing_for_is_said() -> None:
     assert [words.partition(" ")[0] for words in said(test.run())] == ["'paln'", "'plan'", "'show'"]
 
 
-@pytest.mark.parametrize("page", list(url_state.NAMES))
+@pytest.mark.parametrize("page", list(address.NAMES))
 def test_what_the_pages_put_into_their_addresses_they_know(
     page: str, here: ConsoleHere, console: ConsoleService
 ) -> None:
@@ -283,8 +281,8 @@ def test_what_the_pages_put_into_their_addresses_they_know(
     if page:
         turn_to(test, page).run()
     assert not test.exception, test.exception[0].message
-    known = url_state.NAMES[page]
+    known = address.NAMES[page]
     begins = tuple(name[:-1] for name in known if name.endswith("*"))
-    for name in [*test.query_params, *test.session_state[url_state.NOTES]]:
+    for name in [*test.query_params, *test.session_state[address.NOTES]]:
         assert name in (*known, "job") or (begins and name.startswith(begins)), name
     assert not [words for words in said(test) if golden("in-the-link") in words]
