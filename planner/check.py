@@ -687,7 +687,7 @@ class _Layouts:
         return sum(round(times[len(times) - 1 - (self.job.pipelines - peers)] * scale) for times in known)
 
     def _held(self, s: int, a: int, ends: Ints) -> Ints:
-        """Activations that a worker may hold; 0 where its layers don't fit."""
+        """Activations that a worker can hold at most; 0 where its layers and one micro-batch don't fit."""
         if self.problem.memory.text != "bytes":
             limit = self.problem.limits[s]
             return np.full(len(ends), self.total if limit is None else min(limit, self.total), self.kind)
@@ -695,10 +695,11 @@ class _Layouts:
         for b in ends.tolist():
             layers = self.job.layers[a:b]
             free = self.job.capacity_bytes[s] - sum(x.weight_bytes + x.optimizer_bytes for x in layers)
-            each = sum(x.activation_bytes for x in layers)
+            parts = [sum(x.activation_bytes for x in layers)]
             if self.problem.technique.splits:
-                each = max(each, sum(x.weight_backward_bytes for x in layers))
-            out.append(0 if free < 0 else min(self.total, free // each) if each else self.total)
+                parts.append(sum(x.weight_backward_bytes for x in layers))
+            least = min(parts)
+            out.append(0 if free < max(parts) else min(self.total, free // least) if least else self.total)
         return np.array(out, self.kind)
 
     def times(self, s: int, a: int, ends: Ints, peers: Ints) -> tuple[Ints, Ints]:

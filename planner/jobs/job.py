@@ -419,11 +419,21 @@ class MemoryLimit:
         if self.text == "none":
             return (None,) * job.stages
         if self.text == "bytes":
-            return tuple(_bytes_limit(job, s, technique) for s in range(job.stages))
+            return tuple(_bytes_limits(job, s, technique)[0] for s in range(job.stages))
         if self.text == "1f1b":
             return tuple(job.stages - s for s in range(job.stages))
         count = job.stages if self.text == "uniform" else int(self.text)
         return (count,) * job.stages
+
+    def most(self, job: Job, technique: Technique) -> tuple[tuple[int | None, int | None], ...]:
+        """By stage (micro-batches whose I has not ended, micro-batches in all): more can be held in no way.
+
+        These are the limits, but for `bytes` where B is split: a micro-batch takes what W needs of it only from I's
+        end on, and what I needs only until then.
+        """
+        if self.text == "bytes":
+            return tuple(_bytes_limits(job, s, technique)[1:] for s in range(job.stages))
+        return tuple((limit, limit) for limit in self.limits(job, technique))
 
 
 @dataclass(frozen=True)
@@ -473,7 +483,18 @@ class Problem:
 
     @cached_property
     def limits(self) -> tuple[int | None, ...]:
+        """What solvers keep to: whatever does, fits."""
         return self.memory.limits(self.job, self.technique)
+
+    @cached_property
+    def most_held(self) -> tuple[tuple[int | None, int | None], ...]:
+        """What bounds reckon with: nothing that exceeds it fits. See MemoryLimit.most."""
+        return self.memory.most(self.job, self.technique)
+
+    @property
+    def limits_are_exact(self) -> bool:
+        """Does nothing fit but what keeps to the limits?"""
+        return all(limit == held for limit, (_, held) in zip(self.limits, self.most_held, strict=True))
 
     @cached_property
     def ticks(self) -> tuple[StageTicks, ...]:
@@ -538,8 +559,8 @@ def _check_sizes(pipelines: int, stages: int, micro_batches: int) -> None:
         raise InputError("pipelines x stages x micro_batches x 3 ops", ops, most)
 
 
-def _bytes_limit(job: Job, stage: int, technique: Technique) -> int | None:
-    """Micro-batches that a worker of `stage` may hold; see MemoryLimit.limits."""
+def _bytes_limits(job: Job, stage: int, technique: Technique) -> tuple[int | None, int | None, int | None]:
+    """Micro-batches that a worker of `stage` may hold; see MemoryLimit.limits and MemoryLimit.most."""
     if not job.capacity_bytes:
         raise InputError("capacity_bytes", None, "bytes per worker in the job's profile, for memory limit bytes")
     profile, capacity = job.profiles[stage], job.capacity_bytes[stage]
@@ -549,9 +570,9 @@ def _bytes_limit(job: Job, stage: int, technique: Technique) -> int | None:
         raise InfeasibleError(
             f"weights and optimizer state take {fixed:,} bytes on stage {stage}, which has {capacity:,}", remedy
         )
-    if not each:
-        return None
     if fixed + each > capacity:
         share = math.floor(100 * (capacity - fixed) / each) / 100
         raise InfeasibleError(f"memory holds {share:g} of one micro-batch on stage {stage}", remedy)
-    return (capacity - fixed) // each
+    parts = each, profile.activation_bytes, profile.least_bytes(splits=technique.splits)
+    limit, ahead, most = ((capacity - fixed) // part if part else None for part in parts)
+    return limit, ahead, most

@@ -58,6 +58,10 @@ class StageProfile:
         """The larger part of a micro-batch: what I needs, or, where B is split, what W needs."""
         return max(self.activation_bytes, self.weight_backward_bytes if splits else 0)
 
+    def least_bytes(self, *, splits: bool) -> int:
+        """What a micro-batch takes at any time, from its F's start to its W's (or B's) end."""
+        return min(self.activation_bytes, self.weight_backward_bytes) if splits else self.activation_bytes
+
     def check(self, where: str) -> None:
         for name in ("forward", "input_backward", "weight_backward", "optimizer"):
             check_duration(f"{where}.{name}", getattr(self, name))

@@ -319,7 +319,8 @@ class LayerBounds:
         return out
 
     def _limits(self, s: int) -> Ints:
-        """[D, D]: activations that a worker of the stage may hold; all micro-batches where there is no limit."""
+        """[D, D]: most activations that a worker of the stage can hold, 0 where not one fits; all micro-batches where
+        there is no limit."""
         job, shape = self.job, (self.width, self.width)
         if self.memory.text != "bytes":
             count = self.memory.limits(job, self.technique)[s]
@@ -330,9 +331,11 @@ class LayerBounds:
             self._span(np.array([0, *accumulate(getattr(p, name) for p in job.layers)], object), s)
             for name in ("activation_bytes", "weight_backward_bytes", "weight_bytes", "optimizer_bytes")
         )
-        each = np.maximum(need, keep) if self.technique.splits else need
+        # (As StageProfile.micro_batch_bytes and least_bytes.)
+        each, least = (np.maximum(need, keep), np.minimum(need, keep)) if self.technique.splits else (need, need)
         free = job.capacity_bytes[s] - weights - state
-        held = np.where(free < 0, 0, np.where(each > 0, free // np.where(each > 0, each, 1), self.total))
+        fitting = np.where(least > 0, free // np.where(least > 0, least, 1), self.total)
+        held = np.where(free < each, 0, fitting)
         return np.minimum(held, self.total).astype(self.exact)
 
     def _reduced(self, s: int, living: int | None) -> Ints | int:

@@ -2,7 +2,8 @@
 
 Notation, for one stage s: F, I, W, O its op times; n the micro-batches that its busiest living
 worker must run, at least ceil(all micro-batches / living peers) whatever the routing; C the most
-activations that worker may hold (n when there is no limit). A micro-batch *turns round* at s in
+activations that worker can hold (n when there is no limit), A the most whose I has not ended, which are
+fewer only where memory is counted in bytes. A micro-batch *turns round* at s in
   r(s) = F(s) + transfers and F below s + all I below s and their transfers back,
 the time from its F's start on s to the earliest start of its I on s. Where B is not split (the
 adaptive technique), B takes the place of I on the way back, and W is 0.
@@ -43,21 +44,26 @@ class _Row:
     F: int
     I: int  # noqa: E741 -- the field's name for it
     W: int
-    limit: int | None
+    A: int | None
+    C: int | None
     turn: int
 
     def held(self, n: int) -> int:
         """C of the module, for n micro-batches."""
-        return n if self.limit is None else min(n, self.limit)
+        return n if self.C is None else min(n, self.C)
+
+    def ahead(self, n: int) -> int:
+        """A of the module, for n micro-batches."""
+        return n if self.A is None else min(n, self.A)
 
     def first_phase(self, n: int) -> int:
         """Least time from the worker's first F to the end of its n-th F and I, whatever the W's.
 
-        Before the first I can start, r(s) after the first F, only F's can run, and no more than C
-        of them; so at most min(r(s), C F) of that time is spent working.
+        Before the first I can start, r(s) after the first F, only F's can run, and no more than A
+        of them; so at most min(r(s), A F) of that time is spent working.
         """
-        held = self.held(n)
-        return max(self.turn, held * self.F) + (n - held) * self.F + n * self.I
+        ahead = self.ahead(n)
+        return max(self.turn, ahead * self.F) + (n - ahead) * self.F + n * self.I
 
     def last_input_backward(self, n: int) -> int:
         """Least time from the worker's first F to the end of its last I.
@@ -80,13 +86,15 @@ class _Row:
         return self.first_phase(n) + n * self.W + cool_down
 
     def residence(self, n: int) -> int:
-        """Least time over which n micro-batches can be held C at a time.
+        """Least time over which n micro-batches can be held C at a time, and A until their I's have ended.
 
         Each is held for at least r(s) + I + W. Intervals of which at most C overlap can be
         coloured with C colours so that those of one colour are disjoint (interval graphs are
-        perfect), and some colour has at least ceil(n / C) of them.
+        perfect), and some colour has at least ceil(n / C) of them. So, with A, for r(s) + I until the I has
+        ended, which a W follows.
         """
-        return -(-n // self.held(n)) * (self.turn + self.I + self.W)
+        until_I = -(-n // self.ahead(n)) * (self.turn + self.I)
+        return max(until_I + self.W, -(-n // self.held(n)) * (self.turn + self.I + self.W))
 
     def returns(self, n: int) -> int:
         """The same to the start of the last W: what is held ends with it."""
@@ -97,7 +105,7 @@ class _Row:
 class _Stage:
     """One stage, in ticks. F, I, W: of its fastest peer, which any micro-batch may meet; O: the longest.
 
-    n: micro-batches of its busiest peer at least. C: the memory limit. living: peers. rows: its living peers, the
+    n: micro-batches of its busiest peer at least. A, C: see the module. living: peers. rows: its living peers, the
     alike counted. Some peer has to take n of them; where peers differ in speed, the
     least that the worst-off of them needs over all ways of dividing `total` among them.
     """
@@ -107,6 +115,7 @@ class _Stage:
     W: int
     O: int  # noqa: E741
     n: int
+    A: int | None
     C: int | None
     total: int
     living: int
@@ -223,7 +232,8 @@ def _stages(problem: Problem) -> list[_Stage]:
                 W=t.weight_backward if problem.technique.splits else 0,
                 O=t.optimizer,
                 n=-(-total // living),
-                C=problem.limits[s],
+                A=problem.most_held[s][0],
+                C=problem.most_held[s][1],
                 total=total,
                 living=living,
                 rows=tuple(rows.items()),
@@ -235,12 +245,13 @@ def _stages(problem: Problem) -> list[_Stage]:
 
 
 def _row(problem: Problem, t: StageTicks, stage: int, below: int) -> _Row:
-    splits, limit = problem.technique.splits, problem.limits[stage]
+    splits, (ahead, held) = problem.technique.splits, problem.most_held[stage]
     return _Row(
         F=t.forward,
         I=t.input_backward if splits else t.backward,
         W=t.weight_backward if splits else 0,
-        limit=limit,
+        A=ahead,
+        C=held,
         turn=t.forward + below,
     )
 
@@ -262,7 +273,7 @@ def _staggered(problem: Problem, stages: list[_Stage]) -> list[Bound]:
     fewest = 0  # the first stage above with the fewest living peers
     for s, x in enumerate(stages):
         bounds.append(Bound(x.span + x.O, f"stage {s} has {x.n} micro-batches per worker to run"))
-        held = x.n if x.C is None else min(x.n, x.C)
+        held = x.n if x.A is None else min(x.n, x.A)
         bounds.append(Bound(x.residence + x.O, f"stage {s} may hold only {held} activations"))
         if best_above is not None:
             bounds.append(

@@ -190,19 +190,20 @@ class _Search:
         if not self.left or RoutingModel.ops(self.problem) > ROUTED_OPS or self.problem.job.speeds:
             return
         model = RoutingModel(self.problem, self.bound, self.best.period - 1)
+        # The model keeps to the limits, and proves nothing where more may fit.
+        proves = self.problem.limits_are_exact
 
         def watch(objective: int | None, bound: int) -> None:
-            self.raise_bound(bound)
+            if proves:
+                self.raise_bound(bound)
             if objective is not None:
                 self.tell(min(objective, self.best.period), self.bound)
 
         outcome = self._run(model, self.left, watch)
-        if outcome.infeasible:
-            self.raise_bound(self.best.period)
-            return
         if outcome.solved:
             self.take(model.read(outcome.solver))
-        self.raise_bound(outcome.bound)
+        if proves:
+            self.raise_bound(self.best.period if outcome.infeasible else outcome.bound)
 
     def _message(self, proven: bool) -> str:
         if self.closed:

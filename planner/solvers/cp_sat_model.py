@@ -394,16 +394,16 @@ class SliceModel:
 
 # Its optimum bounds the period for every routing.
 #
-# Take any valid schedule, with any routing, and let a stage have L living peers, each of which may
-# hold C activations. Sort the stage's F starts, its I (or B) starts and its W starts each on their
-# own, and call the k-th of each those of "micro-batch" k. Then
+# Take any valid schedule, with any routing, and let a stage have L living peers, each of which can
+# hold C activations at most, A of them with an I to end. Sort the stage's F starts, its I (or B)
+# starts and its W starts each on their own, and call the k-th of each those of "micro-batch" k. Then
 # - at most L ops run at once, since each peer runs one at a time; so the k-th F starts no sooner
 #   than the (k - L)-th F has ended (as all last equally long), and likewise I's and W's;
 # - the k-th F of stage s + 1 starts no sooner than the k-th F of stage s has ended and been sent,
 #   for every F of stage s + 1 follows one of stage s by that much, and this survives sorting (see
 #   reduction); so do I(s) after I(s + 1), I after F and W after I on one stage;
 # - at most C L activations are held in the stage, so the (k + C L)-th F starts no sooner than the
-#   k-th W has ended;
+#   k-th W has ended; and so, with A, than the k-th I;
 # - first start and last end of the stage are what they were.
 # So the times satisfy this model, whose optimum is therefore no larger than any schedule's period.
 #
@@ -454,7 +454,7 @@ class PooledModel:
     def _pool(self, stage: int) -> None:
         """The order of the stage's ops, its peers and their memory together."""
         add = self.model.add
-        peers, limit = len(self.problem.living_peers(stage)), self.problem.limits[stage]
+        peers = len(self.problem.living_peers(stage))
         intervals = []
         for kind in self.kinds:
             row, length = self.starts[kind, stage], self._duration(kind, stage)
@@ -467,12 +467,11 @@ class PooledModel:
             self.model.add_no_overlap(intervals)
         else:
             self.model.add_cumulative(intervals, [1] * len(intervals), peers)
-        if limit is not None:
-            last = self.kinds[-1]
-            for release, forward in zip(
-                self.starts[last, stage], self.starts["F", stage][limit * peers :], strict=False
-            ):
-                add(forward >= release + self._duration(last, stage))
+        ahead, held = self.problem.most_held[stage]
+        for kind, most in ("I", None if ahead == held else ahead), (self.kinds[-1], held):
+            later = [] if most is None else self.starts["F", stage][most * peers :]
+            for release, forward in zip(self.starts[kind, stage], later, strict=False):
+                add(forward >= release + self._duration(kind, stage))
 
     def _span(self, stage: int, head: int, upper: int) -> None:
         """The stage within the period."""

@@ -199,7 +199,8 @@ def routes_of(schedule: Schedule) -> Routes:
 
 def proven_for_routing(problem: Problem, bound: int) -> str:
     """What to say of a schedule that is optimal for its routing, and perhaps not over all."""
+    counted = "" if problem.limits_are_exact else " where each micro-batch takes its larger part all along"
     return (
-        "no better schedule exists for this routing; "
+        f"no better schedule exists for this routing{counted}; "
         f"over all routings the proven lower bound is {problem.job.units(bound)}"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from typer.testing import CliRunner
 
 from openrecycle.planner.catalogs.catalog import Catalog
@@ -19,14 +20,18 @@ from openrecycle.planner.check import check
 from openrecycle.planner.cli import app
 from openrecycle.planner.jobs.errors import InfeasibleError, InputError, PlannerError
 from openrecycle.planner.jobs.failures import patterns
-from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
+from openrecycle.planner.jobs.job import Job, LayerProfile, MemoryLimit, Problem, StageProfile, Technique, Worker
+from openrecycle.planner.layers.partition import layer_bounds
 from openrecycle.planner.plans.baseline import reference_period
 from openrecycle.planner.plans.bounds import period_bound
 from openrecycle.planner.plans.packed import CatalogQuestion
 from openrecycle.planner.plans.plan import JobDoc, Plan, job_doc
-from openrecycle.planner.plans.schedule import Schedule
+from openrecycle.planner.plans.schedule import Op, Schedule
+from openrecycle.planner.solvers.base import Solution
+from openrecycle.planner.solvers.cp_sat import run
+from openrecycle.planner.solvers.cp_sat_model import PooledModel
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
-from openrecycle.planner.solvers.portfolio import make_plan
+from openrecycle.planner.solvers.portfolio import make_plan, plan_of
 from tests.conftest import examples
 from tests.golden import golden
 from tests.planner.problems import problems, route
@@ -122,6 +127,74 @@ def test_memory_that_holds_less_than_one_micro_batch_says_how_much() -> None:
         Problem(replace(job, profiles=(StageProfile(weight_bytes=101),)), memory=MemoryLimit("bytes"))
     with pytest.raises(InputError, match="capacity_bytes"):
         Problem(replace(job, capacity_bytes=()), memory=MemoryLimit("bytes"))
+
+
+# Of I only one micro-batch at a time fits, beside what W needs of another.
+BARELY = Job(
+    1,
+    2,
+    4,
+    profiles=(StageProfile(1, 1, 1, activation_bytes=10, weight_backward_bytes=1),) * 2,
+    capacity_bytes=(11, 11),
+)
+
+
+def test_the_bound_is_one_of_what_fits_in_bytes() -> None:
+    """What a plan holds is the larger part of a micro-batch for a while only, and solvers reckon with it all along."""
+    problem = Problem(BARELY, memory=MemoryLimit("bytes"))
+    rows = (
+        "F0@0 I0@3 F3@4 W0@5 I3@7 F2@8 W3@9 I2@11 F1@12 W2@14 I1@15 W1@16",
+        "F0@1 I0@2 W0@3 F3@5 I3@6 W3@7 F2@9 I2@10 W2@11 F1@13 I1@14 W1@15",
+    )
+    ops = [
+        Op(text[0], 0, int(text[1]), s, Worker(0, s), int(text[3:]), 1)
+        for s, row in enumerate(rows)
+        for text in row.split()
+    ]
+    schedule = Schedule.build(problem, ops)
+    assert check(schedule) == [] and schedule.period == period_bound(problem) == 17
+    for solver in ("list", "cp-sat"):
+        plan = make_plan(problem, solver=solver, time_limit=20)
+        assert check(plan) == [] and plan.metrics.lower_bound == 17 < plan.metrics.period
+        assert plan.solver.status == "feasible"
+
+
+@examples(90)
+@given(
+    problems(
+        techniques=[Technique.DECOUPLED, Technique.STAGGERED],
+        memories=["1", "none"],
+        pipelines=2,
+        stages=3,
+        micro_batches=3,
+        speeds=False,
+    )
+)
+def test_no_bound_is_above_a_plan_that_fits_in_bytes(problem: Problem) -> None:
+    schedule = ListScheduler().solve(problem).schedule
+    room = [0] * problem.job.stages
+    for worker, held in schedule.peak_bytes.items():
+        room[worker.stage] = max(1, room[worker.stage], held)
+    each = [p.fixed_bytes + p.micro_batch_bytes(splits=True) for p in problem.job.profiles]
+    assume(all(map(operator.ge, room, each)))  # (a split that does not fit is refused, though nobody has to split)
+    job = replace(problem.job, capacity_bytes=tuple(room))
+    fitting = replace(problem, job=job, memory=MemoryLimit("bytes"))
+    assert check(Schedule(fitting, schedule.ops)) == []
+    assert period_bound(fitting) <= schedule.period
+    assert run(PooledModel(fitting, 0, schedule.period).model, time_limit=30, workers=1, seed=0).solved
+
+
+def test_a_bound_over_partitions_is_one_of_what_fits_in_bytes() -> None:
+    layers = tuple(LayerProfile(**vars(profile)) for profile in BARELY.profiles)
+    problem = Problem(replace(BARELY, layers=layers, partition=(1, 1)), memory=MemoryLimit("bytes"))
+    least = layer_bounds(problem.job, problem.technique, problem.memory).least((1, 1))
+    assert least is not None and least.ticks <= 17
+    schedule = solved(problem)
+    said = [
+        check(plan_of(Solution(schedule, bound, "cp-sat", 0.0, over="partitions"), seconds=0.0))
+        for bound in (least.ticks, 18)
+    ]
+    assert said[0] == [] and len(said[1]) == 1
 
 
 def test_check_adds_up_the_bytes_itself() -> None:
