@@ -8,7 +8,7 @@ migrations (planner.layers.migration), and failures with equal counts per stage 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, groupby, islice
 from pathlib import Path
@@ -114,7 +114,7 @@ def fill(
             on_progress(done + planned, len(wanted))
     finished = planned == len(missing)
     if finished:
-        _inherit(question, keeper, wanted)
+        _inherit(question, keeper)
     return Filled(planned, done, len(wanted), finished)
 
 
@@ -215,49 +215,23 @@ def _chunks(
 # -- neighbouring counts ---------------------------------------------------------------------
 
 
-def _inherit(question: CatalogQuestion, folder: WritablePlanStore, wanted: Sequence[Target]) -> None:
-    """What `work` does within a task, across all of them.
+def _inherit(question: CatalogQuestion, folder: WritablePlanStore) -> None:
+    """What `work` does within a task, across all of them, also where each pattern has a plan.
 
-    From the largest count down each plan that is longer than the one above it is replaced by that
-    one, so no plan of the catalog is beaten by its neighbour.
+    A plan is replaced by that of a pattern with one failure more, its pipelines renamed, which is shorter when it
+    serves for these (a reduction among more peers may take longer); from the most failures down, so that it holds
+    for any number more. No plan of the catalog is beaten by its neighbour then.
     """
+    job = question.job
     headers = {name: header for name, header in headers_of(folder).items() if question.fits(header.partition)}
     names: dict[int, list[str]] = {}
     for name, header in headers.items():
         names.setdefault(header.failures, []).append(name)
-    if any(len(row) > 1 for row in names.values()):
-        _inherit_patterns(question, folder, names, headers)
-        return
-    reusable: tuple[Header, bytes] | None = None
-    for count in range(max((t.failures for t in wanted), default=0), -1, -1):
-        if len(names.get(count, [])) != 1:  # patterns, not counts
-            reusable = None
-            continue
-        (name,) = names[count]
-        blob, header = folder.get(name), headers[name]
-        assert blob is not None
-        if reusable is not None and reusable[0].metrics.period < header.metrics.period:
-            more = unpack(reusable[1], question, hashed=False).schedule()
-            made = ReusablePlan(more, count + 1, reusable[0].solver.name).for_fewer(question.problem(header.workers))
-            if made:
-                bound = round(header.metrics.lower_bound * question.job.ticks_per_unit)
-                blob = made.stored(bound, header.effort, question.over)[1]
-                header = decode_header(blob, source=name)
-                folder.put(name, blob)
-        reusable = (header, blob)
-
-
-def _inherit_patterns(
-    question: CatalogQuestion,
-    folder: WritablePlanStore,
-    names: Mapping[int, Sequence[str]],
-    headers: dict[str, Header],
-) -> None:
-    """The same where each pattern has a plan: one that is longer than that of a pattern with one failure more
-    is replaced by it, its pipelines renamed; from the most failures down, so that it holds for any number more."""
-    job = question.job
     for count in sorted(names, reverse=True):
         for name in names[count]:
+            longest = max((headers[fewer].metrics.period for fewer in names.get(count - 1, [])), default=0)
+            if headers[name].metrics.period >= longest:
+                continue
             for worker in sorted(headers[name].workers):
                 failed = headers[name].workers - {worker}
                 pattern, places = canonical_pattern(failed, job)

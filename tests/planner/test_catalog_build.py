@@ -37,7 +37,7 @@ from openrecycle.planner.check import check
 from openrecycle.planner.cli import app
 from openrecycle.planner.jobs.errors import InfeasibleError, InputError, PlannerError
 from openrecycle.planner.jobs.failures import failures_per_stage
-from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
+from openrecycle.planner.jobs.job import Job, MemoryLimit, StageProfile, Technique, Worker
 from openrecycle.planner.plans.packed import CatalogQuestion, Effort, pack, plan_name
 from openrecycle.planner.plans.plan import PlanError
 from openrecycle.planner.solvers.portfolio import make_plan
@@ -175,6 +175,15 @@ def test_by_count_no_plan_is_beaten_by_its_neighbour(by_count: StoredCatalog) ->
         assert plan.metrics.gap == plan.metrics.period / plan.metrics.lower_bound - 1
         assert plan.metrics.slowdown_vs_1f1b == plan.metrics.period / 27 - 1
         assert plan.metrics.peak_activations == {str(w): n for w, n in schedule.peak_activations.items()}
+
+
+def test_no_plan_gives_way_to_one_that_is_longer_among_more_peers(tmp_path: Path) -> None:
+    """What the neighbour's plan takes with a failure less counts: the reduction is among more peers then."""
+    profile = StageProfile(1, 1, 1, reductions=tuple(6.0 * n for n in range(6)))
+    question = CatalogQuestion(Job(6, 1, 2, profiles=(profile,)), Technique.STAGGERED, MemoryLimit("uniform"))
+    for header in build(question, 5, tmp_path, per="count").catalog.headers().values():
+        fresh = make_plan(question.problem(header.workers), solver="list", look_ahead=False)
+        assert header.metrics.period <= fresh.metrics.period
 
 
 def test_quick_tries_on_large_grids_are_no_worse_than_one_distribution(
