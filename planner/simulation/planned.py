@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from openrecycle.planner.jobs.errors import InfeasibleError, InputError
@@ -319,8 +320,8 @@ class PlannedJob:
         depths = template_depths(self.workers, self.least_stages, tolerated, min(2 * self.job.stages, layers))
         best = math.inf
         for chosen in instantiations(workers, depths, self.job.pipelines):
-            seconds, _ = distribute(total, chosen, self._template)
-            best = min(best, seconds)
+            if sum(shares(total, chosen, self._template, math.nextafter(best, 0))) >= total:
+                best, _ = distribute(total, chosen, self._template)
         return None if math.isinf(best) else Rate(best, self.samples)
 
     def _template(self, stages: int, micro_batches: int) -> float:
@@ -402,8 +403,6 @@ def _step_of(profile: StageProfile) -> float:
 
 # Up to so many workers every multiset of depths is looked at; beyond, the most even one of each size.
 ENUMERATED = 40
-# Micro-batches beside its share by depth that a pipeline is tried with.
-MARGIN = 3
 
 
 def template_depths(workers: int, least: int, tolerated: int, most: int) -> range:
@@ -442,44 +441,25 @@ def _sums(total: int, depths: range, parts: int, largest: int) -> Iterator[tuple
 def distribute(total: int, depths: tuple[int, ...], time: Callable[[int, int], float]) -> tuple[float, tuple[int, ...]]:
     """The least time within which pipelines of these depths run `total` micro-batches, and how many each has.
 
-    time(depth, micro_batches): of one pipeline; does not fall as micro-batches grow. The least time
-    is one that some pipeline has, and is found by bisection over those.
+    time(depth, micro_batches): of one pipeline; does not fall as micro-batches grow. The least time is one that some
+    pipeline has with some number of them, found by bisection over that number, depth by depth.
     """
-    kinds = set(depths)
-    workers = sum(depths)
-    # By depth each would have its share: in any best distribution somebody is close to it, and at
-    # the top of the range every pipeline can have as many as the deepest.
-    least, most = min(depths) * total // workers, -(-max(depths) * total // workers)
-    near = range(max(0, least - MARGIN), min(total, most + MARGIN) + 1)
-    candidates = sorted({time(kind, n) for kind in kinds for n in near})
+    best = math.inf
+    for kind in set(depths):
 
-    def room(limit: float) -> dict[int, int]:
-        return {kind: _most(kind, limit, near.stop - 1, time) for kind in kinds}
+        def suffices(n: int, depth: int = kind) -> bool:
+            return sum(shares(total, depths, time, time(depth, n))) >= total
 
-    low, high = 0, len(candidates) - 1
-    while low < high:
-        middle = (low + high) // 2
-        share = room(candidates[middle])
-        if sum(share[depth] for depth in depths) >= total:
-            high = middle
-        else:
-            low = middle + 1
-    share = room(candidates[low])
+        best = min(best, time(kind, bisect_left(range(total), True, key=suffices)))
     left = total
     out = []
-    for depth in depths:
-        out.append(min(share[depth], left))
+    for most in shares(total, depths, time, best):
+        out.append(min(most, left))
         left -= out[-1]
-    return candidates[low], tuple(out)
+    return best, tuple(out)
 
 
-def _most(depth: int, limit: float, high: int, time: Callable[[int, int], float]) -> int:
-    """Most micro-batches within `limit`, up to `high`."""
-    low = 0
-    while low < high:
-        middle = (low + high + 1) // 2
-        if time(depth, middle) <= limit:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+def shares(total: int, depths: tuple[int, ...], time: Callable[[int, int], float], limit: float) -> list[int]:
+    """By pipeline, most micro-batches within `limit`, up to `total`."""
+    most = {kind: bisect_right(range(1, total + 1), limit, key=partial(time, kind)) for kind in set(depths)}
+    return [most[depth] for depth in depths]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from itertools import product
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrecycle.planner.simulation.planned import distribute, instantiations, template_depths
+from openrecycle.planner.jobs.job import Job
+from openrecycle.planner.simulation.planned import PlannedJob, distribute, instantiations, template_depths
 
 
 @given(st.integers(1, 5), st.integers(0, 3), st.integers(0, 12))
@@ -40,15 +42,32 @@ def test_many_workers_are_spread_evenly() -> None:
     assert list(instantiations(95, range(10, 13), 8)) == [(12,) * 7 + (11,)]
 
 
-@given(st.lists(st.integers(2, 5), min_size=1, max_size=3), st.integers(1, 14), st.integers(0, 30))
-def test_distribution_is_the_best_of_all(depths: list[int], total: int, ramp: int) -> None:
+@given(
+    st.lists(st.integers(2, 5), min_size=1, max_size=3),
+    st.integers(1, 14),
+    st.integers(0, 30),
+    st.dictionaries(st.integers(2, 5), st.integers(1, 60), min_size=4, max_size=4),
+)
+def test_distribution_is_the_best_of_all(depths: list[int], total: int, ramp: int, each: dict[int, int]) -> None:
+    """Also where depth says little of the time."""
     chosen = tuple(sorted(depths, reverse=True))
 
     def time(depth: int, n: int) -> float:
-        return (60 / depth) * n + (ramp if n else 0)
+        return each[depth] * n + (ramp if n else 0)
 
     best, share = distribute(total, chosen, time)
     assert sum(share) == total
     assert max(map(time, chosen, share)) <= best
     ways = product(range(total + 1), repeat=len(chosen))
     assert best == min(max(map(time, chosen, way)) for way in ways if sum(way) == total)
+
+
+@pytest.mark.parametrize(
+    ("stages", "workers", "seconds"),
+    [(4, 7, 200), (8, 15, 210)],  # the first: 63 and 33 micro-batches over depths 4 and 3
+)
+def test_layers_that_are_few_leave_depths_far_from_their_share(stages: int, workers: int, seconds: float) -> None:
+    """A layer more on one of its stages makes a pipeline half as fast, whatever its depth."""
+    planned = PlannedJob(Job.uniform(2, stages, 48), samples=96, layers=1)
+    rate = planned.templates(workers)
+    assert rate is not None and rate.seconds == seconds
