@@ -130,16 +130,28 @@ class PlannedJob:
             if failures > planned:
                 self._periods[failures] = None
             elif failures == planned:
-                self._periods[failures] = self._plan(self._best(failures))
+                first = failures == 1
+                self._periods[failures] = (
+                    min(filter(None, self._first), default=None) if first else self._plan(self._best(failures))
+                )
             else:
                 made = self.rerouted(planned)
                 self._periods[failures] = None if made is None else made.seconds
         seconds = self._periods[failures]
         return None if seconds is None else Rate(seconds, self.samples)
 
+    @cached_property
+    def _first(self) -> list[float | None]:
+        """Seconds with one worker dead, by its stage."""
+        stages = range(self.job.stages)
+        return [self._plan([tuple(int(s == dead) for s in stages)]) for dead in stages]
+
     def moves(self, failures: int) -> bool:
-        """May `rerouted` have them on other stages than those where they fell? One of equal stages has not."""
-        return failures > 1 or (failures == 1 and len(set(self.job.profiles)) > 1)
+        """May `rerouted` have them on other stages than those where they fell? One has not where all stages lose as
+        much by it."""
+        if failures < 1 or self.job.stages == 1 or not self.technique.reroutes:
+            return False
+        return failures > 1 or self._large or len(set(self._first)) > 1
 
     def _best(self, failures: int) -> list[Counts]:
         """The distributions that the period models find best."""

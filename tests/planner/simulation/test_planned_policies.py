@@ -156,6 +156,23 @@ def test_fewer_pipelines_are_whole_ones(uneven: PlannedJob) -> None:
     assert PlannedJob(uneven.job, samples=12, technique=Technique.FAULT_FREE).fewer_pipelines(2) is None
 
 
+@pytest.mark.parametrize(
+    ("technique", "memory", "grid", "seconds", "moves"),
+    [
+        ("decoupled", "uniform", (4, 8, 8), 37, True),  # 40 on the first and the last stage
+        ("staggered", "1f1b", (3, 4, 6), 30, True),
+        ("staggered", "none", (3, 4, 6), 27, False),
+    ],
+)
+def test_one_failure_among_equal_stages_costs_what_its_best_stage_says(
+    technique: str, memory: str, grid: tuple[int, int, int], seconds: float, moves: bool
+) -> None:
+    planned = PlannedJob(Job.uniform(*grid), samples=1, technique=Technique(technique), memory=MemoryLimit(memory))
+    rate = planned.rerouted(1)
+    assert rate is not None and rate.seconds == seconds
+    assert planned.moves(1) == moves and planned.moves(2) and not planned.moves(0)
+
+
 def test_the_first_failure_is_moved_to_where_it_costs_least(uneven: PlannedJob) -> None:
     events = [Event(0, "add", f"w{i}") for i in range(6)] + [Event(1_000_000, "remove", "w5")]
     outcome = run(uneven, "recycle", Trace.of("one", events, end=1_200_000), detect=1, recover=1, migrate=7)
