@@ -263,8 +263,10 @@ class PlannedJob:
 
     def repartitioned(self, workers: int) -> Rate | None:
         """The layers over all living workers, wherever they are needed, in pipelines as deep as the grid's or, where
-        that is shorter, of one stage less; None where none fits."""
-        options = [self.with_depth(self.job.stages - less, workers) for less in (0, 1)]
+        that is shorter, of one stage less, or left where they are; None where none fits."""
+        # (Layouts are found by rules of thumb: now and then one is shorter that leaves a worker idle.)
+        options = [self.with_depth(self.job.stages - less, workers - idle) for less in (0, 1) for idle in (0, 1)]
+        options.append(self.rerouted(self.workers - workers))
         return min(filter(None, options), key=lambda rate: rate.seconds, default=None)
 
     def with_depth(self, stages: int, workers: int) -> Rate | None:

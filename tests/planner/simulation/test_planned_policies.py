@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -171,6 +172,16 @@ def test_one_failure_among_equal_stages_costs_what_its_best_stage_says(
     rate = planned.rerouted(1)
     assert rate is not None and rate.seconds == seconds
     assert planned.moves(1) == moves and planned.moves(2) and not planned.moves(0)
+
+
+@pytest.mark.parametrize(("grid", "layers"), [((3, 4, 6), 2), ((3, 4, 6), 8), ((4, 4, 4), 8)])
+def test_layers_move_only_where_that_is_quicker(grid: tuple[int, int, int], layers: int) -> None:
+    planned = PlannedJob(Job.uniform(*grid), samples=1, layers=layers)
+    counts = range(planned.workers, planned.job.stages, -1)
+    moved = [rate.seconds for rate in map(planned.repartitioned, counts) if rate]
+    stayed = [rate.seconds for rate in (planned.rerouted(planned.workers - n) for n in counts) if rate]
+    assert all(map(operator.le, moved, stayed)) and len(moved) == len(stayed) == len(counts)
+    assert moved == sorted(moved)
 
 
 def test_the_first_failure_is_moved_to_where_it_costs_least(uneven: PlannedJob) -> None:
