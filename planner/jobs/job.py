@@ -49,8 +49,9 @@ __all__ = [
 BYTES_PER_OP = 2_000
 MAX_OPS = 4_000_000
 SLOWEST, FASTEST = 0.01, 100.0
-# Of an iteration, were one op to wait for the other: what is added up stays within 64 bits.
-MAX_TICKS = 1 << 60
+# Of an iteration, were one op to wait for the other: a document's floats say exactly which tick is meant, and what is
+# added up stays within 64 bits.
+MAX_TICKS = 1 << 51
 MAX_LAYERS = 512
 
 # What a plan was chosen from, and its lower bound is over: all schedules of its problem; those of every partition of
@@ -291,7 +292,8 @@ class Job:
         slowest = min((speed for _, speed in self.speeds), default=1.0)
         longest = self.pipelines * (self.micro_batches * each + steps) / min(1.0, slowest)
         if longest * 10**MAX_DECIMALS > MAX_TICKS and longest * self.ticks_per_unit > MAX_TICKS:
-            most = f"at most {MAX_TICKS / self.ticks_per_unit:.3g}, since the shortest has so many decimals"
+            why = ", since the shortest has so many decimals" if self.ticks_per_unit > 1 else ""
+            most = f"at most {MAX_TICKS / self.ticks_per_unit:.3g}{why}"
             raise InputError("all ops of an iteration together", longest, most)
 
     def _check_speeds(self) -> None:

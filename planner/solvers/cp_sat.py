@@ -42,6 +42,8 @@ EARLY, LATE = 0.25, 0.5
 ROUTED_OPS = 1_500
 # Seconds for one slice.
 SLICE_SECONDS = 1.0
+# CP-SAT adds up the times of a model's ops, none of which is beyond twice the period.
+MOST_TICKS = (1 << 62) // (2 * SHARED_OPS)
 # Slices in a row without a gain, after which one is re-arranged at the same period.
 PATIENCE = 20
 
@@ -67,6 +69,9 @@ class CpSatSolver:
                 # Fault-free names one schedule, 1F1B: there is nothing to choose.
                 return replace(first, solver=self.name, seconds=run.elapsed)
             warm_start = first.schedule
+        if warm_start.period > MOST_TICKS:
+            why = "CP-SAT takes no op times of so many digits; this is the plan that it was to improve"
+            return Solution(warm_start, period_bound(problem), self.name, run.elapsed, why)
         search = _Search(problem, warm_start, period_bound(problem), run, self.workers)
         message = search.go(free_routes=self.free_routes)
         return Solution(search.best, search.bound, self.name, run.elapsed, message)

@@ -28,7 +28,15 @@ from openrecycle.planner.solvers import loops
 from openrecycle.planner.solvers.base import Run, Solution
 from openrecycle.planner.solvers.list_scheduler import ListScheduler, reference_result, rules
 from openrecycle.planner.solvers.loops import compiled_windows
-from openrecycle.planner.solvers.table import ALWAYS, UNLIMITED, ArraySchedule, DispatchSettings, Result, Table
+from openrecycle.planner.solvers.table import (
+    ALWAYS,
+    UNLIMITED,
+    ArraySchedule,
+    DispatchSettings,
+    Result,
+    Table,
+    fits_machine_code,
+)
 from openrecycle.planner.solvers.tuning import COMPILED_SECONDS, searched
 
 # -- orders of a problem's ops (see `loops`): what they are worth, and a part of one dispatched anew ---
@@ -231,8 +239,8 @@ FINE = 8
 
 
 def rearrangeable(problem: Problem) -> bool:
-    """Is there a choice to be made, and are the compiled loops here that it needs?"""
-    return problem.technique.splits and find_spec("numba") is not None
+    """Is there a choice to be made, are the compiled loops here that it needs, and do its times fit into them?"""
+    return problem.technique.splits and find_spec("numba") is not None and fits_machine_code(problem)
 
 
 class Rearranger:

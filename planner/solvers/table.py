@@ -58,6 +58,18 @@ class Result:
         return (self.period, self.spans)
 
 
+def fits_machine_code(problem: Problem) -> bool:
+    """Do all numbers of the loops fit 64 bits? Else they are left to Python's own integers."""
+    job = problem.job
+    workers, items = job.pipelines * job.stages, job.pipelines * job.stages * job.micro_batches
+    slowest = [max(problem.worker_ticks(Worker(p, s)).work for p in range(job.pipelines)) for s in range(job.stages)]
+    # A time is at most all work and transfers one after the other; an event code packs it with an index.
+    transfers = sum(job.transfer_ticks) + sum(job.backward_transfer_ticks)
+    longest = job.pipelines * job.micro_batches * (sum(slowest) + transfers)
+    # What a wait spares is weighed in percent of ALWAYS.
+    return 3 * longest * (workers + 2 * items) < INT64 and ALWAYS * max(slowest) < INT64
+
+
 class Table:
     """One problem, made ready for any number of runs.
 
@@ -77,16 +89,10 @@ class Table:
         base = [0] * self.workers
         for w in range(1, self.workers):
             base[w] = base[w - 1] + self.load[w - 1]
-        # A time is at most all work and transfers one after the other; an event code packs it
-        # with an index. What does not fit 64 bits is left to Python's own integers.
         self.ticks = [problem.worker_ticks(Worker(p, s)) for s in range(job.stages) for p in range(job.pipelines)]
-        stages = [self.ticks[begin : begin + job.pipelines] for begin in range(0, self.workers, job.pipelines)]
-        slowest = sum(max(t.work for t in peers) for peers in stages)
-        longest = self.n * (slowest + sum(job.transfer_ticks) + sum(job.backward_transfer_ticks))
-        fits = 3 * longest * (self.workers + 2 * self.items) < INT64
         if compiled is None:
             compiled = worth_compiling(3 * self.items)
-        self.compiled = compiled and fits
+        self.compiled = compiled and fits_machine_code(problem)
         self.route = self._vector(route)
         self.base = self._vector(base)
         self.times = [

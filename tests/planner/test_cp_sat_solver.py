@@ -158,3 +158,11 @@ def test_a_proof_for_one_routing_is_not_sold_as_more() -> None:
 
     freed = CpSatSolver().solve(problem, Run(30), warm_start=lopsided)
     assert freed.schedule.period < lopsided.period and freed.optimal and check(freed.schedule) == []
+
+
+def test_times_too_long_for_cp_sat_leave_the_plan_that_was_given() -> None:
+    durations = {"F": 1e8, "I": 1e8, "W": 100_000_000.000001}
+    problem = Problem(Job.uniform(1, 2, 2, durations=durations), memory=MemoryLimit("none"))
+    given = serial(problem)
+    found = CpSatSolver().solve(problem, Run(60), warm_start=given)
+    assert found.schedule is given and found.message and found.bound == period_bound(problem) < given.period

@@ -4,11 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from openrecycle.planner.check import check
 from openrecycle.planner.jobs.errors import InfeasibleError, InputError
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker, parse_durations
 from openrecycle.planner.plans.baseline import one_forward_one_backward
+from openrecycle.planner.plans.plan import Plan
 from openrecycle.planner.plans.schedule import Op, Schedule
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
+from openrecycle.planner.solvers.portfolio import make_plan
 from tests.conftest import examples
 from tests.golden import golden
 from tests.planner.problems import problems
@@ -31,8 +34,24 @@ def test_an_iteration_of_more_ticks_than_are_counted_is_refused() -> None:
     """Its plan could be made, and would be no valid one."""
     long = {"F": 1e9, "I": 1e9, "W": 1e9}
     assert Job.uniform(1, 1, 1000, durations={**long, "O": 1}).ticks_per_unit == 1
-    with pytest.raises(InputError, match=r"at most 1\.15e"):
+    with pytest.raises(InputError, match=r"at most 2\.25e"):
         Job.uniform(1, 1, 1000, durations={**long, "O": 0.000001})
+    with pytest.raises(InputError, match=r"at most 2\.25e"):
+        Job.uniform(1, 1, 1_000_000, durations=long)
+    with pytest.raises(InputError, match=r"at most 2\.25e"):
+        Job.uniform(3, 4, 6, durations={"F": 1e9, "I": 0.000001, "W": 1e9, "transfer": 0.3})
+
+
+@examples(90)
+@given(st.lists(st.integers(1, 10**13), min_size=3, max_size=3))
+def test_a_document_says_exactly_which_ticks_it_means(ticks: list[int]) -> None:
+    """Of the longest jobs that there may be."""
+    f, i, w = (n / 10**6 for n in ticks)
+    problem = Problem(
+        Job.uniform(2, 2, 18, durations={"F": f, "I": i, "W": w, "O": 0.000001}), frozenset({Worker(0, 1)})
+    )
+    made = make_plan(problem, solver="list", look_ahead=False)
+    assert check(Plan.from_json(made.to_json())) == []
 
 
 def test_ticks_are_exact_for_decimal_fractions() -> None:
