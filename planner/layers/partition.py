@@ -666,7 +666,7 @@ class _Choice:
                 heapq.heappush(waiting, (known[partition], partition))
 
         look(job.partition)
-        if looks > FEWEST and max(bounds.times(self.present, counts)) < bounds.none:
+        if max(bounds.times(self.present, counts)) < bounds.none:
             look(self.present)
         while waiting and len(known) < looks:
             (period, _), start = heapq.heappop(waiting)

@@ -381,3 +381,14 @@ def test_what_is_too_large_to_choose_from_is_refused_at_once(stages: int, transf
         lay_out(job, [Worker(0, 1)])
     given = lay_out(job, [Worker(0, 1)], over="schedules")
     assert given.partition == job.partition and given.bound.ticks > 0
+
+
+def test_the_present_partition_is_tried_however_few_are() -> None:
+    """On the largest grids three are."""
+    first = [(3, 2, 1, 1), (1, 1, 2, 1), (1, 1, 2, 0), (2, 2, 0, 0), (2, 1, 3, 1), (2, 1, 0, 0)]
+    times = [*first, (3, 1, 0, 0), (3, 1, 1, 1), (3, 1, 0, 0), (3, 1, 2, 0), (2, 3, 3, 1)]
+    job = Job(3, 4, 6, layers=tuple(LayerProfile(*of) for of in times))
+    for technique, memory in ((Technique.ADAPTIVE, "2"), (Technique.DECOUPLED, "1f1b")):
+        made = staffed(job, 12, technique=technique, memory=MemoryLimit(memory), effort=1)
+        assert made is not None
+        assert made.period <= ListScheduler().solve(replace(made.problem, job=job)).schedule.period
