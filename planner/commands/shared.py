@@ -64,33 +64,6 @@ def job_of_options(
     A measured profile (by its file, or a shipped one by its name) takes other sizes too. With a partition its layers
     are those that were measured. `auto` leaves the job at the partition that spreads work most evenly.
     """
-    job = _job_of_options(pipelines, stages, micro_batches, durations, profile, layers, partition is not None)
-    if partition is None or partition == AUTO:
-        if partition == AUTO and not job.layers:
-            raise InputError("--partition", partition, "--layers beside it, or a profile by layers")
-        return job
-    counts = parse_partition(partition, field="--partition")
-    if not job.layers:
-        raise InputError("--partition", partition, "--layers beside it, or a profile by layers")
-    given = job.check_partition(counts, field="--partition")
-    return replace(job, partition=given, home=given, profiles=(), transfers=(), backward_transfers=())
-
-
-def best_at_home(job: Job, technique: Technique, memory: MemoryLimit) -> Job:
-    """With the partition that is best without failures: what they move layers from, and are compared with."""
-    home = lay_out(job, technique=technique, memory=memory).partition
-    return replace(job, partition=home, home=home, profiles=(), transfers=(), backward_transfers=())
-
-
-def _job_of_options(
-    pipelines: int | None,
-    stages: int | None,
-    micro_batches: int | None,
-    durations: str | None,
-    profile: Path | None,
-    layers: int | None,
-    by_layers: bool,
-) -> Job:
     sizes = {"--pipelines": pipelines, "--stages": stages, "--micro-batches": micro_batches, "--durations": durations}
     if profile is not None:
         document = load(profile)
@@ -99,7 +72,7 @@ def _job_of_options(
         for option, value in sizes.items():
             if value is not None and (isinstance(document, JobDoc) or option == "--durations"):
                 raise InputError(option, value, "nothing, since --profile FILE says it")
-        return job_on(document, pipelines, stages, micro_batches, by_layers=by_layers)
+        return _cut(job_on(document, pipelines, stages, micro_batches, by_layers=partition is not None), partition)
     for option, value in sizes.items():
         if value is None and option != "--durations":
             raise InputError(option, None, "a whole number of at least 1 (or --profile FILE)")
@@ -107,7 +80,24 @@ def _job_of_options(
     if layers is not None and layers < 1:
         raise InputError("--layers", layers, "a whole number of at least 1")
     times = parse_durations(durations or "")
-    return Job.uniform(pipelines, stages, micro_batches, durations=times, layers=layers or 0)
+    return _cut(Job.uniform(pipelines, stages, micro_batches, durations=times, layers=layers or 0), partition)
+
+
+def _cut(job: Job, partition: str | None) -> Job:
+    """As `--partition` says."""
+    counts = () if partition is None or partition == AUTO else parse_partition(partition, field="--partition")
+    if partition is not None and not job.layers:
+        raise InputError("--partition", partition, "--layers beside it, or a profile by layers")
+    if partition is None or partition == AUTO:
+        return job
+    given = job.check_partition(counts, field="--partition")
+    return replace(job, partition=given, home=given, profiles=(), transfers=(), backward_transfers=())
+
+
+def best_at_home(job: Job, technique: Technique, memory: MemoryLimit) -> Job:
+    """With the partition that is best without failures: what they move layers from, and are compared with."""
+    home = lay_out(job, technique=technique, memory=memory).partition
+    return replace(job, partition=home, home=home, profiles=(), transfers=(), backward_transfers=())
 
 
 def failed_workers(given: list[str] | None, job: Job) -> frozenset[Worker]:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.plans.plan import MEASURED, Plan
 from openrecycle.planner.plans.schedule import Schedule
 
@@ -63,7 +62,7 @@ _NUMBERS: tuple[tuple[str, str, Kind, Callable[[Plan], Value]], ...] = (
     ("peak_activations", "most activations on a worker", "count", lambda p: _peak(p)),
     ("peak_bytes", "most memory on a worker", "bytes", lambda p: _peak_bytes(p)),
     ("ops", "ops", "count", lambda p: p.op_count),
-    ("rerouted_ops", "re-routed ops", "count", lambda p: _rerouted(p)),
+    ("rerouted_ops", "re-routed ops", "count", lambda p: int(p.away.sum())),
     ("solver", "solver", "text", lambda p: _solver(p)),
     ("fingerprint", "fingerprint", "text", lambda p: p.fingerprint[:12]),
 )
@@ -112,7 +111,7 @@ def by_stage(schedule: Schedule) -> list[StageFigures]:
                 max(row[-1].end for row in rows),
                 max(schedule.peak_activations[w] for w in workers),
                 schedule.problem.limits[stage],
-                sum(op.kind == "F" and op.rerouted for row in rows for op in row),
+                sum(schedule.rerouted_forwards[w] for w in workers),
             )
         )
     return out
@@ -225,8 +224,3 @@ def _peak_bytes(plan: Plan) -> int | None:
     if not any(profile.counts_bytes for profile in plan.job.job().profiles):
         return None
     return max(plan.schedule().peak_bytes.values())
-
-
-def _rerouted(plan: Plan) -> int:
-    homes = ((Worker.parse(name).pipeline, ops) for name, ops in plan.workers.items())
-    return sum(op.pipeline != home for home, ops in homes for op in ops)

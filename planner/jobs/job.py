@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from functools import cached_property
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from openrecycle.planner.jobs.errors import InfeasibleError, InputError, check_whole
@@ -536,6 +537,12 @@ class Problem:
             least = StageTicks._make(map(min, zip(*peers, strict=True)))
             out.append(least._replace(optimizer=max(t.optimizer for t in peers)))
         return tuple(out)
+
+    @cached_property
+    def heads(self) -> tuple[int, ...]:
+        """By stage, when its first F can start at the earliest: F's and transfers of all stages above it."""
+        way = (t.forward + wire for t, wire in zip(self.fastest, self.job.transfer_ticks, strict=False))
+        return tuple(accumulate(way, initial=0))
 
     @cached_property
     def longest_optimizer(self) -> int:

@@ -16,7 +16,7 @@ least that much for each a too.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -163,14 +163,10 @@ class _Stage:
         def most(row: _Row, ticks: int) -> int:
             return bisect_right(range(1, self.total + 1), ticks, key=lambda n: time(row, n))
 
-        low, high = 0, min(time(row, self.total) for row, _ in self.rows)
-        while low < high:
-            middle = (low + high) // 2
-            if sum(count * most(row, middle) for row, count in self.rows) >= self.total:
-                high = middle
-            else:
-                low = middle + 1
-        return high
+        def suffice(ticks: int) -> bool:
+            return sum(count * most(row, ticks) for row, count in self.rows) >= self.total
+
+        return bisect_left(range(min(time(row, self.total) for row, _ in self.rows)), True, key=suffice)
 
 
 def period_bound(problem: Problem) -> int:
@@ -343,16 +339,14 @@ def _barrier(problem: Problem, stages: list[_Stage]) -> list[Bound]:
     micro-batch passes I on each stage above, and each of those ends with W.
     """
     longest = max(x.O for x in stages)
-    down = accumulate(problem.job.transfer_ticks, initial=0)
     up = accumulate(problem.job.backward_transfer_ticks, initial=0)
-    heads = [f + t for f, t in zip(accumulate((x.F for x in stages[:-1]), initial=0), down, strict=True)]
     backs = [f + t for f, t in zip(accumulate((x.I for x in stages[:-1]), initial=0), up, strict=True)]
     bounds: list[Bound] = []
     best_above: int | None = None  # max over a of W(a) - backs[a]
     for s, x in enumerate(stages):
         tail = x.W if best_above is None else max(x.W, backs[s] + best_above)
         own = max(x.span, x.last_input_backward + tail, x.returns + tail)
-        bounds.append(Bound(heads[s] + own + longest, f"stage {s} has {x.n} micro-batches per worker to run"))
+        bounds.append(Bound(problem.heads[s] + own + longest, f"stage {s} has {x.n} micro-batches per worker to run"))
         above = x.W - backs[s]
         best_above = above if best_above is None else max(best_above, above)
     return bounds

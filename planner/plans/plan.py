@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -516,11 +517,17 @@ class Plan(DocumentModel):
     def op_count(self) -> int:
         return len(self.workers.arrays.kind)
 
+    @property
+    def away(self) -> NDArray[np.bool_]:
+        """[ops]: does another pipeline's worker run it?"""
+        own = np.array([int(name[1:].partition("_")[0]) for name in self.workers], np.int64)
+        away: NDArray[np.bool_] = self.workers.arrays.pipeline != own[self.workers.arrays.row]
+        return away
+
     def rerouted(self) -> dict[str, int]:
         """worker -> forwards of other pipelines' micro-batches, per iteration."""
         arrays, names = self.workers.arrays, list(self.workers)
-        own = np.array([int(name[1:].partition("_")[0]) for name in names], np.int64)
-        moved = arrays.row[(arrays.kind == F) & (arrays.pipeline != own[arrays.row])]
+        moved = arrays.row[(arrays.kind == F) & self.away]
         return dict(zip(names, np.bincount(moved, minlength=len(names)).tolist(), strict=True))
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:

@@ -11,6 +11,7 @@ make the period longer than its peers need give it (see `least_load`) sends the 
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left
 from collections.abc import Iterator
 from itertools import cycle
 
@@ -53,14 +54,7 @@ def _work(problem: Problem, stage: int) -> dict[int, int]:
 
 
 def _shared(work: list[int], total: int) -> int:
-    low, high = 0, total * min(work)
-    while low < high:
-        middle = (low + high) // 2
-        if sum(middle // ticks for ticks in work) >= total:
-            high = middle
-        else:
-            low = middle + 1
-    return low
+    return bisect_left(range(total * min(work)), True, key=lambda time: sum(time // ticks for ticks in work) >= total)
 
 
 def _hosts(problem: Problem, stage: int, guests: int, keeps: dict[int, int]) -> Iterator[int]:

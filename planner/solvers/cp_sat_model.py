@@ -43,9 +43,7 @@ class ScheduleModel:
         self.wire, self.wire_back = job.transfer_ticks, job.backward_transfer_ticks
         # Every stage starts before stage 0 ends, and lasts no longer than a period.
         self.horizon = 2 * self.upper if self.staggers else self.upper
-        self.heads = [0]
-        for s in range(1, job.stages):
-            self.heads.append(self.heads[-1] + self.fastest[s - 1].forward + self.wire[s - 1])
+        self.heads = problem.heads
         self.starts: dict[OpKey, cp_model.IntVar] = {}
         self.period = self.model.new_int_var(self.lower, self.upper, "period")
         self.first: list[cp_model.IntVar | int] = [0] * job.stages
@@ -190,12 +188,9 @@ class RoutingModel:
         self.period = self.model.new_int_var(lower, upper, "period")
         # See ScheduleModel: a stage starts before stage 0 ends and lasts a period at most.
         self.horizon = 2 * upper if self.staggers else upper
-        heads = [0]
-        for s in range(1, job.stages):
-            heads.append(heads[-1] + self.ticks[s - 1].forward + self.wire[s - 1])
-        self.heads = heads
+        self.heads = problem.heads
         self.first: list[cp_model.IntVar | int] = [
-            self.model.new_int_var(heads[s], upper, "") if s and self.staggers else 0 for s in range(job.stages)
+            self.model.new_int_var(self.heads[s], upper, "") if s and self.staggers else 0 for s in range(job.stages)
         ]
         self.forward, self.backward, self.weight = ([self._row() for _ in range(self.count)] for _ in range(3))
         self.on: list[list[list[cp_model.IntVar]]] = []  # [stage][micro-batch][peer]
@@ -426,15 +421,12 @@ class PooledModel:
         # See ScheduleModel: a stage starts before stage 0 ends and lasts a period at most.
         horizon = 2 * upper if problem.technique.staggers else upper
         self.starts: dict[tuple[str, int], list[cp_model.IntVar]] = {}
-        head = 0
-        for stage in range(job.stages):
+        for stage, head in enumerate(problem.heads):
             for kind in self.kinds:
                 self.starts[kind, stage] = [self.model.new_int_var(head, horizon, "") for _ in range(self.count)]
             self._pool(stage)
             self._span(stage, head, upper)
             self._chain(stage)
-            if stage < job.stages - 1:
-                head += problem.fastest[stage].forward + job.transfer_ticks[stage]
         self.model.minimize(self.period)
 
     @staticmethod

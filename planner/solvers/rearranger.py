@@ -15,7 +15,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from importlib.util import find_spec
-from itertools import accumulate, cycle
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -67,8 +67,7 @@ class OpOrders:
         self._load = np.asarray(table.load, dtype=np.int64)
         fastest = table.problem.fastest
         self._optimizer = np.array([t.optimizer for t in fastest], dtype=np.int64)
-        down = [t.forward + wire for t, wire in zip(fastest[:-1], job.transfer_ticks, strict=True)]
-        self._heads = np.array(list(accumulate(down, initial=0)), dtype=np.int64)
+        self._heads = np.array(table.problem.heads, dtype=np.int64)
         self._stage = np.arange(table.workers) // job.pipelines
         self._down, self._up = self._zeros(self.items), self._zeros(self.items)
         self._free = self._zeros(table.workers)
