@@ -310,7 +310,6 @@ def test_a_kill_does_not_show_and_what_is_written_is_read_again(family: str, tmp
 
 
 @pytest.mark.usefixtures("models_are_there")
-@pytest.mark.chaos
 @pytest.mark.processes
 def test_two_nodes_train_it_by_the_name_of_a_function(tmp_path: Path) -> None:
     """Each makes its workload of what the function returns; a death does not show either."""
