@@ -482,7 +482,7 @@ def _says_nothing(error: BaseException) -> bool:
     """Does it say nothing of what is on the disk, as an I/O error, a stale handle or too many open files? What is gone,
     or no regular file (`opened`), is damage; this may pass."""
     gone = isinstance(error, FileNotFoundError | NotADirectoryError)
-    return isinstance(error, OSError) and not gone and error.errno not in (errno.EINVAL, errno.ENXIO)
+    return isinstance(error, OSError) and not gone and error.errno not in (errno.EINVAL, errno.ELOOP, errno.ENXIO)
 
 
 def _written_share(document: Any) -> WrittenShare:

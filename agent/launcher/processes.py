@@ -167,7 +167,7 @@ class WorkerProcess:
     plans: dict[str, None] = field(default_factory=dict)
     heard: int = 0
     send: Callable[[dict[str, Any]], None] | None = None
-    _activity: Activity | None = None
+    _activity: Mapping[int, Activity] = field(default_factory=dict)
 
     @property
     def clock(self) -> Offset:
@@ -175,14 +175,17 @@ class WorkerProcess:
         return Offset(0, 0)
 
     def look(self, now: float) -> None:
-        """Asks the system what the process does; of one on another node its launcher does that."""
+        """Asks the system what the process does; of one on another node its launcher does that.
+
+        Of several ranks, one that computes and can't speak meanwhile excuses the worker, whatever the others do; but
+        not while one is stopped.
+        """
         self.looked_at = now
-        if self.process.pid is None:
-            return
-        before, self._activity = self._activity, activity(self.process.pid)
-        if self._activity is not None:
-            self.stopped = self._activity.stopped
-            if self._activity.lives_since(before):
+        before, pids = self._activity, (process.pid for process in (self.process, *self.siblings))
+        self._activity = {pid: seen for pid in pids if pid is not None and (seen := activity(pid)) is not None}
+        if self._activity:
+            self.stopped = any(seen.stopped for seen in self._activity.values())
+            if not self.stopped and any(seen.lives_since(before.get(pid)) for pid, seen in self._activity.items()):
                 self.lived_at = now
 
     def post(self, kind: str, **fields: Any) -> None:

@@ -366,3 +366,26 @@ def test_a_node_s_launcher_vouches_for_a_worker_that_computes_and_for_no_other()
         for process in processes.values():
             process.kill()
             process.communicate()
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
+def test_a_rank_that_is_stopped_is_excused_by_no_other() -> None:
+    """One that computes and can't speak is, also where it is not the one that speaks for its worker."""
+    programs = ("import time; print(flush=True); time.sleep(600)", "print(flush=True)\nwhile True: pass")
+    waits, computes = (subprocess.Popen([sys.executable, "-c", text], stdout=-1) for text in programs)
+    try:
+        for process in (waits, computes):
+            assert process.stdout is not None and process.stdout.readline()
+        pipe, _ = Pipe()
+        entry = WorkerProcess(Cell(0, 0), "a", waits, pipe, 0.0, siblings=(computes,))  # type: ignore[arg-type]
+        entry.look(1.0)
+        assert (entry.lived_at, entry.stopped) == (1.0, False)
+        os.kill(waits.pid, signal.SIGSTOP)
+        os.waitpid(waits.pid, os.WUNTRACED)
+        entry.look(2.0)
+        assert (entry.lived_at, entry.stopped) == (1.0, True)
+    finally:
+        for process in (waits, computes):
+            process.kill()
+            process.communicate()
