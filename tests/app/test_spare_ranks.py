@@ -11,7 +11,6 @@ import pytest
 
 from openrecycle.agent.messages.protocol import Acknowledgement, FailureReport, JobSpec, Registration
 from openrecycle.app.api.models import WorkerInfo
-from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.console.view import JobView, WorkerDetail
 from openrecycle.app.jobs.records import process_rows, read_processes
 from openrecycle.app.jobs.states import ProcessState, RankState
@@ -19,8 +18,7 @@ from openrecycle.app.ui import facts
 from openrecycle.app.ui.charts.worker_grid import SPARE, worker_grid, worker_sentence
 from openrecycle.app.ui.theme import LIGHT
 from openrecycle.app.ui.worker_dialog import facts_html, ranks_html
-from openrecycle.db.session import Database
-from openrecycle.db.store import Store
+from tests.app.played_launcher import PlayedJob
 
 pytestmark = pytest.mark.processes
 
@@ -28,15 +26,9 @@ NAMES = [f"W{p}_{s}" for p in range(3) for s in range(2)]
 SPEC = JobSpec(name="a job", pipelines=3, stages=2, micro_batches=2, iterations=100, ranks_per_worker=2)
 
 
-class Job:
-    """A job whose launcher is played."""
-
+class Job(PlayedJob):
     def __init__(self, path: Path, job_id: str | None = None) -> None:
-        self._database = Database(f"sqlite:///{path}")
-        self._database.upgrade()
-        self.console = ConsoleService(Store(self._database))
-        self.id = job_id or self.console.jobs.create(SPEC)[0].job_id
-        self.console.jobs.take_up(self.id)
+        super().__init__(path, SPEC, job_id)
 
     def begin(self) -> None:
         for number, name in enumerate(NAMES):
@@ -73,10 +65,6 @@ class Job:
 
     def dialog(self, name: str) -> WorkerDetail:
         return self.console.queries.worker_detail(self.view, name, time.time())
-
-    def close(self) -> None:
-        self.console.close()
-        self._database.close()
 
 
 @pytest.fixture

@@ -9,12 +9,10 @@ from pathlib import Path
 import pytest
 
 from openrecycle.agent.messages.protocol import Acknowledgement, FailureReport, JobSpec, Registration, Restart
-from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.jobs.records import process_rows, read_processes
 from openrecycle.app.jobs.states import PlannedRestart, ProcessState
 from openrecycle.app.ui.worker_dialog import facts_html
-from openrecycle.db.session import Database
-from openrecycle.db.store import Store
+from tests.app.played_launcher import PlayedJob
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes
@@ -23,15 +21,9 @@ NAMES = [f"W{p}_{s}" for p in range(3) for s in range(2)]
 SPEC = JobSpec(name="a job", pipelines=3, stages=2, micro_batches=2, iterations=100, max_restarts=3)
 
 
-class Job:
-    """A job whose launcher is played."""
-
+class Job(PlayedJob):
     def __init__(self, path: Path, job_id: str | None = None) -> None:
-        self._database = Database(f"sqlite:///{path}")
-        self._database.upgrade()
-        self.console = ConsoleService(Store(self._database))
-        self.id = job_id or self.console.jobs.create(SPEC)[0].job_id
-        self.console.jobs.take_up(self.id)
+        super().__init__(path, SPEC, job_id)
 
     def begin(self) -> None:
         for name in NAMES:
@@ -69,10 +61,6 @@ class Job:
     def dialog(self, name: str) -> str:
         detail = self.console.queries.worker_detail(self.console.queries.view(self.id), name, time.time())
         return facts_html(detail)
-
-    def close(self) -> None:
-        self.console.close()
-        self._database.close()
 
 
 @pytest.fixture
