@@ -30,9 +30,9 @@ from openrecycle.db.job_rows import OVER, JobRows
 from openrecycle.db.leadership import LeaderSession
 from openrecycle.db.session import Database, DatabaseError
 from openrecycle.db.store import Store
-from openrecycle.planner.commands.output import destination, is_stdout
-from openrecycle.planner.commands.output import run as run_command
 from openrecycle.planner.jobs.errors import InputError, PlannerError
+from openrecycle.planner.output import destination, is_stdout
+from openrecycle.planner.output import run as run_command
 
 tokens = typer.Typer(help="Tokens that let others view, operate, or report to a console.", no_args_is_help=True)
 

@@ -351,7 +351,7 @@ class Store:
         return found
 
     def catalog_blobs(self, fingerprint: str) -> CatalogBlobs:
-        """The plans of a catalog, read one by one (planner.catalogs.catalog_store.Blobs)."""
+        """The plans of a catalog, read one by one (planner.catalogs.catalog.Blobs)."""
         return CatalogBlobs(self.database, fingerprint)
 
     def delete_catalog(self, fingerprint: str) -> None:

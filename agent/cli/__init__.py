@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from openrecycle.agent.cli import launch, profile
-from openrecycle.planner.commands.output import run
+from openrecycle.planner.output import run
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 

@@ -11,9 +11,9 @@ import typer
 from openrecycle.agent.cli.shared import import_from_here, json_object, refuse, sentences, with_flags
 from openrecycle.agent.config.options import Optimization, Planning, TrainingOptions, parse_bytes
 from openrecycle.agent.config.settings import build, leaves
-from openrecycle.planner.commands.output import check_out, is_stdout, write_out
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job
+from openrecycle.planner.output import check_out, is_stdout, write_out
 from openrecycle.planner.profiles import Clock, Profile
 
 MODELS_HELP = "gpt-3-medium, gpt-3-3.35b or gpt-3-6.7b: one layer, the embedding and the head are measured."

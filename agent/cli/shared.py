@@ -17,9 +17,8 @@ from openrecycle.agent.config.options import FLAGS, GRID
 from openrecycle.agent.config.settings import Leaf, spelled, without_none
 from openrecycle.agent.messages.client import ConsoleRefused, ConsoleUnavailable
 from openrecycle.planner.jobs.errors import InputError, PlannerError
-from openrecycle.planner.jobs.files import read_whole
 from openrecycle.planner.jobs.words import printable
-from openrecycle.planner.plans.plan import read_json
+from openrecycle.planner.plans.plan import read_json, read_whole
 
 
 def import_from_here() -> None:

@@ -22,8 +22,16 @@ from openrecycle.agent.config.pacing import profile_pace
 from openrecycle.agent.config.settings import OptionGroup, documented, leaves, option, spelled
 from openrecycle.agent.config.timeouts import Timeouts
 from openrecycle.planner.jobs.errors import InputError
-from openrecycle.planner.jobs.job import Job, MayMove, MemoryLimit, Problem, Technique, Worker
-from openrecycle.planner.jobs.profile import MAX_BYTES, parse_partition
+from openrecycle.planner.jobs.job import (
+    MAX_BYTES,
+    Job,
+    MayMove,
+    MemoryLimit,
+    Problem,
+    Technique,
+    Worker,
+    parse_partition,
+)
 from openrecycle.planner.plans.plan import JobDoc, PlanError
 from openrecycle.planner.profiles import Profile, job_on, load
 

@@ -49,8 +49,7 @@ from openrecycle.agent.stages.optimizer import (
     stage_optimizer,
 )
 from openrecycle.planner.jobs.errors import InfeasibleError, InputError, in_a_line
-from openrecycle.planner.jobs.job import Job, Worker
-from openrecycle.planner.jobs.profile import parse_partition
+from openrecycle.planner.jobs.job import Job, Worker, parse_partition
 
 _SIDE = 3
 """Elements along each dimension of the parameters that an optimizer is tried on."""

@@ -30,8 +30,7 @@ from openrecycle.agent.stages.optimizer import StageOptimizer, stage_optimizer
 from openrecycle.agent.stages.stage import Stage
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import MAX_LAYERS, Job
-from openrecycle.planner.plans.models import shape_name
-from openrecycle.planner.profiles import Hardware, Measurements, Part, Reductions, Timing
+from openrecycle.planner.profiles import Hardware, Measurements, Part, Reductions, Timing, shape_name
 
 __all__ = ["MeasuringError", "measure_model", "measure_workload"]
 

@@ -31,7 +31,7 @@ from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.jobs.words import count
 from openrecycle.planner.plans.packed import from_bytes, storable
 from openrecycle.planner.plans.plan import job_doc
-from openrecycle.planner.simulation.policy_base import RecoveryCosts
+from openrecycle.planner.simulation.engine import RecoveryCosts
 
 log = structlog.get_logger()
 

@@ -15,7 +15,7 @@ from openrecycle.app.catalogs.service import Filling, exported, info_of
 from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.runner import exporting, in_thread
-from openrecycle.planner.catalogs.catalog_store import CatalogInfo
+from openrecycle.planner.catalogs.catalog import CatalogInfo
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.job import Technique
 from openrecycle.planner.plans.packed import CatalogQuestion

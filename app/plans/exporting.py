@@ -17,7 +17,7 @@ from openrecycle.agent.messages.protocol import JobSpec
 from openrecycle.app.runtime.errors import ConsoleError, starting
 from openrecycle.app.runtime.processes import Channel, ChildEnded, Children, made, read_answer, why_not
 from openrecycle.planner.catalogs.catalog import Catalog
-from openrecycle.planner.export import EXPORTERS, yaml_document
+from openrecycle.planner.export import EXPORTERS, text_formats
 from openrecycle.planner.export.picture import MAX_ROWS, MAX_STAGES
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.plans.plan import MEASURED, JobDoc, Plan
@@ -265,8 +265,8 @@ def _refusal(plan: Plan, name: str) -> Refusal | None:
     ops = plan.op_count
     if ops > MAX_OPS:
         return Refusal("too_large", f"the plan has {ops:,} ops and the console exports at most {MAX_OPS:,}")
-    if name == "yaml" and ops > yaml_document.MAX_OPS:
-        most = yaml_document.MAX_OPS
+    if name == "yaml" and ops > text_formats.MAX_OPS:
+        most = text_formats.MAX_OPS
         return Refusal("too_large", f"the plan has {ops:,} ops and YAML is written for at most {most:,}; use JSON")
     if name in ("svg", "png") and _rows(plan) > MAX_ROWS and plan.job.stages > MAX_STAGES:
         return Refusal("too_large", f"the plan has {plan.job.stages:,} stages and a picture at most {MAX_STAGES}")

@@ -16,7 +16,7 @@ from cachetools import LRUCache
 
 from openrecycle.app.runtime.processes import Channel, answered
 from openrecycle.app.runtime.task_queue import TaskQueue
-from openrecycle.planner.catalogs.catalog_store import CatalogInfo, MappedBlobs, StoredCatalog
+from openrecycle.planner.catalogs.catalog import CatalogInfo, MappedBlobs, StoredCatalog
 from openrecycle.planner.check import checked
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.failures import parse_workers

@@ -47,7 +47,7 @@ from openrecycle.planner.layers.drift import Drift, DriftLimits, DriftState, Rat
 from openrecycle.planner.layers.migration import SECONDS
 from openrecycle.planner.plans.packed import CatalogQuestion, plan_name
 from openrecycle.planner.plans.plan import Plan, job_doc
-from openrecycle.planner.plans.steady import steady_period
+from openrecycle.planner.plans.schedule import steady_period
 
 log = structlog.get_logger()
 

@@ -25,8 +25,7 @@ from openrecycle.planner.check import checked
 from openrecycle.planner.jobs.errors import InputError, PlannerError
 from openrecycle.planner.jobs.failures import parse_workers
 from openrecycle.planner.jobs.job import MAX_LAYERS, Job, MemoryLimit, Over, Problem, Technique, Worker
-from openrecycle.planner.layers.distribution import COPY_BANDWIDTH, CopyCost
-from openrecycle.planner.layers.migration import best_migrations
+from openrecycle.planner.layers.migration import COPY_BANDWIDTH, CopyCost, best_migrations
 from openrecycle.planner.layers.partition import Layout, lay_out
 from openrecycle.planner.plans.packed import from_bytes, to_bytes
 from openrecycle.planner.plans.plan import INTEGER, JobDoc, Plan, WorkerName

@@ -75,7 +75,7 @@ class MeasuredReference:
 
 @dataclass(frozen=True)
 class OfCatalog:
-    """fingerprint: the catalog's. name: the plan's in it (planner.catalogs.catalog_store.plan_name)."""
+    """fingerprint: the catalog's. name: the plan's in it (planner.catalogs.catalog.plan_name)."""
 
     fingerprint: str
     name: str

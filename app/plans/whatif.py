@@ -22,13 +22,21 @@ from openrecycle.app.plans.profiles import NAME, SavedProfile
 from openrecycle.app.plans.solving import MAX_SECONDS, MAX_SOLVED_OPS, MigrationsAsked, PlanAsked
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.planner.jobs.errors import InfeasibleError, InputError, PlannerError
-from openrecycle.planner.jobs.job import Job, MemoryLimit, StageProfile, Technique, Worker, count_ops
-from openrecycle.planner.jobs.profile import AUTO, UNEVEN_SCALES, parse_partition
-from openrecycle.planner.layers.distribution import COPY_BANDWIDTH
+from openrecycle.planner.jobs.job import (
+    AUTO,
+    UNEVEN_SCALES,
+    Job,
+    MemoryLimit,
+    StageProfile,
+    Technique,
+    Worker,
+    count_ops,
+    parse_partition,
+)
+from openrecycle.planner.layers.migration import COPY_BANDWIDTH
 from openrecycle.planner.plans.bounds import Bound, best_bound
-from openrecycle.planner.plans.models import shape_name
 from openrecycle.planner.plans.plan import JobDoc, Plan, PlanError, first_problem, job_doc, read_json, read_model
-from openrecycle.planner.profiles import Profile, job_on, load_profile, of_layers, on_grid, shipped
+from openrecycle.planner.profiles import Profile, job_on, load_profile, of_layers, on_grid, shape_name, shipped
 from openrecycle.planner.solvers.portfolio import SOLVERS
 
 # Presets of stage times, in slots. uneven: as the planner's benchmark; ends: an embedding that hands no

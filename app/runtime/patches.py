@@ -29,7 +29,7 @@ openrecycle.forking         Python 3.11 (multiprocessing's fork server)
 openrecycle.cli             Python 3.11 (thresholds of garbage collection, for every command)
     Gives: torch is imported in five sixths of the time.
     Not needed once `python -m tests.benchmarks.bench_start` is as fast without it.
-planner.commands.output     Typer 0.29 (the base of its errors by name; how an option reads a number)
+planner.output     Typer 0.29 (the base of its errors by name; how an option reads a number)
     Gives: a wrong command line is one sentence, and a number is digits: not 1_000, nor digits of other scripts.
     Not needed once Typer exports that base, and refuses such numbers: tests/app/test_command_lines.py is to pass.
 app.server                  Streamlit 1.67 (`config._main_script_path`)

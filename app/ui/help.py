@@ -13,8 +13,7 @@ from openrecycle.app.ui import address, components
 from openrecycle.app.ui.charts.worker_grid import LOOKS
 from openrecycle.app.ui.facts import OVER
 from openrecycle.app.ui.theme import Palette
-from openrecycle.planner.export.picture import small
-from openrecycle.planner.export.svg import draw_svg
+from openrecycle.planner.export.picture import draw_svg, small
 from openrecycle.planner.plans.drawing import OP_WORDS
 
 MARKS = (

@@ -23,7 +23,7 @@ from openrecycle.agent.coordination.events import (
 from openrecycle.agent.coordination.membership import Candidate, Mode, Offer
 from openrecycle.agent.messages.protocol import JobState, WorkerState
 from openrecycle.planner.jobs.words import MIGRATE, REROUTE, STAND_BY
-from openrecycle.planner.simulation.options import REPARTITION
+from openrecycle.planner.simulation.policy import REPARTITION
 from tests.agent.coordinator_run import Run, fingerprint
 from tests.golden import golden
 

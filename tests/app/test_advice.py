@@ -23,9 +23,9 @@ from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.jobs.words import MIGRATE, REROUTE, STAND_BY
 from openrecycle.planner.plans.packed import from_bytes
 from openrecycle.planner.plans.plan import job_doc
+from openrecycle.planner.simulation.engine import RecoveryCosts
 from openrecycle.planner.simulation.planned import Rate
 from openrecycle.planner.simulation.policy import REPARTITION, Advice, Option, best_option
-from openrecycle.planner.simulation.policy_base import RecoveryCosts
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes

@@ -35,7 +35,7 @@ from openrecycle.app.server import create_routes
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.check import check
 from openrecycle.planner.cli import app as planner_cli
-from openrecycle.planner.export.yaml_document import parse_yaml
+from openrecycle.planner.export.text_formats import parse_yaml
 from openrecycle.planner.jobs.job import Job, Problem, StageProfile, Worker
 from openrecycle.planner.plans.packed import pack, unpack
 from openrecycle.planner.plans.plan import JobDoc, Plan, PlannedOps, job_doc

@@ -18,8 +18,7 @@ from openrecycle.app.plans.introduction import pictures
 from openrecycle.app.ui.help import SECTIONS, reporter, token_line, trainer
 from openrecycle.app.ui.theme import DARK, LIGHT, Palette
 from openrecycle.planner.check import check
-from openrecycle.planner.export.picture import small
-from openrecycle.planner.export.svg import draw_svg
+from openrecycle.planner.export.picture import draw_svg, small
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes

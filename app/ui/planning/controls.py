@@ -18,8 +18,7 @@ from openrecycle.app.ui.access import acting, told
 from openrecycle.app.ui.address import control, field_error
 from openrecycle.app.ui.facts import SOLVER_WORDS
 from openrecycle.app.ui.planning.state import PAGE, change, choice, now, said, say
-from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique
-from openrecycle.planner.jobs.profile import AUTO
+from openrecycle.planner.jobs.job import AUTO, Job, MemoryLimit, Technique
 from openrecycle.planner.solvers.portfolio import SOLVERS
 
 MAX_SIDE = 100_000

@@ -1,4 +1,4 @@
-"""Where a command's result goes: what `--out` names, or standard output. One way for all commands."""
+"""Where a command's result goes: what `--out` names, or standard output. One way for all commands, of all rooms."""
 
 from __future__ import annotations
 

@@ -1,24 +1,123 @@
-"""Reads traces from files: a reader for each source. `read_trace` tells files apart by what is in them.
+"""Failure traces: when which workers come and go; from files, from a job's past, or drawn from distributions.
 
-`from_history` makes one of a job's own past, from the plain rows that its record of events gives.
+There is a reader for each source of files; `read_trace` tells files apart by what is in them. `from_history` makes a
+trace of a job's own past, from the plain rows that its record of events gives. `generated` draws failures of workers,
+hosts, racks and switches, and their repair.
 """
 
 from __future__ import annotations
 
+import heapq
+import math
 import random
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from decimal import Decimal, InvalidOperation
-from functools import cache
+from functools import cache, cached_property
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
 from openrecycle.planner.jobs.errors import InputError
-from openrecycle.planner.jobs.files import read_whole
-from openrecycle.planner.plans.plan import read_json
-from openrecycle.planner.simulation.trace import HOUR_MS, MAX_HOURS, Event, Trace
+from openrecycle.planner.plans.plan import read_json, read_whole
+
+HOUR_MS = 3_600_000
+MAX_HOURS = 24 * 365 * 10
+
+
+@dataclass(frozen=True)
+class Event:
+    """One worker is added or removed, `time` milliseconds after the trace began."""
+
+    time: int
+    action: Literal["add", "remove"]
+    worker: str
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Events in order of time. end: milliseconds; what happens then or later is outside the trace.
+
+    Build it with `Trace.of`, which checks the order and that only living workers are removed.
+    """
+
+    name: str
+    events: tuple[Event, ...]
+    end: int
+
+    @classmethod
+    def of(cls, name: str, events: Iterable[Event], *, end: int | None = None, where: Sequence[str] = ()) -> Trace:
+        """Sorts by time and keeps the order of events of one time. end: the last event's time unless given. where: what
+        errors call each of the events, which are in order then; by default `name`.
+
+        Each worker has one life: one that comes back gets a new name, W1_2#2, W1_2#3 and so on.
+        Raises InputError for an empty trace, a worker that is added while it lives, or removed while it does not.
+        """
+        ordered = tuple(sorted(events, key=lambda e: e.time))
+        if not ordered:
+            raise InputError(name, "no events", "at least one `add`")
+        living: set[str] = set()
+        lives: dict[str, int] = {}
+        renamed: list[Event] = []
+        for at, event in enumerate(ordered):
+            worker, place = event.worker, where[at] if where else name
+            if event.action == "add":
+                if worker in living:
+                    raise InputError(place, worker, f"a worker that is not there yet, at {event.time} ms")
+                living.add(worker)
+                lives[worker] = lives.get(worker, 0) + 1
+            else:
+                if worker not in living:
+                    raise InputError(place, worker, f"the removal of a worker that is there, at {event.time} ms")
+                living.remove(worker)
+            life = lives[worker]
+            renamed.append(event if life == 1 else replace(event, worker=f"{worker}#{life}"))
+        last = ordered[-1].time if end is None else end
+        if not 0 < last <= MAX_HOURS * HOUR_MS:
+            raise InputError(name, f"{last} ms", f"an end after 0 and within {MAX_HOURS} h")
+        return cls(name, tuple(renamed), last)
+
+    @property
+    def hours(self) -> float:
+        return self.end / HOUR_MS
+
+    @cached_property
+    def counts(self) -> tuple[tuple[int, int], ...]:
+        """(milliseconds, living workers from then on), one entry per time at which anything happens."""
+        out: list[tuple[int, int]] = []
+        living = 0
+        for event in self.events:
+            living += 1 if event.action == "add" else -1
+            if out and out[-1][0] == event.time:
+                out.pop()
+            out.append((event.time, living))
+        return tuple(out)
+
+    @property
+    def most(self) -> int:
+        """Most workers that live at once."""
+        return max(n for _, n in self.counts)
+
+
+def scaled(trace: Trace, workers: int) -> Trace:
+    """The trace with `workers` where it has most: the share of workers that live stays, rounded.
+
+    Which worker leaves is no longer told: the youngest does.
+    """
+    most = trace.most
+    if most == workers:
+        return trace
+    events: list[Event] = []
+    living = 0
+    for at, count in trace.counts:
+        wanted = round(count / most * workers)
+        events += [Event(at, "add", f"node{i}") for i in range(living, wanted)]
+        events += [Event(at, "remove", f"node{i}") for i in range(living - 1, wanted - 1, -1)]
+        living = wanted
+    return Trace.of(trace.name, events, end=trace.end)
+
 
 # -- numbers from text, and workers for traces that only count them ----------------------------------
 
@@ -333,3 +432,87 @@ def from_history(
         (living.remove if what in LOST else living.add)(worker)
         events.append(Event(round(time * 1000), action, worker))
     return Trace.of(name, events, end=round(end * 1000))
+
+
+MOST_FAILURES = 2_000_000
+# Workers of one host.
+HOST = 8
+# Longer than any trace; of much larger numbers there are no whole milliseconds.
+MOST_HOURS = 1e9
+
+
+@dataclass(frozen=True)
+class Domain:
+    """Workers that fail together: groups of `size` neighbours (1: each for itself; 8: a host; a rack,
+    a switch), each group with a mean of `mtbf` hours between failures and `repair` hours until it is back.
+
+    shape: of the Weibull distribution of times between failures; 1 is Poisson, below 1 failures
+    come in bursts.
+    """
+
+    size: int
+    mtbf: float
+    repair: float
+    shape: float = 1.0
+
+    def check(self, where: str) -> None:
+        for name, value, least in (("mtbf", self.mtbf, 0.0), ("repair", self.repair, 0.0), ("shape", self.shape, 0.05)):
+            if not least <= value <= MOST_HOURS or (name == "mtbf" and value == 0):
+                expected = "a number above 0" if name == "mtbf" else f"at least {least:g}"
+                raise InputError(f"{where} {name}", value, f"{expected}, at most {MOST_HOURS:g}")
+        if isinstance(self.size, bool) or not 1 <= self.size <= MAX_WORKERS:
+            raise InputError(f"{where} size", self.size, f"a whole number of workers from 1 to {MAX_WORKERS}")
+
+
+def generated(workers: int, hours: float, domains: list[Domain], *, seed: int = 0, name: str = "generated") -> Trace:
+    """All workers live at 0; each domain's groups fail and return on their own. Raises InputError.
+
+    A worker that is down with one group stays down until every group that took it down is repaired.
+    """
+    if isinstance(workers, bool) or not 1 <= workers <= MAX_WORKERS:
+        raise InputError("workers", workers, f"a whole number from 1 to {MAX_WORKERS}")
+    if not 0 < hours <= MAX_HOURS:
+        raise InputError("hours", hours, f"a number above 0, at most {MAX_HOURS}")
+    if not domains:
+        raise InputError("domains", 0, "at least one kind of failure")
+    for i, domain in enumerate(domains):
+        domain.check(f"domains[{i}]")
+    # In bursts (`shape`) there are far more failures than one expects, so those that are drawn are counted too.
+    lost = sum(hours / d.mtbf * workers for d in domains)
+    too_many = InputError("mtbf", min(d.mtbf for d in domains), f"at most {MOST_FAILURES:,} lost workers in all")
+    if lost > MOST_FAILURES:
+        raise too_many
+    lost = 0
+    noise = random.Random(seed)
+    end = round(hours * HOUR_MS)
+    # (time, whether it ends, group, domain): the failures of each group one after the other.
+    heap: list[tuple[int, int, int, int]] = []
+    for d, domain in enumerate(domains):
+        for group in range(-(-workers // domain.size)):
+            heapq.heappush(heap, (_wait(noise, domain), 0, group, d))
+    events = [Event(0, "add", f"node{w}") for w in range(workers)]
+    down = [0] * workers
+    while heap and heap[0][0] < end:
+        time, repaired, group, d = heapq.heappop(heap)
+        domain = domains[d]
+        members = range(group * domain.size, min(workers, (group + 1) * domain.size))
+        lost += 0 if repaired else len(members)
+        if lost > MOST_FAILURES:
+            raise too_many
+        for w in members:
+            down[w] += -1 if repaired else 1
+            if repaired and not down[w]:
+                events.append(Event(time, "add", f"node{w}"))
+            elif not repaired and down[w] == 1:
+                events.append(Event(time, "remove", f"node{w}"))
+        if repaired:
+            heapq.heappush(heap, (time + _wait(noise, domain), 0, group, d))
+        else:
+            heapq.heappush(heap, (time + max(1, round(domain.repair * HOUR_MS)), 1, group, d))
+    return Trace.of(name, events, end=end)
+
+
+def _wait(noise: random.Random, domain: Domain) -> int:
+    """Milliseconds until a group's next failure, of the mean asked for."""
+    scale = domain.mtbf / math.gamma(1 + 1 / domain.shape)
+    return max(1, round(noise.weibullvariate(scale, domain.shape) * HOUR_MS))
