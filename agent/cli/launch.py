@@ -216,8 +216,8 @@ def serve_node(
     signals that came. lead: where it listens, if not where `role` says.
     """
     start_worker_server(preload(workload))
+    from openrecycle.agent.nodes.role import find_lead
     from openrecycle.agent.nodes.server import LeadLost, NodeServer
-    from openrecycle.agent.nodes.wire import find_lead
 
     front = (role.host, role.port)
     if role.store is not None and not role.leads:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Collection, Sequence
 
 _BITS = 62
@@ -19,14 +18,3 @@ def to_words(members: Collection[int], of: int) -> tuple[int, ...]:
 
 def from_words(words: Sequence[int]) -> frozenset[int]:
     return frozenset(i * _BITS + bit for i, word in enumerate(words) for bit in range(_BITS) if word >> bit & 1)
-
-
-def to_bits(number: float) -> int:
-    """All 64 of them: a NaN, too, arrives as it was."""
-    (bits,) = struct.unpack("<q", struct.pack("<d", number))
-    return int(bits)
-
-
-def from_bits(bits: int) -> float:
-    (number,) = struct.unpack("<d", struct.pack("<q", bits))
-    return float(number)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from openrecycle.agent.config.randomness import seed_for
+from openrecycle.agent.models.state import layer_of
 from openrecycle.agent.models.workload import Workload
 from openrecycle.planner.jobs.errors import InputError
 
@@ -99,11 +100,6 @@ def build_layers(workload: Workload, span: Span, layers: int, seed: int) -> Laye
 
 Tied = tuple[tuple[str, ...], ...]
 """Groups of parameters that are one; the names, `LAYER.NAME`, in the order of the layers."""
-
-
-def layer_of(name: str) -> int:
-    """The number that a parameter's name begins with."""
-    return int(name.partition(".")[0])
 
 
 def tied_of(workload: Workload, layers: int) -> Tied:

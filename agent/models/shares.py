@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from openrecycle.agent.models.layers import layer_of
-from openrecycle.agent.models.state import StageState, StateError, whole_number
+from openrecycle.agent.models.state import StageState, StateError, layer_of, whole_number
 
 
 class Slab(NamedTuple):

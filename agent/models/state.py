@@ -212,7 +212,7 @@ def of_layers(state: StageState, span: range) -> StageState:
     """The part of a stage's state that belongs to these of its layers."""
 
     def kept(name: str) -> bool:
-        return int(name.partition(".")[0]) in span
+        return layer_of(name) in span
 
     document, tensors = dict(state.document), dict[str, Tensor]()
     for part in ("model", "state"):
@@ -327,3 +327,8 @@ def whole_number(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ValueError(f"got {value!r}, expected a whole number of at least 0")
     return value
+
+
+def layer_of(name: str) -> int:
+    """The number that a parameter's name begins with."""
+    return int(name.partition(".")[0])

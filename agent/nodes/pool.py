@@ -27,7 +27,7 @@ from openrecycle.agent.messages.client import Offset
 from openrecycle.agent.models.workload import WorkloadSource
 from openrecycle.agent.monitoring.liveness import MOST_OF_A_TURN, LoopLag
 from openrecycle.agent.nodes.frames import HANDSHAKE_SECONDS, Frames, NotTrusted, greet
-from openrecycle.agent.nodes.role import LedElsewhere, NodeRole
+from openrecycle.agent.nodes.role import LedElsewhere, NodeRole, publish_lead
 from openrecycle.agent.nodes.succession import (
     SEEK_SECONDS,
     Address,
@@ -40,7 +40,7 @@ from openrecycle.agent.nodes.succession import (
     pack,
     tell,
 )
-from openrecycle.agent.nodes.wire import MACHINE, by_name, encode_run, encode_spec, publish_lead
+from openrecycle.agent.nodes.wire import MACHINE, by_name, encode_run, encode_spec
 from openrecycle.agent.workers.spec import RunSpec, WorkerSpec
 from openrecycle.agent.workers.worker import main
 from openrecycle.planner.jobs.errors import InputError

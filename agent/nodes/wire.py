@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -39,23 +38,6 @@ _FORMS: dict[str, TypeAdapter[Any]] = {
     "shared_gpus": TypeAdapter(bool),
     "divided": TypeAdapter(bool),
 }
-_LEAD_KEY = "openrecycle/lead-port"
-_STORE_SECONDS = 600.0
-
-
-def publish_lead(store: tuple[str, int], port: int) -> None:
-    """store: torchrun's own, on its node 0, through which all its nodes can be told."""
-    _store(store).set(_LEAD_KEY, str(port).encode())
-
-
-def find_lead(store: tuple[str, int]) -> tuple[str, int]:
-    """Waits for `publish_lead`. Raises RuntimeError (torch's) when it does not come."""
-    return store[0], int(_store(store).get(_LEAD_KEY))
-
-
-def _store(address: tuple[str, int]) -> Any:
-    host, port = address
-    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_STORE_SECONDS))
 
 
 def by_name(workload: WorkloadSource) -> NamedWorkload:

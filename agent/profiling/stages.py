@@ -31,12 +31,12 @@ from openrecycle.agent.profiling.traffic import hear, measure_traffic
 from openrecycle.agent.stages.assembly import assemble
 from openrecycle.agent.stages.optimizer import stage_optimizer
 from openrecycle.agent.transport.ranks import Ranks
-from openrecycle.agent.transport.script import MicroBatch, Script
+from openrecycle.agent.transport.script import Script
 from openrecycle.agent.transport.transfers import Transfers
 from openrecycle.agent.workers.executor import Executor
 from openrecycle.agent.workers.validation_exchange import Steps
 from openrecycle.planner.jobs.job import Job, Worker
-from openrecycle.planner.plans.schedule import Op
+from openrecycle.planner.plans.schedule import MicroBatch, Op
 
 _TIMEOUT_SECONDS = 600.0
 _FAILED = 1

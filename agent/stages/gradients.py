@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from openrecycle.agent.config.numerics import Mode
+from openrecycle.planner.plans.schedule import MicroBatch
 
 GRID_BITS = 50
 _SCALE = 2.0**GRID_BITS
@@ -54,9 +55,6 @@ TRAILING = 4
 """Elements of a sum that follow those of the tensors and their counts."""
 # Weights, such as counts of tokens, are summed on a grid of 2**-20.
 _WEIGHT_SCALE = 2.0**20
-
-MicroBatch = tuple[int, int]
-"""(home pipeline, micro-batch index inside it)."""
 
 
 class Bucket(NamedTuple):

@@ -35,15 +35,25 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from openrecycle.agent.config.options import Optimization
 from openrecycle.agent.models import compat
-from openrecycle.agent.models.layers import LayerStack, Span, layer_of, parameters_by_layer
+from openrecycle.agent.models.layers import LayerStack, Span, parameters_by_layer
 from openrecycle.agent.models.parallelized import split_over_ranks
 from openrecycle.agent.models.shares import Share, Slab, Split, Writer, share_of_state
-from openrecycle.agent.models.state import AVERAGE, StageState, StateError, decode, encode, sha256, whole_number
+from openrecycle.agent.models.state import (
+    AVERAGE,
+    StageState,
+    StateError,
+    decode,
+    encode,
+    layer_of,
+    sha256,
+    whole_number,
+)
 from openrecycle.agent.models.workload import Workload
-from openrecycle.agent.stages.gradients import FastSum, GradientSum, MicroBatch
+from openrecycle.agent.stages.gradients import FastSum, GradientSum
 from openrecycle.agent.stages.post_validation import CLEAN, SKIP, LossScale, PostValidation, Slot, ValidationResult
 from openrecycle.agent.stages.shards import Segment, segments_of
 from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.plans.schedule import MicroBatch
 
 ELEMENTWISE = frozenset(
     {"SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad", "Adadelta", "Rprop", "ASGD"}

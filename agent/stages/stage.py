@@ -15,7 +15,8 @@ from openrecycle.agent.models.layers import LayerStack
 from openrecycle.agent.models.stage_io import Gradients, Tensors, leaf, precision, tensors_of
 from openrecycle.agent.stages.backward.buffers import MovingBuffers
 from openrecycle.agent.stages.backward.split import Deferred, MicroBatchState, Strategy
-from openrecycle.agent.stages.gradients import GradientSum, MicroBatch
+from openrecycle.agent.stages.gradients import GradientSum
+from openrecycle.planner.plans.schedule import MicroBatch
 
 __all__ = ["MicroBatch", "Stage"]
 

@@ -37,10 +37,10 @@ from openrecycle.agent.transport.group import (
 from openrecycle.agent.transport.host import HostGroup
 from openrecycle.agent.transport.nccl import NcclGroup
 from openrecycle.agent.transport.ranks import Connections, Ranks
-from openrecycle.agent.transport.script import MicroBatch
 from openrecycle.agent.transport.store import StoreClient
 from openrecycle.agent.transport.transfers import Lines, OrderedTransfers, TransferLayout, Transfers, connect
 from openrecycle.planner.jobs.job import Worker, WorkerRank
+from openrecycle.planner.plans.schedule import MicroBatch
 
 dist: Any = torch.distributed
 LOOPBACK = "127.0.0.1"

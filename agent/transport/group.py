@@ -22,6 +22,7 @@ import os
 import re
 import socket
 import stat
+import struct
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -484,3 +485,14 @@ def first_line(error: BaseException) -> str:
     """A message of torch's without the place in its source and the advice."""
     line = (str(error).splitlines() or [type(error).__name__])[0]
     return re.sub(r"^\[[^\]]*\]\s*", "", line).partition(". ")[0][:200] or "the connection was closed"
+
+
+def to_bits(number: float) -> int:
+    """All 64 of them: a NaN, too, arrives as it was."""
+    (bits,) = struct.unpack("<q", struct.pack("<d", number))
+    return int(bits)
+
+
+def from_bits(bits: int) -> float:
+    (number,) = struct.unpack("<d", struct.pack("<q", bits))
+    return float(number)

@@ -7,10 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from openrecycle.planner.jobs.job import Worker
-from openrecycle.planner.plans.schedule import Op, Schedule
+from openrecycle.planner.plans.schedule import MicroBatch, Op, Schedule
 
-MicroBatch = tuple[int, int]
-"""(home pipeline, micro-batch index inside it)."""
 Transfer = tuple[str, MicroBatch]
 """`F`: what a forward hands to the next stage; `I`: the gradient that comes back."""
 Lane = tuple[str, Worker]

@@ -25,8 +25,9 @@ from torch import Tensor
 
 from openrecycle.agent.models.stage_io import StageOutput, TensorSpec
 from openrecycle.agent.transport.group import Group, PendingTransfer, halt_all
-from openrecycle.agent.transport.script import Lane, MicroBatch, Script, Transfer
+from openrecycle.agent.transport.script import Lane, Script, Transfer
 from openrecycle.planner.jobs.job import Job, Worker
+from openrecycle.planner.plans.schedule import MicroBatch
 
 # Receives posted ahead of the op that needs them.
 PREFETCH = 4

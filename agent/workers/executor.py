@@ -31,7 +31,7 @@ from openrecycle.agent.models.stage_io import (
 from openrecycle.agent.models.workload import EvaluationData, Metric, Workload, weight_of
 from openrecycle.agent.monitoring.liveness import AT_REST, DATA, LEAVING, VALIDATION, WAITING, OpProgress
 from openrecycle.agent.monitoring.timeline import OpSeconds, Timeline
-from openrecycle.agent.stages.stage import MicroBatch, Stage
+from openrecycle.agent.stages.stage import Stage
 from openrecycle.agent.transport.communicator import Groups
 from openrecycle.agent.transport.group import TransferError, first_line
 from openrecycle.agent.transport.ranks import SiblingError
@@ -45,6 +45,7 @@ from openrecycle.agent.workers.sharding import ShardedStage
 from openrecycle.agent.workers.tied import TiedSums
 from openrecycle.agent.workers.validation_exchange import Steps, lost_validation
 from openrecycle.planner.jobs.job import Job, Worker
+from openrecycle.planner.plans.schedule import MicroBatch
 
 
 class OpError(Exception):

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 from openrecycle.agent.messages.int64 import from_words, to_words
 from openrecycle.planner.jobs.job import Job, Worker
-
-MicroBatch = tuple[int, int]
+from openrecycle.planner.plans.schedule import MicroBatch
 
 
 @dataclass(frozen=True)

@@ -32,11 +32,11 @@ from openrecycle.agent.config.timeouts import ALIVE_SECONDS
 from openrecycle.agent.messages.channel import GenerationSpec, WorkerChannel
 from openrecycle.agent.messages.delivery import LogTail
 from openrecycle.agent.messages.int64 import from_words, to_words
-from openrecycle.agent.models.layers import Partition, Span, first_names, layer_count, layer_of, partition_of, tied_of
+from openrecycle.agent.models.layers import Partition, Span, first_names, layer_count, partition_of, tied_of
 from openrecycle.agent.models.parallelized import OtherRankError, gathered_tensors, part_of_rank
 from openrecycle.agent.models.shares import Writer
 from openrecycle.agent.models.stage_io import CPU, StageCuts, layer_io_of
-from openrecycle.agent.models.state import StageState
+from openrecycle.agent.models.state import StageState, layer_of
 from openrecycle.agent.models.workload import Workload
 from openrecycle.agent.monitoring.heartbeat import Status
 from openrecycle.agent.monitoring.liveness import AT_REST, describe_exception

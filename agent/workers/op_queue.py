@@ -33,7 +33,7 @@ import torch
 
 from openrecycle.agent.config.pacing import PacedDevice
 from openrecycle.agent.monitoring.liveness import OpProgress
-from openrecycle.agent.transport.script import MicroBatch
+from openrecycle.planner.plans.schedule import MicroBatch
 
 AHEAD = 1
 """Ops that may be queued behind the one that the device is at."""

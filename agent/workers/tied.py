@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from openrecycle.agent.models.layers import Partition, Tied, layer_of, spans
+from openrecycle.agent.models.layers import Partition, Tied, spans
+from openrecycle.agent.models.state import layer_of
 from openrecycle.agent.stages.gradients import TRAILING
 from openrecycle.agent.stages.optimizer import StageOptimizer
 from openrecycle.agent.transport.communicator import Groups

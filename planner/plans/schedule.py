@@ -30,6 +30,9 @@ KINDS = "FIWBO"
 F, I, W, B, O = range(5)  # noqa: E741 -- the field's names
 _MOST = 1 << 62
 
+MicroBatch = tuple[int, int]
+"""(home pipeline, micro-batch index inside it)."""
+
 
 class Op(NamedTuple):
     """One piece of work on one worker.

@@ -19,9 +19,10 @@ from openrecycle.agent.models.layers import build_layers
 from openrecycle.agent.models.parallelized import Parallelized
 from openrecycle.agent.stages.backward.buffers import moved_by
 from openrecycle.agent.stages.backward.split import STRATEGIES, StrategyName
-from openrecycle.agent.stages.gradients import GradientSum, MicroBatch
+from openrecycle.agent.stages.gradients import GradientSum
 from openrecycle.agent.stages.stage import Stage
 from openrecycle.agent.transport.ranks import Ranks
+from openrecycle.planner.plans.schedule import MicroBatch
 
 SAMPLES, WIDTH = 6, 5
 KEYS: list[MicroBatch] = [(0, 0), (1, 3)]

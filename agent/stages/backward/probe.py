@@ -25,8 +25,9 @@ from openrecycle.agent.config.numerics import Autocast
 from openrecycle.agent.models.compat import FlopCount
 from openrecycle.agent.stages.backward.buffers import moved_by
 from openrecycle.agent.stages.backward.split import Deferred, Fused, Strategy, StrategyName, TorchSplit
-from openrecycle.agent.stages.gradients import GradientSum, MicroBatch
+from openrecycle.agent.stages.gradients import GradientSum
 from openrecycle.agent.stages.stage import Stage
+from openrecycle.planner.plans.schedule import MicroBatch
 
 Wanted = Literal["auto"] | StrategyName
 
