@@ -56,7 +56,8 @@ class JobRow(Base):
     in a generation which is still to open, as JSON. baseline: what its throughput is measured by
     (app.jobs.throughput);
     waits: when it waited for a person's choice, (begin, end, generation that it led to); both as JSON.
-    lead_term: of several nodes, the newest leadership, and lead_node whose it is (agent.coordination.lead); 0: none.
+    lead_term: of several nodes, the newest leadership, and lead_node whose it is (agent.coordination.membership); 0:
+    none.
     """
 
     __tablename__ = "job"

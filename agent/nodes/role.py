@@ -170,8 +170,9 @@ def find_lead(store: tuple[str, int]) -> tuple[str, int]:
 
 
 def _store(address: tuple[str, int]) -> Any:
-    from torch import distributed  # the command line's help does without
+    import torch.distributed  # the command line's help does without it
 
+    distributed: Any = torch.distributed
     host, port = address
     return distributed.TCPStore(
         host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_STORE_SECONDS)

@@ -30,7 +30,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from openrecycle.agent.config.numerics import Mode
+from openrecycle.agent.config.devices import Mode
 from openrecycle.planner.plans.schedule import MicroBatch
 
 GRID_BITS = 50
@@ -69,7 +69,7 @@ class GradientSum:
     the same in any order.
 
     buffer: what the peers of a stage all-reduce: one element per parameter element, one per element
-    of a moving buffer (see agent.stages.backward.buffers), one count per tensor of the terms added to it, the
+    of a moving buffer (see agent.stages.backward), one count per tensor of the terms added to it, the
     micro-batches' weights, the loss, and the count of rejected terms. terms: how many terms are added to a tensor at
     most per iteration, over all workers of the stage. settled: the micro-batches whose whole
     contribution is in this worker's sum. device: where the sum is when nothing is trained. nominal: the sum of weights

@@ -11,7 +11,7 @@ from base64 import b64encode
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
-from openrecycle.agent.coordination.choosing import MOVE_ITERATIONS, worth_moving
+from openrecycle.agent.coordination.generations import MOVE_ITERATIONS, worth_moving
 from openrecycle.agent.coordination.membership import Candidate
 from openrecycle.app.runtime.processes import Channel, answered
 from openrecycle.planner.check import checked

@@ -17,9 +17,8 @@ from weakref import WeakKeyDictionary
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from openrecycle.agent.coordination.choosing import out
-from openrecycle.agent.coordination.events import Note, Offered
-from openrecycle.agent.coordination.membership import Candidate, Mode, Offer, State
+from openrecycle.agent.coordination.generations import out
+from openrecycle.agent.coordination.membership import Candidate, Mode, Note, Offer, Offered, State
 from openrecycle.app.advice.recommendation import AdviceRequest, Recommendation, serve
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.jobs.records import changes, repair_times

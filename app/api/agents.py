@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from pydantic import BaseModel
 
-from openrecycle.agent.coordination.lead import LeadTerm
+from openrecycle.agent.coordination.membership import LeadTerm
 from openrecycle.agent.messages.protocol import (
     AGENT_TOKEN,
     LEAD,

@@ -9,15 +9,19 @@ from weakref import WeakKeyDictionary
 
 import structlog
 
-from openrecycle.agent.coordination.choosing import coming_back, out
-from openrecycle.agent.coordination.events import Chosen, DrainAsked, ModeSet, Note, PlanFrozen
+from openrecycle.agent.coordination.generations import coming_back, out
 from openrecycle.agent.coordination.membership import (
     LEAST_CHOICE_TIMEOUT,
     MOST_CHOICE_TIMEOUT,
     Candidate,
+    Chosen,
+    DrainAsked,
     Member,
     Mode,
+    ModeSet,
+    Note,
     Offer,
+    PlanFrozen,
 )
 from openrecycle.agent.messages.protocol import Command, WorkerState
 from openrecycle.app.jobs.live_job import LiveJob

@@ -14,8 +14,7 @@ import orjson
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from openrecycle.agent.coordination.events import Note
-from openrecycle.agent.coordination.membership import FailureTimeouts
+from openrecycle.agent.coordination.membership import FailureTimeouts, Note
 from openrecycle.agent.messages.protocol import JobCreated, JobSpec, JobState
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.jobs.states import Condition, JobSummary, over_sentence

@@ -11,10 +11,9 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from weakref import WeakKeyDictionary
 
-from openrecycle.agent.coordination import events as happening
+from openrecycle.agent.coordination import membership as happening
 from openrecycle.agent.coordination.generations import deployment_of
-from openrecycle.agent.coordination.lead import LeadTerm
-from openrecycle.agent.coordination.membership import Interim
+from openrecycle.agent.coordination.membership import Interim, LeadTerm
 from openrecycle.agent.messages.protocol import (
     Acknowledgement,
     BatchReply,

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from openrecycle.agent.coordination.events import Note
+from openrecycle.agent.coordination.membership import Note
 from openrecycle.db.store import Record
 
 KINDS = frozenset({"console", "worker"})

@@ -1,8 +1,8 @@
-"""Who leads a job of several nodes, and how long ago it was heard (agent.coordination.lead decides)."""
+"""Who leads a job of several nodes, and how long ago it was heard (agent.coordination.membership decides)."""
 
 from __future__ import annotations
 
-from openrecycle.agent.coordination.lead import LeadTerm, may_speak, may_take
+from openrecycle.agent.coordination.membership import LeadTerm, may_speak_as_lead, may_take_lead
 from openrecycle.agent.messages.protocol import DEPOSED
 from openrecycle.app.runtime.errors import ConsoleError
 
@@ -24,7 +24,7 @@ class JobLead:
 
     def heard(self, sender: LeadTerm) -> bool:
         """False: it is of a later term, which is to be stored first. Raises ConsoleError for one that leads no more."""
-        speaks, reason = may_speak(self.newest, sender)
+        speaks, reason = may_speak_as_lead(self.newest, sender)
         if not speaks:
             raise ConsoleError(409, DEPOSED, reason)
         if sender != self.newest:
@@ -33,7 +33,7 @@ class JobLead:
         return True
 
     def may_take(self, wanted: LeadTerm, after: int, borne: float) -> tuple[bool, str]:
-        return may_take(self.newest, wanted, after, self.unheard, borne)
+        return may_take_lead(self.newest, wanted, after, self.unheard, borne)
 
     def wait(self, seconds: float) -> None:
         """So long this console has been at work."""

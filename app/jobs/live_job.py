@@ -17,13 +17,16 @@ import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
 from openrecycle.agent.coordination import coordinator, membership
-from openrecycle.agent.coordination.events import (
+from openrecycle.agent.coordination.membership import (
     ConsoleRestarted,
     Decision,
     Event,
     Exited,
+    FailureTimeouts,
     GenerationAcknowledged,
     HeartbeatsReceived,
+    LeadTerm,
+    Member,
     NeedPlan,
     Note,
     OpenGeneration,
@@ -31,11 +34,10 @@ from openrecycle.agent.coordination.events import (
     PlanRefused,
     Refuse,
     Stalled,
+    State,
     Tick,
     WorkerRegistered,
 )
-from openrecycle.agent.coordination.lead import LeadTerm
-from openrecycle.agent.coordination.membership import FailureTimeouts, Member, State
 from openrecycle.agent.messages.protocol import DEPOSED, Heartbeat, JobSpec
 from openrecycle.app.jobs.feed import LOOK_BACK, JobFeed
 from openrecycle.app.jobs.job_plans import JobPlans, LookUp, stored_plan

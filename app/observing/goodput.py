@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from weakref import WeakKeyDictionary
 
-from openrecycle.agent.coordination.events import Note
+from openrecycle.agent.coordination.membership import Note
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.jobs.throughput import Account, Baseline, Figures, Window, without_waits
 from openrecycle.app.jobs.waiting import NOTHING, Wait, Waited, apart, joined, trained

@@ -21,8 +21,8 @@ from weakref import WeakKeyDictionary
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from openrecycle.agent.coordination.choosing import out
-from openrecycle.agent.coordination.events import Note, UsePlan
+from openrecycle.agent.coordination.generations import out
+from openrecycle.agent.coordination.membership import Note, UsePlan
 from openrecycle.agent.messages.protocol import OpKind
 from openrecycle.app.catalogs.contents import MOST, CatalogRequest, PlansNeeded, needed
 from openrecycle.app.catalogs.service import KEPT_OPS, Catalogs, info_of

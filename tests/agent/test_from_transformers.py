@@ -27,11 +27,10 @@ from transformers import (
 )
 
 from openrecycle import Checkpoints, Faults, Job, Loading, PadCollate, Planning, load_weights
-from openrecycle.agent.checkpoints.weights import save_weights
+from openrecycle.agent.checkpoints import save_weights
 from openrecycle.agent.jobs.trainer import ResilientTrainer, TrainingResult
 from openrecycle.agent.models.hugging_face import Pretrained, TokenBatches, pretrained, pretrained_job
-from openrecycle.agent.models.layers import LayerStack, build_layer, build_layers
-from openrecycle.agent.models.stage_io import TensorSpec
+from openrecycle.agent.models.layers import LayerStack, TensorSpec, build_layer, build_layers
 from openrecycle.planner.jobs.errors import InputError
 from tests.agent import language_models
 from tests.agent.language_models import BLOCKS, CONFIGS, TOKENS, VOCABULARY, Words, gpt2, llama, trainer

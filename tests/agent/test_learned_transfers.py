@@ -13,11 +13,10 @@ import torch.distributed
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrecycle.agent.config.timeouts import Timeouts
+from openrecycle.agent.config.options import Timeouts
 from openrecycle.agent.own_loops.own_loop import LearnedTransfers
 from openrecycle.agent.transport.group import GlooGroup
-from openrecycle.agent.transport.script import Script
-from openrecycle.agent.transport.transfers import Lines
+from openrecycle.agent.transport.transfers import Lines, Script
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, Worker
 from openrecycle.planner.plans.schedule import MicroBatch, Schedule

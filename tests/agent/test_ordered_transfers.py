@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrecycle.agent.transport.script import Script
-from openrecycle.agent.transport.transfers import PREFETCH, OrderedTransfers
+from openrecycle.agent.transport.transfers import PREFETCH, OrderedTransfers, Script
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, Worker
 from openrecycle.planner.plans.schedule import MicroBatch, Op, Schedule

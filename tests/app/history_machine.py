@@ -13,8 +13,7 @@ from unittest import mock
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from openrecycle.agent.coordination.events import Offered
-from openrecycle.agent.coordination.membership import Candidate, Mode, Offer, State
+from openrecycle.agent.coordination.membership import Candidate, Mode, Offer, Offered, State
 from openrecycle.agent.messages.protocol import JobSpec, JobState, Message, WorkerState
 from openrecycle.app.jobs import job_plans as planned
 from openrecycle.app.jobs.records import read_state

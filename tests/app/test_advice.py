@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy import update
 from ui_console import ConsoleHere, JobHere, until
 
-from openrecycle.agent.coordination.choosing import out
+from openrecycle.agent.coordination.generations import out
 from openrecycle.agent.coordination.membership import Candidate
 from openrecycle.agent.messages.protocol import FailureReport
 from openrecycle.app.advice.recommendation import AdviceRequest, Recommendation, decide, recommendation_document, serve

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from ui_console import ConsoleHere, JobHere
 
-from openrecycle.agent.coordination.events import Note, Stalled
+from openrecycle.agent.coordination.membership import Note, Stalled
 from openrecycle.app.console.view import EventView
 from openrecycle.app.jobs.feed import WITHIN, JobFeed
 from openrecycle.app.ui.event_feed import feed_html

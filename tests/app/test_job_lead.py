@@ -15,8 +15,7 @@ import pytest
 from starlette.testclient import TestClient
 from ui_console import ConsoleHere, JobHere, until
 
-from openrecycle.agent.coordination.lead import LeadTerm
-from openrecycle.agent.coordination.membership import FailureTimeouts
+from openrecycle.agent.coordination.membership import FailureTimeouts, LeadTerm
 from openrecycle.agent.messages.protocol import DEPOSED, LEAD, Acknowledgement, BatchReply, WorkerState
 from openrecycle.app.api.agents import Together
 from openrecycle.app.jobs.live_job import LiveJob

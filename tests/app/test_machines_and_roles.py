@@ -16,8 +16,7 @@ from hypothesis import Phase
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from openrecycle.agent.coordination.events import Offered
-from openrecycle.agent.coordination.membership import Candidate, Mode, Offer
+from openrecycle.agent.coordination.membership import Candidate, Mode, Offer, Offered
 from openrecycle.agent.messages.protocol import JobSpec
 from openrecycle.app.api.models import WorkerInfo
 from openrecycle.app.catalogs.service import Catalogs

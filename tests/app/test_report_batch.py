@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy.exc import OperationalError
 
-from openrecycle.agent.coordination.lead import LeadTerm
+from openrecycle.agent.coordination.membership import LeadTerm
 from openrecycle.agent.messages.protocol import (
     Acknowledgement,
     BatchReply,

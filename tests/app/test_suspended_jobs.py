@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from openrecycle.agent.coordination.events import PlanReady, Stalled
+from openrecycle.agent.coordination.membership import PlanReady, Stalled
 from openrecycle.agent.messages.protocol import JobSpec, JobState, WorkerState
 from openrecycle.app.history.service import Histories
 from openrecycle.app.jobs.live_job import LiveJob

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from openrecycle.agent.cli.shared import read_token
+from openrecycle.agent.cli import read_token
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, Problem
 from openrecycle.planner.output import check_out, write_out

@@ -2,17 +2,24 @@
 
 `deferred`: layers of our own that compute weight gradients late; keeps memory flat. `torch`:
 the two functions of torch.distributed.pipelining, for any graph; keeps the graph from F to W.
-`fused`: nothing is split. Which one serves a module is found by trying: see agent.stages.backward.probe.
+`fused`: nothing is split. Which one serves a module is found by trying: see agent.stages.stage.
 
 Where no input of a stage has a gradient (integer tokens), nobody waits for I: `torch` and `fused`
 then run the whole backward in W.
+
+Buffers that a forward changes, such as the running statistics of a batch norm (`MovingBuffers`): left alone, they would
+depend on which micro-batches a worker happened to run, and in which order: two replicas of a stage would drift apart,
+and every re-routing would show in them. So every forward of an iteration starts from the same values, what it changes
+is taken back, and at the step the buffer moves by the mean change over all micro-batches of the stage, summed like the
+gradients. For a batch norm that is one update per iteration with the statistics' mean over the global batch (momentum
+counts iterations, not micro-batches). Integers move by the rounded mean: a counter of batches counts iterations.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import chain
@@ -23,8 +30,67 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from openrecycle.agent.models import compat
-from openrecycle.agent.models.fully_sharded import Sums, computed
-from openrecycle.agent.stages.backward.buffers import Move
+from openrecycle.agent.models.parallelized import Sums, computed
+
+Move = tuple[Tensor, Tensor]
+"""(buffer, what a forward added to it: fp64, the same shape)."""
+
+
+class MovingBuffers:
+    """Those among the buffers of `module` that are in `tensors` (by identity); None: all."""
+
+    def __init__(self, module: nn.Module, tensors: Iterable[Tensor] | None = None) -> None:
+        wanted = None if tensors is None else {id(t) for t in tensors}
+        # A buffer that two modules share has one entry.
+        entries = {
+            id(buffer): (owner, name, buffer)
+            for owner in module.modules()
+            for name, buffer in compat.own_buffers(owner).items()
+            if buffer is not None and (wanted is None or id(buffer) in wanted)
+        }
+        self._entries = list(entries.values())
+
+    @contextlib.contextmanager
+    def kept(self, moves: list[Move] | None = None) -> Iterator[None]:
+        """The buffers have their values back afterwards; what was changed is appended to `moves`."""
+        before = [buffer.detach().clone() for _, _, buffer in self._entries]
+        try:
+            yield
+        finally:
+            for (owner, name, buffer), value in zip(self._entries, before, strict=True):
+                present = compat.own_buffers(owner)
+                if moves is not None:
+                    moves.append((buffer, _difference(present[name], value)))
+                # A forward may also have put another tensor in its place.
+                present[name] = buffer
+                # Through .data, since backwards still to come may have saved this tensor.
+                buffer.data.copy_(value)
+
+
+def moved_by(module: nn.Module, run: Callable[[], Any]) -> list[Tensor]:
+    """The buffers of `module` that `run` changes; they have their values back afterwards."""
+    moves: list[Move] = []
+    with MovingBuffers(module).kept(moves):
+        run()
+    moving = [buffer for buffer, change in moves if bool(change.ne(0).any())]
+    for buffer in moving:
+        if buffer.is_complex():
+            raise RuntimeError(
+                f"a forward changes a complex buffer of shape {tuple(buffer.shape)}; only real ones can be summed: "
+                "keep its view_as_real"
+            )
+    return moving
+
+
+def _difference(after: Tensor | None, before: Tensor) -> Tensor:
+    if after is None or after.shape != before.shape:
+        raise RuntimeError(
+            f"a forward turned a buffer of shape {tuple(before.shape)} into "
+            f"{'None' if after is None else tuple(after.shape)}; buffers must keep their shape"
+        )
+    exact = torch.complex128 if before.is_complex() else torch.float64  # rotary positions are complex, say
+    return after.detach().to(exact) - before.to(exact)
+
 
 # -- layers that compute the gradient of their input now and those of their weights later ------------
 
@@ -35,7 +101,7 @@ from openrecycle.agent.stages.backward.buffers import Move
 #
 # Deferred are nn.Linear, nn.Embedding and nn.Conv1d/2d/3d in their plain forms, and the Conv1D of transformers (a
 # Linear whose weight is transposed, as GPT-2 has it); every other parameter gets its gradient with I. Whether that
-# equals the fused backward to the bit for a given module is not taken on trust: see agent.stages.backward.probe.
+# equals the fused backward to the bit for a given module is not taken on trust: see agent.stages.stage.
 
 
 class Product(NamedTuple):

@@ -1,4 +1,6 @@
-"""Checkpoints: a directory per checkpoint, a directory per stage in it, and in that one per share; read bit by bit.
+"""Checkpoints of a job and the weights it ends with: what is on disk, how it is written beside the training, and read.
+
+A directory per checkpoint, a directory per stage in it, and in that one per share; read bit by bit.
 
     DIRECTORY/iteration-0000000010/manifest.json
                                    stage-0/share-0/share.json state.json model.safetensors optimizer.safetensors
@@ -6,7 +8,7 @@
                                    stage-1/...
 
 Each living worker of a stage (of one with several ranks: each rank) writes a share of the stage's state:
-agent.models.shares says which. model.safetensors has parameters and buffers, each as LAYER.NAME;
+agent.models.state says which. model.safetensors has parameters and buffers, each as LAYER.NAME;
 optimizer.safetensors what optimizer and scheduler keep of tensors. A tensor that is in several shares is in pieces, as
 NAME@FIRST-ELEMENT, and state.json says how these are put together. That of share 0 also has what is no tensor. Nothing
 in a checkpoint is pickled, so reading one runs nothing, whoever wrote it. Older versions (pickled descriptions, no
@@ -24,6 +26,9 @@ the same; a job whose iterations hold other micro-batches goes on training, but 
 
 To read the state of some layers, on any machine and without a running job:
 `load_layers(directory, range(first, after)) -> StageState`, where directory is a checkpoint or a folder of them.
+
+Beside the training: a copy is taken at an iteration's boundary, and a thread writes it (`Checkpointer`). The trained
+weights are one safetensors file per layer (`save_weights`).
 """
 
 from __future__ import annotations
@@ -31,32 +36,47 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import itertools
 import json
+import math
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from openrecycle.agent.models.layers import Partition, Span, partition_of, spans
-from openrecycle.agent.models.shares import Piece, Share, layer_in, put_together
+from openrecycle.agent.config.options import Checkpoints
+from openrecycle.agent.models.layers import Partition, Span, build_layer, first_names, partition_of, spans
 from openrecycle.agent.models.state import (
+    AVERAGE,
+    Piece,
+    Share,
     StageState,
     StateError,
+    Writer,
+    decode,
+    encode,
     joined,
+    layer_in,
     mapped_tensors,
     of_layers,
     opened,
+    put_together,
+    read_tensors,
     whole_number,
     write_tensors,
 )
-from openrecycle.planner.jobs.errors import in_a_line
+from openrecycle.agent.models.workload import Workload
+from openrecycle.planner.jobs.errors import InputError, in_a_line
 from openrecycle.planner.plans.plan import read_json
 
 FORMAT, VERSION = "openrecycle-checkpoint", 5
@@ -520,3 +540,319 @@ def _identity(document: Any, stages: int) -> Identity:
     if not isinstance(values["workload"], str) or not isinstance(values["recipe"], dict):
         raise ValueError("the job's workload is no text, or its recipe no object")
     return Identity(**values)
+
+
+TIMEOUT_SECONDS = 30.0
+"""How long training waits for the checkpoint before to be written, when the next is to begin."""
+
+IF_ANY = "if-any"
+"""What to resume from where the same command begins a job and goes on with it, as schedulers of clusters repeat it."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Of a job that writes checkpoints. identity: of the job. resumed: the checkpoint it begins with, if any,
+    and how many iterations are in it."""
+
+    identity: Identity
+    resumed: str | None = None
+    resumed_at: int = 0
+
+
+def prepare(options: Checkpoints, identity: Identity, iterations: int, say: Callable[[str], None]) -> Origin:
+    """Finds and verifies what the job begins with. say: gets what the person should know of it.
+
+    Raises InputError, also for a folder with checkpoints that nobody asked to resume from: they
+    would be mixed with those of another run.
+    """
+    directory = options.folder
+    assert directory is not None
+    resume = options.resume
+    put_back_replaced(directory)
+    if resume in (None, IF_ANY):
+        try:
+            there = whole_checkpoints(directory)
+        except CheckpointError as error:
+            raise options.refuse("directory", f"a folder without old checkpoints ({error})") from None
+        except OSError as error:  # not taken for empty: the job would begin anew
+            raise options.refuse("directory", f"a folder that can be read ({in_a_line(error)})") from None
+        if there and resume is None:
+            raise options.refuse(
+                "directory",
+                f"a folder without checkpoints, or `checkpoints.resume` newest to go on from iteration "
+                f"{there[0].iteration}",
+            )
+        if not there:
+            remove_unfinished(directory)
+            return Origin(identity)
+        resume = "newest-intact"
+    try:
+        found = find(directory, str(resume))
+    except CheckpointError as error:
+        raise options.refuse("resume", f"a whole checkpoint ({error})") from None
+    except OSError as error:
+        raise options.refuse("directory", f"a folder that can be read ({in_a_line(error)})") from None
+    was = found.identity
+    layers = "job.stages" if identity.layers == identity.stages else "layers"
+    for field, mine, theirs in ((layers, identity.layers, was.layers), ("seed", identity.seed, was.seed)):
+        if mine != theirs:
+            raise InputError(field, mine, f"{theirs}, as in the checkpoint {found.path}")
+    # The same command once more: its weights may be what is missing.
+    done = found.iteration == iterations and options.resume == IF_ANY
+    if found.iteration >= iterations and not done:
+        raise InputError("iterations", iterations, f"more than the {found.iteration} that {found.path} holds")
+    remove_unfinished(directory)
+    if done:
+        say(f"all {iterations} iterations are in {found.path}: nothing is left to train")
+    else:
+        say(f"resumes after iteration {found.iteration - 1} from {found.path}")
+    for name in set_aside_later(directory, found.iteration):
+        say(f"note: a later checkpoint is now called {name}")
+    if (identity.pipelines, identity.micro_batches) != (was.pipelines, was.micro_batches):
+        say(
+            f"note: {was.pipelines} x {was.micro_batches} micro-batches an iteration until now, {identity.pipelines} x "
+            f"{identity.micro_batches} from here: the numbers differ from those of an unbroken run"
+        )
+    for name, value in identity.recipe.items():
+        if name in was.recipe and was.recipe[name] != value:
+            say(f"note: {name} was {was.recipe[name]} and is {value} from here")
+    return Origin(identity, str(found.path), found.iteration)
+
+
+class Trained(Protocol):
+    """What a copy is taken of: an agent.stages.optimizer.StageOptimizer."""
+
+    committed: int
+
+    @property
+    def version(self) -> tuple[int, float | None]: ...
+
+    def share(self, writer: Writer) -> Share: ...
+
+
+@dataclass(frozen=True)
+class _Copy:
+    iteration: int
+    attempt: int
+    layers: int
+    share: Share
+
+
+class Checkpointer:
+    """One process's share. Nothing that goes wrong with the disk ends the training; one that is slower
+    than checkpoints are wanted holds it up, for TIMEOUT_SECONDS at most.
+
+    said: called, also from the writing thread, with (iteration, None) when a checkpoint has become
+    whole by this worker's share, and with (iteration, sentence) when it has not been written.
+    interrupted: asked while waiting; training has something more urgent to do then.
+    """
+
+    def __init__(
+        self,
+        options: Checkpoints,
+        origin: Origin,
+        stage: int,
+        layers: int,
+        said: Callable[[int, str | None], None],
+        interrupted: Callable[[], bool],
+    ) -> None:
+        self._options, self._origin, self._stage = options, origin, stage
+        self.layers = layers
+        self._said, self._interrupted = said, interrupted
+        self._copy: _Copy | None = None
+        self._taken: tuple[int, float | None, int] | None = None
+        self._thread: threading.Thread | None = None
+
+    def boundary(self, optimizer: Trained, attempt: int, writer: Writer | None, *, last: bool = False) -> None:
+        """Between two iterations. writer: as which this process writes; None: it does not. attempt: the generation.
+        last: will there be no other?
+
+        The copy taken here is written only once the next step has been taken: until then the last
+        one may be overturned, or undone by a death elsewhere.
+        """
+        committed = optimizer.committed
+        # Once of the same values: it may be due, and turn out to be the last.
+        values = (*optimizer.version, attempt)
+        if values == self._taken:
+            return
+        self._write_if_final(committed)
+        self._copy = None
+        if (last or self.due(committed)) and committed > self._origin.resumed_at and writer is not None:
+            self._taken = values
+            self._copy = _Copy(committed, attempt, self.layers, optimizer.share(writer))
+
+    def due(self, committed: int) -> bool:
+        """Is there to be a checkpoint of so many iterations?"""
+        return committed % self._options.every == 0
+
+    def finish(self) -> None:
+        """Of a job without further iterations, its last step settled: writes what there is, and waits."""
+        self._wait(float("inf"))  # nobody trains who could be held up
+        self._write_if_final(math.inf)
+        self._wait(float("inf"))
+
+    def _write_if_final(self, committed: float) -> None:
+        ready, self._copy = self._copy, None
+        if ready is None or ready.iteration >= committed:
+            return
+        # All workers wait alike: were one to leave out this checkpoint and the next worker the next
+        # one, none would ever be whole.
+        if not self._wait(TIMEOUT_SECONDS):
+            if not self._interrupted():
+                self._said(
+                    ready.iteration,
+                    "the one before is still being written; more iterations between checkpoints would help",
+                )
+            return
+        self._thread = threading.Thread(target=self._write, args=(ready,), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def _wait(self, seconds: float) -> bool:
+        """For the writing thread; returns whether it is done."""
+        until = time.monotonic() + seconds
+        while self._thread is not None and self._thread.is_alive():
+            if self._interrupted() or time.monotonic() > until:
+                return False
+            self._thread.join(0.02)
+        return True
+
+    def _write(self, copy: _Copy) -> None:
+        options, folder = self._options, self._options.folder
+        assert folder is not None
+        try:
+            identity, attempt = self._origin.identity, copy.attempt
+            whole = write_share(folder, copy.share, self._stage, copy.layers, identity, attempt, options.keep)
+        except (CheckpointError, OSError) as error:
+            self._said(copy.iteration, str(error))
+        else:
+            if whole:
+                self._said(copy.iteration, None)
+
+
+_OTHERS = "openrecycle"
+"""What a state dict has beside tensors, which files of the format have no place for."""
+
+
+class WeightsError(RuntimeError):
+    """The weights could not be written; the sentence says where and why."""
+
+
+def save_weights(folder: str, layer: int, state: Mapping[str, Any], *, averaged: bool = False) -> None:
+    """Writes a layer's state dict, by its names, wholly or not at all. averaged: with moving averages in place of the
+    parameters, to a file of its own. Raises WeightsError."""
+    file = weights_file(folder, layer, averaged=averaged)
+    partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        # On the CPU, so that they can be read where there is no such device.
+        tensors = {name: value.cpu() for name, value in state.items() if isinstance(value, Tensor)}
+        others = {n: encode(value, n, tensors) for n, value in state.items() if not isinstance(value, Tensor)}
+        write_tensors(partial, tensors, {_OTHERS: json.dumps(others)} if others else None)
+        partial.replace(file)
+    except (OSError, RuntimeError) as error:
+        partial.unlink(missing_ok=True)
+        reason = reason_of(error)
+        raise WeightsError(f"the weights of layer {layer} could not be written to {file}: {reason}") from None
+
+
+def read_weights(folder: str, layer: int, *, averaged: bool = False) -> dict[str, Any]:
+    """The state dict of a layer. Raises OSError where there is none; StateError where it is damaged."""
+    tensors, metadata = read_tensors(weights_file(folder, layer, averaged=averaged))
+    try:
+        others = {name: decode(value, tensors) for name, value in json.loads(metadata.get(_OTHERS, "{}")).items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise StateError(f"{weights_file(folder, layer)}: {type(error).__name__}: {error}") from None
+    within = tuple(f"{name}." for name in others)
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith(within)} | others
+
+
+class KeptWeights:
+    """What a folder holds, in memory: `read_weights` of it, also when it is gone."""
+
+    def __init__(self, folder: str, layers: int) -> None:
+        """Raises as `read_weights`."""
+        self._plain = [read_weights(folder, layer) for layer in range(layers)]
+        self._averaged: dict[int, dict[str, Any]] = {}
+        for layer in range(layers):
+            with contextlib.suppress(FileNotFoundError):
+                self._averaged[layer] = read_weights(folder, layer, averaged=True)
+
+    def __call__(self, layer: int, *, averaged: bool = False) -> dict[str, Any]:
+        if averaged and not self._averaged:
+            raise FileNotFoundError("there are no averages")
+        # A layer without parameters that are trained has none.
+        return self._averaged.get(layer, self._plain[layer]) if averaged else self._plain[layer]
+
+
+class CheckpointWeights:
+    """What a checkpoint holds of the weights: `read_weights` of it. Read at each call. It is of the job of that
+    workload, which is asked for then, and of that seed, with so many layers."""
+
+    def __init__(
+        self, directory: Path, iteration: int, workload: Callable[[], Workload], layers: int, seed: int
+    ) -> None:
+        self._directory, self._iteration = directory, iteration
+        self._workload, self._layers, self._seed = workload, layers, seed
+
+    def __call__(self, layer: int, *, averaged: bool = False) -> dict[str, Any]:
+        """Raises CheckpointError, also where it has given way to newer ones; FileNotFoundError where there are no
+        averages."""
+        if not 0 <= layer < self._layers:
+            raise InputError("layer", layer, f"0 to {self._layers - 1}")
+        checkpoint = next((c for c in whole_checkpoints(self._directory) if c.iteration == self._iteration), None)
+        if checkpoint is None:
+            raise CheckpointError(f"{self._directory}: the checkpoint of iteration {self._iteration} is gone")
+        state = checkpoint.load(range(layer, layer + 1))
+        values = {name: decode(value, state.tensors) for name, value in state.document["model"].items()}
+        if averaged:
+            kept = {name: decode(value, state.tensors) for name, value in state.document["state"].items()}
+            averages = {name: of[AVERAGE] for name, of in kept.items() if AVERAGE in of}
+            if kept and not averages:
+                raise FileNotFoundError("there are no averages")
+            values |= averages
+        with torch.random.fork_rng(devices=[]):  # the layer says what else is in its state dict, and what is not
+            built = build_layer(self._workload(), layer, self._layers, self._seed)
+        first = first_names(built)
+        return {n: values.get(f"{layer}.{first.get(n, n)}", value) for n, value in built.state_dict().items()}
+
+
+Loaded = TypeVar("Loaded", bound=nn.Module | Sequence[nn.Module])
+
+
+def load_weights(model: Loaded, folder: str | Path, *, averaged: bool = False) -> Loaded:
+    """The model with the weights of a job, from the folder of `--weights` (or ResilientTrainer's `weights=`).
+
+    model: one of transformers, for a job of `ResilientTrainer.from_transformers`, which can then `save_pretrained`; or
+    the job's layers in order, an nn.Sequential or another sequence (of a job given as stages, these). averaged: with
+    the moving averages. Raises InputError where they are not this model's.
+    """
+    folder = str(folder)
+    layers = sum(1 for _ in itertools.takewhile(Path.is_file, map(partial(weights_file, folder), itertools.count())))
+    if not layers:
+        raise InputError("folder", folder, f"the folder of --weights, with {weights_file('', 0)}")
+    try:
+        kept = KeptWeights(folder, layers)
+        states = [kept(layer, averaged=averaged) for layer in range(layers)]
+    except StateError as error:
+        raise InputError("folder", folder, f"weights that can be read ({error})") from None
+    except FileNotFoundError:
+        raise InputError(
+            "averaged", True, "the weights of a job with optimizer=ExponentialMovingAverage(...)"
+        ) from None
+    parts: Sequence[nn.Module] | nn.Module = model
+    if isinstance(parts, Sequence | nn.Sequential | nn.ModuleList):
+        if len(parts) != layers:
+            raise InputError("model", f"{len(parts)} layers", f"the {layers} whose weights are in {folder}")
+        given = list(zip(parts, states, strict=True))
+    else:  # whose layers have its names; what they share is in several, alike
+        given = [(parts, dict(item for state in states for item in state.items()))]
+    for part, state in given:
+        try:
+            part.load_state_dict(state)
+        except RuntimeError as error:
+            raise InputError("model", type(part).__name__, f"that of the weights in {folder} ({error})") from None
+    return model
+
+
+def weights_file(folder: str, layer: int, *, averaged: bool = False) -> Path:
+    return Path(folder) / f"layer{layer}{'.averaged' if averaged else ''}.safetensors"
