@@ -390,7 +390,7 @@ class TokenRow(Base):
 
 
 class LeadershipRow(Base):
-    """The only row: which console leads on PostgreSQL (db.leadership).
+    """The only row: which console leads on PostgreSQL (db.session).
 
     term: how many leads there were. holder: the console that leads, "" when it has resigned. renewed_at:
     by the database's clock.
@@ -406,7 +406,7 @@ class LeadershipRow(Base):
 
 
 class IdempotentRequestRow(Base):
-    """A POST with an Idempotency-Key, and what was answered: db.idempotency. status: 0 until then."""
+    """A POST with an Idempotency-Key, and what was answered: db.access. status: 0 until then."""
 
     __tablename__ = "idempotent_request"
 

@@ -20,9 +20,8 @@ from sqlalchemy.exc import SQLAlchemyError
 from openrecycle.agent.coordination.generations import out
 from openrecycle.agent.coordination.membership import Candidate, Mode, Note, Offer, Offered, State
 from openrecycle.app.advice.recommendation import AdviceRequest, Recommendation, serve
-from openrecycle.app.jobs.live_job import LiveJob
-from openrecycle.app.jobs.records import changes, repair_times
-from openrecycle.app.jobs.waiting import NOTHING, Waited, segments
+from openrecycle.app.jobs.live_job import LiveJob, changes, repair_times
+from openrecycle.app.jobs.throughput import NOTHING, Waited, segments
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.task_queue import TaskQueue
 from openrecycle.db.store import Record, Store

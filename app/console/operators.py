@@ -27,8 +27,7 @@ from openrecycle.agent.messages.protocol import Command, WorkerState
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.runtime.errors import ConsoleError, named, plain, storing, unknown_worker
 from openrecycle.db.access import audit_row
-from openrecycle.db.observations import Observations
-from openrecycle.db.store import Store
+from openrecycle.db.store import Observations, Store
 from openrecycle.planner.jobs.job import Worker
 
 log = structlog.get_logger()

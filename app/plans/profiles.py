@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from openrecycle.agent.messages.protocol import OpKind
 from openrecycle.app.runtime.errors import ConsoleError, named, storing
-from openrecycle.db import profiles as rows
+from openrecycle.db import plan_rows as rows
 from openrecycle.db.session import Database
 from openrecycle.planner.jobs.errors import InputError, PlannerError
 from openrecycle.planner.jobs.job import MAX_DECIMALS, Job, StageProfile

@@ -27,12 +27,20 @@ from openrecycle.agent.messages.protocol import OpKind
 from openrecycle.app.catalogs.contents import MOST, CatalogRequest, PlansNeeded, needed
 from openrecycle.app.catalogs.service import KEPT_OPS, Catalogs, info_of
 from openrecycle.app.jobs.live_job import LiveJob
+from openrecycle.app.plans.files import Uploads
 from openrecycle.app.plans.library import Library, PlanCache
-from openrecycle.app.plans.making import LookUpRequest, Making, PlanRequest, plan_maker
 from openrecycle.app.plans.profiles import NamedProfiles
 from openrecycle.app.plans.simulations import Simulations
-from openrecycle.app.plans.solving import PlanAsked, Point, Solve, Solves
-from openrecycle.app.plans.uploading import Uploads
+from openrecycle.app.plans.solving import (
+    LookUpRequest,
+    Making,
+    PlanAsked,
+    PlanRequest,
+    Point,
+    Solve,
+    Solves,
+    plan_maker,
+)
 from openrecycle.app.runtime.errors import ConsoleError, named, storing
 from openrecycle.app.runtime.patches import LARGE_OPS, building
 from openrecycle.app.runtime.task_queue import AHEAD, URGENT, Done

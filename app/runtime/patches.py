@@ -35,7 +35,7 @@ planner.output     Typer 0.29 (the base of its errors by name; how an option rea
 app.server                  Streamlit 1.67 (`config._main_script_path`)
     Gives: app/.streamlit/config.toml is read, before st.App is made, which would look beside app/ui/main.py for it.
     Not needed once pages have the theme of that file without it; no test says so.
-app.ui.hooks                Streamlit 1.67 (reads the cookie of its login, makes the token that starts one)
+app.server                Streamlit 1.67 (reads the cookie of its login, makes the token that starts one)
     Gives: the guard knows who asks before a page's WebSocket is open.
     Not needed once Streamlit has public functions for both; tests/app/test_oidc.py fails where the private ones change.
 app.api.connection          uvicorn 0.54 (a subclass of its protocol over httptools, given by its option `http`)

@@ -26,8 +26,7 @@ from openrecycle.agent.coordination.membership import (
     WorkerRegistered,
 )
 from openrecycle.agent.messages.protocol import JobState, WorkerState
-from openrecycle.app.jobs.live_job import TICK_SECONDS
-from openrecycle.app.jobs.records import job_columns, read_broken
+from openrecycle.app.jobs.live_job import TICK_SECONDS, job_columns, read_broken
 from openrecycle.planner.jobs.errors import InputError
 from tests.agent.coordinator_run import LADDER, Run, fingerprint
 from tests.golden import golden

@@ -15,7 +15,7 @@ from openrecycle.agent.coordination.membership import Candidate
 from openrecycle.agent.messages.protocol import FailureReport
 from openrecycle.app.advice.recommendation import AdviceRequest, Recommendation, decide, recommendation_document, serve
 from openrecycle.app.advice.service import REPAIR_SECONDS, copy_times, measured_costs, move_times
-from openrecycle.app.jobs.records import changes, repair_times
+from openrecycle.app.jobs.live_job import changes, repair_times
 from openrecycle.app.runtime.task_queue import TaskQueue
 from openrecycle.db.models import GenerationRow
 from openrecycle.planner.check import check

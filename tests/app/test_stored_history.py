@@ -10,7 +10,7 @@ from hypothesis import Phase, settings
 from openrecycle.agent.coordination.membership import MOST_RETIRED, Candidate, Offer, Offered
 from openrecycle.agent.messages.protocol import FailureReport, JobSpec, Registration
 from openrecycle.app.jobs import job_plans as planned
-from openrecycle.app.jobs.records import KEPT, read_state
+from openrecycle.app.jobs.live_job import KEPT, read_state
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.planner.jobs.words import MIGRATE
 from tests.app.flaky_database import FlakyDatabase

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from openrecycle.app.ui.charts import gantt as charts
-from openrecycle.app.ui.charts.chart_placeholder import chart_placeholder
 from openrecycle.app.ui.charts.gantt import ASIDE_OPACITY
+from openrecycle.app.ui.components import chart_placeholder
 from openrecycle.app.ui.theme import DARK, LIGHT, Palette
 from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.plans import drawing as model

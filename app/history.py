@@ -4,44 +4,291 @@
     tables/<table>.jsonl     a row per line, in the order of the table's key, without the job's id
     plans/<fingerprint>.json the Plan documents that the job has or has run
 
-The form of the rows is app.history.tables'; app/docs/store.md says it in words.
+The form of a row: what a column may hold is read off the table; what people or the console rely on beyond its type is
+said here; app/docs/store.md says it in words.
 
 A file that says it is a job's history may be damaged, or made to do harm: every byte of it is checked before anything
 is stored. It is read as a stream, in little memory; nothing of it is ever written under a name that it says. A checked
 file becomes a job in small steps, beside a console that has other things to do.
+
+A running console exports and imports by a process of its own, and deletes in the background (`Histories`).
 """
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import hashlib
+import json
 import os
 import re
+import resource
 import socket
+import tempfile
+import threading
 import time
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Annotated, Any, Literal
+from typing import IO, Annotated, Any, Literal, Protocol
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+import structlog
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    create_model,
+)
+from sqlalchemy import BigInteger, Boolean, Column, Double, Integer, LargeBinary, String, Text
+from sqlalchemy.exc import SQLAlchemyError
 
-from openrecycle.agent.messages.protocol import JobSpec
-from openrecycle.app.history.tables import Fingerprint, TableFormat, format_of
+from openrecycle.agent.coordination.membership import LEAST_CHOICE_TIMEOUT, MOST_CHOICE_TIMEOUT, PRESENT, Mode
+from openrecycle.agent.messages.protocol import (
+    RANKS,
+    Identifier,
+    JobSpec,
+    Milliseconds,
+    Name,
+    NodeNumber,
+    OpKind,
+    RankNumber,
+    WorkerName,
+    WorkerState,
+)
+from openrecycle.app.jobs.live_job import LiveJob
+from openrecycle.app.jobs.states import RoleState
+from openrecycle.app.observing.as_run import IterationAsRun
+from openrecycle.app.runtime.errors import ConsoleError, named, storing, unknown_job
+from openrecycle.app.runtime.processes import Channel, ChildEnded, Children
 from openrecycle.db.access import audit_row
 from openrecycle.db.heartbeats import GROUP, BlockError, unpack
-from openrecycle.db.job_rows import IMPORTING, MODELS, OVER, HiddenJob, JobRows, Record
-from openrecycle.db.session import Database
+from openrecycle.db.job_rows import DELETING, IMPORTING, MODELS, OVER, HiddenJob, JobRows, Record, table
+from openrecycle.db.session import Database, DatabaseError
 from openrecycle.planner.check import check
 from openrecycle.planner.jobs.errors import PlannerError
+from openrecycle.planner.jobs.job import MAX_LAYERS
 from openrecycle.planner.plans.packed import SMALL_OPS, Packed, pack
 from openrecycle.planner.plans.plan import INTEGER, Plan, read_model
+
+RowRecord = dict[str, Any]
+
+# Not exported: what other jobs, consoles or launchers count by, and a key under which requests find the job again.
+LEFT_OUT = {
+    "job": ("idempotency_key", "lead_term", "lead_node"),
+    "worker_state": ("id",),
+    "heartbeat": ("id",),
+    "audit": ("id",),
+}
+# Columns that older versions had, which their files have still.
+GONE = {"worker": ("host", "pid")}
+# Columns that have another name since.
+RENAMED = {"job": {"patience": "choice_timeout"}}
+# The job's id is that of the file, or another one.
+JOB_COLUMN = "job_id"
+MOST_TEXT = 2**20
+
+
+def _no_nul(text: str) -> str:
+    if "\0" in text:
+        raise ValueError("text without NUL")
+    return text
+
+
+def exact(text: str, loss: float) -> str:
+    """A loss as a hexadecimal float. Consoles of before took any text for one: where it is none, `loss` has to do."""
+    try:
+        return float.fromhex(text).hex()
+    except (ValueError, OverflowError):
+        return loss.hex()
+
+
+Fingerprint = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+Workers = list[WorkerName]
+# POSIX seconds that a calendar has a day for.
+Moment = Annotated[float, Field(strict=True, ge=0, le=1e11, allow_inf_nan=False)]
+
+
+def _with_all(line: object) -> object:
+    """Versions before this one said nothing of ranks, or of restarts."""
+    missing: dict[int, tuple[object, ...]] = {6: ([], [], [], None), 9: (None,)}
+    return [*line, *missing.get(len(line), ())] if isinstance(line, list | tuple) else line
+
+
+InARow = Annotated[int, Field(ge=1, le=2**53)]
+ProcessLine = Annotated[
+    tuple[
+        Identifier,
+        Annotated[str, StringConstraints(max_length=255), AfterValidator(_no_nul)],
+        Annotated[int, Field(ge=0, le=2**53)],
+        Annotated[list[tuple[WorkerName, Moment]], Field(min_length=1)],
+        Literal["", "failed", "drained"],
+        Annotated[str, StringConstraints(max_length=MOST_TEXT), AfterValidator(_no_nul)],
+        Annotated[list[Annotated[int, Field(ge=0, le=2**53)]], Field(max_length=RANKS)],
+        Annotated[list[RankNumber], Field(max_length=RANKS)],
+        Annotated[list[tuple[Identifier, RankNumber]], Field(max_length=RANKS)],
+        tuple[InARow, InARow, Moment, NodeNumber | None] | None,
+    ],
+    BeforeValidator(_with_all),
+]
+"""See app.jobs.live_job.process_rows."""
+Place = Annotated[str, StringConstraints(pattern=r"^(W[0-9]{1,6}_[0-9]{1,6})?$")]
+_STRICTER: dict[str, Any] = {
+    "job.id": Identifier,
+    "job.name": Name,
+    "job.spec": JobSpec,
+    "job.state": Literal["starting", "running", "recovering", "halted", "finished", "stopped"],
+    "job.mode": Mode,
+    "job.waits": list[tuple[Moment, Moment | None, Annotated[int, Field(ge=0, le=2**53)]]],
+    "job.choice_timeout": Annotated[float, Field(ge=LEAST_CHOICE_TIMEOUT, le=MOST_CHOICE_TIMEOUT)],
+    "worker.name": WorkerName,
+    "worker.state": WorkerState,
+    "worker.incarnation": Identifier | None,
+    "worker.retired": list[Identifier],
+    "worker.processes": list[ProcessLine],
+    "worker.phase": Literal["", "starting", "waiting", "forming", "training", "paused", "draining"],
+    "worker.op_milliseconds": dict[OpKind, Milliseconds],
+    "job_plan.fingerprint": Fingerprint,
+    "job_plan.failed": Workers,
+    "generation.generation": Annotated[int, Field(ge=1, le=2**53)],
+    "generation.plan_fingerprint": Fingerprint,
+    "generation.living": Workers,
+    "generation.failed": Workers,
+    "generation.joining": Workers,
+    "generation.moves": list[tuple[WorkerName, WorkerName]],
+    "acknowledgement.worker": WorkerName,
+    "acknowledgement.state": Literal["adopted", "formed", "resumed"],
+    "generation.interim_plan": Fingerprint | Literal[""],
+    "generation.interim_failed": Workers,
+    "generation.partition": Annotated[list[Annotated[int, Field(ge=1, le=MAX_LAYERS)]], Field(max_length=MAX_LAYERS)],
+    "generation.moved_at": Annotated[int, Field(ge=0, le=2**53)] | None,
+    "event.severity": Literal["info", "warning", "error"],
+    "event.kind": Literal["worker", "failure", "generation", "recovery", "plan", "job", "console", "operator", "step"],
+    "event.worker": WorkerName | None,
+    "event.count": Annotated[int, Field(ge=1, le=2**31 - 1)],
+    "event.seq": Annotated[int, Field(ge=1, le=2**53)],
+    "iteration.iteration": Annotated[int, Field(ge=0, le=2**53)],
+    "iteration.seconds": Annotated[float, Field(ge=0, le=1e9)],
+    "iteration.living": Annotated[int, Field(ge=0, le=2**31 - 1)],
+    "iteration.skipped": list[Annotated[int, Field(ge=0, le=2**53)]],
+    "iteration.loss_hex": Annotated[str, StringConstraints(max_length=40, strict=True), AfterValidator(_no_nul)],
+    "recovery.worker": WorkerName,
+    "measured_iteration.document": IterationAsRun,
+    "worker_state.worker": WorkerName,
+    "worker_state.state": RoleState | WorkerState,
+    "command.kind": Literal["kill", "restart", "pause", "resume"],
+    "command.worker": Place,
+    "heartbeat.level": Literal[1, 60, 3600],
+}
+
+
+@dataclass(frozen=True)
+class TableFormat:
+    """One table: the model of its lines, and its key; both without the job's id.
+
+    key: columns in which lines rise strictly; () where equal lines may follow each other. single: there
+    is one line at most.
+    """
+
+    name: str
+    line: type[BaseModel]
+    key: tuple[str, ...]
+    single: bool
+    _write: dict[str, Callable[[Any], Any]]
+    _read: dict[str, Callable[[Any], Any]]
+
+    def to_line(self, row: RowRecord) -> RowRecord:
+        """Plain data for JSON."""
+        return {
+            name: self._write[name](row[name]) if name in self._write else row[name]
+            for name in self.line.model_fields
+            if name in row
+        }
+
+    def to_row(self, line: BaseModel) -> RowRecord:
+        """Without the columns that an older file does not have."""
+        row = {
+            name: self._read[name](value) if name in self._read else value
+            for said in line.model_fields_set
+            if said not in GONE.get(self.name, ())
+            for name, value in ((RENAMED.get(self.name, {}).get(said, said), getattr(line, said)),)
+        }
+        if self.name == "iteration":
+            row["loss_hex"] = exact(row["loss_hex"], row["loss"])
+        return row
+
+
+@cache
+def format_of(name: str) -> TableFormat:
+    columns = [c for c in table(name).columns if c.name != JOB_COLUMN and c.name not in LEFT_OUT.get(name, ())]
+    fields: dict[str, Any] = {}
+    write: dict[str, Callable[[Any], Any]] = {}
+    read: dict[str, Callable[[Any], Any]] = {}
+    for column in columns:
+        stricter = _STRICTER.get(f"{name}.{column.name}")
+        kind = stricter if stricter is not None else _type(column)
+        # Columns that came with a later version have a default for rows of before.
+        fields[column.name] = (kind, ...) if column.server_default is None else (kind, None)
+        if isinstance(column.type, LargeBinary):
+            write[column.name], read[column.name] = _encoded, base64.b64decode
+        if isinstance(stricter, type) and issubclass(stricter, BaseModel):
+            deflate = isinstance(column.type, LargeBinary)
+            write[column.name] = _inflated_json if deflate else json.loads
+            read[column.name] = _deflated_json if deflate else BaseModel.model_dump_json
+        elif isinstance(column.type, Text) and stricter is not None:
+            write[column.name], read[column.name] = json.loads, json.dumps
+    fields |= dict.fromkeys(GONE.get(name, ()), (Any, None))
+    fields |= {before: (fields[now][0], None) for before, now in RENAMED.get(name, {}).items()}
+    model = create_model(
+        name, __config__=ConfigDict(extra="forbid", protected_namespaces=(), use_enum_values=True), **fields
+    )
+    key = tuple(c.name for c in table(name).primary_key.columns if c.name != JOB_COLUMN)
+    return TableFormat(name, model, () if key == ("id",) else key, not key, write, read)
+
+
+def _type(column: Column[Any]) -> Any:
+    kind: Any
+    if isinstance(column.type, LargeBinary):
+        kind = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9+/]*={0,2}$", strict=True)]
+    elif isinstance(column.type, Text):
+        kind = Annotated[str, StringConstraints(max_length=MOST_TEXT, strict=True), AfterValidator(_no_nul)]
+    elif isinstance(column.type, String):
+        kind = Annotated[str, StringConstraints(max_length=column.type.length, strict=True), AfterValidator(_no_nul)]
+    elif isinstance(column.type, Boolean):
+        kind = Annotated[bool, Field(strict=True)]
+    elif isinstance(column.type, BigInteger) or column.type._variant_mapping:
+        kind = Annotated[int, Field(strict=True, ge=-(2**63), le=2**63 - 1)]
+    elif isinstance(column.type, Integer):
+        kind = Annotated[int, Field(strict=True, ge=-(2**31), le=2**31 - 1)]
+    else:
+        assert isinstance(column.type, Double), column
+        time = column.name == "at" or column.name.endswith("_at")
+        kind = Moment if time else Annotated[float, Field(strict=True, allow_inf_nan=False)]
+    return kind | None if column.nullable else kind
+
+
+def _encoded(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _inflated_json(data: bytes) -> Any:
+    return json.loads(zlib.decompress(data))
+
+
+def _deflated_json(document: BaseModel) -> bytes:
+    return zlib.compress(document.model_dump_json().encode())
+
 
 MANIFEST = "manifest.json"
 # The audit log is this console's own: it goes along to be read, and is never taken from a file.
@@ -252,10 +499,10 @@ class History:
             manifest = read_model(Manifest, text)
         except ValidationError as error:
             raise HistoryError(f"{MANIFEST}: {_first(error)}") from None
-        for table in (*EXPORTED, *manifest.tables):
-            if table not in manifest.tables or table not in EXPORTED:
-                what = "is missing" if table in EXPORTED else "is none that a history has"
-                raise HistoryError(f"{MANIFEST}: table {table!r:.80} {what}")
+        for name in (*EXPORTED, *manifest.tables):
+            if name not in manifest.tables or name not in EXPORTED:
+                what = "is missing" if name in EXPORTED else "is none that a history has"
+                raise HistoryError(f"{MANIFEST}: table {name!r:.80} {what}")
         expected = {MANIFEST, *map(table_file, manifest.tables), *map(plan_file, manifest.plans)}
         for name in names:
             if name not in expected:
@@ -560,3 +807,212 @@ def _taken(job_id: str) -> HistoryError:
     return HistoryError(
         f"job: {job_id} is there already, and is not overwritten; delete it first, or import under another id (--as)"
     )
+
+
+log = structlog.get_logger()
+
+MOST_UPLOAD = 2**30
+"""Bytes of a file that is sent to the API; the command line takes larger ones."""
+CHUNK_SECONDS, DRAIN_SECONDS = 60.0, 15.0
+"""For the next bytes of it: others wait for the place. And for which what is refused is thrown away."""
+MOST_MEMORY = 8 * 2**30
+"""A file that asks for more than any history needs ends the process that reads it, and harms no other."""
+FOLLOW_SECONDS = 5.0
+_ALIVE = frozenset({*PRESENT, WorkerState.STARTING})
+
+
+class JobReader(Protocol):
+    """What is asked of the console's jobs."""
+
+    def find(self, job_id: str) -> LiveJob:
+        """Raises ConsoleError (404)."""
+
+    def follow(self) -> None:
+        """Notes jobs that have come into the database, or gone. Raises SQLAlchemyError."""
+
+    def let_go(self, job_id: str) -> None:
+        """Of a job that is deleted."""
+
+
+class Histories:
+    """One per console. Thread-safe; export and take_in are called in an event loop."""
+
+    def __init__(self, jobs: JobReader, database: Database) -> None:
+        self._jobs, self._database = jobs, database
+        self._rows = JobRows(database)
+        self._exporting, self._importing = threading.Lock(), threading.Lock()
+        self._children = Children(work, name="history")
+        self._stop, self._deleted = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="console-histories", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stop.set()
+        self._deleted.set()
+        self._children.close()
+        if self._thread.is_alive():
+            self._thread.join(5)
+
+    # -- out and in -----------------------------------------------------------------------------
+
+    async def export(self, job_id: str, *, audit: bool) -> Path:
+        """A file of the caller's, who deletes it. audit: with what the audit log says of the job. Raises
+        ConsoleError."""
+        await asyncio.to_thread(self._jobs.find, job_id)
+        with _alone(self._exporting, "exported"):
+            return await self._exported(job_id, audit)
+
+    async def _exported(self, job_id: str, audit: bool) -> Path:
+        out = _temporary()
+        try:
+            out.unlink()
+            if not (await self._run("export", job_id, str(out), *(["audit"] if audit else [])))["found"]:
+                raise unknown_job(job_id)
+        except BaseException:
+            for left in out.parent.glob(f"{out.name}*"):  # of a child that was killed, the part that it had written
+                left.unlink(missing_ok=True)
+            raise
+        return out
+
+    async def take_in(self, chunks: AsyncIterator[bytes], new_id: str | None, actor: str) -> Imported:
+        """Imports the job of a file. new_id: instead of its own. Raises ConsoleError."""
+        try:
+            with _alone(self._importing, "imported"):  # from the first byte on: the folder holds one such file
+                return await self._taken_in(chunks, new_id, actor)
+        except ConsoleError:
+            with suppress(TimeoutError):  # whoever sends it comes to read the answer
+                async with asyncio.timeout(DRAIN_SECONDS):
+                    async for _ in chunks:
+                        pass
+            raise
+
+    async def _taken_in(self, chunks: AsyncIterator[bytes], new_id: str | None, actor: str) -> Imported:
+        path, size = _temporary(), 0
+        try:
+            with path.open("wb") as handle:
+                while chunk := await _next(chunks):
+                    size += len(chunk)
+                    if size > MOST_UPLOAD:
+                        detail = f"the body: got more than {MOST_UPLOAD:,} bytes, expected at most that"
+                        raise ConsoleError(
+                            413, "too_large", f"{detail}; `openrecycle history import` takes larger files"
+                        )
+                    handle.write(chunk)
+            done = Imported(**await self._run("import", str(path), actor, *([new_id] if new_id else [])))
+        finally:
+            path.unlink(missing_ok=True)
+        with storing():
+            await asyncio.to_thread(self._jobs.follow)
+        log.info("job imported", job=done.job_id, rows=done.rows, actor=actor)
+        return done
+
+    async def _run(self, *arguments: str) -> Mapping[str, Any]:
+        try:
+            url = self._database.url.render_as_string(hide_password=False)
+            asked = await asyncio.to_thread(self._children.begin, url, *arguments)
+            try:
+                answer = json.loads(await asyncio.to_thread(lambda: b"".join(asked.messages())))
+            finally:
+                asked.end()  # whoever asked may have gone
+        except ChildEnded as ended:
+            log.error("work on a history failed", reason=str(ended))
+            raise ConsoleError(503, "unavailable", "work on this history failed; the console's log says why") from None
+        if "error" in answer:
+            taken = "is there already" in answer["error"]
+            raise ConsoleError(409 if taken else 422, "job_exists" if taken else "invalid", answer["error"])
+        return answer  # type: ignore[no-any-return]
+
+    # -- away -----------------------------------------------------------------------------------
+
+    def delete(self, job_id: str, actor: str) -> None:
+        """From now on there is no such job; its rows are deleted in the background. Raises ConsoleError."""
+        job = self._jobs.find(job_id)
+        audit = audit_row(named(actor), "delete", job_id, job_id=job_id, detail=job.spec.name)
+        with job.lock, storing():  # nobody registers meanwhile
+            if why := self.kept_for(job_id):
+                raise ConsoleError(409, "job_runs", f"job: {job_id} {why}, expected one that has ended")
+            self._rows.hide(job_id, audit)
+            self._jobs.let_go(job_id)
+        self._deleted.set()
+        log.info("job deleted", job=job_id, actor=actor)
+
+    def kept_for(self, job_id: str) -> str:
+        """Why it can't be deleted now: `is running (W0_0 lives)`; "" where it can be. Raises ConsoleError."""
+        job = self._jobs.find(job_id)
+        members = job.state.members.values()
+        alive = sorted(m.name for m in members if m.state in _ALIVE and m.incarnation is not None)
+        # Of workers that have not been heard for so long nobody knows; whoever deletes the job has looked.
+        kept = alive and not job.state.over and not job.state.unheard
+        return f"is {job.state.job_state} ({alive[0]} lives)" if kept else ""
+
+    def _follow(self) -> None:
+        while True:
+            try:
+                self._delete_rows()
+                self._jobs.follow()
+            except SQLAlchemyError as error:
+                log.warning("histories wait for the database", reason=type(error).__name__)
+            except Exception:
+                log.exception("jobs that came or went could not be followed")
+            self._deleted.wait(FOLLOW_SECONDS)
+            self._deleted.clear()
+            if self._stop.is_set():
+                return
+
+    def _delete_rows(self) -> None:
+        """Of jobs that were deleted, and of imports whose process ended half way."""
+        for job in self._rows.hidden():
+            if job.state == DELETING or abandoned(job.note):
+                while self._rows.delete_some(job):
+                    if self._stop.wait(REST):
+                        return
+
+
+def work(channel: Channel, url: str, action: str, *arguments: str) -> None:
+    """In a child: `export` JOB OUT [audit], or `import` FILE ACTOR [ID]. Says a line of JSON; refused: with a sentence
+    under `error`."""
+    database = Database(url)
+    try:
+        if action == "export":
+            made = export(database, arguments[0], Path(arguments[1]), audit="audit" in arguments[2:])
+            said: dict[str, Any] = {"found": made is not None}
+        else:
+            resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
+            new_id = arguments[2] if len(arguments) > 2 else None
+            said = asdict(import_history(database, Path(arguments[0]), actor=arguments[1], new_id=new_id))
+    except (HistoryError, DatabaseError) as error:
+        said = {"error": str(error)}
+    finally:
+        database.close()
+    channel.say(json.dumps(said).encode())
+
+
+@contextmanager
+def _alone(place: threading.Lock, done: str) -> Iterator[None]:
+    """Raises ConsoleError (409) where the place is taken. done: what with a history, in a word."""
+    if not place.acquire(blocking=False):
+        raise ConsoleError(409, "busy", f"another history is being {done}; try again when it is done")
+    try:
+        yield
+    finally:
+        place.release()
+
+
+async def _next(chunks: AsyncIterator[bytes]) -> bytes:
+    """The next bytes; none: that was all. Raises ConsoleError (408)."""
+    try:
+        async with asyncio.timeout(CHUNK_SECONDS):
+            while not (chunk := await anext(chunks, None)):
+                if chunk is None:
+                    return b""
+            return chunk
+    except TimeoutError:
+        raise ConsoleError(408, "too_slow", f"the body: nothing of it came within {CHUNK_SECONDS:g} s") from None
+
+
+def _temporary() -> Path:
+    handle, name = tempfile.mkstemp(prefix="openrecycle-history-", suffix=".zip")
+    os.close(handle)
+    return Path(name)
