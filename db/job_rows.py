@@ -55,7 +55,8 @@ from openrecycle.db.session import Database
 from openrecycle.db.session import Record as Record
 from openrecycle.planner.plans.packed import Packed
 
-ROWS_AT_ONCE = 5_000
+ROWS = 5_000
+"""That are taken at a time."""
 PLANS = 100
 
 
@@ -107,7 +108,7 @@ def _trim_events(session: Session, job_id: str, keep: int) -> int:
     ).one()
     if last is None or last - first < keep:
         return 0
-    end = min(last - keep, first + ROWS_AT_ONCE - 1)
+    end = min(last - keep, first + ROWS - 1)
     session.execute(delete(EventSeenRow).where(EventSeenRow.job_id == job_id, EventSeenRow.seq <= end))
     return _deleted(session, delete(EventRow).where(EventRow.job_id == job_id, EventRow.seq <= end))
 
@@ -120,7 +121,7 @@ def _trim_states(session: Session, job_id: str, keep: int) -> int:
         return 0
     last = select(func.max(WorkerStateRow.id)).where(of_job).group_by(WorkerStateRow.worker)
     old = select(WorkerStateRow.id).where(of_job, WorkerStateRow.id <= cut, WorkerStateRow.id.not_in(last))
-    ids = list(session.scalars(old.order_by(WorkerStateRow.id).limit(ROWS_AT_ONCE)))
+    ids = list(session.scalars(old.order_by(WorkerStateRow.id).limit(ROWS)))
     return _deleted(session, delete(WorkerStateRow).where(WorkerStateRow.id.in_(ids))) if ids else 0
 
 
@@ -143,7 +144,7 @@ def _trim_plans(session: Session, job_id: str, keep: int) -> int:
         .where(of_job, JobPlanRow.ahead, JobPlanRow.fingerprint.not_in(ran))
         .order_by(JobPlanRow.created_at.desc(), JobPlanRow.fingerprint)
         .offset(keep)
-        .limit(ROWS_AT_ONCE)
+        .limit(ROWS)
     )
     if gone := set(session.scalars(old)):
         meanwhile = (GenerationRow.job_id == job_id, GenerationRow.interim_plan.in_(gone))
@@ -205,8 +206,6 @@ class HiddenJob(NamedTuple):
     state: str
     note: str
 
-
-ROWS = 5_000
 
 # In the order in which they can be written. The first columns of each are its key, in which rows of a
 # job are unique and ordered; tables with an `id` of their own go by that.
