@@ -19,20 +19,18 @@ import typer
 from sqlalchemy.exc import SQLAlchemyError
 
 from openrecycle.agent.coordination.membership import FailureTimeouts
-from openrecycle.app.history.archive import HistoryError, delete_job, export, import_history
+from openrecycle.app.history import HistoryError, delete_job, export, import_history
 from openrecycle.app.runtime.errors import ConsoleError, SettingsError
 from openrecycle.app.runtime.processes import prepare_children
 from openrecycle.app.runtime.settings import RetentionLimits, Settings, default_database_url, read_token, seconds
-from openrecycle.app.security.access import AuditLog, Tokens
-from openrecycle.app.security.sign_in import read_oidc
+from openrecycle.app.security.access import AuditLog, Tokens, read_oidc
 from openrecycle.db.access import AuditStore, TokenStore, audit_row
 from openrecycle.db.job_rows import OVER, JobRows
-from openrecycle.db.leadership import LeaderSession
-from openrecycle.db.session import Database, DatabaseError
+from openrecycle.db.session import Database, DatabaseError, LeaderSession
 from openrecycle.db.store import Store
-from openrecycle.planner.commands.output import destination, is_stdout
-from openrecycle.planner.commands.output import run as run_command
 from openrecycle.planner.jobs.errors import InputError, PlannerError
+from openrecycle.planner.output import destination, is_stdout
+from openrecycle.planner.output import run as run_command
 
 tokens = typer.Typer(help="Tokens that let others view, operate, or report to a console.", no_args_is_help=True)
 

@@ -3,6 +3,13 @@
 A Starlette application carries both: the routes of the API first (FastAPI below /api/v1, health at the root),
 Streamlit's for everything else, the guards of app.security around all of it. Where several consoles share a database,
 it is there while this one leads (app.leadership).
+
+The pages' modules, and what Plotly reads for a figure, take half a second of processor time. It begins when the console
+has told its address, or, where workers are heard meanwhile, when a page is first asked for or the console has been up
+for a while (`Preload`). No Streamlit is imported before.
+
+The OpenAPI document is FastAPI's own, put right where it says something else than what is answered; and the same for
+people to read, as one HTML page without scripts or anything from elsewhere.
 """
 
 from __future__ import annotations
@@ -10,16 +17,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import json
 import os
+import pkgutil
+import secrets
 import signal
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
+from html import escape
+from importlib import import_module
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from urllib.parse import urlencode
 
 import structlog
 import uvicorn
@@ -33,30 +46,316 @@ from starlette.routing import BaseRoute, Match, Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from openrecycle.agent.messages.protocol import API, ProblemDetails
-from openrecycle.app.api import access, agents, catalogs, document, jobs, operator, plans, streams
+from openrecycle.app.api import access, agents, jobs, plans, streams
 from openrecycle.app.api.connection import connections
-from openrecycle.app.api.document import POLICY, page
-from openrecycle.app.api.idempotency import Idempotency
-from openrecycle.app.api.parsing import ReadBeside, known_query
+from openrecycle.app.api.idempotency import HEADER, MOST_CHARACTERS, Idempotency, keeps_keys
+from openrecycle.app.api.models import ReadBeside, known_query
 from openrecycle.app.console.service import ConsoleService
-from openrecycle.app.leadership.host import ConsoleHost, Gate, make_host, set_host
+from openrecycle.app.leadership import ConsoleHost, Gate, make_host, set_host
 from openrecycle.app.observing.metrics import Metering, NamedRoutes
 from openrecycle.app.runtime import problems, runner
 from openrecycle.app.runtime.errors import PLAN_MIB, ConsoleError, SettingsError
 from openrecycle.app.runtime.patches import GarbageCollection, PageBase, StaticFiles, tune_process
-from openrecycle.app.runtime.problems import problem
+from openrecycle.app.runtime.problems import MEDIA_TYPE, problem
 from openrecycle.app.runtime.processes import configure_logging
 from openrecycle.app.runtime.runner import EventLoopWatch, in_thread
 from openrecycle.app.runtime.settings import Settings
-from openrecycle.app.security.access import Access, Tokens
+from openrecycle.app.security.access import LOGIN_STREAMLIT, Access, Login, Tokens
 from openrecycle.app.security.guard import AccessGuard, BodyLimit, HostGuard
-from openrecycle.app.security.sign_in import Login
-from openrecycle.app.ui.hooks import BUSY_SECONDS, CALM_SECONDS, Preload
-from openrecycle.db.idempotency import IdempotentRequests
+from openrecycle.db.access import IdempotentRequests
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
+from openrecycle.planner.jobs.job import Job, Problem
+from openrecycle.planner.plans.baseline import one_forward_one_backward
+from openrecycle.planner.plans.drawing import Drawing
 
 log = structlog.get_logger()
+
+# By then the workers of a job that goes on have found their way back to the console.
+BUSY_SECONDS = 20.0
+# With no job to look after it can wait as long as it takes to say that the console is there.
+CALM_SECONDS = 0.2
+_PAGES = Path(__file__).parent / "ui"
+# Streamlit has no table and no picture without them.
+_OTHERS = ("pandas", "pyarrow", "PIL.PngImagePlugin")
+
+
+def warm_up() -> None:
+    """Takes about half a second of processor time."""
+    for name in _OTHERS:
+        import_module(name)
+    for found in pkgutil.walk_packages([str(_PAGES)], "openrecycle.app.ui."):
+        if found.name != "openrecycle.app.ui.main":  # which Streamlit runs
+            import_module(found.name)
+    _draw()
+
+
+def _draw() -> None:
+    from openrecycle.app.ui.charts.gantt import gantt
+    from openrecycle.app.ui.theme import LIGHT
+
+    schedule = one_forward_one_backward(Problem(Job.uniform(2, 2, 2)))
+    gantt(Drawing.of(schedule), LIGHT).to_json()
+
+
+class Preload:
+    """One per process. work: what is to be done once. each: what is to be done whenever a page of that name is asked
+    for; it does nothing where it is done already. quiet: seconds without a page after which it is done anyway."""
+
+    def __init__(
+        self,
+        work: Callable[[], object],
+        each: Mapping[str, Callable[[], object]] | None = None,
+        *,
+        quiet: float = BUSY_SECONDS,
+    ) -> None:
+        self._work, self._each, self._quiet = work, each or {}, quiet
+        self._asked = threading.Event()
+        self.thread = threading.Thread(target=self._run, name="preload", daemon=True)
+
+    def start(self) -> None:
+        self.thread.start()
+
+    def page_asked_for(self, page: str) -> None:
+        """page: its name in the address; empty for the first one."""
+        if page in self._each:
+            threading.Thread(target=_tried, args=(self._each[page],), name="preload", daemon=True).start()
+        self._asked.set()
+
+    def _run(self) -> None:
+        self._asked.wait(self._quiet)
+        _tried(self._work)
+
+
+def _tried(work: Callable[[], object]) -> None:
+    try:
+        work()
+    except Exception:
+        log.exception("the pages could not be prepared; the first one to be opened takes longer")
+
+
+def page_failed(error: Exception) -> bool:
+    """For st.App: of whatever a page, a part of one that is drawn anew by itself, or a callback let through.
+
+    True: nothing else is shown of it, but a sentence, with all of it in the log.
+    """
+    import streamlit as st  # here: who wants the login alone does without
+
+    if isinstance(error, ConsoleError):
+        st.error(str(error))
+        return True
+    mark = secrets.token_hex(4)
+    log.error("a page could not be drawn", mark=mark, exc_info=error)
+    st.error(
+        f"This part of the page could not be drawn: an error of the console, in its log under {mark}. "
+        "No job is touched by it. Load the page again; if that does not help, restart the console. Training goes on "
+        "meanwhile, unless a worker dies: then the others wait for the console. What jobs report is kept."
+    )
+    return True
+
+
+class StreamlitLogin:
+    """Streamlit's own login (st.login), for the guard in front of it; see app.security.access.Login.
+
+    Streamlit's pages can't ask who somebody is before their WebSocket is open, and through that all data would
+    flow: so the guard sends people to Streamlit's login itself, and reads the cookie that it signs.
+    """
+
+    def claims(self, cookies: Mapping[str, str]) -> Mapping[str, Any]:
+        from streamlit.web.server.starlette.starlette_server_config import USER_COOKIE_NAME
+        from streamlit.web.server.starlette.starlette_websocket import _get_signed_cookie_with_chunks
+
+        if USER_COOKIE_NAME not in cookies:
+            return {}
+        signed = _get_signed_cookie_with_chunks(dict(cookies), USER_COOKIE_NAME)
+        claims = json.loads(signed) if signed else {}
+        return claims if isinstance(claims, dict) and claims.get("is_logged_in") is True else {}
+
+    def start(self, provider: str) -> str:
+        from streamlit.auth_util import encode_provider_token
+
+        return f"{LOGIN_STREAMLIT}?{urlencode({'provider': encode_provider_token(provider or 'default')})}"
+
+
+_PROBLEM = {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/ProblemDetails"}}}
+
+_KEY = {
+    "name": HEADER,
+    "in": "header",
+    "required": False,
+    "description": "With the same key, the same request is done once and answered alike, for a day.",
+    "schema": {"type": "string", "minLength": 1, "maxLength": MOST_CHARACTERS, "pattern": "^[ -~]+$"},
+}
+
+
+def install_document(api: FastAPI) -> None:
+    generated = api.openapi
+
+    def document() -> dict[str, Any]:
+        if api.openapi_schema is None:
+            api.openapi_schema = _put_right(generated())
+        return api.openapi_schema
+
+    api.openapi = document  # type: ignore[method-assign]
+
+
+def _put_right(document: dict[str, Any]) -> dict[str, Any]:
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            if method == "post" and keeps_keys(path):
+                operation.setdefault("parameters", []).append(_KEY)
+            for status, answer in operation["responses"].items():
+                if status[0] in "45":
+                    answer["content"] = dict(_PROBLEM)  # FastAPI adds application/json
+    # Kept by validation errors of FastAPI's own, which are none of ours.
+    for name in ("HTTPValidationError", "ValidationError"):
+        document["components"]["schemas"].pop(name, None)
+    _plain_pairs(document)
+    _link(document["paths"])
+    return document
+
+
+# A path, the list that has what it is about, and what of the list's answer is put into the path.
+_FIRST = "$response.body#"
+_LISTED = {
+    "/jobs/{job_id}": ("/jobs", {"job_id": f"{_FIRST}/jobs/0/job_id"}),
+    "/jobs/{job_id}/workers/{worker}": (
+        "/jobs/{job_id}/workers",
+        {"job_id": "$request.path.job_id", "worker": f"{_FIRST}/workers/0/name"},
+    ),
+    "/jobs/{job_id}/plans/{fingerprint}": (
+        "/jobs/{job_id}/plans",
+        {"job_id": "$request.path.job_id", "fingerprint": f"{_FIRST}/plans/0/fingerprint"},
+    ),
+    "/plans/{fingerprint}": ("/plans", {"fingerprint": f"{_FIRST}/plans/0/fingerprint"}),
+    "/catalogs/{fingerprint}": ("/catalogs", {"fingerprint": f"{_FIRST}/catalogs/0/fingerprint"}),
+    "/catalogs/{fingerprint}/plans/{name}": (
+        "/catalogs/{fingerprint}",
+        {"fingerprint": "$request.path.fingerprint", "name": f"{_FIRST}/lines/0/plans/0/name"},
+    ),
+    "/solves/{solve_id}": ("/solves", {"solve_id": f"{_FIRST}/solves/0/id"}),
+    "/profiles/{name}": ("/profiles", {"name": f"{_FIRST}/profiles/0/name"}),
+    "/tokens/{token_id}": ("/tokens", {"token_id": f"{_FIRST}/tokens/0/id"}),
+}
+
+
+def _link(paths: dict[str, Any]) -> None:
+    """Says of each list which operations take what is in it: programs that explore the API go by that."""
+    for path, operations in paths.items():
+        about = [place for place in _LISTED if path == place or path.startswith(f"{place}/")]
+        if not about:
+            continue
+        source, parameters = _LISTED[max(about, key=len)]
+        links = paths[source]["get"]["responses"]["200"].setdefault("links", {})
+        for operation in operations.values():
+            name = operation["operationId"]
+            links[name] = {"operationId": name, "parameters": parameters}
+
+
+def _plain_pairs(node: Any) -> None:
+    """Arrays of so many equal things say so in words that tools for OpenAPI 3.0 know, too; objects whose keys are
+    workers say that they have no others."""
+    if isinstance(node, dict):
+        first = node.get("prefixItems")
+        if isinstance(first, list) and first and all(item == first[0] for item in first):
+            del node["prefixItems"]
+            node["items"] = first[0]
+        if "patternProperties" in node:  # other keys are refused
+            node.setdefault("additionalProperties", False)
+        for value in node.values():
+            _plain_pairs(value)
+    elif isinstance(node, list):
+        for value in node:
+            _plain_pairs(value)
+
+
+METHODS = ("get", "post", "put", "delete")
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"
+
+
+def page(document: dict[str, Any], base: str) -> str:
+    """base: the path that the document's paths are below."""
+    groups: dict[str, list[str]] = {}
+    for path, operations in document["paths"].items():
+        for method in METHODS:
+            if operation := operations.get(method):
+                groups.setdefault(operation["tags"][0], []).append(_operation(base + path, method, operation))
+    links = " ".join(f'<a href="#{escape(tag)}">{escape(tag)}</a>' for tag in sorted(groups))
+    parts = [f'<h2 id="{escape(tag)}">{escape(tag)}</h2>{"".join(groups[tag])}' for tag in sorted(groups)]
+    schemas = document["components"]["schemas"]
+    messages = "".join(_schema(name, schema) for name, schema in sorted(schemas.items()))
+    about = escape(document["info"]["description"])
+    return _PAGE.format(
+        about=about, links=links, operations="".join(parts), messages=messages, document=f"{base}/openapi.json"
+    )
+
+
+def _operation(path: str, method: str, operation: dict[str, Any]) -> str:
+    rows = [
+        _row(p["name"], p["in"], _type(p["schema"]), p.get("description", "") + (" (needed)" if p["required"] else ""))
+        for p in operation.get("parameters", [])
+    ]
+    for media_type, content in operation.get("requestBody", {}).get("content", {}).items():
+        rows.append(_row("body", media_type, _type(content.get("schema", {})), ""))
+    for status, answer in operation["responses"].items():
+        for media_type, content in (answer.get("content") or {"": {}}).items():
+            kind = _type(content.get("schema") or content.get("itemSchema", {}))
+            rows.append(_row(status, media_type, kind, answer.get("description", "")))
+    text = escape(operation.get("description", "")).replace("\n\n", "<br>")
+    return (
+        f"<details><summary><code><b>{method.upper()}</b> {escape(path)}</code></summary>"
+        f"<div>{text}</div><table>{''.join(rows)}</table></details>"
+    )
+
+
+def _schema(name: str, schema: dict[str, Any]) -> str:
+    needed = schema.get("required", [])
+    rows = [
+        _row(field, "needed" if field in needed else "", _type(kind), kind.get("description", ""))
+        for field, kind in schema.get("properties", {}).items()
+    ]
+    rows = rows or [_row("", "", _type(schema), "")]
+    text = escape(schema.get("description", "")).replace("\n\n", "<br>")
+    return (
+        f'<details id="{escape(name)}"><summary><code>{escape(name)}</code></summary>'
+        f"<div>{text}</div><table>{''.join(rows)}</table></details>"
+    )
+
+
+def _row(name: str, where: str, kind: str, text: str) -> str:
+    """kind: HTML already."""
+    return f"<tr><td><code>{escape(name)}</code><td>{escape(where)}<td>{kind}<td>{escape(text)}</tr>"
+
+
+def _type(schema: dict[str, Any]) -> str:
+    if "$ref" in schema:
+        name = escape(schema["$ref"].rpartition("/")[2])
+        return f'<a href="#{name}">{name}</a>'
+    for key in ("anyOf", "oneOf"):
+        if key in schema:
+            return " or ".join(_type(option) for option in schema[key])
+    if "enum" in schema or "const" in schema:
+        return escape(", ".join(map(repr, schema.get("enum", [schema.get("const")]))))
+    if schema.get("type") == "array":
+        return f"list of {_type(schema.get('items', {}))}"
+    limits = {"minimum": "≥ {}", "maximum": "≤ {}", "exclusiveMinimum": "> {}", "maxLength": "at most {} characters"}
+    said = [text.format(schema[key]) for key, text in limits.items() if key in schema]
+    return escape(" ".join([str(schema.get("type", "anything")), *said]))
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>OpenReCycle: API</title><style>
+:root {{ color-scheme: light dark; font: 16px/1.5 system-ui, sans-serif }}
+body {{ max-width: 60rem; margin: 2rem auto; padding: 0 1rem }}
+summary {{ cursor: pointer; padding: .25rem 0; overflow-wrap: anywhere }}
+details {{ border-bottom: 1px solid #8a949e55 }} details > div {{ padding: .25rem 1rem }}
+table {{ display: block; overflow-x: auto; border-spacing: 1rem .25rem; font-size: .9rem }}
+td {{ vertical-align: top }} nav a {{ margin-right: 1rem }}
+</style></head><body><main><h1>OpenReCycle: API</h1><p>{about}
+The same for programs: <a href="{document}">openapi.json</a>.</p><nav>{links} <a href="#messages">messages</a></nav>
+{operations}<h2 id="messages">messages</h2>{messages}</main></body></html>
+"""
 
 
 def create_api(console: ConsoleService) -> FastAPI:
@@ -76,18 +375,18 @@ def create_api(console: ConsoleService) -> FastAPI:
     api.state.console = console
     api.router.route_class = ReadBeside
     problems.install(api)
-    document.install(api)
+    install_document(api)
     api.include_router(agents.router(console))
     api.include_router(streams.router(console))
     api.include_router(jobs.router(console))
     api.include_router(jobs.histories_router(console))
-    api.include_router(operator.router(console))
+    api.include_router(jobs.operator_router(console))
     api.include_router(plans.router(console))
     api.include_router(plans.profiles_router(console))
     api.include_router(jobs.measured_router(console))
     api.include_router(jobs.observed_router(console))
     api.include_router(plans.exports_router(console))
-    api.include_router(catalogs.router(console))
+    api.include_router(plans.catalogs_router(console))
     api.include_router(access.router(console))
     return api
 
@@ -353,8 +652,6 @@ def _streamlit(settings: Settings) -> Any:
     from streamlit import config
     from streamlit.web import bootstrap
 
-    from openrecycle.app.ui.hooks import page_failed
-
     # App.run() would set these; we run the server ourselves, for its graceful stop and our own routes. The path is
     # where .streamlit/config.toml is looked for.
     config._main_script_path = str(HERE / "__main__.py")
@@ -388,7 +685,6 @@ def _trains(console: ConsoleService | None) -> bool:
 
 
 def _warm_up() -> None:
-    from openrecycle.app.ui.hooks import warm_up
 
     warm_up()
 
@@ -402,7 +698,6 @@ def _static() -> Path:
 def _sign_in(settings: Settings) -> Login | None:
     if settings.oidc is None:
         return None
-    from openrecycle.app.ui.hooks import StreamlitLogin
 
     return StreamlitLogin()
 

@@ -56,7 +56,8 @@ class JobRow(Base):
     in a generation which is still to open, as JSON. baseline: what its throughput is measured by
     (app.jobs.throughput);
     waits: when it waited for a person's choice, (begin, end, generation that it led to); both as JSON.
-    lead_term: of several nodes, the newest leadership, and lead_node whose it is (agent.coordination.lead); 0: none.
+    lead_term: of several nodes, the newest leadership, and lead_node whose it is (agent.coordination.membership); 0:
+    none.
     """
 
     __tablename__ = "job"
@@ -389,7 +390,7 @@ class TokenRow(Base):
 
 
 class LeadershipRow(Base):
-    """The only row: which console leads on PostgreSQL (db.leadership).
+    """The only row: which console leads on PostgreSQL (db.session).
 
     term: how many leads there were. holder: the console that leads, "" when it has resigned. renewed_at:
     by the database's clock.
@@ -405,7 +406,7 @@ class LeadershipRow(Base):
 
 
 class IdempotentRequestRow(Base):
-    """A POST with an Idempotency-Key, and what was answered: db.idempotency. status: 0 until then."""
+    """A POST with an Idempotency-Key, and what was answered: db.access. status: 0 until then."""
 
     __tablename__ = "idempotent_request"
 

@@ -1,53 +1,635 @@
 """`python -m planner`: plans from the command line.
 
+First what several commands share: the job of the options, and Ctrl-C. Then `catalog` and `migrations`, `export` and
+`compare`, `simulate`, and last `plan`, `check` and `schema`.
+
 Exit status: 0 done; 1 a checked plan is invalid; 2 the input is not acceptable or unreadable.
 """
 
 from __future__ import annotations
 
 import json
+import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 from rich.text import Text
 
+from openrecycle.planner.catalogs.catalog import open_folder
+from openrecycle.planner.catalogs.catalog_build import build_catalog, make_engine
 from openrecycle.planner.check import check as find_violations
-from openrecycle.planner.check import checked, claim
-from openrecycle.planner.commands.catalog import catalog_command, migrations_command
-from openrecycle.planner.commands.export import compare_command, export_command
-from openrecycle.planner.commands.output import check_out, console, is_stdout, run, write_out
-from openrecycle.planner.commands.shared import (
-    MEMORY,
-    AsJson,
-    Durations,
-    Failed,
-    Layers,
-    MicroBatches,
-    PartitionOption,
-    Pipelines,
-    Profile,
-    Stages,
-    best_at_home,
-    err,
-    failed_workers,
-    interruptible,
-    job_of_options,
-)
-from openrecycle.planner.commands.simulate import simulate_command
+from openrecycle.planner.check import checked, claim, further
+from openrecycle.planner.export import EXPORTERS, format_named
+from openrecycle.planner.export.compare import ComparisonRow, compare
+from openrecycle.planner.export.text_formats import parse_yaml
 from openrecycle.planner.jobs.errors import InputError
-from openrecycle.planner.jobs.job import Job, MemoryLimit, Over, Problem, Technique, Worker
-from openrecycle.planner.jobs.profile import AUTO
+from openrecycle.planner.jobs.failures import parse_failed
+from openrecycle.planner.jobs.job import (
+    AUTO,
+    Job,
+    MemoryLimit,
+    Over,
+    Problem,
+    Technique,
+    Worker,
+    parse_durations,
+    parse_partition,
+)
 from openrecycle.planner.jobs.words import layers_move, plural
+from openrecycle.planner.layers.migration import (
+    COPY_BANDWIDTH,
+    SECONDS,
+    MigrationPlan,
+    best_migrations,
+    check_copy_cost,
+)
 from openrecycle.planner.layers.partition import Layout, lay_out
-from openrecycle.planner.plans.plan import Plan
+from openrecycle.planner.output import check_out, console, is_stdout, run, write_out
+from openrecycle.planner.plans.packed import CatalogQuestion, Effort
+from openrecycle.planner.plans.plan import PLAN_BYTES, JobDoc, Plan, PlanError, read_whole
 from openrecycle.planner.plans.schedule import Schedule
+from openrecycle.planner.profiles import analytic_job, job_on, load, model_shape
+from openrecycle.planner.simulation.engine import RecoveryCosts, SimulationOutcome, Sweep, simulate, sweep
+from openrecycle.planner.simulation.planned import LAYERS_PER_STAGE, PlannedJob
+from openrecycle.planner.simulation.policies import PLANNED, PUBLISHED, READY_AFTER, planned_policy, published
+from openrecycle.planner.simulation.traces import HOST, Domain, Trace, generated, read_trace
 from openrecycle.planner.solvers.base import SolverProgress
-from openrecycle.planner.solvers.portfolio import make_plan, reference_plan
+from openrecycle.planner.solvers.portfolio import SOLVERS, make_plan, reference_plan
+
+Pipelines = Annotated[int | None, typer.Option(help="Data-parallel pipelines.")]
+Stages = Annotated[int | None, typer.Option(help="Stages of each pipeline.")]
+MicroBatches = Annotated[int | None, typer.Option(help="Micro-batches per pipeline and iteration.")]
+Durations = Annotated[str | None, typer.Option(help="Op times, F=1,I=1,W=1,O=0,transfer=0.")]
+Layers = Annotated[int | None, typer.Option(help="Layers of the model, alike; --durations are then those of one.")]
+PartitionOption = Annotated[
+    str | None, typer.Option(help="Layers per stage: auto (the default with --layers) or numbers such as 11,11,11,11.")
+]
+Profile = Annotated[
+    Path | None,
+    typer.Option(
+        help="Op times: a file of `openrecycle profile`, a shipped profile's name (gpt-3-medium), or a JSON file with "
+        "the document of a job."
+    ),
+]
+Failed = Annotated[list[str] | None, typer.Option(help="A failed worker such as W1_2; repeatable.")]
+MEMORY = typer.Option(
+    help="Activations per worker: 1f1b, uniform (the default), none, a number, or bytes (what fits by the profile)."
+)
+Memory = Annotated[str, MEMORY]
+UnitSeconds = Annotated[
+    float | None, typer.Option(help="Seconds of one time unit, where its name does not say it (default 1).")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+
+# What is not the result: progress, and what Ctrl-C does.
+err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def job_of_options(
+    pipelines: int | None,
+    stages: int | None,
+    micro_batches: int | None,
+    durations: str | None,
+    profile: Path | None,
+    layers: int | None = None,
+    partition: str | None = None,
+) -> Job:
+    """The job that `--profile`, or the sizes, `--layers` and `--durations`, describe. Raises InputError.
+
+    A measured profile (by its file, or a shipped one by its name) takes other sizes too. With a partition its layers
+    are those that were measured. `auto` leaves the job at the partition that spreads work most evenly.
+    """
+    sizes = {"--pipelines": pipelines, "--stages": stages, "--micro-batches": micro_batches, "--durations": durations}
+    if profile is not None:
+        document = load(profile)
+        if layers is not None:
+            raise InputError("--layers", layers, "nothing, since --profile FILE says it")
+        for option, value in sizes.items():
+            if value is not None and (isinstance(document, JobDoc) or option == "--durations"):
+                raise InputError(option, value, "nothing, since --profile FILE says it")
+        return _cut(job_on(document, pipelines, stages, micro_batches, by_layers=partition is not None), partition)
+    for option, value in sizes.items():
+        if value is None and option != "--durations":
+            raise InputError(option, None, "a whole number of at least 1 (or --profile FILE)")
+    assert pipelines is not None and stages is not None and micro_batches is not None
+    if layers is not None and layers < 1:
+        raise InputError("--layers", layers, "a whole number of at least 1")
+    times = parse_durations(durations or "")
+    return _cut(Job.uniform(pipelines, stages, micro_batches, durations=times, layers=layers or 0), partition)
+
+
+def _cut(job: Job, partition: str | None) -> Job:
+    """As `--partition` says."""
+    counts = () if partition is None or partition == AUTO else parse_partition(partition, field="--partition")
+    if partition is not None and not job.layers:
+        raise InputError("--partition", partition, "--layers beside it, or a profile by layers")
+    if partition is None or partition == AUTO:
+        return job
+    given = job.check_partition(counts, field="--partition")
+    return replace(job, partition=given, home=given, profiles=(), transfers=(), backward_transfers=())
+
+
+def best_at_home(job: Job, technique: Technique, memory: MemoryLimit) -> Job:
+    """With the partition that is best without failures: what they move layers from, and are compared with."""
+    home = lay_out(job, technique=technique, memory=memory).partition
+    return replace(job, partition=home, home=home, profiles=(), transfers=(), backward_transfers=())
+
+
+def failed_workers(given: list[str] | None, job: Job) -> frozenset[Worker]:
+    """Of `--fail`, which may be repeated or list several. Raises InputError."""
+    return parse_failed((name for text in given or [] for name in text.split(",")), job)
+
+
+@contextmanager
+def interruptible() -> Iterator[list[int]]:
+    """The first Ctrl-C only marks the list that is yielded; the second one ends the program."""
+    stop: list[int] = []
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        if stop:
+            raise KeyboardInterrupt
+        stop.append(number)
+        err.print("stopping; keeping the best plan so far")
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def migrations_command(
+    pipelines: Pipelines = None,
+    stages: Stages = None,
+    micro_batches: MicroBatches = None,
+    fail: Failed = None,
+    technique: Annotated[str, typer.Option(help="adaptive, decoupled or staggered.")] = "staggered",
+    memory: Memory = "uniform",
+    durations: Durations = None,
+    profile: Profile = None,
+    state_bytes: Annotated[
+        str, typer.Option(help="Bytes of weights and optimizer state to copy; one number, or one per stage: 1e9,2e9.")
+    ] = "0",
+    bandwidth: Annotated[float, typer.Option(help="Bytes per second of one copy.")] = COPY_BANDWIDTH,
+    heals_in: Annotated[float | None, typer.Option(help="Seconds until the failed workers return, if known.")] = None,
+    unit_seconds: UnitSeconds = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say whether failures should move to other stages, which workers to migrate, and why."""
+
+    job = job_of_options(pipelines, stages, micro_batches, durations, profile)
+    result = best_migrations(
+        job,
+        failed_workers(fail, job),
+        technique=Technique.of(technique),
+        memory=MemoryLimit.parse(memory),
+        cost=check_copy_cost(job, _byte_counts(state_bytes), bandwidth),
+        heals_in=heals_in,
+        unit_seconds=unit_seconds,
+    )
+    units = {"period_now": None if result.period_now is None else job.units(result.period_now)}
+    if as_json:
+        document = {
+            "failures_per_stage": {"now": result.present, "after": result.counts},
+            "migrations": [
+                {"worker": str(m.worker), "takes": str(m.takes), "source": str(m.source) if m.source else "checkpoint"}
+                for m in result.migrations
+            ],
+            "failed": [str(w) for w in sorted(result.failed)],
+            **units,
+            "period": job.units(result.period),
+            "pause_seconds": result.pause,
+            "iterations_gained": result.iterations_gained,
+            "reason": result.reason,
+        }
+        sys.stdout.write(json.dumps(document) + "\n")
+        return
+    print("\n".join(_lines(result)))
+    if heals_in is not None and unit_seconds is None and job.time_unit not in SECONDS:
+        print(f"one {job.time_unit} is taken to last 1 s; --unit-seconds says otherwise")
+
+
+def _lines(result: MigrationPlan) -> list[str]:
+    return [
+        result.reason,
+        *(f"  {migration}" for migration in result.migrations),
+        f"failures per stage: {_numbers(result.present)} now, {_numbers(result.counts)} afterwards",
+    ]
+
+
+def _numbers(counts: tuple[int, ...]) -> str:
+    return "/".join(map(str, counts))
+
+
+def _byte_counts(text: str) -> list[int]:
+    out = []
+    for part in text.split(","):
+        try:
+            out.append(int(float(part)))
+        except (ValueError, OverflowError):
+            raise InputError("--state-bytes", part, "a number of bytes, such as 2e9") from None
+    return out
+
+
+def catalog_command(
+    out: Annotated[Path, typer.Option(help="Folder for catalogs; each lies in it under its fingerprint.")],
+    tolerance: Annotated[int, typer.Option(help="Plan for up to so many failures.")],
+    pipelines: Pipelines = None,
+    stages: Stages = None,
+    micro_batches: MicroBatches = None,
+    technique: Annotated[str, typer.Option(help="fault-free, adaptive, decoupled or staggered.")] = "staggered",
+    memory: Memory = "uniform",
+    durations: Durations = None,
+    layers: Layers = None,
+    partition: PartitionOption = None,
+    relayout: Annotated[
+        str | None, typer.Option(help="auto: each plan has a partition of its own (where there are layers); or never.")
+    ] = None,
+    profile: Profile = None,
+    solver: Annotated[str, typer.Option(help="list, auto, cp-sat or milp.")] = "list",
+    time_limit: Annotated[float, typer.Option(help="Seconds per plan, for other solvers than list.")] = 10.0,
+    per: Annotated[str, typer.Option(help="A plan per failure `pattern`, per `count`, or `auto`.")] = "auto",
+    jobs: Annotated[int | None, typer.Option(help="Processes; by default one per core.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Plan ahead, one plan per failure count or pattern. Ctrl-C keeps what is done; the same command goes on."""
+    if solver not in SOLVERS:
+        raise InputError("--solver", solver, "one of " + ", ".join(SOLVERS))
+    if not 0 < time_limit < float("inf"):
+        raise InputError("--time-limit", time_limit, "a number of seconds above 0")
+    of, limit = Technique.of(technique), MemoryLimit.parse(memory)
+    if layers is not None and partition is None:
+        partition = AUTO
+    job = job_of_options(pipelines, stages, micro_batches, durations, profile, layers, partition)
+    if relayout not in (None, "auto", "never"):
+        raise InputError("--relayout", relayout, "auto or never")
+    if relayout == "auto" and not job.layers:
+        raise InputError("--relayout", relayout, "--layers beside it, or a profile by layers")
+    if job.layers and partition in (None, AUTO):
+        job = best_at_home(job, of, limit)
+    over: Over = "partitions" if job.layers and relayout != "never" else "schedules"
+    question = CatalogQuestion(job, of, limit, over)
+    with interruptible() as stop, _bar(quiet=as_json) as progress:
+        report = build_catalog(
+            question,
+            tolerance,
+            out,
+            engine=make_engine(jobs),
+            effort=Effort(solver=solver, time_limit=None if solver == "list" else time_limit),
+            per=per,
+            on_progress=progress,
+            cancelled=lambda: bool(stop),
+        )
+    catalog = report.catalog
+    known = catalog.headers()
+    headers = list(known.values())
+    size = sum(len(catalog.blobs.get(name) or b"") for name in known)
+    document = {
+        "fingerprint": catalog.info.fingerprint,
+        "folder": str(out / catalog.info.fingerprint),
+        "plans": len(headers),
+        "wanted": report.total,
+        "planned": report.planned,
+        "kept": report.kept,
+        "finished": report.finished,
+        "bytes": size,
+        "seconds": round(report.seconds, 3),
+        "optimal": sum(h.solver.status == "optimal" for h in headers),
+        "worst_gap": max((h.metrics.gap for h in headers), default=0.0),
+    }
+    if as_json:
+        sys.stdout.write(json.dumps(document) + "\n")
+        return
+    print(
+        f"{document['plans']} plans for up to {tolerance} failures in {document['folder']}\n"
+        f"{report.planned} planned now in {report.seconds:.1f} s, {report.kept} were there; {size / 1e6:.1f} MB\n"
+        f"{document['optimal']} proven optimal, worst gap {document['worst_gap']:.2%}"
+    )
+    if not report.finished:
+        print(f"stopped with {report.total - report.planned - report.kept} to go: the same command goes on from here")
+
+
+@contextmanager
+def _bar(*, quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
+    """A progress bar on a terminal; nothing elsewhere."""
+    if quiet or not err.is_terminal:
+        yield None
+        return
+    columns = (TextColumn("planning"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=err, transient=True) as progress:
+        task = progress.add_task("planning", total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+MAX_COMPARED = 4
+
+
+def export_command(
+    path: Annotated[Path, typer.Argument(metavar="PLAN.json", help="A plan document, JSON or YAML.")],
+    format_name: Annotated[str, typer.Option("--format", help=", ".join(EXPORTERS) + ".")],
+    out: Annotated[Path | None, typer.Option(help="Write to this file; otherwise to standard output.")] = None,
+    pipeline: Annotated[int | None, typer.Option(help="This pipeline alone (torch-csv, svg, png).")] = None,
+) -> None:
+    """Write a plan in another format.
+
+    chrome-trace opens in Perfetto. torch-csv is one pipeline of a fault-free plan for
+    torch.distributed.pipelining: a cell per slot where every op fills whole slots, otherwise each
+    stage's ops in order of start.
+    """
+    chosen = format_named(format_name)
+    if out is None and chosen.name == "png" and sys.stdout.isatty():
+        raise InputError("--out", None, "a file, since png is no text for a terminal")
+    check_out(out)
+    write_out(out, chosen.render(_valid_plan(path), pipeline=pipeline))
+
+
+def compare_command(
+    paths: Annotated[list[Path], typer.Argument(metavar="PLAN.json...", help=f"2 to {MAX_COMPARED} plans.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the comparison as JSON.")] = False,
+) -> None:
+    """Show plans side by side; changes are against the first one."""
+    if not 2 <= len(paths) <= MAX_COMPARED:
+        raise InputError("PLAN.json", len(paths), f"2 to {MAX_COMPARED} plans")
+    rows = compare([_valid_plan(path) for path in paths])
+    if as_json:
+        values = {row.key: row.values for row in rows}
+        write_out(None, (json.dumps({"plans": [str(path) for path in paths], **values}) + "\n").encode())
+        return
+    console().print(_table(_short_names(paths), rows))
+
+
+def _valid_plan(path: Path) -> Plan:
+    """Raises PlanError for a file that is no plan, and for one that planner.check finds invalid: its
+    picture and its numbers would mean nothing."""
+    if path.suffix.lower() in (".yaml", ".yml"):
+        try:
+            plan = parse_yaml(read_whole(path, most=PLAN_BYTES), source=str(path))
+        except OSError as error:
+            raise PlanError(f"{path} can't be read: {error.strerror or error}") from None
+    else:
+        plan = Plan.load(path)
+    violations = find_violations(plan)
+    if violations:
+        more = f" (and {more}; see the check command)" if (more := further(violations)) else ""
+        raise PlanError(f"{path} is not a valid plan: {violations[0]}{more}")
+    return plan
+
+
+def _short_names(paths: list[Path]) -> list[str]:
+    """File names, or whole paths where two are alike."""
+    names = [path.name for path in paths]
+    return names if len(set(names)) == len(names) else [str(path) for path in paths]
+
+
+def _table(names: list[str], rows: tuple[ComparisonRow, ...]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0), caption_justify="left")
+    table.caption = "Changes, and ops that moved, are against the first plan."
+    table.add_column("", no_wrap=True)
+    for name in names:
+        table.add_column(Text(name), justify="right", overflow="fold")
+    for row in rows:
+        table.add_row(row.label, *(Text(row.shown(i)) for i in range(len(names))))
+    return table
+
+
+Run = Callable[[Trace], list[SimulationOutcome]]
+
+
+def simulate_command(
+    policy: Annotated[
+        list[str],
+        typer.Option(help="Repeatable, or comma-separated: " + ", ".join({**PLANNED, **PUBLISHED}) + ", spares."),
+    ],
+    trace: Annotated[Path | None, typer.Option(help="A failure trace; its format is told from its content.")] = None,
+    model: Annotated[str | None, typer.Option(help="Row of the tables, or a model shape such as gpt-3-6.7b.")] = None,
+    throughput: Annotated[Path | None, typer.Option(help="CSV: system,model,nodes,samples_per_second.")] = None,
+    costs: Annotated[Path | None, typer.Option(help="CSV of what a failure costs each system and model.")] = None,
+    profile: Profile = None,
+    pipelines: Pipelines = None,
+    stages: Stages = None,
+    micro_batches: MicroBatches = None,
+    durations: Durations = None,
+    samples: Annotated[
+        float | None, typer.Option(help="Samples of one iteration; by default one a micro-batch.")
+    ] = None,
+    technique: Annotated[
+        str, typer.Option(help="What re-routing may use: adaptive, decoupled or staggered.")
+    ] = "staggered",
+    memory: Memory = "uniform",
+    unit_seconds: UnitSeconds = None,
+    layers_per_stage: Annotated[int, typer.Option(help="What re-partition can move.")] = LAYERS_PER_STAGE,
+    least_stages: Annotated[int | None, typer.Option(help="Fewest workers that hold the model.")] = None,
+    catalog: Annotated[Path | None, typer.Option(help="A catalog's folder: its periods are taken.")] = None,
+    cost: Annotated[
+        str, typer.Option(help="Seconds: detect=1,recover=1,rejoin=5,... and dollars per worker-hour.")
+    ] = "",
+    spares: Annotated[int, typer.Option(help="Workers that stand by, for the policy spares.")] = 1,
+    mtbf: Annotated[
+        list[float] | None,
+        typer.Option(help="Hours between one worker's failures, instead of --trace; several: a sweep."),
+    ] = None,
+    repair: Annotated[float, typer.Option(help="Hours until a failed worker is back.")] = 1.0,
+    shape: Annotated[float, typer.Option(help="Weibull shape of the times between failures; 1 is Poisson.")] = 1.0,
+    host_mtbf: Annotated[
+        float | None, typer.Option(help=f"Hours between failures of a host of {HOST} workers.")
+    ] = None,
+    rack: Annotated[str | None, typer.Option(help="WORKERS:MTBF of a rack.")] = None,
+    switch: Annotated[str | None, typer.Option(help="WORKERS:MTBF of what hangs on one switch.")] = None,
+    hours: Annotated[float, typer.Option(help="Length of a drawn trace.")] = 168.0,
+    seed: Annotated[int, typer.Option(help="Of a drawn trace.")] = 0,
+    over_time: Annotated[
+        bool, typer.Option("--over-time", help="With --json: the throughput over time as well.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per policy, a line each.")] = False,
+) -> None:
+    """Simulate a job under a failure trace.
+
+    With --throughput and --costs: measured samples/s by node count, as published for Oobleck, Varuna,
+    Bamboo and ReCycle. With --profile, sizes and --durations, or a --model shape and sizes: plans of our own.
+    """
+    if over_time and not as_json:
+        raise InputError("--over-time", True, "--json beside it")
+    names = [name for text in policy for name in text.split(",") if name]
+    if not names:
+        raise InputError("--policy", ",".join(policy), "at least one policy")
+    if throughput is not None or costs is not None:
+        given = {"--profile": profile, "--pipelines": pipelines, "--stages": stages, "--durations": durations}
+        _refuse("beside --throughput and --costs", {**given, "--catalog": catalog})
+        if throughput is None or costs is None or model is None:
+            missing = [
+                n for n, v in (("--throughput", throughput), ("--costs", costs), ("--model", model)) if v is None
+            ]
+            raise InputError(missing[0], None, "a value: --throughput, --costs and --model go together")
+        run, label, workers, dollars = _measured(names, throughput, costs, model), model, None, None
+    else:
+        job = _job(model, profile, pipelines, stages, micro_batches, durations)
+        charges = RecoveryCosts.parse(cost)
+        planned = PlannedJob(
+            job,
+            samples=float(job.pipelines * job.micro_batches) if samples is None else samples,
+            technique=Technique.of(technique),
+            memory=MemoryLimit.parse(memory),
+            unit_seconds=unit_seconds,
+            layers=layers_per_stage,
+            least_stages=least_stages,
+            catalog=None if catalog is None else open_folder(catalog),
+        )
+        run = _planned(names, planned, charges, spares)
+        label, workers, dollars = model or (profile.name if profile else "job"), planned.workers, charges.dollars
+    show = _Show(label, dollars, as_json, over_time)
+    if trace is not None:
+        _refuse("beside --trace", {"--mtbf": mtbf, "--host-mtbf": host_mtbf, "--rack": rack, "--switch": switch})
+        _print(run(read_trace(trace)), show)
+        return
+    shared = _shared_domains(host_mtbf, rack, switch, repair)
+    if not mtbf and not shared:
+        raise InputError("--trace", None, "a file, or --mtbf, --host-mtbf, --rack or --switch to draw a trace")
+    if workers is None:
+        raise InputError("--trace", None, "a file: only a job with a grid has a trace drawn for it")
+
+    def drawn(value: float | None) -> Trace:
+        own = [] if value is None else [Domain(1, value, repair, shape)]
+        name = f"mtbf-{value:g}h" if value is not None else "drawn"
+        return generated(workers, hours, own + shared, seed=seed, name=name)
+
+    if mtbf and len(mtbf) > 1:
+        _print_sweep(sweep(mtbf, drawn, run), show)
+    else:
+        _print(run(drawn(mtbf[0] if mtbf else None)), show)
+
+
+# -- what is run --------------------------------------------------------------------------------------
+
+
+def _measured(names: Sequence[str], throughput: Path, costs: Path, model: str) -> Run:
+    def run(trace: Trace) -> list[SimulationOutcome]:
+        made = [published(name, throughput, costs, model) for name in names]
+        return [simulate(trace, policy, ready_after=READY_AFTER) for policy in made]
+
+    return run
+
+
+def _planned(names: Sequence[str], planned: PlannedJob, costs: RecoveryCosts, spares: int) -> Run:
+    def run(trace: Trace) -> list[SimulationOutcome]:
+        made = [planned_policy(name, planned, costs, spares=spares) for name in names]
+        return [simulate(trace, policy) for policy in made]
+
+    return run
+
+
+def _job(
+    model: str | None,
+    profile: Path | None,
+    pipelines: int | None,
+    stages: int | None,
+    micro_batches: int | None,
+    durations: str | None,
+) -> Job:
+    """From the profile, the sizes beside it replacing its own; else from the sizes; else a model's shape."""
+    if profile is not None:
+        _refuse("beside --profile", {"--durations": durations})
+        return job_on(load(profile), pipelines, stages, micro_batches)
+    if model is not None and durations is None:
+        sizes = {"--pipelines": pipelines, "--stages": stages, "--micro-batches": micro_batches}
+        for option, value in sizes.items():
+            if value is None:
+                raise InputError(option, None, "a whole number of at least 1 (or --throughput and --costs)")
+        assert pipelines is not None and stages is not None and micro_batches is not None
+        return analytic_job(model_shape(model), pipelines, stages, micro_batches)
+    return job_of_options(pipelines, stages, micro_batches, durations, None)
+
+
+def _shared_domains(host_mtbf: float | None, rack: str | None, switch: str | None, repair: float) -> list[Domain]:
+    out = [] if host_mtbf is None else [Domain(HOST, host_mtbf, repair)]
+    for option, text in (("--rack", rack), ("--switch", switch)):
+        if text is None:
+            continue
+        size, _, mean = text.partition(":")
+        try:
+            out.append(Domain(int(size), float(mean), repair))
+        except ValueError:
+            raise InputError(option, text, "WORKERS:MTBF, such as 32:5000") from None
+    return out
+
+
+def _refuse(where: str, options: dict[str, object]) -> None:
+    for option, value in options.items():
+        if value:
+            raise InputError(option, value if isinstance(value, (int, float, str)) else str(value), f"nothing {where}")
+
+
+# -- what is printed ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Show:
+    """How to print. dollars: per worker and hour, None where no price is known."""
+
+    model: str
+    dollars: float | None
+    as_json: bool
+    over_time: bool
+
+    def line(self, outcome: SimulationOutcome, **more: float) -> None:
+        document: dict[str, Any] = outcome.document(self.model, price=self.dollars, over_time=self.over_time)
+        sys.stdout.write(json.dumps({**document, **more}) + "\n")
+
+
+def _print(outcomes: Sequence[SimulationOutcome], show: _Show) -> None:
+    model, dollars = show.model, show.dollars
+    if show.as_json:
+        for outcome in outcomes:
+            show.line(outcome)
+        return
+    first = outcomes[0]
+    table = Table(title=f"{model} on {first.trace}: {first.hours:.4g} h, {first.failures} workers lost", box=None)
+    columns = ["policy", "samples/s", "goodput", "ETTR", "iterations lost", "extra worker-hours"]
+    if dollars is not None:
+        columns.append("$ per million samples")
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="right" if i else "left")
+    for outcome in outcomes:
+        row = [
+            outcome.policy,
+            f"{outcome.average_samples_per_second:.4g}",
+            f"{outcome.goodput:.1%}",
+            f"{outcome.ettr:.1%}",
+            f"{outcome.lost:,}",
+            f"{outcome.worker_hours_wasted:,.1f}",
+        ]
+        if dollars is not None:
+            price = outcome.dollars_per_million_samples(dollars)
+            row.append("-" if price is None else f"{price:,.2f}")
+        table.add_row(*row)
+    console().print(table)
+
+
+def _print_sweep(made: Sweep, show: _Show) -> None:
+    if show.as_json:
+        for value, row in zip(made.hours, made.outcomes, strict=True):
+            for outcome in row:
+                show.line(outcome, mtbf_hours=value)
+        return
+    table = Table(title=f"{show.model}: samples/s by one worker's mean time between failures", box=None)
+    table.add_column("MTBF")
+    for outcome in made.outcomes[0]:
+        table.add_column(outcome.policy, justify="right")
+    for value, row in zip(made.hours, made.outcomes, strict=True):
+        table.add_row(f"{value:g} h", *(f"{outcome.trace_samples_per_second:.4g}" for outcome in row))
+    shown = console()
+    shown.print(table)
+    for crossing in made.crossings:
+        shown.print(f"{crossing.after} overtakes {crossing.before} at an MTBF of about {crossing.hours:.3g} h")
+
 
 SHOWN_VIOLATIONS = 20
 

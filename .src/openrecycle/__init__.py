@@ -13,19 +13,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from openrecycle.agent.checkpoints.weights import load_weights
+    from openrecycle.agent.checkpoints import load_weights
     from openrecycle.agent.config.devices import Platform
-    from openrecycle.agent.config.options import Checkpoints, Console, Faults, HandOver, Optimization, Planning
-    from openrecycle.agent.config.timeouts import Timeouts
+    from openrecycle.agent.config.options import (
+        Checkpoints,
+        Console,
+        Faults,
+        HandOver,
+        Optimization,
+        Planning,
+        Timeouts,
+    )
     from openrecycle.agent.jobs.callbacks import Callback, MLflow, ProgressBar, TensorBoard, WeightsAndBiases
     from openrecycle.agent.jobs.trainer import ResilientTrainer, TrainingResult
     from openrecycle.agent.launcher.launch import JobFailed
     from openrecycle.agent.models.data import Evaluation, Loading, MicroBatchSampler, PadCollate
-    from openrecycle.agent.models.stage_io import TensorSpec
+    from openrecycle.agent.models.layers import TensorSpec
     from openrecycle.agent.own_loops.own_group import GroupLost, Membership
     from openrecycle.agent.own_loops.reporter import Reporter
-    from openrecycle.agent.stages.averaging import ExponentialMovingAverage
     from openrecycle.agent.stages.gradients import GradientSum
+    from openrecycle.agent.stages.optimizer import ExponentialMovingAverage
     from openrecycle.planner.jobs.errors import InputError
     from openrecycle.planner.jobs.job import Job
 
@@ -38,7 +45,7 @@ _HOMES = {
     "Checkpoints": "openrecycle.agent.config.options",
     "Console": "openrecycle.agent.config.options",
     "Evaluation": "openrecycle.agent.models.data",
-    "ExponentialMovingAverage": "openrecycle.agent.stages.averaging",
+    "ExponentialMovingAverage": "openrecycle.agent.stages.optimizer",
     "Faults": "openrecycle.agent.config.options",
     "GradientSum": "openrecycle.agent.stages.gradients",
     "GroupLost": "openrecycle.agent.own_loops.own_group",
@@ -58,11 +65,11 @@ _HOMES = {
     "Reporter": "openrecycle.agent.own_loops.reporter",
     "ResilientTrainer": "openrecycle.agent.jobs.trainer",
     "TensorBoard": "openrecycle.agent.jobs.callbacks",
-    "TensorSpec": "openrecycle.agent.models.stage_io",
-    "Timeouts": "openrecycle.agent.config.timeouts",
+    "TensorSpec": "openrecycle.agent.models.layers",
+    "Timeouts": "openrecycle.agent.config.options",
     "TrainingResult": "openrecycle.agent.jobs.trainer",
     "WeightsAndBiases": "openrecycle.agent.jobs.callbacks",
-    "load_weights": "openrecycle.agent.checkpoints.weights",
+    "load_weights": "openrecycle.agent.checkpoints",
 }
 
 __all__ = [

@@ -1,24 +1,43 @@
-"""What workers compute on, and what carries their data. torch is imported only where a function needs it.
+"""What workers compute on and how: devices, the precision by its name, and the seed of every random number.
 
-The CUDA path has been run on no GPU yet: see agent.transport.nccl. `python -m tests.gpu` runs it on a machine with one.
+Randomness belongs to the micro-batch, never to the worker that happens to run it (`seed_for`). torch is imported only
+where a function needs it.
+
+The CUDA path has been run on no GPU yet: see agent.transport.group. `python -m tests.gpu` runs it on a machine with
+one.
 """
-
-# ruff: noqa: RUF009 (`option` makes a field)
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from openrecycle.agent.config.randomness import seed_for
 from openrecycle.agent.config.settings import OptionGroup, documented, option
 
 if TYPE_CHECKING:
     import torch
+
+Mode = Literal["deterministic", "fast"]
+Autocast = Literal["bf16", "fp16"]
+
+
+def seed_for(*parts: int | str) -> int:
+    """A 63-bit seed that depends on every part and on nothing else.
+
+    Typical parts: purpose, job seed, iteration, pipeline, micro-batch, stage. Equal parts give the
+    equal seed in every process, on every machine.
+    """
+    text = "\x1f".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+
+
+# ruff: noqa: RUF009 (`option` makes a field)
+
 
 Kind = Literal["cpu", "cuda"]
 Transport = Literal["tagged", "ordered"]

@@ -3,7 +3,7 @@
     step(state, event, now, failure_timeouts) -> Step(state, decisions, reason)
 
 Here: who comes, what they report of a generation, who is lost (by silence, the end of a process, a broken transfer),
-and how the job ends. agent.coordination.generations: what follows from it. agent.coordination.choosing: what operators
+and how the job ends. agent.coordination.generations: what follows from it, and what operators
 and the advisor say to it. agent.coordination.blame: whose link it was.
 """
 
@@ -13,22 +13,30 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from openrecycle.agent.coordination import choosing, generations
+from openrecycle.agent.coordination import generations
 from openrecycle.agent.coordination.blame import Complaint, judge
-from openrecycle.agent.coordination.events import (
+from openrecycle.agent.coordination.generations import lose, reconsider
+from openrecycle.agent.coordination.membership import (
+    ACK_ORDER,
+    PRESENT,
+    UNHEARD,
+    Broken,
     Chosen,
     ConsoleRestarted,
     Decision,
     DrainAsked,
     Event,
     Exited,
+    FailureTimeouts,
     Finished,
+    Generation,
     GenerationAcknowledged,
     HeartbeatsReceived,
     InterimPlanUsed,
     IterationsCommitted,
     LayersMoved,
     LeadChanged,
+    Member,
     ModeSet,
     Note,
     Offered,
@@ -37,30 +45,20 @@ from openrecycle.agent.coordination.events import (
     PlanReady,
     PlanRefused,
     Stalled,
+    State,
     StateLost,
     Tick,
     TransferBroken,
     Transition,
     UsePlan,
     WorkerRegistered,
-    refuse,
-)
-from openrecycle.agent.coordination.generations import lose, reconsider
-from openrecycle.agent.coordination.membership import (
-    ACK_ORDER,
-    PRESENT,
-    UNHEARD,
-    Broken,
-    FailureTimeouts,
-    Generation,
-    Member,
-    State,
     counts,
     fenced_text,
     holder,
     no_such_worker,
     peer_of,
     place_of,
+    refuse,
     returned,
 )
 from openrecycle.agent.messages.protocol import WorkerState
@@ -356,7 +354,7 @@ def _tick(state: State, event: Tick, now: float, failure_timeouts: FailureTimeou
     if dead:
         return lose(state, dead, notes, now)
     if state.pending and state.pending.until is not None and now >= state.pending.until:
-        return choosing.overdue(state, notes)
+        return generations.overdue(state, notes)
     if nobody > failure_timeouts.lost and not state.pending and not state.halted:
         # Nobody is put out: they may train, and only this console not hear it.
         text = (
@@ -529,10 +527,10 @@ _HANDLERS: dict[type, Callable[[State, Any, float, FailureTimeouts], Transition]
     Finished: _finished,
     ConsoleRestarted: _console_restarted,
     LeadChanged: _lead_changed,
-    Offered: choosing.offered,
-    Chosen: choosing.chosen,
-    ModeSet: choosing.mode_set,
-    PlanFrozen: choosing.plan_frozen,
-    DrainAsked: choosing.drain_asked,
-    UsePlan: choosing.use_plan,
+    Offered: generations.offered,
+    Chosen: generations.chosen,
+    ModeSet: generations.mode_set,
+    PlanFrozen: generations.plan_frozen,
+    DrainAsked: generations.drain_asked,
+    UsePlan: generations.use_plan,
 }

@@ -18,10 +18,23 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from openrecycle.agent.coordination import coordinator
-from openrecycle.agent.coordination.choosing import out, worth_moving
-from openrecycle.agent.coordination.events import (
+from openrecycle.agent.coordination.generations import deployment_of, out, why_not, worth_moving
+from openrecycle.agent.coordination.launcher import (
+    Coordination,
+    Deploy,
+    Failure,
+    Halt,
+    LauncherWarning,
+    Step,
+    restore_point,
+)
+from openrecycle.agent.coordination.launcher import Event as Order
+from openrecycle.agent.coordination.membership import (
+    AckState,
     Event,
     Exited,
+    FailureTimeouts,
+    Generation,
     GenerationAcknowledged,
     IterationsCommitted,
     LayersMoved,
@@ -33,24 +46,13 @@ from openrecycle.agent.coordination.events import (
     PlanReady,
     PlanRefused,
     Refuse,
+    State,
     StateLost,
     Tick,
     TransferBroken,
     UsePlan,
     WorkerRegistered,
 )
-from openrecycle.agent.coordination.generations import deployment_of, why_not
-from openrecycle.agent.coordination.launcher import (
-    Coordination,
-    Deploy,
-    Failure,
-    Halt,
-    LauncherWarning,
-    Step,
-    restore_point,
-)
-from openrecycle.agent.coordination.launcher import Event as Order
-from openrecycle.agent.coordination.membership import AckState, FailureTimeouts, Generation, State
 from openrecycle.agent.messages.protocol import Iteration, Recovery, Relayout, ValidationReport
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.check import checked

@@ -1,6 +1,12 @@
-"""What the coordinator knows of a job: its workers, its generations, what it waits for, and whose report counts.
+"""What the coordinator knows of a job, what can happen to it, and what may be decided: plain immutable data.
 
-Plain immutable data. `now` and every time in here are seconds of one monotonic clock.
+What is known: its workers, its generations, what it waits for, whose report counts, and which node leads it. `now` and
+every time in here are seconds of one monotonic clock, which is asked elsewhere.
+
+The lead, as a console has it: the newest term, whose it is, and who may have the next. The nodes elect their lead
+themselves (agent.nodes.succession). Where those that hear each other are too few for that, as with two nodes, the
+console decides. It takes nothing from a launcher of an earlier term: so whoever has lost the lead, and does not know
+it, does no harm.
 """
 
 from __future__ import annotations
@@ -9,11 +15,53 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from openrecycle.agent.coordination.blame import Complaint, Links
 from openrecycle.agent.messages.protocol import JobState, WorkerState
 from openrecycle.planner.jobs.errors import InputError
+
+
+@dataclass(frozen=True)
+class LeadTerm:
+    """A leadership: its number, and the node that leads in it. 0: nobody has led yet."""
+
+    term: int = 0
+    node: int = 0
+
+    def __str__(self) -> str:
+        """As a launcher says it with whatever it asks of a console."""
+        return f"{self.term}/{self.node}"
+
+    @classmethod
+    def parse(cls, text: str) -> LeadTerm:
+        """Raises ValueError for what is none."""
+        term, slash, node = text.partition("/")
+        if not (slash and text.isascii() and term.isdigit() and node.isdigit() and len(text) <= 20):
+            raise ValueError(f"got {text[:40]!r}, expected TERM/NODE such as 2/1")
+        return cls(int(term), int(node))
+
+
+def may_speak_as_lead(newest: LeadTerm, sender: LeadTerm) -> tuple[bool, str]:
+    """Is what a launcher says to be taken? One of a later term was elected by the nodes, and leads from then on."""
+    if sender == newest or sender.term > newest.term:
+        return True, f"node {sender.node} leads in term {sender.term}"
+    return False, f"node {newest.node} leads the job in term {newest.term}: node {sender.node} leads it no more"
+
+
+def may_take_lead(newest: LeadTerm, wanted: LeadTerm, after: int, unheard: float, borne: float) -> tuple[bool, str]:
+    """May a node have the lead that too few follow? after: the newest term that it knows of. unheard: seconds since the
+    newest lead was heard; borne: of them it keeps the lead so many."""
+    if wanted == newest:
+        return True, f"node {wanted.node} has the lead already"  # the answer was lost
+    if newest.term >= wanted.term or (newest.term > after and newest.node != wanted.node):
+        return False, f"node {newest.node} leads in term {newest.term}"
+    if newest.term > after:
+        return True, f"node {wanted.node} was given the lead in term {newest.term}, and does not know it"
+    if unheard < borne:
+        return False, f"node {newest.node}, which leads, was heard {unheard:.1f} s ago"
+    return True, f"node {newest.node}, which led, was not heard for {unheard:.1f} s"
+
 
 # -- limits and modes -------------------------------------------------------------------------
 
@@ -424,3 +472,300 @@ def fenced_text(member: Member, incarnation: str) -> str:
 def no_such_worker(state: State, name: str) -> str:
     cells = list(state.members)
     return f"worker: got {name!r}, expected a worker of the job's grid, {cells[0]} to {cells[-1]}"
+
+
+# -- what can happen ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class WorkerRegistered:
+    """reports: does it send heartbeats? The silence of one that does not says nothing: it is lost when it ends."""
+
+    worker: str
+    incarnation: str
+    reports: bool = True
+
+
+class LastHeartbeat(NamedTuple):
+    incarnation: str
+    heard: float
+    draining: bool = False
+
+
+@dataclass(frozen=True)
+class HeartbeatsReceived:
+    """Heartbeats since the last time, the newest of each worker."""
+
+    beats: Mapping[str, LastHeartbeat]
+
+
+@dataclass(frozen=True)
+class Exited:
+    """A launcher saw the process of `worker` end."""
+
+    worker: str
+    incarnation: str
+    reporter: str
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class TransferBroken:
+    """`reporter`, with this incarnation, could not exchange data with `worker` (its best guess).
+
+    generation: the one in which it saw that; 0 when it did not say.
+    """
+
+    reporter: str
+    incarnation: str
+    worker: str
+    generation: int = 0
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class OpRaised:
+    """An op of a micro-batch raised in `worker`, in `generation`; detail: which, and what the launcher makes of it."""
+
+    worker: str
+    incarnation: str
+    generation: int
+    detail: str
+
+
+@dataclass(frozen=True)
+class StateLost:
+    """In `generation`, `worker` and its peers have found that the state of their stage is not there any more: only
+    workers that are gone had some of it. detail: the same in a sentence."""
+
+    worker: str
+    incarnation: str
+    generation: int
+    detail: str
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time went by."""
+
+
+@dataclass(frozen=True)
+class Stalled:
+    """The console itself did not run for so long: silence in that time says nothing about workers."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class PlanReady:
+    """The plan for a generation without `failed`, once `moves` are made: (from, to) of workers that change their stage,
+    so that the plan is shorter."""
+
+    failed: tuple[str, ...]
+    fingerprint: str
+    origin: str
+    moves: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class PlanRefused:
+    """No plan exists for these failures, and why."""
+
+    failed: tuple[str, ...]
+    detail: str
+
+
+@dataclass(frozen=True)
+class GenerationAcknowledged:
+    worker: str
+    incarnation: str
+    generation: int
+    state: AckState
+
+
+@dataclass(frozen=True)
+class IterationsCommitted:
+    """count: iterations committed so far."""
+
+    count: int
+
+
+@dataclass(frozen=True)
+class InterimPlanUsed:
+    """The launcher has the members of `generation` run another plan until newcomers have their state."""
+
+    generation: int
+    interim: Interim
+
+
+@dataclass(frozen=True)
+class LayersMoved:
+    """The workers have so many layers per stage from `iteration` on, in `generation`; text: what that took. problem:
+    why they could not take those of `generation`, and keep what they have."""
+
+    generation: int
+    iteration: int
+    partition: tuple[int, ...]
+    text: str = ""
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Finished:
+    state: JobState
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class ConsoleRestarted:
+    """The state was read back from the database; nobody was heard in between. reason: why it was."""
+
+    reason: str = "the console was restarted and took the job up again"
+
+
+@dataclass(frozen=True)
+class LeadChanged:
+    """Another launcher leads, and goes on from what it knows (agent.nodes); all form anew. lost: by worker, the
+    processes that went with the one before."""
+
+    lost: Mapping[str, str]
+    detail: str
+
+
+@dataclass(frozen=True)
+class Offered:
+    """The options have been worked out. None: they could not be, for the reason given."""
+
+    failed: tuple[str, ...]
+    offer: Offer | None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """An operator picked a candidate. failed: the workers that were out in what they saw; None: not said."""
+
+    name: str
+    actor: str
+    failed: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class ModeSet:
+    """choice_timeout: seconds that the job waits for an operator in manual mode."""
+
+    mode: Mode
+    choice_timeout: float
+    actor: str
+
+
+@dataclass(frozen=True)
+class PlanFrozen:
+    """An operator wants the plan in force to stay (agent.coordination.generations), or, not frozen, no longer."""
+
+    frozen: bool
+    actor: str
+
+
+@dataclass(frozen=True)
+class DrainAsked:
+    """An operator wants `worker` to leave at the next boundary."""
+
+    worker: str
+    actor: str
+
+
+@dataclass(frozen=True)
+class UsePlan:
+    """The plan of this fingerprint is to be in force, with the same workers. failed: those that it does
+    without. actor: the operator who wants it; "": the console does, for the reason given. partition: layers per stage
+    that it is for; (): they stay."""
+
+    fingerprint: str
+    failed: tuple[str, ...]
+    actor: str
+    reason: str = ""
+    partition: tuple[int, ...] = ()
+
+
+Event = (
+    WorkerRegistered
+    | HeartbeatsReceived
+    | Exited
+    | TransferBroken
+    | OpRaised
+    | StateLost
+    | Tick
+    | Stalled
+    | PlanReady
+    | PlanRefused
+    | GenerationAcknowledged
+    | IterationsCommitted
+    | InterimPlanUsed
+    | LayersMoved
+    | Finished
+    | ConsoleRestarted
+    | LeadChanged
+    | Offered
+    | Chosen
+    | ModeSet
+    | PlanFrozen
+    | DrainAsked
+    | UsePlan
+)
+
+
+# -- what may be decided ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class NeedPlan:
+    """partition: layers per stage that it is to be for; (): the model's stages can't be cut."""
+
+    failed: tuple[str, ...]
+    partition: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class OpenGeneration:
+    generation: Generation
+
+
+@dataclass(frozen=True)
+class Note:
+    """A line for the event feed."""
+
+    severity: Literal["info", "warning", "error"]
+    kind: Literal["worker", "failure", "generation", "recovery", "plan", "job", "console", "operator", "step"]
+    text: str
+    worker: str | None = None
+
+
+@dataclass(frozen=True)
+class Refuse:
+    """The event does not count, and nothing changed. code: as in agent.messages.protocol.Problem."""
+
+    code: Literal["unknown_worker", "fenced", "not_member", "job_over", "invalid", "no_choice", "not_running", "frozen"]
+    detail: str
+
+
+Decision = NeedPlan | OpenGeneration | Note | Refuse
+
+
+@dataclass(frozen=True)
+class Transition:
+    """What one event led to. reason: a sentence for people. passing: nothing of it is to be stored, as when
+    workers were last heard."""
+
+    state: State
+    decisions: tuple[Decision, ...] = ()
+    reason: str = ""
+    passing: bool = False
+
+    @property
+    def refusal(self) -> Refuse | None:
+        return next((d for d in self.decisions if isinstance(d, Refuse)), None)
+
+
+def refuse(state: State, code: Any, detail: str) -> Transition:
+    return Transition(state, (Refuse(code, detail),), detail)

@@ -13,13 +13,18 @@ from typing import TYPE_CHECKING, Any, Union
 import torch
 from torch import Tensor, nn
 
-from openrecycle.agent.config.randomness import seed_for
+from openrecycle.agent.config.devices import seed_for
 from openrecycle.agent.models import compat, torch_pipelining
-from openrecycle.agent.models.data import DatasetBatches, Loading, first_length, own_numbers
-from openrecycle.agent.models.layers import Tied
-from openrecycle.agent.models.read_ahead import Read, ReadAhead
-from openrecycle.agent.models.stage_io import StageIO, tensors_of
-from openrecycle.agent.models.streams import StreamBatches
+from openrecycle.agent.models.data import (
+    DatasetBatches,
+    Loading,
+    Read,
+    ReadAhead,
+    StreamBatches,
+    first_length,
+    own_numbers,
+)
+from openrecycle.agent.models.layers import StageIO, Tied, tensors_of
 from openrecycle.agent.models.workload import Metric, first_readable, weight_of
 from openrecycle.agent.stages.optimizer import NamedParameters, make_optimizer
 from openrecycle.planner.jobs.errors import InputError, in_a_line

@@ -12,12 +12,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from openrecycle.agent.config.options import TOLD, TrainingOptions
+from openrecycle.agent.config.options import ALIVE_SECONDS, TOLD, TrainingOptions
 from openrecycle.agent.config.settings import spelled
-from openrecycle.agent.config.timeouts import ALIVE_SECONDS
 from openrecycle.agent.launcher.processes import preload, start_worker_server
-from openrecycle.agent.messages.client import ConsoleClient
-from openrecycle.agent.messages.delivery import prints_anyway
+from openrecycle.agent.messages.client import ConsoleClient, prints_anyway
 from openrecycle.agent.messages.protocol import JobSpec
 from openrecycle.agent.nodes.role import NodeRole
 from openrecycle.planner.catalogs.catalog import Catalog
@@ -26,7 +24,7 @@ from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, Worker
 
 if TYPE_CHECKING:
-    from openrecycle.agent.checkpoints.checkpointing import Origin
+    from openrecycle.agent.checkpoints import Origin
     from openrecycle.agent.coordination.launcher import Coordination
     from openrecycle.agent.coordination.local import LocalCoordination
     from openrecycle.agent.jobs.preflight import JobMemory
@@ -41,7 +39,7 @@ PLANNED_FAILURES = 2
 
 def _with_step(options: TrainingOptions, workload: WorkloadSource, say: Callable[[str], None]) -> TrainingOptions:
     """Its plans reckon with the step as this machine takes it; what is paced leaves it as it is."""
-    from openrecycle.agent.profiling.stages import measure_step
+    from openrecycle.agent.profiling import measure_step
 
     step = measure_step(workload, options.job, options.optimization)
     say(f"a step takes {step:g} ms here, which plans reckon with")
@@ -78,10 +76,8 @@ def make_launcher(
         say(shared)
     from openrecycle.agent.jobs.preflight import check_workload, partition_at_start
     from openrecycle.agent.launcher import launch
-    from openrecycle.agent.models.divided import DividedBatches
-    from openrecycle.agent.models.layers import kind_of, layer_count
-    from openrecycle.agent.models.parallelized import parts_of_a_rank
-    from openrecycle.agent.models.stage_io import layer_io_of
+    from openrecycle.agent.models.layers import kind_of, layer_count, layer_io_of
+    from openrecycle.agent.models.parallelized import DividedBatches, parts_of_a_rank
     from openrecycle.agent.models.workload import probe_inputs, probe_targets
     from openrecycle.agent.monitoring.console_link import ConsoleCoordination, create_job
     from openrecycle.agent.nodes.pool import open_pool
@@ -230,8 +226,7 @@ def _workers_on(job: Job, role: NodeRole | None) -> list[Worker]:
 def _origin(options: TrainingOptions, source: WorkloadSource, layers: int, say: Callable[[str], None]) -> Origin | None:
     if options.checkpoints.directory is None:
         return None
-    from openrecycle.agent.checkpoints.checkpoint import Identity
-    from openrecycle.agent.checkpoints.checkpointing import prepare
+    from openrecycle.agent.checkpoints import Identity, prepare
 
     job, faults = options.job, options.faults
     name = getattr(source, "path", type(source).__name__)
@@ -250,12 +245,7 @@ def _restore_point(options: TrainingOptions, say: Callable[[str], None]) -> Call
     said = ""
 
     def newest() -> str | None:
-        from openrecycle.agent.checkpoints.checkpoint import (
-            CheckpointError,
-            find,
-            put_back_replaced,
-            set_aside_later,
-        )
+        from openrecycle.agent.checkpoints import CheckpointError, find, put_back_replaced, set_aside_later
 
         nonlocal said
         try:

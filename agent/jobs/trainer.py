@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from openrecycle.agent.checkpoints.weights import CheckpointWeights, KeptWeights, read_weights
+from openrecycle.agent.checkpoints import CheckpointWeights, KeptWeights, read_weights
 from openrecycle.agent.config.devices import Platform
 from openrecycle.agent.config.options import (
     Checkpoints,
@@ -57,13 +57,20 @@ from openrecycle.agent.jobs.preflight import check_workload
 from openrecycle.agent.jobs.start import check_writable, make_launcher
 from openrecycle.agent.launcher.processes import preload, start_worker_server
 from openrecycle.agent.launcher.record import EvaluationResult, is_remark, iteration_of, sentence_of
-from openrecycle.agent.messages.delivery import Delivery, Record
+from openrecycle.agent.messages.client import Delivery, Record
 from openrecycle.agent.messages.protocol import Iteration, Recovery
 from openrecycle.agent.models import torch_pipelining
-from openrecycle.agent.models.data import DatasetBatches, Evaluation, InOrder, Loading, MicroBatchSampler, of_loader
-from openrecycle.agent.models.layers import Tied
-from openrecycle.agent.models.stage_io import StageIO
-from openrecycle.agent.models.streams import StreamBatches, stream_of
+from openrecycle.agent.models.data import (
+    DatasetBatches,
+    Evaluation,
+    InOrder,
+    Loading,
+    MicroBatchSampler,
+    StreamBatches,
+    of_loader,
+    stream_of,
+)
+from openrecycle.agent.models.layers import StageIO, Tied
 from openrecycle.agent.models.workload import Workload, first_readable
 from openrecycle.agent.nodes.role import check_alone
 from openrecycle.forking import fork_context

@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from openrecycle.agent.config.faults import Rejoin
-from openrecycle.agent.config.timeouts import TIMES_LONGEST
+from openrecycle.agent.config.options import TIMES_LONGEST
 from openrecycle.agent.coordination.launcher import (
     Coordination,
     Deploy,
@@ -41,7 +41,7 @@ from openrecycle.agent.launcher.record import (
 from openrecycle.agent.messages import channel
 from openrecycle.agent.messages.protocol import Command, Deployment, Iteration, Relayout, Restart, ValidationReport
 from openrecycle.agent.monitoring.liveness import CurrentOp, LoopLag, Silences, boot_clock
-from openrecycle.agent.transport.store import RendezvousStore
+from openrecycle.agent.transport.communicator import RendezvousStore
 from openrecycle.agent.workers import worker
 from openrecycle.agent.workers.spec import RunSpec, WorkerSpec
 from openrecycle.planner.catalogs.catalog import Catalog
@@ -171,7 +171,7 @@ class Takeover:
 
 class Launcher:
     """Runs one job. listener: called with every line of the record as a dict, in order, in the thread of
-    `run`: it must return at once, and raise nothing (see agent.messages.delivery).
+    `run`: it must return at once, and raise nothing (see agent.messages.client).
 
     catalog: asked for the plans that are run while workers take their state from a peer. pool: where worker
     processes are started; on this node only, unless given (see agent.nodes.pool). takeover: where it goes on with a job

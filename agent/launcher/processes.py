@@ -129,7 +129,7 @@ class WorkerProcess:
     its place before, came_from. slots: of each of its ranks the lowest number that no other process of this node had at
     its start, so also its GPU's where it has one. whole: it has all of its stage's state.
     asked: as `end` does, to show which of its ranks still can.
-    siblings: the processes of its ranks above 0, which live and die with it (agent.workers.rank_relay); meeting: a
+    siblings: the processes of its ranks above 0, which live and die with it (agent.workers.worker); meeting: a
     folder where they find each other at their start. made_of: the spare ranks in whose place its own are.
     lived_at: when its system last showed that it is at work. stopped:
     by a signal. looked_at: when that was asked last.

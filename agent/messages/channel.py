@@ -96,7 +96,7 @@ class GenerationSpec:
     interim: the plan that is run while members still take their state from a peer; None: all wait for them.
     partition: layers per stage, for which `plan` is; workers that have other layers take what they lack from peers,
     and run `interim` meanwhile. (): as they are. held: layers per stage until then. left_out: (iteration,
-    micro-batch, numbered over the pipelines) of those that nobody runs; runs: see agent.transport.script.
+    micro-batch, numbered over the pipelines) of those that nobody runs; runs: see agent.transport.transfers.
     """
 
     deployment: Deployment
@@ -117,7 +117,7 @@ class GenerationSpec:
 
 
 class Relay(Protocol):
-    """Between the launcher and the other ranks of a worker: agent.workers.rank_relay."""
+    """Between the launcher and the other ranks of a worker: agent.workers.worker."""
 
     def hand_on(self, message: bytes) -> None: ...
 

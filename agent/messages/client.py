@@ -2,15 +2,27 @@
 
 A console may have a standby, which takes over when it is gone. Then there are two addresses: `url` is
 both, with a comma between them, and a request that one does not take goes to the other.
+
+And what waits until it can be handed on: messages and lines for a console, and a run's record for what may be slow or
+broken, as a callback, a terminal or a disk. No torch here.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import json
+import logging
 import random
+import sys
+import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, Generic, TextIO, TypeVar
 
 import requests
 from pydantic import BaseModel, ValidationError
@@ -19,13 +31,356 @@ from openrecycle.agent.messages.protocol import (
     AGENT_TOKEN,
     API,
     DEPOSED,
+    LATEST,
     LEAD,
+    LOG_LINE,
+    LOG_LINES,
     ClockReading,
+    LogLine,
     Message,
     ProblemDetails,
     clock_name,
 )
+from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.plans.plan import read_model
+
+# -- messages that wait for a console, oldest first, in bounded memory -------------------------------
+
+T = TypeVar("T")
+
+
+class Outbox(Generic[T]):
+    """`put` never blocks and may be called from any thread; `take` and `sent` belong to one that sends.
+
+    limit: messages that wait at most; beyond it the oldest goes for which `droppable` holds, or the
+    oldest of all. merge: makes one message of the newest waiting and a new one, or None where they
+    stay two. The message that is being sent is never dropped or merged.
+    """
+
+    def __init__(
+        self,
+        limit: int,
+        *,
+        merge: Callable[[T, T], T | None] = lambda _older, _newer: None,
+        droppable: Callable[[T], bool] = lambda _message: True,
+    ) -> None:
+        self._limit, self._merge, self._droppable = limit, merge, droppable
+        self._waiting: deque[T] = deque()
+        self._in_hand: T | None = None
+        self._lock = threading.Lock()
+        self.dropped = 0
+        """Messages that went because there were too many."""
+
+    def __len__(self) -> int:
+        return len(self._waiting) + (self._in_hand is not None)
+
+    @property
+    def all(self) -> list[T]:
+        """The oldest first, with the one that is being sent."""
+        with self._lock:
+            return [*([] if self._in_hand is None else [self._in_hand]), *self._waiting]
+
+    def put(self, message: T) -> None:
+        with self._lock:
+            merged = self._merge(self._waiting[-1], message) if self._waiting else None
+            if merged is not None:
+                self._waiting[-1] = merged
+                return
+            self._waiting.append(message)
+            if len(self._waiting) > self._limit:
+                index = next((i for i, waiting in enumerate(self._waiting) if self._droppable(waiting)), 0)
+                del self._waiting[index]
+                self.dropped += 1
+
+    def take(self) -> T | None:
+        """The oldest; the same again until `sent`. None when there is none."""
+        with self._lock:
+            if self._in_hand is None and self._waiting:
+                self._in_hand = self._waiting.popleft()
+            return self._in_hand
+
+    def sent(self) -> None:
+        """The message that was taken is done with."""
+        self._in_hand = None
+
+
+# -- the newest lines that a worker process has written, kept for the console ------------------------
+
+
+class LogTail:
+    """Holds what has not been taken yet, up to a bound; the oldest lines give way. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lines: deque[LogLine] = deque(maxlen=LOG_LINES)
+        self._added = 0
+        self._lock = threading.Lock()
+
+    def add(self, text: str) -> None:
+        """Whole lines; those that are too long are cut."""
+        at = min(max(time.time(), 0.0), LATEST)  # a clock may be set to anything
+        for line in text.splitlines():
+            if line := line.rstrip():
+                clean = "".join(c if c.isprintable() or c == "\t" else "\N{REPLACEMENT CHARACTER}" for c in line)
+                with self._lock:
+                    self._lines.append(LogLine(at=at, text=clean[:LOG_LINE]))
+                    self._added += 1
+
+    def extend(self, lines: Iterable[tuple[float, str]], skipped: int) -> None:
+        """Lines that another tail had taken, with their POSIX seconds, and how many it had dropped before them."""
+        with self._lock:
+            for at, text in lines:
+                self._added += 1
+                with suppress(ValidationError):  # no console takes it
+                    self._lines.append(LogLine(at=at, text=text))
+            self._added += skipped
+
+    def put_back(self, lines: Sequence[LogLine], skipped: int) -> None:
+        """What was taken last, and did not arrive."""
+        with self._lock:
+            self._lines = deque([*lines, *self._lines][-LOG_LINES:], LOG_LINES)
+            self._added += len(lines) + skipped
+
+    def take(self) -> tuple[tuple[LogLine, ...], int]:
+        """The lines since the last call, and how many before them were dropped."""
+        with self._lock:
+            lines, skipped = tuple(self._lines), self._added - len(self._lines)
+            self._lines.clear()
+            self._added = 0
+        return lines, skipped
+
+
+class Followed:
+    """A text stream, such as sys.stdout, whose lines go into a LogTail as well. Nothing that is written raises OSError:
+    a disk that is full, or a reader that has gone, is no fault of whoever prints.
+
+    tail: None: nobody asks for the lines. lost: called with the error, once.
+    """
+
+    def __init__(
+        self, stream: TextIO, tail: LogTail | None, lost: Callable[[OSError], None] = lambda _error: None
+    ) -> None:
+        self._stream, self._tail, self._part = stream, tail, ""
+        self._lost: Callable[[OSError], None] | None = lost
+
+    def write(self, text: str) -> int:
+        if self._tail is not None:
+            self._follow(text, self._tail)
+        self._attempt(lambda stream: stream.write(text))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        self._attempt(lambda stream: stream.flush())
+
+    def _attempt(self, write: Callable[[TextIO], object]) -> None:
+        try:
+            write(self._stream)
+        except OSError as error:
+            lost, self._lost = self._lost, None
+            if lost is not None:
+                lost(error)
+
+    def _follow(self, text: str, tail: LogTail) -> None:
+        self._part += text
+        if "\n" in self._part:
+            whole, _, self._part = self._part.rpartition("\n")
+            tail.add(whole)
+        elif len(self._part) > LOG_LINE:
+            tail.add(self._part)
+            self._part = ""
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def prints_anyway() -> Iterator[None]:
+    """While code of others runs in this process, which may print."""
+    before = sys.stdout, sys.stderr
+    for name, stream in zip(("stdout", "stderr"), before, strict=True):
+        if stream is not None:  # it was closed when Python began: nothing is printed
+            setattr(sys, name, Followed(stream, None))
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+
+
+# -- a run's record on its way -----------------------------------------------------------------------
+
+# The launcher's loop judges its workers by when it hears them, so nothing that may take long runs in it: each target
+# has a thread and a bounded queue of its own. Beyond the queue's limit the oldest waiting iterations are left out, and
+# their number is said; failures, checkpoints, warnings and the final line are not.
+
+log = logging.getLogger("openrecycle")
+
+Line = dict[str, Any]
+LIMIT = 10_000
+"""Lines that wait for one target."""
+SLOW = 1_000
+"""So many waiting lines are worth a word."""
+RETRY_SECONDS = 2.0
+HURRIED_SECONDS = 2.0
+"""How long a target is waited for that hangs while somebody wants the program to end."""
+
+
+class Delivery:
+    """Calls `target` with each line, in order, in a thread of its own; a call of this never blocks and never raises.
+
+    what: the target, in words. warn: called, from a thread, with a sentence when the target is far behind. Where
+    lines had to be left out, `target` gets a `warning` line in their place. begin: called first, in that thread.
+    """
+
+    def __init__(
+        self,
+        target: Callable[[Line], None],
+        what: str,
+        warn: Callable[[str], None],
+        *,
+        limit: int = LIMIT,
+        begin: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._target, self._what, self._warn, self._limit, self._begin = target, what, warn, limit, begin
+        self._lines: Outbox[Line] = Outbox(limit, droppable=lambda line: "loss" in line)
+        self._there, self._closing = threading.Event(), threading.Event()
+        self._said_slow = False
+        self._thread = threading.Thread(target=self._deliver, name=what, daemon=True)
+        self._thread.start()
+
+    @property
+    def left_out(self) -> int:
+        """Lines that `target` did not get."""
+        return self._lines.dropped
+
+    def __call__(self, line: Line) -> None:
+        self._lines.put(line)
+        self._there.set()
+        if not self._said_slow and len(self._lines) >= min(SLOW, self._limit):
+            self._said_slow = True
+            text = (
+                f"{self._what} is {len(self._lines)} lines behind; training goes on, "
+                f"and beyond {self._limit} the oldest iterations are left out"
+            )
+            # What takes the warning may be as slow.
+            threading.Thread(target=self._warn, args=(text,), daemon=True).start()
+
+    def close(self, hurried: Callable[[], bool] = lambda: False) -> bool:
+        """Waits until `target` has had every line, or somebody is in a hurry; returns whether it has."""
+        self._closing.set()
+        self._there.set()
+        left = HURRIED_SECONDS
+        while self._thread.is_alive() and left > 0:
+            self._thread.join(0.1)
+            left -= 0.1 if hurried() else 0.0
+        return not self._thread.is_alive()
+
+    def _deliver(self) -> None:
+        self._guarded(self._begin)
+        said = 0
+        while True:
+            while (line := self._lines.take()) is not None:
+                if (dropped := self._lines.dropped) > said:
+                    text = f"{dropped - said} iterations are missing here: {self._what} was {self._limit} lines behind"
+                    self._guarded(self._target, {"warning": text})
+                    said = dropped
+                self._guarded(self._target, line)
+                self._lines.sent()
+            if self._closing.is_set() and not len(self._lines):
+                return
+            self._there.wait()
+            self._there.clear()
+
+    def _guarded(self, call: Callable[..., None], *arguments: Line) -> None:
+        try:
+            call(*arguments)
+        except Exception:  # it must go on, whatever the target is
+            log.exception("%s failed", self._what)
+
+
+class RecordFile:
+    """Writes lines to a JSON-lines file, each at once; runs in a Delivery's thread.
+
+    A disk that is full loses nothing: what can't be written is said through `say` at once, waits in memory, and is
+    tried again until it can be written or the job is over. Raises OSError where the file can't be opened.
+
+    It is a new file where that is possible, and one that was there is kept beside it, with a number: a launcher that
+    led before, and doesn't know yet that it leads no more, goes on with the one that it opened.
+    """
+
+    def __init__(self, path: Path, say: Callable[[str], None]) -> None:
+        self._path, self._say = path, say
+        if path.is_file() and not path.is_symlink():
+            with contextlib.suppress(OSError):  # a folder that nothing may be renamed in
+                number = next(n for n in itertools.count(1) if not path.with_name(f"{path.name}.{n}").exists())
+                path.rename(path.with_name(f"{path.name}.{number}"))
+                say(f"note: the record that was at {path} is now called {path.name}.{number}")
+        self._file = path.open("wb", buffering=0)
+        self._over = threading.Event()
+        self.lost = 0
+        """Lines that could not be written before the job was over."""
+
+    def __call__(self, line: Line) -> None:
+        self.write((json.dumps(line) + "\n").encode())
+
+    def write(self, lines: bytes) -> None:
+        """As they are to stand there."""
+        if self.lost:
+            self.lost += lines.count(b"\n")  # it ends where it ends, with no gap
+            return
+        rest, failing = lines, False
+        while rest:
+            try:
+                rest = rest[self._file.write(rest) :]
+            except OSError as error:
+                if not failing:
+                    failing = True
+                    self._say(
+                        f"warning: the record {self._path} can't be written ({error.strerror}); "
+                        "training goes on, and writing is tried again"
+                    )
+                if self._over.wait(RETRY_SECONDS):
+                    self.lost = rest.count(b"\n")
+                    return
+        if failing:
+            self._say(f"the record {self._path} is being written again, and lacks nothing")
+
+    def end(self) -> None:
+        """The job is over: what can't be written now is given up."""
+        self._over.set()
+
+
+class Record:
+    """A run's record in a file, which is written beside the training. say: called, from any thread, with what is wrong
+    with it. earlier: lines of a launcher that led before, as they are to stand there; read in the thread that writes,
+    so that nobody waits for it. Raises InputError where the file can't be opened."""
+
+    def __init__(self, path: Path, say: Callable[[str], None], earlier: Iterable[bytes] = ()) -> None:
+        try:
+            self._file = RecordFile(path, say)
+        except OSError as error:
+            raise InputError("record", str(path), f"a file that can be written ({error.strerror})") from None
+
+        def begin() -> None:
+            for lines in earlier:
+                self._file.write(lines)
+
+        self._path, self._say = path, say
+        self._delivery = Delivery(self._file, f"the record {path}", say, begin=begin)
+
+    def __call__(self, line: Line) -> None:
+        self._delivery(line)
+
+    def close(self, hurried: Callable[[], bool] = lambda: False) -> bool:
+        """Returns whether the file has every line; says so where it lacks some. hurried: see Delivery."""
+        self._file.end()
+        whole = self._delivery.close(hurried)
+        if missing := self._file.lost + self._delivery.left_out + (not whole):
+            self._say(f"the record {self._path} is not whole: {missing} lines are missing")
+        return not missing
+
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -59,7 +414,7 @@ class ConsoleClient:
     url: one address or several; the one that answered last is asked first. token: sent as a bearer token,
     never logged, never in the address. timeout: seconds to wait for an answer. known: the console has taken the token,
     and known the job, before. issued: the token that it has given out for the job that was created here; None where it
-    has none. lead: of a launcher that leads several nodes, its term and node (agent.coordination.lead); deposed:
+    has none. lead: of a launcher that leads several nodes, its term and node (agent.coordination.membership); deposed:
     called, with a sentence, whenever the console says that another leads since.
     """
 

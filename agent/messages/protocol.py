@@ -35,7 +35,7 @@ from openrecycle.planner.plans.plan import INTEGER, JobDoc, job_doc
 API = "/api/v1"
 # With the answer to POST /jobs: a token that is good for this job alone, for its launcher's workers.
 AGENT_TOKEN = "OpenRecycle-Agent-Token"
-# With whatever a lead of several nodes asks of its console: its term and its node (agent.coordination.lead).
+# With whatever a lead of several nodes asks of its console: its term and its node (agent.coordination.membership).
 LEAD = "OpenRecycle-Lead"
 DEPOSED = "deposed"
 """The code of the problem (409) when another node has taken the lead."""
@@ -131,7 +131,7 @@ class JobSpec(Message):
     told to change their stage, in their processes (Deployment.moves). relayout: may layers change theirs, where the
     profile has layers? When it pays, never, or whenever another partition is better. transfer_timeout, group_timeout:
     seconds that a worker waits for a peer's data, and for a sum over a stage; the console has its say on
-    them (agent.config.timeouts). None: not said. max_restarts: so often in a row its launcher starts a worker again by
+    them (agent.config.options). None: not said. max_restarts: so often in a row its launcher starts a worker again by
     itself. ranks_per_worker: processes of each worker. stage_bytes: by stage,
     what a worker may come to take where it computes, beside the program itself, as it was reckoned before the start.
     """

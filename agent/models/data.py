@@ -1,20 +1,43 @@
-"""Data for jobs that survive: which samples a micro-batch holds depends on its place alone.
+"""Where micro-batches come from, in jobs that survive: data sets, streams, and processes that read ahead.
 
-A sampler that hands out samples one after the other would give a re-run micro-batch other samples,
-and another worker yet others. This one is a function.
+Which samples a micro-batch holds depends on its place alone. A sampler that hands out samples one after the other would
+give a re-run micro-batch other samples, and another worker yet others. `MicroBatchSampler` is a function.
+
+Iterable data sets, and loaders that keep their own order, can only be read one item after the other. Item n of the
+stream is micro-batch n of the job, in the order of iterations, pipelines and micro-batches. Each process that needs
+data goes through the whole stream by itself, and keeps what may be asked for again. Where the stream can say where it
+is, that goes along with the stage's state, so that nobody has to read it from its beginning.
+
+Random numbers that are drawn while item k of an epoch is read depend on (seed, epoch, k), so that they are the same
+wherever the reading began.
+
+Where it is asked for, a process of each worker reads micro-batches beside the training, in the order in which the
+worker needs them. They come over in shared memory, as torch gives tensors from process to process. A micro-batch
+depends on its place alone, so that it does not matter who reads it: what was read for nothing is dropped, and where
+that process is gone the worker reads by itself. The process ends with its worker, however that ends.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import itertools
 import logging
+import multiprocessing
+import os
+import pickle
 import random
+import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from multiprocessing.connection import Connection
+from multiprocessing.pool import ExceptionWithTraceback  # type: ignore[attr-defined]
+from typing import Any, ClassVar, Protocol
 
 import torch
+import torch.multiprocessing  # how tensors go through a pipe
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
@@ -25,8 +48,10 @@ from torch.utils.data import (
     default_collate,
 )
 
-from openrecycle.agent.config.randomness import seed_for
-from openrecycle.planner.jobs.errors import InputError, check_whole
+from openrecycle.agent.config.devices import seed_for
+from openrecycle.agent.models.state import StageState, StateError, decode, encode, whole_number
+from openrecycle.forking import fork_context
+from openrecycle.planner.jobs.errors import InputError, check_whole, in_a_line
 from openrecycle.planner.jobs.job import Job
 
 log = logging.getLogger("openrecycle")
@@ -337,3 +362,567 @@ def first_length(inputs: Tensor | tuple[Tensor, ...] | list[Tensor]) -> int:
     """Samples in a micro-batch: the first tensor's first dimension."""
     tensor = inputs[0] if isinstance(inputs, (tuple, list)) else inputs
     return tensor.shape[0] if tensor.dim() else 1
+
+
+_POSITIONS = 2
+"""Of so many iterations before the one in hand it is kept where they began, beside its own."""
+
+
+class StreamSource(Protocol):
+    """What can be read from its beginning, or from a state on, epoch after epoch."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def batch_size(self) -> int | None: ...
+
+    def copied(self) -> StreamSource:
+        """One that has not been read."""
+
+    def set_epoch(self, epoch: int) -> None: ...
+
+    def begin(self, state: Any) -> None:
+        """An epoch; or, with a state, the rest of one."""
+
+    goes_on: ClassVar[bool]
+    """Can what comes after a micro-batch that raised be read? A generator ends with what it raises, and nothing tells
+    that from the end of an epoch."""
+
+    def next(self) -> Any:
+        """The next micro-batch. Raises StopIteration at the end of an epoch."""
+
+    def state(self) -> Any:
+        """For `begin`; None where it can't be known."""
+
+
+@dataclass
+class IterableSource:
+    """An iterable data set, and how its samples become micro-batches. batch_size: None where each sample is one."""
+
+    dataset: Iterable[Any]
+    batch_size: int | None
+    collate: Callable[[Any], Any]
+    goes_on: ClassVar[bool] = False
+
+    @property
+    def name(self) -> str:
+        return type(self.dataset).__name__
+
+    def copied(self) -> IterableSource:
+        return IterableSource(copy.deepcopy(self.dataset), self.batch_size, self.collate)
+
+    def set_epoch(self, epoch: int) -> None:
+        _set_epoch(epoch, self.dataset)
+
+    def begin(self, state: Any) -> None:
+        # In the order of torchdata's StatefulDataLoader, for which such data sets are written.
+        state = state or {"dataset": None, "iterator": None}
+        if state["dataset"] is not None:
+            self.dataset.load_state_dict(state["dataset"])  # type: ignore[attr-defined]
+        self._iterator: Iterator[Any] = iter(self.dataset)
+        if state["iterator"] is not None:
+            self._iterator.load_state_dict(state["iterator"])  # type: ignore[attr-defined]
+
+    def next(self) -> Any:
+        if self.batch_size is None:
+            return self.collate(next(self._iterator))
+        samples = list(itertools.islice(self._iterator, self.batch_size))
+        if len(samples) < self.batch_size:  # shapes must not change
+            raise StopIteration
+        return self.collate(samples)
+
+    def state(self) -> Any:
+        over: Any = self._iterator
+        of: Any = self.dataset
+        iterator = over.state_dict() if _keeps_state(over) else None
+        dataset = of.state_dict() if over is not of and _keeps_state(of) else None
+        return None if iterator is None and dataset is None else {"dataset": dataset, "iterator": iterator}
+
+
+@dataclass
+class Loader:
+    """A StatefulDataLoader of a map-style data set."""
+
+    loader: Any
+    goes_on: ClassVar[bool] = True
+
+    @classmethod
+    def of(cls, loader: DataLoader[Any]) -> Loader:
+        # Whoever has such a loader has imported it.
+        kind = next(base for base in type(loader).__mro__ if base.__module__.startswith("torchdata."))
+        options: dict[str, Any] = {"collate_fn": loader.collate_fn}
+        if loader.batch_size is None:
+            options |= {"batch_sampler": loader.batch_sampler} if loader.batch_sampler is not None else {}
+        else:
+            options |= {"batch_size": loader.batch_size, "sampler": loader.sampler, "drop_last": True}
+        # Without its generator: the sampler has it, and what the loader itself draws from it is not in its state.
+        return cls(kind(loader.dataset, **options))
+
+    @property
+    def name(self) -> str:
+        return type(self.loader).__name__
+
+    @property
+    def batch_size(self) -> int | None:
+        size: int | None = self.loader.batch_size
+        return size
+
+    def copied(self) -> Loader:
+        dataset = self.loader.dataset
+        # A map-style data set is a function of the index: it may be large, and need not be copied.
+        return Loader(copy.deepcopy(self.loader, {} if _keeps_state(dataset) else {id(dataset): dataset}))
+
+    def set_epoch(self, epoch: int) -> None:
+        _set_epoch(epoch, self.loader.dataset, self.loader.sampler, self.loader.batch_sampler)
+
+    def begin(self, state: Any) -> None:
+        if state is not None:
+            self.loader.load_state_dict(state)
+        self._iterator = iter(self.loader)
+
+    def next(self) -> Any:
+        return next(self._iterator)
+
+    def state(self) -> Any:
+        return self.loader.state_dict()
+
+
+def _keeps_state(what: Any) -> bool:
+    return hasattr(what, "state_dict") and hasattr(what, "load_state_dict")
+
+
+def _set_epoch(epoch: int, *parts: Any) -> None:
+    for part in {id(part): part for part in parts if hasattr(part, "set_epoch")}.values():
+        part.set_epoch(epoch)
+
+
+@dataclass(frozen=True)
+class _Raised:
+    """Instead of a micro-batch: what reading it raised."""
+
+    error: Exception
+
+
+class _Reading:
+    """One way through a source. item: the number of the micro-batch that comes next."""
+
+    def __init__(self, source: StreamSource, seed: int, position: StageState | None = None) -> None:
+        self._source, self._seed = source.copied(), seed
+        self.item = self._epoch = self._read = 0
+        self._failed: _Raised | None = None
+        state = None
+        if position is not None:
+            document = position.document
+            self.item, self._epoch, self._read = document["item"], document["epoch"], document["read"]
+            state = decode(document["state"], position.tensors)
+        self._begin(state)
+
+    def _begin(self, state: Any = None) -> None:
+        with own_numbers("stream", self._seed, self._epoch, "begin"):
+            self._source.set_epoch(self._epoch)
+            self._source.begin(state)
+
+    def next(self) -> Any:
+        """The next micro-batch, or _Raised. Raises InputError where there is none."""
+        while True:
+            try:
+                with own_numbers("stream", self._seed, self._epoch, self._read):
+                    out = self._source.next()
+                self._failed = None
+            except StopIteration:
+                if self._failed is not None and not self._source.goes_on:
+                    expected = "one that goes on after it"
+                    got = f"a stream that ended with what item {self.item - 1} raised"
+                    raise InputError("data", got, expected) from self._failed.error
+                self._failed = None
+                if not self._read:
+                    raise _too_short(self._source) from None
+                self._epoch, self._read = self._epoch + 1, 0
+                self._begin()
+                continue
+            except Exception as error:
+                error.add_note(f"item {self.item} of the data, {self._read} of epoch {self._epoch}")
+                out = self._failed = _Raised(error)
+            self.item += 1
+            self._read += 1
+            return out
+
+    def position(self) -> StageState | None:
+        """Where it is, as plain data. Raises StateError where that holds other things."""
+        state = None if self._failed is not None else self._source.state()
+        if state is None:
+            return None
+        tensors: dict[str, Tensor] = {}
+        document = {
+            "item": self.item,
+            "epoch": self._epoch,
+            "read": self._read,
+            "state": encode(state, "data", tensors),
+        }
+        return StageState(document, {name: tensor.clone() for name, tensor in tensors.items()})
+
+
+def _too_short(source: StreamSource) -> InputError:
+    size = "one item" if source.batch_size is None else f"{source.batch_size} samples, one micro-batch"
+    return InputError("data", source.name, f"at least {size}, each time it is iterated")
+
+
+@dataclass
+class StreamBatches:
+    """Micro-batches of a stream: a data function for ResilientTrainer. kept: iterations before the one of the newest
+    micro-batch asked for, of which all are kept."""
+
+    source: StreamSource
+    pipelines: int
+    micro_batches: int
+    seed: int
+    kept: int = 1
+    stateful: bool = True
+
+    def __post_init__(self) -> None:
+        self._reading: _Reading | None = None
+        self._there: dict[int, Any] = {}
+        self._first: Any = None
+        """The very first item: stages are tried out on it, also in the midst of the training."""
+        self._positions: dict[int, StageState] = {}
+        self._news: list[StageState] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {own.name: getattr(self, own.name) for own in fields(self)}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+    @property
+    def batch_size(self) -> int | None:
+        return self.source.batch_size
+
+    @property
+    def per_iteration(self) -> int:
+        return self.pipelines * self.micro_batches
+
+    def __call__(self, iteration: int, pipeline: int, micro_batch: int) -> Any:
+        """Raises what the stream raises, with the item's number."""
+        item = iteration * self.per_iteration + pipeline * self.micro_batches + micro_batch
+        if item not in self._there and not (item == 0 and self._first is not None):
+            self._read_to(item)
+        out = self._there[item] if item else self._first
+        if isinstance(out, _Raised):
+            raise out.error
+        return out
+
+    def forget(self) -> None:
+        """What was read; somebody else reads from now on."""
+        self._reading, self._there, self._first = None, {}, None
+
+    def _read_to(self, item: int) -> None:
+        reading = self._reading
+        if item == 0 and reading is not None:
+            self._first = _Reading(self.source, self.seed).next()  # not worth giving up the place where it is
+            return
+        nearest = max((n for n in self._positions if n <= item), default=0)
+        if reading is None or reading.item > item or nearest > reading.item:
+            reading = self._reading = _Reading(self.source, self.seed, self._positions.get(nearest))
+        iteration = item // self.per_iteration
+        first = (iteration - self.kept) * self.per_iteration
+        while reading.item <= item:
+            number, out = reading.item, reading.next()
+            if number == 0:
+                self._first = out
+            if number >= first:
+                self._there[number] = out
+                if self.stateful and reading.item % self.per_iteration == 0:
+                    self._add([position] if (position := reading.position()) is not None else [], news=True)
+        self._there = {n: out for n, out in self._there.items() if n >= first}
+        self.prune(iteration)
+
+    # -- where it is ---------------------------------------------------------------------------
+
+    def position(self, iteration: int) -> StageState | None:
+        """From where an iteration can be read: where it begins, or shortly before. None: from the stream's beginning.
+        From any thread."""
+        positions = self._positions
+        item = max((n for n in positions if n <= iteration * self.per_iteration), default=None)
+        return None if item is None else positions[item]
+
+    def go_on(self, document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """A position from elsewhere, to read from. Raises KeyError, TypeError or ValueError where it is none."""
+        for name in ("item", "epoch", "read"):
+            whole_number(document[name])
+        mine = {name: tensor.cpu().clone() for name, tensor in tensors.items() if name.startswith("data.")}
+        decode(document["state"], mine)
+        self._add([StageState(dict(document), mine)], news=True)
+
+    def take_news(self) -> list[StageState]:
+        """Positions that have come since this was asked last."""
+        news, self._news = self._news, []
+        return news
+
+    def merge(self, positions: Iterable[StageState]) -> None:
+        """What another process's `take_news` gave."""
+        self._add(positions, news=False)
+
+    def _add(self, positions: Iterable[StageState], *, news: bool) -> None:
+        # A new dictionary: another thread may read the one before.
+        found = {position.document["item"]: position for position in positions if self.stateful}
+        self._positions = {**self._positions, **found}
+        if news:
+            self._news.extend(found.values())
+
+    def prune(self, iteration: int) -> None:
+        """Of positions that nobody will want who is at that iteration."""
+        first = (iteration - _POSITIONS) * self.per_iteration
+        self._positions = {n: position for n, position in self._positions.items() if n >= first}
+        self._news = self._news[-2 * _POSITIONS :]
+
+    # -- at the start --------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Reads the first item twice, and the second one from the position after the first. Raises InputError where
+        they are not the same; what reading raises is told of later."""
+        one = _Reading(self.source, self.seed)
+        first = one.next()
+        if isinstance(first, _Raised):
+            return
+        if not _alike(first, _Reading(self.source, self.seed).next()):
+            expected = "the same items on each pass; seed what draws its random numbers"
+            raise InputError("data", f"{self.source.name}, whose second pass gives another first item", expected)
+        try:
+            position, reason = one.position(), "it has no state_dict and load_state_dict"
+        except StateError as error:
+            position, reason = None, str(error)
+        if position is None:
+            log.warning("data: the state of %s can't be kept (%s), so it is read from its beginning again after a "
+                        "worker is lost, or to resume", self.source.name, reason)  # fmt: skip
+            self.stateful = False
+            return
+        if not _alike(one.next(), _Reading(self.source, self.seed, position).next()):
+            expected = "one that leads to where it was taken"
+            raise InputError("data", f"{self.source.name}, whose state_dict leads to another item", expected)
+
+
+def stream_of(data: Any, batch_size: int | None, loading: Loading, job: Job, seed: int) -> StreamBatches | None:
+    """Of data that is a stream; None of other data. Raises InputError."""
+    source: StreamSource
+    if isinstance(data, DataLoader):
+        if isinstance(data.dataset, IterableDataset):
+            source = IterableSource(data.dataset, data.batch_size, data.collate_fn)
+        elif _keeps_state(data):
+            source = Loader.of(data)
+        else:
+            return None
+        say_workers_unused(data)
+    elif isinstance(data, IterableDataset) or _only_iterates(data):
+        if batch_size is None:
+            raise InputError("batch_size", None, "the number of samples in a micro-batch where data is a stream")
+        source = IterableSource(data, check_whole("batch_size", batch_size, 1), loading.collate)
+    else:
+        return None
+    if loading.sampler is not None:
+        raise InputError("loading.sampler", loading.sampler, "nothing where data is a stream, which has its own order")
+    stream = StreamBatches(source, job.pipelines, job.micro_batches, seed, kept=2 if loading.prefetch else 1)
+    try:
+        source.copied()
+    except Exception as error:
+        reason = in_a_line(error)
+        raise InputError("data", source.name, f"a stream that can be copied to worker processes ({reason})") from None
+    stream.check()
+    return stream
+
+
+def _only_iterates(data: Any) -> bool:
+    return hasattr(data, "__iter__") and not hasattr(data, "__getitem__") and not callable(data)
+
+
+def _alike(one: Any, other: Any) -> bool:
+    if isinstance(one, _Raised) or isinstance(other, _Raised):
+        return isinstance(one, _Raised) and isinstance(other, _Raised)
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return False
+        same = (one == other) | ((one != one) & (other != other))  # NaN is NaN here
+        return bool(torch.all(same))
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return list(one) == list(other) and all(_alike(one[name], other[name]) for name in one)
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_alike, one, other))
+    plain = (bool, int, float, str, bytes)
+    return one == other if isinstance(one, plain) and isinstance(other, plain) else True
+
+
+Place = tuple[int, int, int]
+"""(iteration, pipeline, micro-batch)."""
+
+
+_BROKEN = (OSError, EOFError, RuntimeError, pickle.PickleError)
+"""What the two processes meet where one of them is gone, or, by torch, where shared memory can't be had or is gone: the
+data have no part in it."""
+
+
+@dataclass(frozen=True)
+class Read:
+    """Reads micro-batches with the seed of their place."""
+
+    make_batch: Callable[[int, int, int], Any]
+    seed: int
+
+    def __call__(self, place: Place) -> Any:
+        with own_numbers("data", self.seed, *place):
+            return self.make_batch(*place)
+
+    @property
+    def stream(self) -> StreamBatches | None:
+        return self.make_batch if isinstance(self.make_batch, StreamBatches) else None
+
+
+class ReadAhead:
+    """A process that reads `count` micro-batches ahead. Of one thread."""
+
+    def __init__(self, read: Read, count: int) -> None:
+        self._read, self._count = read, count
+        self._wanted: set[Place] = set()
+        self._expected: list[Place] = []
+        self._asked: list[Place] = []
+        self._there: dict[Place, tuple[bool, Any]] = {}
+        """Whether it could be read, and it, or what was raised."""
+        self._process: multiprocessing.process.BaseProcess | None
+        self._process, self._pipe = _started(read)
+        if read.stream is not None:
+            read.stream.forget()
+
+    @property
+    def pid(self) -> int | None:
+        """None where it is gone."""
+        return None if self._process is None else self._process.pid
+
+    def expect(self, places: Sequence[Place]) -> None:
+        """These are wanted next, in this order. What was expected before is not."""
+        self._wanted = set(places)
+        self._there = {place: found for place, found in self._there.items() if place in self._wanted}
+        self._expected = [place for place in places if place not in self._asked and place not in self._there]
+        self._ask()
+
+    def take(self, place: Place) -> Any:
+        """Waits for it. Raises what reading it raises."""
+        self._wanted.add(place)
+        try:
+            if place not in self._there and place not in self._asked:
+                self._send(place)
+            while place not in self._there and self._process is not None:
+                self._receive()
+        except _BROKEN as error:
+            self._gone(error)
+        if place in self._expected:
+            self._expected.remove(place)
+        if place not in self._there:
+            return self._read(place)
+        self._wanted.remove(place)
+        fine, found = self._there.pop(place)
+        self._ask()
+        if not fine:
+            raise found
+        return found
+
+    def _ask(self) -> None:
+        try:
+            while self._process is not None and self._pipe.poll():
+                self._receive()
+            while self._expected and len(self._asked) + len(self._there) < self._count:
+                self._send(self._expected.pop(0))
+        except _BROKEN as error:
+            self._gone(error)
+
+    def _send(self, place: Place) -> None:
+        if self._process is None:
+            return
+        stream = self._read.stream
+        news = stream.take_news() if stream is not None else []
+        while news and self._asked:  # neither side must wait for the other to take what is large
+            self._receive()
+        self._pipe.send((place, pickle.dumps(news)))
+        self._asked.append(place)
+
+    def _receive(self) -> None:
+        place, fine, found, news = self._pipe.recv()
+        self._asked.remove(place)
+        if place in self._wanted:
+            self._there[place] = fine, found if fine else pickle.loads(found)
+        stream = self._read.stream
+        if stream is not None:
+            stream.merge(pickle.loads(news))
+            stream.prune(place[0])
+
+    def _gone(self, error: Exception) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.join(1.0)
+            self._pipe.close()
+            log.warning(
+                "data: the process that reads ahead is gone (exit code %s, %s); the worker reads by itself",
+                process.exitcode,
+                type(error).__name__,
+            )
+        self._asked, self._expected = [], []
+
+
+def _started(read: Read) -> tuple[multiprocessing.process.BaseProcess, Connection]:
+    """Not forked from this process: a child would keep its connections open beyond its end, and peers would not see
+    it."""
+    # A worker is a daemon of its launcher's, and those may have no children; this one ends with it all the same.
+    multiprocessing.current_process().daemon = False
+    context = fork_context()
+    ours, theirs = context.Pipe(duplex=True)
+    # Pickled here: a process's arguments would move the tensors among them to shared memory.
+    payload, threads = pickle.dumps(read), torch.get_num_threads()
+    process = context.Process(target=_serve, args=(payload, threads, theirs), name="read-ahead", daemon=True)
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def _serve(payload: bytes, threads: int, pipe: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, name="end-with-parent", daemon=True).start()
+    torch.set_num_threads(threads)
+    read: Read = pickle.loads(payload)
+    stream = read.stream
+    with contextlib.suppress(*_BROKEN):
+        while True:
+            place, offered = pipe.recv()
+            if stream is not None:
+                stream.merge(pickle.loads(offered))
+            try:
+                found = read(place)
+            except Exception as error:
+                found, fine = _sendable(error), False
+            else:
+                fine = True
+            news = pickle.dumps(stream.take_news() if stream is not None else [])
+            try:
+                pipe.send((place, fine, found, news))
+            except (OSError, RuntimeError):
+                raise  # where there is no shared memory left, the worker itself can read it all the same
+            except Exception as error:  # a micro-batch that can't be sent
+                pipe.send((place, False, _sendable(error), news))
+    os._exit(0)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(0)
+
+
+def _sendable(error: Exception) -> bytes:
+    """The exception with its notes, and the traceback as its cause."""
+    where = error.__traceback__
+    for sent in (error, RuntimeError(f"{type(error).__name__}: {error}")):
+        sent.__notes__ = list(getattr(error, "__notes__", ()))
+        with contextlib.suppress(Exception):
+            payload = pickle.dumps(ExceptionWithTraceback(sent, where))
+            pickle.loads(payload)
+            return payload
+    raise error

@@ -26,8 +26,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from openrecycle.agent.models import compat
 from openrecycle.agent.models.data import Evaluation, Loading, of_loader, pad_to
-from openrecycle.agent.models.layers import Tied
-from openrecycle.agent.models.stage_io import StageIO, TensorSpec
+from openrecycle.agent.models.layers import StageIO, TensorSpec, Tied
 from openrecycle.agent.models.state import dtype_name
 from openrecycle.agent.models.workload import first_readable
 from openrecycle.planner.jobs.errors import InputError, in_a_line

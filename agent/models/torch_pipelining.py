@@ -395,7 +395,7 @@ def _is_buffer(part: Any) -> bool:
 
 def _with_layers(graph: fx.Graph, parts: dict[str, Any]) -> dict[str, Any]:
     """The parts, where those of matrix products and embeddings are layers of torch.nn again: their backward can be
-    split at little memory (agent.stages.backward.split). What they compute is the same."""
+    split at little memory (agent.stages.backward). What they compute is the same."""
     owners: dict[str, set[str]] = defaultdict(set)
     for name in parts:
         owners[name.rpartition(".")[0]].add(name)

@@ -52,7 +52,7 @@ class Workload(Protocol):
     `inputs` and `targets` depend on (seed, iteration, pipeline, micro_batch) only, so that whichever
     worker runs a micro-batch sees the same data.
     A workload may have more: `scheduler(optimizer)`, an LRScheduler that is stepped once per
-    iteration; and, where agent.models.stage_io should not find out what passes from one to the next,
+    iteration; and, where agent.models.layers should not find out what passes from one to the next,
     `stage_io` (TensorSpecs per pair of neighbouring layers, or stages) or `stage_output_shape` and
     `stage_output_dtype` (of one tensor that is the same between all of them); and
     `samples(iteration, pipeline, micro_batch)`, the indices of the samples in a micro-batch, for messages about one
@@ -64,7 +64,7 @@ class Workload(Protocol):
     `parallelize(layer, mesh)` returns a layer split over the ranks of a worker, a torch DeviceMesh, by
     torch.distributed.tensor.parallel.parallelize_module, and then what enters a layer and leaves it is a plain tensor,
     of the same form on every rank as without them; or by torch.distributed.fsdp.fully_shard, and then each rank runs a
-    part of the samples (agent.models.divided). Where inputs are of several shapes, `varies` is true, and
+    part of the samples (agent.models.parallelized). Where inputs are of several shapes, `varies` is true, and
     `largest(seed)` gives the (inputs, targets) of a micro-batch that is in no dimension smaller than any.
     """
 

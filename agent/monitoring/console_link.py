@@ -39,8 +39,8 @@ from openrecycle.agent.messages.client import (
     ConsoleUnavailable,
     JobUnknown,
     Offset,
+    Outbox,
 )
-from openrecycle.agent.messages.delivery import Outbox
 from openrecycle.agent.messages.protocol import (
     INTERIM_DOCUMENT,
     LONGEST_MS,

@@ -23,10 +23,11 @@ from openrecycle.agent.messages.client import (
     ConsoleClient,
     ConsoleRefused,
     ConsoleUnavailable,
+    LogTail,
     Offset,
+    Outbox,
     offset_to_console,
 )
-from openrecycle.agent.messages.delivery import LogTail, Outbox
 from openrecycle.agent.messages.protocol import (
     BATCH,
     MEASURED_OPS,
@@ -44,8 +45,7 @@ from openrecycle.agent.messages.protocol import (
     Registrations,
     clock_name,
 )
-from openrecycle.agent.monitoring.liveness import AT_REST, OpProgress
-from openrecycle.agent.monitoring.timeline import IterationTimeline, Timeline
+from openrecycle.agent.monitoring.liveness import AT_REST, IterationTimeline, OpProgress, Timeline
 from openrecycle.planner.jobs.words import encodable
 
 M = TypeVar("M", bound=Message)

@@ -20,14 +20,14 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any, ClassVar
 
-from openrecycle.agent.coordination.lead import LeadTerm
+from openrecycle.agent.coordination.membership import LeadTerm
 from openrecycle.agent.launcher.processes import ProcessPool, SpareRank, SpareRanks, Spares, WorkerProcess, preload
 from openrecycle.agent.messages import channel
 from openrecycle.agent.messages.client import Offset
 from openrecycle.agent.models.workload import WorkloadSource
 from openrecycle.agent.monitoring.liveness import MOST_OF_A_TURN, LoopLag
 from openrecycle.agent.nodes.frames import HANDSHAKE_SECONDS, Frames, NotTrusted, greet
-from openrecycle.agent.nodes.role import LedElsewhere, NodeRole
+from openrecycle.agent.nodes.role import LedElsewhere, NodeRole, publish_lead
 from openrecycle.agent.nodes.succession import (
     SEEK_SECONDS,
     Address,
@@ -40,8 +40,7 @@ from openrecycle.agent.nodes.succession import (
     pack,
     tell,
 )
-from openrecycle.agent.nodes.wire import MACHINE, by_name, encode_run, encode_spec, publish_lead
-from openrecycle.agent.workers.spec import RunSpec, WorkerSpec
+from openrecycle.agent.workers.spec import MACHINE, RunSpec, WorkerSpec, by_name, encode_run, encode_spec
 from openrecycle.agent.workers.worker import main
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, Worker

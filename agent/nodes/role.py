@@ -6,6 +6,8 @@ import ipaddress
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
 
 from openrecycle.planner.jobs.errors import InputError
 
@@ -14,6 +16,8 @@ DEFAULT_PORT = 29431
 MAX_NODES = 4096
 MIN_TOKEN = 16
 """Characters, as of the console's."""
+_LEAD_KEY = "openrecycle/lead-port"
+_STORE_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
@@ -153,3 +157,23 @@ def _address(text: str) -> tuple[str, int]:
     ):
         raise InputError("--lead", text, "HOST:PORT such as 10.0.0.5:29431")
     return host, int(port)
+
+
+def publish_lead(store: tuple[str, int], port: int) -> None:
+    """store: torchrun's own, on its node 0, through which all its nodes can be told."""
+    _store(store).set(_LEAD_KEY, str(port).encode())
+
+
+def find_lead(store: tuple[str, int]) -> tuple[str, int]:
+    """Waits for `publish_lead`. Raises RuntimeError (torch's) when it does not come."""
+    return store[0], int(_store(store).get(_LEAD_KEY))
+
+
+def _store(address: tuple[str, int]) -> Any:
+    import torch.distributed  # the command line's help does without it
+
+    distributed: Any = torch.distributed
+    host, port = address
+    return distributed.TCPStore(
+        host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_STORE_SECONDS)
+    )

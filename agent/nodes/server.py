@@ -17,7 +17,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from openrecycle.agent.config.devices import memory_limit
-from openrecycle.agent.config.timeouts import ALIVE_SECONDS
+from openrecycle.agent.config.options import ALIVE_SECONDS
 from openrecycle.agent.launcher.launch import Takeover
 from openrecycle.agent.launcher.processes import ProcessPool, SpareRanks, WorkerProcess, preload
 from openrecycle.agent.launcher.record import REMEMBERED
@@ -26,9 +26,8 @@ from openrecycle.agent.monitoring.liveness import MOST_OF_A_TURN, LoopLag
 from openrecycle.agent.nodes.frames import HANDSHAKE_SECONDS, Frames, NotTrusted, greet
 from openrecycle.agent.nodes.pool import NodeHub, SpreadPool, place
 from openrecycle.agent.nodes.succession import SEEK_SECONDS, Arbiter, Copy, Follow, Lead, LeadStatus, Search, Spool
-from openrecycle.agent.nodes.wire import MACHINE, decode_run, decode_spec
 from openrecycle.agent.workers import worker
-from openrecycle.agent.workers.spec import RunSpec
+from openrecycle.agent.workers.spec import MACHINE, RunSpec, decode_run, decode_spec
 from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.plans.plan import Plan
 

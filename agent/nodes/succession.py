@@ -9,7 +9,7 @@ not known to be gone more than half must follow whoever begins to lead, and half
 are never two, and in two halves it is the lead's that goes on.
 
 Where fewer follow, as with two nodes, the job's console decides, if it has one: it gives the next term to whoever asks
-while the lead is not heard by it either, and takes nothing from that one any more (agent.coordination.lead).
+while the lead is not heard by it either, and takes nothing from that one any more (agent.coordination.membership).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from itertools import accumulate, chain, islice
 from typing import Any, Literal
 
-from openrecycle.agent.coordination.lead import LeadTerm
+from openrecycle.agent.coordination.membership import LeadTerm
 from openrecycle.agent.messages.client import ConsoleClient, ConsoleRefused, ConsoleUnavailable
 from openrecycle.agent.messages.protocol import LeadAnswer, LeadClaim
 from openrecycle.agent.nodes.frames import NotTrusted, greet
@@ -61,7 +61,7 @@ class Copy:
     """What the lead knew: of its launcher and its workers (`packed`), and where the nodes are, itself among them.
 
     ahead: nanoseconds of its clock before this machine's. heard: by incarnation, the newest message that is in it.
-    lines: of the record, that come before it. plan: in force, as JSON. job: see agent.nodes.wire.encode_run.
+    lines: of the record, that come before it. plan: in force, as JSON. job: see agent.workers.spec.encode_run.
     """
 
     run: str

@@ -27,22 +27,19 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from openrecycle.agent.config.timeouts import Timeouts
-from openrecycle.agent.messages.int64 import from_bits, to_bits
+from openrecycle.agent.config.options import Timeouts
 from openrecycle.agent.messages.protocol import Deployment
-from openrecycle.agent.models.stage_io import CPU, StageOutput, TensorSpec
+from openrecycle.agent.models.layers import CPU, StageOutput, TensorSpec
 from openrecycle.agent.monitoring.heartbeat import Status
-from openrecycle.agent.monitoring.liveness import AT_REST
-from openrecycle.agent.monitoring.timeline import OpSeconds
+from openrecycle.agent.monitoring.liveness import AT_REST, OpSeconds
 from openrecycle.agent.own_loops.own_group import GroupLost
 from openrecycle.agent.transport.communicator import TaggedTransfers
-from openrecycle.agent.transport.group import GivenGlooGroup, TransferError, first_line
-from openrecycle.agent.transport.script import Lane, MicroBatch, Script
-from openrecycle.agent.transport.transfers import Lines, TransferLayout
+from openrecycle.agent.transport.group import GivenGlooGroup, TransferError, first_line, from_bits, to_bits
+from openrecycle.agent.transport.transfers import Lane, Lines, Script, TransferLayout
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, Worker
 from openrecycle.planner.plans.plan import Plan
-from openrecycle.planner.plans.schedule import Op
+from openrecycle.planner.plans.schedule import MicroBatch, Op
 
 # torch ships no types for what is used here.
 dist: Any = torch.distributed

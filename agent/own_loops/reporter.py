@@ -33,8 +33,14 @@ from pydantic import ValidationError
 
 from openrecycle.agent.config.options import check_url, with_profile
 from openrecycle.agent.config.settings import spelled
-from openrecycle.agent.messages.client import Backoff, ConsoleClient, ConsoleRefused, ConsoleUnavailable, JobUnknown
-from openrecycle.agent.messages.delivery import Outbox
+from openrecycle.agent.messages.client import (
+    Backoff,
+    ConsoleClient,
+    ConsoleRefused,
+    ConsoleUnavailable,
+    JobUnknown,
+    Outbox,
+)
 from openrecycle.agent.messages.protocol import (
     Acknowledgement,
     BatchReply,
@@ -49,8 +55,7 @@ from openrecycle.agent.messages.protocol import (
 )
 from openrecycle.agent.monitoring.console_link import LONG_POLL_SECONDS, QueuedReport, ReportSender, next_deployment
 from openrecycle.agent.monitoring.heartbeat import Status, WorkerReports
-from openrecycle.agent.monitoring.liveness import AT_REST
-from openrecycle.agent.monitoring.timeline import OpSeconds
+from openrecycle.agent.monitoring.liveness import AT_REST, OpSeconds
 from openrecycle.agent.own_loops.own_group import Membership
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker

@@ -30,7 +30,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from openrecycle.agent.config.numerics import Mode
+from openrecycle.agent.config.devices import Mode
+from openrecycle.planner.plans.schedule import MicroBatch
 
 GRID_BITS = 50
 _SCALE = 2.0**GRID_BITS
@@ -55,9 +56,6 @@ TRAILING = 4
 # Weights, such as counts of tokens, are summed on a grid of 2**-20.
 _WEIGHT_SCALE = 2.0**20
 
-MicroBatch = tuple[int, int]
-"""(home pipeline, micro-batch index inside it)."""
-
 
 class Bucket(NamedTuple):
     """sums: a part of a GradientSum's buffer. tensors: the identities of the parameters whose sums it holds."""
@@ -71,7 +69,7 @@ class GradientSum:
     the same in any order.
 
     buffer: what the peers of a stage all-reduce: one element per parameter element, one per element
-    of a moving buffer (see agent.stages.backward.buffers), one count per tensor of the terms added to it, the
+    of a moving buffer (see agent.stages.backward), one count per tensor of the terms added to it, the
     micro-batches' weights, the loss, and the count of rejected terms. terms: how many terms are added to a tensor at
     most per iteration, over all workers of the stage. settled: the micro-batches whose whole
     contribution is in this worker's sum. device: where the sum is when nothing is trained. nominal: the sum of weights

@@ -4,7 +4,7 @@ torch's DeviceMesh and DTensor know a group by its name for as long as the proce
 be made anew with each generation: a rank that leaves an iteration has its siblings wait in a collective of a module,
 and what wakes them (see agent.transport.group) closes the connections. So the group is one of our own that hands each
 call on to a group of torch's, which is replaced; as torchft does it with its process groups. No rank outlives another
-one of its worker (agent.workers.rank_relay), so the members never change, and the connections for the next generation
+one of its worker (agent.workers.worker), so the members never change, and the connections for the next generation
 are made while the present one trains, as all others are (agent.transport.communicator.Standby).
 
 What is on the CPU goes over gloo, and so does what is on a GPU, by way of the host's memory, or over NCCL. Either way
@@ -12,7 +12,7 @@ whoever waits for a collective waits on the host: an op whose collective was cut
 it. NCCL's communicator is not made ahead: a kernel of the training that waits for a peer and the memory that a new
 communicator takes from the device may wait for each other.
 
-NOT RUN: what is on a GPU, where no GPU was at hand (see agent.transport.nccl). That other devices than the CPU go by
+NOT RUN: what is on a GPU, where no GPU was at hand (see agent.transport.group). That other devices than the CPU go by
 way of the host is tested with a simulated one.
 """
 
@@ -30,12 +30,19 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from openrecycle.agent.config.timeouts import Timeouts
+from openrecycle.agent.config.options import Timeouts
 from openrecycle.agent.models import compat
-from openrecycle.agent.models.stage_io import CPU
-from openrecycle.agent.transport.group import TransferError, first_line, wait_or_leave, wake
-from openrecycle.agent.transport.host import host_copy, host_memory
-from openrecycle.agent.transport.nccl import NO_LIMIT, NcclPending
+from openrecycle.agent.models.layers import CPU
+from openrecycle.agent.transport.group import (
+    NO_LIMIT,
+    NcclPending,
+    TransferError,
+    first_line,
+    host_copy,
+    host_memory,
+    wait_or_leave,
+    wake,
+)
 
 dist: Any = torch.distributed
 T = TypeVar("T")
@@ -285,7 +292,7 @@ class CancellableWork(HandedOn):
 
 
 class DeviceWork(HandedOn):
-    """One over NCCL: what it brings is used once its end has been seen, and no cancel before it (agent.transport.nccl:
+    """One over NCCL: what it brings is used once its end has been seen, and no cancel before it (agent.transport.group:
     an abort ends it as if it were done)."""
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:

@@ -22,51 +22,59 @@ from pathlib import Path
 
 import torch
 
-from openrecycle.agent.checkpoints.checkpoint import CheckpointError, load_layers
-from openrecycle.agent.checkpoints.checkpointing import Checkpointer, Origin
-from openrecycle.agent.checkpoints.weights import save_weights
+from openrecycle.agent.checkpoints import Checkpointer, CheckpointError, Origin, load_layers, save_weights
 from openrecycle.agent.config.devices import kind_number
-from openrecycle.agent.config.faults import FaultInjector, slowness
-from openrecycle.agent.config.pacing import profile_pace
-from openrecycle.agent.config.timeouts import ALIVE_SECONDS
+from openrecycle.agent.config.faults import FaultInjector, profile_pace, slowness
+from openrecycle.agent.config.options import ALIVE_SECONDS
 from openrecycle.agent.messages.channel import GenerationSpec, WorkerChannel
-from openrecycle.agent.messages.delivery import LogTail
-from openrecycle.agent.messages.int64 import from_words, to_words
-from openrecycle.agent.models.layers import Partition, Span, first_names, layer_count, layer_of, partition_of, tied_of
+from openrecycle.agent.messages.client import LogTail
+from openrecycle.agent.models.layers import (
+    CPU,
+    Partition,
+    Span,
+    StageCuts,
+    first_names,
+    layer_count,
+    layer_io_of,
+    partition_of,
+    tied_of,
+)
 from openrecycle.agent.models.parallelized import OtherRankError, gathered_tensors, part_of_rank
-from openrecycle.agent.models.shares import Writer
-from openrecycle.agent.models.stage_io import CPU, StageCuts, layer_io_of
-from openrecycle.agent.models.state import StageState
+from openrecycle.agent.models.state import StageState, Writer, layer_of
 from openrecycle.agent.models.workload import Workload
 from openrecycle.agent.monitoring.heartbeat import Status
 from openrecycle.agent.monitoring.liveness import AT_REST, describe_exception
-from openrecycle.agent.stages.assembly import assemble, reassemble, try_split
-from openrecycle.agent.stages.backward.split import STRATEGIES, StrategyName
+from openrecycle.agent.stages.backward import STRATEGIES, StrategyName
 from openrecycle.agent.stages.optimizer import stage_optimizer
 from openrecycle.agent.stages.post_validation import ValidationResult
 from openrecycle.agent.stages.shards import ShardLostError, assign
+from openrecycle.agent.stages.stage import assemble, reassemble, try_split
 from openrecycle.agent.transport.communicator import Communicator, Groups
 from openrecycle.agent.transport.group import TransferError
 from openrecycle.agent.transport.ranks import Ranks, SiblingError
-from openrecycle.agent.transport.script import Script
+from openrecycle.agent.transport.transfers import Script
 from openrecycle.agent.workers.executor import Executor, Interrupted, OpError
-from openrecycle.agent.workers.kept_micro_batches import Redo, decode, encode
-from openrecycle.agent.workers.kept_micro_batches import redo as plan_redo
 from openrecycle.agent.workers.recovery import (
     Agreement,
     Environment,
     NoAgreementError,
+    Redo,
     UnlikeError,
     agree,
     check_alike,
+    decode_finished,
+    encode_finished,
+    from_words,
     in_turn,
     newest_partition,
+    to_words,
 )
+from openrecycle.agent.workers.recovery import redo as plan_redo
+from openrecycle.agent.workers.reduction import TiedSums
 from openrecycle.agent.workers.relayout import Exchange, IncomingLayers, common_strategy, moves, regrouped
 from openrecycle.agent.workers.sharding import ShardedStage
 from openrecycle.agent.workers.spec import WorkerSpec
 from openrecycle.agent.workers.state_transfer import StateReceiver, StateServer, send_no_offer
-from openrecycle.agent.workers.tied import TiedSums
 from openrecycle.agent.workers.validation_exchange import Steps
 from openrecycle.planner.jobs.job import Worker, WorkerRank
 from openrecycle.planner.plans.plan import Plan
@@ -773,10 +781,10 @@ class WorkerLoop:
         if agreement.rolls_back:
             return None
         job = self._options.job
-        rows = groups.gather_rows(encode(self._executor.finished, job))
-        finished = {m.worker: decode(row, job) for m, row in rows.items()}
+        rows = groups.gather_rows(encode_finished(self._executor.finished, job))
+        finished = {m.worker: decode_finished(row, job) for m, row in rows.items()}
         # What one rank of a worker runs again, all its ranks must.
-        unequal = {m.worker for m, row in rows.items() if decode(row, job) != finished[m.worker]}
+        unequal = {m.worker for m, row in rows.items() if decode_finished(row, job) != finished[m.worker]}
         if self._me in unequal:
             self._executor.forget_finished()
         left = plan_redo({w: () if w in unequal else f for w, f in finished.items()}, job, self._me.stage)

@@ -1,24 +1,36 @@
-"""The reduction of a stage's gradients, in buckets: each begins as soon as this worker's last micro-batch has added its
-terms to it, beside what is left of that micro-batch's backward, as DistributedDataParallel does it.
+"""Sums of gradients over workers: of a stage, in buckets, and of parameters that several layers share.
 
-All peers begin the same buckets in the same order, so a worker holds one back until those before it have begun. Whoever
-runs no micro-batch begins all of them at its step.
+A bucket begins as soon as this worker's last micro-batch has added its terms to it, beside what is left of that
+micro-batch's backward, as DistributedDataParallel does it. All peers begin the same buckets in the same order, so a
+worker holds one back until those before it have begun. Whoever runs no micro-batch begins all of them at its step.
+
+Shared parameters, such as the embedding and the head of many language models: each layer has a copy of its own, with
+the same first values. Their gradients are summed apart, whether or not the layers are in one stage, and put together
+when they are reduced: every copy gets the sum of all, and takes the same step. So the copies stay equal, and where the
+model is cut does not show. Norms count the first copy alone.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from openrecycle.agent.stages.gradients import GradientSum
+from openrecycle.agent.models.layers import Partition, Tied, spans
+from openrecycle.agent.models.state import layer_of
+from openrecycle.agent.stages.gradients import TRAILING, GradientSum
+from openrecycle.agent.stages.optimizer import StageOptimizer
+from openrecycle.agent.transport.communicator import Groups
 from openrecycle.agent.transport.group import PendingTransfer, TransferError
+from openrecycle.planner.jobs.job import Worker
 
 
 class GradientReduction:
-    """Of one iteration. Takes the terms of the last micro-batch (agent.models.fully_sharded.Sums), and passes them on.
+    """Of one iteration. Takes the terms of the last micro-batch (agent.models.parallelized.Sums), and passes them on.
 
     begin: starts the sum of a tensor over the peers, in place; None from it: there is nobody else. What it raises, a
     TransferError, is raised by `finish`: the op in hand ends as if nothing were wrong.
@@ -89,3 +101,87 @@ class GradientReduction:
             return
         if pending is not None:
             self._pending.append(pending)
+
+
+_TAG = 2**27
+_ITERATIONS = 4
+
+
+@dataclass(frozen=True)
+class Route:
+    """What a worker sends of its stage's sums, or what it receives: the copies `names`, from `source` to `to`."""
+
+    source: Worker
+    to: Worker
+    names: tuple[str, ...]
+
+
+def routes(tied: Tied, partition: Partition, living: Collection[Worker]) -> tuple[Route, ...]:
+    """Every worker hears the sums of every copy that its stage does not hold of what it shares, from one worker of each
+    stage that does; the tellers take turns."""
+    stage_of = {layer: stage for stage, span in enumerate(spans(partition)) for layer in span}
+    peers: dict[int, list[Worker]] = {}
+    for worker in sorted(living):
+        peers.setdefault(worker.stage, []).append(worker)
+    needed: dict[tuple[int, int], list[str]] = {}
+    for group in tied:
+        holders = {name: stage_of[layer_of(name)] for name in group}
+        for to in sorted(set(holders.values())):
+            for name, source in holders.items():
+                if source != to:
+                    needed.setdefault((source, to), []).append(name)
+    return tuple(
+        Route(peers[source][turn % len(peers[source])], worker, tuple(names))
+        for (source, to), names in sorted(needed.items())
+        for turn, worker in enumerate(peers[to])
+    )
+
+
+class TiedSums:
+    """One worker's share, in one generation and partition."""
+
+    def __init__(self, me: Worker, groups: Groups, tied: Tied, partition: Partition, living: Sequence[Worker]) -> None:
+        self._groups = groups
+        mine = spans(partition)[me.stage]
+        self._tied = [group for group in tied if any(layer_of(name) in mine for name in group)]
+        all_routes = routes(tied, partition, living)
+        self._gives = [route for route in all_routes if route.source == me]
+        self._takes = [route for route in all_routes if route.to == me]
+        self._sent: list[PendingTransfer] = []
+
+    def sum(self, iteration: int, optimizer: StageOptimizer) -> None:
+        """Once the stage's sums are reduced: makes those of each copy here the sum over all copies. Raises
+        TransferError."""
+        if not self._tied:
+            return
+        for pending in self._sent:
+            pending.wait()
+        sums, own = optimizer.gradients, dict(optimizer.module.named_parameters())
+        own = {name: p for name, p in own.items() if p.requires_grad}
+        tag = _TAG + iteration % _ITERATIONS
+        # Those that are not trained have no sums, and no copy of theirs has.
+        shape = {name: own[here] for group in self._tied for name in group for here in group if here in own}
+        gives = [(route.to, trained) for route in self._gives if (trained := [n for n in route.names if n in own])]
+        self._sent = [self._groups.send(to, sums.part([own[name] for name in names]).cpu(), tag) for to, names in gives]
+        coming = []
+        for route in self._takes:
+            if names := [name for name in route.names if name in shape]:
+                like = sums.part_like([shape[name] for name in names])
+                coming.append((names, self._groups.receive(route.source, like, tag)))
+        terms: dict[str, Tensor] = {}
+        for names, pending in coming:
+            part = pending.wait().to(sums.buffer.device)
+            sizes = [shape[name].numel() for name in names]
+            *values, counts = torch.split(part[:-TRAILING], [*sizes, len(sizes)])
+            terms |= {name: torch.cat([v, c]) for name, v, c in zip(names, values, torch.split(counts, 1), strict=True)}
+        for group in self._tied:
+            if group[0] not in shape:
+                continue
+            total: Tensor | None = None
+            for name in group:  # in one order everywhere, which matters to sums of floats
+                term = terms[name] if name in terms else sums.part([own[name]])[:-TRAILING]
+                total = term if total is None else total + term
+            assert total is not None
+            for name in group:
+                if name in own:
+                    sums.put(own[name], total)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from openrecycle.agent.config.options import Optimization
 from openrecycle.agent.models.layers import LayerStack, Partition, Span, build_layers, spans
 from openrecycle.agent.models.workload import Workload, nominal_weight
-from openrecycle.agent.stages.backward.split import StrategyName
+from openrecycle.agent.stages.backward import StrategyName
 from openrecycle.agent.stages.gradients import SUM_OF, GradientSum
 from openrecycle.agent.stages.optimizer import StageOptimizer, stage_optimizer
 from openrecycle.agent.transport.communicator import Groups

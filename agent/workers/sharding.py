@@ -21,8 +21,8 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from openrecycle.agent.models.layers import Span, layer_of
-from openrecycle.agent.models.state import AVERAGE, StageState, StateError, decode, pack, runs_of, unpack
+from openrecycle.agent.models.layers import Span
+from openrecycle.agent.models.state import AVERAGE, StageState, StateError, decode, layer_of, pack, runs_of, unpack
 from openrecycle.agent.stages.optimizer import Shards, StageOptimizer
 from openrecycle.agent.stages.shards import Ownership
 from openrecycle.agent.transport.communicator import Groups

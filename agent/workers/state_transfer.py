@@ -37,13 +37,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openrecycle.agent.models.layers import Span, layer_of
+from openrecycle.agent.models.layers import Span
 from openrecycle.agent.models.state import (
     DTYPES,
     StageState,
     StateError,
     decode,
     dtype_name,
+    layer_of,
     memory,
     messages_for,
     of_layers,

@@ -21,12 +21,11 @@ from dataclasses import dataclass
 import torch
 
 from openrecycle.agent.config.options import Optimization
-from openrecycle.agent.messages.int64 import from_bits, to_bits
 from openrecycle.agent.stages.gradients import MOST_GRADIENT
 from openrecycle.agent.stages.optimizer import NonFiniteError, StageOptimizer
 from openrecycle.agent.stages.post_validation import MAX_SKIPPED, Slot, ValidationResult, judge
 from openrecycle.agent.transport.communicator import Groups
-from openrecycle.agent.transport.group import PendingTransfer, TransferError
+from openrecycle.agent.transport.group import PendingTransfer, TransferError, from_bits, to_bits
 from openrecycle.planner.jobs.job import Worker, WorkerRank
 
 _TAG = 2**29

@@ -11,7 +11,7 @@ from base64 import b64encode
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
-from openrecycle.agent.coordination.choosing import MOVE_ITERATIONS, worth_moving
+from openrecycle.agent.coordination.generations import MOVE_ITERATIONS, worth_moving
 from openrecycle.agent.coordination.membership import Candidate
 from openrecycle.app.runtime.processes import Channel, answered
 from openrecycle.planner.check import checked
@@ -21,10 +21,22 @@ from openrecycle.planner.jobs.words import DROP, MIGRATE, REROUTE, STAND_BY, lay
 from openrecycle.planner.layers.partition import lay_out
 from openrecycle.planner.plans.packed import to_bytes
 from openrecycle.planner.plans.plan import JobDoc, Plan
-from openrecycle.planner.simulation.options import REPARTITION, SHALLOWER, Option, best_option, merit
+from openrecycle.planner.simulation.engine import RecoveryCosts
 from openrecycle.planner.simulation.planned import PlannedJob, Rate
-from openrecycle.planner.simulation.policy import PLANNED_OPS, Advice, PolicyState, advise, one_f_one_b, shares, span
-from openrecycle.planner.simulation.policy_base import RecoveryCosts
+from openrecycle.planner.simulation.policy import (
+    PLANNED_OPS,
+    REPARTITION,
+    SHALLOWER,
+    Advice,
+    Option,
+    PolicyState,
+    advise,
+    best_option,
+    merit,
+    one_f_one_b,
+    shares,
+    span,
+)
 from openrecycle.planner.solvers.portfolio import make_plan
 
 RESTART = "restart from the checkpoint"

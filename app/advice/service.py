@@ -17,13 +17,11 @@ from weakref import WeakKeyDictionary
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from openrecycle.agent.coordination.choosing import out
-from openrecycle.agent.coordination.events import Note, Offered
-from openrecycle.agent.coordination.membership import Candidate, Mode, Offer, State
+from openrecycle.agent.coordination.generations import out
+from openrecycle.agent.coordination.membership import Candidate, Mode, Note, Offer, Offered, State
 from openrecycle.app.advice.recommendation import AdviceRequest, Recommendation, serve
-from openrecycle.app.jobs.live_job import LiveJob
-from openrecycle.app.jobs.records import changes, repair_times
-from openrecycle.app.jobs.waiting import NOTHING, Waited, segments
+from openrecycle.app.jobs.live_job import LiveJob, changes, repair_times
+from openrecycle.app.jobs.throughput import NOTHING, Waited, segments
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.task_queue import TaskQueue
 from openrecycle.db.store import Record, Store
@@ -31,7 +29,7 @@ from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.jobs.words import count
 from openrecycle.planner.plans.packed import from_bytes, storable
 from openrecycle.planner.plans.plan import job_doc
-from openrecycle.planner.simulation.policy_base import RecoveryCosts
+from openrecycle.planner.simulation.engine import RecoveryCosts
 
 log = structlog.get_logger()
 

@@ -8,8 +8,7 @@ from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, ConfigDict, Field
 
 from openrecycle.agent.messages.protocol import Identifier
-from openrecycle.app.api.models import Actor
-from openrecycle.app.api.parsing import ReadBeside
+from openrecycle.app.api.models import Actor, ReadBeside
 from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.runtime.runner import in_thread
 from openrecycle.app.security.access import MAX_DAYS, caller_of

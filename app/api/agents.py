@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from pydantic import BaseModel
 
-from openrecycle.agent.coordination.lead import LeadTerm
+from openrecycle.agent.coordination.membership import LeadTerm
 from openrecycle.agent.messages.protocol import (
     AGENT_TOKEN,
     LEAD,
@@ -34,14 +34,12 @@ from openrecycle.agent.messages.protocol import (
     Registrations,
     Relayout,
 )
-from openrecycle.app.api.models import Actor, ProfileName, ReportOutcome, Wait
-from openrecycle.app.api.parsing import ReadBeside, beside
+from openrecycle.app.api.models import Actor, ProfileName, ReadBeside, ReportOutcome, Wait, beside
 from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.runner import in_thread, in_turn
-from openrecycle.app.security.access import caller_of
-from openrecycle.app.security.callers import Role
+from openrecycle.app.security.access import Role, caller_of
 from openrecycle.planner.plans.plan import job_doc
 
 After = Annotated[int, Query(ge=0, le=2**53)]

@@ -16,12 +16,12 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from openrecycle.agent.messages.protocol import API
-from openrecycle.app.plans.uploading import MOST_WAITING, TIMEOUT
+from openrecycle.app.plans.files import MOST_WAITING, TIMEOUT
 from openrecycle.app.runtime.errors import ConsoleError, storing
 from openrecycle.app.runtime.problems import problem
 from openrecycle.app.runtime.runner import in_thread
-from openrecycle.app.security.callers import ACTOR, CALLER, from_header
-from openrecycle.db.idempotency import Earlier, IdempotentRequests
+from openrecycle.app.security.access import ACTOR, CALLER, from_header
+from openrecycle.db.access import Earlier, IdempotentRequests
 
 HEADER = "Idempotency-Key"
 MOST_CHARACTERS = 255

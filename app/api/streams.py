@@ -20,7 +20,7 @@ from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.plans.solving import Solve
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.runner import in_thread
-from openrecycle.app.security.callers import STILL
+from openrecycle.app.security.access import STILL
 
 # Seconds after which a stream that nothing came for ends, where its token was revoked meanwhile or the session is over.
 LOOK_AGAIN = 15.0

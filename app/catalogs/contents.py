@@ -19,9 +19,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from openrecycle.app.runtime.errors import first_wrong
 from openrecycle.app.runtime.processes import Channel, unexpected
-from openrecycle.planner.catalogs.catalog_build import LISTED, fill, targets
-from openrecycle.planner.catalogs.catalog_engines import make_engine
-from openrecycle.planner.catalogs.catalog_store import PLANNER_VERSION, CatalogInfo, MappedBlobs
+from openrecycle.planner.catalogs.catalog import PLANNER_VERSION, CatalogInfo, MappedBlobs
+from openrecycle.planner.catalogs.catalog_build import LISTED, fill, make_engine, targets
 from openrecycle.planner.jobs.errors import InputError, PlannerError
 from openrecycle.planner.jobs.failures import patterns
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker, count_ops

@@ -34,7 +34,7 @@ from openrecycle.app.catalogs.contents import (
 from openrecycle.app.runtime.errors import ConsoleError, starting, storing
 from openrecycle.app.runtime.processes import Channel, ChildEnded, Children, PendingAnswer
 from openrecycle.db.store import Store
-from openrecycle.planner.catalogs.catalog_store import INFO, SUFFIX, CatalogInfo, StoredCatalog
+from openrecycle.planner.catalogs.catalog import INFO, SUFFIX, CatalogInfo, StoredCatalog
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.failures import canonical_pattern
 from openrecycle.planner.jobs.job import Job, Worker

@@ -9,22 +9,25 @@ from weakref import WeakKeyDictionary
 
 import structlog
 
-from openrecycle.agent.coordination.choosing import coming_back, out
-from openrecycle.agent.coordination.events import Chosen, DrainAsked, ModeSet, Note, PlanFrozen
+from openrecycle.agent.coordination.generations import coming_back, out
 from openrecycle.agent.coordination.membership import (
     LEAST_CHOICE_TIMEOUT,
     MOST_CHOICE_TIMEOUT,
     Candidate,
+    Chosen,
+    DrainAsked,
     Member,
     Mode,
+    ModeSet,
+    Note,
     Offer,
+    PlanFrozen,
 )
 from openrecycle.agent.messages.protocol import Command, WorkerState
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.runtime.errors import ConsoleError, named, plain, storing, unknown_worker
 from openrecycle.db.access import audit_row
-from openrecycle.db.observations import Observations
-from openrecycle.db.store import Store
+from openrecycle.db.store import Observations, Store
 from openrecycle.planner.jobs.job import Worker
 
 log = structlog.get_logger()

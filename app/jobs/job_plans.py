@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from openrecycle.agent.coordination.events import PlanReady, PlanRefused
+from openrecycle.agent.coordination.membership import PlanReady, PlanRefused
 from openrecycle.agent.messages.protocol import JobSpec
 from openrecycle.app.runtime.patches import LARGE_OPS, OP_BYTES, building
 from openrecycle.db.plan_rows import PlanColumns

@@ -1,67 +1,484 @@
-"""One job in memory: the coordinator's state, its plans, and what its workers said last.
+"""One job in memory: the coordinator's state, its plans, what its workers said last, who leads it; and its rows.
 
 The database is the truth: a step of the coordinator is stored before it can be seen from outside.
 Readers take `job.state`, which is replaced as a whole, and need no lock.
+
+The event feed: lines that say the same again and again are one line with a count, and when it was said last. On a
+machine that is busy for an hour the console stands still every other minute, and workers fall silent and are heard
+again: dozens of lines would hide the one that matters. Only such lines are folded, and only as long as nothing else
+happens in the job: the feed stays in order.
 """
 
 from __future__ import annotations
 
+import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
 from openrecycle.agent.coordination import coordinator, membership
-from openrecycle.agent.coordination.events import (
+from openrecycle.agent.coordination.blame import Complaint, Links
+from openrecycle.agent.coordination.membership import (
+    ACK_ORDER,
+    Broken,
     ConsoleRestarted,
     Decision,
     Event,
     Exited,
+    FailureTimeouts,
+    Generation,
     GenerationAcknowledged,
     HeartbeatsReceived,
+    Interim,
+    LeadTerm,
+    Member,
+    Mode,
     NeedPlan,
     Note,
     OpenGeneration,
+    PendingGeneration,
     PlanReady,
     PlanRefused,
     Refuse,
     Stalled,
+    State,
     Tick,
     WorkerRegistered,
+    may_speak_as_lead,
+    may_take_lead,
 )
-from openrecycle.agent.coordination.lead import LeadTerm
-from openrecycle.agent.coordination.membership import FailureTimeouts, Member, State
-from openrecycle.agent.messages.protocol import DEPOSED, Heartbeat, JobSpec
-from openrecycle.app.jobs.feed import LOOK_BACK, JobFeed
+from openrecycle.agent.messages.protocol import DEPOSED, Heartbeat, JobSpec, JobState, WorkerState
 from openrecycle.app.jobs.job_plans import JobPlans, LookUp, stored_plan
-from openrecycle.app.jobs.lead import JobLead
 from openrecycle.app.jobs.measurements import JobMeasurements
-from openrecycle.app.jobs.records import (
-    differs,
-    generation_row,
-    job_columns,
-    later_columns,
-    member_row,
-    process_rows,
-    read_processes,
-    read_state,
-    state_rows,
-    waits_row,
-)
 from openrecycle.app.jobs.states import Arrival, PlannedRestart, ProcessState, WorkerStates, follow
-from openrecycle.app.jobs.throughput import Baseline, read_baseline
-from openrecycle.app.jobs.waiting import CommandQueue, Wait, after_change, pauses, read_waits
+from openrecycle.app.jobs.throughput import (
+    Baseline,
+    CommandQueue,
+    Wait,
+    after_change,
+    pauses,
+    read_baseline,
+    read_waits,
+)
 from openrecycle.app.runtime.errors import ConsoleError, refused, unavailable, unknown_job
 from openrecycle.app.runtime.notify import Topic
 from openrecycle.db.store import JobUpdate, Record, Store
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.plans.packed import storable
 from openrecycle.planner.plans.plan import Plan
+
+KINDS = frozenset({"console", "worker"})
+# A line that was not repeated for so long has come to its end: seconds.
+WITHIN = 600.0
+# So many of the newest lines may be folded into.
+LOOK_BACK = 50
+
+# What differs from one time to the next; not the digits of a worker's name.
+_NUMBER = re.compile(r"(?<!\w)\d+(?:[.,]\d+)*")
+
+Key = tuple[str, str, str | None, str]
+
+
+class _FoldedLine(NamedTuple):
+    seq: int
+    times: int
+    last_at: float
+
+
+class Folding:
+    """The lines of one job that may still be repeated. Immutable."""
+
+    def __init__(self, lines: dict[Key, _FoldedLine] | None = None) -> None:
+        self._lines = lines or {}
+
+    @classmethod
+    def read(cls, newest: Iterable[Record]) -> Folding:
+        """newest: rows of the feed, newest first."""
+        lines: dict[Key, _FoldedLine] = {}
+        for row in newest:
+            key = _key(row["kind"], row["severity"], row["worker"], row["text"])
+            if key is None:
+                break
+            lines.setdefault(key, _FoldedLine(row["seq"], row["count"], row["last_at"]))
+        return cls(lines)
+
+    def split(self, notes: Iterable[Note], now: float) -> tuple[list[Note], list[Record]]:
+        """Those that are lines of their own; and rows (seq, count, last_at, text) of those that are repeated."""
+        fresh: list[Note] = []
+        repeats: dict[int, Record] = {}
+        lines = dict(self._lines)
+        for note in notes:
+            key = _key(note.kind, note.severity, note.worker, note.text)
+            line = None if key is None else lines.get(key)
+            if key is None:
+                lines.clear()
+            if key is None or line is None or now - line.last_at > WITHIN:
+                fresh.append(note)
+                continue
+            lines[key] = line._replace(times=line.times + 1, last_at=now)
+            repeats[line.seq] = {"seq": line.seq, "count": line.times + 1, "last_at": now, "text": note.text}
+        return fresh, list(repeats.values())
+
+    def after(self, events: Sequence[Record], repeats: Sequence[Record]) -> Folding:
+        """When these rows are stored."""
+        if not (events or repeats):
+            return self
+        counted = {row["seq"]: row for row in repeats}
+        lines = {
+            key: _FoldedLine(line.seq, counted[line.seq]["count"], counted[line.seq]["last_at"])
+            if line.seq in counted
+            else line
+            for key, line in self._lines.items()
+        }
+        for row in events:
+            key = _key(row["kind"], row["severity"], row["worker"], row["text"])
+            if key is None:
+                lines = {}
+            else:
+                lines[key] = _FoldedLine(row["seq"], 1, row["at"])
+        newest = sorted(lines.items(), key=lambda item: item[1].seq)[-LOOK_BACK:]
+        return Folding(dict(newest))
+
+
+def _key(kind: str, severity: str, worker: str | None, text: str) -> Key | None:
+    """Equal for lines that say the same; None for those that are never folded."""
+    return (kind, severity, worker, _NUMBER.sub("#", text)) if kind in KINDS else None
+
+
+class JobFeed:
+    """What the next lines of one job's feed go by: the number of the newest line, and which may still be repeated.
+    For whoever holds the job's lock; `last` may be read by anybody."""
+
+    def __init__(self) -> None:
+        self.last = 0
+        self._folding = Folding()
+
+    def rows(self, notes: Iterable[Note]) -> list[Record]:
+        """Numbered, of now."""
+        now = time.time()
+        return [{"seq": self.last + i, "at": now, **vars(note)} for i, note in enumerate(notes, start=1)]
+
+    def split(self, notes: Iterable[Note], now: float) -> tuple[list[Record], list[Record]]:
+        """Numbered rows of new lines; and rows of those that are repeated."""
+        fresh, repeats = self._folding.split(notes, now)
+        return self.rows(fresh), repeats
+
+    def stored(self, events: Sequence[Record], repeats: Sequence[Record]) -> None:
+        """Such rows are in the database."""
+        self.last += len(events)
+        self._folding = self._folding.after(events, repeats)
+
+    def added(self, events: int) -> None:
+        """So many numbered rows that are not to be repeated are in the database."""
+        if events:
+            self.unfold()
+        self.last += events
+
+    def unfold(self) -> None:
+        """What was said so far has been seen, or something else has happened: said again, it is a new line."""
+        self._folding = Folding()
+
+    def read(self, last: int, newest: Iterable[Record]) -> None:
+        """As the database has it. newest: the newest LOOK_BACK rows, newest first."""
+        self.last, self._folding = last, Folding.read(newest)
+
+
+class JobLead:
+    """Of one job. `newest` is stored by whoever has it changed; the rest is of this console alone.
+
+    unheard: seconds since the newest lead was heard, that this console itself was at work: one that stood still, or has
+    just started, has not waited for anybody.
+    """
+
+    def __init__(self) -> None:
+        self.newest = LeadTerm()
+        self.unheard = 0.0
+
+    def read(self, term: int, node: int) -> None:
+        if (stored := LeadTerm(term, node)) != self.newest:
+            self.newest, self.unheard = stored, 0.0
+
+    def heard(self, sender: LeadTerm) -> bool:
+        """False: it is of a later term, which is to be stored first. Raises ConsoleError for one that leads no more."""
+        speaks, reason = may_speak_as_lead(self.newest, sender)
+        if not speaks:
+            raise ConsoleError(409, DEPOSED, reason)
+        if sender != self.newest:
+            return False
+        self.unheard = 0.0
+        return True
+
+    def may_take(self, wanted: LeadTerm, after: int, borne: float) -> tuple[bool, str]:
+        return may_take_lead(self.newest, wanted, after, self.unheard, borne)
+
+    def wait(self, seconds: float) -> None:
+        """So long this console has been at work."""
+        self.unheard += seconds
+
+
+# Of the processes that were started for one place, the newest so many.
+KEPT = 16
+
+
+def differs(a: Member, b: Member) -> bool:
+    """Is there a change to store? `last_heard` alone is none."""
+    return (a.state, a.incarnation, a.generation, a.draining, a.detail, a.retired, a.leaving) != (
+        *(b.state, b.incarnation, b.generation, b.draining, b.detail, b.retired, b.leaving),
+    )
+
+
+def member_row(member: Member) -> Record:
+    """The worker columns that the coordinator decides on."""
+    return {
+        "name": member.name,
+        "state": member.state.value,
+        "incarnation": member.incarnation,
+        "retired": json.dumps(member.retired),
+        "member_generation": member.generation,
+        "draining": member.draining,
+        "detail": member.detail,
+        "leaving": member.leaving,
+    }
+
+
+def read_member(row: Record, stage: int, acknowledged: dict[str, str]) -> Member:
+    incarnation, state = row["incarnation"], WorkerState(row["state"])
+    said = acknowledged.get(incarnation, "")
+    return Member(
+        name=row["name"],
+        stage=stage,
+        state=state,
+        incarnation=incarnation,
+        retired=tuple(json.loads(row["retired"])),
+        generation=row["member_generation"],
+        acknowledged="" if state is WorkerState.FAILED else said,  # type: ignore[arg-type]
+        last_heard=0.0 if incarnation else None,  # ConsoleRestarted sets it to now
+        draining=row["draining"],
+        detail=row["detail"],
+        leaving=row["leaving"],
+    )
+
+
+def job_columns(old: State, new: State) -> Record:
+    """Those of the job's row that changed."""
+    row: Record = {}
+    if new.job_state != old.job_state or new.halted != old.halted:
+        row = {"state": new.job_state.value, "reason": new.halted or new.over_reason}
+    if (new.mode, new.choice_timeout) != (old.mode, old.choice_timeout):
+        row |= {"mode": new.mode.value, "choice_timeout": new.choice_timeout}
+    if new.frozen_by != old.frozen_by:
+        row |= {"frozen_by": new.frozen_by}
+    if (new.broken, new.links) != (old.broken, old.links):
+        row |= {"broken": _broken_text(new)}
+    if (moves := _moves_text(new)) != _moves_text(old):
+        row |= {"moves": moves}
+    return row
+
+
+def _broken_text(state: State) -> str:
+    """The transfer that waits for its explanation, and what is remembered of links that broke; "": neither."""
+    broken = state.broken
+    first = [broken.reporter, broken.worker, broken.detail] if broken else None
+    if broken is None and state.links == Links():
+        return ""
+    complaints = [[c.reporter, c.peer, c.detail] for c in broken.complaints] if broken else []
+    return json.dumps({"broken": first, "complaints": complaints, "links": state.links.to_json()})
+
+
+def read_broken(text: str) -> tuple[Broken | None, Links]:
+    """What `_broken_text` wrote; or, of a version that knew no links, the transfer alone."""
+    said = json.loads(text) if text else {"broken": None, "complaints": [], "links": Links().to_json()}
+    if isinstance(said, list):
+        said = {"broken": said, "complaints": [], "links": Links().to_json()}
+    complaints = tuple(Complaint(*c) for c in said["complaints"])
+    links = Links.from_json(said["links"])
+    if not said["broken"]:
+        return None, links
+    reporter, worker, detail = said["broken"]
+    return Broken(0.0, reporter, worker, detail, complaints), links
+
+
+def _moves_text(state: State) -> str:
+    return json.dumps(state.pending.moves if state.pending else ())
+
+
+def _read_pending(row: Record) -> PendingGeneration | None:
+    """A generation that was to open is worked out anew; of its moves nobody but the database knows."""
+    moves = tuple((source, to) for source, to in json.loads(row["moves"]))
+    return PendingGeneration((), (), (), "", moves) if moves else None
+
+
+def generation_row(generation: Generation) -> Record:
+    return {
+        "generation": generation.number,
+        "plan_fingerprint": generation.plan_fingerprint,
+        "living": generation.living,
+        "failed": generation.failed,
+        "joining": generation.joining,
+        "moves": generation.moves,
+        "restore": generation.restore,
+        "reason": generation.reason,
+        "partition": generation.partition,
+        "opened_at": time.time(),
+    }
+
+
+def read_generation(row: Record) -> Generation:
+    living, failed, joining = (tuple(row[key]) for key in ("living", "failed", "joining"))
+    moves = tuple((source, to) for source, to in row["moves"])
+    plan, reason = row["plan_fingerprint"], row["reason"]
+    without = tuple(row["interim_failed"])
+    interim = Interim(row["interim_plan"], without) if without or row["interim_plan"] else None
+    cut, restore = tuple(row["partition"]), row["restore"]
+    return Generation(row["generation"], living, failed, joining, plan, reason, moves, restore, interim, cut)
+
+
+def later_columns(old: State, new: State) -> list[tuple[int, Record]]:
+    """What is known of a generation after it has opened: the interim plan that it runs, and since when the workers have
+    its layers. Numbers, and the columns that changed."""
+    found = list[tuple[int, Record]]()
+    current = new.current
+    known = old.current.interim if old.current else None
+    if current and current.interim and old.generation == current.number and current.interim != known:
+        interim = current.interim
+        found.append((current.number, {"interim_plan": interim.plan_fingerprint, "interim_failed": interim.failed}))
+    if new.moved != old.moved:
+        number, iteration = new.moved
+        found.append((number, {"moved_at": iteration}))
+    return found
+
+
+def read_state(store: Store, job_row: Record, spec: JobSpec, partition: tuple[int, ...] = ()) -> State:
+    """What the database says of a job; nobody has been heard in it yet. partition: layers per stage at its start."""
+    job_id = job_row["id"]
+    newest = store.newest_generation(job_id)
+    current = read_generation(newest) if newest else None
+    acknowledged: dict[str, str] = {}  # by incarnation: a process may still use the name it had
+    for row in store.acknowledgements(job_id, current.number) if current else ():
+        key = row["incarnation"]
+        acknowledged[key] = max(acknowledged.get(key, ""), row["state"], key=ACK_ORDER.index)  # type: ignore[arg-type]
+    state = State.new(spec.pipelines, spec.stages, spec.iterations, checkpoints=spec.checkpoints, partition=partition)
+    if moved := store.newest_move(job_id) if partition else None:
+        state = replace(state, held=tuple(moved["partition"]), moved=(moved["generation"], moved["moved_at"]))
+    members = dict(state.members)
+    for row in store.workers(job_id):
+        members[row["name"]] = read_member(row, members[row["name"]].stage, acknowledged)
+    over = JobState(job_row["state"]) if job_row["state"] in ("finished", "stopped") else None
+    broken, links = read_broken(job_row["broken"])
+    return replace(
+        state,
+        members=members,
+        current=current,
+        committed=store.committed_iterations(job_id),
+        halted=job_row["reason"] if job_row["state"] == "halted" else "",
+        over=over,
+        over_reason=job_row["reason"] if over else "",
+        mode=Mode(job_row["mode"]),
+        choice_timeout=job_row["choice_timeout"],
+        frozen_by=job_row["frozen_by"],
+        broken=broken,
+        links=links,
+        pending=_read_pending(job_row),
+    )
+
+
+def waits_row(waits: Sequence[Wait]) -> Record:
+    return {"waits": json.dumps(waits)}
+
+
+def state_rows(old: WorkerStates, new: WorkerStates, at: float) -> list[Record]:
+    """Which role came into another state. at: POSIX seconds."""
+    rows: list[Record] = []
+    if new.state.current is None and not new.state.over:
+        return rows  # nobody trains yet
+    for name, member in new.state.members.items():
+        before = old.state.members[name]
+        # A role that its process has left is another's matter: it is empty once that has ended elsewhere.
+        left = member.state is WorkerState.FAILED and member.incarnation is None
+        if (member is not before or left) and (state := new.role(member).state) is not old.role(before).state:
+            rows.append({"worker": name, "state": state.value, "at": at})
+    return rows
+
+
+def process_rows(
+    known: Mapping[str, ProcessState], changed: Mapping[str, ProcessState]
+) -> tuple[list[Record], dict[str, ProcessState]]:
+    """The worker columns of the places that processes were started for, where one of those has changed; and those that
+    are known from then on."""
+    of: dict[str, list[ProcessState]] = {process.slot: [] for process in changed.values()}
+    for process in known.values() if of else ():
+        if process.slot in of:
+            of[process.slot].append(process)
+    rows, left = [], dict(known)
+    for slot, own in of.items():
+        # What became of the oldest nobody asks for any more.
+        gone = {p.incarnation for p in own[:-KEPT] if p.ended}
+        kept = [p for p in own if p.incarnation not in gone]
+        rows.append({"name": slot, "processes": json.dumps([[*vars(p).values()] for p in kept])})
+        for incarnation in gone:
+            del left[incarnation]
+    return rows, left
+
+
+def read_processes(rows: Iterable[Record]) -> dict[str, ProcessState]:
+    """By incarnation, those that came first first."""
+    found = []
+    for row in rows:
+        # Those that an older version has stored say nothing of ranks, or of restarts.
+        for incarnation, host, pid, held, ended, detail, *of_ranks in json.loads(row["processes"]):
+            roles = tuple((str(role), float(since)) for role, since in held)
+            ranks, spare, made_of, *more = of_ranks or ((), (), ())
+            restart = PlannedRestart(*more[0]) if more and more[0] else None
+            made = tuple((str(whose), int(rank)) for whose, rank in made_of)
+            numbers = tuple(ranks), tuple(spare), made
+            found.append(ProcessState(incarnation, host, pid, roles, ended, detail, *numbers, restart))
+    return {process.incarnation: process for process in sorted(found, key=lambda p: p.since)}
+
+
+# -- past failures and returns, out of the rows: what a simulation can be run on ------------------------
+
+Row = tuple[float, str, str]
+
+
+def changes(generations: Iterable[Record], begin: float = 0.0) -> list[Row]:
+    """(seconds since `begin`, worker, `failed` or `joined`) of a job's generations, oldest first.
+
+    A worker that changes its stage is neither: the failure goes on at the place that it gave up, under
+    the name that it began with.
+    """
+    rows: list[Row] = []
+    failed: set[str] = set()
+    began_as: dict[str, str] = {}  # place that is out -> where that failure began
+    for generation in generations:
+        at, now = generation["opened_at"] - begin, set(generation["failed"])
+        for source, to in generation["moves"]:
+            if to in failed and to not in now and source in now and source not in failed:
+                failed = failed - {to} | {source}
+                began_as[source] = began_as.pop(to, to)
+        rows += [(at, worker, "failed") for worker in sorted(now - failed)]
+        rows += [(at, began_as.pop(worker, worker), "joined") for worker in sorted(failed - now)]
+        failed = now
+    return rows
+
+
+def repair_times(rows: Iterable[Row]) -> list[float]:
+    """Seconds from each failure to the return, of those that have come back."""
+    times: list[float] = []
+    since: dict[str, float] = {}
+    for at, worker, what in rows:
+        if what == "failed":
+            since[worker] = at
+        elif worker in since:
+            times.append(at - since.pop(worker))
+    return times
+
 
 log = structlog.get_logger()
 

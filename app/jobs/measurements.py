@@ -17,8 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import orjson
 
-from openrecycle.agent.coordination.events import LastHeartbeat
-from openrecycle.agent.coordination.membership import Member
+from openrecycle.agent.coordination.membership import LastHeartbeat, Member
 from openrecycle.agent.messages.protocol import Heartbeat, LogLine, LogLines, OpKind
 from openrecycle.db.heartbeats import GROUP, METRICS, PHASES, Samples, from_beats
 from openrecycle.db.store import Record

@@ -15,8 +15,8 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-from openrecycle.agent.coordination.choosing import STANDS_BY
 from openrecycle.agent.coordination.coordinator import nobody_heard
+from openrecycle.agent.coordination.generations import STANDS_BY
 from openrecycle.agent.coordination.membership import FailureTimeouts, Member, State, peer_of, returned
 from openrecycle.agent.messages.protocol import JobState, Restart, WorkerState
 from openrecycle.planner.jobs.words import counts, layers_move, layers_moved, names, percent

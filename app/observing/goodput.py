@@ -10,12 +10,22 @@ from collections.abc import Callable
 from dataclasses import replace
 from weakref import WeakKeyDictionary
 
-from openrecycle.agent.coordination.events import Note
+from openrecycle.agent.coordination.membership import Note
 from openrecycle.app.jobs.live_job import LiveJob
-from openrecycle.app.jobs.throughput import Account, Baseline, Figures, Window, without_waits
-from openrecycle.app.jobs.waiting import NOTHING, Wait, Waited, apart, joined, trained
-from openrecycle.db.observations import Observations
-from openrecycle.db.store import Record, Store
+from openrecycle.app.jobs.throughput import (
+    NOTHING,
+    Account,
+    Baseline,
+    Figures,
+    Wait,
+    Waited,
+    Window,
+    apart,
+    joined,
+    trained,
+    without_waits,
+)
+from openrecycle.db.store import Observations, Record, Store
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.plans.plan import Plan
 

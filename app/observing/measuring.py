@@ -23,8 +23,7 @@ from openrecycle.agent.messages.protocol import Heartbeat, MeasuredOps
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.observing.as_run import IterationAsRun, MeasuredIteration, as_plan, as_schedule, assemble
 from openrecycle.app.runtime.errors import ConsoleError, storing
-from openrecycle.db.observations import Observations
-from openrecycle.db.store import Store
+from openrecycle.db.store import Observations, Store
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.layers.migration import SECONDS
 from openrecycle.planner.plans.plan import Plan

@@ -37,8 +37,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from openrecycle.agent.messages.protocol import API, JobState
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.jobs.states import RoleState
-from openrecycle.app.jobs.throughput import RECENT, Figures, iteration_view, recent_rate, share_of
-from openrecycle.app.jobs.waiting import NOTHING, Waited
+from openrecycle.app.jobs.throughput import NOTHING, RECENT, Figures, Waited, iteration_view, recent_rate, share_of
 from openrecycle.db.store import Store
 from openrecycle.planner.plans.plan import Plan
 

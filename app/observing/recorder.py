@@ -22,7 +22,7 @@ from openrecycle.app.jobs.measurements import grid_place
 from openrecycle.app.runtime.errors import ConsoleError, storing, unknown_worker
 from openrecycle.app.runtime.settings import RetentionLimits
 from openrecycle.db.heartbeats import METRICS, PHASES, HeartbeatStore, Level, Samples, joined, rolled_up
-from openrecycle.db.retention import Retention
+from openrecycle.db.job_rows import Retention
 from openrecycle.db.session import Database
 
 log = structlog.get_logger()

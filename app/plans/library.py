@@ -10,7 +10,7 @@ from typing import Any
 from cachetools import LRUCache
 
 from openrecycle.app.jobs.job_plans import stored_plan
-from openrecycle.app.plans.uploading import ReadPlan, summary_of
+from openrecycle.app.plans.files import ReadPlan, summary_of
 from openrecycle.app.runtime.errors import ConsoleError, plain, storing, unknown_plan
 from openrecycle.db.plan_rows import SavedPlans
 from openrecycle.db.store import Store

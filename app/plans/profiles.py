@@ -16,15 +16,13 @@ from pydantic import BaseModel, ValidationError
 
 from openrecycle.agent.messages.protocol import OpKind
 from openrecycle.app.runtime.errors import ConsoleError, named, storing
-from openrecycle.db import profiles as rows
+from openrecycle.db import plan_rows as rows
 from openrecycle.db.session import Database
 from openrecycle.planner.jobs.errors import InputError, PlannerError
-from openrecycle.planner.jobs.job import Job
-from openrecycle.planner.jobs.profile import MAX_DECIMALS, StageProfile
+from openrecycle.planner.jobs.job import MAX_DECIMALS, Job, StageProfile
 from openrecycle.planner.layers.migration import SECONDS
-from openrecycle.planner.plans.models import shape_name
 from openrecycle.planner.plans.plan import JobDoc, LayerDoc, StageDoc, first_problem, job_doc, read_model
-from openrecycle.planner.profiles import Profile, job_on, load_profile, shipped
+from openrecycle.planner.profiles import Profile, job_on, load_profile, shape_name, shipped
 
 # What a profile may be called: it stands in addresses.
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.+-]{0,79}$"

@@ -21,18 +21,26 @@ from weakref import WeakKeyDictionary
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from openrecycle.agent.coordination.choosing import out
-from openrecycle.agent.coordination.events import Note, UsePlan
+from openrecycle.agent.coordination.generations import out
+from openrecycle.agent.coordination.membership import Note, UsePlan
 from openrecycle.agent.messages.protocol import OpKind
 from openrecycle.app.catalogs.contents import MOST, CatalogRequest, PlansNeeded, needed
 from openrecycle.app.catalogs.service import KEPT_OPS, Catalogs, info_of
 from openrecycle.app.jobs.live_job import LiveJob
+from openrecycle.app.plans.files import Uploads
 from openrecycle.app.plans.library import Library, PlanCache
-from openrecycle.app.plans.making import LookUpRequest, Making, PlanRequest, plan_maker
 from openrecycle.app.plans.profiles import NamedProfiles
 from openrecycle.app.plans.simulations import Simulations
-from openrecycle.app.plans.solving import PlanAsked, Point, Solve, Solves
-from openrecycle.app.plans.uploading import Uploads
+from openrecycle.app.plans.solving import (
+    LookUpRequest,
+    Making,
+    PlanAsked,
+    PlanRequest,
+    Point,
+    Solve,
+    Solves,
+    plan_maker,
+)
 from openrecycle.app.runtime.errors import ConsoleError, named, storing
 from openrecycle.app.runtime.patches import LARGE_OPS, building
 from openrecycle.app.runtime.task_queue import AHEAD, URGENT, Done
@@ -47,7 +55,7 @@ from openrecycle.planner.layers.drift import Drift, DriftLimits, DriftState, Rat
 from openrecycle.planner.layers.migration import SECONDS
 from openrecycle.planner.plans.packed import CatalogQuestion, plan_name
 from openrecycle.planner.plans.plan import Plan, job_doc
-from openrecycle.planner.plans.steady import steady_period
+from openrecycle.planner.plans.schedule import steady_period
 
 log = structlog.get_logger()
 

@@ -21,16 +21,12 @@ from openrecycle.app.runtime.errors import first_wrong
 from openrecycle.app.runtime.processes import Channel, ChildEnded, Children, PendingAnswer, unexpected
 from openrecycle.planner.jobs.errors import InputError, PlannerError
 from openrecycle.planner.jobs.job import Job, count_ops
-from openrecycle.planner.plans.models import SHAPES, analytic_job, model_shape
 from openrecycle.planner.plans.plan import JobDoc
-from openrecycle.planner.simulation.engine import simulate
-from openrecycle.planner.simulation.outcome import HOUR, SimulationOutcome, sweep
+from openrecycle.planner.profiles import SHAPES, analytic_job, model_shape
+from openrecycle.planner.simulation.engine import HOUR, RecoveryCosts, SimulationOutcome, simulate, sweep
 from openrecycle.planner.simulation.planned import PlannedJob, Rate
-from openrecycle.planner.simulation.policies.planned_policies import PLANNED, planned_policy
-from openrecycle.planner.simulation.policy_base import RecoveryCosts
-from openrecycle.planner.simulation.trace import Trace, scaled
-from openrecycle.planner.simulation.traces import from_history, public_traces
-from openrecycle.planner.simulation.traces.generated import HOST, Domain, generated
+from openrecycle.planner.simulation.policies import PLANNED, planned_policy
+from openrecycle.planner.simulation.traces import HOST, Domain, Trace, from_history, generated, public_traces, scaled
 
 POLICIES = (*PLANNED, "spares")
 DRAWN, HISTORY = "drawn", "history"

@@ -23,9 +23,9 @@ from openrecycle.app.catalogs.service import Catalogs
 from openrecycle.app.jobs.live_job import LiveJob, PlanRun
 from openrecycle.app.jobs.states import RoleState
 from openrecycle.app.observing.as_run import MeasuredIteration
-from openrecycle.app.plans.exporting import Export
+from openrecycle.app.plans.files import Export
 from openrecycle.app.plans.library import Library, PlanCache
-from openrecycle.app.plans.making import TIME_LIMIT, Making, PlanQuestion
+from openrecycle.app.plans.solving import TIME_LIMIT, Making, PlanQuestion
 from openrecycle.app.runtime.errors import ConsoleError, plain, storing, unknown_plan
 from openrecycle.db.store import Record, Store
 from openrecycle.planner.catalogs.catalog import Catalog
@@ -75,7 +75,7 @@ class MeasuredReference:
 
 @dataclass(frozen=True)
 class OfCatalog:
-    """fingerprint: the catalog's. name: the plan's in it (planner.catalogs.catalog_store.plan_name)."""
+    """fingerprint: the catalog's. name: the plan's in it (planner.catalogs.catalog.plan_name)."""
 
     fingerprint: str
     name: str

@@ -67,7 +67,7 @@ def configure_logging() -> None:
 _SLICE = 0.2
 _PRELOAD = (
     "openrecycle.app.runtime.processes",
-    "openrecycle.app.plans.making",
+    "openrecycle.app.plans.files",
     "openrecycle.app.plans.solving",
     "openrecycle.app.plans.simulations",
     "openrecycle.app.catalogs.contents",

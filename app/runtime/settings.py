@@ -12,7 +12,7 @@ from pathlib import Path
 
 from openrecycle.agent.coordination.membership import FailureTimeouts
 from openrecycle.app.runtime.errors import SettingsError
-from openrecycle.planner.jobs.files import read_whole
+from openrecycle.planner.plans.plan import read_whole
 
 MIN_TOKEN = 16
 _ADDRESS = re.compile(r"https?://[A-Za-z0-9._\[\]:-]{1,200}(/[A-Za-z0-9._~/-]{0,40})?")

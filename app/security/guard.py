@@ -26,18 +26,30 @@ from openrecycle.agent.messages.protocol import API
 from openrecycle.app.runtime.errors import MOST_LARGE, PLAN_MIB, ConsoleError
 from openrecycle.app.runtime.problems import problem
 from openrecycle.app.runtime.settings import is_loopback
-from openrecycle.app.security.access import AGENTS, PEOPLE, UNKNOWN, Access, RateLimits
-from openrecycle.app.security.callers import ACTOR, CALLER, LOCAL, MAX_ACTOR, STILL, Caller, Role, agent_route, refusal
-from openrecycle.app.security.sign_in import (
+from openrecycle.app.security.access import (
+    ACTOR,
+    AGENTS,
     CALLBACK,
+    CALLER,
     COOKIE,
+    LOCAL,
     LOGIN_STREAMLIT,
     LOGOUT,
+    MAX_ACTOR,
+    PEOPLE,
     SESSION_SECONDS,
     SIGN_OUT,
+    STILL,
+    UNKNOWN,
+    Access,
+    Caller,
+    RateLimits,
+    Role,
     account,
+    agent_route,
     local,
     login_page,
+    refusal,
 )
 
 _HARDENING = (

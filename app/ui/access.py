@@ -10,9 +10,7 @@ from typing import Protocol
 import streamlit as st
 
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.app.security.access import Security
-from openrecycle.app.security.callers import CALLER
-from openrecycle.app.security.sign_in import SIGN_OUT
+from openrecycle.app.security.access import CALLER, SIGN_OUT, Security
 from openrecycle.planner.jobs.errors import PlannerError
 
 

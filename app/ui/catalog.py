@@ -30,7 +30,7 @@ from openrecycle.app.ui.address import CHOSEN
 from openrecycle.app.ui.facts import SOLVER_WORDS, Card
 from openrecycle.app.ui.tables import rows_html
 from openrecycle.app.ui.theme import CHART_CONFIG, LEGEND, Palette, fixed, lower_axis, note, style
-from openrecycle.planner.catalogs.catalog_store import PLANNER_VERSION, CatalogInfo
+from openrecycle.planner.catalogs.catalog import PLANNER_VERSION, CatalogInfo
 from openrecycle.planner.jobs.job import Technique
 from openrecycle.planner.plans.plan import job_doc
 from openrecycle.planner.solvers.portfolio import SOLVERS

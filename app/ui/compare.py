@@ -24,11 +24,10 @@ from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.ui import address, components, facts, tables, text
 from openrecycle.app.ui.address import BEGAN_WITH, choose_time
 from openrecycle.app.ui.charts.gantt import MAX_BARS, MAX_NODES, Strip, comparison, last_time, short_unit, time_factors
-from openrecycle.app.ui.components import schedule_of
+from openrecycle.app.ui.components import open_job, schedule_of
 from openrecycle.app.ui.facts import Card
-from openrecycle.app.ui.picker import open_job
 from openrecycle.app.ui.plans import clock, export_button, newest, open_file, say_measured, wait_for
-from openrecycle.app.ui.schedule_view import choose_rows
+from openrecycle.app.ui.schedule import choose_rows
 from openrecycle.app.ui.tables import beside_html, differences, stage_table
 from openrecycle.app.ui.theme import Palette
 from openrecycle.planner.export.compare import comparable

@@ -1,36 +1,249 @@
-"""The console's own pieces of HTML: cards, the coordinator's sentence, recovery, legend; and what pages share.
+"""The console's own pieces of HTML: cards, the coordinator's sentence, recovery, legend; and what pages share: their
+head, with the job that they show (`?job=` of the URL, else the newest one that runs), and figures. Every text that
+comes from outside is escaped here.
 
-Every text that comes from outside is escaped here.
+A schedule's figure is on the page as a picture before the browser has read Plotly's code and drawn with it.
+That takes it a second and more; the picture takes it nothing. It has the bars, their numbers, the memory held and the
+words between and beside the rows, each where Plotly puts it. What is left to Plotly: hatches, the numbers of the time
+axis, and all that answers to the pointer. The style sheet has it in the chart's place until there is one (console.css).
 """
 
 from __future__ import annotations
 
+import base64
+import re
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields
-from html import escape
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from html import escape, unescape
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import plotly.graph_objects as go
 import streamlit as st
+from streamlit.delta_generator import DeltaGenerator
 
 from openrecycle.agent.messages.protocol import JobSpec
-from openrecycle.app.console.service import get_console
+from openrecycle.app.console.service import ConsoleService, get_console
 from openrecycle.app.console.view import JobView, RecoveryView
-from openrecycle.app.jobs.states import Condition, RoleState
+from openrecycle.app.jobs.live_job import LiveJob
+from openrecycle.app.jobs.states import Condition, JobSummary, RoleState
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.app.ui import access, text
-from openrecycle.app.ui.address import FOLLOWED_CONFIG, TimeRange, follow
-from openrecycle.app.ui.charts.chart_placeholder import chart_placeholder
+from openrecycle.app.ui import access, address, text
+from openrecycle.app.ui.address import BEGAN_WITH, CHOSEN, FOLLOWED_CONFIG, ITERATIONS, TimeRange, follow
+from openrecycle.app.ui.charts.progress import LOOKS
 from openrecycle.app.ui.charts.vega import LiveChart
-from openrecycle.app.ui.charts.worker_grid import LOOKS
-from openrecycle.app.ui.facts import Card, op_time_words
+from openrecycle.app.ui.facts import OVER, Card, op_time_words
 from openrecycle.app.ui.theme import Palette, palette
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.plans.drawing import Drawing
 from openrecycle.planner.plans.drawing import legend as op_keys
 from openrecycle.planner.plans.plan import Plan
 from openrecycle.planner.plans.schedule import Schedule
+
+# The plot area's width, in the units of the pictures' paths; in pixels it is the browser's.
+WIDTH = 10_000
+# A number is there where its bar has so many parts of the width: 20 pixels of a chart of 1,000.
+LEAST_FOR_NUMBER = 200
+# Half the height of a line, and from the chart's bottom to its title's middle.
+HALF_LINE, TITLE = 9, 8
+_TAG = re.compile(r"(<[^>]*>)")
+_DASHES = {"dot": ' stroke-dasharray="2 3"', "dash": ' stroke-dasharray="6 4"'}
+_BOLD = {"<b>": '<tspan font-weight="600">', "</b>": "</tspan>"}
+# What no XML document may have in it.
+_FORBIDDEN = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
+
+Document = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Area:
+    """Where a figure's values are. left, right: its time axis. Pixels count from the figure's top."""
+
+    layout: Document
+    left: float
+    right: float
+    top: float
+    height: float
+
+    @classmethod
+    def of(cls, layout: Document) -> Area:
+        """Its time axis must have a range, and it a height and margins."""
+        left, right = layout["xaxis"]["range"]
+        margin = layout["margin"]
+        return cls(layout, left, right, margin["t"], layout["height"] - margin["t"] - margin["b"])
+
+    def x(self, value: float) -> int:
+        """In parts of WIDTH."""
+        return round(WIDTH * (value - self.left) / (self.right - self.left))
+
+    def y(self, value: float, axis: str) -> float:
+        """axis: a row axis' name, or `paper`; with ` domain`, a share of that axis."""
+        low, high, share = 0.0, 1.0, value
+        if axis != "paper":
+            name, _, domain = axis.partition(" ")
+            of = self.layout[name.replace("y", "yaxis")]
+            low, high = of.get("domain", (0.0, 1.0))
+            if not domain:
+                bottom, top = of["range"]
+                share = (value - bottom) / (top - bottom)
+        return self.top + (1 - low - share * (high - low)) * self.height
+
+
+def chart_placeholder(figure: go.Figure) -> str:
+    """HTML of the picture of a figure of bars in rows; empty where it has none."""
+    whole = figure.to_dict()
+    traces, layout = whole["data"], whole["layout"]
+    if not any(trace["type"] == "bar" for trace in traces):
+        return ""
+    area, margin, height = Area.of(layout), layout["margin"], layout["height"]
+    drawn = "".join([*_failed(area), *(path for trace in traces for path in _trace(area, trace)), *_lines(area)])
+    stretched = f'<svg width="100%" height="{height}" viewBox="0 0 {WIDTH} {height}" preserveAspectRatio="none">'
+    inside = f"{stretched}{drawn}</svg>" + "".join([*_numbers(area, traces), *_notes(area), _title(area)])
+    pictures = (
+        ("left", _svg("".join(_names(area, margin["l"] - 3)), "end")),
+        ("middle", _svg(inside, "middle")),
+        ("right", _svg("".join(_notes(area, beside=True)), "start")),
+    )
+    images = "".join(f'<img class="or-first-{where}" alt="" src="{data}">' for where, data in pictures)
+    return (
+        '<div class="or-first" aria-hidden="true" '
+        f'style="height:{height}px;--left:{margin["l"]}px;--right:{margin["r"]}px">{images}</div>'
+    )
+
+
+def _svg(inside: str, anchor: str) -> str:
+    """As a data URL."""
+    whole = (
+        '<svg xmlns="http://www.w3.org/2000/svg" width="100%" height="100%" font-family="Source Sans,system-ui,'
+        f'sans-serif" font-size="12" text-anchor="{anchor}" dominant-baseline="central">{inside}</svg>'
+    )
+    return "data:image/svg+xml;base64," + base64.b64encode(whole.encode()).decode()
+
+
+def _trace(area: Area, trace: Document) -> Iterator[str]:
+    return _bars(area, trace) if trace["type"] == "bar" else _curve(area, trace)
+
+
+def _bars(area: Area, trace: Document) -> Iterator[str]:
+    """A path for each colour of its bars."""
+    fills, line = trace["marker"]["color"], trace["marker"]["line"]
+    look = f' stroke="{line["color"]}" stroke-width="{line["width"]}"' if line["width"] else ""
+    look += f' opacity="{trace["opacity"]}"' if trace.get("opacity") is not None else ""
+    colours = [fills] * len(trace["x"]) if isinstance(fills, str) else fills
+    half, axis = trace["width"] / 2, trace.get("yaxis", "y")
+    edges = {row: [f"{area.y(row + side, axis):.1f}" for side in (-half, half)] for row in set(trace["y"])}
+    bars = sorted(zip(colours, trace["base"], trace["x"], trace["y"], strict=True))
+    for fill, same in groupby(bars, key=lambda bar: bar[0]):
+        if steps := "".join(_bar(area, base, length, *edges[row]) for _, base, length, row in same):
+            yield f'<path vector-effect="non-scaling-stroke" fill="{_paint(fill)}"{look} d="{steps}"/>'
+
+
+def _bar(area: Area, base: float, length: float, top: str, bottom: str) -> str:
+    """One of a path's bars; nothing where it lies outside."""
+    left, right = area.x(base), area.x(base + length)
+    return "" if right < 0 or left > WIDTH else f"M{left} {top}h{right - left}V{bottom}h{left - right}z"
+
+
+def _curve(area: Area, trace: Document) -> Iterator[str]:
+    """Areas and lines, broken where there is no value."""
+    line = trace.get("line") or {}
+    if not trace.get("fill") and not line.get("width"):
+        return
+    rows: dict[float, str] = {}
+    steps, pen, axis = [], "M", trace.get("yaxis", "y")
+    for x, y in zip(trace["x"], trace["y"], strict=True):
+        if x is None:
+            pen = "M"
+            continue
+        if y not in rows:
+            rows[y] = f"{area.y(y, axis):.1f}"
+        steps.append(f"{pen}{area.x(x)} {rows[y]}")
+        pen = "L"
+    look = f'fill="{_paint(trace["fillcolor"])}"' if trace.get("fill") else _stroke(line)
+    look += f' opacity="{trace["opacity"]}"' if trace.get("opacity") is not None else ""
+    if steps and look:
+        yield f'<path {look} d="{"".join(steps)}"/>'
+
+
+def _stroke(line: Document | None) -> str:
+    if not line:
+        return ""
+    dash = _DASHES.get(line.get("dash", ""), "")
+    look = f'stroke="{line["color"]}" stroke-width="{line["width"]}"{dash}'
+    return f'fill="none" vector-effect="non-scaling-stroke" {look}'
+
+
+def _paint(colour: str) -> str:
+    return "none" if colour == "rgba(0,0,0,0)" else colour
+
+
+def _failed(area: Area) -> Iterator[str]:
+    """The tints behind rows of workers that are out."""
+    for shape in area.layout.get("shapes", ()):
+        if shape["type"] == "rect":
+            top, bottom = sorted(area.y(value, shape["yref"]) for value in (shape["y0"], shape["y1"]))
+            yield f'<path fill="{shape["fillcolor"]}" d="M0 {top:.1f}h{WIDTH}V{bottom:.1f}H0z"/>'
+
+
+def _lines(area: Area) -> Iterator[str]:
+    for shape in area.layout.get("shapes", ()):
+        if shape["type"] == "line":
+            x, ends = area.x(shape["x0"]), [area.y(value, shape["yref"]) for value in (shape["y0"], shape["y1"])]
+            yield f'<path {_stroke(shape["line"])} d="M{x} {ends[0]:.1f}V{ends[1]:.1f}"/>'
+
+
+def _numbers(area: Area, traces: list[Document]) -> Iterator[str]:
+    """In the bars, where they are wide enough."""
+    least = LEAST_FOR_NUMBER * (area.right - area.left) / WIDTH
+    for trace in traces:
+        if trace.get("text") is None:
+            continue
+        font, axis = {"color": trace["textfont"]["color"], "opacity": trace.get("opacity")}, trace.get("yaxis", "y")
+        for words, base, length, row in zip(trace["text"], trace["base"], trace["x"], trace["y"], strict=True):
+            middle = area.x(base + length / 2)
+            if length >= least and 0 <= middle <= WIDTH:
+                yield _text(f"{middle / WIDTH:.2%}", area.y(row, axis), words, font)
+
+
+def _notes(area: Area, *, beside: bool = False) -> Iterator[str]:
+    """The words between the rows, or those beside them, at the right."""
+    for note in area.layout.get("annotations", ()):
+        x, from_left = note["x"], note.get("xanchor") == "left"
+        across = x if note.get("xref", "x") in ("paper", "x domain") else area.x(x) / WIDTH
+        if beside != (from_left and across == 1) or not 0 <= across <= 1:
+            continue
+        y = area.y(note["y"], note["yref"])
+        if note.get("yanchor") == "bottom":
+            y -= HALF_LINE + note.get("yshift", 0)
+        at = str(note.get("xshift", 0)) if beside else f"{across:.2%}"
+        yield _text(at, y, note["text"], note["font"], "" if beside else note.get("xanchor", ""))
+
+
+def _title(area: Area) -> str:
+    """Of the time axis."""
+    title = area.layout["xaxis"]["title"]
+    return _text("50%", area.layout["height"] - TITLE, title["text"], title["font"])
+
+
+def _names(area: Area, right: float) -> Iterator[str]:
+    """Of the rows."""
+    for name, axis in area.layout.items():
+        if name.startswith("yaxis"):
+            for row, words in zip(axis["tickvals"], axis["ticktext"], strict=True):
+                yield _text(str(right), area.y(row, name.replace("axis", "")), words, axis["tickfont"])
+
+
+def _text(x: str, y: float, words: str, font: Document, anchor: str = "") -> str:
+    """words: as Plotly takes them, with tags."""
+    size = f' font-size="{font["size"]}"' if "size" in font else ""
+    faint = "" if font.get("opacity") is None else f' opacity="{font["opacity"]}"'
+    side = {"left": ' text-anchor="start"', "right": ' text-anchor="end"'}.get(anchor, "")
+    inside = "".join(
+        _BOLD.get(part, "") if _TAG.fullmatch(part) else escape(unescape(part)) for part in _TAG.split(words)
+    )
+    return f'<text x="{x}" y="{y:.1f}"{size}{side}{faint} fill="{font["color"]}">{_FORBIDDEN.sub("", inside)}</text>'
+
 
 JOB_TONE = {
     Condition.STARTING: "wait",
@@ -290,3 +503,92 @@ def schedule_of(plan: Plan) -> Schedule:
 def _schedule(fingerprint: str, _plan: Plan) -> Schedule:
     """Keyed by the fingerprint; the plan itself is not hashed."""
     return _plan.schedule()
+
+
+PICKER = "job-picker"
+
+
+def open_job(
+    console: ConsoleService, *, pace: bool = True, title: Callable[[LiveJob], bool] = lambda job: False
+) -> tuple[LiveJob, DeltaGenerator] | None:
+    """Draws the page's head; returns the job and the place for the page's own controls.
+
+    pace: also say whether the job is paced. title: draws what the page shows in the place of the job's name, and
+    returns True, where that is not the job's. None: there is no job, or none with the URL's id; the
+    page has then said so. Raises ConsoleError.
+    """
+    # One that runs before those that have ended, however new: that is what somebody comes for.
+    jobs = sorted(console.queries.list_jobs(), key=lambda job: (job.state not in OVER, job.created_at), reverse=True)
+    if not jobs:
+        no_job((st.context.url or "http://127.0.0.1:8501").removesuffix("/schedule").rstrip("/"))
+        st.fragment(_wait_for_job, run_every=2)(console)
+        return None
+    known = {job.job_id: job for job in jobs}
+    # Links between pages drop the query; the session remembers.
+    wanted = st.query_params.get("job") or st.session_state.get(CHOSEN)
+    unknown = wanted is not None and wanted not in known
+    if unknown:
+        st.html('<h1 class="or-title">Which job?</h1>')
+    with st.container(horizontal=True, vertical_alignment="bottom", key="page-head"):
+        place = st.empty()
+        controls = st.container(horizontal=True, vertical_alignment="bottom", width="content", key="page-controls")
+    job_id = jobs[0].job_id if wanted is None else wanted
+    # Before the controls, which on a narrow page are below it and would be moved by it.
+    opened = None if unknown else _titled(place, console, job_id, title, pace=pace)
+    if len(jobs) > 1 or unknown:
+        with controls:
+            chosen = _pick(known, None if unknown else job_id)
+        if unknown:
+            st.error(f"job: got {wanted!r}, expected the id of a job that this console knows. Choose one instead.")
+        if chosen is None:
+            return None
+        job_id = chosen
+    if st.query_params.get("job") != job_id:
+        st.query_params["job"] = job_id  # so that a link shows what its sender saw
+    if opened is None or opened.job_id != job_id:
+        opened = _titled(place, console, job_id, title, pace=pace)
+    return opened, controls
+
+
+def _titled(
+    place: DeltaGenerator, console: ConsoleService, job_id: str, title: Callable[[LiveJob], bool], *, pace: bool
+) -> LiveJob:
+    job = console.jobs.find(job_id)
+    with place.container():
+        if not title(job):
+            job_title(job.spec, pace=pace)
+    return job
+
+
+def _pick(known: dict[str, JobSummary], job_id: str | None) -> str | None:
+    options = list(known)
+    names = {job.job_id: f"{job.name} · {job.condition.value} · {job.job_id}" for job in known.values()}
+    return st.selectbox(  # type: ignore[no-any-return]
+        "Job",
+        options,
+        index=None if job_id is None else options.index(job_id),
+        format_func=names.__getitem__,
+        placeholder="Choose a job",
+        key=PICKER,
+        width=340,
+        on_change=_remember,
+        args=(frozenset(known),),
+    )
+
+
+def _remember(known: frozenset[str]) -> None:
+    """known: the jobs that were offered. Of one that is gone since, the browser still sends the words."""
+    if st.session_state[PICKER] in known:
+        address.moved()
+        st.query_params["job"] = st.session_state[CHOSEN] = st.session_state[PICKER]
+        left = ["plan", "follow", ITERATIONS]
+        if st.query_params.get_all("plans") == st.session_state.get(BEGAN_WITH):
+            left += ["plans", "baseline"]
+        for name in left:
+            st.query_params.pop(name, None)
+
+
+def _wait_for_job(console: ConsoleService) -> None:
+    if console.queries.list_jobs():
+        st.rerun()
+    st.caption("This page changes by itself once a job is there.")

@@ -17,9 +17,8 @@ from openrecycle.app.ui.charts.gantt import MAX_NODES
 from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.jobs.words import names
 from openrecycle.planner.layers.migration import SECONDS
-from openrecycle.planner.plans.paths import critical_path, waited, workers_of
 from openrecycle.planner.plans.plan import Plan
-from openrecycle.planner.plans.schedule import Schedule
+from openrecycle.planner.plans.schedule import Schedule, critical_path, waited, workers_of
 
 OVER = (JobState.FINISHED, JobState.STOPPED)
 # Seconds after which data is old: several heartbeats are missing.

@@ -1,6 +1,6 @@
-"""Planner: what if these workers were dead? Asked by clicking, answered with a proven bound: a search under way, the
-plan that it found beside others, and whether it would pay to move a failure to another stage. Every text that comes
-from outside is escaped here.
+"""Planner: what if these workers were dead? Asked by clicking, answered with a proven bound: a search under way, how it
+closes its gap, the plan that it found beside others, and whether it would pay to move a failure to another stage. Every
+text that comes from outside is escaped here.
 """
 
 from __future__ import annotations
@@ -11,38 +11,218 @@ from functools import partial
 from html import escape
 from typing import Any
 
+import numpy as np
+import plotly.graph_objects as go
 import streamlit as st
 
 from openrecycle.app.console.service import ConsoleService, get_console
-from openrecycle.app.plans.exporting import Export
-from openrecycle.app.plans.introduction import STEPS, step_of
+from openrecycle.app.plans.files import Export
 from openrecycle.app.plans.service import misfit, use_plan
 from openrecycle.app.plans.solving import Migrations, PlanAsked, Solve
-from openrecycle.app.plans.whatif import PARAMS, Checked, WhatIf, checked, parse_word
+from openrecycle.app.plans.whatif import PARAMS, STEPS, Checked, WhatIf, checked, parse_word, step_of
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.app.ui import address, components, facts, tables, text
+from openrecycle.app.ui import address, components, facts, planning, tables, text
 from openrecycle.app.ui.access import acting, actor, told
 from openrecycle.app.ui.address import choose_time, control
 from openrecycle.app.ui.charts import gantt as charts
 from openrecycle.app.ui.charts.gantt import MAX_NODES, gantt
-from openrecycle.app.ui.charts.planning import migrations_chart, search_chart, search_words
+from openrecycle.app.ui.charts.vega import LiveChart, y_axis
 from openrecycle.app.ui.components import schedule_of
 from openrecycle.app.ui.facts import Card, gap_words, many_words
-from openrecycle.app.ui.planning import controls, state
-from openrecycle.app.ui.planning.controls import question_words
-from openrecycle.app.ui.planning.grid import grid
-from openrecycle.app.ui.planning.profile import profile
-from openrecycle.app.ui.planning.state import BEFORE, PAGE, SAVED, SHOW, WINDOW, change, now, said, say
+from openrecycle.app.ui.planning import (
+    BEFORE,
+    PAGE,
+    SAVED_PARAM,
+    SHOW,
+    WINDOW,
+    change,
+    grid,
+    now,
+    profile,
+    question_words,
+    said,
+    say,
+)
 from openrecycle.app.ui.plans import export_button
 from openrecycle.app.ui.tables import beside_html, differences, workers_table
-from openrecycle.app.ui.theme import CHART_CONFIG, Palette
+from openrecycle.app.ui.theme import CHART_CONFIG, Palette, style
 from openrecycle.planner.export.compare import comparable
 from openrecycle.planner.jobs.errors import PlannerError
-from openrecycle.planner.jobs.job import Job
+from openrecycle.planner.jobs.job import Job, Worker
 from openrecycle.planner.plans.drawing import FAILED, Drawing
 from openrecycle.planner.plans.plan import Plan
 from openrecycle.planner.plans.schedule import Schedule
 from openrecycle.planner.solvers.portfolio import reference_plan
+
+# Rows (pipelines) beyond these are left out unless something moves there.
+MAX_ROWS = 16
+
+
+def migrations_chart(job: Job, failed: list[str], found: Migrations, colours: Palette) -> go.Figure:
+    """x: stage, y: pipeline. A solid arrow: a worker leaves its place; a dotted one: where the weights come from."""
+    dead = {Worker.parse(name) for name in failed}
+    moves = [
+        (Worker.parse(m.worker), Worker.parse(m.takes), Worker.parse(m.source) if m.source else None)
+        for m in found.migrations
+    ]
+    touched = {w.pipeline for move in moves for w in move if w is not None} | {w.pipeline for w in dead}
+    pipelines = range(job.pipelines) if job.pipelines <= MAX_ROWS else sorted(touched)[: 2 * MAX_ROWS]
+    row = {pipeline: i for i, pipeline in enumerate(pipelines)}
+    cells = [Worker(p, s) for p in row for s in range(job.stages)]
+    leaving = {worker for worker, _, _ in moves}
+    figure = go.Figure()
+    for name, shown, symbol, fill in (
+        ("alive", [c for c in cells if c not in dead and c not in leaving], "square", colours.healthy),
+        ("moves", [c for c in cells if c in leaving], "square", colours.joining),
+        ("dead", [c for c in cells if c in dead], "x", colours.failed),
+    ):
+        figure.add_scatter(
+            x=[c.stage for c in shown],
+            y=[row[c.pipeline] for c in shown],
+            mode="markers+text" if len(cells) <= 64 else "markers",
+            text=[str(c) for c in shown],
+            textposition="bottom center",
+            textfont={"size": 11, "color": colours.muted},
+            marker={"symbol": symbol, "size": 17 if len(cells) <= 64 else 9, "color": fill},
+            hovertext=[f"{c}: {name}" for c in shown],
+            hoverinfo="text",
+            meta=name,
+        )
+    for worker, takes, source in moves:
+        if worker.pipeline in row and takes.pipeline in row:
+            _arrow(figure, row, worker, takes, colours.joining, "solid")
+        if source is not None and source.pipeline in row and takes.pipeline in row:
+            _arrow(figure, row, source, takes, colours.muted, "dot")
+    style(figure, colours, height=90 + 58 * max(1, len(row)), revision=found.reason)
+    figure.update_layout(margin={"l": 62, "r": 14, "t": 12, "b": 44}, showlegend=False, dragmode=False)
+    figure.update_xaxes(
+        title_text="stage", dtick=1, range=[-0.5, job.stages - 0.5], showgrid=False, fixedrange=True, showline=False
+    )
+    figure.update_yaxes(
+        tickvals=list(row.values()),
+        ticktext=[f"pipeline {p}" for p in row],
+        range=[len(row) - 0.4, -0.6],
+        showgrid=False,
+        fixedrange=True,
+        showline=False,
+    )
+    return figure
+
+
+def _arrow(figure: go.Figure, row: dict[int, int], start: Worker, end: Worker, colour: str, dash: str) -> None:
+    """From cell to cell, ending short of the marks. Plotly's arrows have no dashes: dotted ones get a line below."""
+    x0, y0, x1, y1 = start.stage, row[start.pipeline], end.stage, row[end.pipeline]
+    if dash == "dot":
+        figure.add_shape(
+            type="line", x0=x0, y0=y0, x1=x1, y1=y1, layer="below", line={"color": colour, "dash": "dot", "width": 2}
+        )
+        return
+    figure.add_annotation(
+        x=x1,
+        y=y1,
+        ax=x0,
+        ay=y0,
+        xref="x",
+        yref="y",
+        axref="x",
+        ayref="y",
+        text="",
+        arrowhead=2,
+        arrowwidth=2.5,
+        arrowcolor=colour,
+        standoff=11,
+        startstandoff=11,
+    )
+
+
+HEIGHT = 190
+
+
+def search_chart(solve: Solve, unit: str, colours: Palette) -> LiveChart:
+    """Steps: what was known stays so until the next report. Between the two lines lies the gap."""
+    known = [p for p in solve.points if p.incumbent is not None]
+    if known and solve.elapsed > known[-1].elapsed:
+        known = [*known, known[-1]._replace(elapsed=solve.elapsed)]
+    rows = {
+        "seconds": np.array([p.elapsed for p in known], dtype=np.float32),
+        "incumbent": np.array([p.incumbent for p in known], dtype=np.float64),
+        "bound": np.array([p.bound for p in known], dtype=np.float64),
+        "solver": [p.solver for p in known],
+    }
+    x = {
+        "field": "seconds",
+        "type": "quantitative",
+        "scale": {"zero": True, "nice": False, "padding": 4},
+        "axis": {"title": "seconds", "grid": False, "tickCount": 8},
+    }
+    return LiveChart(
+        {
+            "title": f"Best period and proven bound ({text.plural(unit)})",
+            "height": HEIGHT,
+            "transform": [
+                {"joinaggregate": [{"op": "max", "field": "seconds", "as": "last"}]},
+                {"calculate": "datum.seconds === datum.last ? 'best ' + datum.incumbent : ''", "as": "best_label"},
+                {"calculate": "datum.seconds === datum.last ? 'bound ' + datum.bound : ''", "as": "bound_label"},
+            ],
+            "encoding": {"x": x},
+            "layer": [
+                {
+                    "mark": {"type": "area", "interpolate": "step-after", "opacity": 0.12, "color": colours.accent},
+                    "encoding": {
+                        "y": y_axis("incumbent", {"zero": False, "nice": True, "padding": 12}),
+                        "y2": {"field": "bound"},
+                    },
+                },
+                _line("incumbent", colours.accent, [1, 0]),
+                _line("bound", colours.good, [5, 3]),
+                _label("incumbent", "best_label", colours.accent, -6),
+                _label("bound", "bound_label", colours.good, 14),
+            ],
+        },
+        rows,
+        colours,
+    )
+
+
+def search_words(solve: Solve, unit: str) -> str:
+    """The chart for those who can't see it."""
+    known = [(p.incumbent, p.bound) for p in solve.points if p.incumbent is not None]
+    if not known:
+        return "Best period and bound over time; there is no plan yet."
+    first, last = ([text.planned(value, unit) for value in known[i]] for i in (0, -1))
+    return (
+        f"Best period and proven bound over {text.seconds(solve.elapsed)}: from {first[0]} and {first[1]} "
+        f"to {last[0]} and {last[1]}."
+    )
+
+
+def _line(field: str, colour: str, dash: list[int]) -> dict[str, Any]:
+    return {
+        "mark": {
+            "type": "line",
+            "interpolate": "step-after",
+            "color": colour,
+            "strokeWidth": 2,
+            "strokeDash": dash,
+            "point": {"color": colour, "filled": True, "size": 22},
+        },
+        "encoding": {
+            "y": {"field": field, "type": "quantitative"},
+            "tooltip": [
+                {"field": "seconds", "format": ".2f"},
+                {"field": "incumbent", "title": "best period"},
+                {"field": "bound"},
+                {"field": "solver"},
+            ],
+        },
+    }
+
+
+def _label(field: str, words: str, colour: str, dy: int) -> dict[str, Any]:
+    return {
+        "mark": {"type": "text", "align": "right", "dy": dy, "dx": -2, "color": colour},
+        "encoding": {"y": {"field": field, "type": "quantitative"}, "text": {"field": words}},
+    }
 
 
 def page() -> None:
@@ -50,7 +230,7 @@ def page() -> None:
     console = get_console()
     console.plans.solves.warm()
     saved = _saved(console)
-    question, misread = state.current(console.plans.profiles.kept)
+    question, misread = planning.current(console.plans.profiles.kept)
     found = checked(question)
     solve = console.plans.solves.find(found.asked) if found.asked is not None else None
     # Looked at once, and before the plan: it may be done at any moment, and the page must not be of two minds.
@@ -61,25 +241,25 @@ def page() -> None:
             '<h1 class="or-title">Planner</h1><div class="or-about">Mark workers dead and see what it costs, '
             "before it happens. The link in the address bar says the whole question.</div>"
         )
-        controls.sources(console)
+        planning.sources(console)
     for error in misread:
         st.error(f"{error}. The default is used instead.")
     if words := said(PAGE):
         st.error(words)
-    if state.EXAMPLE in st.query_params:
+    if planning.EXAMPLE in st.query_params:
         _example(console, question)
     left, right = st.columns([3, 2], gap="medium")
     with left, st.container(gap="xsmall"):
-        controls.sizes(question, found)
+        planning.sizes(question, found)
         if found.job is not None:
             grid(question, found, plan, colours)
     with right, st.container(gap="xsmall"):
         components.heading("What may be used")
-        controls.techniques(question, found)
-        controls.limits(question, found)
+        planning.techniques(question, found)
+        planning.limits(question, found)
         profile(console, question, found)
         _go(console, found, solve, plan, running=running)
-    steps = [step.question for step in STEPS] if state.EXAMPLE in st.query_params else [question]
+    steps = [step.question for step in STEPS] if planning.EXAMPLE in st.query_params else [question]
     others(console, [step.asked().id for step in steps] if found.asked else [])
     if solve is not None and running and found.job is not None:
         search(console, solve, found.job.time_unit, colours)
@@ -93,7 +273,7 @@ def page() -> None:
 
 def _saved(console: ConsoleService) -> Plan | None:
     """The plan that a link names. Without a question beside it, the question is the plan's."""
-    fingerprint = st.query_params.get(SAVED)
+    fingerprint = st.query_params.get(SAVED_PARAM)
     if fingerprint is None:
         return None
     try:
@@ -161,7 +341,7 @@ def _example(console: ConsoleService, question: WhatIf) -> None:
             _choose_step,
         )
         if any(s is None for s in solves):
-            st.button("Plan all four", key="planner-example-go", on_click=controls.example, args=(console,))
+            st.button("Plan all four", key="planner-example-go", on_click=planning.example, args=(console,))
 
 
 def _steps(console: ConsoleService, chosen: str | None, going: bool) -> None:
@@ -447,7 +627,7 @@ class Shown:
 def result(console: ConsoleService, question: WhatIf, plan: Plan, solve: Solve | None, colours: Palette) -> None:
     """solve: the search that made it; None for a saved plan."""
     schedule = schedule_of(plan)
-    link = question.in_a_word() if solve is not None else f"{SAVED}:{plan.fingerprint}"
+    link = question.in_a_word() if solve is not None else f"{SAVED_PARAM}:{plan.fingerprint}"
     before = _before(console, Shown(question_words(question), plan, link))
     large_one = plan.op_count > charts.MAX_BARS
     compared = {THIS: Shown("This plan", plan)}
@@ -464,7 +644,7 @@ def result(console: ConsoleService, question: WhatIf, plan: Plan, solve: Solve |
             _save(console, plan, question)
             apply(console, plan)
             export_button(Export(plan, "what-if"), key="planner-export")
-    if words := said(SAVED):
+    if words := said(SAVED_PARAM):
         st.success(words)
     components.cards(facts.plan_cards(plan, schedule))
     if plan.solver.message:
@@ -544,7 +724,7 @@ def _keep(console: ConsoleService, plan: Plan, key: str) -> None:
         with acting(console, "save plan", plan.fingerprint):
             console.plans.library.save(plan, name)
         change(now(), saved=plan.fingerprint)
-        say(SAVED, f"Saved as “{' '.join(name.split())}”. The link to this page shows the same.")
+        say(SAVED_PARAM, f"Saved as “{' '.join(name.split())}”. The link to this page shows the same.")
 
 
 def _forget(console: ConsoleService, plan: Plan) -> None:
@@ -578,7 +758,7 @@ def _before(console: ConsoleService, shown: Shown) -> Shown | None:
 def _sent(console: ConsoleService, link: str) -> Shown | None:
     """The plan that a link was compared with; where it is not there, that is said."""
     try:
-        if link.startswith(f"{SAVED}:"):
+        if link.startswith(f"{SAVED_PARAM}:"):
             plan = console.plans.library.saved_plan(link.partition(":")[2])
             return Shown(question_words(WhatIf.of_plan(plan)), plan, link)
         asked = parse_word(link)
@@ -625,4 +805,4 @@ def apply(console: ConsoleService, plan: Plan) -> None:
 def _apply(console: ConsoleService, plan: Plan) -> None:
     with told(lambda why: say(PAGE, f"The plan was not applied: {why}")):
         reason = use_plan(console.jobs.find(st.session_state[JOB]), plan, actor(console))
-        say(SAVED, f"Applied: {reason}. Live shows the workers take it up.")
+        say(SAVED_PARAM, f"Applied: {reason}. Live shows the workers take it up.")

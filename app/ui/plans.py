@@ -14,7 +14,7 @@ import streamlit as st
 from streamlit.delta_generator import DeltaGenerator
 
 from openrecycle.app.console.service import ConsoleService
-from openrecycle.app.plans.exporting import Export, offers, render
+from openrecycle.app.plans.files import Export, Reading, ReadPlan, offers, render
 from openrecycle.app.plans.sources import (
     NOT_KEPT,
     MeasuredReference,
@@ -26,7 +26,6 @@ from openrecycle.app.plans.sources import (
     parse_reference,
     pinned,
 )
-from openrecycle.app.plans.uploading import Reading, ReadPlan
 from openrecycle.app.runtime.errors import PLAN_MIB, ConsoleError
 from openrecycle.app.ui import address, text
 from openrecycle.app.ui.access import actor, why_not

@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 import streamlit as st
 
 from openrecycle.app.console.service import ConsoleService, get_console
-from openrecycle.app.jobs.records import Row
+from openrecycle.app.jobs.live_job import Row
 from openrecycle.app.plans.simulations import (
     DRAWN,
     HISTORY,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import streamlit as st
 
-from openrecycle.app.leadership.host import standby_status
-from openrecycle.app.leadership.lease import LeaderStatus
+from openrecycle.app.leadership import LeaderStatus, standby_status
 from openrecycle.app.ui.components import use_style
 
 TRAINING = "Training goes on, unless a worker dies: then the others wait for a console."

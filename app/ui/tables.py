@@ -11,8 +11,7 @@ import streamlit as st
 from openrecycle.app.console.view import WorkerView
 from openrecycle.app.jobs.throughput import IterationView
 from openrecycle.app.ui import text
-from openrecycle.app.ui.charts.progress import Mark
-from openrecycle.app.ui.charts.worker_grid import LOOKS, QUIET
+from openrecycle.app.ui.charts.progress import LOOKS, QUIET, Mark
 from openrecycle.planner.export.compare import by_stage, compare
 from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.jobs.words import micro_batch_names

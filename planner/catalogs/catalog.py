@@ -1,23 +1,50 @@
-"""Plans made ahead: one per failure pattern, so that recovery is a look-up.
+"""Plans made ahead: one per failure pattern, so that recovery is a look-up; in memory and on disk.
 
 Pipelines are interchangeable, so a plan for a pattern serves every failure set that differs from
-it only in which pipeline is called which: `find` renames the pipelines of the stored plan.
+it only in which pipeline is called which: `Catalog.find` renames the pipelines of the stored plan.
+
+On disk no other plan is read to find one (`StoredCatalog`):
+
+    DIR/<fingerprint>/catalog.json       what the plans answer (`CatalogInfo`)
+    DIR/<fingerprint>/<name>.plan        one plan each (planner.plans.packed)
+
+Files appear whole or not at all. A plan's name begins with its number of failures and is otherwise
+a hash of the failed workers, so that a failure set's own plan is found without a search.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import hashlib
+import json
+import os
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import Annotated, Literal, Protocol
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from openrecycle.planner.jobs.errors import InputError
-from openrecycle.planner.jobs.failures import canonical_pattern, inverse, parse_workers, patterns
-from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, Worker
+from openrecycle.planner.jobs.failures import canonical_pattern, failures_per_stage, inverse, parse_workers, patterns
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Over, Problem, Technique, Worker
 from openrecycle.planner.jobs.words import percent
-from openrecycle.planner.plans.packed import RequestedPlan, merit
-from openrecycle.planner.plans.plan import INTEGER, Plan, PlanError, first_problem, job_doc, read_model
+from openrecycle.planner.layers.migration import Counts, Migration, migrations_to
+from openrecycle.planner.plans.packed import (
+    CatalogQuestion,
+    Header,
+    RequestedPlan,
+    decode_header,
+    merit,
+    name_prefix,
+    plan_name,
+    unpack,
+)
+from openrecycle.planner.plans.plan import INTEGER, Plan, PlanError, first_problem, job_doc, read_model, read_whole
 from openrecycle.planner.solvers.portfolio import make_plan
 
 # More patterns than this per failure count are not planned ahead; the list scheduler takes over.
@@ -160,3 +187,273 @@ def _gap(plan: Plan) -> str:
     if plan.solver.status == "optimal":
         return "proven optimal"
     return f"at most {percent(plan.metrics.gap)} above the best"
+
+
+INFO = "catalog.json"
+SUFFIX = ".plan"
+# A file is written in far less; what is not done by then is of a run that was killed.
+KILLED_SECONDS = 3600.0
+_NAME = re.compile(r"[0-9]{6,}-[0-9a-f]{24}")  # as `plan_name` makes it
+_FOR_THESE = "planned ahead for these failures"
+_FOR_AS_MANY = "planned ahead for as many failures on each stage"
+
+
+class CatalogInfo(RequestedPlan):
+    """The question that all plans of a catalog answer, and the planner that answered it."""
+
+    format: Annotated[Literal[1], INTEGER] = 1
+    planner_version: str
+    over: Annotated[Over, Field(exclude_if=lambda value: value == "schedules")] = "schedules"
+
+    @classmethod
+    def of(cls, question: CatalogQuestion) -> CatalogInfo:
+        return cls(
+            planner_version=PLANNER_VERSION,
+            job=job_doc(question.job),
+            technique=question.technique,
+            memory=question.memory.text,
+            over=question.over,
+        )
+
+    @classmethod
+    def from_json(cls, text: str | bytes, *, source: str = INFO) -> CatalogInfo:
+        """Raises PlanError naming the first field that is wrong."""
+        try:
+            return read_model(cls, text)
+        except ValidationError as error:
+            raise PlanError(f"{source} does not describe a catalog: {first_problem(error)}") from None
+
+    @property
+    def question(self) -> CatalogQuestion:
+        return replace(super().question, over=self.over)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        text = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+class PlanStore(Protocol):
+    """Where stored plans lie: a folder, or a database."""
+
+    def names(self) -> list[str]: ...
+
+    def get(self, name: str) -> bytes | None: ...
+
+
+def headers_of(store: PlanStore) -> dict[str, Header]:
+    """By name. What is damaged is left out: it counts as not there."""
+    out = {}
+    for name in store.names():
+        with suppress(PlanError):
+            if (blob := store.get(name)) is not None:
+                out[name] = decode_header(blob, source=name)
+    return out
+
+
+class FolderBlobs:
+    """The plans of one catalog's folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def names(self) -> list[str]:
+        found = (p.name.removesuffix(SUFFIX) for p in self.path.glob(f"*{SUFFIX}"))
+        return sorted(filter(_NAME.fullmatch, found))  # a person may keep other files there
+
+    def get(self, name: str) -> bytes | None:
+        try:
+            return (self.path / f"{name}{SUFFIX}").read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise PlanError(f"{self.path / name}{SUFFIX} can't be read: {error.strerror or error}") from None
+
+    def put(self, name: str, blob: bytes) -> None:
+        write_whole(self.path / f"{name}{SUFFIX}", blob)
+
+
+class MappedBlobs:
+    """Plans that are in memory already, as those read from a database are."""
+
+    def __init__(self, blobs: Mapping[str, bytes]) -> None:
+        self._blobs = dict(blobs)
+
+    def names(self) -> list[str]:
+        return sorted(self._blobs)
+
+    def get(self, name: str) -> bytes | None:
+        return self._blobs.get(name)
+
+    def put(self, name: str, blob: bytes) -> None:
+        self._blobs[name] = blob
+
+
+@dataclass(frozen=True)
+class Found:
+    """A plan for the failures asked for, once `migrations` are done; and in words where it comes from."""
+
+    plan: Plan
+    migrations: tuple[Migration, ...]
+    reason: str
+
+
+class StoredCatalog:
+    """Reads a catalog. Headers are kept once read; plans are not. headers: those that are read already."""
+
+    def __init__(self, info: CatalogInfo, blobs: PlanStore, *, headers: Mapping[str, Header] | None = None) -> None:
+        self.info = info
+        self.blobs = blobs
+        self._headers: dict[str, Header] = dict(headers or {})
+
+    @cached_property
+    def question(self) -> CatalogQuestion:
+        return self.info.question
+
+    def __len__(self) -> int:
+        return len(self.blobs.names())
+
+    def header(self, name: str) -> Header:
+        """Raises PlanError when the plan is missing or damaged."""
+        if name not in self._headers:
+            self._headers[name] = decode_header(self._blob(name), source=name)
+        return self._headers[name]
+
+    def headers(self) -> dict[str, Header]:
+        """By name, as they are stored now. What is damaged is left out: it counts as not there."""
+        return headers_of(self.blobs)
+
+    def plan(self, name: str) -> Plan:
+        """One stored plan as it was put in. Raises PlanError."""
+        return unpack(self._blob(name), self.question, source=name)
+
+    def _blob(self, name: str) -> bytes:
+        blob = self.blobs.get(name)
+        if blob is None:
+            raise PlanError(f"the catalog has no plan {name}")
+        return blob
+
+    def fitting(self, failed: Iterable[Worker]) -> tuple[str, str] | None:
+        """The name of the plan that `find` would take without migrations, and why it fits; none is read for it."""
+        job = self.question.job
+        dead = frozenset(job.check_worker(w, field="failed") for w in failed)
+        pattern, permutation = canonical_pattern(dead, job)
+        own = plan_name(pattern)
+        if own in self.blobs.names() and self._is_of(own, dead, inverse(permutation)):
+            return own, _FOR_THESE
+        same = [] if job.speeds else self._with_same_counts(dead)
+        return (same[0], _FOR_AS_MANY) if same else None
+
+    def find(self, failed: Iterable[Worker], *, migrate: bool = False) -> Found | None:
+        """A stored plan, renamed to fit exactly `failed`; None when no stored plan can.
+
+        First that of the same failures up to the names of pipelines; then one with as many
+        failures on each stage; then, with `migrate`, one with as many in all, and the migrations
+        that lead to it, as few as possible. Raises InputError for a worker that is not of the grid.
+        """
+        job = self.question.job
+        dead = frozenset(failed)
+        if fitting := self.fitting(dead):
+            own, reason = fitting
+            if reason == _FOR_AS_MANY:
+                return Found(self._with_counts(own, dead), (), reason)
+            names = inverse(canonical_pattern(dead, job)[1])
+            plan = unpack(self._blob(own), self.question, source=own, hashed=False)
+            return Found(plan.renamed(names), (), reason)
+        counts, same = failures_per_stage(dead, job), self._for_as_many(len(dead))
+        if not migrate or not same or job.speeds:  # with speeds no worker takes the part of another
+            return None
+        name = min(same, key=lambda n: (_moves(counts, self.header(n).counts), self.header(n).metrics.period, n))
+        migrations, after = migrations_to(job, dead, self.header(name).counts)
+        reason = f"planned ahead for {len(dead)} failures, after {len(migrations)} migration"
+        return Found(self._with_counts(name, after), migrations, reason + "s" * (len(migrations) != 1))
+
+    def _is_of(self, name: str, dead: frozenset[Worker], names: Sequence[int]) -> bool:
+        """Is it a plan for the pattern of `dead`?"""
+        return frozenset(Worker(names[w.pipeline], w.stage) for w in self.header(name).workers) == dead
+
+    def _for_as_many(self, failures: int) -> list[str]:
+        """The plans for so many failures."""
+        prefix = name_prefix(failures)
+        return [name for name in self.blobs.names() if name.startswith(prefix)]
+
+    def _with_same_counts(self, dead: frozenset[Worker]) -> list[str]:
+        """Those of them with as many failures on each stage as `dead`, the shortest first."""
+        counts = failures_per_stage(dead, self.question.job)
+        fitting = [n for n in self._for_as_many(len(dead)) if self.header(n).counts == counts]
+        return sorted(fitting, key=lambda n: (self.header(n).metrics.period, n))
+
+    def _with_counts(self, name: str, dead: frozenset[Worker]) -> Plan:
+        """The plan with its workers renamed on each stage, so that exactly `dead` are left out."""
+        job = self.question.job
+        plan = unpack(self._blob(name), self.question, source=name, hashed=False)
+        replaced = parse_workers(plan.failed)
+        # Pipelines with most failures take the place of such, so that few workers swap parts.
+        to_pattern = canonical_pattern(replaced, job)[1]
+        from_pattern = inverse(canonical_pattern(dead, job)[1])
+        names = [from_pattern[p] for p in to_pattern]
+        planned = {Worker(names[w.pipeline], w.stage) for w in replaced}
+        return plan.renamed(names, [_swap(job, stage, planned, dead) for stage in range(job.stages)])
+
+
+def create_folder(root: Path, question: CatalogQuestion) -> tuple[StoredCatalog, FolderBlobs]:
+    """The catalog of `question` under `root`, made if it is not there. Raises InputError, PlanError."""
+    info = CatalogInfo.of(question)
+    path = root / info.fingerprint
+    with _writable(root):
+        path.mkdir(parents=True, exist_ok=True)
+        for part in path.glob("*.part"):
+            if part.stat().st_mtime < time.time() - KILLED_SECONDS:
+                part.unlink(missing_ok=True)
+    if not (path / INFO).exists():
+        write_whole(path / INFO, (info.model_dump_json(indent=1) + "\n").encode())
+    blobs = FolderBlobs(path)
+    return StoredCatalog(info, blobs), blobs
+
+
+def open_folder(path: Path) -> StoredCatalog:
+    """A catalog by its own folder, whichever planner made it. Raises PlanError when there is none."""
+    try:
+        text = read_whole(path / INFO)
+    except OSError as error:
+        raise PlanError(f"{path / INFO} can't be read: {error.strerror or error}") from None
+    info = CatalogInfo.from_json(text, source=str(path / INFO))
+    info.question  # noqa: B018 -- refuses a job that is none
+    return StoredCatalog(info, FolderBlobs(path))
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """All of it or nothing: neither a reader nor the next run sees half a file. Raises InputError."""
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    with _writable(path.parent):
+        try:
+            part.write_bytes(data)
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+
+
+@contextmanager
+def _writable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise InputError("--out", str(path), f"a folder that can be written ({error.strerror or error})") from None
+
+
+def _moves(now: Counts, after: Counts) -> int:
+    return sum(max(0, a - b) for a, b in zip(now, after, strict=True))
+
+
+def _swap(job: Job, stage: int, planned: set[Worker], dead: frozenset[Worker]) -> list[int]:
+    """By pipeline: who plays the part of its worker on `stage`, when `dead` fail instead of `planned`."""
+    out = list(range(job.pipelines))
+    here = {w.pipeline for w in planned if w.stage == stage}
+    gone = {w.pipeline for w in dead if w.stage == stage}
+    for idle, missing in zip(sorted(here - gone), sorted(gone - here), strict=True):
+        out[missing], out[idle] = idle, missing
+    return out
+
+
+# Raised when the same question may get another plan, or when stored catalogs change their form.
+PLANNER_VERSION = "3"

@@ -3,37 +3,285 @@
 Where all failure patterns can be listed each gets a plan. Larger grids get one plan per failure
 *count*, for the distribution over stages that costs least: any failures can be led there by
 migrations (planner.layers.migration), and failures with equal counts per stage need not even those.
+
+`work` plans some targets, in whichever process or on whichever machine; an engine runs it, in this process or in
+others; `CatalogBuild` gives them out and stores what comes back.
 """
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, groupby, islice
+from multiprocessing import connection, get_context, parent_process
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from openrecycle.planner.catalogs.catalog_store import PlanStore, StoredCatalog, create_folder, headers_of
-from openrecycle.planner.catalogs.catalog_task import ReusablePlan, Target, Task, workers_of
-from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.catalogs.catalog import PlanStore, StoredCatalog, create_folder, headers_of
+from openrecycle.planner.check import checked
+from openrecycle.planner.jobs.errors import InputError, PlannerError
 from openrecycle.planner.jobs.failures import by_stage, canonical_pattern, patterns
-from openrecycle.planner.jobs.job import Job, Worker
-from openrecycle.planner.layers.distribution import Counts, best_distributions, models
+from openrecycle.planner.jobs.job import Job, Over, Problem, Worker
+from openrecycle.planner.layers.migration import Counts, best_distributions, models
+from openrecycle.planner.layers.partition import Layout, bound_over, lay_out
+from openrecycle.planner.plans.bounds import Bound, period_bound
 from openrecycle.planner.plans.packed import (
     CatalogQuestion,
     Effort,
     Header,
     decode_header,
+    pack,
     plan_name,
     unpack,
     with_effort,
 )
-from openrecycle.planner.plans.plan import PlanError
-from openrecycle.planner.solvers.base import Cancelled
+from openrecycle.planner.plans.plan import PROVERS, Plan, PlanError
+from openrecycle.planner.plans.schedule import Schedule
+from openrecycle.planner.solvers.base import Cancelled, Run, Solution
+from openrecycle.planner.solvers.list_scheduler import ListScheduler
+from openrecycle.planner.solvers.portfolio import best_solution, metrics_of, of_layout, solver_of
 
-if TYPE_CHECKING:
-    from openrecycle.planner.catalogs.catalog_engines import Engine
+# Ops from which alternatives are compared by a quick try, not solved in full.
+LARGE = 50_000
+# Of such grids every TRIED-th count tries other places for its failures than its neighbour's.
+TRIED = 4
+
+Blobs = list[tuple[str, bytes]]
+Rows = tuple[tuple[int, ...], ...]  # by stage, the pipelines whose worker is dead
+
+
+@dataclass(frozen=True)
+class Target:
+    """One plan to make: for whichever of the `alternatives` comes out shortest."""
+
+    failures: int
+    alternatives: tuple[Rows, ...]
+
+
+@dataclass(frozen=True)
+class Task:
+    """Targets of one question, for one process. Plain data: it goes to other processes as it is."""
+
+    question: CatalogQuestion
+    effort: Effort
+    targets: tuple[Target, ...]
+    nested: bool
+
+
+def workers_of(rows: Rows) -> frozenset[Worker]:
+    return frozenset(Worker(p, s) for s, row in enumerate(rows) for p in row)
+
+
+def work(task: Task) -> Blobs:
+    """Plans the targets of one task: (name, stored plan) of each.
+
+    From the largest count down: with `nested` failures a plan for more serves for fewer, and where
+    it is as short as the bound allows for fewer, nothing needs solving.
+    """
+    question, effort, over = task.question, task.effort, task.question.over
+    large = question.job.ops >= LARGE
+    reusable: ReusablePlan | None = None
+    solved = False
+    out: list[tuple[str, bytes]] = []
+    for target in sorted(task.targets, key=lambda t: -t.failures):
+        problems = [question.problem(workers_of(rows)) for rows in target.alternatives]
+        taken = (
+            next(filter(None, (reusable.for_fewer(p) for p in problems)), None) if reusable and task.nested else None
+        )
+        if taken is not None:
+            problems = [p for p in problems if bound_over(p, over) < taken.period]
+        if large and (taken or len(problems) > 1):
+            # What its neighbour did without is tried at every few counts only.
+            worth_trying = taken is None or solved or target.failures % TRIED == 0
+            problems = _promising(problems, taken) if worth_trying else []
+        solved = bool(problems)
+        if problems:
+            begin = time.perf_counter()
+            limit = effort.time_limit or float("inf")
+            ahead = effort.solver != "list"  # its plans are compared with each other in the end
+            layouts = [_laid_out(problem, over) for problem in problems]
+            solutions = [
+                of_layout(best_solution(layout.problem, Run(limit), solver=effort.solver, look_ahead=ahead), layout)
+                for layout in layouts
+            ]
+            best = min(solutions, key=lambda s: (s.schedule.period, s.bound))
+            seconds = time.perf_counter() - begin
+            if taken is None or best.schedule.period <= taken.period:
+                name, blob, reusable = _stored(best, seconds, effort)
+                out.append((name, blob))
+                continue
+        assert taken is not None
+        reusable = taken
+        out.append(taken.stored(bound_over(taken.schedule.problem, over), effort, over))
+    return out
+
+
+def _laid_out(problem: Problem, over: Over) -> Layout:
+    if over == "schedules":  # (nothing is planned to compare it)
+        return Layout(problem, Bound(0, ""), over, 0, 0, (), "")
+    return lay_out(problem.job, problem.failed, technique=problem.technique, memory=problem.memory, over=over)
+
+
+@dataclass(frozen=True)
+class ReusablePlan:
+    """A plan that may serve for fewer failures too. made_for: how many it was made for; solver: by whom."""
+
+    schedule: Schedule
+    made_for: int
+    solver: str
+
+    @property
+    def period(self) -> int:
+        return self.schedule.period
+
+    def for_fewer(self, problem: Problem) -> ReusablePlan | None:
+        """The same ops, when the failures of `problem` are among its own: whoever lives after all stays idle."""
+        own = self.schedule.problem
+        if not problem.failed < own.failed:
+            return None
+        if problem.job.layers:  # its partition goes with it
+            problem = replace(problem, job=problem.job.with_partition(own.job.partition))
+        return replace(self, schedule=self.schedule.for_fewer(problem))
+
+    def stored(self, bound: int, effort: Effort, over: Over) -> tuple[str, bytes]:
+        problem = self.schedule.problem
+        if self.solver not in PROVERS:  # a bound that another solver has proven is not this one's to claim
+            bound = min(bound, period_bound(problem))
+        message = f"the plan for {self.made_for} failures, which serves for {len(problem.failed)} as well"
+        solution = Solution(self.schedule, bound, self.solver, 0.0, message, over)
+        return plan_name(problem.failed), _encoded(solution, effort)
+
+
+def _stored(solution: Solution, seconds: float, effort: Effort) -> tuple[str, bytes, ReusablePlan]:
+    """Name and stored form of a solution."""
+    schedule, failed = solution.schedule, solution.schedule.problem.failed
+    blob = _encoded(replace(solution, seconds=seconds), effort)
+    return plan_name(failed), blob, ReusablePlan(schedule, len(failed), solution.solver)
+
+
+def _encoded(solution: Solution, effort: Effort) -> bytes:
+    metrics, solver = metrics_of(solution), solver_of(solution, seconds=solution.seconds)
+    # Nobody asks for its fingerprint, which takes as long as all else, before it is found in the catalog.
+    return pack(checked(Plan.of(solution.schedule, metrics=metrics, solver=solver, fingerprint="")), effort)
+
+
+def _promising(problems: Sequence[Problem], taken: ReusablePlan | None) -> list[Problem]:
+    """The one that comes out shortest under the list scheduler's first rule, when that beats `taken`.
+
+    All rules for all alternatives would take several times as long on grids of this size, for
+    little: between rules periods differ by less than a percent.
+    """
+    best: Problem | None = None
+    shortest = taken.period if taken else None
+    for problem in problems:
+        period = ListScheduler().solve(problem, Run(0)).schedule.period
+        if shortest is None or period < shortest:
+            best, shortest = problem, period
+    return [] if best is None else [best]
+
+
+# Seconds after which a wait for the next result looks whether it is to stop.
+POLL = 0.2
+
+
+class Engine(Protocol):
+    """Runs tasks and yields what each made, in any order.
+
+    Once `cancelled` is true no further task is begun; those under way are waited for.
+    """
+
+    def run(self, tasks: Iterator[Task], cancelled: Cancelled | None) -> Iterator[Blobs]: ...
+
+
+class InlineEngine:
+    """One after the other in this process."""
+
+    def run(self, tasks: Iterator[Task], cancelled: Cancelled | None) -> Iterator[Blobs]:
+        for task in tasks:
+            if cancelled and cancelled():
+                return
+            yield work(task)
+
+
+class LocalEngine:
+    """`jobs` processes on this machine. Raises PlannerError when one of them dies.
+
+    Spawned, 0.4 s each, and not forked from the server of openrecycle.forking: so they have the process group, the
+    niceness and the limit on memory of whoever plans, which is a console's child or a command line, and end with it.
+    """
+
+    def __init__(self, jobs: int) -> None:
+        self._jobs = jobs
+
+    def run(self, tasks: Iterator[Task], cancelled: Cancelled | None) -> Iterator[Blobs]:
+        with ProcessPoolExecutor(self._jobs, mp_context=get_context("spawn"), initializer=_prepare) as pool:
+            with _no_ctrl_c():
+                pending: set[Future[Blobs]] = {pool.submit(work, task) for task in islice(tasks, self._jobs + 1)}
+            while pending:
+                done, pending = wait(pending, timeout=POLL, return_when=FIRST_COMPLETED)
+                stop = bool(cancelled and cancelled())
+                if stop:
+                    pending = {future for future in pending if not future.cancel()}
+                for future in done:
+                    with _alive():
+                        blobs = future.result()
+                    yield blobs
+                    if not stop:
+                        with _alive(), _no_ctrl_c():
+                            pending |= {pool.submit(work, task) for task in islice(tasks, 1)}
+
+
+@contextmanager
+def _alive() -> Iterator[None]:
+    try:
+        yield
+    except BrokenProcessPool:
+        raise PlannerError(
+            "a planning process died, perhaps for lack of memory; what was planned is kept, "
+            "and the same command goes on from there (fewer --jobs need less memory)"
+        ) from None
+
+
+@contextmanager
+def _no_ctrl_c() -> Iterator[None]:
+    """Processes that are started inside never see SIGINT, not even before `_prepare`: they inherit the
+    mask. This thread gets what came meanwhile at the end."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def make_engine(jobs: int | None) -> Engine:
+    """jobs: processes, by default one per core. Raises InputError."""
+    count = os.cpu_count() or 1 if jobs is None else jobs
+    if not 1 <= count <= 1024:
+        raise InputError("--jobs", count, "a number of processes from 1 to 1024")
+    return InlineEngine() if count == 1 else LocalEngine(count)
+
+
+def _prepare() -> None:
+    """In a new process: Ctrl-C is for the parent, and no process outlives it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = parent_process()
+    if parent is None:
+        return
+    sentinel = parent.sentinel
+
+    def follow() -> None:
+        connection.wait([sentinel])
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
+
 
 # Up to so many patterns each gets its own plan.
 LISTED = 500

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol
 
-from openrecycle.planner.export.png import to_png
-from openrecycle.planner.export.svg import to_svg
-from openrecycle.planner.export.text_formats import to_chrome_trace, to_tidy_csv, to_torch_csv
-from openrecycle.planner.export.yaml_document import to_yaml
+from openrecycle.planner.export.picture import to_png, to_svg
+from openrecycle.planner.export.text_formats import to_chrome_trace, to_tidy_csv, to_torch_csv, to_yaml
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.plans.plan import Plan
 

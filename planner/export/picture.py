@@ -1,10 +1,18 @@
-"""A drawn schedule as shapes in pixels, which SVG and PNG draw alike: a page for export, a small picture for help."""
+"""A drawn schedule as a picture: shapes in pixels, which SVG and PNG draw alike, for export or for help.
+
+SVG needs no browser. PNG is drawn with Pillow and the font that Pillow carries: alike on every machine.
+"""
 
 from __future__ import annotations
 
+import io
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import cache
+from itertools import chain
+from typing import TYPE_CHECKING, Literal
+from xml.sax.saxutils import escape
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,9 +21,23 @@ from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.jobs.words import names, planned, plural
 from openrecycle.planner.plans import drawing as model
-from openrecycle.planner.plans.drawing import BAR_HEIGHT, EDGE, HATCH, KINDS, LIGHT, OP_WORDS, Colours, Drawing
+from openrecycle.planner.plans.drawing import (
+    BAR_HEIGHT,
+    EDGE,
+    HATCH,
+    KINDS,
+    LIGHT,
+    OP_WORDS,
+    Colours,
+    Drawing,
+    raster_fills,
+)
 from openrecycle.planner.plans.plan import Plan
 from openrecycle.planner.plans.schedule import Op
+
+if TYPE_CHECKING:
+    from PIL.ImageDraw import ImageDraw
+    from PIL.ImageFont import FreeTypeFont
 
 # Above either a bar per op can't be read; then a row is a stage.
 MAX_ROWS = 128
@@ -409,3 +431,178 @@ def small(drawing: Drawing, colours: Colours, end: int, description: str) -> Pic
             Text(until + 6, foot, words, SMALL, colours.text, bold=True),
         ),
     )
+
+
+FONT = "'Source Sans 3', 'Source Sans Pro', Helvetica, Arial, 'DejaVu Sans', sans-serif"
+# What XML 1.0 has no place for, escaped or not.
+_NO_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+def to_svg(plan: Plan, pipeline: int | None = None) -> str:
+    """pipeline: only its rows. Bars have a tooltip each. See planner.export.picture for refusals."""
+    return draw_svg(gantt(plan, pipeline))
+
+
+def draw_svg(picture: Picture) -> str:
+    width, height = _number(picture.width), _number(picture.height)
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
+        f'font-family="{FONT}" role="img">',
+        f"<title>{_text(picture.title)}</title>",
+        f"<desc>{_text(picture.description)}</desc>",
+        f'<rect width="100%" height="100%" fill="{picture.background}"/>',
+    )
+    return "\n".join(chain(head, chain.from_iterable(map(_element, picture.shapes)), ("</svg>", "")))
+
+
+def _element(shape: Shape) -> Iterator[str]:
+    match shape:
+        case Rect():
+            yield from _svg_rect(shape)
+        case Polygon():
+            points = " ".join(f"{_number(x)},{_number(y)}" for x, y in shape.points)
+            yield _closed(f'<polygon points="{points}" fill="{shape.fill}"', "polygon", shape.tooltip)
+        case Line((x0, y0), (x1, y1)):
+            dash = f' stroke-dasharray="{_number(shape.dash[0])} {_number(shape.dash[1])}"' if shape.dash else ""
+            yield (
+                f'<line x1="{_number(x0)}" y1="{_number(y0)}" x2="{_number(x1)}" y2="{_number(y1)}" '
+                f'stroke="{shape.colour}" stroke-width="{_number(shape.width)}"{dash}/>'
+            )
+        case Text():
+            anchor = "" if shape.anchor == "start" else f' text-anchor="{shape.anchor}"'
+            bold = ' font-weight="bold"' if shape.bold else ""
+            # Capitals are 0.7 of the size high: this puts their middle on y in every viewer.
+            yield (
+                f'<text x="{_number(shape.x)}" y="{_number(shape.y + 0.35 * shape.size)}" '
+                f'font-size="{_number(shape.size)}" fill="{shape.colour}"{anchor}{bold}>{_text(shape.text)}</text>'
+            )
+
+
+def _svg_rect(rect: Rect) -> Iterator[str]:
+    inset = rect.stroke_width / 2 if rect.stroke else 0
+    size = (
+        f'x="{_number(rect.x + inset)}" y="{_number(rect.y + inset)}" '
+        f'width="{_number(max(0, rect.width - 2 * inset))}" height="{_number(max(0, rect.height - 2 * inset))}"'
+    )
+    edge = f' stroke="{rect.stroke}" stroke-width="{_number(rect.stroke_width)}"' if rect.stroke else ""
+    if rect.hatch:
+        path = "".join(
+            f"M{_number(x0)} {_number(y0)}L{_number(x1)} {_number(y1)}" for (x0, y0), (x1, y1) in hatch_lines(rect)
+        )
+        yield f'<rect {size} fill="{rect.fill}"/>'
+        yield f'<path d="{path}" stroke="{rect.hatch}" stroke-width="{_number(HATCH.size * HATCH.solidity)}"/>'
+        yield _closed(f'<rect {size} fill="none" pointer-events="all"{edge}', "rect", rect.tooltip)
+    else:
+        yield _closed(f'<rect {size} fill="{rect.fill}"{edge}', "rect", rect.tooltip)
+
+
+def _closed(opening: str, tag: str, tooltip: str) -> str:
+    return f"{opening}><title>{_text(tooltip)}</title></{tag}>" if tooltip else f"{opening}/>"
+
+
+def _text(text: str) -> str:
+    return escape(_NO_XML.sub("?", text))
+
+
+def _number(value: float) -> str:
+    return f"{value:.2f}".rstrip("0").rstrip(".")
+
+
+SCALE = 2  # pixels of the file per pixel of the drawing: sharp on dense screens and in print
+MAX_PIXELS = 100_000_000
+_ANCHOR = {"start": "ls", "middle": "ms", "end": "rs"}
+# Letters that the font lacks.
+_PLAIN = {"µ": "u", "μ": "u", "×": "x", "–": "-", "−": "-"}
+
+
+def to_png(plan: Plan, pipeline: int | None = None) -> bytes:
+    """pipeline: only its rows. Raises PlannerError where Pillow is not installed, and as
+    planner.export.picture does."""
+    return draw_png(gantt(plan, pipeline))
+
+
+def draw_png(picture: Picture) -> bytes:
+    try:
+        from PIL import Image, ImageDraw
+    except ImportError:
+        raise PlannerError("png needs the package pillow, which is not installed; svg needs none") from None
+    size = round(picture.width * SCALE), round(picture.height * SCALE)
+    if size[0] * size[1] > MAX_PIXELS:
+        raise PlannerError(f"the picture would have {size[0]:,} x {size[1]:,} pixels; use svg, which has no such limit")
+    image = Image.new("RGB", size, picture.background)
+    canvas = ImageDraw.Draw(image)
+    for shape in picture.shapes:
+        _draw(canvas, shape)
+    out = io.BytesIO()
+    image.save(out, "PNG")
+    return out.getvalue()
+
+
+def raster_png(image: NDArray[np.uint8], colours: Colours) -> bytes:
+    """image: as of planner.plans.drawing.raster; a pixel of the file for each of its cells."""
+    from PIL import Image
+
+    made = Image.fromarray(image).convert("P")
+    made.putpalette([int(fill[i : i + 2], 16) for fill in raster_fills(colours) for i in (1, 3, 5)])
+    out = io.BytesIO()
+    made.save(out, format="PNG", optimize=False, compress_level=3)
+    return out.getvalue()
+
+
+def _draw(canvas: ImageDraw, shape: Shape) -> None:
+    match shape:
+        case Rect():
+            _png_rect(canvas, shape)
+        case Polygon():
+            canvas.polygon([_scaled(point) for point in shape.points], fill=shape.fill)
+        case Line():
+            _line(canvas, shape)
+        case Text():
+            x, y = _scaled((shape.x, shape.y + 0.35 * shape.size))
+            text = "".join(_PLAIN.get(c, c if " " <= c <= "~" or c == "·" else "?") for c in shape.text)
+            weight = SCALE * shape.size / 60 if shape.bold else 0
+            font = _font(round(shape.size * SCALE))
+            canvas.text(
+                (x, y), text, shape.colour, font, anchor=_ANCHOR[shape.anchor], stroke_width=weight,
+                stroke_fill=shape.colour,
+            )  # fmt: skip
+
+
+def _png_rect(canvas: ImageDraw, rect: Rect) -> None:
+    (x0, y0), (x1, y1) = _scaled((rect.x, rect.y)), _scaled((rect.x + rect.width, rect.y + rect.height))
+    box = (round(x0), round(y0), max(round(x0), round(x1) - 1), max(round(y0), round(y1) - 1))
+    canvas.rectangle(box, fill=rect.fill)
+    if rect.hatch:
+        for start, end in hatch_lines(rect):
+            canvas.line(
+                [_scaled(start), _scaled(end)], fill=rect.hatch, width=round(HATCH.size * HATCH.solidity * SCALE)
+            )
+    if rect.stroke:
+        canvas.rectangle(box, outline=rect.stroke, width=max(1, round(rect.stroke_width * SCALE)))
+
+
+def _line(canvas: ImageDraw, line: Line) -> None:
+    width = max(1, round(line.width * SCALE))
+    if line.dash is None:
+        canvas.line([_scaled(line.start), _scaled(line.end)], fill=line.colour, width=width)
+        return
+    (x0, y0), (x1, y1) = line.start, line.end
+    length = max(1e-9, ((x1 - x0) ** 2 + (y1 - y0) ** 2) ** 0.5)
+    on, off = line.dash
+    at = 0.0
+    while at < length:
+        a, b = at / length, min(length, at + on) / length
+        piece = [(x0 + (x1 - x0) * t, y0 + (y1 - y0) * t) for t in (a, b)]
+        canvas.line([_scaled(point) for point in piece], fill=line.colour, width=width)
+        at += on + off
+
+
+def _scaled(point: Point) -> Point:
+    return point[0] * SCALE, point[1] * SCALE
+
+
+@cache
+def _font(size: int) -> FreeTypeFont:
+    from PIL import ImageFont
+
+    return ImageFont.load_default(size)  # type: ignore[return-value]

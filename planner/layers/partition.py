@@ -33,8 +33,7 @@ from openrecycle.planner.jobs.job import Job, LayerProfile, MemoryLimit, Over, P
 from openrecycle.planner.jobs.words import layers_moved
 from openrecycle.planner.layers.migration import Migration, migrations_to
 from openrecycle.planner.plans.bounds import Bound, period_bound
-from openrecycle.planner.solvers.list_scheduler import ListScheduler, rules
-from openrecycle.planner.solvers.table import Table
+from openrecycle.planner.solvers.list_scheduler import ListScheduler, Table, rules
 
 Ints = NDArray[Any]  # int64, or Python's own integers where those are too short
 Partition = tuple[int, ...]

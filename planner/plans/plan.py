@@ -1,14 +1,18 @@
-"""The Plan document: versioned JSON with a published schema and a fingerprint.
+"""The Plan document: versioned JSON with a published schema and a fingerprint; and how documents of people are read.
 
 A Plan is a schedule that has been solved, with what a reader needs to trust it: the problem, the
-metrics, the proven bound, and who solved it. Times are in the job's own time unit.
+metrics, the proven bound, and who solved it. Times are in the job's own time unit. A file that somebody names may be
+anything: a device, a pipe, or far too large (`read_whole`).
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 import re
+import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import compress, islice, starmap
@@ -37,8 +41,9 @@ from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, cor
 
 from openrecycle.planner.jobs.errors import InputError, PlannerError
 from openrecycle.planner.jobs.failures import parse_workers
-from openrecycle.planner.jobs.files import PLAN_BYTES, read_whole
 from openrecycle.planner.jobs.job import (
+    SIZES,
+    TIMES,
     Job,
     LayerProfile,
     MemoryLimit,
@@ -49,7 +54,6 @@ from openrecycle.planner.jobs.job import (
     Worker,
     count_ops,
 )
-from openrecycle.planner.jobs.profile import SIZES, TIMES
 from openrecycle.planner.jobs.words import printable
 from openrecycle.planner.plans.schedule import (
     KINDS,
@@ -64,6 +68,23 @@ from openrecycle.planner.plans.schedule import (
     renamed,
     whole,
 )
+
+# A plan takes about 100 bytes an op; what describes a job, a trace or a token, far less.
+PLAN_BYTES, OTHER_BYTES = 1 << 30, 1 << 26
+
+
+def read_whole(path: str | Path, *, most: int = OTHER_BYTES) -> bytes:
+    """All that is in it, `most` bytes at most. A pipe and a terminal are read to their end; no other device is, as it
+    has none. Raises OSError."""
+    with Path(path).open("rb") as file:
+        mode = os.fstat(file.fileno()).st_mode
+        if stat.S_ISBLK(mode) or (stat.S_ISCHR(mode) and not file.isatty()):
+            raise OSError(errno.EINVAL, "it is a device")
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise OSError(errno.EFBIG, f"it has more than {most:,} bytes")
+    return data
+
 
 SCHEMA_VERSION: Literal[1] = 1
 Model = TypeVar("Model", bound=BaseModel)

@@ -3,10 +3,16 @@
 Times are whole ticks (see planner.jobs.job). A Schedule is data; whether it is *valid* is for
 planner.check to say, which shares no code with this module's users. A plan of 2,048 workers has 400,000 ops: they are
 kept in arrays, and become objects only where somebody looks at them.
+
+Chains of ops: what one micro-batch goes through (`micro_batch_path`), and what sets the period (`critical_path`).
+
+A plan's times are a forecast; what workers keep to is the order of their ops. When ops take longer than was planned,
+the order still runs, and `steady_period` says how fast.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -23,6 +29,9 @@ Numbers = NDArray[Any]  # of int64; or Python's own integers, where one of them 
 KINDS = "FIWBO"
 F, I, W, B, O = range(5)  # noqa: E741 -- the field's names
 _MOST = 1 << 62
+
+MicroBatch = tuple[int, int]
+"""(home pipeline, micro-batch index inside it)."""
 
 
 class Op(NamedTuple):
@@ -530,3 +539,186 @@ def inputs(kind: str, stage: int, job: Job) -> list[tuple[str, int, int]]:
         return [("F", stage - 1, job.transfer_ticks[stage - 1])] if stage else []
     below = [("I", stage + 1, job.backward_transfer_ticks[stage])] if stage < job.stages - 1 else []
     return [("F", stage, 0), *below]
+
+
+_Key = tuple[int, int, int]  # home pipeline, micro-batch, stage
+
+
+@dataclass(frozen=True)
+class Link:
+    """One op of a chain. waited: ticks between what it needed last and its start."""
+
+    op: Op
+    waited: int
+
+
+def micro_batch_path(schedule: Schedule, pipeline: int, micro_batch: int) -> tuple[Op, ...]:
+    """All ops of one micro-batch, in order of start; empty when there is no such micro-batch."""
+    found = [op for op in schedule.compute_ops() if op.pipeline == pipeline and op.micro_batch == micro_batch]
+    return tuple(sorted(found, key=lambda op: (op.start, op.end, op.stage)))
+
+
+def critical_path(schedule: Schedule) -> tuple[Link, ...]:
+    """The chain of ops that ends with the last op of the stage which sets the period, first op first.
+
+    Each op is there because it is what the next one had to wait for longest: its input, its own
+    forward, or the op before it on its worker. So without waits in it, nothing but shorter ops or
+    another order makes the period shorter; a wait is what the order itself, or a memory limit, costs.
+    """
+    chain = _Chain(schedule)
+    link = chain.last()
+    links = [link]
+    while (before := chain.cause(link.op)) is not None:
+        cause, ready = before
+        links[-1] = Link(link.op, link.op.start - ready)
+        link = Link(cause, 0)
+        links.append(link)
+    return tuple(reversed(links))
+
+
+class _Chain:
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.job = schedule.problem.job
+        self.at: dict[tuple[str, _Key], Op] = {}
+        self.place: dict[Op, int] = {}
+        for ops in schedule.ops.values():
+            for i, op in enumerate(ops):
+                self.place[op] = i
+                if op.kind != "O":
+                    self.at["I" if op.kind == "B" else op.kind, (op.pipeline, op.micro_batch, op.stage)] = op
+
+    def last(self) -> Link:
+        """The step of the stage that sets the period (without staggering: of the whole grid)."""
+        schedule = self.schedule
+        first: dict[int, int] = {}
+        ends: dict[int, tuple[int, int, Op]] = {}
+        for worker, ops in schedule.ops.items():
+            stage = worker.stage
+            first[stage] = min(first.get(stage, ops[0].start), ops[0].start)
+            # Of peers that step together, the one that the step waited for.
+            found = (ops[-1].end, ops[-2].end if len(ops) > 1 else 0, ops[-1])
+            ends[stage] = max(ends.get(stage, found), found)
+        if not schedule.problem.technique.staggers:
+            return Link(max(ends.values())[-1], 0)
+        return Link(ends[max(first, key=lambda s: ends[s][0] - first[s])][-1], 0)
+
+    def cause(self, op: Op) -> tuple[Op, int] | None:
+        """What `op` waited for longest, and the tick at which that let it go; None at the beginning."""
+        return max(self._causes(op), key=lambda found: found[1], default=None)
+
+    def _causes(self, op: Op) -> Iterator[tuple[Op, int]]:
+        if op.kind == "O":
+            yield from self._before_step(op)
+            return
+        place = self.place[op]
+        if place:
+            before = self.schedule.ops[op.worker][place - 1]
+            yield before, before.end
+        for kind, source, lag in inputs(op.kind, op.stage, self.job):
+            given = self.at.get((kind, (op.pipeline, op.micro_batch, source)))
+            if given is not None:
+                yield given, given.end + lag
+
+    def _before_step(self, step: Op) -> Iterator[tuple[Op, int]]:
+        """A step waits for the last op of every peer, without staggering of every worker."""
+        staggers = self.schedule.problem.technique.staggers
+        for worker, ops in self.schedule.ops.items():
+            if (worker.stage == step.stage or not staggers) and len(ops) > 1:
+                yield ops[-2], ops[-2].end
+
+
+def waited(path: tuple[Link, ...]) -> int:
+    """Ticks of a chain in which none of its ops runs."""
+    return sum(link.waited for link in path)
+
+
+def workers_of(path: tuple[Link, ...]) -> list[Worker]:
+    return sorted({link.op.worker for link in path})
+
+
+_Node = int
+
+
+def steady_period(schedule: Schedule, job: Job | None = None) -> float:
+    """Ticks from one iteration to the next once they repeat, with the op times and transfers of `job`.
+
+    Every op begins as soon as its worker and its inputs allow it, a stage's steps when its last peer
+    has no W left, and each worker's next iteration after its own step. So many iterations are played
+    through as it takes a delay to reach every stage and come back, twice; between the middle and the
+    end their mean is taken. It is no longer than the schedule's period when the times are as planned.
+
+    job: on the schedule's grid; None: that of the schedule. Raises InputError when the order has a
+    worker wait for itself, as no valid schedule does.
+    """
+    problem = schedule.problem
+    timed = Problem(job or problem.job, problem.failed, problem.technique, problem.memory)
+    ops, waits, order = _graph(schedule, timed)
+    ticks = [_ticks(timed, op) for op in ops]
+    free = dict.fromkeys(schedule.ops, 0)
+    rounds = 4 * timed.job.stages + 8
+    last_ends = []
+    for _ in range(rounds):
+        ends = [0] * len(ops)
+        for node in order:
+            op = ops[node]
+            begin = max(free[op.worker], max((ends[before] + delay for before, delay in waits[node]), default=0))
+            free[op.worker] = ends[node] = begin + ticks[node]
+        last_ends.append(max(free.values()))
+    half = rounds // 2
+    return (last_ends[-1] - last_ends[-1 - half]) / half
+
+
+def _ticks(problem: Problem, op: Op) -> int:
+    own = problem.worker_ticks(op.worker)
+    times = {"F": own.forward, "I": own.input_backward, "W": own.weight_backward, "B": own.backward}
+    return times[op.kind] if op.kind != "O" else own.optimizer
+
+
+def _graph(schedule: Schedule, problem: Problem) -> tuple[list[Op], list[list[tuple[_Node, int]]], Sequence[_Node]]:
+    """All ops; of each those that it waits for beside the one before it on its worker, with the delay;
+    and an order in which none comes before one that it waits for."""
+    job = problem.job
+    ops: list[Op] = []
+    previous: dict[_Node, _Node] = {}
+    found: dict[tuple[str, int, int, int], _Node] = {}
+    last: dict[int, list[_Node]] = {}
+    for worker in problem.living_workers():
+        row = [op for op in schedule.ops.get(worker, ()) if op.kind != "O"]
+        for place, op in enumerate([*row, Op("O", worker.pipeline, -1, worker.stage, worker, 0, 0)]):
+            if place:
+                previous[len(ops)] = len(ops) - 1
+            if op.kind != "O":
+                found["I" if op.kind == "B" else op.kind, op.pipeline, op.micro_batch, op.stage] = len(ops)
+            elif place:
+                last.setdefault(worker.stage, []).append(len(ops) - 1)
+            ops.append(op)
+    waits: list[list[tuple[_Node, int]]] = []
+    for op in ops:
+        if op.kind == "O":
+            waits.append([(before, 0) for before in last.get(op.stage, ())])
+            continue
+        key = (op.pipeline, op.micro_batch)
+        waits.append([(found[kind, *key, stage], lag) for kind, stage, lag in inputs(op.kind, op.stage, job)])
+    return ops, waits, _sorted(waits, previous)
+
+
+def _sorted(waits: Sequence[Sequence[tuple[_Node, int]]], previous: dict[_Node, _Node]) -> list[_Node]:
+    """Raises InputError where there is a cycle."""
+    after: list[list[_Node]] = [[] for _ in waits]
+    missing = [0] * len(waits)
+    for node, befores in enumerate(waits):
+        for before in {b for b, _ in befores} | ({previous[node]} if node in previous else set()):
+            after[before].append(node)
+            missing[node] += 1
+    ready, out = deque(node for node, count in enumerate(missing) if not count), list[_Node]()
+    while ready:
+        node = ready.popleft()
+        out.append(node)
+        for later in after[node]:
+            missing[later] -= 1
+            if not missing[later]:
+                ready.append(later)
+    if len(out) < len(waits):
+        raise InputError("plan", "an order in which ops wait for each other", "one that can be run")
+    return out

@@ -1,4 +1,8 @@
-"""The engine: plays one policy against one trace.
+"""Plays one policy against one trace: what a policy is, the engine, and what a run came to.
+
+A policy says how a job trains with the workers it has, what it does when they change, and what that costs. But for the
+costs, times here are whole microseconds, so that results do not depend on rounding. The outcome has the one definition
+of each of its numbers.
 
 Events are those of the trace, a worker's getting ready, the end of a pause, and an iteration's end
 where the policy has asked for it. What lies between is counted by division, so the run time grows
@@ -8,20 +12,355 @@ with the number of events and not with the number of iterations.
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import pairwise
+from typing import Any, Protocol
 
-from openrecycle.planner.simulation.outcome import SimulationOutcome
-from openrecycle.planner.simulation.policy_base import (
-    MILLISECOND,
-    Cluster,
-    KeepTraining,
-    MembershipChange,
-    Pace,
-    Policy,
-    Reaction,
-    Stop,
-)
-from openrecycle.planner.simulation.trace import Trace
+from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.simulation.traces import Trace
+
+SECOND = 1_000_000
+MILLISECOND = 1_000
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How training goes on until something changes.
+
+    iteration: microseconds of one. samples: that it trains on. checkpoint_every: iterations between
+    checkpoints, 0 for none; checkpoint: microseconds that one takes, during which nothing trains.
+    """
+
+    iteration: int
+    samples: float
+    checkpoint_every: int = 0
+    checkpoint: int = 0
+
+    def __post_init__(self) -> None:
+        if self.iteration < 1 or self.samples < 0 or self.checkpoint_every < 0 or self.checkpoint < 0:
+            raise ValueError(f"not a pace: {self}")
+
+    @property
+    def rate(self) -> float:
+        """Samples per second between checkpoints."""
+        return self.samples * SECOND / self.iteration
+
+
+@dataclass(frozen=True)
+class MembershipChange:
+    """Who came, who went and who became ready at one instant. lost: in the order in which they went."""
+
+    lost: tuple[str, ...] = ()
+    ready: tuple[str, ...] = ()
+
+
+class Cluster:
+    """The workers as a policy sees them, in the order in which they came. now: microseconds.
+
+    ready: those that can train.
+    """
+
+    def __init__(self) -> None:
+        self.now = 0
+        self._living: dict[str, bool] = {}
+        self._usable = 0
+
+    @property
+    def ready(self) -> list[str]:
+        return [name for name, usable in self._living.items() if usable]
+
+    @property
+    def living(self) -> int:
+        """Workers that are there and paid for, ready or not yet."""
+        return len(self._living)
+
+    @property
+    def usable(self) -> int:
+        """How many are ready."""
+        return self._usable
+
+    def add(self, name: str) -> None:
+        self._living[name] = False
+
+    def remove(self, name: str) -> bool:
+        """Was it ready?"""
+        was_ready = self._living.pop(name)
+        self._usable -= was_ready
+        return was_ready
+
+    def set_ready(self, name: str) -> bool:
+        """Is it still there?"""
+        if name not in self._living:
+            return False
+        self._usable += not self._living[name]
+        self._living[name] = True
+        return True
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Training stops now and goes on after `pause` microseconds, at the pace that the policy then gives.
+
+    The iteration in flight is lost, unless `grace` and it would have ended within the pause.
+    rollback: what was done since the last checkpoint is lost too. save: the pause begins with a
+    checkpoint, so that nothing of what was done before can be lost later.
+    """
+
+    pause: int
+    grace: bool = False
+    rollback: bool = False
+    save: bool = False
+
+
+@dataclass(frozen=True)
+class KeepTraining:
+    """Training goes on.
+
+    stretch: so much longer does what is left of the iteration in flight take, cut to milliseconds.
+    pace: of the iterations after it; None: as before. ask: call `boundary` when it ends.
+    """
+
+    stretch: float = 1.0
+    pace: Pace | None = None
+    ask: bool = False
+
+
+Reaction = Stop | KeepTraining
+
+
+class Policy(Protocol):
+    """One object per run: it may keep state. `pace` is asked whenever training (re)starts.
+
+    fault_free: samples per second with nothing failed, which goodput is measured against.
+    workers: that the job is made for; more than so many stand by. extra_workers: that are paid for
+    beside those of the trace.
+    """
+
+    name: str
+    fault_free: float
+    workers: int
+    extra_workers: int
+
+    def changed(self, cluster: Cluster, change: MembershipChange, *, training: bool, paused: bool) -> Reaction:
+        """Workers came or went. training: an iteration is in flight; paused: between two paces; neither: halted."""
+        ...
+
+    def boundary(self, cluster: Cluster) -> Reaction:
+        """An iteration has ended after which the policy had asked to be called."""
+        ...
+
+    def pace(self, cluster: Cluster) -> Pace | None:
+        """With these workers, from now. None: training can't go on; the job waits for workers."""
+        ...
+
+
+@dataclass(frozen=True)
+class RecoveryCosts:
+    """What it costs to get from one state of a job to the next, and what a worker costs.
+
+    Seconds, unless said otherwise. The defaults are for a job of some hundred accelerators.
+
+    detect: from a death until all know. recover: agreement and new groups, with a plan made ahead.
+    rejoin: until a worker that returns has its peers' state. migrate: until a worker that changes its
+    stage has. repartition: until every worker has the layers of a new partition. restart: from the
+    last checkpoint, everyone anew. checkpoint: to save one; checkpoint_interval: between two.
+    dollars: per worker and hour.
+    """
+
+    detect: float = 1.0
+    recover: float = 1.0
+    rejoin: float = 5.0
+    migrate: float = 5.0
+    repartition: float = 20.0
+    restart: float = 300.0
+    checkpoint: float = 30.0
+    checkpoint_interval: float = 1800.0
+    dollars: float = 2.0
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1e7:
+                raise InputError(f"--cost {each.name}", value, "a number from 0 to 1e7")
+            if each.name == "checkpoint_interval" and not value:
+                raise InputError("--cost checkpoint_interval", value, "a number of seconds above 0")
+
+    @classmethod
+    def parse(cls, text: str, *, field: str = "--cost") -> RecoveryCosts:
+        """`detect=1,recover=0.5,...`, any subset. Raises InputError."""
+        known = [f.name for f in fields(cls)]
+        values: dict[str, float] = {}
+        for part in filter(None, (p.strip() for p in text.split(","))):
+            name, _, raw = part.partition("=")
+            if name not in known:
+                raise InputError(field, part, "NAME=NUMBER with NAME one of " + ", ".join(known))
+            try:
+                values[name] = float(raw)
+            except ValueError:
+                values[name] = math.nan
+            if not math.isfinite(values[name]):
+                raise InputError(field, part, f"{name}=NUMBER")
+        return cls(**values)
+
+
+HOUR = 3600 * SECOND
+
+
+@dataclass(frozen=True)
+class SimulationOutcome:
+    """Totals of one policy on one trace. Times in microseconds.
+
+    begin: the first iteration's start. last: the last completed iteration's end. end: of the trace.
+    samples, iterations, productive: of the iterations whose work counts, and the time that they took.
+    lost: iterations begun whose work was lost. worker_time: living workers x time. failures: workers lost.
+    rates: (time, samples per second from then on), 0 while nothing trains.
+    """
+
+    policy: str
+    trace: str
+    begin: int | None
+    last: int
+    end: int
+    samples: float
+    iterations: int
+    productive: int
+    lost: int
+    worker_time: int
+    failures: int
+    fault_free: float
+    workers: int
+    rates: tuple[tuple[int, float], ...]
+
+    @property
+    def hours(self) -> float:
+        """Of the trace, from its start to its end."""
+        return self.end / HOUR
+
+    @property
+    def window(self) -> int:
+        """From the first iteration's start to the last one's end: what the published averages are over."""
+        return 0 if self.begin is None else max(0, self.last - self.begin)
+
+    @property
+    def average_samples_per_second(self) -> float:
+        """Samples that count, over `window`."""
+        return self.samples * SECOND / self.window if self.window else 0.0
+
+    @property
+    def trace_samples_per_second(self) -> float:
+        """The same over the whole trace, waiting before the start and after the last iteration included."""
+        return self.samples * SECOND / self.end
+
+    @property
+    def ettr(self) -> float:
+        """Time of the iterations that count / wall time from the first start to the end of the trace."""
+        return 0.0 if self.begin is None else self.productive / (self.end - self.begin)
+
+    @property
+    def goodput(self) -> float:
+        """The same, weighted with throughput / fault-free throughput."""
+        if self.begin is None or not self.fault_free:
+            return 0.0
+        return self.samples * SECOND / (self.end - self.begin) / self.fault_free
+
+    @property
+    def worker_hours(self) -> float:
+        """Hours of living workers: what is paid for."""
+        return self.worker_time / HOUR
+
+    @property
+    def worker_hours_wasted(self) -> float:
+        """Those beyond what the samples take on the fault-free job: below 0 where fewer workers do more each."""
+        if not self.fault_free:
+            return self.worker_hours
+        return self.worker_hours - self.samples / self.fault_free * self.workers / 3600
+
+    def dollars(self, per_worker_hour: float) -> float:
+        return self.worker_hours * per_worker_hour
+
+    def dollars_per_million_samples(self, per_worker_hour: float) -> float | None:
+        """None where nothing was trained."""
+        return self.dollars(per_worker_hour) / self.samples * 1e6 if self.samples else None
+
+    def document(self, model: str, *, price: float | None = None, over_time: bool = False) -> dict[str, Any]:
+        """The JSON object that `openrecycle simulate --json` prints. price: dollars per worker and hour.
+
+        over_time: with the rates as well, as (hours, samples per second from then on).
+        """
+        out: dict[str, Any] = {
+            "policy": self.policy,
+            "model": model,
+            "trace": self.trace,
+            "average_samples_per_second": self.average_samples_per_second,
+            "goodput": self.goodput,
+            "ettr": self.ettr,
+            "iterations_lost": self.lost,
+            "failures": self.failures,
+            "hours": self.hours,
+            "iterations": self.iterations,
+            "trace_samples_per_second": self.trace_samples_per_second,
+            "fault_free_samples_per_second": self.fault_free,
+            "worker_hours": self.worker_hours,
+            "worker_hours_wasted": self.worker_hours_wasted,
+        }
+        if price is not None:
+            out["dollars"] = self.dollars(price)
+            out["dollars_per_million_samples"] = self.dollars_per_million_samples(price)
+        if over_time:
+            out["throughput_over_time"] = [[time / HOUR, rate] for time, rate in self.rates]
+        return out
+
+
+# -- how policies compare as failures become rarer ---------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """Between two MTBFs `after` becomes better than `before`. hours: where the lines between them meet."""
+
+    before: str
+    after: str
+    hours: float
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """One outcome per MTBF (hours, ascending) and policy."""
+
+    hours: tuple[float, ...]
+    outcomes: tuple[tuple[SimulationOutcome, ...], ...]
+
+    def rates(self, policy: int) -> list[float]:
+        """Samples per second over the whole trace, by MTBF."""
+        return [row[policy].trace_samples_per_second for row in self.outcomes]
+
+    @property
+    def crossings(self) -> list[Crossing]:
+        """Of each pair of policies, by MTBF; the hours are interpolated on a logarithmic scale."""
+        out = []
+        names = [outcome.policy for outcome in self.outcomes[0]]
+        for a in range(len(names)):
+            for b in range(a + 1, len(names)):
+                rates = zip(self.hours, self.rates(a), self.rates(b), strict=True)
+                gaps = [(hours, x - y) for hours, x, y in rates if x != y]  # where they are equal nobody leads
+                for (before, lead), (after, behind) in pairwise(gaps):
+                    if (lead > 0) != (behind > 0):
+                        share = lead / (lead - behind)
+                        low, high = math.log(before), math.log(after)
+                        first, second = (names[a], names[b]) if lead > 0 else (names[b], names[a])
+                        out.append(Crossing(first, second, math.exp(low + share * (high - low))))
+        return sorted(out, key=lambda crossing: crossing.hours)
+
+
+def sweep(
+    hours: Sequence[float], trace: Callable[[float], Trace | None], run: Callable[[Trace], Sequence[SimulationOutcome]]
+) -> Sweep:
+    """trace(mtbf) makes the trace, None: that value is left out; run(trace) plays all policies against it."""
+    played = {value: tuple(run(made)) for value in sorted(set(hours)) if (made := trace(value)) is not None}
+    return Sweep(tuple(played), tuple(played.values()))
+
 
 ADD, REMOVE, READY, RESUME = 1, 2, 3, 4
 

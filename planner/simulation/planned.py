@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from openrecycle.planner.jobs.errors import InfeasibleError, InputError
 from openrecycle.planner.jobs.job import (
+    MAX_DECIMALS,
     MAX_LAYERS,
+    SIZES,
+    TIMES,
     Job,
     LayerProfile,
     MemoryLimit,
@@ -19,17 +22,17 @@ from openrecycle.planner.jobs.job import (
     StageProfile,
     Technique,
     Worker,
+    balanced,
+    joined,
 )
-from openrecycle.planner.jobs.profile import MAX_DECIMALS, SIZES, TIMES, balanced, joined
-from openrecycle.planner.layers.distribution import Counts, best_distributions, models
-from openrecycle.planner.layers.migration import SECONDS
+from openrecycle.planner.layers.migration import SECONDS, Counts, best_distributions, models
 from openrecycle.planner.layers.partition import Layout, lay_out, staffed, with_stages
 from openrecycle.planner.plans.baseline import reference_period
 from openrecycle.planner.plans.packed import CatalogQuestion
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
 
 if TYPE_CHECKING:
-    from openrecycle.planner.catalogs.catalog_store import StoredCatalog
+    from openrecycle.planner.catalogs.catalog import StoredCatalog
 
 # Layers of a stage where nobody says how many there are: what re-partition can move.
 LAYERS_PER_STAGE = 8

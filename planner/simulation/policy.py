@@ -1,7 +1,7 @@
 """What to do at a failure: predicts each option, picks the one that trains most, and says why.
 
 Pure functions of the job's state, its planned throughput and what recovery costs. All ways are
-compared by the samples that are trained from now to the expected repair.
+compared by the samples that are trained from now to the expected repair, or the next change.
 """
 
 from __future__ import annotations
@@ -9,18 +9,54 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from openrecycle.planner.jobs.errors import InfeasibleError, InputError
 from openrecycle.planner.jobs.failures import failures_per_stage
 from openrecycle.planner.jobs.job import Problem, Worker
-from openrecycle.planner.jobs.words import DROP, MIGRATE, REROUTE, milliseconds, percent
-from openrecycle.planner.layers.distribution import CopyCost
-from openrecycle.planner.layers.migration import best_migrations
+from openrecycle.planner.jobs.words import DROP, MIGRATE, REROUTE, STAND_BY, milliseconds, percent
+from openrecycle.planner.layers.migration import CopyCost, best_migrations
 from openrecycle.planner.plans.baseline import reference_period
-from openrecycle.planner.simulation.options import REPARTITION, SHALLOWER, Option, best_option
+from openrecycle.planner.simulation.engine import RecoveryCosts
 from openrecycle.planner.simulation.planned import PlannedJob, Rate
-from openrecycle.planner.simulation.policy_base import RecoveryCosts
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
+
+if TYPE_CHECKING:
+    from openrecycle.planner.layers.migration import Migration
+
+REPARTITION, SHALLOWER = "re-partition", "one stage less"
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option. pause: seconds until training goes on. redo: seconds of earlier work that is lost.
+
+    rate: samples per second from then on. migrations: who changes stage for it, where that is known.
+    partition: layers per stage, where those change and it is known.
+    """
+
+    name: str
+    pause: float
+    rate: float
+    redo: float = 0.0
+    migrations: tuple[Migration, ...] = ()
+    partition: tuple[int, ...] = ()
+
+    def samples(self, horizon: float, before: float) -> float:
+        """Trained within `horizon` seconds, less what is lost of the work done at rate `before`."""
+        return max(0.0, horizon - self.pause) * self.rate - self.redo * before
+
+
+def best_option(options: Sequence[Option], horizon: float, before: float) -> list[Option]:
+    """The options, the best first."""
+    return sorted(options, key=lambda o: merit(o.name, o.samples(horizon, before), o.pause))
+
+
+def merit(name: str, samples: float, pause: float) -> tuple[float, float, bool, str]:
+    """Sorts options, the best first: by what is trained; of those that differ in the last bits alone by the shorter
+    pause, and then one that puts nobody healthy out comes first."""
+    return -float(f"{samples:.9g}"), pause, name in (DROP, STAND_BY), name
+
 
 # Ops above which nothing is planned while a failure waits: the count's own period stands for it.
 PLANNED_OPS = 200_000

@@ -23,11 +23,10 @@ from ortools.math_opt.python import mathopt
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Problem, Worker
 from openrecycle.planner.plans.bounds import period_bound
-from openrecycle.planner.plans.routing import Routes
 from openrecycle.planner.plans.schedule import Op, Schedule
 from openrecycle.planner.solvers.base import Cancelled, Run, Solution
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
-from openrecycle.planner.solvers.reduction import proven_for_routing, routes_of, whole_backwards
+from openrecycle.planner.solvers.routing import Routes, proven_for_routing, routes_of, whole_backwards
 
 # Above this many 0/1 variables HiGHS takes minutes where CP-SAT takes seconds.
 MAX_VARIABLES = 12_000
@@ -106,7 +105,7 @@ def solve_apart(model: mathopt.Model, seconds: float, cancelled: Cancelled | Non
 
 
 class StepModel:
-    """Minimizes the period, from 0 to `upper` ticks, for these routes (planner.plans.routing.assign)."""
+    """Minimizes the period, from 0 to `upper` ticks, for these routes (planner.solvers.routing.assign)."""
 
     def __init__(self, problem: Problem, routes: Routes, upper: int) -> None:
         self.problem, self.routes = problem, routes

@@ -20,8 +20,7 @@ from openrecycle.planner.plans.bounds import period_bound
 from openrecycle.planner.plans.plan import MetricsDoc, Plan, SolverDoc
 from openrecycle.planner.solvers.base import Cancelled, ProgressCallback, Run, Solution, Solver
 from openrecycle.planner.solvers.list_scheduler import SELECTIVE_ITEMS, ListScheduler, best_fault_free, tries
-from openrecycle.planner.solvers.rearranger import Rearranger, rearrangeable
-from openrecycle.planner.solvers.tuning import COMPILED_SECONDS, Tuner
+from openrecycle.planner.solvers.local_search import COMPILED_SECONDS, Rearranger, Tuner, rearrangeable
 
 if TYPE_CHECKING:
     from openrecycle.planner.layers.partition import Layout

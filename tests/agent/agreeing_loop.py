@@ -15,7 +15,7 @@ import torch.distributed
 
 from openrecycle.agent.messages.protocol import Deployment
 from openrecycle.agent.monitoring.heartbeat import Status
-from openrecycle.agent.monitoring.timeline import OpSeconds
+from openrecycle.agent.monitoring.liveness import OpSeconds
 from openrecycle.agent.own_loops.own_loop import OwnLoop
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, Worker
 from openrecycle.planner.plans.plan import Plan

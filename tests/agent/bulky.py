@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from openrecycle.agent.config.randomness import seed_for
+from openrecycle.agent.config.devices import seed_for
 from openrecycle.agent.examples.gpt import Gpt
 
 

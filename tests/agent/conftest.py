@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from openrecycle.agent.transport.store import RendezvousStore
+from openrecycle.agent.transport.communicator import RendezvousStore
 from tests.agent.launches import warm
 
 

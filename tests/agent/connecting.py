@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from openrecycle.agent.config.timeouts import Timeouts
+from openrecycle.agent.config.options import Timeouts
 from openrecycle.agent.examples.gpt import Gpt
 from openrecycle.agent.transport import communicator
 from openrecycle.agent.transport.group import GlooGroup, GlooPending

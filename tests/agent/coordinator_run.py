@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from openrecycle.agent.coordination import coordinator
-from openrecycle.agent.coordination.events import (
+from openrecycle.agent.coordination.membership import (
     Decision,
     Event,
     Exited,
+    FailureTimeouts,
+    Generation,
     GenerationAcknowledged,
     HeartbeatsReceived,
     LastHeartbeat,
+    Member,
     NeedPlan,
     Note,
     OpenGeneration,
     PlanReady,
+    State,
     Tick,
     Transition,
     WorkerRegistered,
 )
-from openrecycle.agent.coordination.membership import FailureTimeouts, Generation, Member, State
 from openrecycle.app.jobs.states import Arrival, ProcessState, WorkerStates, follow, sentence
 
 LADDER = FailureTimeouts(heartbeat=1, suspect=5, dead=20, transfer_grace=2)

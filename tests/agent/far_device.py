@@ -24,23 +24,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from openrecycle.agent.checkpoints.weights import read_weights, save_weights
-from openrecycle.agent.config.devices import on_device
+from openrecycle.agent.checkpoints import read_weights, save_weights
+from openrecycle.agent.config.devices import on_device, seed_for
 from openrecycle.agent.config.faults import FaultInjector
 from openrecycle.agent.config.options import Optimization
-from openrecycle.agent.config.randomness import seed_for
-from openrecycle.agent.models.stage_io import StageCuts
+from openrecycle.agent.models.layers import StageCuts
 from openrecycle.agent.models.state import pack, unpack
-from openrecycle.agent.stages.assembly import assemble
 from openrecycle.agent.stages.optimizer import StageOptimizer, stage_optimizer
-from openrecycle.agent.transport.group import PendingTransfer
-from openrecycle.agent.transport.host import HostGroup
+from openrecycle.agent.stages.stage import assemble
+from openrecycle.agent.transport.group import HostGroup, PendingTransfer
 from openrecycle.agent.transport.ranks import Ranks
-from openrecycle.agent.transport.script import Script
-from openrecycle.agent.transport.transfers import Lines, OrderedTransfers, TransferLayout, connect
+from openrecycle.agent.transport.transfers import Lines, OrderedTransfers, Script, TransferLayout, connect
 from openrecycle.agent.workers import executor as executor_module
-from openrecycle.agent.workers.executor import Executor
-from openrecycle.agent.workers.op_queue import DeviceOpQueue, OpQueue
+from openrecycle.agent.workers.executor import DeviceOpQueue, Executor, OpQueue
 from openrecycle.agent.workers.validation_exchange import Steps
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker

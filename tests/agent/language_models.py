@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import (
-    Gemma2Config,
-    Gemma3TextConfig,
-    GemmaConfig,
-    GPT2Config,
-    GPTNeoXConfig,
-    LlamaConfig,
-    MistralConfig,
-    MixtralConfig,
-    Olmo2Config,
-    OlmoConfig,
-    Phi3Config,
-    PreTrainedConfig,
-    Qwen2Config,
-    Qwen2MoeConfig,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
 
 from openrecycle import Job
 from openrecycle.agent.jobs.trainer import ResilientTrainer
 from openrecycle.agent.models.workload import Workload
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 VOCABULARY, TOKENS, BLOCKS = 61, 12, 3
 _SIZES: dict[str, Any] = {
@@ -48,35 +35,38 @@ _EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_int
 _MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 
 
-def gpt2(**changes: Any) -> GPT2Config:
+def gpt2(**changes: Any) -> PreTrainedConfig:
     sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": BLOCKS, "n_head": 4, "n_positions": 16}
-    return GPT2Config(**(sizes | {"bos_token_id": 1, "eos_token_id": 1} | changes))
+    return transformers.GPT2Config(**(sizes | {"bos_token_id": 1, "eos_token_id": 1} | changes))
 
 
-def llama(**changes: Any) -> LlamaConfig:
-    return LlamaConfig(**(_SIZES | changes))
+def llama(**changes: Any) -> PreTrainedConfig:
+    return transformers.LlamaConfig(**(_SIZES | changes))
 
 
-CONFIGS: dict[str, PreTrainedConfig] = {
-    "gpt2": gpt2(embd_pdrop=0.0, resid_pdrop=0.0, attn_pdrop=0.0),
-    "llama": llama(),
-    "llama with eager attention": llama(attn_implementation="eager", tie_word_embeddings=True),
-    "mistral": MistralConfig(**_WINDOWS),
-    "olmo": OlmoConfig(**_SIZES),
-    "olmo2": Olmo2Config(**_SIZES),
-    "phi3": Phi3Config(**_SIZES),
-    "pythia": GPTNeoXConfig(**{name: size for name, size in _SIZES.items() if name != "num_key_value_heads"}),
-    "qwen2": Qwen2Config(**_SIZES, use_sliding_window=True, sliding_window=4, max_window_layers=1),
-    "qwen3": Qwen3Config(**_NARROW),
-    "gemma": GemmaConfig(**_NARROW),
-    "gemma2": Gemma2Config(**_WINDOWS, layer_types=_MIXED),
-    "gemma3": Gemma3TextConfig(**_WINDOWS, layer_types=_MIXED),
-    "mixtral": MixtralConfig(**_NARROW, num_local_experts=4),
-    "mixtral, balanced": MixtralConfig(
+# Made when one is used: transformers loads a class when it is named, and all of them take 4 s.
+CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
+    "gpt2": lambda: gpt2(embd_pdrop=0.0, resid_pdrop=0.0, attn_pdrop=0.0),
+    "llama": llama,
+    "llama with eager attention": lambda: llama(attn_implementation="eager", tie_word_embeddings=True),
+    "mistral": lambda: transformers.MistralConfig(**_WINDOWS),
+    "olmo": lambda: transformers.OlmoConfig(**_SIZES),
+    "olmo2": lambda: transformers.Olmo2Config(**_SIZES),
+    "phi3": lambda: transformers.Phi3Config(**_SIZES),
+    "pythia": lambda: transformers.GPTNeoXConfig(
+        **{name: size for name, size in _SIZES.items() if name != "num_key_value_heads"}
+    ),
+    "qwen2": lambda: transformers.Qwen2Config(**_SIZES, use_sliding_window=True, sliding_window=4, max_window_layers=1),
+    "qwen3": lambda: transformers.Qwen3Config(**_NARROW),
+    "gemma": lambda: transformers.GemmaConfig(**_NARROW),
+    "gemma2": lambda: transformers.Gemma2Config(**_WINDOWS, layer_types=_MIXED),
+    "gemma3": lambda: transformers.Gemma3TextConfig(**_WINDOWS, layer_types=_MIXED),
+    "mixtral": lambda: transformers.MixtralConfig(**_NARROW, num_local_experts=4),
+    "mixtral, balanced": lambda: transformers.MixtralConfig(
         **_NARROW, num_local_experts=4, output_router_logits=True, router_aux_loss_coef=0.5
     ),
-    "qwen2 with experts": Qwen2MoeConfig(**_SIZES, shared_expert_intermediate_size=16, **_EXPERTS),
-    "qwen3 with experts": Qwen3MoeConfig(**_NARROW, **_EXPERTS),
+    "qwen2 with experts": lambda: transformers.Qwen2MoeConfig(**_SIZES, shared_expert_intermediate_size=16, **_EXPERTS),
+    "qwen3 with experts": lambda: transformers.Qwen3MoeConfig(**_NARROW, **_EXPERTS),
 }
 
 adamw = partial(torch.optim.AdamW, lr=3e-3)

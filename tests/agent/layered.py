@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from openrecycle.agent.config.randomness import seed_for
+from openrecycle.agent.config.devices import seed_for
 
 WIDTH, LENGTH, BATCH = 8, 5, 4
 

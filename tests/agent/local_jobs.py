@@ -9,11 +9,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from openrecycle.agent.checkpoints.checkpoint import Identity
-from openrecycle.agent.checkpoints.checkpointing import Origin
+from openrecycle.agent.checkpoints import Identity, Origin
 from openrecycle.agent.config.devices import Platform
-from openrecycle.agent.config.options import Checkpoints, Faults, HandOver, Optimization, Planning, TrainingOptions
-from openrecycle.agent.config.timeouts import Timeouts
+from openrecycle.agent.config.options import (
+    Checkpoints,
+    Faults,
+    HandOver,
+    Optimization,
+    Planning,
+    Timeouts,
+    TrainingOptions,
+)
 from openrecycle.agent.coordination.launcher import Coordination
 from openrecycle.agent.coordination.local import LocalCoordination
 from openrecycle.agent.launcher.launch import Launcher, Stopped

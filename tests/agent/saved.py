@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from openrecycle.agent.checkpoints.checkpoint import whole_checkpoints
+from openrecycle.agent.checkpoints import whole_checkpoints
 from openrecycle.agent.models.state import StageState, pack
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from openrecycle import Loading
-from openrecycle.agent.checkpoints.checkpoint import whole_checkpoints
+from openrecycle.agent.checkpoints import whole_checkpoints
 from openrecycle.agent.config.devices import Platform, Transport
 from openrecycle.agent.config.options import Checkpoints, Faults
 from openrecycle.agent.launcher.launch import JobFailed

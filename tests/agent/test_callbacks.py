@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 from openrecycle import Callback, InputError, MLflow, Optimization, ProgressBar, TensorBoard, WeightsAndBiases
-from openrecycle.agent.config.randomness import seed_for
+from openrecycle.agent.config.devices import seed_for
 from openrecycle.agent.jobs import trainer
 from openrecycle.agent.jobs.callbacks import TrainingStart
 from openrecycle.agent.jobs.trainer import TrainingResult, _Lines

@@ -17,22 +17,23 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from openrecycle.agent.checkpoints import checkpointing
-from openrecycle.agent.checkpoints.checkpoint import (
+from openrecycle.agent import checkpoints as checkpoint_files
+from openrecycle.agent.checkpoints import (
+    Checkpointer,
     CheckpointError,
     Identity,
     OldCheckpointError,
+    Origin,
     find,
     load_layers,
+    prepare,
     set_aside_later,
     whole_checkpoints,
     write_share,
 )
-from openrecycle.agent.checkpoints.checkpointing import Checkpointer, Origin, prepare
 from openrecycle.agent.config.options import Checkpoints, TrainingOptions
 from openrecycle.agent.models.layers import LayerStack
-from openrecycle.agent.models.shares import Share, Writer
-from openrecycle.agent.models.state import pack
+from openrecycle.agent.models.state import Share, Writer, pack
 from openrecycle.agent.stages.gradients import GradientSum
 from openrecycle.agent.stages.optimizer import StageOptimizer
 from openrecycle.agent.stages.post_validation import SKIP
@@ -313,7 +314,7 @@ def test_any_reader_of_the_format_finds_parameters_by_their_owners_names(tmp_pat
 def test_files_that_are_too_long_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _write(tmp_path, 1)
     checkpoint = find(tmp_path)
-    monkeypatch.setattr("openrecycle.agent.checkpoints.checkpoint.MAX_STATE_BYTES", 100)
+    monkeypatch.setattr("openrecycle.agent.checkpoints.MAX_STATE_BYTES", 100)
     with pytest.raises(CheckpointError, match=golden("state-json-has-more-than")):
         checkpoint.load(range(1))
     manifest = tmp_path / "iteration-0000000001" / "manifest.json"
@@ -420,8 +421,8 @@ def test_the_last_checkpoint_waits_for_the_one_before_however_long_that_takes(
         disk.wait()
         return write_share(*arguments)
 
-    monkeypatch.setattr(checkpointing, "write_share", slow)
-    monkeypatch.setattr(checkpointing, "TIMEOUT_SECONDS", 0.0)
+    monkeypatch.setattr(checkpoint_files, "write_share", slow)
+    monkeypatch.setattr(checkpoint_files, "TIMEOUT_SECONDS", 0.0)
 
     def interrupted() -> bool:
         patience.set()  # it waits

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from openrecycle.agent.coordination.choosing import coming_back
-from openrecycle.agent.coordination.events import (
+from openrecycle.agent.coordination.generations import coming_back
+from openrecycle.agent.coordination.membership import (
+    Candidate,
     Chosen,
     ConsoleRestarted,
     DrainAsked,
     Exited,
     GenerationAcknowledged,
     LayersMoved,
+    Mode,
     ModeSet,
+    Offer,
     Offered,
     PlanReady,
     Stalled,
@@ -20,10 +23,9 @@ from openrecycle.agent.coordination.events import (
     TransferBroken,
     UsePlan,
 )
-from openrecycle.agent.coordination.membership import Candidate, Mode, Offer
 from openrecycle.agent.messages.protocol import JobState, WorkerState
 from openrecycle.planner.jobs.words import MIGRATE, REROUTE, STAND_BY
-from openrecycle.planner.simulation.options import REPARTITION
+from openrecycle.planner.simulation.policy import REPARTITION
 from tests.agent.coordinator_run import Run, fingerprint
 from tests.golden import golden
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 from openrecycle import Faults, Job, ResilientTrainer
 from openrecycle.agent.examples.gpt import Block
 from openrecycle.agent.jobs.trainer import TrainingResult
-from openrecycle.agent.stages.backward.probe import Probe, choose_split
+from openrecycle.agent.stages.stage import Probe, choose_split
 
 
 def compiled(layer: int, layers: int) -> nn.Module:

@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 
 from openrecycle.agent.config.devices import Platform
-from openrecycle.agent.config.timeouts import Timeouts
+from openrecycle.agent.config.options import Timeouts
 from openrecycle.agent.models.workload import NamedWorkload
 from openrecycle.agent.transport import communicator
-from openrecycle.agent.transport.communicator import Communicator
+from openrecycle.agent.transport.communicator import Communicator, RendezvousStore
 from openrecycle.agent.transport.group import TransferError
-from openrecycle.agent.transport.store import RendezvousStore
 from openrecycle.planner.jobs.job import Worker
 from tests.agent.connecting import ConnectingGroup
 from tests.agent.local_jobs import TINY, LocalJob, fault_free_losses

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from openrecycle.agent.coordination.events import (
+from openrecycle.agent.coordination.membership import (
     ConsoleRestarted,
     Exited,
+    FailureTimeouts,
     Finished,
     GenerationAcknowledged,
     HeartbeatsReceived,
@@ -18,15 +19,14 @@ from openrecycle.agent.coordination.events import (
     PlanReady,
     PlanRefused,
     Stalled,
+    State,
     StateLost,
     Tick,
     TransferBroken,
     WorkerRegistered,
 )
-from openrecycle.agent.coordination.membership import FailureTimeouts, State
 from openrecycle.agent.messages.protocol import JobState, WorkerState
-from openrecycle.app.jobs.live_job import TICK_SECONDS
-from openrecycle.app.jobs.records import job_columns, read_broken
+from openrecycle.app.jobs.live_job import TICK_SECONDS, job_columns, read_broken
 from openrecycle.planner.jobs.errors import InputError
 from tests.agent.coordinator_run import LADDER, Run, fingerprint
 from tests.golden import golden

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from openrecycle.agent.coordination import coordinator
-from openrecycle.agent.coordination.events import (
+from openrecycle.agent.coordination.membership import (
+    Candidate,
     Chosen,
     ConsoleRestarted,
     DrainAsked,
@@ -16,18 +17,20 @@ from openrecycle.agent.coordination.events import (
     Finished,
     GenerationAcknowledged,
     IterationsCommitted,
+    Mode,
     ModeSet,
+    Offer,
     Offered,
     PlanFrozen,
     PlanReady,
     PlanRefused,
     Stalled,
+    State,
     Tick,
     TransferBroken,
     UsePlan,
     WorkerRegistered,
 )
-from openrecycle.agent.coordination.membership import Candidate, Mode, Offer, State
 from openrecycle.agent.messages.protocol import JobState, WorkerState
 from openrecycle.planner.jobs.words import MIGRATE, REROUTE, STAND_BY
 from tests.agent.coordinator_run import LADDER, Run

@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrecycle.agent.coordination.events import Exited, GenerationAcknowledged, PlanReady
-from openrecycle.agent.coordination.membership import PRESENT
+from openrecycle.agent.coordination.membership import PRESENT, Exited, GenerationAcknowledged, PlanReady
 from openrecycle.agent.messages.protocol import JobState, WorkerState
 from tests.agent.coordinator_run import Run, fingerprint
 from tests.conftest import examples

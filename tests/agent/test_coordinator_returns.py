@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from openrecycle.agent.coordination.events import GenerationAcknowledged, TransferBroken, WorkerRegistered
-from openrecycle.agent.coordination.membership import MOST_RETIRED
+from openrecycle.agent.coordination.membership import (
+    MOST_RETIRED,
+    GenerationAcknowledged,
+    TransferBroken,
+    WorkerRegistered,
+)
 from openrecycle.agent.messages.protocol import JobState, WorkerState
 from tests.agent.coordinator_run import Run
 from tests.golden import golden

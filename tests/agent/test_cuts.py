@@ -5,19 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from openrecycle.agent.checkpoints.checkpoint import Identity, find, load_layers, write_share
+from openrecycle.agent.checkpoints import Identity, find, load_layers, write_share
+from openrecycle.agent.config.devices import seed_for
 from openrecycle.agent.config.options import Optimization
-from openrecycle.agent.config.randomness import seed_for
 from openrecycle.agent.examples.gpt import Gpt
-from openrecycle.agent.models.layers import partition_of, spans
-from openrecycle.agent.models.shares import Writer
-from openrecycle.agent.models.stage_io import StageCuts, wanted_of
-from openrecycle.agent.models.state import StageState, joined, of_layers, pack
+from openrecycle.agent.models.layers import StageCuts, partition_of, spans, wanted_of
+from openrecycle.agent.models.state import StageState, Writer, joined, of_layers, pack
 from openrecycle.agent.models.workload import NamedWorkload
-from openrecycle.agent.stages.assembly import assemble
 from openrecycle.agent.stages.optimizer import StageOptimizer, stage_optimizer
 from openrecycle.agent.stages.post_validation import judge
-from openrecycle.agent.stages.stage import Stage
+from openrecycle.agent.stages.stage import Stage, assemble
 from openrecycle.agent.workers.relayout import regrouped
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job

@@ -21,10 +21,10 @@ from typer.testing import CliRunner
 
 from openrecycle.agent.cli import app
 from openrecycle.agent.config.devices import Platform, kind_number, on_device
-from openrecycle.agent.config.timeouts import Timeouts
+from openrecycle.agent.config.options import Timeouts
 from openrecycle.agent.launcher.processes import ProcessPool
 from openrecycle.agent.models import compat
-from openrecycle.agent.transport import nccl
+from openrecycle.agent.transport import group as groups
 from openrecycle.agent.transport.group import TransferError, halt_all
 from openrecycle.agent.transport.ranks import Connections, ReplaceableGroup
 from openrecycle.planner.jobs.errors import InputError
@@ -261,9 +261,9 @@ class _Backend:
 def group(monkeypatch: pytest.MonkeyPatch) -> Any:
     backend: Any = type("Backend", (_Backend,), {"Options": SimpleNamespace})
     monkeypatch.setattr(compat, "dist", SimpleNamespace(ProcessGroupNCCL=backend))
-    monkeypatch.setattr(nccl, "dist", SimpleNamespace(PrefixStore=lambda name, store: store))
+    monkeypatch.setattr(groups, "dist", SimpleNamespace(PrefixStore=lambda name, store: store))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    made: Any = nccl.NcclGroup(
+    made: Any = groups.NcclGroup(
         None, "generation1/forward", 0, [Worker(0, 0), Worker(0, 1)], Timeouts(transfer=0.2), CPU
     )
     return made
@@ -289,7 +289,7 @@ def test_what_failed_is_no_data(group: Any) -> None:
 
 def test_all_groups_are_ended_before_one_is_waited_for(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel of one that waits for a dead peer holds up the device, and so whoever waits for another's."""
-    others = [nccl.NcclGroup(None, "x", 0, [Worker(0, 0), Worker(0, 1)], Timeouts(), CPU) for _ in range(2)]
+    others = [groups.NcclGroup(None, "x", 0, [Worker(0, 0), Worker(0, 1)], Timeouts(), CPU) for _ in range(2)]
     seen: list[int] = []
     every: list[Any] = [group, *others]
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: seen.append(sum(g._group.aborted for g in every)))

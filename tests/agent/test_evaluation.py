@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from openrecycle import Callback, Checkpoints, Evaluation, Faults, InputError, Loading, Optimization, Planning
-from openrecycle.agent.config.randomness import seed_for
+from openrecycle.agent.config.devices import seed_for
 from openrecycle.agent.jobs.callables import CallableWorkload, EvaluationBatches
 from openrecycle.agent.jobs.trainer import TrainingResult
 from openrecycle.agent.launcher.record import EvaluationResult

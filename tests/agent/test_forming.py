@@ -10,10 +10,9 @@ from datetime import timedelta
 import pytest
 import torch
 
-from openrecycle.agent.config.timeouts import Timeouts
-from openrecycle.agent.transport.communicator import Communicator, Groups
+from openrecycle.agent.config.options import Timeouts
+from openrecycle.agent.transport.communicator import Communicator, Groups, RendezvousStore
 from openrecycle.agent.transport.group import TransferError
-from openrecycle.agent.transport.store import RendezvousStore
 from openrecycle.planner.jobs.job import Worker
 from tests.golden import golden
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from openrecycle.agent.coordination.events import (
+from openrecycle.agent.coordination.membership import (
+    Candidate,
     Chosen,
     ConsoleRestarted,
     Finished,
+    Mode,
     ModeSet,
+    Offer,
     Offered,
     PlanFrozen,
     UsePlan,
 )
-from openrecycle.agent.coordination.membership import Candidate, Mode, Offer
 from openrecycle.agent.messages.protocol import JobState, WorkerState
 from openrecycle.planner.jobs.words import MIGRATE, REROUTE
 from tests.agent.coordinator_run import Run, fingerprint

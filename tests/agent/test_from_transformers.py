@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -15,23 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-    BertConfig,
-    DataCollatorForLanguageModeling,
-    Gemma3Config,
-    OPTConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-)
 
 from openrecycle import Checkpoints, Faults, Job, Loading, PadCollate, Planning, load_weights
-from openrecycle.agent.checkpoints.weights import save_weights
+from openrecycle.agent.checkpoints import save_weights
 from openrecycle.agent.jobs.trainer import ResilientTrainer, TrainingResult
-from openrecycle.agent.models.hugging_face import Pretrained, TokenBatches, pretrained, pretrained_job
-from openrecycle.agent.models.layers import LayerStack, build_layer, build_layers
-from openrecycle.agent.models.stage_io import TensorSpec
+from openrecycle.agent.models.layers import LayerStack, TensorSpec, build_layer, build_layers
 from openrecycle.planner.jobs.errors import InputError
 from tests.agent import language_models
 from tests.agent.language_models import BLOCKS, CONFIGS, TOKENS, VOCABULARY, Words, gpt2, llama, trainer
@@ -53,14 +43,19 @@ def models_are_there() -> None:
     warm("tests.agent.language_models", *(f"transformers.models.{kind}.modeling_{kind}" for kind in kinds))
 
 
-def whole(config: Any) -> PreTrainedModel:
+# transformers is imported by the tests, since it takes 5 s: each process of pytest reads all files.
+
+
+def whole(config: Any) -> transformers.PreTrainedModel:
     torch.manual_seed(0)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    model: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_config(config)
     return model.train()
 
 
 @contextlib.contextmanager
-def cut(model: Any, *passed: str) -> Iterator[Pretrained]:
+def cut(model: Any, *passed: str) -> Iterator[Any]:
+    from openrecycle.agent.models.hugging_face import pretrained
+
     with contextlib.ExitStack() as files:
         yield replace(pretrained(model, files), passed=passed)
 
@@ -88,8 +83,10 @@ _EITHER_WAY = [
 
 @pytest.mark.parametrize(("family", "padded"), _EITHER_WAY)
 def test_the_layers_do_what_the_whole_model_does(family: str, padded: bool) -> None:
+    from openrecycle.agent.models.hugging_face import pretrained_job
+
     """To the bit, loss and gradients."""
-    model = whole(CONFIGS[family])
+    model = whole(CONFIGS[family]())
     ids, mask = tokens(padded=padded)
     labels = ids.masked_fill(mask == 0, -100)
     wanted = model(input_ids=ids, attention_mask=mask if padded else None, labels=labels, use_cache=False).loss
@@ -131,7 +128,7 @@ def test_a_layer_has_its_own_parameters_by_the_models_names() -> None:
 def test_what_passes_between_layers_is_what_is_said_beforehand(family: str, autocast: bool, frozen: int) -> None:
     """frozen: so many layers at the beginning."""
     ids, mask = tokens(padded=True)
-    with cut(CONFIGS[family], "attention_mask") as source:
+    with cut(CONFIGS[family](), "attention_mask") as source:
         names = [n for k in range(frozen) for n, _ in source.cut.part(k, source.passed).named_parameters()]
         source = replace(source, frozen=frozenset(names))
         said = source.stage_io(ids.shape)
@@ -177,7 +174,7 @@ def test_a_layers_first_values_do_not_depend_on_what_was_built_before() -> None:
 @pytest.mark.parametrize("family", ["gpt2", "llama", at_length("gemma3"), at_length("mixtral")])
 def test_it_may_be_cut_where_layers_are_built_without_memory(family: str) -> None:
     """As a check before the start builds them, which is the first to ask where a worker makes its workload anew."""
-    with cut(CONFIGS[family]) as early, cut(CONFIGS[family]) as late:
+    with cut(CONFIGS[family]()) as early, cut(CONFIGS[family]()) as late:
         with torch.device("meta"):
             bare = [late(k, LAST + 1) for k in range(LAST + 1)]
         assert all(p.is_meta for layer in bare for p in layer.parameters())
@@ -192,7 +189,7 @@ def test_it_may_be_cut_where_layers_are_built_without_memory(family: str) -> Non
 @pytest.mark.parametrize("family", ["gpt2", "mixtral"])
 def test_weights_are_drawn_as_the_model_draws_them(family: str) -> None:
     """Norms 1, biases 0, and what is scaled by depth is."""
-    config = CONFIGS[family]
+    config = CONFIGS[family]()
     torch.manual_seed(1)  # layers are drawn from what torch draws next
     with cut(config) as source:
         drawn = {n: v for k in range(LAST + 1) for n, v in source(k, LAST + 1).state_dict().items()}
@@ -204,12 +201,14 @@ def test_weights_are_drawn_as_the_model_draws_them(family: str) -> None:
 
 
 def test_the_routers_loss_counts_where_the_config_says_so() -> None:
+    from openrecycle.agent.models.hugging_face import pretrained_job
+
     """Padding does not count in it either, as in the whole model's."""
     ids, mask = tokens(padded=True)
     batch = {"input_ids": ids, "attention_mask": mask, "labels": ids}
     losses = []
     for family in ("mixtral", "mixtral, balanced"):
-        model = whole(CONFIGS[family])
+        model = whole(CONFIGS[family]())
         expected = model(input_ids=ids, attention_mask=mask, labels=ids, use_cache=False).loss
         with contextlib.ExitStack() as files:
             source, arguments = pretrained_job(model, lambda *_: batch, Loading(), files)
@@ -243,7 +242,7 @@ def _stage(family: str) -> Case:
     """The middle block, on a micro-batch with padding."""
 
     def build() -> nn.Module:
-        with cut(CONFIGS[family], "attention_mask") as source:
+        with cut(CONFIGS[family](), "attention_mask") as source:
             return source(2, LAST + 1)
 
     def inputs() -> tuple[Tensor, ...]:
@@ -297,7 +296,7 @@ def test_a_kill_does_not_show_and_what_is_written_is_read_again(family: str, tmp
     assert hurt.parameters_sha256 == calm.parameters_sha256
     assert [recovery.worker for recovery in hurt.recoveries] == ["W1_1"]
     hurt.save_pretrained(tmp_path / "trained")
-    read = AutoModelForCausalLM.from_pretrained(tmp_path / "trained")
+    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "trained")
     assert (read.lm_head.weight is read.get_input_embeddings().weight) == (family == "gpt2")
     state, trained = read.state_dict(), [hurt.state_dict(k) for k in range(LAST + 1)]
     assert sorted(name for layer in trained for name in layer) == sorted(state)
@@ -328,14 +327,14 @@ def test_two_nodes_train_it_by_the_name_of_a_function(tmp_path: Path) -> None:
 def test_a_folder_of_weights_becomes_a_model_of_transformers(tmp_path: Path) -> None:
     """Also where its head is its embedding, of which both layers have a copy."""
     torch.manual_seed(1)
-    trained = AutoModelForCausalLM.from_config(gpt2())
+    trained = transformers.AutoModelForCausalLM.from_config(gpt2())
     with cut(trained) as source:
         layers = [source(k, LAST + 1).state_dict() for k in range(LAST + 1)]
     layers[LAST]["lm_head.weight"] = layers[0]["transformer.wte.weight"]
     for k, layer in enumerate(layers):
         save_weights(str(tmp_path / "layers"), k, layer)
     load_weights(whole(gpt2()), tmp_path / "layers").save_pretrained(tmp_path / "trained")
-    read = AutoModelForCausalLM.from_pretrained(tmp_path / "trained")
+    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "trained")
     assert all(torch.equal(value, read.state_dict()[name]) for name, value in trained.state_dict().items())
     with pytest.raises(InputError, match="model: got 'GPT2LMHeadModel'"):
         load_weights(whole(gpt2(n_layer=2)), tmp_path / "layers")
@@ -366,14 +365,14 @@ def test_a_job_goes_on_from_its_checkpoint_cut_elsewhere(tmp_path: Path) -> None
 )
 def test_other_models_survive_too(name: str, tmp_path: Path) -> None:
     """Mixtral's experts are apart in files. The parameters of the last are all bf16."""
-    model: Any = gpt2(dtype="bfloat16") if name == "bf16" else whole(CONFIGS[name])
+    model: Any = gpt2(dtype="bfloat16") if name == "bf16" else whole(CONFIGS[name]())
     calm = trainer(model, data=language_models.batch, batch_size=None).fit(iterations=3)
     hurt = trainer(model, data=language_models.batch, batch_size=None, faults=Faults(kill=["W0_0@1:I1"])).fit(
         iterations=3
     )
     assert (hurt.losses, hurt.parameters_sha256) == (calm.losses, calm.parameters_sha256)
     hurt.save_pretrained(tmp_path)
-    read = AutoModelForCausalLM.from_pretrained(tmp_path)
+    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     state = read.state_dict()
     assert (read.dtype == torch.bfloat16) == (name == "bf16")
     for k in range(LAST + 1):
@@ -411,7 +410,7 @@ def test_the_example_survives_its_kill(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     first, _, last, *_ = done.stdout.split()
     assert float(last) < float(first) - 1 and done.stdout.split()[-1] == "W1_1"
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "gpt2-trained").config.n_layer == 4
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "gpt2-trained").config.n_layer == 4
 
 
 def test_the_example_is_short() -> None:
@@ -444,7 +443,7 @@ with contextlib.ExitStack() as files:
 def test_a_layer_takes_its_own_memory_not_the_models(tmp_path: Path) -> None:
     """Of 130 MB on disk, in several files, a block of 13 MB."""
     large = llama(hidden_size=512, intermediate_size=1536, num_hidden_layers=10)
-    AutoModelForCausalLM.from_config(large).save_pretrained(tmp_path, max_shard_size="50MB")
+    transformers.AutoModelForCausalLM.from_config(large).save_pretrained(tmp_path, max_shard_size="50MB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     done = subprocess.run(
         [sys.executable, "-c", _GROWTH, str(tmp_path), "4"],
@@ -478,16 +477,16 @@ def test_layers_outlive_the_files_they_were_read_from(tmp_path: Path) -> None:
 # -- data --------------------------------------------------------------------------------------
 
 
-def _tokenizer() -> PreTrainedTokenizerFast:
+def _tokenizer() -> transformers.PreTrainedTokenizerFast:
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
 
     words = {"<pad>": 0} | {f"w{k}": k for k in range(1, VOCABULARY)}
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words)), pad_token="<pad>")
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words)), pad_token="<pad>")
 
 
 def test_transformers_own_collator_and_its_padding() -> None:
-    collator = DataCollatorForLanguageModeling(_tokenizer(), mlm=False, pad_to_multiple_of=16)
+    collator = transformers.DataCollatorForLanguageModeling(_tokenizer(), mlm=False, pad_to_multiple_of=16)
     workload = trainer(llama(), data=Words(padded=True), loading=Loading(collate=collator)).workload()
     ids, padding = workload.inputs(0, 0, 0, 0)
     labels = workload.targets(0, 0, 0, 0)
@@ -502,15 +501,15 @@ def test_batches_may_be_of_several_lengths(name: str) -> None:
     """Bitwise as where the model is not cut. What routers say is of (samples * tokens)."""
     pad = PadCollate((8, TOKENS), {"input_ids": 0, "attention_mask": 0, "labels": -100})
     changes = {"data": Texts(), "batch_size": 2, "loading": Loading(collate=pad)}
-    uncut = trainer(CONFIGS[name], **changes, job=Job.uniform(2, 1, 3)).fit(iterations=3)
-    hurt = trainer(CONFIGS[name], **changes, job=Job.uniform(2, 2, 3), faults=Faults(kill=["W1_1@1:I1"])).fit(
+    uncut = trainer(CONFIGS[name](), **changes, job=Job.uniform(2, 1, 3)).fit(iterations=3)
+    hurt = trainer(CONFIGS[name](), **changes, job=Job.uniform(2, 2, 3), faults=Faults(kill=["W1_1@1:I1"])).fit(
         iterations=3
     )
     assert hurt.losses == uncut.losses
     for k in range(LAST + 1):
         mine, theirs = hurt.state_dict(k), uncut.state_dict(k)
         assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
-    workload = trainer(CONFIGS[name], **changes).workload()
+    workload = trainer(CONFIGS[name](), **changes).workload()
     assert {workload.inputs(0, 0, p, m)[0].shape[1] for p in range(2) for m in range(3)} == {8, TOKENS}
 
 
@@ -546,27 +545,29 @@ def _ids(value: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("model", "changes", "words"),
     [
-        (OPTConfig(), {}, ["model: got 'OPTForCausalLM'", "GPT-2, Llama"]),
-        (Gemma3Config(), {}, ["model: got 'Gemma3ForConditionalGeneration'"]),
-        (BertConfig(is_decoder=True), {}, ["model: got 'BertLMHeadModel'"]),
-        (OPTConfig, {}, ["model: got 'type'"]),
-        ("no/such/folder", {}, ["model: got 'no/such/folder'"]),
-        (llama(), {"layers": 4}, ["layers: got"]),
-        (llama(), {"loss": nn.functional.cross_entropy}, ["loss: got"]),
-        (llama(), {"job": "2x2"}, ["job: got 'str'"]),
-        (llama(), {"job": Job.uniform(1, 9, 2)}, ["layer_count: got 5"]),
-        (llama(), {"data": [[1, 2, 3]] * 64}, ["data: got 'list'", "dicts with input_ids"]),
-        (llama(), {"data": 7}, ["data: got 'int'"]),
-        (llama(), {"data": [{"labels": [1]}] * 64}, ["data: got 'a batch with labels'"]),
-        (llama(), {"data": _ids(3)}, ["data: got 'input_ids [1]'"]),
-        (gpt2(), {"data": [{"input_ids": [1], "token_type_ids": [0]}] * 64}, ["(token_type_ids)"]),
-        (llama(), {"data": Words(samples=8)}, ["data: got 8"]),
-        (llama(), {"batch_size": None}, ["batch_size: got None"]),
+        (lambda: transformers.OPTConfig(), {}, ["model: got 'OPTForCausalLM'", "GPT-2, Llama"]),
+        (lambda: transformers.Gemma3Config(), {}, ["model: got 'Gemma3ForConditionalGeneration'"]),
+        (lambda: transformers.BertConfig(is_decoder=True), {}, ["model: got 'BertLMHeadModel'"]),
+        (lambda: transformers.OPTConfig, {}, ["model: got 'type'"]),
+        (lambda: "no/such/folder", {}, ["model: got 'no/such/folder'"]),
+        (llama, {"layers": 4}, ["layers: got"]),
+        (llama, {"loss": nn.functional.cross_entropy}, ["loss: got"]),
+        (llama, {"job": "2x2"}, ["job: got 'str'"]),
+        (llama, {"job": Job.uniform(1, 9, 2)}, ["layer_count: got 5"]),
+        (llama, {"data": [[1, 2, 3]] * 64}, ["data: got 'list'", "dicts with input_ids"]),
+        (llama, {"data": 7}, ["data: got 'int'"]),
+        (llama, {"data": [{"labels": [1]}] * 64}, ["data: got 'a batch with labels'"]),
+        (llama, {"data": _ids(3)}, ["data: got 'input_ids [1]'"]),
+        (gpt2, {"data": [{"input_ids": [1], "token_type_ids": [0]}] * 64}, ["(token_type_ids)"]),
+        (llama, {"data": Words(samples=8)}, ["data: got 8"]),
+        (llama, {"batch_size": None}, ["batch_size: got None"]),
     ],
 )
-def test_what_is_wrong_is_said_at_once_and_by_name(model: Any, changes: dict[str, Any], words: list[str]) -> None:
+def test_what_is_wrong_is_said_at_once_and_by_name(
+    model: Callable[[], Any], changes: dict[str, Any], words: list[str]
+) -> None:
     with pytest.raises(InputError) as caught:
-        trainer(model, **changes)
+        trainer(model(), **changes)
     for word in words:
         assert word in str(caught.value)
 
@@ -609,6 +610,8 @@ def test_transformers_is_imported_only_by_who_asks_for_it() -> None:
 
 
 def test_batches_of_a_function_and_of_samples_are_one() -> None:
+    from openrecycle.agent.models.hugging_face import TokenBatches
+
     columns = frozenset({"input_ids", "labels"})
     ids = torch.tensor([[1, 2]])
     by_function = TokenBatches(lambda *_: {"input_ids": ids}, columns)(0, 0, 0)

@@ -21,7 +21,7 @@ from openrecycle.agent.config.options import Checkpoints, TrainingOptions
 from openrecycle.agent.coordination.local import LocalCoordination
 from openrecycle.agent.launcher.launch import Launcher
 from openrecycle.agent.launcher.processes import ProcessPool, preload
-from openrecycle.agent.messages.delivery import Delivery, RecordFile
+from openrecycle.agent.messages.client import Delivery, RecordFile
 from openrecycle.agent.models.workload import NamedWorkload
 from openrecycle.agent.nodes.succession import Spool
 from openrecycle.agent.workers import worker
@@ -99,7 +99,7 @@ def test_a_disk_that_has_space_again_gets_the_whole_record(tmp_path: Path) -> No
         f"""
 import resource, sys
 from pathlib import Path
-import openrecycle.agent.messages.delivery as delivery
+import openrecycle.agent.messages.client as delivery
 delivery.RETRY_SECONDS = 0.01
 resource.setrlimit(resource.RLIMIT_FSIZE, (50, resource.RLIM_INFINITY))
 said = []

@@ -23,11 +23,9 @@ from openrecycle.agent.config.options import Optimization
 from openrecycle.agent.examples import fully_sharded, tensor_parallel
 from openrecycle.agent.examples.gpt import Block
 from openrecycle.agent.models import compat
-from openrecycle.agent.models.divided import DividedBatches
-from openrecycle.agent.models.fully_sharded import OverRanks
 from openrecycle.agent.models.layers import build_layers
-from openrecycle.agent.models.parallelized import Parallelized, parts_of_a_rank
-from openrecycle.agent.stages.backward.split import STRATEGIES
+from openrecycle.agent.models.parallelized import DividedBatches, OverRanks, Parallelized, parts_of_a_rank
+from openrecycle.agent.stages.backward import STRATEGIES
 from openrecycle.agent.stages.gradients import SUM_OF
 from openrecycle.agent.stages.optimizer import stage_optimizer
 from openrecycle.planner.jobs.errors import InputError

@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from openrecycle.agent.stages.backward.probe import Probe, choose_split
 from openrecycle.agent.stages.gradients import SUM_OF, FastSum, GradientSum
-from openrecycle.agent.stages.stage import Stage
+from openrecycle.agent.stages.stage import Probe, Stage, choose_split
 from tests.conftest import examples
 
 KINDS = [GradientSum, FastSum]

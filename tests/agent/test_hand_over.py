@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from openrecycle.agent.config.options import HandOver, Optimization
-from openrecycle.agent.config.timeouts import Timeouts
+from openrecycle.agent.config.options import HandOver, Optimization, Timeouts
 from openrecycle.agent.models.workload import NamedWorkload
 from tests.agent.local_jobs import LocalJob, fault_free_losses
 from tests.conftest import at_length

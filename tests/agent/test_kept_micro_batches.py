@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrecycle.agent.workers.kept_micro_batches import decode, encode, redo
+from openrecycle.agent.workers.recovery import decode_finished, encode_finished, redo
 from openrecycle.planner.jobs.job import Job, Worker
 from tests.golden import golden
 
@@ -17,8 +17,8 @@ ALL = {(p, m) for p in range(2) for m in range(3)}
 @given(st.sets(st.tuples(st.integers(0, 12), st.integers(0, 10))))
 def test_a_set_survives_its_journey(keys: set[tuple[int, int]]) -> None:
     job = Job(13, 2, 11)
-    numbers = encode(keys, job)
-    assert decode(numbers, job) == keys and len(numbers) == len(encode((), job)) == 3
+    numbers = encode_finished(keys, job)
+    assert decode_finished(numbers, job) == keys and len(numbers) == len(encode_finished((), job)) == 3
     assert all(0 <= n < 2**62 for n in numbers)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from openrecycle.agent.config.timeouts import Timeouts
+from openrecycle.agent.config.options import Timeouts
 from openrecycle.agent.coordination.membership import FailureTimeouts
 from openrecycle.agent.messages.protocol import JobSpec
 from openrecycle.app.console.service import ConsoleService

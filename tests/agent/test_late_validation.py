@@ -20,10 +20,10 @@ from openrecycle.agent.stages.gradients import GradientSum
 from openrecycle.agent.stages.optimizer import StageOptimizer
 from openrecycle.agent.stages.post_validation import Slot, ValidationResult
 from openrecycle.agent.transport.ranks import Ranks
-from openrecycle.agent.transport.script import MicroBatch
 from openrecycle.agent.workers.validation_exchange import Steps
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker, WorkerRank
+from openrecycle.planner.plans.schedule import MicroBatch
 from tests.agent.nan_model import NanModel
 from tests.agent.runs import Run, nan_model
 from tests.agent.virtual_wires import Round, train

@@ -10,7 +10,7 @@ import requests
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrecycle.agent.coordination.lead import LeadTerm, may_speak, may_take
+from openrecycle.agent.coordination.membership import LeadTerm, may_speak_as_lead, may_take_lead
 from openrecycle.agent.messages.protocol import LEAD
 from openrecycle.agent.nodes import succession
 from openrecycle.agent.nodes.pool import NodeHub
@@ -46,24 +46,26 @@ def test_one_leads_at_a_time_and_terms_only_rise(history: list[tuple[str, LeadTe
         before = newest
         if kind == "waits":
             unheard += float(who)  # type: ignore[arg-type]
-        elif kind == "says" and may_speak(newest, who)[0]:
+        elif kind == "says" and may_speak_as_lead(newest, who)[0]:
             newest, unheard = who, 0.0
-        elif kind == "claims" and may_take(newest, who, about[0], unheard, BORNE)[0]:
+        elif kind == "claims" and may_take_lead(newest, who, about[0], unheard, BORNE)[0]:
             heard_of = about[0] >= before.term or before.node == who.node
             assert who == before or (heard_of and (unheard >= BORNE or before.node == who.node))
             newest, unheard = who, 0.0 if who != before else unheard
         assert newest.term >= before.term
         assert led.setdefault(newest.term, newest.node) == newest.node, "a term is of one node"
-        assert all(not may_speak(newest, LeadTerm(term, node))[0] for term, node in led.items() if term < newest.term)
+        assert all(
+            not may_speak_as_lead(newest, LeadTerm(term, node))[0] for term, node in led.items() if term < newest.term
+        )
 
 
 @given(terms, st.integers(0, 3), st.floats(0, 60))
 def test_a_claim_whose_answer_was_lost_is_granted_again(held: LeadTerm, node: int, unheard: float) -> None:
     wanted = LeadTerm(held.term + 1, node)
-    if may_take(held, wanted, held.term, unheard, BORNE)[0]:
-        assert may_take(wanted, wanted, held.term, 0.0, BORNE)[0]
-        assert may_take(wanted, LeadTerm(wanted.term + 1, node), held.term, 0.0, BORNE)[0]
-        assert not may_take(wanted, LeadTerm(wanted.term + 1, node + 1), held.term, 60.0, BORNE)[0]
+    if may_take_lead(held, wanted, held.term, unheard, BORNE)[0]:
+        assert may_take_lead(wanted, wanted, held.term, 0.0, BORNE)[0]
+        assert may_take_lead(wanted, LeadTerm(wanted.term + 1, node), held.term, 0.0, BORNE)[0]
+        assert not may_take_lead(wanted, LeadTerm(wanted.term + 1, node + 1), held.term, 60.0, BORNE)[0]
 
 
 @given(st.integers(1, 9), st.integers(0, 9))

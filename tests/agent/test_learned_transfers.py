@@ -13,14 +13,13 @@ import torch.distributed
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrecycle.agent.config.timeouts import Timeouts
+from openrecycle.agent.config.options import Timeouts
 from openrecycle.agent.own_loops.own_loop import LearnedTransfers
 from openrecycle.agent.transport.group import GlooGroup
-from openrecycle.agent.transport.script import MicroBatch, Script
-from openrecycle.agent.transport.transfers import Lines
+from openrecycle.agent.transport.transfers import Lines, Script
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, Worker
-from openrecycle.planner.plans.schedule import Schedule
+from openrecycle.planner.plans.schedule import MicroBatch, Schedule
 from tests.agent.test_ordered_transfers import random_schedule
 from tests.conftest import examples
 

@@ -13,7 +13,7 @@ from multiprocessing import Pipe
 
 import pytest
 
-from openrecycle.agent.config.timeouts import TIMES_LONGEST, Timeouts
+from openrecycle.agent.config.options import TIMES_LONGEST, Timeouts
 from openrecycle.agent.launcher.processes import WorkerProcess
 from openrecycle.agent.monitoring.heartbeat import doing
 from openrecycle.agent.monitoring.liveness import (

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from openrecycle.agent.messages.delivery import Followed, LogTail
+from openrecycle.agent.messages.client import Followed, LogTail
 from openrecycle.agent.messages.protocol import LOG_LINE, LOG_LINES
 
 

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from openrecycle.agent.config.options import Checkpoints, Mode, Optimization, Planning, TrainingOptions
-from openrecycle.agent.jobs.preflight import check_workload
+from openrecycle.agent.jobs import preflight
+from openrecycle.agent.jobs.preflight import check_workload, micro_batch_memory, state_memory
 from openrecycle.agent.models import compat
-from openrecycle.agent.profiling import memory
-from openrecycle.agent.profiling.memory import micro_batch_memory, state_memory
 from openrecycle.agent.stages.gradients import SUM_OF
 from openrecycle.agent.stages.optimizer import StageOptimizer
 from openrecycle.agent.stages.post_validation import CLEAN
@@ -70,7 +69,7 @@ def _options(**changes: Any) -> TrainingOptions:
 
 @pytest.mark.parametrize("small", [0, 1 << 30], ids=["without data", "for real"])
 def test_what_a_micro_batch_holds_is_counted(small: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_SMALL", small)
+    monkeypatch.setattr(preflight, "_SMALL", small)
     chain: Any = Chain()
     found = micro_batch_memory(chain, (2, 2), 0, None, 1)
     assert found is not None
@@ -85,7 +84,7 @@ def test_what_a_micro_batch_holds_is_counted(small: int, monkeypatch: pytest.Mon
 
 
 def test_a_layer_that_looks_at_its_numbers_runs_for_real(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_SMALL", 0)
+    monkeypatch.setattr(preflight, "_SMALL", 0)
     chain: Any = Chain(looks=True)
     found = micro_batch_memory(chain, (4,), 0, None, 1)
     assert found is not None and found[0].forward > 4 * ROW

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from openrecycle.agent.checkpoints.checkpoint import whole_checkpoints
-from openrecycle.agent.config.options import Checkpoints
-from openrecycle.agent.config.timeouts import Timeouts
+from openrecycle.agent.checkpoints import whole_checkpoints
+from openrecycle.agent.config.options import Checkpoints, Timeouts
 from openrecycle.agent.launcher.launch import JobFailed
 from openrecycle.agent.models.workload import NamedWorkload
 from tests.agent.local_jobs import TINY, LocalJob, Message, fault_free_losses

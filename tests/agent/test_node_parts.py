@@ -20,11 +20,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrecycle.agent.checkpoints.checkpoint import Identity
-from openrecycle.agent.checkpoints.checkpointing import Origin
+from openrecycle.agent.checkpoints import Identity, Origin
 from openrecycle.agent.launcher.processes import SpareRanks, Spares
 from openrecycle.agent.messages import channel
-from openrecycle.agent.models.stage_io import TensorSpec
+from openrecycle.agent.models.layers import TensorSpec
 from openrecycle.agent.models.workload import NamedWorkload
 from openrecycle.agent.nodes import frames as frames_module
 from openrecycle.agent.nodes import server
@@ -33,8 +32,7 @@ from openrecycle.agent.nodes.pool import CLOCK_SAMPLES, NodeHub, SpreadPool, ope
 from openrecycle.agent.nodes.role import NodeRole, check_alone, check_token, first_host, role_of
 from openrecycle.agent.nodes.server import Succession
 from openrecycle.agent.nodes.succession import Copy, LeadStatus, Spool, pack
-from openrecycle.agent.nodes.wire import MACHINE, by_name, decode_spec, encode_spec
-from openrecycle.agent.workers.spec import RunSpec, WorkerSpec
+from openrecycle.agent.workers.spec import MACHINE, RunSpec, WorkerSpec, by_name, decode_spec, encode_spec
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, MemoryLimit, StageProfile, Technique, Worker

@@ -19,8 +19,7 @@ from openrecycle.agent.nodes.frames import Frames, greet
 from openrecycle.agent.nodes.pool import NodeHub
 from openrecycle.agent.nodes.server import LeadLost, NodeServer
 from openrecycle.agent.nodes.succession import Copy, LeadStatus
-from openrecycle.agent.nodes.wire import encode_run
-from openrecycle.agent.workers.spec import RunSpec
+from openrecycle.agent.workers.spec import RunSpec, encode_run
 from openrecycle.planner.jobs.job import Job
 from tests.agent.consoles import until
 

@@ -14,7 +14,7 @@ from openrecycle.agent.nodes import frames, pool
 from openrecycle.agent.nodes.frames import Frames, greet
 from openrecycle.agent.nodes.pool import MAX_STRANGERS, MAX_STRANGERS_OF_ONE, NodeHub
 from openrecycle.agent.nodes.server import LeadLost, NodeServer
-from openrecycle.agent.nodes.wire import MACHINE
+from openrecycle.agent.workers.spec import MACHINE
 from tests.agent.consoles import until
 from tests.golden import golden
 

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from openrecycle.agent.config.pacing import PacedDevice
+from openrecycle.agent.config.faults import PacedDevice
 from openrecycle.agent.monitoring.liveness import WAITING, OpProgress
 from openrecycle.agent.workers import executor
-from openrecycle.agent.workers.op_queue import DeviceOpQueue, OpQueue, op_queue
+from openrecycle.agent.workers.executor import DeviceOpQueue, OpQueue, op_queue
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique
 from tests.agent.virtual_wires import Round, train

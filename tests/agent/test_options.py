@@ -13,7 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 import openrecycle
-from openrecycle.agent.cli.shared import with_flags
+from openrecycle.agent.cli import with_flags
 from openrecycle.agent.config.options import (
     FLAGS,
     TOLD,
@@ -23,15 +23,14 @@ from openrecycle.agent.config.options import (
     HandOver,
     Optimization,
     Planning,
+    Timeouts,
     TrainingOptions,
 )
 from openrecycle.agent.config.settings import OptionGroup, build, leaves, spelled
-from openrecycle.agent.config.timeouts import Timeouts
 from openrecycle.agent.jobs.trainer import ResilientTrainer
 from openrecycle.agent.messages.protocol import JobSpec
 from openrecycle.agent.models.workload import NamedWorkload
-from openrecycle.agent.nodes.wire import decode_spec, encode_spec
-from openrecycle.agent.workers.spec import RunSpec, WorkerSpec
+from openrecycle.agent.workers.spec import RunSpec, WorkerSpec, decode_spec, encode_spec
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, Worker
 from tests.agent.changed_options import all_changed, everything_changed

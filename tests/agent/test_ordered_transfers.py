@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrecycle.agent.transport.script import MicroBatch, Script
-from openrecycle.agent.transport.transfers import PREFETCH, OrderedTransfers
+from openrecycle.agent.transport.transfers import PREFETCH, OrderedTransfers, Script
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, Worker
-from openrecycle.planner.plans.schedule import Op, Schedule
+from openrecycle.planner.plans.schedule import MicroBatch, Op, Schedule
 from tests.agent.virtual_wires import Deadlock, Labelled, Mispaired, Round, train
 from tests.conftest import examples
 

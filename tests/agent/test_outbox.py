@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrecycle.agent.messages.delivery import Outbox
+from openrecycle.agent.messages.client import Outbox
 from openrecycle.agent.messages.protocol import FailureReport, Iteration, IterationReport
 from openrecycle.agent.monitoring.console_link import REPORTED_ITERATIONS, QueuedReport, is_history, merge_iterations
 from openrecycle.agent.own_loops.reporter import MAX_ITERATIONS, newest_iterations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from openrecycle.agent.config.pacing import GRACE, PROMPT, PacedDevice, profile_pace
+from openrecycle.agent.config.faults import GRACE, PROMPT, PacedDevice, profile_pace
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, StageProfile, Worker
 from tests.golden import golden

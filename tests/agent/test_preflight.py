@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from openrecycle import Checkpoints, Faults, JobFailed, Timeouts
-from openrecycle.agent.config.devices import memory_limit
-from openrecycle.agent.config.numerics import Mode
+from openrecycle.agent.config.devices import Mode, memory_limit
 from openrecycle.agent.config.options import Optimization, TrainingOptions
 from openrecycle.agent.jobs.preflight import check_workload
 from openrecycle.agent.models.workload import NamedWorkload

@@ -6,18 +6,18 @@ import pytest
 import torch
 
 from openrecycle.agent.config.options import Optimization
-from openrecycle.agent.models.stage_io import TensorSpec
+from openrecycle.agent.models.layers import TensorSpec
 from openrecycle.agent.models.workload import NamedWorkload
-from openrecycle.agent.profiling.profiler import ProfilingEffort
-from openrecycle.agent.profiling.stages import (
+from openrecycle.agent.profiling import (
+    MeasuringError,
     NullGroup,
+    ProfilingEffort,
     StageBenchmark,
     StageRun,
     batches,
     measure_stages,
     script_of,
 )
-from openrecycle.agent.profiling.traffic import MeasuringError
 from openrecycle.planner.jobs.job import Job, Worker
 from tests.golden import golden
 

@@ -11,9 +11,17 @@ from typer.testing import CliRunner
 
 from openrecycle.agent.cli import app
 from openrecycle.agent.config.options import Planning, with_profile
-from openrecycle.agent.profiling.job import SHAPES, shape_of, shared_out
-from openrecycle.agent.profiling.profiler import PartSpec, ProfilingEffort, kept_bytes, measure_part, timing_of
-from openrecycle.agent.profiling.traffic import measure_traffic
+from openrecycle.agent.profiling import (
+    SHAPES,
+    PartSpec,
+    ProfilingEffort,
+    kept_bytes,
+    measure_part,
+    measure_traffic,
+    shape_of,
+    shared_out,
+    timing_of,
+)
 from openrecycle.agent.stages.gradients import SUM_OF
 from openrecycle.agent.stages.optimizer import StageOptimizer
 from openrecycle.agent.stages.stage import Stage

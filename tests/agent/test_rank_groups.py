@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import distributed
 
-from openrecycle.agent.config.timeouts import Timeouts
+from openrecycle.agent.config.options import Timeouts
 from openrecycle.agent.transport import ranks as rank_groups
 from openrecycle.agent.transport.ranks import Ranks
 from tests.agent.launches import warm

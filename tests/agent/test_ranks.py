@@ -34,7 +34,7 @@ from openrecycle.agent.launcher.processes import (
 from openrecycle.agent.messages.channel import FENCED, ORPHANED
 from openrecycle.agent.models.parallelized import parts_of_a_rank
 from openrecycle.agent.models.workload import NamedWorkload
-from openrecycle.agent.workers.rank_relay import MergedMessages
+from openrecycle.agent.workers.worker import MergedMessages
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, Worker
 from tests.agent.consoles import console, until

@@ -17,8 +17,7 @@ import pytest
 import torch
 
 from openrecycle import Faults, JobFailed, Loading, Planning
-from openrecycle.agent.models.read_ahead import Read, ReadAhead
-from openrecycle.agent.models.streams import stream_of
+from openrecycle.agent.models.data import Read, ReadAhead, stream_of
 from tests.agent import masked_jobs, own_jobs, streamed_jobs, wrong_jobs
 from tests.conftest import at_length
 

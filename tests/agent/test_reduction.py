@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from openrecycle.agent.config.timeouts import Timeouts
-from openrecycle.agent.stages.backward.split import STRATEGIES, StrategyName
+from openrecycle.agent.config.options import Timeouts
+from openrecycle.agent.stages.backward import STRATEGIES, StrategyName
 from openrecycle.agent.stages.gradients import SUM_OF, GradientSum
 from openrecycle.agent.stages.stage import Stage
 from openrecycle.agent.transport.group import LateGroup, TransferError

@@ -10,7 +10,7 @@ import pytest
 
 from openrecycle.agent.config.devices import Platform
 from openrecycle.agent.config.options import Faults, HandOver, Optimization
-from openrecycle.agent.coordination.choosing import worth_moving
+from openrecycle.agent.coordination.generations import worth_moving
 from openrecycle.agent.coordination.launcher import Deploy
 from openrecycle.agent.coordination.local import LocalCoordination
 from openrecycle.agent.models.workload import PROBED, NamedWorkload

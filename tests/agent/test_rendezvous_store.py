@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import pytest
 
-from openrecycle.agent.transport.store import GENERATIONS, RendezvousStore, StoreClient, StoreError
+from openrecycle.agent.transport.communicator import GENERATIONS, RendezvousStore, StoreClient, StoreError
 
 KEYS = 5
 WAIT = timedelta(seconds=60)

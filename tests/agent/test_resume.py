@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from openrecycle.agent.checkpoints.checkpoint import whole_checkpoints
+from openrecycle.agent.checkpoints import whole_checkpoints
 from tests.agent.consoles import until
 from tests.agent.launches import Launched
 from tests.agent.runs import TINY, Run, forked

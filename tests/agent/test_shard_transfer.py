@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from openrecycle.agent.models.state import AVERAGE
-from openrecycle.agent.stages.averaging import ExponentialMovingAverage
 from openrecycle.agent.stages.gradients import GradientSum
-from openrecycle.agent.stages.optimizer import StageOptimizer, make_optimizer
+from openrecycle.agent.stages.optimizer import ExponentialMovingAverage, StageOptimizer, make_optimizer
 from openrecycle.agent.stages.post_validation import CLEAN, SKIP, ValidationResult
 from openrecycle.agent.stages.shards import assign
 from openrecycle.agent.workers import state_transfer

@@ -11,11 +11,10 @@ import pytest
 import torch
 from torch import nn, optim
 
-from openrecycle.agent.checkpoints.checkpoint import whole_checkpoints
+from openrecycle.agent.checkpoints import whole_checkpoints
 from openrecycle.agent.config.options import Optimization, Planning, TrainingOptions
 from openrecycle.agent.examples.gpt import Gpt
-from openrecycle.agent.jobs.preflight import check_workload
-from openrecycle.agent.profiling.memory import state_memory
+from openrecycle.agent.jobs.preflight import check_workload, state_memory
 from openrecycle.agent.stages.gradients import GradientSum
 from openrecycle.agent.stages.optimizer import BUCKET_BYTES, StageOptimizer
 from openrecycle.agent.transport.group import TransferError

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrecycle.agent.messages.int64 import from_words, to_words
 from openrecycle.agent.stages.shards import (
     SHARDS_PER_PIPELINE,
     Ownership,
@@ -16,6 +15,7 @@ from openrecycle.agent.stages.shards import (
     assign,
     segments_of,
 )
+from openrecycle.agent.workers.recovery import from_words, to_words
 from openrecycle.planner.jobs.job import Worker
 from tests.conftest import examples
 

@@ -16,17 +16,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from openrecycle.agent.checkpoints.checkpoint import (
-    CheckpointError,
-    Identity,
-    find,
-    load_layers,
-    whole_checkpoints,
-    write_share,
-)
+from openrecycle.agent.checkpoints import CheckpointError, Identity, find, load_layers, whole_checkpoints, write_share
 from openrecycle.agent.models.layers import LayerStack
-from openrecycle.agent.models.shares import Piece, Share, Slab, Writer, deal, put_together, share_of_state
-from openrecycle.agent.models.state import StageState, StateError, of_layers, pack
+from openrecycle.agent.models.state import (
+    Piece,
+    Share,
+    Slab,
+    StageState,
+    StateError,
+    Writer,
+    deal,
+    of_layers,
+    pack,
+    put_together,
+    share_of_state,
+)
 from openrecycle.agent.stages.gradients import GradientSum
 from openrecycle.agent.stages.optimizer import StageOptimizer
 from openrecycle.agent.stages.shards import assign

@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from openrecycle.agent.config.numerics import Autocast
-from openrecycle.agent.config.randomness import seed_for
+from openrecycle.agent.config.devices import Autocast, seed_for
 from openrecycle.agent.examples.gpt import Block
-from openrecycle.agent.stages.backward.probe import Probe, Split, choose_split
-from openrecycle.agent.stages.gradients import GradientSum, MicroBatch
-from openrecycle.agent.stages.stage import Stage
+from openrecycle.agent.stages.gradients import GradientSum
+from openrecycle.agent.stages.stage import Probe, Split, Stage, choose_split
+from openrecycle.planner.plans.schedule import MicroBatch
 from tests.agent.recurrent import run_lstm
 
 KEYS: list[MicroBatch] = [(0, 0), (0, 1), (1, 0), (2, 5)]

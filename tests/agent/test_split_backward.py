@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from openrecycle.agent.config.randomness import seed_for
+from openrecycle.agent.config.devices import seed_for
 from openrecycle.agent.examples.gpt import Block, Gpt
 from openrecycle.agent.stages.gradients import GradientSum
 from openrecycle.agent.stages.stage import Stage

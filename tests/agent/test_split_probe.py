@@ -12,10 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from openrecycle.agent.config.options import Optimization
 from openrecycle.agent.examples.gpt import Gpt
 from openrecycle.agent.models.compat import FlopCount
-from openrecycle.agent.models.stage_io import StageCuts, TensorSpec
-from openrecycle.agent.stages.assembly import assemble
-from openrecycle.agent.stages.backward.probe import Probe, choose_split
+from openrecycle.agent.models.layers import StageCuts, TensorSpec
 from openrecycle.agent.stages.gradients import FastSum, GradientSum
+from openrecycle.agent.stages.stage import Probe, assemble, choose_split
 from openrecycle.planner.jobs.job import Job
 from tests.golden import golden
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from openrecycle.agent.examples.gpt import Gpt
-from openrecycle.agent.models.stage_io import StageIO, StageIOError, TensorSpec, check_output, layer_io_of
+from openrecycle.agent.models.layers import StageIO, StageIOError, TensorSpec, check_output, layer_io_of
 from openrecycle.planner.jobs.errors import InputError
 from tests.golden import golden
 

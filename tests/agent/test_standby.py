@@ -15,11 +15,10 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from openrecycle.agent.config.timeouts import Timeouts
+from openrecycle.agent.config.options import Timeouts
 from openrecycle.agent.transport import communicator
-from openrecycle.agent.transport.communicator import Communicator, Groups
+from openrecycle.agent.transport.communicator import Communicator, Groups, RendezvousStore
 from openrecycle.agent.transport.group import GlooGroup, TransferError
-from openrecycle.agent.transport.store import RendezvousStore
 from openrecycle.planner.jobs.job import Worker, WorkerRank
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(100)]

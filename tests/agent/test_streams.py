@@ -17,7 +17,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from openrecycle import Checkpoints, Evaluation, Faults, InputError, Loading, Planning
 from openrecycle.agent.jobs.trainer import TrainingResult
-from openrecycle.agent.models.streams import StreamBatches, stream_of
+from openrecycle.agent.models.data import StreamBatches, stream_of
 from openrecycle.planner.jobs.job import Job
 from tests.agent import own_jobs, streamed_jobs
 from tests.conftest import at_length

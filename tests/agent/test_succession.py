@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from openrecycle.agent.launcher.record import RunRecord
-from openrecycle.agent.messages.delivery import LIMIT, Record
+from openrecycle.agent.messages.client import LIMIT, Record
 from openrecycle.agent.nodes import succession
 from openrecycle.agent.nodes.frames import Frames
 from openrecycle.agent.nodes.pool import NodeHub, NodeLink

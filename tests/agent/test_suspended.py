@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from openrecycle.agent.config.timeouts import Timeouts
+from openrecycle.agent.config.options import Timeouts
 from tests.agent.local_jobs import LocalJob, fault_free_losses
 from tests.conftest import at_length
 from tests.golden import golden

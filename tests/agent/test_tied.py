@@ -14,7 +14,7 @@ from openrecycle.agent.config.options import HandOver, Optimization
 from openrecycle.agent.examples.gpt import Gpt
 from openrecycle.agent.models.layers import build_layers
 from openrecycle.agent.models.workload import NamedWorkload
-from openrecycle.agent.workers.tied import Route, routes
+from openrecycle.agent.workers.reduction import Route, routes
 from openrecycle.planner.jobs.job import Worker
 from tests.agent.local_jobs import TINY, LocalJob, Message, uncut
 from tests.agent.test_relayout import Rearranging

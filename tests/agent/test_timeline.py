@@ -7,7 +7,7 @@ import pytest
 from openrecycle.agent.messages.client import Offset, measure_offset
 from openrecycle.agent.messages.protocol import ClockReading, clock_name
 from openrecycle.agent.monitoring.heartbeat import measured_ops
-from openrecycle.agent.monitoring.timeline import IterationTimeline, Timeline
+from openrecycle.agent.monitoring.liveness import IterationTimeline, Timeline
 from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.plans.schedule import Op
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from openrecycle.agent.nodes.frames import Frames, greet
-from openrecycle.agent.nodes.wire import MACHINE
+from openrecycle.agent.workers.spec import MACHINE
 from tests.agent.consoles import until
 from tests.agent.node_runs import free_port, kill_group, launch_node, lines, members, start, two_nodes
 from tests.agent.runs import GRID, ITERATIONS, TINY, Run, fault_free

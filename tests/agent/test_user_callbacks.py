@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from openrecycle import Callback
-from openrecycle.agent.config.numerics import Mode
+from openrecycle.agent.config.devices import Mode
 from openrecycle.agent.config.options import Checkpoints, Faults, Optimization
 from openrecycle.agent.jobs.trainer import TrainingResult
 from openrecycle.agent.messages.protocol import Iteration

@@ -12,8 +12,7 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 
 from openrecycle import Evaluation, Faults, InputError, Job, Loading, Optimization, Planning, ResilientTrainer
-from openrecycle.agent.config.numerics import Mode
-from openrecycle.agent.config.randomness import seed_for
+from openrecycle.agent.config.devices import Mode, seed_for
 from openrecycle.agent.jobs.trainer import TrainingResult
 from openrecycle.agent.models.data import MicroBatchSampler
 from tests.conftest import at_length

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from openrecycle.agent.checkpoints.weights import WeightsError, load_weights, read_weights, save_weights, weights_file
+from openrecycle.agent.checkpoints import WeightsError, load_weights, read_weights, save_weights, weights_file
 from openrecycle.agent.models.state import StateError
 from openrecycle.planner.jobs.errors import InputError
 

@@ -20,15 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from openrecycle.agent.config.faults import FaultInjector
-from openrecycle.agent.models.stage_io import CPU, TensorSpec
+from openrecycle.agent.models.layers import CPU, TensorSpec
 from openrecycle.agent.stages.gradients import GradientSum
 from openrecycle.agent.transport.ranks import Ranks
-from openrecycle.agent.transport.script import MicroBatch, Script
-from openrecycle.agent.transport.transfers import Lines, OrderedTransfers, TransferLayout, Transfers, connect
+from openrecycle.agent.transport.transfers import Lines, OrderedTransfers, Script, TransferLayout, Transfers, connect
 from openrecycle.agent.workers.executor import Executor, OpError
-from openrecycle.agent.workers.kept_micro_batches import Redo
+from openrecycle.agent.workers.recovery import Redo
 from openrecycle.planner.jobs.job import Worker
-from openrecycle.planner.plans.schedule import Schedule
+from openrecycle.planner.plans.schedule import MicroBatch, Schedule
 
 WIDE, NARROW = TensorSpec((2,), "float32"), TensorSpec((1,), "int64", gradient=False)
 

@@ -19,7 +19,7 @@ from openrecycle.agent.messages.protocol import (
     Registration,
 )
 from openrecycle.app.console.service import ConsoleService
-from openrecycle.app.history.tables import LEFT_OUT
+from openrecycle.app.history import LEFT_OUT
 from openrecycle.app.observing.as_run import IterationAsRun, WorkerOps
 from openrecycle.db.job_rows import MODELS, table
 from openrecycle.db.session import Database

@@ -13,11 +13,10 @@ from unittest import mock
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from openrecycle.agent.coordination.events import Offered
-from openrecycle.agent.coordination.membership import Candidate, Mode, Offer, State
+from openrecycle.agent.coordination.membership import Candidate, Mode, Offer, Offered, State
 from openrecycle.agent.messages.protocol import JobSpec, JobState, Message, WorkerState
 from openrecycle.app.jobs import job_plans as planned
-from openrecycle.app.jobs.records import read_state
+from openrecycle.app.jobs.live_job import read_state
 from openrecycle.app.plans.library import stored_plan
 from openrecycle.db.access import AuditStore
 from openrecycle.planner.jobs.job import Job

@@ -29,12 +29,11 @@ from openrecycle.agent.messages.protocol import (
     Relayout,
 )
 from openrecycle.app.console.operators import Operators
-from openrecycle.app.console.reports import Reports
+from openrecycle.app.console.service import Reports
 from openrecycle.app.jobs.live_job import TICK_SECONDS, LiveJob
 from openrecycle.app.observing.goodput import Waiting
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.db.observations import Observations
-from openrecycle.db.store import Record, Store
+from openrecycle.db.store import Observations, Record, Store
 from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.jobs.words import layers_moved
 from tests.agent.coordinator_run import LADDER
@@ -57,7 +56,7 @@ class Process:
 
 @dataclass
 class Report:
-    """route: the method of app.console.reports.Reports that takes it. Exits are the launcher's."""
+    """route: the method of app.console.service.Reports that takes it. Exits are the launcher's."""
 
     route: str
     message: Message

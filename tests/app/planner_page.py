@@ -13,7 +13,7 @@ from ui_console import MAIN, ConsoleHere, turn_to, until
 from openrecycle.app.console.service import ConsoleService, set_console
 from openrecycle.app.plans.solving import Solves
 from openrecycle.app.plans.whatif import PARAMS
-from openrecycle.app.ui.planning.state import EXAMPLE, SAVED
+from openrecycle.app.ui.planning import EXAMPLE, SAVED_PARAM
 
 
 def page_console(here: ConsoleHere) -> Iterator[ConsoleService]:
@@ -52,7 +52,7 @@ def words(test: AppTest) -> str:
 
 def params(test: AppTest) -> dict[str, str]:
     """The page's own words of the link; Live has left others there."""
-    own = {name: v for name, v in test.query_params.items() if name in (*PARAMS, SAVED, EXAMPLE)}
+    own = {name: v for name, v in test.query_params.items() if name in (*PARAMS, SAVED_PARAM, EXAMPLE)}
     return {name: v if isinstance(v, str) else v[0] for name, v in own.items()}
 
 

@@ -10,12 +10,12 @@ import pytest
 from sqlalchemy import update
 from ui_console import ConsoleHere, JobHere, until
 
-from openrecycle.agent.coordination.choosing import out
+from openrecycle.agent.coordination.generations import out
 from openrecycle.agent.coordination.membership import Candidate
 from openrecycle.agent.messages.protocol import FailureReport
 from openrecycle.app.advice.recommendation import AdviceRequest, Recommendation, decide, recommendation_document, serve
 from openrecycle.app.advice.service import REPAIR_SECONDS, copy_times, measured_costs, move_times
-from openrecycle.app.jobs.records import changes, repair_times
+from openrecycle.app.jobs.live_job import changes, repair_times
 from openrecycle.app.runtime.task_queue import TaskQueue
 from openrecycle.db.models import GenerationRow
 from openrecycle.planner.check import check
@@ -23,9 +23,9 @@ from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.jobs.words import MIGRATE, REROUTE, STAND_BY
 from openrecycle.planner.plans.packed import from_bytes
 from openrecycle.planner.plans.plan import job_doc
+from openrecycle.planner.simulation.engine import RecoveryCosts
 from openrecycle.planner.simulation.planned import Rate
 from openrecycle.planner.simulation.policy import REPARTITION, Advice, Option, best_option
-from openrecycle.planner.simulation.policy_base import RecoveryCosts
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes

@@ -18,7 +18,7 @@ from openrecycle.app.runtime import problems
 from openrecycle.app.security.access import Access
 from openrecycle.app.security.guard import AccessGuard
 from openrecycle.app.server import create_routes
-from openrecycle.db.idempotency import KEPT_SECONDS, IdempotentRequests
+from openrecycle.db.access import KEPT_SECONDS, IdempotentRequests
 from openrecycle.db.session import Database
 
 pytestmark = pytest.mark.processes

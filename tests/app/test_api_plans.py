@@ -14,7 +14,7 @@ from ui_console import ConsoleHere, until
 from ui_factory import plan
 
 from openrecycle.app.api import plans
-from openrecycle.app.plans.uploading import MOST_WAITING, Uploads, answer
+from openrecycle.app.plans.files import MOST_WAITING, Uploads, answer
 from openrecycle.app.runtime.errors import MOST_LARGE, PLAN_MIB, ConsoleError
 from openrecycle.app.security.guard import LARGE_BODY, BodyLimit
 from openrecycle.app.server import create_routes

@@ -10,7 +10,7 @@ from starlette.testclient import TestClient
 from ui_console import ConsoleHere, JobHere
 from ui_factory import plan
 
-from openrecycle.agent.coordination.events import Exited, PlanReady, UsePlan
+from openrecycle.agent.coordination.membership import Exited, PlanReady, UsePlan
 from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.plans.service import misfit, use_plan
 from openrecycle.app.runtime.errors import ConsoleError

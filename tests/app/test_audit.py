@@ -12,8 +12,7 @@ from starlette.testclient import TestClient
 from ui_console import ConsoleHere, JobHere, until
 
 from openrecycle.agent.messages.protocol import API
-from openrecycle.app.security.access import Access
-from openrecycle.app.security.callers import Caller, Role, agent_route, refusal
+from openrecycle.app.security.access import Access, Caller, Role, agent_route, refusal
 from openrecycle.app.security.guard import AccessGuard
 from openrecycle.app.server import create_api, create_routes
 from openrecycle.planner.jobs.job import Job

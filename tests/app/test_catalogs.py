@@ -22,7 +22,7 @@ from openrecycle.app.ui import catalog, text
 from openrecycle.app.ui.catalog import catalog_curves
 from openrecycle.app.ui.theme import DARK, LIGHT
 from openrecycle.db.store import Store
-from openrecycle.planner.catalogs.catalog_store import PLANNER_VERSION, CatalogInfo, open_folder
+from openrecycle.planner.catalogs.catalog import PLANNER_VERSION, CatalogInfo, open_folder
 from openrecycle.planner.check import check
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.failures import canonical_pattern

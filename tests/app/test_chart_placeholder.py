@@ -12,8 +12,8 @@ import ui_factory as factory
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
-from openrecycle.app.ui.charts.chart_placeholder import WIDTH, chart_placeholder
 from openrecycle.app.ui.charts.gantt import ASIDE_OPACITY, BOTTOM, TOP, Strip, comparison, gantt
+from openrecycle.app.ui.components import WIDTH, chart_placeholder
 from openrecycle.app.ui.theme import DARK, LIGHT
 from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.plans.drawing import Drawing, Rows

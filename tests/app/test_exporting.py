@@ -18,8 +18,8 @@ from ui_console import ConsoleHere, JobHere
 from ui_factory import plan as made_plan
 
 from openrecycle.agent.cli import app as agent_cli
-from openrecycle.app.plans import exporting
-from openrecycle.app.plans.exporting import (
+from openrecycle.app.plans import files
+from openrecycle.app.plans.files import (
     CatalogPart,
     Export,
     file_stem,
@@ -35,7 +35,7 @@ from openrecycle.app.server import create_routes
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.check import check
 from openrecycle.planner.cli import app as planner_cli
-from openrecycle.planner.export.yaml_document import parse_yaml
+from openrecycle.planner.export.text_formats import parse_yaml
 from openrecycle.planner.jobs.job import Job, Problem, StageProfile, Worker
 from openrecycle.planner.plans.packed import pack, unpack
 from openrecycle.planner.plans.plan import JobDoc, Plan, PlannedOps, job_doc
@@ -114,7 +114,7 @@ def test_a_large_plan_is_exported_by_a_child_process(monkeypatch: pytest.MonkeyP
     """The same bytes; and what the child refuses arrives as the same sentence."""
     plan = made_plan(("W1_2",))
     here = {o.name: render(Export(plan, "demo"), o) for o in offers(plan, "demo") if o.name in ("csv", "bundle")}
-    monkeypatch.setattr(exporting, "OPS_HERE", 0)
+    monkeypatch.setattr(files, "OPS_HERE", 0)
     for name, content in here.items():
         assert render(Export(plan, "demo"), offer_named(plan, "demo", name)) == content
     with pytest.raises(ConsoleError, match="pipeline: got 9"):
@@ -140,7 +140,7 @@ def test_what_is_offered_of_a_plan_is_known_without_making_its_ops(
 
 def test_too_large_is_said_before_anything_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = made_plan()
-    monkeypatch.setattr(exporting, "MAX_OPS", 100)
+    monkeypatch.setattr(files, "MAX_OPS", 100)
     for offer in offers(plan, "demo"):
         with pytest.raises(ConsoleError, match="at most 100") as refused:
             render(Export(plan, "demo"), offer)

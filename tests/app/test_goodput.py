@@ -15,12 +15,10 @@ from openrecycle.agent.messages.protocol import JobFinished
 from openrecycle.app.advice.service import measured_costs
 from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.jobs.live_job import LiveJob
-from openrecycle.app.jobs.throughput import Account, Baseline, iteration_view, read_baseline
-from openrecycle.app.jobs.waiting import Wait, Waited, segments
+from openrecycle.app.jobs.throughput import Account, Baseline, Wait, Waited, iteration_view, read_baseline, segments
 from openrecycle.app.observing import goodput
 from openrecycle.app.observing.goodput import Accounts, Waiting, figures
-from openrecycle.db.observations import Observations
-from openrecycle.db.store import Record, Store
+from openrecycle.db.store import Observations, Record, Store
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes

@@ -23,20 +23,21 @@ from sqlalchemy import func, select, update
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
+from openrecycle.app import history as histories
 from openrecycle.app.console.service import ConsoleService
-from openrecycle.app.history import archive
-from openrecycle.app.history import archive as histories
-from openrecycle.app.history.archive import (
+from openrecycle.app.history import (
     EXPORTED,
+    LEFT_OUT,
+    Histories,
     HistoryError,
     Manifest,
+    ProcessLine,
     delete_job,
     export,
+    format_of,
     import_history,
     table_file,
 )
-from openrecycle.app.history.service import Histories
-from openrecycle.app.history.tables import LEFT_OUT, ProcessLine, format_of
 from openrecycle.app.jobs.job_plans import stored_plan
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.app.runtime.processes import Channel, Children
@@ -123,7 +124,7 @@ def test_large_plans_are_stored_in_columns_too(
     origin: tuple[Database, str, Path], target: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, job_id, path = origin
-    monkeypatch.setattr(archive, "SMALL_OPS", 10)
+    monkeypatch.setattr(histories, "SMALL_OPS", 10)
     import_history(target, path)
     for row in Store(target).job_plans(job_id):
         assert PlanColumns(target).get(row["fingerprint"]) is not None

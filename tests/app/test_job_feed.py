@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 from ui_console import ConsoleHere, JobHere
 
-from openrecycle.agent.coordination.events import Note, Stalled
+from openrecycle.agent.coordination.membership import Note, Stalled
 from openrecycle.app.console.view import EventView
-from openrecycle.app.jobs.feed import WITHIN, JobFeed
-from openrecycle.app.ui.event_feed import feed_html
+from openrecycle.app.jobs.live_job import WITHIN, JobFeed
+from openrecycle.app.ui.worker_dialog import feed_html
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes

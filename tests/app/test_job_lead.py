@@ -15,14 +15,12 @@ import pytest
 from starlette.testclient import TestClient
 from ui_console import ConsoleHere, JobHere, until
 
-from openrecycle.agent.coordination.lead import LeadTerm
-from openrecycle.agent.coordination.membership import FailureTimeouts
+from openrecycle.agent.coordination.membership import FailureTimeouts, LeadTerm
 from openrecycle.agent.messages.protocol import DEPOSED, LEAD, Acknowledgement, BatchReply, WorkerState
 from openrecycle.app.api.agents import Together
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.runtime.errors import ConsoleError
-from openrecycle.app.security.access import Access
-from openrecycle.app.security.callers import CALLER, Caller, Role
+from openrecycle.app.security.access import CALLER, Access, Caller, Role
 from openrecycle.app.server import create_api
 from openrecycle.db.store import Store
 

@@ -16,8 +16,7 @@ from typer.testing import CliRunner
 
 from openrecycle.agent.messages.protocol import JobSpec
 from openrecycle.app.cli import cli
-from openrecycle.app.console.registry import MAX_WORKERS
-from openrecycle.app.console.service import ConsoleService
+from openrecycle.app.console.service import MAX_WORKERS, ConsoleService
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store
@@ -89,7 +88,7 @@ def test_a_catalog_that_takes_long_holds_up_no_other_answer(server: ConsoleServe
 
 
 def test_workers_of_all_live_jobs_together_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("openrecycle.app.console.registry.MAX_LIVE_WORKERS", 20)
+    monkeypatch.setattr("openrecycle.app.console.service.MAX_LIVE_WORKERS", 20)
     database = Database(f"sqlite:///{tmp_path / 'console.db'}")
     database.upgrade()
     console = ConsoleService(Store(database), tolerance=0)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from openrecycle.app.leadership.lease import Action, LeaseTimes, Seen, decide
-from openrecycle.db.leadership import Lease
+from openrecycle.app.leadership import Action, LeaseTimes, Seen, decide
+from openrecycle.db.session import Lease
 
 TIMES = LeaseTimes(renew=1.0, lease=4.0, poll=0.5)
 OURS = Lease(3, "me", "http://me:8501", 0.1)

@@ -14,8 +14,7 @@ from starlette.types import ASGIApp
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from openrecycle.app.console.service import ConsoleService
-from openrecycle.app.leadership.host import Gate
-from openrecycle.app.leadership.lease import LeaderStatus
+from openrecycle.app.leadership import Gate, LeaderStatus
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes

@@ -13,10 +13,8 @@ from sqlalchemy import text
 from sqlalchemy.exc import OperationalError
 
 from openrecycle.app.console.service import ConsoleService
-from openrecycle.app.leadership.host import ActiveConsole, ConsoleHost
-from openrecycle.app.leadership.lease import Leadership, LeaseTimes
-from openrecycle.db.leadership import LeaderSession
-from openrecycle.db.session import NOT_LEADING, Database, DatabaseError
+from openrecycle.app.leadership import ActiveConsole, ConsoleHost, Leadership, LeaseTimes
+from openrecycle.db.session import NOT_LEADING, Database, DatabaseError, LeaderSession
 from openrecycle.db.store import Store
 from tests.conftest import new_database
 from tests.golden import golden

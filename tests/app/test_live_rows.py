@@ -12,9 +12,8 @@ from ui_console import JobHere
 
 from openrecycle.app.console import view as views
 from openrecycle.app.console.service import ConsoleService
-from openrecycle.app.ui.charts.progress import generation_marks, progress_rows, throughput
+from openrecycle.app.ui.charts.progress import generation_marks, progress_rows, throughput, worker_grid
 from openrecycle.app.ui.charts.vega import arrow
-from openrecycle.app.ui.charts.worker_grid import worker_grid
 from openrecycle.app.ui.theme import LIGHT
 
 pytestmark = pytest.mark.processes

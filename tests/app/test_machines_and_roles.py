@@ -16,20 +16,18 @@ from hypothesis import Phase
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from openrecycle.agent.coordination.events import Offered
-from openrecycle.agent.coordination.membership import Candidate, Mode, Offer
+from openrecycle.agent.coordination.membership import Candidate, Mode, Offer, Offered
 from openrecycle.agent.messages.protocol import JobSpec
 from openrecycle.app.api.models import WorkerInfo
 from openrecycle.app.catalogs.service import Catalogs
-from openrecycle.app.console.view import JobView, Queries, WorkerDetail
+from openrecycle.app.console.view import JobView, Queries, RollOuts, WorkerDetail
 from openrecycle.app.jobs.states import OUT, Condition, RoleState, words_of
 from openrecycle.app.observing.goodput import Accounts
-from openrecycle.app.observing.rollout import RollOuts
 from openrecycle.app.plans.library import Library, PlanCache
-from openrecycle.app.plans.making import Making
+from openrecycle.app.plans.solving import Making
 from openrecycle.app.plans.sources import PlanSources
 from openrecycle.app.ui import facts
-from openrecycle.app.ui.charts.worker_grid import LOOKS, worker_grid
+from openrecycle.app.ui.charts.progress import LOOKS, worker_grid
 from openrecycle.app.ui.theme import LIGHT
 from openrecycle.app.ui.worker_dialog import facts_html
 from openrecycle.planner.jobs.words import MIGRATE, REROUTE, STAND_BY

@@ -8,8 +8,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrecycle.agent.coordination.events import LastHeartbeat
-from openrecycle.agent.coordination.membership import State
+from openrecycle.agent.coordination.membership import LastHeartbeat, State
 from openrecycle.agent.messages.protocol import Heartbeat, LogLine, LogLines
 from openrecycle.app.jobs.measurements import NEWEST, JobMeasurements, LogBook, OpTimes
 

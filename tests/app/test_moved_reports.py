@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from ui_console import ConsoleHere, JobHere
 
-from openrecycle.agent.coordination.events import Offered
-from openrecycle.agent.coordination.membership import Candidate, Offer
+from openrecycle.agent.coordination.membership import Candidate, Offer, Offered
 from openrecycle.agent.messages.protocol import (
     Acknowledgement,
     FailureReport,

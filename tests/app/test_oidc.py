@@ -15,8 +15,7 @@ from joserfc.jwk import RSAKey
 
 from openrecycle.app.runtime.errors import SettingsError
 from openrecycle.app.runtime.settings import OidcSettings
-from openrecycle.app.security.callers import Role
-from openrecycle.app.security.sign_in import read_oidc, role_of
+from openrecycle.app.security.access import Role, read_oidc, role_of
 from tests.golden import golden
 
 TOKEN = "a-token-for-the-tests"

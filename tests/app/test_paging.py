@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from openrecycle.app.api.parsing import page
+from openrecycle.app.api.models import page
 from openrecycle.app.runtime.errors import ConsoleError
 from tests.golden import golden
 

@@ -15,8 +15,8 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 from ui_console import ConsoleHere
 
-from openrecycle.app.api import parsing
-from openrecycle.app.plans.uploading import answer
+from openrecycle.app.api import models
+from openrecycle.app.plans.files import answer
 from openrecycle.app.runtime import errors
 from openrecycle.app.runtime.errors import MOST_CONTAINERS, MOST_FIELDS, MOST_FIELDS_OF_ONE, ConsoleError
 from openrecycle.app.server import create_api, create_routes
@@ -67,7 +67,7 @@ def client(home: ConsoleHere, monkeypatch: pytest.MonkeyPatch) -> TestClient:
             asyncio.get_running_loop()
         except RuntimeError:
             return original(text, *args, **kwargs)
-        assert len(text) <= parsing.SHORT, "read on the loop"
+        assert len(text) <= models.SHORT, "read on the loop"
         return original(text, *args, **kwargs)
 
     monkeypatch.setattr(json, "loads", loads)
@@ -90,7 +90,7 @@ def routes(home: ConsoleHere) -> list[APIRoute]:
 
 def test_every_route_with_a_body_reads_large_ones_beside_the_loop(routes: list[APIRoute]) -> None:
     assert len(routes) > 20
-    assert [r.path for r in routes if not isinstance(r, parsing.ReadBeside)] == []
+    assert [r.path for r in routes if not isinstance(r, models.ReadBeside)] == []
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_a_long_body_is_answered_as_a_short_one(
     client: TestClient, read_by: list[bool], method: str, path: str, body: Any, status: int, words: str
 ) -> None:
     data = json.dumps(body)
-    assert len(data) > parsing.SHORT
+    assert len(data) > models.SHORT
     for kind in ("application/json", "application/vnd.some+json; charset=utf-8"):
         got = client.request(method, API + path, content=data, headers={"Content-Type": kind})
         assert got.status_code in (status, 200) and words in got.text, got.text  # 200: the same profile again
@@ -148,7 +148,7 @@ def test_a_long_body_is_answered_as_a_short_one(
 def test_of_many_wrong_entries_the_first_is_said(routes: list[APIRoute], path: str, body: Any, detail: str) -> None:
     field: Any = next(route.body_field for route in routes if route.path == path)
     with pytest.raises(ConsoleError) as refused:
-        parsing.read(field, json.dumps(body).encode())
+        models.read(field, json.dumps(body).encode())
     assert refused.value.status == 422 and detail in refused.value.detail
     more = refused.value.detail.rpartition("; and ")[2].split()[0]
     assert not more.isdigit() or int(more) < 20, refused.value.detail

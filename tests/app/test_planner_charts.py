@@ -6,9 +6,8 @@ import pytest
 
 from openrecycle.app.plans.solving import MigrationAnswer, Migrations, PlanAsked, Point, Solve
 from openrecycle.app.plans.whatif import WhatIf
-from openrecycle.app.ui.charts.planning import migrations_chart, search_chart, search_words
-from openrecycle.app.ui.charts.worker_grid import dead_grid
-from openrecycle.app.ui.planner import log_lines, search_cards
+from openrecycle.app.ui.charts.progress import dead_grid
+from openrecycle.app.ui.planner import log_lines, migrations_chart, search_cards, search_chart, search_words
 from openrecycle.app.ui.theme import DARK, LIGHT, Palette
 from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.plans.plan import job_doc

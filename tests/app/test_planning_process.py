@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from openrecycle.app.plans import making
-from openrecycle.app.plans.making import Making, PlanQuestion, PlanRequest, plan_maker
+from openrecycle.app.plans import solving
+from openrecycle.app.plans.solving import Making, PlanQuestion, PlanRequest, plan_maker
 from openrecycle.app.runtime.task_queue import AHEAD, URGENT, TaskQueue
 from openrecycle.planner.check import check
 from openrecycle.planner.jobs.job import Job
@@ -151,6 +151,6 @@ def test_an_answer_without_a_plan_does_not_stand_for_ever(monkeypatch: pytest.Mo
     made, failed = pages.get(good), pages.get(bad)
     assert made.plan is not None and failed.plan is None and failed.why
     assert pages.get(bad) is failed
-    monkeypatch.setattr(making, "FAILED_SECONDS", -1.0)
+    monkeypatch.setattr(solving, "FAILED_SECONDS", -1.0)
     assert pages.get(good) is made and pages.get(bad) is not failed
     pages.close()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import openrecycle.app.ui
-from openrecycle.app.ui.hooks import Preload, warm_up
+from openrecycle.app.server import Preload, warm_up
 
 CHOICE_TIMEOUT = 60.0
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from sqlalchemy import text
 
-from openrecycle.agent.coordination.events import Note
+from openrecycle.agent.coordination.membership import Note
 from openrecycle.agent.messages.protocol import Heartbeat, JobFinished, JobSpec, Registration
 from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.jobs.live_job import LiveJob

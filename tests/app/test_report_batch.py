@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy.exc import OperationalError
 
-from openrecycle.agent.coordination.lead import LeadTerm
+from openrecycle.agent.coordination.membership import LeadTerm
 from openrecycle.agent.messages.protocol import (
     Acknowledgement,
     BatchReply,
@@ -21,8 +21,7 @@ from openrecycle.agent.messages.protocol import (
 )
 from openrecycle.app.api.agents import Together
 from openrecycle.app.console.service import ConsoleService
-from openrecycle.app.jobs.live_job import LiveJob
-from openrecycle.app.jobs.records import read_processes
+from openrecycle.app.jobs.live_job import LiveJob, read_processes
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.db.session import Database
 from openrecycle.db.store import JobUpdate, Store

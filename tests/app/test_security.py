@@ -17,16 +17,18 @@ from starlette.websockets import WebSocketDisconnect
 from openrecycle.app.security import guard
 from openrecycle.app.security.access import (
     AGENTS,
+    COOKIE,
     UNKNOWN,
     WRONG_IN_ALL,
     WRONG_PER_ADDRESS,
     Access,
+    Caller,
     RateLimits,
+    Role,
     WrongTokens,
+    from_header,
 )
-from openrecycle.app.security.callers import Caller, Role, from_header
 from openrecycle.app.security.guard import BodyLimit, HostGuard
-from openrecycle.app.security.sign_in import COOKIE
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes

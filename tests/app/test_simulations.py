@@ -22,10 +22,10 @@ from openrecycle.app.ui.simulate import policy_words, sensitivity, thinned, thro
 from openrecycle.app.ui.theme import DARK, LIGHT
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.job import Job
-from openrecycle.planner.plans.models import analytic_job, model_shape
 from openrecycle.planner.plans.plan import job_doc
-from openrecycle.planner.simulation.trace import scaled
-from openrecycle.planner.simulation.traces import generated, public_traces
+from openrecycle.planner.profiles import analytic_job, model_shape
+from openrecycle.planner.simulation import traces as simulated_traces
+from openrecycle.planner.simulation.traces import public_traces, scaled
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes
@@ -96,7 +96,7 @@ def test_what_a_page_shows_that_is_gone_ends_and_what_one_looks_at_goes_on() -> 
 
 
 def test_of_a_sweep_what_has_too_many_failures_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generated, "MOST_FAILURES", 6 * 24 / 30 * 4)
+    monkeypatch.setattr(simulated_traces, "MOST_FAILURES", 6 * 24 / 30 * 4)
     messages = list(run(parse_request(**SMALL, policies=("fault-free",))))
     (swept,) = (m for m in messages if "mtbf" in m)
     assert swept["mtbf"] == [30.0 * factor for factor in SWEEP[2:]]

@@ -20,7 +20,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from ui_console import JobHere, until
 
-from openrecycle.agent.coordination.events import TransferBroken
+from openrecycle.agent.coordination.membership import TransferBroken
 from openrecycle.agent.messages.protocol import JobSpec, WorkerState
 from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.jobs.live_job import TICK_SECONDS, LiveJob

@@ -21,7 +21,7 @@ from ui_console import ConsoleHere, JobHere
 from openrecycle.agent.messages.protocol import Iteration, JobSpec
 from openrecycle.app.api.plans import LARGE
 from openrecycle.app.console.service import ConsoleService
-from openrecycle.app.history.tables import exact
+from openrecycle.app.history import exact
 from openrecycle.app.runtime.processes import Children
 from openrecycle.app.server import create_routes
 from openrecycle.db.session import Database, DatabaseError

@@ -7,11 +7,10 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import Phase, settings
 
-from openrecycle.agent.coordination.events import Offered
-from openrecycle.agent.coordination.membership import MOST_RETIRED, Candidate, Offer
+from openrecycle.agent.coordination.membership import MOST_RETIRED, Candidate, Offer, Offered
 from openrecycle.agent.messages.protocol import FailureReport, JobSpec, Registration
 from openrecycle.app.jobs import job_plans as planned
-from openrecycle.app.jobs.records import KEPT, read_state
+from openrecycle.app.jobs.live_job import KEPT, read_state
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.planner.jobs.words import MIGRATE
 from tests.app.flaky_database import FlakyDatabase

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from openrecycle.agent.coordination.events import PlanReady, Stalled
+from openrecycle.agent.coordination.membership import PlanReady, Stalled
 from openrecycle.agent.messages.protocol import JobSpec, JobState, WorkerState
-from openrecycle.app.history.service import Histories
+from openrecycle.app.history import Histories
 from openrecycle.app.jobs.live_job import LiveJob
 from openrecycle.app.runtime.errors import ConsoleError
 from openrecycle.db.job_rows import JobRows

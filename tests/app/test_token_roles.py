@@ -16,11 +16,13 @@ from openrecycle.app.security.access import (
     REFRESH,
     WRONG_PER_ADDRESS,
     Access,
+    Caller,
     RateLimits,
+    Role,
     Tokens,
     caller_of,
+    from_header,
 )
-from openrecycle.app.security.callers import Caller, Role, from_header
 from openrecycle.db.access import TokenStore
 from openrecycle.db.session import Database
 from openrecycle.db.store import Store

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from openrecycle.agent.messages.protocol import Acknowledgement, FailureReport, JobSpec, Registration, Restart
-from openrecycle.app.jobs.records import process_rows, read_processes
+from openrecycle.app.jobs.live_job import process_rows, read_processes
 from openrecycle.app.jobs.states import PlannedRestart, ProcessState
 from openrecycle.app.ui.worker_dialog import facts_html
 from tests.app.played_launcher import PlayedJob

@@ -13,7 +13,7 @@ from ui_console import MAIN, ConsoleHere, JobHere, turn_to, until
 
 from openrecycle.app.catalogs.contents import parse_request
 from openrecycle.app.console.service import ConsoleService, set_console
-from openrecycle.planner.catalogs.catalog_store import PLANNER_VERSION, CatalogInfo
+from openrecycle.planner.catalogs.catalog import PLANNER_VERSION, CatalogInfo
 from openrecycle.planner.plans.packed import Effort, pack, plan_name
 from openrecycle.planner.solvers.portfolio import make_plan
 from tests.golden import golden

@@ -18,14 +18,13 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from openrecycle.app.ui.charts import gantt as charts
-from openrecycle.app.ui.charts.chart_placeholder import chart_placeholder
 from openrecycle.app.ui.charts.gantt import ASIDE_OPACITY
+from openrecycle.app.ui.components import chart_placeholder
 from openrecycle.app.ui.theme import DARK, LIGHT, Palette
 from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.plans import drawing as model
 from openrecycle.planner.plans.drawing import BAR_HEIGHT, OP_WORDS, Drawing, Rows
-from openrecycle.planner.plans.paths import critical_path, micro_batch_path
-from openrecycle.planner.plans.schedule import Op, Schedule
+from openrecycle.planner.plans.schedule import Op, Schedule, critical_path, micro_batch_path
 from tests.conftest import examples
 from tests.golden import golden
 

@@ -14,7 +14,7 @@ from openrecycle.app.jobs.states import Condition, RoleState
 from openrecycle.app.jobs.throughput import Baseline, Figures
 from openrecycle.app.ui import facts, tables, text
 from openrecycle.app.ui.charts.progress import generation_marks
-from openrecycle.app.ui.event_feed import feed_html
+from openrecycle.app.ui.worker_dialog import feed_html
 from openrecycle.planner.jobs.job import Job, StageProfile
 from openrecycle.planner.plans.plan import job_doc
 from tests.golden import golden

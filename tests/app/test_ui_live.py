@@ -16,8 +16,8 @@ from openrecycle.agent.coordination.membership import FailureTimeouts, Mode
 from openrecycle.agent.messages.protocol import LogLine, LogLines, Registration
 from openrecycle.app.console.service import ConsoleService, set_console
 from openrecycle.app.jobs.states import Condition
-from openrecycle.app.ui import live_now
-from openrecycle.app.ui.live_now import SharedReads
+from openrecycle.app.ui import live
+from openrecycle.app.ui.live import SharedReads
 from openrecycle.db.store import Store
 from tests.golden import golden
 
@@ -167,7 +167,7 @@ def test_an_open_page_says_that_the_database_hangs_and_shows_what_it_last_knew(
     goes_on = threading.Event()
     view = console.queries.view
     monkeypatch.setattr(console.queries, "view", lambda *args: goes_on.wait(60) and view(*args))
-    monkeypatch.setattr(live_now, "_shared", SharedReads(0.01))
+    monkeypatch.setattr(live, "_shared", SharedReads(0.01))
     test.run()
     assert golden("the-database-has-not-answered") in test.warning[0].value
     assert "10 <span" in html(test), "iterations done"
@@ -176,7 +176,7 @@ def test_an_open_page_says_that_the_database_hangs_and_shows_what_it_last_knew(
     assert test.warning and [t for t in threading.enumerate() if t.name == "page read"] == begun, "one waits for all"
     goes_on.set()
     begun[0].join()
-    monkeypatch.setattr(live_now, "_shared", SharedReads(60))
+    monkeypatch.setattr(live, "_shared", SharedReads(60))
     test.run()
     assert not test.warning and not test.exception
 

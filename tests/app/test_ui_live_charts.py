@@ -16,9 +16,18 @@ import ui_factory as factory
 
 from openrecycle.app.console.view import EventView, JobView
 from openrecycle.app.jobs.states import RoleState
-from openrecycle.app.ui.charts.progress import LATE, WORDS, Mark, generation_marks, losses, progress_rows, throughput
+from openrecycle.app.ui.charts.progress import (
+    LATE,
+    LOOKS,
+    WORDS,
+    Mark,
+    generation_marks,
+    losses,
+    progress_rows,
+    throughput,
+    worker_grid,
+)
 from openrecycle.app.ui.charts.vega import LiveChart
-from openrecycle.app.ui.charts.worker_grid import LOOKS, worker_grid
 from openrecycle.app.ui.theme import DARK, LIGHT, Palette
 
 

@@ -318,7 +318,7 @@ def test_a_grid_too_large_for_buttons_is_a_heat_map(console: ConsoleService, job
 def test_a_page_that_fails_says_so_in_a_sentence_and_the_log_has_it(capsys: pytest.CaptureFixture[str]) -> None:
     def script() -> None:
         from openrecycle.app.runtime.errors import ConsoleError
-        from openrecycle.app.ui.hooks import page_failed
+        from openrecycle.app.server import page_failed
 
         for error in (KeyError("secret"), ConsoleError(404, "unknown", "job: got 'x', expected one that is there")):
             assert page_failed(error)

@@ -8,8 +8,8 @@ from ui_console import MAIN, JobHere, until
 
 from openrecycle.agent.messages.protocol import Acknowledgement
 from openrecycle.app.console.service import ConsoleService
-from openrecycle.app.observing.rollout import RollOut, Taken
-from openrecycle.app.ui.operating import roll_out_html
+from openrecycle.app.console.view import RollOut, Taken
+from openrecycle.app.ui.live import roll_out_html
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes

@@ -15,7 +15,7 @@ from openrecycle.agent.messages.protocol import Heartbeat
 from openrecycle.app.console.service import ConsoleService
 from openrecycle.app.plans.profiles import measured_profile
 from openrecycle.app.plans.whatif import parse
-from openrecycle.app.security.callers import Caller, Role
+from openrecycle.app.security.access import Caller, Role
 from openrecycle.planner.jobs.job import Job
 from openrecycle.planner.plans.plan import job_doc
 from tests.golden import golden

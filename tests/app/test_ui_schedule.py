@@ -18,7 +18,7 @@ from ui_console import DEADLINE, MAIN, Address, ConsoleHere, JobHere, turn_to, u
 
 from openrecycle.agent.messages.protocol import MeasuredOps
 from openrecycle.app.console.service import ConsoleService, set_console
-from openrecycle.app.ui import address, schedule, schedule_view
+from openrecycle.app.ui import address, schedule
 from openrecycle.app.ui.facts import critical_words
 from openrecycle.planner.plans.drawing import OP_WORDS
 from tests.golden import golden
@@ -103,16 +103,16 @@ def test_a_click_toggles_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """What Streamlit reports of a click, in each form that it has been seen to take."""
     state: dict[str, Any] = {}
     query = Address()
-    for module in (schedule_view, address):
+    for module in (schedule, address):
         monkeypatch.setattr(module, "st", SimpleNamespace(session_state=state, query_params=query))
     for given in ("1.2", ["1.2"], {"0": "1.2"}):
         state["gantt"] = {"selection": {"points": [{"customdata": given}]}}
-        schedule_view.clicked("gantt")
+        schedule.clicked("gantt")
         assert query == {"path": "1.2"}
-        schedule_view.clicked("gantt")
+        schedule.clicked("gantt")
         assert query == {}
     state["gantt"] = {"selection": {"points": []}}
-    schedule_view.clicked("gantt")
+    schedule.clicked("gantt")
     assert query == {}
 
 
@@ -211,15 +211,15 @@ def test_a_box_in_the_link_chooses_the_detail(
 
 def test_a_box_that_is_drawn_goes_into_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
     query = Address(time="40-50")
-    state: dict[str, Any] = {schedule_view.PAD: {"box": [10, 30.5, 3, 7]}, "slider": (40.0, 50.0)}
-    for module in (schedule_view, address):
+    state: dict[str, Any] = {schedule.PAD: {"box": [10, 30.5, 3, 7]}, "slider": (40.0, 50.0)}
+    for module in (schedule, address):
         monkeypatch.setattr(module, "st", SimpleNamespace(session_state=state, query_params=query))
     time = address.TimeRange("time", "slider", 60.0, (40.0, 50.0))
-    schedule_view.remember_box(time)
+    schedule.remember_box(time)
     assert query == {"box": "10,30.5,3,7"} and state["slider"] == (0.0, 60.0), "all of the box is shown"
     for nothing in ({}, {"box": None}, {"box": [1, 2]}, {"box": ["1", 2, 3, 4]}, {"box": "1,2,3,4"}):
-        state[schedule_view.PAD] = nothing
-        schedule_view.remember_box(time)
+        state[schedule.PAD] = nothing
+        schedule.remember_box(time)
         assert query == {"box": "10,30.5,3,7"}
 
 

@@ -9,8 +9,7 @@ from streamlit.testing.v1 import AppTest
 from ui_console import MAIN
 
 from openrecycle.app.console.service import ConsoleService
-from openrecycle.app.leadership.host import ConsoleHost, set_host
-from openrecycle.app.leadership.lease import LeaderStatus
+from openrecycle.app.leadership import ConsoleHost, LeaderStatus, set_host
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes

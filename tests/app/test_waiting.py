@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from openrecycle.agent.messages.protocol import Command
-from openrecycle.app.jobs.waiting import CommandQueue, Wait, Waited, after_change, apart, pauses
+from openrecycle.app.jobs.throughput import CommandQueue, Wait, Waited, after_change, apart, pauses
 
 
 def test_commands_are_kept_in_order_and_the_last_word_on_a_pause_counts() -> None:

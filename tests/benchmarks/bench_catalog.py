@@ -15,9 +15,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from openrecycle.planner.catalogs.catalog_build import build_catalog
-from openrecycle.planner.catalogs.catalog_engines import make_engine
-from openrecycle.planner.catalogs.catalog_store import StoredCatalog
+from openrecycle.planner.catalogs.catalog import StoredCatalog
+from openrecycle.planner.catalogs.catalog_build import build_catalog, make_engine
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
 from openrecycle.planner.layers.migration import best_migrations
 from openrecycle.planner.plans.packed import CatalogQuestion, Effort

@@ -1,7 +1,7 @@
 """A checkpoint of a stage: what each of its workers copies, for how long it does not train meanwhile, and how long it
 then writes beside the training.
 
-Each worker is a process that has a chain of linear layers, its AdamW state, and writes its share (agent.models.shares)
+Each worker is a process that has a chain of linear layers, its AdamW state, and writes its share (agent.models.state)
 to a folder of this machine: one after the other, as workers have processors and connections of their own. The slowest
 of them counts, and the median of several checkpoints.
 """
@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from openrecycle.agent.checkpoints.checkpoint import Identity, find, write_share
-from openrecycle.agent.models.shares import Writer
+from openrecycle.agent.checkpoints import Identity, find, write_share
+from openrecycle.agent.models.state import Writer
 from openrecycle.agent.stages.gradients import SUM_OF
 from openrecycle.agent.stages.optimizer import StageOptimizer
 from openrecycle.agent.stages.shards import assign

@@ -21,11 +21,10 @@ from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, W
 from openrecycle.planner.plans.bounds import period_bound
 from openrecycle.planner.plans.schedule import Schedule
 from openrecycle.planner.solvers.base import Run
-from openrecycle.planner.solvers.cp_sat import CpSatSolver, run
-from openrecycle.planner.solvers.cp_sat_model import PooledModel, ScheduleModel
+from openrecycle.planner.solvers.cp_sat import CpSatSolver, PooledModel, ScheduleModel, run
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
-from openrecycle.planner.solvers.rearranger import Rearranger
-from openrecycle.planner.solvers.reduction import Reduction
+from openrecycle.planner.solvers.local_search import Rearranger
+from openrecycle.planner.solvers.routing import Reduction
 from tests.benchmarks.bench_planner import TIMES
 from tests.benchmarks.machine import describe
 

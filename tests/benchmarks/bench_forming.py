@@ -26,9 +26,8 @@ from typing import Any
 
 import torch
 
-from openrecycle.agent.config.timeouts import Timeouts
-from openrecycle.agent.transport.communicator import Communicator
-from openrecycle.agent.transport.store import RendezvousStore
+from openrecycle.agent.config.options import Timeouts
+from openrecycle.agent.transport.communicator import Communicator, RendezvousStore
 from openrecycle.planner.jobs.job import Worker
 from tests.benchmarks.machine import describe
 

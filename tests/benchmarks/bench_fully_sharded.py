@@ -20,13 +20,11 @@ from typing import Any
 
 import torch
 
-from openrecycle.agent.config.options import Optimization
-from openrecycle.agent.config.timeouts import Timeouts
+from openrecycle.agent.config.options import Optimization, Timeouts
 from openrecycle.agent.examples.fully_sharded import Gpt
-from openrecycle.agent.models.fully_sharded import Unit
 from openrecycle.agent.models.layers import build_layers
-from openrecycle.agent.models.parallelized import Parallelized
-from openrecycle.agent.stages.backward.split import Deferred
+from openrecycle.agent.models.parallelized import Parallelized, Unit
+from openrecycle.agent.stages.backward import Deferred
 from openrecycle.agent.stages.gradients import GradientSum
 from openrecycle.agent.stages.optimizer import stage_optimizer
 from openrecycle.agent.stages.stage import Stage

@@ -22,8 +22,7 @@ import statistics
 import time
 from typing import Any
 
-from openrecycle.agent.config.options import HandOver
-from openrecycle.agent.config.timeouts import Timeouts
+from openrecycle.agent.config.options import HandOver, Timeouts
 from openrecycle.agent.models.workload import NamedWorkload
 from tests.agent.local_jobs import LocalJob
 from tests.benchmarks.machine import describe

@@ -24,10 +24,10 @@ import time
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from openrecycle.agent.cli.launch import _Printing
+from openrecycle.agent.cli import _Printing
 from openrecycle.agent.jobs.callbacks import Callback
 from openrecycle.agent.jobs.trainer import _Callbacks
-from openrecycle.agent.messages.delivery import Delivery
+from openrecycle.agent.messages.client import Delivery
 from openrecycle.agent.messages.protocol import Iteration
 from openrecycle.agent.models.workload import NamedWorkload
 from tests.agent.local_jobs import TINY, LocalJob

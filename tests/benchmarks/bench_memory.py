@@ -7,7 +7,7 @@ less what it was before the model was built, and less the same for a model of a 
 activations take: a batch of many rows, all micro-batches of an iteration in flight, less the same with two rows. And
 what a worker takes at the most while it resumes from a checkpoint, before its first iteration.
 
-Behind each: what is said of it before a job starts (agent.profiling.memory).
+Behind each: what is said of it before a job starts (agent.jobs.preflight).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ import torch
 import torch.distributed
 from torch import nn
 
-from openrecycle.agent.checkpoints.checkpoint import Identity, load_layers, write_share
-from openrecycle.agent.config.numerics import Mode
+from openrecycle.agent.checkpoints import Identity, load_layers, write_share
+from openrecycle.agent.config.devices import Mode
 from openrecycle.agent.config.options import Optimization
-from openrecycle.agent.models.shares import Writer
-from openrecycle.agent.profiling.memory import activation_memory, micro_batch_memory, state_memory
-from openrecycle.agent.stages.backward.split import Deferred
+from openrecycle.agent.jobs.preflight import activation_memory, micro_batch_memory, state_memory
+from openrecycle.agent.models.state import Writer
+from openrecycle.agent.stages.backward import Deferred
 from openrecycle.agent.stages.gradients import SUM_OF
 from openrecycle.agent.stages.optimizer import StageOptimizer
 from openrecycle.agent.stages.post_validation import CLEAN

@@ -16,8 +16,7 @@ import statistics
 import time
 
 from openrecycle.planner.check import check
-from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
-from openrecycle.planner.jobs.profile import UNEVEN_SCALES
+from openrecycle.planner.jobs.job import UNEVEN_SCALES, Job, MemoryLimit, Problem, StageProfile, Technique, Worker
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
 from openrecycle.planner.solvers.loops import worth_compiling
 from openrecycle.planner.solvers.portfolio import make_plan

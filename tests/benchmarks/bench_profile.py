@@ -37,8 +37,7 @@ import torch
 from openrecycle.agent.config.options import Optimization, TrainingOptions
 from openrecycle.agent.jobs.start import make_launcher
 from openrecycle.agent.models.workload import NamedWorkload
-from openrecycle.agent.profiling.profiler import ProfilingEffort
-from openrecycle.agent.profiling.stages import StageBenchmark, StageRun
+from openrecycle.agent.profiling import ProfilingEffort, StageBenchmark, StageRun
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.jobs.job import Job, MemoryLimit, StageProfile, Technique, Worker
 from openrecycle.planner.plans.plan import job_doc

@@ -18,7 +18,7 @@ import torch
 import torch.distributed
 from torch import nn
 
-from openrecycle.agent.stages.backward.split import Deferred
+from openrecycle.agent.stages.backward import Deferred
 from openrecycle.agent.stages.gradients import BUCKET_BYTES, GradientSum
 from openrecycle.agent.stages.stage import Stage
 from openrecycle.agent.transport.communicator import Communicator

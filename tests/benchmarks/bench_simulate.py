@@ -12,15 +12,12 @@ from pathlib import Path
 
 import openrecycle.planner.simulation
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique
-from openrecycle.planner.plans.models import SHAPES, analytic_job
 from openrecycle.planner.plans.plan import JobDoc
-from openrecycle.planner.simulation.engine import simulate
+from openrecycle.planner.profiles import SHAPES, analytic_job
+from openrecycle.planner.simulation.engine import RecoveryCosts, simulate
 from openrecycle.planner.simulation.planned import PlannedJob
-from openrecycle.planner.simulation.policies.planned_policies import planned_policy
-from openrecycle.planner.simulation.policies.published import READY_AFTER, published
-from openrecycle.planner.simulation.policy_base import RecoveryCosts
-from openrecycle.planner.simulation.traces import read_trace
-from openrecycle.planner.simulation.traces.generated import Domain, generated
+from openrecycle.planner.simulation.policies import READY_AFTER, planned_policy, published
+from openrecycle.planner.simulation.traces import Domain, generated, read_trace
 from tests.benchmarks.machine import describe
 from tests.planner.problems import periodic
 

@@ -20,12 +20,10 @@ from itertools import pairwise
 
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, MemoryLimit
-from openrecycle.planner.simulation.engine import simulate
-from openrecycle.planner.simulation.outcome import SimulationOutcome
+from openrecycle.planner.simulation.engine import SECOND, RecoveryCosts, SimulationOutcome, simulate
 from openrecycle.planner.simulation.planned import PlannedJob
-from openrecycle.planner.simulation.policies.planned_policies import ReCycle
-from openrecycle.planner.simulation.policy_base import SECOND, RecoveryCosts
-from openrecycle.planner.simulation.trace import Event, Trace
+from openrecycle.planner.simulation.policies import ReCycle
+from openrecycle.planner.simulation.traces import Event, Trace
 from tests.benchmarks.machine import describe
 from tests.benchmarks.scripted_job import TINY, Pause, ScriptedRun, Step, TooBusyError, run_script
 

@@ -15,10 +15,10 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from openrecycle.agent.config.numerics import Autocast
+from openrecycle.agent.config.devices import Autocast
 from openrecycle.agent.examples.gpt import Block
-from openrecycle.agent.profiling.profiler import kept_bytes, size_of
-from openrecycle.agent.stages.backward.split import Deferred, Fused, Strategy, TorchSplit
+from openrecycle.agent.profiling import kept_bytes, size_of
+from openrecycle.agent.stages.backward import Deferred, Fused, Strategy, TorchSplit
 from openrecycle.agent.stages.gradients import FastSum, GradientSum
 from openrecycle.agent.stages.stage import Stage
 from tests.benchmarks.machine import describe

@@ -22,7 +22,7 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
-from openrecycle.agent.config.numerics import Mode
+from openrecycle.agent.config.devices import Mode
 from openrecycle.agent.examples.gpt import Gpt
 from openrecycle.agent.stages.gradients import SUM_OF, FastSum, GradientSum
 from openrecycle.agent.stages.stage import Stage

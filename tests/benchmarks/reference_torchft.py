@@ -23,7 +23,7 @@ import torch
 import torch.distributed
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from openrecycle.agent.config.pacing import PacedDevice
+from openrecycle.agent.config.faults import PacedDevice
 from openrecycle.agent.examples.gpt import Gpt
 from openrecycle.agent.models.layers import build_layer
 

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from openrecycle.agent.config.devices import Platform, Transport
-from openrecycle.agent.config.options import Faults, HandOver, Optimization
-from openrecycle.agent.config.timeouts import Timeouts
+from openrecycle.agent.config.options import Faults, HandOver, Optimization, Timeouts
 from openrecycle.agent.models.workload import NamedWorkload
 from tests.agent.local_jobs import LocalJob, fault_free_losses
 

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from openrecycle.agent.config.devices import Platform, Transport
-from openrecycle.agent.config.options import Faults
-from openrecycle.agent.config.timeouts import Timeouts
+from openrecycle.agent.config.options import Faults, Timeouts
 from openrecycle.agent.models.workload import NamedWorkload
 from openrecycle.planner.jobs.job import Job
 from tests.agent.local_jobs import TINY, LocalJob, Message, fault_free_losses

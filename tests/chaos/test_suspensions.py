@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from openrecycle.agent.config.timeouts import Timeouts
+from openrecycle.agent.config.options import Timeouts
 from openrecycle.agent.models.workload import NamedWorkload
 from tests.agent.launches import Launched
 from tests.agent.local_jobs import TINY, LocalJob, fault_free_losses

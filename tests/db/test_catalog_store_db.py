@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from openrecycle.db.store import Store
-from openrecycle.planner.catalogs.catalog_build import build_catalog
-from openrecycle.planner.catalogs.catalog_engines import InlineEngine
-from openrecycle.planner.catalogs.catalog_store import CatalogInfo, MappedBlobs, StoredCatalog
+from openrecycle.planner.catalogs.catalog import CatalogInfo, MappedBlobs, StoredCatalog
+from openrecycle.planner.catalogs.catalog_build import InlineEngine, build_catalog
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
 from openrecycle.planner.plans.packed import CatalogQuestion, Effort
 

@@ -11,8 +11,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
 
-from openrecycle.db.leadership import LeaderSession, Lease
-from openrecycle.db.session import NOT_LEADING, Database, DatabaseError, WriteFenced
+from openrecycle.db.session import NOT_LEADING, Database, DatabaseError, LeaderSession, Lease, WriteFenced
 from tests.conftest import new_database
 from tests.golden import golden
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from openrecycle.db.access import AuditStore
-from openrecycle.db.observations import Observations
 from openrecycle.db.session import Database
-from openrecycle.db.store import JobUpdate, Store
+from openrecycle.db.store import JobUpdate, Observations, Store
 
 JOB = {"name": "job", "spec": "{}", "state": "running", "created_at": 1.0, "workers": []}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from openrecycle.db.profiles import Profiles
+from openrecycle.db.plan_rows import Profiles
 from openrecycle.db.session import Database
 
 SUMMARY = {"kind": "job", "about": "job of 3 x 4 x 6", "stages": 4}

@@ -8,20 +8,19 @@ import pytest
 from sqlalchemy import delete, func, insert, select
 from test_store import event, generation, make_job
 
-from openrecycle.db import retention
+from openrecycle.db import job_rows
+from openrecycle.db.job_rows import Retention
 from openrecycle.db.models import AcknowledgementRow, EventSeenRow, JobPlanRow, PlanRow
-from openrecycle.db.observations import Observations
 from openrecycle.db.plan_rows import SavedPlans
-from openrecycle.db.retention import Retention
 from openrecycle.db.session import Database
-from openrecycle.db.store import JobUpdate, Store
+from openrecycle.db.store import JobUpdate, Observations, Store
 
 MANY = {"events": 10**6, "states": 10**6, "generations": 10**6, "plans": 10**6}
 
 
 @pytest.fixture
 def trim(database: Database, monkeypatch: pytest.MonkeyPatch) -> Retention:
-    monkeypatch.setattr(retention, "ROWS", 3)
+    monkeypatch.setattr(job_rows, "ROWS", 3)
     return Retention(database)
 
 

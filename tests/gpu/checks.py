@@ -174,7 +174,7 @@ MORE_KILLS = ("W0_0@0:F0", "W1_1@2:R", "W0_1@3:W1", "W1_0@1:I1", "W0_0@2:O", "W1
 def _job(told: Told, **options: Any) -> Any:
     """A job of 2 × 2 workers on the device, in this process."""
     from openrecycle.agent.config.devices import Platform
-    from openrecycle.agent.config.timeouts import Timeouts
+    from openrecycle.agent.config.options import Timeouts
     from openrecycle.agent.models.workload import NamedWorkload
     from tests.agent.local_jobs import LocalJob
 
@@ -363,8 +363,7 @@ def _bench(told: Told, mode: str, stages: int) -> tuple[Any, Any, Any]:
     from openrecycle.agent.config.devices import Platform
     from openrecycle.agent.config.options import Optimization
     from openrecycle.agent.models.workload import NamedWorkload
-    from openrecycle.agent.profiling.profiler import ProfilingEffort
-    from openrecycle.agent.profiling.stages import StageBenchmark, StageRun
+    from openrecycle.agent.profiling import ProfilingEffort, StageBenchmark, StageRun
     from openrecycle.planner.jobs.job import Job, Worker
 
     torch.set_num_threads(1)

@@ -1,4 +1,5 @@
-"""Processes that exchange tensors over the product's own groups: whether NCCL does what agent.transport.nccl relies on.
+"""Processes that exchange tensors over the product's own groups: whether NCCL does what agent.transport.group relies
+on.
 
 They are started anew, not forked, and take their device as workers do.
 """
@@ -19,11 +20,9 @@ import torch
 import torch.distributed
 
 from openrecycle.agent.config.devices import Kind, Platform, Transport
-from openrecycle.agent.config.timeouts import Timeouts
+from openrecycle.agent.config.options import Timeouts
 from openrecycle.agent.transport.communicator import LOOPBACK, Groups
-from openrecycle.agent.transport.group import GlooGroup, Group, TransferError, halt_all
-from openrecycle.agent.transport.host import HostGroup
-from openrecycle.agent.transport.nccl import NcclGroup
+from openrecycle.agent.transport.group import GlooGroup, Group, HostGroup, NcclGroup, TransferError, halt_all
 from openrecycle.planner.jobs.job import Worker
 
 dist: Any = torch.distributed

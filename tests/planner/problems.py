@@ -8,8 +8,8 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
-from openrecycle.planner.plans.routing import assign
-from openrecycle.planner.simulation.trace import HOUR_MS, Event, Trace
+from openrecycle.planner.simulation.traces import HOUR_MS, Event, Trace
+from openrecycle.planner.solvers.routing import assign
 
 DURATIONS = (0.0, 0.5, 1.0, 1.25, 2.0, 3.0)
 REROUTING = (Technique.ADAPTIVE, Technique.DECOUPLED, Technique.STAGGERED)

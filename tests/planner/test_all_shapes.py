@@ -14,8 +14,7 @@ from openrecycle.planner.catalogs.catalog_build import listed_patterns, targets
 from openrecycle.planner.check import check
 from openrecycle.planner.jobs.failures import canonical_pattern, failures_per_stage, patterns
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, Worker
-from openrecycle.planner.layers.distribution import MOST_BOUNDED_STAGES
-from openrecycle.planner.layers.migration import best_migrations
+from openrecycle.planner.layers.migration import MOST_BOUNDED_STAGES, best_migrations
 from openrecycle.planner.plans.bounds import CountBounds, period_bound
 from openrecycle.planner.plans.packed import CatalogQuestion
 from openrecycle.planner.solvers.list_scheduler import ListScheduler

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from openrecycle.planner.jobs.errors import InputError
-from openrecycle.planner.plans.models import SHAPES, analytic_job, model_shape
+from openrecycle.planner.profiles import SHAPES, analytic_job, model_shape
 
 # Billions of parameters that the names promise.
 SIZES = {

@@ -20,11 +20,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from openrecycle.planner.catalogs import catalog_build, catalog_store, catalog_task
-from openrecycle.planner.catalogs.catalog import Catalog
-from openrecycle.planner.catalogs.catalog_build import BuildReport, build_catalog, fill, targets
-from openrecycle.planner.catalogs.catalog_engines import InlineEngine, LocalEngine, make_engine
-from openrecycle.planner.catalogs.catalog_store import (
+from openrecycle.planner.catalogs import catalog as catalogs
+from openrecycle.planner.catalogs import catalog_build
+from openrecycle.planner.catalogs.catalog import (
+    Catalog,
     CatalogInfo,
     FolderBlobs,
     MappedBlobs,
@@ -32,7 +31,17 @@ from openrecycle.planner.catalogs.catalog_store import (
     create_folder,
     open_folder,
 )
-from openrecycle.planner.catalogs.catalog_task import Target, Task
+from openrecycle.planner.catalogs.catalog_build import (
+    BuildReport,
+    InlineEngine,
+    LocalEngine,
+    Target,
+    Task,
+    build_catalog,
+    fill,
+    make_engine,
+    targets,
+)
 from openrecycle.planner.check import check
 from openrecycle.planner.cli import app
 from openrecycle.planner.jobs.errors import InfeasibleError, InputError, PlannerError
@@ -105,12 +114,12 @@ def test_what_is_there_is_not_planned_again(tmp_path: Path, monkeypatch: pytest.
     again = build(SMALL, 1, tmp_path)
     assert (again.planned, again.kept) == (1, 2)
     assert [part.exists() for part in parts] == [False, True]
-    assert catalog_store.open_folder(folder.path).header(names[0]).failures == 0
+    assert catalogs.open_folder(folder.path).header(names[0]).failures == 0
     more = build(SMALL, 2, tmp_path)
     assert (more.planned, more.kept, more.total) == (4, 3, 7)
     other = CatalogQuestion(SMALL.job, SMALL.technique, MemoryLimit("none"))
     assert build(other, 1, tmp_path).kept == 0
-    monkeypatch.setattr(catalog_store, "PLANNER_VERSION", "another")
+    monkeypatch.setattr(catalogs, "PLANNER_VERSION", "another")
     assert build(SMALL, 1, tmp_path).kept == 0
     assert len(list(tmp_path.iterdir())) == 3
 
@@ -189,7 +198,7 @@ def test_no_plan_gives_way_to_one_that_is_longer_among_more_peers(tmp_path: Path
 def test_quick_tries_on_large_grids_are_no_worse_than_one_distribution(
     by_count: StoredCatalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(catalog_task, "LARGE", 0)
+    monkeypatch.setattr(catalog_build, "LARGE", 0)
     large = build(GRID, 8, tmp_path, per="count").catalog
     periods = []
     for name in large.blobs.names():

@@ -16,12 +16,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from openrecycle.planner import cli
-from openrecycle.planner.cli import app, main
-from openrecycle.planner.commands.shared import interruptible
+from openrecycle.planner.cli import app, interruptible, main
 from openrecycle.planner.jobs.errors import PlannerError
-from openrecycle.planner.plans.models import SHAPES, model_shape
 from openrecycle.planner.plans.plan import Plan
-from openrecycle.planner.profiles import load, shipped
+from openrecycle.planner.profiles import SHAPES, load, model_shape, shipped
 from openrecycle.planner.solvers.portfolio import make_plan
 from tests.golden import golden
 

@@ -12,14 +12,20 @@ from problems import problems
 from openrecycle.planner.check import check
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
 from openrecycle.planner.plans.bounds import period_bound
-from openrecycle.planner.plans.routing import Routes, assign
 from openrecycle.planner.plans.schedule import Schedule
 from openrecycle.planner.solvers.base import Run
-from openrecycle.planner.solvers.cp_sat import CpSatSolver, run
-from openrecycle.planner.solvers.cp_sat_model import PooledModel, RoutingModel, ScheduleModel, SliceModel
+from openrecycle.planner.solvers.cp_sat import (
+    CpSatSolver,
+    PooledModel,
+    RoutingModel,
+    ScheduleGraph,
+    ScheduleModel,
+    SliceModel,
+    Slices,
+    run,
+)
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
-from openrecycle.planner.solvers.lns import ScheduleGraph, Slices
-from openrecycle.planner.solvers.reduction import Reduction, routes_of
+from openrecycle.planner.solvers.routing import Reduction, Routes, assign, routes_of
 from tests.conftest import examples
 
 tiny = problems(pipelines=2, stages=2, micro_batches=2, speeds=False)

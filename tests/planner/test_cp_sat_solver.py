@@ -12,10 +12,9 @@ from openrecycle.planner.plans.bounds import period_bound
 from openrecycle.planner.plans.schedule import Schedule
 from openrecycle.planner.solvers import cp_sat
 from openrecycle.planner.solvers.base import Run, SolverProgress
-from openrecycle.planner.solvers.cp_sat import CpSatSolver, run
-from openrecycle.planner.solvers.cp_sat_model import ScheduleModel
+from openrecycle.planner.solvers.cp_sat import CpSatSolver, ScheduleModel, run
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
-from openrecycle.planner.solvers.reduction import Reduction, StartTicks
+from openrecycle.planner.solvers.routing import Reduction, StartTicks
 from tests.conftest import at_length
 from tests.golden import golden
 

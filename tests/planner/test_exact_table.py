@@ -7,11 +7,10 @@ import pytest
 from openrecycle.planner.check import check
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
 from openrecycle.planner.solvers.base import Run
-from openrecycle.planner.solvers.cp_sat import run
-from openrecycle.planner.solvers.cp_sat_model import ScheduleModel
+from openrecycle.planner.solvers.cp_sat import ScheduleModel, run
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
 from openrecycle.planner.solvers.milp import MilpSolver
-from openrecycle.planner.solvers.reduction import Reduction, routes_of
+from openrecycle.planner.solvers.routing import Reduction, routes_of
 from tests.conftest import at_length
 
 EVEN = StageProfile()

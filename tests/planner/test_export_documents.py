@@ -10,7 +10,7 @@ from hypothesis import given
 
 from openrecycle.planner.check import check
 from openrecycle.planner.export import EXPORTERS, format_named
-from openrecycle.planner.export.yaml_document import parse_yaml
+from openrecycle.planner.export.text_formats import parse_yaml
 from openrecycle.planner.jobs.errors import InputError, PlannerError
 from openrecycle.planner.jobs.job import Job, Problem, StageProfile, Technique
 from openrecycle.planner.plans.plan import Plan, PlanError
@@ -71,7 +71,7 @@ def test_yaml_that_is_no_plan_is_refused_in_one_sentence(text: str | bytes, says
 
 
 def test_yaml_refuses_plans_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("openrecycle.planner.export.yaml_document.MAX_OPS", 100)
+    monkeypatch.setattr("openrecycle.planner.export.text_formats.MAX_OPS", 100)
     with pytest.raises(PlannerError, match=golden("d-ops-and-yaml-is")):
         EXPORTERS["yaml"].render(worked_example())
 

@@ -12,9 +12,7 @@ from PIL import Image
 
 from openrecycle.planner.export import EXPORTERS
 from openrecycle.planner.export import picture as picture_module
-from openrecycle.planner.export.picture import Polygon, Rect, Text, gantt, hatch_lines
-from openrecycle.planner.export.png import SCALE, draw_png
-from openrecycle.planner.export.svg import draw_svg
+from openrecycle.planner.export.picture import SCALE, Polygon, Rect, Text, draw_png, draw_svg, gantt, hatch_lines
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.job import Job, Problem, StageProfile, Technique, Worker
 from openrecycle.planner.plans.drawing import LIGHT
@@ -200,7 +198,7 @@ def test_too_many_stages_are_refused_with_a_way_out() -> None:
 
 
 def test_a_picture_beyond_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("openrecycle.planner.export.png.MAX_PIXELS", 1000)
+    monkeypatch.setattr("openrecycle.planner.export.picture.MAX_PIXELS", 1000)
     with pytest.raises(PlannerError, match=golden("use-svg-which-has-no")):
         EXPORTERS["png"].render(worked_example())
 

@@ -28,8 +28,7 @@ from openrecycle.planner.plans.packed import CatalogQuestion
 from openrecycle.planner.plans.plan import JobDoc, Plan, job_doc
 from openrecycle.planner.plans.schedule import Op, Schedule
 from openrecycle.planner.solvers.base import Solution
-from openrecycle.planner.solvers.cp_sat import run
-from openrecycle.planner.solvers.cp_sat_model import PooledModel
+from openrecycle.planner.solvers.cp_sat import PooledModel, run
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
 from openrecycle.planner.solvers.portfolio import make_plan, plan_of
 from tests.conftest import examples

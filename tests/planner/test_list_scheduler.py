@@ -12,9 +12,8 @@ from openrecycle.planner.plans.baseline import reference_period
 from openrecycle.planner.plans.bounds import period_bound
 from openrecycle.planner.plans.schedule import Schedule
 from openrecycle.planner.solvers.base import Run, SolverProgress
-from openrecycle.planner.solvers.list_scheduler import EVERY, ORDERS, ListScheduler, Rule
-from openrecycle.planner.solvers.rearranger import rearrangeable
-from openrecycle.planner.solvers.table import Table
+from openrecycle.planner.solvers.list_scheduler import EVERY, ORDERS, ListScheduler, Rule, Table
+from openrecycle.planner.solvers.local_search import rearrangeable
 from tests.conftest import examples
 from tests.planner.problems import problems
 

@@ -14,15 +14,16 @@ from openrecycle.planner.cli import app
 from openrecycle.planner.jobs.errors import InfeasibleError, InputError
 from openrecycle.planner.jobs.failures import failures_per_stage
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
-from openrecycle.planner.layers.distribution import (
+from openrecycle.planner.layers.migration import (
     CopyCost,
     LoadModel,
+    MigrationPlan,
     PeriodModel,
     best_distributions,
+    best_migrations,
     candidates,
     check_copy_cost,
 )
-from openrecycle.planner.layers.migration import MigrationPlan, best_migrations
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
 from tests.conftest import examples
 from tests.golden import golden

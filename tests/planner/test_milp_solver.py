@@ -10,7 +10,7 @@ from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, W
 from openrecycle.planner.solvers.base import Run, SolverProgress
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
 from openrecycle.planner.solvers.milp import MAX_VARIABLES, MilpSolver, StepModel, solve_apart
-from openrecycle.planner.solvers.reduction import routes_of
+from openrecycle.planner.solvers.routing import routes_of
 from tests.golden import golden
 
 pytestmark = pytest.mark.processes

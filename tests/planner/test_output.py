@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from openrecycle.agent.cli.shared import read_token
-from openrecycle.planner.commands.output import check_out, write_out
+from openrecycle.agent.cli import read_token
 from openrecycle.planner.jobs.errors import InputError
-from openrecycle.planner.jobs.files import read_whole
 from openrecycle.planner.jobs.job import Job, Problem
-from openrecycle.planner.plans.plan import Plan, PlanError
+from openrecycle.planner.output import check_out, write_out
+from openrecycle.planner.plans.plan import Plan, PlanError, read_whole
 from openrecycle.planner.simulation.traces import read_trace
 from openrecycle.planner.solvers.portfolio import make_plan
 from tests.conftest import at_length

@@ -13,8 +13,18 @@ from hypothesis import strategies as st
 
 from openrecycle.planner.check import check
 from openrecycle.planner.jobs.errors import InfeasibleError, InputError
-from openrecycle.planner.jobs.job import Job, LayerProfile, MemoryLimit, Over, Problem, StageProfile, Technique, Worker
-from openrecycle.planner.jobs.profile import balanced, joined
+from openrecycle.planner.jobs.job import (
+    Job,
+    LayerProfile,
+    MemoryLimit,
+    Over,
+    Problem,
+    StageProfile,
+    Technique,
+    Worker,
+    balanced,
+    joined,
+)
 from openrecycle.planner.jobs.words import layers_moved
 from openrecycle.planner.layers.partition import lay_out, layer_bounds, staffed, with_stages
 from openrecycle.planner.plans.bounds import Bound, period_bound

@@ -5,10 +5,8 @@ from __future__ import annotations
 from itertools import combinations
 from pathlib import Path
 
-from openrecycle.planner.catalogs.catalog import Catalog
-from openrecycle.planner.catalogs.catalog_build import build_catalog
-from openrecycle.planner.catalogs.catalog_engines import InlineEngine
-from openrecycle.planner.catalogs.catalog_store import open_folder
+from openrecycle.planner.catalogs.catalog import Catalog, open_folder
+from openrecycle.planner.catalogs.catalog_build import InlineEngine, build_catalog
 from openrecycle.planner.check import check
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
 from openrecycle.planner.layers.partition import bound_over

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from openrecycle.planner.jobs.failures import parse_failed
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, StageProfile, Technique
-from openrecycle.planner.plans.paths import critical_path, micro_batch_path, waited
-from openrecycle.planner.plans.schedule import Schedule
+from openrecycle.planner.plans.schedule import Schedule, critical_path, micro_batch_path, waited
 from openrecycle.planner.solvers.portfolio import make_plan
 from tests.conftest import examples
 

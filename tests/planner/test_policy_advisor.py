@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.jobs.errors import InfeasibleError, InputError
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
-from openrecycle.planner.simulation.options import Option, best_option
+from openrecycle.planner.simulation.engine import RecoveryCosts
 from openrecycle.planner.simulation.planned import PlannedJob
-from openrecycle.planner.simulation.policy import PolicyState, advise
-from openrecycle.planner.simulation.policy_base import RecoveryCosts
+from openrecycle.planner.simulation.policy import Option, PolicyState, advise, best_option
 from openrecycle.planner.solvers.portfolio import make_plan
 from tests.conftest import examples
 from tests.golden import golden

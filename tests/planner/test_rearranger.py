@@ -13,9 +13,16 @@ from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, StageProfile
 from openrecycle.planner.plans.bounds import period_bound
 from openrecycle.planner.plans.schedule import Schedule
 from openrecycle.planner.solvers.base import Run, SolverProgress
-from openrecycle.planner.solvers.list_scheduler import EVERY, ListScheduler
-from openrecycle.planner.solvers.rearranger import OpOrders, Rearranger, rearrangeable
-from openrecycle.planner.solvers.table import ALWAYS, UNLIMITED, ArraySchedule, DispatchSettings, Table
+from openrecycle.planner.solvers.list_scheduler import (
+    ALWAYS,
+    EVERY,
+    UNLIMITED,
+    ArraySchedule,
+    DispatchSettings,
+    ListScheduler,
+    Table,
+)
+from openrecycle.planner.solvers.local_search import OpOrders, Rearranger, rearrangeable
 from tests.conftest import examples
 from tests.planner.problems import problems
 
@@ -155,5 +162,5 @@ def test_what_is_not_split_or_cannot_be_compiled_is_left_to_the_list_scheduler(m
     assert not rearrangeable(coupled)
     found = Rearranger().solve(coupled, Run(1))
     assert check(found.schedule) == []
-    monkeypatch.setattr("openrecycle.planner.solvers.rearranger.find_spec", lambda _: None)
+    monkeypatch.setattr("openrecycle.planner.solvers.local_search.find_spec", lambda _: None)
     assert not rearrangeable(UNEQUAL)

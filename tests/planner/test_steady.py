@@ -10,8 +10,7 @@ from problems import problems
 
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
-from openrecycle.planner.plans.schedule import Schedule
-from openrecycle.planner.plans.steady import steady_period
+from openrecycle.planner.plans.schedule import Schedule, steady_period
 from openrecycle.planner.solvers.portfolio import make_plan
 from tests.conftest import examples
 from tests.golden import golden

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from openrecycle.planner.catalogs.catalog import Catalog
-from openrecycle.planner.catalogs.catalog_store import CatalogInfo
-from openrecycle.planner.export.yaml_document import parse_yaml, to_yaml
+from openrecycle.planner.catalogs.catalog import Catalog, CatalogInfo
+from openrecycle.planner.export.text_formats import parse_yaml, to_yaml
 from openrecycle.planner.jobs.errors import PlannerError
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique
 from openrecycle.planner.plans.packed import CatalogQuestion

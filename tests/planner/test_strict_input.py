@@ -13,9 +13,9 @@ from pydantic import ValidationError
 from openrecycle.agent import cli as agent_cli
 from openrecycle.agent.messages.protocol import Iteration
 from openrecycle.planner import cli as planner_cli
-from openrecycle.planner.commands.output import run
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import BYTES_PER_OP, MAX_OPS, Job, MemoryLimit, Problem, Worker, parse_durations
+from openrecycle.planner.output import run
 from openrecycle.planner.plans.plan import Plan, PlanError
 from openrecycle.planner.solvers.portfolio import make_plan
 from tests.conftest import at_length

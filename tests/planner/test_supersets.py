@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 
-from openrecycle.planner.catalogs.catalog_build import build_catalog
-from openrecycle.planner.catalogs.catalog_engines import InlineEngine
+from openrecycle.planner.catalogs.catalog_build import InlineEngine, build_catalog
 from openrecycle.planner.check import check
 from openrecycle.planner.jobs.failures import canonical_pattern, failures_per_stage, levelled, with_one_more
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, Technique, Worker

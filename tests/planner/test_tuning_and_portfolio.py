@@ -11,8 +11,8 @@ from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Problem, StageProfile, Technique, Worker
 from openrecycle.planner.solvers.base import Run, SolverProgress
 from openrecycle.planner.solvers.list_scheduler import ListScheduler
+from openrecycle.planner.solvers.local_search import Tuner
 from openrecycle.planner.solvers.portfolio import make_plan
-from openrecycle.planner.solvers.tuning import Tuner
 from tests.conftest import examples
 from tests.golden import golden
 from tests.planner.problems import problems

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from openrecycle.agent.checkpoints.checkpoint import CheckpointError, Identity, find, whole_checkpoints, write_share
-from openrecycle.agent.models.shares import Writer, share_of_state
-from openrecycle.agent.models.state import StageState, StateError, encode, read_tensors
+from openrecycle.agent.checkpoints import CheckpointError, Identity, find, whole_checkpoints, write_share
+from openrecycle.agent.models.state import StageState, StateError, Writer, encode, read_tensors, share_of_state
 
 STATE = StageState({"committed": 3, "x": encode({"a": (1, 2)}, "x", {})}, {"model.0.p": torch.arange(6.0).view(2, 3)})
 

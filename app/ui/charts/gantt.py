@@ -16,7 +16,7 @@ import plotly.graph_objects as go
 
 from openrecycle.app.ui import text
 from openrecycle.app.ui.theme import Palette, note, style
-from openrecycle.planner.export.png import raster_png
+from openrecycle.planner.export.picture import raster_png
 from openrecycle.planner.jobs.job import Job, Worker
 from openrecycle.planner.plans.drawing import (
     BAR_HEIGHT,
@@ -34,9 +34,8 @@ from openrecycle.planner.plans.drawing import (
     op_words,
     raster,
 )
-from openrecycle.planner.plans.paths import Link, critical_path, micro_batch_path
 from openrecycle.planner.plans.plan import Plan
-from openrecycle.planner.plans.schedule import Op
+from openrecycle.planner.plans.schedule import Link, Op, critical_path, micro_batch_path
 
 # Each bar is three and more elements of the page. More ops than this are drawn as one shape a kind, without numbers.
 MAX_NODES = 1_000

@@ -10,13 +10,10 @@ from hypothesis import strategies as st
 
 import openrecycle.planner.simulation
 from openrecycle.planner.jobs.job import Job
-from openrecycle.planner.simulation.engine import simulate
-from openrecycle.planner.simulation.outcome import SimulationOutcome
+from openrecycle.planner.simulation.engine import RecoveryCosts, SimulationOutcome, simulate
 from openrecycle.planner.simulation.planned import PlannedJob
-from openrecycle.planner.simulation.policies.planned_policies import PLANNED, planned_policy
-from openrecycle.planner.simulation.policies.published import PUBLISHED, READY_AFTER, published
-from openrecycle.planner.simulation.policy_base import RecoveryCosts
-from openrecycle.planner.simulation.trace import Event, Trace
+from openrecycle.planner.simulation.policies import PLANNED, PUBLISHED, READY_AFTER, planned_policy, published
+from openrecycle.planner.simulation.traces import Event, Trace
 from tests.conftest import examples
 
 OOBLECK = Path(openrecycle.planner.simulation.__file__).parent / "data" / "oobleck"

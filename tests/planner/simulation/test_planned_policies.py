@@ -11,21 +11,16 @@ from types import SimpleNamespace
 import pytest
 
 import openrecycle.planner.simulation
-from openrecycle.planner.catalogs.catalog_build import build_catalog
-from openrecycle.planner.catalogs.catalog_engines import InlineEngine
-from openrecycle.planner.catalogs.catalog_store import create_folder
+from openrecycle.planner.catalogs.catalog import create_folder
+from openrecycle.planner.catalogs.catalog_build import InlineEngine, build_catalog
 from openrecycle.planner.jobs.errors import InfeasibleError, InputError
 from openrecycle.planner.jobs.job import Job, MemoryLimit, StageProfile, Technique, Worker
 from openrecycle.planner.plans.packed import CatalogQuestion, Effort
 from openrecycle.planner.plans.plan import JobDoc
-from openrecycle.planner.simulation.engine import simulate
-from openrecycle.planner.simulation.outcome import SimulationOutcome, Sweep, sweep
+from openrecycle.planner.simulation.engine import RecoveryCosts, SimulationOutcome, Sweep, simulate, sweep
 from openrecycle.planner.simulation.planned import PlannedJob
-from openrecycle.planner.simulation.policies.planned_policies import PLANNED, planned_policy
-from openrecycle.planner.simulation.policy_base import RecoveryCosts
-from openrecycle.planner.simulation.trace import Event, Trace
-from openrecycle.planner.simulation.traces import read_trace
-from openrecycle.planner.simulation.traces.generated import Domain, generated
+from openrecycle.planner.simulation.policies import PLANNED, planned_policy
+from openrecycle.planner.simulation.traces import Domain, Event, Trace, generated, read_trace
 
 DATA = Path(openrecycle.planner.simulation.__file__).parent / "data"
 

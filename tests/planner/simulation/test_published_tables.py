@@ -8,11 +8,9 @@ import pytest
 
 import openrecycle.planner.simulation
 from openrecycle.planner.jobs.errors import InputError
-from openrecycle.planner.simulation.engine import simulate
-from openrecycle.planner.simulation.outcome import SimulationOutcome
-from openrecycle.planner.simulation.policies.published import READY_AFTER, published, read_costs, read_throughput
-from openrecycle.planner.simulation.trace import Trace
-from openrecycle.planner.simulation.traces import parse_trace, read_trace
+from openrecycle.planner.simulation.engine import SimulationOutcome, simulate
+from openrecycle.planner.simulation.policies import READY_AFTER, published, read_costs, read_throughput
+from openrecycle.planner.simulation.traces import Trace, parse_trace, read_trace
 from tests.planner.problems import periodic
 
 DATA = Path(openrecycle.planner.simulation.__file__).parent / "data"

@@ -8,9 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrecycle.planner.simulation.engine import simulate
-from openrecycle.planner.simulation.policy_base import Cluster, KeepTraining, MembershipChange, Pace, Reaction, Stop
-from openrecycle.planner.simulation.trace import Event, Trace
+from openrecycle.planner.simulation.engine import (
+    Cluster,
+    KeepTraining,
+    MembershipChange,
+    Pace,
+    Reaction,
+    Stop,
+    simulate,
+)
+from openrecycle.planner.simulation.traces import Event, Trace
 from tests.conftest import examples
 from tests.golden import golden
 

@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 
 import openrecycle.planner.simulation
 from openrecycle.planner.jobs.errors import InputError
-from openrecycle.planner.simulation.trace import Event, Trace
-from openrecycle.planner.simulation.traces import from_history, parse_trace, read_trace
-from openrecycle.planner.simulation.traces.generated import Domain, generated
+from openrecycle.planner.simulation.traces import Domain, Event, Trace, from_history, generated, parse_trace, read_trace
 from tests.golden import golden
 
 DATA = Path(openrecycle.planner.simulation.__file__).parent / "data"
@@ -199,6 +197,6 @@ def test_bursts_are_counted_as_they_are_drawn(monkeypatch: pytest.MonkeyPatch) -
     """Of so long a tail hardly a failure is expected, and very many are drawn."""
     few = generated(20, 168, [Domain(1, 10_000, 0.001, shape=0.05)])
     assert len(few.events) > 2_000
-    monkeypatch.setattr("openrecycle.planner.simulation.traces.generated.MOST_FAILURES", 100_000)
+    monkeypatch.setattr("openrecycle.planner.simulation.traces.MOST_FAILURES", 100_000)
     with pytest.raises(InputError, match="mtbf"):
         generated(4_000, 168, [Domain(200, 10_000, 0, shape=0.05)])

@@ -1,1 +1,0 @@
-"""Checkpoints of a job, and the weights it ends with."""

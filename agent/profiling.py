@@ -1,0 +1,813 @@
+"""Measures what plans are made from: op times, step and bytes kept, part by part; op times of whole stages; transfers
+and reductions between real processes; and a whole profile of these.
+
+A part runs through the same `Stage`, sums and optimizer as in training, one micro-batch after the other, alone in this
+process. Bytes are counted exactly, from the allocations and releases that torch's own profiler sees, in a round that is
+not timed.
+
+Stages: each stage runs through the executor that trains, in a process of its own, with neighbours that answer at once:
+an op's time is all that passes from its beginning to the next one's, data loading, seeding and what Python does between
+ops included. As many stages run at the same time as workers will on this machine, since they share its memory and
+caches then, too.
+
+Transfers and reductions go over the groups that training uses.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.profiler import ProfilerActivity, profile
+
+from openrecycle.agent.config.devices import on_device
+from openrecycle.agent.config.faults import FaultInjector
+from openrecycle.agent.config.options import Optimization, Timeouts
+from openrecycle.agent.examples.gpt import Block
+from openrecycle.agent.launcher.processes import ProcessPool, WorkerProcess, preload
+from openrecycle.agent.messages import channel
+from openrecycle.agent.models.layers import (
+    CPU,
+    LOWER,
+    Gradients,
+    StageCuts,
+    StageIO,
+    StageOutput,
+    Tensors,
+    kind_of,
+    spans,
+    tensors_of,
+)
+from openrecycle.agent.models.workload import NamedWorkload, WorkloadSource
+from openrecycle.agent.stages.gradients import SUM_OF
+from openrecycle.agent.stages.optimizer import StageOptimizer, stage_optimizer
+from openrecycle.agent.stages.stage import Stage, assemble
+from openrecycle.agent.transport.communicator import Groups
+from openrecycle.agent.transport.ranks import Ranks
+from openrecycle.agent.transport.transfers import Script, Transfers
+from openrecycle.agent.workers.executor import Executor
+from openrecycle.agent.workers.validation_exchange import Steps
+from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.jobs.job import MAX_LAYERS, Job, Worker
+from openrecycle.planner.plans.schedule import MicroBatch, Op
+from openrecycle.planner.profiles import Clock, Hardware, Measurements, Part, Reductions, Timing, shape_name
+
+T = TypeVar("T")
+
+CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
+_KEY = (0, 0)
+
+
+@dataclass(frozen=True)
+class ProfilingEffort:
+    """repeats: timed rounds, after `warm_up` others. clock: `cpu` is processor time of this process,
+    for a machine that has other things to do."""
+
+    repeats: int = 10
+    warm_up: int = 2
+    clock: Clock = "wall"
+
+
+@dataclass
+class Stopwatch:
+    """Seconds by op, one entry per timed round."""
+
+    clock: Callable[[], float]
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+
+    @contextmanager
+    def __call__(self, op: str) -> Iterator[None]:
+        started = self.clock()
+        yield
+        self.seconds.setdefault(op, []).append(self.clock() - started)
+
+    def timing(self, op: str) -> Timing:
+        return timing_of(self.seconds[op])
+
+
+def timing_of(seconds: list[float]) -> Timing:
+    """Median and deciles in milliseconds, to the microsecond."""
+    ms = sorted(1000 * s for s in seconds)
+    deciles = statistics.quantiles(ms, n=10, method="inclusive") if len(ms) > 1 else [ms[0]] * 9
+    return Timing(
+        median=round(statistics.median(ms), 3), p10=round(deciles[0], 3), p90=round(deciles[8], 3), repeats=len(ms)
+    )
+
+
+@dataclass(frozen=True)
+class PartSpec:
+    """build: makes what trains. x: what enters it. loss: of its output, scaled, where it is the last."""
+
+    name: str
+    build: Callable[[], tuple[Stage, StageOptimizer]]
+    x: Tensors
+    loss: Callable[[Any], Tensor] | None
+
+
+def measure_part(spec: PartSpec, effort: ProfilingEffort) -> tuple[Part, Tensors]:
+    """The part, and its output (its scaled loss, where it is the last)."""
+    (stage, optimizer), weight_bytes = kept_bytes(spec.build)
+    watch = Stopwatch(CLOCKS[effort.clock])
+    dy: Gradients = None
+
+    def forward() -> Tensors:
+        # A copy that nobody else holds, as one that was received; and the output, sent and forgotten.
+        return _each(Tensor.clone, stage.forward(_KEY, _each(Tensor.clone, spec.x), seed=0, loss=spec.loss))
+
+    def input_backward() -> None:
+        stage.input_backward(_KEY, dy if dy is None else _each(Tensor.clone, dy))  # type: ignore[arg-type]
+
+    y, activation_bytes = kept_bytes(forward)
+    activation_bytes -= size_of(y)
+    if spec.loss is None:
+        dy = _each(_gradient, y)
+    _, change = kept_bytes(input_backward)
+    stage.weight_backward(_KEY)
+    _, state_bytes = kept_bytes(lambda: [optimizer.step() for _ in range(2)])
+
+    for number in range(effort.warm_up + effort.repeats):
+        if number == effort.warm_up:
+            watch.seconds.clear()
+        with watch("F"):
+            stage.forward(_KEY, spec.x, seed=number, loss=spec.loss)
+        with watch("I"):
+            stage.input_backward(_KEY, dy)
+        with watch("W"):
+            stage.weight_backward(_KEY)
+        with watch("O"):
+            optimizer.step()
+    part = Part(
+        name=spec.name,
+        forward=watch.timing("F"),
+        input_backward=watch.timing("I"),
+        weight_backward=watch.timing("W"),
+        step=watch.timing("O"),
+        activation_bytes=max(0, activation_bytes),
+        weight_backward_bytes=max(0, activation_bytes + change),
+        weight_bytes=max(0, weight_bytes),
+        optimizer_bytes=max(0, state_bytes),
+        reduced_bytes=size_of(stage.gradients.buffer),
+    )
+    return part, y
+
+
+def kept_bytes(work: Callable[[], T]) -> tuple[T, int]:
+    """What `work` returns, and the bytes it took and did not give back (negative: gave back more)."""
+    gc.collect()
+    with _quiet(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        result = work()
+    events: Any = seen.profiler.kineto_results.events()  # type: ignore[union-attr]
+    return result, sum(e.nbytes() for e in events if e.name() == "[memory]")
+
+
+def size_of(tensors: Tensors) -> int:
+    """Bytes."""
+    return sum(t.numel() * t.element_size() for t in (tensors if isinstance(tensors, tuple) else (tensors,)))
+
+
+def _each(change: Callable[[Tensor], Tensor], tensors: Tensors) -> Tensors:
+    return tuple(map(change, tensors)) if isinstance(tensors, tuple) else change(tensors)
+
+
+def _gradient(y: Tensor) -> Tensor:
+    """Small, as a mean over the batch makes it; of integers it is not looked at."""
+    return torch.randn_like(y) / y.numel() if y.is_floating_point() else y
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torch's profiler announces itself on the error stream, past Python."""
+    saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(nowhere)
+
+
+dist: Any = torch.distributed
+
+MAX_REDUCED_BYTES = 1 << 26
+"""Larger sums are measured with this much, and take longer in proportion."""
+_TRAFFIC_SECONDS = 300.0
+_QUICKEST = 4
+
+
+class MeasuringError(RuntimeError):
+    """A process that was to be measured ended early, took too long, or could not run what it was given."""
+
+
+def hear(entry: WorkerProcess, kind: str, seconds: float) -> channel.Message:
+    """What a process that measures says next, which is to be of that kind. Raises MeasuringError."""
+    try:
+        if not entry.pipe.poll(seconds):
+            raise MeasuringError(f"measuring did not end within {seconds:.0f} s")
+        message = channel.receive(entry.pipe)
+    except (EOFError, OSError):
+        raise MeasuringError("a process that measures ended early") from None
+    if message["kind"] != kind:
+        raise MeasuringError(f"stage can't be run: {message['text']}")
+    return message
+
+
+@dataclass(frozen=True)
+class _PeerSpec:
+    """sizes: bytes of the tensors to pass on between peers 0 and 1. reduced: bytes to sum among the
+    first 2, 3, ... peers; 0 for none."""
+
+    number: int
+    peers: int
+    port: int
+    sizes: tuple[int, ...]
+    reduced: int
+    repeats: int
+    warm_up: int
+
+
+def measure_traffic(
+    sizes: tuple[int, ...], reduced_bytes: int, peers: int, *, repeats: int, warm_up: int, clock: Clock = "wall"
+) -> tuple[tuple[Timing, ...], Reductions | None]:
+    """One-way transfers of `sizes` bytes, and reductions of `reduced_bytes` among 2 to `peers` peers.
+
+    Every peer is a process of this machine. Waiting for each other is no processor's time, so with
+    `cpu` the quickest quarter of four times as many rounds stands for a machine that nobody else uses.
+    Raises MeasuringError.
+    """
+    if clock == "cpu":
+        repeats *= _QUICKEST
+    reduced = min(reduced_bytes, MAX_REDUCED_BYTES) if peers > 1 else 0
+    processes = max(2 if sizes else 1, peers if reduced else 1)
+    if processes < 2:
+        return (), None
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pool = ProcessPool(_peer, ["openrecycle.agent.profiling"])
+    try:
+        for number in range(processes):
+            spec = _PeerSpec(number, processes, store.port, sizes, reduced, repeats, warm_up)
+            pool.start(Worker(number, 0), lambda _incarnation, spec=spec: spec, time.monotonic())  # type: ignore[misc]
+        first = pool.running[Worker(0, 0)]
+        seconds = hear(first, "measured", _TRAFFIC_SECONDS)
+    finally:
+        pool.kill_all()
+
+    def timing(taken: list[float]) -> Timing:
+        return timing_of(sorted(taken)[: -(-len(taken) // _QUICKEST)] if clock == "cpu" else taken)
+
+    transfers = tuple(timing([s / 2 for s in taken]) for taken in seconds["transfers"])
+    reductions = Reductions(bytes=reduced, by_peers=tuple(map(timing, seconds["reductions"]))) if reduced else None
+    return transfers, reductions
+
+
+def _peer(spec: _PeerSpec, pipe: Connection) -> None:
+    """The process. Peer 0 measures and says what it found."""
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", spec.port, is_master=False, timeout=timedelta(seconds=_TRAFFIC_SECONDS))
+    rounds = range(spec.warm_up + spec.repeats)
+    everybody = [Worker(n, 0) for n in range(spec.peers)]
+    transfers, reductions = [], []
+    if spec.number < 2 and spec.sizes:
+        groups = Groups(store, 1, everybody[spec.number], everybody[:2], Timeouts())
+        transfers = [_pass_on(groups, spec, size, rounds) for size in spec.sizes]
+    for size in range(2, spec.peers + 1) if spec.reduced else ():
+        if spec.number < size:
+            groups = Groups(store, size, everybody[spec.number], everybody[:size], Timeouts())
+            reductions.append(_reduce(groups, spec.reduced, rounds))
+    drop = spec.warm_up
+    if spec.number == 0:
+        channel.send(
+            pipe, "measured", transfers=[t[drop:] for t in transfers], reductions=[t[drop:] for t in reductions]
+        )
+    # Until it is ended from outside: a group that closes breaks what others still receive.
+    pipe.poll(_TRAFFIC_SECONDS)
+
+
+def _pass_on(groups: Groups, spec: _PeerSpec, size: int, rounds: range) -> list[float]:
+    """Seconds there and back, by round."""
+    tensor, taken = torch.zeros(size, dtype=torch.uint8), []
+    other = Worker(1 - spec.number, 0)
+    for number in rounds:
+        started = time.perf_counter()
+        if spec.number == 0:
+            groups.send(other, tensor, number).wait()
+            groups.receive(other, tensor, number).wait()
+        else:
+            groups.receive(other, tensor, number).wait()
+            groups.send(other, tensor, number).wait()
+        taken.append(time.perf_counter() - started)
+    return taken
+
+
+def _reduce(groups: Groups, size: int, rounds: range) -> list[float]:
+    tensor, taken = torch.zeros(max(1, size // 8), dtype=torch.int64), []
+    together = torch.zeros(1, dtype=torch.int64)
+    for _ in rounds:
+        groups.reduce(together)
+        started = time.perf_counter()
+        groups.reduce(tensor)
+        taken.append(time.perf_counter() - started)
+    return taken
+
+
+_STAGES_SECONDS = 600.0
+_FAILED = 1
+# Of `measure_step`.
+STEP_ROUNDS, STEP_WARM_UP = 5, 2
+
+
+@dataclass(frozen=True)
+class StageRun:
+    """What a process that measures is told; plain data. layers: of the model; None: as the workload says."""
+
+    cell: Worker
+    job: Job
+    workload: WorkloadSource
+    optimization: Optimization
+    effort: ProfilingEffort
+    threads: int
+    layers: int | None = None
+
+
+Rounds = dict[str, list[float]]
+"""By op kind, seconds of one op: the mean of each round (iteration)."""
+
+
+def measure_stages(
+    workload: NamedWorkload,
+    job: Job,
+    optimization: Optimization,
+    effort: ProfilingEffort,
+    say: Callable[[str], None],
+    *,
+    what: str = "stage",
+    layers: int | None = None,
+) -> list[Rounds]:
+    """By stage. what: it is called. layers: of the model; None: as the workload says for so many stages. Raises
+    MeasuringError."""
+    threads = torch.get_num_threads()
+    found: list[Rounds] = [{} for _ in range(job.stages)]
+    for together in batches(job, max(1, (os.cpu_count() or 1) // threads)):
+        say("measuring ops of " + ", ".join(f"{what} {cell.stage}" for cell in together) + " at the same time")
+        pool = ProcessPool(_process, [*preload(workload), "openrecycle.agent.profiling"])
+        try:
+            running = []
+            for place, cell in enumerate(together):
+                run = StageRun(cell, job, workload, optimization, effort, threads, layers)
+                running.append(pool.start(Worker(place, 0), lambda _, run=run: run, time.monotonic()))  # type: ignore[misc]
+            for entry in running:
+                hear(entry, "ready", _STAGES_SECONDS)
+            for entry in running:
+                entry.post("go")
+            for cell, entry in zip(together, running, strict=True):
+                for kind, seconds in hear(entry, "measured", _STAGES_SECONDS)["seconds"].items():
+                    found[cell.stage].setdefault(kind, []).extend(seconds)
+        finally:
+            pool.kill_all()
+    return found
+
+
+def measure_step(workload: WorkloadSource, job: Job, optimization: Optimization) -> float:
+    """Milliseconds of a stage's reduction and step, on the CPU, in about a second: what a plan is to reckon with
+    whose other ops are paced. The steps are taken in this process, those of all stages, and their median stands for
+    each; the reduction is measured among as many processes as a stage has workers.
+    """
+    one, threads = replace(job, micro_batches=1), torch.get_num_threads()
+    rounds: list[float] = []
+    reduced = 0
+    torch.set_num_threads(1)  # as workers have
+    try:
+        for stage in range(job.stages):
+            bench = StageBenchmark(StageRun(Worker(0, stage), one, workload, optimization, ProfilingEffort(), 1))
+            for number in range(STEP_WARM_UP + STEP_ROUNDS):
+                seconds = bench.round()["O"]
+                if number >= STEP_WARM_UP:
+                    rounds.append(seconds)
+            reduced = max(reduced, bench.reduced_bytes)
+    finally:
+        torch.set_num_threads(threads)
+    _, sums = measure_traffic((), reduced, job.pipelines, repeats=STEP_ROUNDS, warm_up=STEP_WARM_UP)
+    reduction = sums.by_peers[-1].median if sums is not None else 0.0
+    return round(1000 * statistics.median(rounds) + reduction, 1)
+
+
+def batches(job: Job, width: int) -> list[list[Worker]]:
+    """Cells of the grid that are measured at the same time: every stage, `width` at once, or fewer where
+    the job has fewer workers. Of the last batch some may have been measured before."""
+    width = min(width, job.pipelines * job.stages)
+    cells = [Worker(p, s) for p in range(max(1, min(job.pipelines, width // job.stages))) for s in range(job.stages)]
+    out = [cells[i : i + width] for i in range(0, len(cells), width)]
+    out[-1] += cells[: width - len(out[-1])]
+    return out
+
+
+# -- the process -------------------------------------------------------------------------------
+
+
+def _process(run: StageRun, pipe: Connection) -> None:
+    torch.set_num_threads(run.threads)
+    try:
+        bench = StageBenchmark(run)
+        channel.send(pipe, "ready")
+        channel.receive(pipe)
+        for _ in range(run.effort.warm_up):
+            bench.round()
+        rounds = [bench.round() for _ in range(run.effort.repeats)]
+        seconds = {kind: [one[kind] for one in rounds] for kind in rounds[0]}
+        channel.send(pipe, "measured", seconds=seconds)
+        # The others must not have the machine to themselves before they are done, too.
+        while True:
+            bench.round()
+    except Exception as error:
+        channel.send(pipe, "failed", text=f"{type(error).__name__}: {error}")
+        os._exit(_FAILED)
+
+
+class StageBenchmark:
+    """One stage with its executor, and a script of F, I and W in 1F1B's order. clock: the effort's, unless given.
+    device: where it computes."""
+
+    def __init__(self, run: StageRun, clock: Callable[[], float] | None = None, device: torch.device = CPU) -> None:
+        workload, me, job = run.workload.load(), run.cell, run.job
+        cuts = StageCuts.of(workload, job.stages, autocast=run.optimization.autocast, device=device, layers=run.layers)
+        between = cuts.stage_io
+        stage, _ = assemble(workload, job, cuts, me.stage, 0, run.optimization, device)
+        optimizer = stage_optimizer(workload, stage.module, stage.gradients, run.optimization)
+        steps = Steps(me, run.optimization, optimizer, cuts.partition, lambda *_: None)
+        self._gradients = stage.gradients.buffer
+        self._clock, self._marks = clock or CLOCKS[run.effort.clock], list[float]()
+        self._executor = Executor(
+            *(me, job, 0, workload, stage, steps, FaultInjector(me, [], lambda: None), {}),
+            *(self._mark, lambda *_: None, between),
+            device=device,
+        )
+        self._script = script_of(me, job)
+        groups: Any = NullGroup(me, between, device)  # as far as the executor asks
+        steps.begin(groups, [me], 0, {})
+        self._groups = groups
+        self._iteration = 0
+
+    @property
+    def reduced_bytes(self) -> int:
+        """Of the sum over the stage's workers."""
+        return size_of(self._gradients)
+
+    def round(self) -> dict[str, float]:
+        """Mean of one op of each kind, over one iteration; in seconds, unless the clock has another unit."""
+        self._marks.clear()
+        started = self._clock()
+        self._executor.run(self._iteration, self._script, self._groups)
+        ended = self._clock()
+        self._iteration += 1
+        *marks, before = self._marks
+        times: dict[str, list[float]] = {"O": [ended - before + marks[0] - started]}
+        for op, begin, end in zip(self._script.ops, marks, [*marks[1:], before], strict=False):
+            times.setdefault(op.kind, []).append(end - begin)
+        return {kind: statistics.fmean(seconds) for kind, seconds in times.items()}
+
+    def _mark(self) -> bool:
+        """The executor asks this before every op."""
+        self._marks.append(self._clock())
+        return False
+
+
+def script_of(me: Worker, job: Job) -> Script:
+    """1F1B with each backward as I and W, of one pipeline's micro-batches."""
+    keys: list[MicroBatch] = [(me.pipeline, m) for m in range(job.micro_batches)]
+    ahead = min(job.stages - me.stage, job.micro_batches)
+    order = [("F", key) for key in keys[:ahead]]
+    for m, key in enumerate(keys):
+        order += [("I", key), ("W", key)]
+        order += [("F", k) for k in keys[ahead + m : ahead + m + 1]]
+    ops = tuple(Op(kind, *key, me.stage, me, 0, 0) for kind, key in order)
+    step = Op("O", me.pipeline, -1, me.stage, me, 0, 0)
+    before = {} if me.stage == 0 else dict.fromkeys(keys, Worker(me.pipeline, me.stage - 1))
+    after = {} if me.stage == job.stages - 1 else dict.fromkeys(keys, Worker(me.pipeline, me.stage + 1))
+    return Script((*ops, step), before, after, {})
+
+
+class NullGroup:
+    """Groups of one worker whose neighbours have everything ready, and forget what they are sent."""
+
+    ranks = Ranks()
+
+    def __init__(self, me: Worker, between: StageIO, device: torch.device = CPU) -> None:
+        generator = torch.Generator().manual_seed(0)
+        incoming = between[me.stage - 1] if me.stage else ()
+        self._incoming = on_device(_numbers(incoming, generator, 1.0), device)
+        outgoing = between[me.stage] if me.stage < len(between) else ()
+        # Gradients of a mean over the boundary are as small.
+        scale = 1.0 / max(1, sum(t.empty().numel() for t in outgoing))
+        self._gradients = on_device(_numbers(outgoing, generator, scale), device)
+
+    def transfers(self, layout: Any) -> Transfers:
+        return _Instant(self._incoming, self._gradients, layout)
+
+
+def _numbers(boundary: StageOutput, generator: torch.Generator, scale: float) -> dict[int, Tensor]:
+    out = {}
+    for i, spec in enumerate(boundary):
+        tensor = spec.empty()
+        # Integers may be indices: 0 is always one.
+        floating = tensor.is_floating_point()
+        out[i] = tensor.normal_(generator=generator).mul_(scale) if floating else tensor.zero_()
+    return out
+
+
+class _Instant(Transfers):
+    def __init__(self, incoming: Mapping[int, Tensor], gradients: Mapping[int, Tensor], layout: Any) -> None:
+        nobody: Any = None
+        super().__init__(nobody, layout)
+        wanted = {i: gradients[i] for i, spec in enumerate(layout.outgoing) if spec.gradient}
+        self._ready = {"F": incoming, "I": wanted}
+
+    def send(self, kind: str, key: MicroBatch, tensors: Mapping[int, Tensor]) -> None:
+        for tensor in tensors.values():
+            tensor.contiguous()
+
+    def receive(self, kind: str, key: MicroBatch) -> dict[int, Tensor]:
+        return {i: tensor.clone() for i, tensor in self._ready[kind].items()}
+
+    def begin_reduce(self, tensor: Tensor) -> None:
+        return None
+
+    def reduced_by_all(self, count: int) -> int:
+        return count
+
+    def _post(self, kind: str, key: MicroBatch) -> None:
+        pass
+
+    def _tag(self, kind: str, key: MicroBatch, index: int) -> int:
+        return 0
+
+
+# -- models that are profiled by name: the shapes of the GPT-3 family, in pieces ---------------------
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder-only transformer. note: where its numbers come from."""
+
+    layers: int
+    width: int
+    heads: int
+    note: str
+    vocabulary: int = 50257
+    sequence: int = 2048
+
+    @property
+    def parameters(self) -> int:
+        """Of all layers (weights, biases, norms), both embeddings and the head, which is its own."""
+        layer = 12 * self.width**2 + 13 * self.width
+        ends = (2 * self.vocabulary + self.sequence + 2) * self.width + self.vocabulary
+        return self.layers * layer + ends
+
+
+TERMS = 64
+"""Micro-batches per iteration that the sums are made for; the times do not depend on it."""
+_PUBLISHED = "the GPT-3 paper's table of sizes"
+SHAPES = {
+    "gpt-3-medium": Shape(24, 1024, 16, _PUBLISHED),
+    "gpt-3-3.35b": Shape(28, 3072, 24, "chosen here so that layers and one embedding make 3.3 billion parameters"),
+    "gpt-3-6.7b": Shape(32, 4096, 32, _PUBLISHED),
+}
+
+
+def shape_of(name: str) -> Shape:
+    """Raises InputError for a name that is not known."""
+    try:
+        return SHAPES[name]
+    except KeyError:
+        raise InputError("--model", name, "one of " + ", ".join(SHAPES)) from None
+
+
+class TokenEmbedding(nn.Module):
+    """Tokens and their positions to vectors."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.token = nn.Embedding(shape.vocabulary, shape.width)
+        self.position = nn.Embedding(shape.sequence, shape.width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens: (batch, sequence) int64; returns (batch, sequence, width)."""
+        x: Tensor = self.token(tokens) + self.position(torch.arange(tokens.shape[1]))
+        return x
+
+
+def parts_of(shape: Shape, batch: int, optimization: Optimization) -> list[PartSpec]:
+    """Embedding, one layer, head with its loss; `batch` samples of full length each. AdamW."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(shape.vocabulary, (batch, shape.sequence), generator=generator)
+    x = torch.randn(batch, shape.sequence, shape.width, generator=generator)
+
+    def head() -> nn.Module:
+        return nn.Sequential(nn.LayerNorm(shape.width), nn.Linear(shape.width, shape.vocabulary))
+
+    def loss(output: Tensor) -> Tensor:
+        return functional.cross_entropy(output.reshape(-1, shape.vocabulary), tokens.reshape(-1)) / TERMS
+
+    def trained(build: Callable[[], nn.Module]) -> Callable[[], tuple[Stage, StageOptimizer]]:
+        def made() -> tuple[Stage, StageOptimizer]:
+            module = build()
+            gradients = SUM_OF[optimization.mode](module.parameters(), terms=TERMS)
+            optimizer = StageOptimizer(
+                module, torch.optim.AdamW(module.parameters()), gradients, clips=optimization.clip_norm is not None
+            )
+            return Stage(module, gradients, autocast=optimization.autocast), optimizer
+
+        return made
+
+    return [
+        PartSpec("embedding", trained(lambda: TokenEmbedding(shape)), tokens, None),
+        PartSpec("layer", trained(lambda: Block(shape.width, shape.heads, 0.0)), x, None),
+        PartSpec("head", trained(head), x, loss),
+    ]
+
+
+# -- a whole profile ---------------------------------------------------------------------------------
+
+Say = Callable[[str], None]
+Grid = tuple[int, int, int]
+"""Pipelines, stages, micro-batches."""
+
+
+def measure_model(
+    name: str, batch: int, grid: Grid, optimization: Optimization, effort: ProfilingEffort, say: Say
+) -> Measurements:
+    """Of a built-in shape: embedding, one layer and head, split as the deferred Linear does it.
+
+    grid: pipelines, stages, micro-batches. say: gets sentences about the progress. Raises InputError
+    or MeasuringError.
+    """
+    name, (pipelines, stages, _) = shape_name(name), grid
+    shape = shape_of(name)
+    if stages > shape.layers:
+        raise InputError("--stages", stages, f"at most {shape.layers}, the layers of {name}")
+    parts = []
+    for spec in parts_of(shape, batch, optimization):
+        say(f"measuring {spec.name} of {name}")
+        parts.append(measure_part(spec, effort)[0])
+    boundary = torch.float32.itemsize * batch * shape.sequence * shape.width
+    reduced = max(part.reduced_bytes for part in parts)
+    transfers, reductions = _traffic((boundary,), reduced, pipelines, effort, say)
+    about = (
+        f"{shape.layers} layers, hidden {shape.width}, {shape.heads} heads, sequence {shape.sequence}, "
+        f"vocabulary {shape.vocabulary}, {shape.parameters / 1e9:.2f} billion parameters; sizes: {shape.note}"
+    )
+    return Measurements(
+        model=name,
+        about=about,
+        samples_per_micro_batch=batch,
+        mode=optimization.mode,
+        hardware=_hardware(effort, optimization),
+        cut="layers",
+        layers=shape.layers,
+        parts=tuple(parts),
+        boundary_bytes=boundary,
+        transfers=transfers,
+        reductions=reductions,
+    )
+
+
+def measure_workload(
+    path: str, options: Mapping[str, Any], grid: Grid, optimization: Optimization, effort: ProfilingEffort, say: Say
+) -> Measurements:
+    """Of any workload: each of its layers as a worker puts it together and runs it, were it a stage; of one that comes
+    in stages, each of these. Bytes are those of one micro-batch, fed with what the one before puts out.
+
+    What an op costs beside its layers would count once for each of them; so the stages of an even cut are measured,
+    too, and a layer's time is its part of its stage's.
+
+    grid: pipelines, stages, micro-batches. Raises InputError or MeasuringError.
+    """
+    pipelines, stages, micro_batches = grid
+    source, job = NamedWorkload(path, options), Job.uniform(*grid)
+    workload = source.load()
+    autocast = optimization.autocast
+    whole = StageCuts.of(workload, stages, autocast=autocast)
+    what = kind_of(workload) if whole.layers <= MAX_LAYERS else "stage"
+    cuts, alone, together = whole, job, tuple(range(k, k + 1) for k in range(stages))
+    if what == "layer":
+        together = spans(whole.partition)
+        cuts = StageCuts((1,) * whole.layers, whole.layer_io)
+        alone = Job.uniform(pipelines, cuts.layers, micro_batches)
+    inputs = tensors_of(workload.inputs(0, 0, 0, 0), "data")
+    x: Tensors = inputs if len(inputs) > 1 else inputs[0]
+    targets = workload.targets(0, 0, 0, 0)
+
+    def scaled_loss(output: Any) -> Tensor:
+        return workload.loss(output, targets) / (pipelines * micro_batches)
+
+    def trained(number: int) -> tuple[Stage, StageOptimizer]:
+        made, _ = assemble(workload, alone, cuts, number, 0, optimization)
+        return made, stage_optimizer(workload, made.module, made.gradients, optimization)
+
+    parts, sizes = [], []
+    say(f"measuring the bytes that {alone.stages} {what}s of {path} keep")
+    for number in range(alone.stages):
+        last = number == alone.stages - 1
+        spec = PartSpec(f"{what} {number}", partial(trained, number), x, scaled_loss if last else None)
+        part, x = measure_part(spec, replace(effort, repeats=1, warm_up=0))
+        parts.append(part)
+        if not last:
+            sizes.append(size_of(x))
+    rounds = measure_stages(source, alone, optimization, effort, say, what=what, layers=cuts.layers)
+    if alone.stages > stages:
+        of_stages = measure_stages(source, job, optimization, effort, say, layers=cuts.layers)
+        rounds = [
+            layer
+            for span, stage in zip(together, of_stages, strict=True)
+            for layer in shared_out(stage, [rounds[k] for k in span])
+        ]
+    parts = [_timed(part, found) for part, found in zip(parts, rounds, strict=True)]
+    reduced = max(sum(parts[k].reduced_bytes for k in span) for span in together)
+    transfers, reductions = _traffic(tuple(sizes), reduced, pipelines, effort, say)
+    return Measurements(
+        model=path,
+        about=f"{alone.stages} {what}s of {path} with options {dict(options)}"[:300],
+        samples_per_micro_batch=workload.samples_per_micro_batch,
+        mode=optimization.mode,
+        hardware=_hardware(effort, optimization),
+        cut="each" if what == "layer" else "stages",
+        layers=alone.stages if what == "layer" else 0,
+        parts=tuple(parts),
+        boundary_bytes=max(sizes, default=0),
+        transfers=transfers,
+        reductions=reductions,
+    )
+
+
+def shared_out(stage: Rounds, layers: list[Rounds]) -> list[Rounds]:
+    """Of the stage's seconds, to each of its layers its part, by what each takes alone."""
+    made: list[Rounds] = [{} for _ in layers]
+    for kind, seconds in stage.items():
+        alone = [statistics.median(layer[kind]) for layer in layers]
+        whole = sum(alone)
+        for out, mine in zip(made, alone, strict=True):
+            out[kind] = [each * mine / whole if whole else each / len(layers) for each in seconds]
+    return made
+
+
+def _timed(part: Part, found: Rounds) -> Part:
+    names = {"F": "forward", "I": "input_backward", "W": "weight_backward", "O": "step"}
+    return part.model_copy(update={name: timing_of(found[kind]) for kind, name in names.items()})
+
+
+def _traffic(
+    sizes: tuple[int, ...], reduced: int, pipelines: int, effort: ProfilingEffort, say: Say
+) -> tuple[tuple[Timing, ...], Reductions | None]:
+    """One transfer per boundary. reduced: bytes of the largest sum."""
+    say("measuring transfers and reductions")
+    repeats, unlike = max(5, effort.repeats), tuple(sorted(set(sizes)))
+    found, reductions = measure_traffic(
+        unlike, reduced, pipelines, repeats=repeats, warm_up=effort.warm_up, clock=effort.clock
+    )
+    by_size = dict(zip(unlike, found, strict=True))
+    return tuple(by_size[size] for size in sizes), reductions
+
+
+def _hardware(effort: ProfilingEffort, optimization: Optimization) -> Hardware:
+    return Hardware(
+        processor=_processor(),
+        cores=os.cpu_count() or 1,
+        system=f"{platform.system()} {platform.machine()}",
+        torch=torch.__version__,
+        threads=torch.get_num_threads(),
+        dtype=_dtype(optimization),
+        clock=effort.clock,
+        load=round(os.getloadavg()[0], 2),
+        measured_on=datetime.now(UTC).date().isoformat(),
+    )
+
+
+def _processor() -> str:
+    """Its name, where the system says it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _dtype(optimization: Optimization) -> str:
+    if optimization.autocast is None:
+        return "float32"
+    return f"{str(LOWER[optimization.autocast]).removeprefix('torch.')} by autocast, float32 sums"

@@ -1,1 +1,0 @@
-"""Measures the op times, transfers and bytes that plans are made from."""

@@ -1,0 +1,1018 @@
+"""A job's history as a zip file: one file of JSON lines per table, its plans, and a manifest of them all.
+
+    manifest.json            what follows, each with its bytes and SHA-256; the tables with their rows
+    tables/<table>.jsonl     a row per line, in the order of the table's key, without the job's id
+    plans/<fingerprint>.json the Plan documents that the job has or has run
+
+The form of a row: what a column may hold is read off the table; what people or the console rely on beyond its type is
+said here; app/docs/store.md says it in words.
+
+A file that says it is a job's history may be damaged, or made to do harm: every byte of it is checked before anything
+is stored. It is read as a stream, in little memory; nothing of it is ever written under a name that it says. A checked
+file becomes a job in small steps, beside a console that has other things to do.
+
+A running console exports and imports by a process of its own, and deletes in the background (`Histories`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import hashlib
+import json
+import os
+import re
+import resource
+import socket
+import tempfile
+import threading
+import time
+import zipfile
+import zlib
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from functools import cache
+from itertools import islice
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Annotated, Any, Literal, Protocol
+
+import orjson
+import structlog
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    create_model,
+)
+from sqlalchemy import BigInteger, Boolean, Column, Double, Integer, LargeBinary, String, Text
+from sqlalchemy.exc import SQLAlchemyError
+
+from openrecycle.agent.coordination.membership import LEAST_CHOICE_TIMEOUT, MOST_CHOICE_TIMEOUT, PRESENT, Mode
+from openrecycle.agent.messages.protocol import (
+    RANKS,
+    Identifier,
+    JobSpec,
+    Milliseconds,
+    Name,
+    NodeNumber,
+    OpKind,
+    RankNumber,
+    WorkerName,
+    WorkerState,
+)
+from openrecycle.app.jobs.live_job import LiveJob
+from openrecycle.app.jobs.states import RoleState
+from openrecycle.app.observing.as_run import IterationAsRun
+from openrecycle.app.runtime.errors import ConsoleError, named, storing, unknown_job
+from openrecycle.app.runtime.processes import Channel, ChildEnded, Children
+from openrecycle.db.access import audit_row
+from openrecycle.db.heartbeats import GROUP, BlockError, unpack
+from openrecycle.db.job_rows import DELETING, IMPORTING, MODELS, OVER, HiddenJob, JobRows, Record, table
+from openrecycle.db.session import Database, DatabaseError
+from openrecycle.planner.check import check
+from openrecycle.planner.jobs.errors import PlannerError
+from openrecycle.planner.jobs.job import MAX_LAYERS
+from openrecycle.planner.plans.packed import SMALL_OPS, Packed, pack
+from openrecycle.planner.plans.plan import INTEGER, Plan, read_model
+
+RowRecord = dict[str, Any]
+
+# Not exported: what other jobs, consoles or launchers count by, and a key under which requests find the job again.
+LEFT_OUT = {
+    "job": ("idempotency_key", "lead_term", "lead_node"),
+    "worker_state": ("id",),
+    "heartbeat": ("id",),
+    "audit": ("id",),
+}
+# Columns that older versions had, which their files have still.
+GONE = {"worker": ("host", "pid")}
+# Columns that have another name since.
+RENAMED = {"job": {"patience": "choice_timeout"}}
+# The job's id is that of the file, or another one.
+JOB_COLUMN = "job_id"
+MOST_TEXT = 2**20
+
+
+def _no_nul(text: str) -> str:
+    if "\0" in text:
+        raise ValueError("text without NUL")
+    return text
+
+
+def exact(text: str, loss: float) -> str:
+    """A loss as a hexadecimal float. Consoles of before took any text for one: where it is none, `loss` has to do."""
+    try:
+        return float.fromhex(text).hex()
+    except (ValueError, OverflowError):
+        return loss.hex()
+
+
+Fingerprint = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+Workers = list[WorkerName]
+# POSIX seconds that a calendar has a day for.
+Moment = Annotated[float, Field(strict=True, ge=0, le=1e11, allow_inf_nan=False)]
+
+
+def _with_all(line: object) -> object:
+    """Versions before this one said nothing of ranks, or of restarts."""
+    missing: dict[int, tuple[object, ...]] = {6: ([], [], [], None), 9: (None,)}
+    return [*line, *missing.get(len(line), ())] if isinstance(line, list | tuple) else line
+
+
+InARow = Annotated[int, Field(ge=1, le=2**53)]
+ProcessLine = Annotated[
+    tuple[
+        Identifier,
+        Annotated[str, StringConstraints(max_length=255), AfterValidator(_no_nul)],
+        Annotated[int, Field(ge=0, le=2**53)],
+        Annotated[list[tuple[WorkerName, Moment]], Field(min_length=1)],
+        Literal["", "failed", "drained"],
+        Annotated[str, StringConstraints(max_length=MOST_TEXT), AfterValidator(_no_nul)],
+        Annotated[list[Annotated[int, Field(ge=0, le=2**53)]], Field(max_length=RANKS)],
+        Annotated[list[RankNumber], Field(max_length=RANKS)],
+        Annotated[list[tuple[Identifier, RankNumber]], Field(max_length=RANKS)],
+        tuple[InARow, InARow, Moment, NodeNumber | None] | None,
+    ],
+    BeforeValidator(_with_all),
+]
+"""See app.jobs.live_job.process_rows."""
+Place = Annotated[str, StringConstraints(pattern=r"^(W[0-9]{1,6}_[0-9]{1,6})?$")]
+_STRICTER: dict[str, Any] = {
+    "job.id": Identifier,
+    "job.name": Name,
+    "job.spec": JobSpec,
+    "job.state": Literal["starting", "running", "recovering", "halted", "finished", "stopped"],
+    "job.mode": Mode,
+    "job.waits": list[tuple[Moment, Moment | None, Annotated[int, Field(ge=0, le=2**53)]]],
+    "job.choice_timeout": Annotated[float, Field(ge=LEAST_CHOICE_TIMEOUT, le=MOST_CHOICE_TIMEOUT)],
+    "worker.name": WorkerName,
+    "worker.state": WorkerState,
+    "worker.incarnation": Identifier | None,
+    "worker.retired": list[Identifier],
+    "worker.processes": list[ProcessLine],
+    "worker.phase": Literal["", "starting", "waiting", "forming", "training", "paused", "draining"],
+    "worker.op_milliseconds": dict[OpKind, Milliseconds],
+    "job_plan.fingerprint": Fingerprint,
+    "job_plan.failed": Workers,
+    "generation.generation": Annotated[int, Field(ge=1, le=2**53)],
+    "generation.plan_fingerprint": Fingerprint,
+    "generation.living": Workers,
+    "generation.failed": Workers,
+    "generation.joining": Workers,
+    "generation.moves": list[tuple[WorkerName, WorkerName]],
+    "acknowledgement.worker": WorkerName,
+    "acknowledgement.state": Literal["adopted", "formed", "resumed"],
+    "generation.interim_plan": Fingerprint | Literal[""],
+    "generation.interim_failed": Workers,
+    "generation.partition": Annotated[list[Annotated[int, Field(ge=1, le=MAX_LAYERS)]], Field(max_length=MAX_LAYERS)],
+    "generation.moved_at": Annotated[int, Field(ge=0, le=2**53)] | None,
+    "event.severity": Literal["info", "warning", "error"],
+    "event.kind": Literal["worker", "failure", "generation", "recovery", "plan", "job", "console", "operator", "step"],
+    "event.worker": WorkerName | None,
+    "event.count": Annotated[int, Field(ge=1, le=2**31 - 1)],
+    "event.seq": Annotated[int, Field(ge=1, le=2**53)],
+    "iteration.iteration": Annotated[int, Field(ge=0, le=2**53)],
+    "iteration.seconds": Annotated[float, Field(ge=0, le=1e9)],
+    "iteration.living": Annotated[int, Field(ge=0, le=2**31 - 1)],
+    "iteration.skipped": list[Annotated[int, Field(ge=0, le=2**53)]],
+    "iteration.loss_hex": Annotated[str, StringConstraints(max_length=40, strict=True), AfterValidator(_no_nul)],
+    "recovery.worker": WorkerName,
+    "measured_iteration.document": IterationAsRun,
+    "worker_state.worker": WorkerName,
+    "worker_state.state": RoleState | WorkerState,
+    "command.kind": Literal["kill", "restart", "pause", "resume"],
+    "command.worker": Place,
+    "heartbeat.level": Literal[1, 60, 3600],
+}
+
+
+@dataclass(frozen=True)
+class TableFormat:
+    """One table: the model of its lines, and its key; both without the job's id.
+
+    key: columns in which lines rise strictly; () where equal lines may follow each other. single: there
+    is one line at most.
+    """
+
+    name: str
+    line: type[BaseModel]
+    key: tuple[str, ...]
+    single: bool
+    _write: dict[str, Callable[[Any], Any]]
+    _read: dict[str, Callable[[Any], Any]]
+
+    def to_line(self, row: RowRecord) -> RowRecord:
+        """Plain data for JSON."""
+        return {
+            name: self._write[name](row[name]) if name in self._write else row[name]
+            for name in self.line.model_fields
+            if name in row
+        }
+
+    def to_row(self, line: BaseModel) -> RowRecord:
+        """Without the columns that an older file does not have."""
+        row = {
+            name: self._read[name](value) if name in self._read else value
+            for said in line.model_fields_set
+            if said not in GONE.get(self.name, ())
+            for name, value in ((RENAMED.get(self.name, {}).get(said, said), getattr(line, said)),)
+        }
+        if self.name == "iteration":
+            row["loss_hex"] = exact(row["loss_hex"], row["loss"])
+        return row
+
+
+@cache
+def format_of(name: str) -> TableFormat:
+    columns = [c for c in table(name).columns if c.name != JOB_COLUMN and c.name not in LEFT_OUT.get(name, ())]
+    fields: dict[str, Any] = {}
+    write: dict[str, Callable[[Any], Any]] = {}
+    read: dict[str, Callable[[Any], Any]] = {}
+    for column in columns:
+        stricter = _STRICTER.get(f"{name}.{column.name}")
+        kind = stricter if stricter is not None else _type(column)
+        # Columns that came with a later version have a default for rows of before.
+        fields[column.name] = (kind, ...) if column.server_default is None else (kind, None)
+        if isinstance(column.type, LargeBinary):
+            write[column.name], read[column.name] = _encoded, base64.b64decode
+        if isinstance(stricter, type) and issubclass(stricter, BaseModel):
+            deflate = isinstance(column.type, LargeBinary)
+            write[column.name] = _inflated_json if deflate else json.loads
+            read[column.name] = _deflated_json if deflate else BaseModel.model_dump_json
+        elif isinstance(column.type, Text) and stricter is not None:
+            write[column.name], read[column.name] = json.loads, json.dumps
+    fields |= dict.fromkeys(GONE.get(name, ()), (Any, None))
+    fields |= {before: (fields[now][0], None) for before, now in RENAMED.get(name, {}).items()}
+    model = create_model(
+        name, __config__=ConfigDict(extra="forbid", protected_namespaces=(), use_enum_values=True), **fields
+    )
+    key = tuple(c.name for c in table(name).primary_key.columns if c.name != JOB_COLUMN)
+    return TableFormat(name, model, () if key == ("id",) else key, not key, write, read)
+
+
+def _type(column: Column[Any]) -> Any:
+    kind: Any
+    if isinstance(column.type, LargeBinary):
+        kind = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9+/]*={0,2}$", strict=True)]
+    elif isinstance(column.type, Text):
+        kind = Annotated[str, StringConstraints(max_length=MOST_TEXT, strict=True), AfterValidator(_no_nul)]
+    elif isinstance(column.type, String):
+        kind = Annotated[str, StringConstraints(max_length=column.type.length, strict=True), AfterValidator(_no_nul)]
+    elif isinstance(column.type, Boolean):
+        kind = Annotated[bool, Field(strict=True)]
+    elif isinstance(column.type, BigInteger) or column.type._variant_mapping:
+        kind = Annotated[int, Field(strict=True, ge=-(2**63), le=2**63 - 1)]
+    elif isinstance(column.type, Integer):
+        kind = Annotated[int, Field(strict=True, ge=-(2**31), le=2**31 - 1)]
+    else:
+        assert isinstance(column.type, Double), column
+        time = column.name == "at" or column.name.endswith("_at")
+        kind = Moment if time else Annotated[float, Field(strict=True, allow_inf_nan=False)]
+    return kind | None if column.nullable else kind
+
+
+def _encoded(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _inflated_json(data: bytes) -> Any:
+    return json.loads(zlib.decompress(data))
+
+
+def _deflated_json(document: BaseModel) -> bytes:
+    return zlib.compress(document.model_dump_json().encode())
+
+
+MANIFEST = "manifest.json"
+# The audit log is this console's own: it goes along to be read, and is never taken from a file.
+EXPORTED = ("job", *MODELS, "audit")
+IMPORTED = ("job", *MODELS)
+
+Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+Size = Annotated[int, Field(ge=0, le=2**50, strict=True)]
+
+
+class Entry(BaseModel):
+    """bytes, sha256: of the unpacked file."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    bytes: Size
+    sha256: Sha256
+
+
+class TableEntry(Entry):
+    rows: Size
+
+
+class Manifest(BaseModel):
+    """job: its id where it was exported. exported_at: POSIX seconds."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    format: Literal["openrecycle-history"]
+    version: Annotated[Literal[1], INTEGER]
+    job: str
+    exported_at: float
+    tables: dict[str, TableEntry]
+    plans: dict[Fingerprint, Entry]
+
+
+def table_file(name: str) -> str:
+    return f"tables/{name}.jsonl"
+
+
+def plan_file(fingerprint: str) -> str:
+    return f"plans/{fingerprint}.json"
+
+
+def export(database: Database, job_id: str, out: Path, *, audit: bool = True) -> Manifest | None:
+    """Writes the file; it is there when it is whole, and not before. None: there is no such job. audit: with the lines
+    of the audit log that speak of the job, else with none.
+
+    Takes little memory, however long the history is: rows are written as they are read. Raises OSError,
+    SQLAlchemyError.
+    """
+    part = out.with_name(f"{out.name}.{os.getpid()}.part")
+    try:
+        with JobRows(database).snapshot() as snapshot:
+            job = snapshot.job(job_id)
+            if job is None:
+                return None
+            with zipfile.ZipFile(part, "x", zipfile.ZIP_DEFLATED, compresslevel=6) as archive:
+                tables, plans = {}, {}
+                for name in EXPORTED:
+                    form = format_of(name)
+                    rows = [job] if name == "job" else snapshot.rows(name, job_id)
+                    if name == "audit" and not audit:
+                        rows = []
+                    lines = (orjson.dumps(form.to_line(row)) + b"\n" for row in rows)
+                    digest, size, count = _write(archive, table_file(name), lines)
+                    tables[name] = TableEntry(bytes=size, sha256=digest, rows=count)
+                for fingerprint in snapshot.fingerprints(job_id):
+                    document = snapshot.plan(fingerprint)
+                    assert document is not None, "a foreign key holds it"
+                    digest, size, _ = _write(archive, plan_file(fingerprint), [document.encode()])
+                    plans[fingerprint] = Entry(bytes=size, sha256=digest)
+                manifest = Manifest(
+                    format="openrecycle-history",
+                    version=1,
+                    job=job_id,
+                    exported_at=time.time(),
+                    tables=tables,
+                    plans=plans,
+                )
+                archive.writestr(MANIFEST, manifest.model_dump_json(indent=1))
+        part.replace(out)
+    finally:
+        part.unlink(missing_ok=True)
+    return manifest
+
+
+def _write(archive: zipfile.ZipFile, name: str, chunks: Iterable[bytes]) -> tuple[str, int, int]:
+    """(SHA-256, bytes, chunks) of what was written."""
+    digest, size, count = hashlib.sha256(), 0, 0
+    with archive.open(name, "w", force_zip64=True) as handle:
+        for chunk in chunks:
+            handle.write(chunk)
+            digest.update(chunk)
+            size, count = size + len(chunk), count + 1
+    return digest.hexdigest(), size, count
+
+
+MOST_MANIFEST = 8 * 2**20
+MOST_DIRECTORY = 16 * 2**20
+"""Bytes of the zip's own list of files: it is read whole."""
+MOST_LINE = 64 * 2**20
+MOST_PLAN = 256 * 2**20
+MOST_UNPACKED = 64 * 2**30
+# JSON lines of a job are packed to a tenth, seldom to a hundredth.
+MOST_RATIO, RATIO_FROM = 200, 2**20
+
+_WORKER_COLUMNS = {
+    "acknowledgement": ("worker",),
+    "event": ("worker",),
+    "recovery": ("worker",),
+    "worker_state": ("worker",),
+    "command": ("worker",),
+    "job_plan": ("failed",),
+    "generation": ("living", "failed", "joining", "moves", "interim_failed"),
+}
+
+
+class HistoryError(Exception):
+    """The file is refused. `str(error)` is one sentence."""
+
+
+class History:
+    """Opened; `check` it before anything else is read from it. A context manager. Raises HistoryError."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._file = path.open("rb")
+        except OSError as error:
+            raise HistoryError(f"file: {path} can't be read: {error.strerror}") from None
+        try:
+            self._zip = _opened(self._file)
+            self.manifest = self._manifest()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> History:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._zip.close()
+        self._file.close()
+
+    def check(self) -> None:
+        """Everything: sizes, sums, types, order, and whatever one table says of another."""
+        job = next(self.lines("job"), None)
+        if self.manifest.tables["job"].rows != 1 or job is None:
+            raise HistoryError(f"{table_file('job')}: expected one row")
+        spec: JobSpec = job.spec  # type: ignore[attr-defined]
+        try:
+            spec.job()
+        except PlannerError as error:
+            raise HistoryError(f"{table_file('job')}: spec: {error}") from None
+        grid = {f"W{p}_{s}" for p in range(spec.pipelines) for s in range(spec.stages)}
+        workers = sum(1 for _ in self._checked("worker", spec, grid))
+        if workers != len(grid):
+            raise HistoryError(f"{table_file('worker')}: got {workers} rows, expected {len(grid)}, one per worker")
+        for name in EXPORTED:
+            if name != "worker":
+                for _ in self._checked(name, spec, grid):
+                    pass
+        for fingerprint in self.manifest.plans:
+            self._check_plan(fingerprint, spec)
+
+    def lines(self, name: str) -> Iterator[BaseModel]:
+        """The rows of a table."""
+        form, where = format_of(name), table_file(name)
+        entry = self.manifest.tables[name]
+        with self._open(where) as handle:
+            reader = _Summed(handle, entry, where)
+            number = 0
+            while text := reader.line():
+                number += 1
+                try:
+                    yield read_model(form.line, text)
+                except ValidationError as error:
+                    raise HistoryError(f"{where}, line {number}: {_first(error)}") from None
+            reader.done()
+        if number != entry.rows:
+            raise HistoryError(f"{where}: got {number} rows, expected {entry.rows}, as the manifest says")
+
+    def plan(self, fingerprint: str) -> str:
+        """A Plan document."""
+        where, entry = plan_file(fingerprint), self.manifest.plans[fingerprint]
+        if entry.bytes > MOST_PLAN:
+            raise HistoryError(f"{where}: got {entry.bytes:,} bytes, expected at most {MOST_PLAN:,}")
+        with self._open(where) as handle:
+            reader = _Summed(handle, entry, where)
+            text = reader.take(entry.bytes)
+            reader.done()
+        try:
+            return text.decode()
+        except UnicodeDecodeError:
+            raise HistoryError(f"{where}: it is not UTF-8") from None
+
+    # -- details ----------------------------------------------------------------------------------
+
+    def _manifest(self) -> Manifest:
+        names = [info.filename for info in self._zip.infolist()]
+        if MANIFEST not in names:
+            raise HistoryError(f"file: it has no {MANIFEST}, expected the history of a job")
+        with self._open(MANIFEST) as handle:
+            text = _Inflating(handle, MANIFEST).read(MOST_MANIFEST + 1)
+        if len(text) > MOST_MANIFEST:
+            raise HistoryError(f"{MANIFEST}: got more than {MOST_MANIFEST:,} bytes, expected at most that")
+        try:
+            manifest = read_model(Manifest, text)
+        except ValidationError as error:
+            raise HistoryError(f"{MANIFEST}: {_first(error)}") from None
+        for name in (*EXPORTED, *manifest.tables):
+            if name not in manifest.tables or name not in EXPORTED:
+                what = "is missing" if name in EXPORTED else "is none that a history has"
+                raise HistoryError(f"{MANIFEST}: table {name!r:.80} {what}")
+        expected = {MANIFEST, *map(table_file, manifest.tables), *map(plan_file, manifest.plans)}
+        for name in names:
+            if name not in expected:
+                raise HistoryError(f"file: got {name!r:.80} in it, which the manifest does not name")
+        if len(names) != len(expected):
+            missing = sorted(expected - set(names))
+            raise HistoryError(f"file: {missing[0]} is missing" if missing else "file: a name is in it twice")
+        entries: list[Entry] = [*manifest.tables.values(), *manifest.plans.values()]
+        if sum(entry.bytes for entry in entries) > MOST_UNPACKED:
+            raise HistoryError(f"{MANIFEST}: the files have more than {MOST_UNPACKED:,} bytes, expected at most that")
+        return manifest
+
+    def _open(self, name: str) -> IO[bytes]:
+        info = self._zip.getinfo(name)
+        if info.flag_bits & 1 or info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            raise HistoryError(f"{name}: expected a file that is deflated, and not encrypted")
+        if info.file_size > RATIO_FROM and info.file_size > MOST_RATIO * info.compress_size:
+            raise HistoryError(
+                f"{name}: got {info.file_size:,} bytes out of {info.compress_size:,}, expected at most {MOST_RATIO} "
+                "times as many"
+            )
+        try:
+            return self._zip.open(info)
+        except (zipfile.BadZipFile, OSError, RuntimeError, NotImplementedError) as error:
+            raise HistoryError(f"{name}: it is damaged ({error})") from None
+
+    def _checked(self, name: str, spec: JobSpec, grid: set[str]) -> Iterator[BaseModel]:
+        form = format_of(name)
+        before: tuple[Any, ...] = ()
+        for number, line in enumerate(self.lines(name), start=1):
+            where = f"{table_file(name)}, line {number}"
+            key = tuple(getattr(line, column) for column in form.key)
+            if form.key and key <= before:
+                raise HistoryError(f"{where}: got {', '.join(form.key)} {key}, expected more than the row before has")
+            if form.single and number > 1:
+                raise HistoryError(f"{where}: expected one row at most")
+            before = key
+            self._check_line(name, line, where, spec, grid)
+            yield line
+
+    def _check_line(self, name: str, line: Any, where: str, spec: JobSpec, grid: set[str]) -> None:
+        if name == "worker" and line.name not in grid:
+            raise HistoryError(f"{where}: name: got {line.name!r}, expected one of the job's grid")
+        for column in _WORKER_COLUMNS.get(name, ()):
+            value = getattr(line, column)
+            for worker in _names(value):
+                if worker not in grid:
+                    raise HistoryError(f"{where}: {column}: got {worker!r}, expected one of the job's grid")
+        plan = {"generation": "plan_fingerprint", "job_plan": "fingerprint"}.get(name)
+        fingerprint = getattr(line, plan) if plan else None
+        if name == "measured_iteration":
+            fingerprint = line.document.plan_fingerprint
+        if fingerprint is not None and fingerprint not in self.manifest.plans:
+            raise HistoryError(f"{where}: plan: got {fingerprint!r}, expected one of the file's plans")
+        if name == "iteration" and line.iteration >= spec.iterations:
+            raise HistoryError(f"{where}: iteration: got {line.iteration}, expected below {spec.iterations}")
+        if name == "heartbeat":
+            _check_block(line, where, len(grid))
+        if name == "measured_iteration":
+            for worker in line.document.workers:
+                if worker not in grid:
+                    raise HistoryError(f"{where}: document: got {worker!r}, expected one of the job's grid")
+
+    def _check_plan(self, fingerprint: str, spec: JobSpec) -> None:
+        """It must be what its name says: other jobs may come to share it."""
+        where = plan_file(fingerprint)
+        try:
+            plan = Plan.from_json(self.plan(fingerprint), source=where)
+            if plan.fingerprint != fingerprint or plan.compute_fingerprint() != fingerprint:
+                raise HistoryError(f"{where}: got another plan than that of this fingerprint")
+            wrong = check(plan)
+        except PlannerError as error:
+            raise HistoryError(f"{where}: {error}") from None
+        if wrong:
+            raise HistoryError(f"{where}: {wrong[0]}")
+        for size in ("pipelines", "stages", "micro_batches"):
+            if (got := getattr(plan.job, size)) != (expected := getattr(spec, size)):
+                raise HistoryError(f"{where}: job.{size}: got {got}, expected {expected}, as the job has it")
+
+
+class _Inflating:
+    """A file of the zip, whose damage is told as a HistoryError."""
+
+    def __init__(self, handle: IO[bytes], where: str) -> None:
+        self._handle, self._where = handle, where
+
+    def read(self, size: int) -> bytes:
+        return self._told(self._handle.read, size)
+
+    def readline(self, size: int) -> bytes:
+        return self._told(self._handle.readline, size)
+
+    def _told(self, function: Any, size: int) -> bytes:
+        try:
+            data: bytes = function(size)
+        except (zipfile.BadZipFile, zlib.error, EOFError, OSError) as error:
+            raise HistoryError(f"{self._where}: it is damaged ({error})") from None
+        return data
+
+
+class _Summed:
+    """What is read is compared with what the manifest says of it."""
+
+    def __init__(self, handle: IO[bytes], entry: Entry, where: str) -> None:
+        self._reader, self._entry, self._where = _Inflating(handle, where), entry, where
+        self._digest, self._size = hashlib.sha256(), 0
+
+    def line(self) -> bytes:
+        """With its end; empty at the end of the file."""
+        text = self._took(self._reader.readline(MOST_LINE + 1))
+        if len(text) > MOST_LINE:
+            raise HistoryError(f"{self._where}: got a line of more than {MOST_LINE:,} bytes, expected at most that")
+        return text
+
+    def take(self, size: int) -> bytes:
+        return self._took(self._reader.read(size))
+
+    def done(self) -> None:
+        if self._reader.read(1) or self._size != self._entry.bytes or self._digest.hexdigest() != self._entry.sha256:
+            raise HistoryError(f"{self._where}: its bytes or their SHA-256 are not those that the manifest says")
+
+    def _took(self, data: bytes) -> bytes:
+        self._digest.update(data)
+        self._size += len(data)
+        return data
+
+
+def _opened(handle: IO[bytes]) -> zipfile.ZipFile:
+    try:
+        # The same function by which ZipFile finds its directory, so that it can't be shown another one.
+        end = zipfile._EndRecData(handle)  # type: ignore[attr-defined]
+        if end is None:
+            raise HistoryError("file: it is not a zip file, expected the history of a job")
+        if end[5] > MOST_DIRECTORY:
+            raise HistoryError(f"file: its directory has {end[5]:,} bytes, expected at most {MOST_DIRECTORY:,}")
+        return zipfile.ZipFile(handle)
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
+        raise HistoryError(f"file: it is not a zip file, or damaged ({error})") from None
+
+
+def _check_block(line: Any, where: str, workers: int) -> None:
+    try:
+        samples = unpack(base64.b64decode(line.data, validate=True))
+    except (BlockError, binascii.Error) as error:
+        raise HistoryError(f"{where}: data: {error}") from None
+    if not len(samples):
+        raise HistoryError(f"{where}: data: it is empty")
+    if (samples.worker // GROUP != line.worker_group).any() or samples.worker.max() >= workers:
+        raise HistoryError(f"{where}: data: it has workers that are not of group {line.worker_group}")
+    if (samples.at.min(), samples.at.max()) != (line.begin, line.end) or (samples.at % line.level).any():
+        raise HistoryError(f"{where}: data: its times are not those of begin, end and level")
+
+
+def _names(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        if value:
+            yield value
+    elif value is not None:
+        for part in value:
+            yield from _names(part)
+
+
+def _first(error: ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    place = ".".join(str(part) for part in first["loc"])
+    return f"{place or 'the line'}: {first['msg']}"
+
+
+def importable() -> list[TableFormat]:
+    return [format_of(name) for name in IMPORTED if name != "job"]
+
+
+BATCH = 500
+REST = 0.005
+"""Seconds between two transactions: SQLite has one writer, and others wait."""
+LONGEST = 6 * 3600.0
+"""Seconds after which an import on another host, of which nothing more is known, counts as ended."""
+# In a job that is over nothing is under way, whatever its file says.
+_AT_REST = {"broken": "", "moves": "[]"}
+_IDENTIFIER = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+@dataclass(frozen=True)
+class Imported:
+    """rows: of all tables together. plans: documents, whether they were there before or not."""
+
+    job_id: str
+    rows: int
+    plans: int
+
+
+def import_history(
+    database: Database,
+    path: Path,
+    *,
+    new_id: str | None = None,
+    actor: str = "CLI",
+    rest: Callable[[float], None] = time.sleep,
+) -> Imported:
+    """Stores the job, all of it or nothing; the whole file is checked first. new_id: instead of its own.
+
+    A job that had not ended is stopped: its processes do not know this console. Raises HistoryError,
+    SQLAlchemyError.
+    """
+    if new_id is not None and not _IDENTIFIER.fullmatch(new_id):
+        raise HistoryError(f"id: got {new_id!r:.80}, expected 1 to 64 letters, digits, _ or -")
+    rows = JobRows(database)
+    with History(path) as history:
+        job = format_of("job").to_row(next(history.lines("job")))
+        job_id = job["id"] = new_id or job["id"]
+        if rows.exists(job_id):
+            _clear(rows, job_id, rest)
+        history.check()
+        if job["state"] not in OVER:
+            job["reason"] = f"it was {job['state']} when its history was exported; imported, it does not go on"
+            job["state"] = "stopped"
+        job |= _AT_REST
+        hidden = rows.begin(job, _note())
+        if hidden is None:
+            raise _taken(job_id)
+        try:
+            _store(rows, history, job_id, rest)
+            detail = f"exported as {history.manifest.job}"
+            rows.finish(job, audit_row(actor, "import", job_id, job_id=job_id, detail=detail))
+        except BaseException:
+            delete_job(rows, hidden, rest)
+            raise
+        manifest = history.manifest
+    return Imported(job_id, sum(t.rows for n, t in manifest.tables.items() if n != "audit"), len(manifest.plans))
+
+
+def delete_job(rows: JobRows, job: HiddenJob, rest: Callable[[float], None] = time.sleep) -> None:
+    """All of it, in small steps. Raises SQLAlchemyError."""
+    while rows.delete_some(job):
+        rest(REST)
+
+
+def abandoned(note: str) -> bool:
+    """Has the process ended that left this note with a job on its way in?"""
+    try:
+        host, process, at = note.rsplit(" ", 2)
+        if host != socket.gethostname():
+            return time.time() - float(at) > LONGEST
+        pid, _, began = process.partition("/")
+        if began:
+            return _began(int(pid)) != began
+        os.kill(int(pid), 0)  # of a version that noted no more
+    except ProcessLookupError:
+        return True
+    except (ValueError, OSError):
+        return False
+    return False
+
+
+def _note() -> str:
+    pid = os.getpid()
+    return f"{socket.gethostname()} {pid}/{_began(pid)} {time.time():.0f}"
+
+
+def _began(pid: int) -> str:
+    """When the process was started, in ticks since the machine was; "": there is none, or it does not say. A container
+    that is started again has the numbers of its processes again."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""
+
+
+def _clear(rows: JobRows, job_id: str, rest: Callable[[float], None]) -> None:
+    """The id is taken: by a job, or by what is left of one."""
+    left = next((hidden for hidden in rows.hidden() if hidden.job_id == job_id), None)
+    if left is None or (left.state == IMPORTING and not abandoned(left.note)):
+        raise _taken(job_id)
+    delete_job(rows, left, rest)
+
+
+def _store(rows: JobRows, history: History, job_id: str, rest: Callable[[float], None]) -> None:
+    known: set[str] = set()  # plans that rows of this job hold
+    for form in importable():
+        for batch in _batches(history, form):
+            named = {row[c] for row in batch for c in ("fingerprint", "plan_fingerprint") if c in row} - known
+            rows.add(form.name, job_id, batch, ((f, _storable(history.plan(f))) for f in sorted(named)))
+            known |= named
+            rest(REST)
+
+
+def _storable(document: str) -> str | Packed:
+    """As planner.plans.packed.storable of a plan, whose document stays as it is."""
+    plan = Plan.from_json(document)
+    return Packed(pack(plan), zlib.compress(document.encode())) if plan.op_count > SMALL_OPS else document
+
+
+def _batches(history: History, form: TableFormat) -> Iterator[list[Record]]:
+    """A row that brings a plan along, which may be large, has few others beside it."""
+    size = 8 if form.name in ("job_plan", "generation") else BATCH
+    lines = history.lines(form.name)
+    while batch := [form.to_row(line) for line in islice(lines, size)]:
+        yield batch
+
+
+def _taken(job_id: str) -> HistoryError:
+    return HistoryError(
+        f"job: {job_id} is there already, and is not overwritten; delete it first, or import under another id (--as)"
+    )
+
+
+log = structlog.get_logger()
+
+MOST_UPLOAD = 2**30
+"""Bytes of a file that is sent to the API; the command line takes larger ones."""
+CHUNK_SECONDS, DRAIN_SECONDS = 60.0, 15.0
+"""For the next bytes of it: others wait for the place. And for which what is refused is thrown away."""
+MOST_MEMORY = 8 * 2**30
+"""A file that asks for more than any history needs ends the process that reads it, and harms no other."""
+FOLLOW_SECONDS = 5.0
+_ALIVE = frozenset({*PRESENT, WorkerState.STARTING})
+
+
+class JobReader(Protocol):
+    """What is asked of the console's jobs."""
+
+    def find(self, job_id: str) -> LiveJob:
+        """Raises ConsoleError (404)."""
+
+    def follow(self) -> None:
+        """Notes jobs that have come into the database, or gone. Raises SQLAlchemyError."""
+
+    def let_go(self, job_id: str) -> None:
+        """Of a job that is deleted."""
+
+
+class Histories:
+    """One per console. Thread-safe; export and take_in are called in an event loop."""
+
+    def __init__(self, jobs: JobReader, database: Database) -> None:
+        self._jobs, self._database = jobs, database
+        self._rows = JobRows(database)
+        self._exporting, self._importing = threading.Lock(), threading.Lock()
+        self._children = Children(work, name="history")
+        self._stop, self._deleted = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="console-histories", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stop.set()
+        self._deleted.set()
+        self._children.close()
+        if self._thread.is_alive():
+            self._thread.join(5)
+
+    # -- out and in -----------------------------------------------------------------------------
+
+    async def export(self, job_id: str, *, audit: bool) -> Path:
+        """A file of the caller's, who deletes it. audit: with what the audit log says of the job. Raises
+        ConsoleError."""
+        await asyncio.to_thread(self._jobs.find, job_id)
+        with _alone(self._exporting, "exported"):
+            return await self._exported(job_id, audit)
+
+    async def _exported(self, job_id: str, audit: bool) -> Path:
+        out = _temporary()
+        try:
+            out.unlink()
+            if not (await self._run("export", job_id, str(out), *(["audit"] if audit else [])))["found"]:
+                raise unknown_job(job_id)
+        except BaseException:
+            for left in out.parent.glob(f"{out.name}*"):  # of a child that was killed, the part that it had written
+                left.unlink(missing_ok=True)
+            raise
+        return out
+
+    async def take_in(self, chunks: AsyncIterator[bytes], new_id: str | None, actor: str) -> Imported:
+        """Imports the job of a file. new_id: instead of its own. Raises ConsoleError."""
+        try:
+            with _alone(self._importing, "imported"):  # from the first byte on: the folder holds one such file
+                return await self._taken_in(chunks, new_id, actor)
+        except ConsoleError:
+            with suppress(TimeoutError):  # whoever sends it comes to read the answer
+                async with asyncio.timeout(DRAIN_SECONDS):
+                    async for _ in chunks:
+                        pass
+            raise
+
+    async def _taken_in(self, chunks: AsyncIterator[bytes], new_id: str | None, actor: str) -> Imported:
+        path, size = _temporary(), 0
+        try:
+            with path.open("wb") as handle:
+                while chunk := await _next(chunks):
+                    size += len(chunk)
+                    if size > MOST_UPLOAD:
+                        detail = f"the body: got more than {MOST_UPLOAD:,} bytes, expected at most that"
+                        raise ConsoleError(
+                            413, "too_large", f"{detail}; `openrecycle history import` takes larger files"
+                        )
+                    handle.write(chunk)
+            done = Imported(**await self._run("import", str(path), actor, *([new_id] if new_id else [])))
+        finally:
+            path.unlink(missing_ok=True)
+        with storing():
+            await asyncio.to_thread(self._jobs.follow)
+        log.info("job imported", job=done.job_id, rows=done.rows, actor=actor)
+        return done
+
+    async def _run(self, *arguments: str) -> Mapping[str, Any]:
+        try:
+            url = self._database.url.render_as_string(hide_password=False)
+            asked = await asyncio.to_thread(self._children.begin, url, *arguments)
+            try:
+                answer = json.loads(await asyncio.to_thread(lambda: b"".join(asked.messages())))
+            finally:
+                asked.end()  # whoever asked may have gone
+        except ChildEnded as ended:
+            log.error("work on a history failed", reason=str(ended))
+            raise ConsoleError(503, "unavailable", "work on this history failed; the console's log says why") from None
+        if "error" in answer:
+            taken = "is there already" in answer["error"]
+            raise ConsoleError(409 if taken else 422, "job_exists" if taken else "invalid", answer["error"])
+        return answer  # type: ignore[no-any-return]
+
+    # -- away -----------------------------------------------------------------------------------
+
+    def delete(self, job_id: str, actor: str) -> None:
+        """From now on there is no such job; its rows are deleted in the background. Raises ConsoleError."""
+        job = self._jobs.find(job_id)
+        audit = audit_row(named(actor), "delete", job_id, job_id=job_id, detail=job.spec.name)
+        with job.lock, storing():  # nobody registers meanwhile
+            if why := self.kept_for(job_id):
+                raise ConsoleError(409, "job_runs", f"job: {job_id} {why}, expected one that has ended")
+            self._rows.hide(job_id, audit)
+            self._jobs.let_go(job_id)
+        self._deleted.set()
+        log.info("job deleted", job=job_id, actor=actor)
+
+    def kept_for(self, job_id: str) -> str:
+        """Why it can't be deleted now: `is running (W0_0 lives)`; "" where it can be. Raises ConsoleError."""
+        job = self._jobs.find(job_id)
+        members = job.state.members.values()
+        alive = sorted(m.name for m in members if m.state in _ALIVE and m.incarnation is not None)
+        # Of workers that have not been heard for so long nobody knows; whoever deletes the job has looked.
+        kept = alive and not job.state.over and not job.state.unheard
+        return f"is {job.state.job_state} ({alive[0]} lives)" if kept else ""
+
+    def _follow(self) -> None:
+        while True:
+            try:
+                self._delete_rows()
+                self._jobs.follow()
+            except SQLAlchemyError as error:
+                log.warning("histories wait for the database", reason=type(error).__name__)
+            except Exception:
+                log.exception("jobs that came or went could not be followed")
+            self._deleted.wait(FOLLOW_SECONDS)
+            self._deleted.clear()
+            if self._stop.is_set():
+                return
+
+    def _delete_rows(self) -> None:
+        """Of jobs that were deleted, and of imports whose process ended half way."""
+        for job in self._rows.hidden():
+            if job.state == DELETING or abandoned(job.note):
+                while self._rows.delete_some(job):
+                    if self._stop.wait(REST):
+                        return
+
+
+def work(channel: Channel, url: str, action: str, *arguments: str) -> None:
+    """In a child: `export` JOB OUT [audit], or `import` FILE ACTOR [ID]. Says a line of JSON; refused: with a sentence
+    under `error`."""
+    database = Database(url)
+    try:
+        if action == "export":
+            made = export(database, arguments[0], Path(arguments[1]), audit="audit" in arguments[2:])
+            said: dict[str, Any] = {"found": made is not None}
+        else:
+            resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
+            new_id = arguments[2] if len(arguments) > 2 else None
+            said = asdict(import_history(database, Path(arguments[0]), actor=arguments[1], new_id=new_id))
+    except (HistoryError, DatabaseError) as error:
+        said = {"error": str(error)}
+    finally:
+        database.close()
+    channel.say(json.dumps(said).encode())
+
+
+@contextmanager
+def _alone(place: threading.Lock, done: str) -> Iterator[None]:
+    """Raises ConsoleError (409) where the place is taken. done: what with a history, in a word."""
+    if not place.acquire(blocking=False):
+        raise ConsoleError(409, "busy", f"another history is being {done}; try again when it is done")
+    try:
+        yield
+    finally:
+        place.release()
+
+
+async def _next(chunks: AsyncIterator[bytes]) -> bytes:
+    """The next bytes; none: that was all. Raises ConsoleError (408)."""
+    try:
+        async with asyncio.timeout(CHUNK_SECONDS):
+            while not (chunk := await anext(chunks, None)):
+                if chunk is None:
+                    return b""
+            return chunk
+    except TimeoutError:
+        raise ConsoleError(408, "too_slow", f"the body: nothing of it came within {CHUNK_SECONDS:g} s") from None
+
+
+def _temporary() -> Path:
+    handle, name = tempfile.mkstemp(prefix="openrecycle-history-", suffix=".zip")
+    os.close(handle)
+    return Path(name)

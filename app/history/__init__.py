@@ -1,1 +1,0 @@
-"""The whole history of a job as a file: exported, checked, imported; and jobs deleted."""

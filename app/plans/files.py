@@ -1,0 +1,528 @@
+"""Plans as files: those that come from outside, and those that go out. Each is read and made in a child process.
+
+JSON and pydantic let no other thread run: megabytes of it would hold up every heartbeat for as long as they take.
+The child reads, checks and sums up; the console never builds the plan, and a document that was made to take a lot of
+memory takes it from a process that ends.
+
+Out: which formats there are for a plan, why one is refused, and the file itself. The bundle is one zip with all that
+is needed to read a plan, and to run its job elsewhere.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+import json
+import re
+import shlex
+import threading
+import time
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NamedTuple
+
+import structlog
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from openrecycle.agent.messages.protocol import JobSpec
+from openrecycle.app.runtime.errors import ConsoleError, bounded, sentence, starting
+from openrecycle.app.runtime.processes import Channel, ChildEnded, Children, made, read_answer, why_not
+from openrecycle.planner.catalogs.catalog import Catalog
+from openrecycle.planner.check import check, further
+from openrecycle.planner.export import EXPORTERS, text_formats
+from openrecycle.planner.export.picture import MAX_ROWS, MAX_STAGES
+from openrecycle.planner.jobs.errors import PlannerError
+from openrecycle.planner.plans.packed import Packed, packed
+from openrecycle.planner.plans.plan import MEASURED, JobDoc, Plan
+
+log = structlog.get_logger()
+
+# Of a file's name, what a plan is kept under.
+NAME = 80
+# Smaller ones are read in some milliseconds, where they came in.
+LARGE = 128 * 1024
+# Uploads that may wait for the one that is read, each with its megabytes.
+MOST_WAITING = 8
+# Beyond this a process has gone astray: 31 MB take some 12 s and 0.7 GB, 128 MB four times that.
+TIMEOUT = 300.0
+MOST_BYTES = 4 << 30
+# Eight megabytes of ops have no more; of larger ones so many bytes at least belong to each.
+MOST_CONTAINERS, MOST_FIELDS = 150_000, 800_000
+CONTAINER_BYTES, FIELD_BYTES = 40, 10
+
+
+class PlanToSave(BaseModel):
+    """plan: a whole Plan document, which is checked; or solve: the id of one that was made here."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: Annotated[str, Field(max_length=200)]
+    plan: Plan | None = None
+    solve: Annotated[str, Field(max_length=64)] | None = None
+
+    @property
+    def wrong(self) -> str:
+        """Why it can't be saved; "": it can be."""
+        if (self.plan is None) == (self.solve is None):
+            return "plan, solve: expected one of them"
+        if self.plan is None or not (found := check(self.plan)):
+            return ""
+        return f"plan: {found[0]}" + (f"; and {more}" if (more := further(found)) else "")
+
+
+class ReadPlan(NamedTuple):
+    """A plan that has been checked, and is not read again to be stored. summary: see `summary_of`."""
+
+    name: str
+    fingerprint: str
+    summary: dict[str, object]
+    stored: Packed
+
+
+class Reading:
+    """A file that is read beside the page that waits for it. size: bytes. Once `over`, either `kept` is the fingerprint
+    of the plan that it holds, or `error` says why it holds none."""
+
+    def __init__(self, name: str, size: int) -> None:
+        self.name, self.size, self.began = name, size, time.monotonic()
+        self.kept, self.error = "", ""
+
+    @property
+    def over(self) -> bool:
+        return bool(self.kept or self.error)
+
+
+class Uploads:
+    """One per console. Thread-safe; blocks its caller, one upload after the other."""
+
+    def __init__(self) -> None:
+        self._children = Children(read_upload, name="upload", most=1, memory=MOST_BYTES)
+        self._lock = threading.Lock()
+        self._waiting = 0
+
+    def read(self, body: bytes) -> ReadPlan | PlanToSave:
+        """What the body of POST /plans asks for: a plan that came with it, or the id of a solve.
+
+        Raises ConsoleError: 422 for what is no plan, 429 when too many wait, 503 when the process was ended.
+        """
+        with self._lock:
+            if self._waiting > MOST_WAITING:
+                raise ConsoleError(429, "too_many", f"{MOST_WAITING} plans wait to be read already; try again later")
+            self._waiting += 1
+        try:
+            with starting():
+                answered = self._children.ask(body, timeout=TIMEOUT)
+        except ChildEnded:
+            detail = "the process that read the plan ended before it was done; perhaps memory was not enough"
+            raise ConsoleError(503, "unavailable", detail) from None
+        finally:
+            with self._lock:
+                self._waiting -= 1
+        head, _, rest = answered.partition(b"\n")
+        said = json.loads(head)
+        if why := said.get("wrong"):
+            raise ConsoleError(422, "invalid", why)
+        if "solve" in said:
+            return PlanToSave(name=said["name"], solve=said["solve"])
+        stored = Packed(rest[: said["columns"]], rest[said["columns"] :])
+        return ReadPlan(said["name"], said["fingerprint"], said["summary"], stored)
+
+    def begin(self, name: str, document: bytes, keep: Callable[[ReadPlan], str]) -> Reading:
+        """Reads the Plan document of that file name in a thread of its own, and keeps the plan under the name.
+
+        keep: called in that thread; returns the plan's fingerprint.
+        """
+        reading = Reading(name, len(document))
+        called = json.dumps(name.removesuffix(".json")[:NAME].strip() or "plan").encode()
+
+        def read() -> None:
+            try:
+                found = self.read(b'{"name":' + called + b',"plan":' + document + b"}")
+                if not isinstance(found, ReadPlan):
+                    raise ConsoleError(422, "invalid", "it is not a plan")
+                reading.kept = keep(found)
+            except ConsoleError as error:
+                reading.error = f"{name}: {error.detail}"
+            except Exception as error:
+                log.exception("an uploaded plan could not be kept")
+                reading.error = f"{name}: it could not be kept ({type(error).__name__})"
+
+        threading.Thread(target=read, name="upload", daemon=True).start()
+        return reading
+
+    def close(self) -> None:
+        """Ends what is being read."""
+        self._children.close()
+
+
+def read_upload(channel: Channel, body: bytes) -> None:
+    """In a child."""
+    gc.disable()  # a million lists would be looked through again and again, and all goes with the process
+    channel.say(answer(body))
+
+
+def answer(body: bytes) -> bytes:
+    """A line of JSON: {"wrong": sentence}, {"name", "solve"}, or of a ReadPlan how long its columns are, which
+    follow with its document."""
+    try:
+        size = len(body)
+        containers, fields = max(MOST_CONTAINERS, size // CONTAINER_BYTES), max(MOST_FIELDS, size // FIELD_BYTES)
+        bounded(body, containers=containers, fields=fields)
+        message = PlanToSave.model_validate_json(body)
+    except ConsoleError as error:
+        return json.dumps({"wrong": error.detail}).encode()
+    except ValidationError as error:
+        return json.dumps({"wrong": sentence(error.errors(include_url=False))}).encode()
+    except MemoryError:
+        return json.dumps({"wrong": "plan: it takes more memory than there is"}).encode()
+    if wrong := message.wrong:
+        return json.dumps({"wrong": wrong}).encode()
+    plan = message.plan
+    if plan is None:
+        return json.dumps({"name": message.name, "solve": message.solve}).encode()
+    columns, document = packed(plan)
+    head = {
+        "name": message.name,
+        "fingerprint": plan.fingerprint,
+        "summary": summary_of(plan),
+        "columns": len(columns),
+    }
+    return json.dumps(head).encode() + b"\n" + columns + document
+
+
+def summary_of(plan: Plan) -> dict[str, Any]:
+    """Plain data."""
+    job, metrics = plan.job, plan.metrics
+    return {
+        "period": metrics.period,
+        "lower_bound": metrics.lower_bound,
+        "gap": metrics.gap,
+        "time_unit": job.time_unit,
+        "failed": list(plan.failed),
+        "technique": plan.technique.value,
+        "memory": plan.memory,
+        "pipelines": job.pipelines,
+        "stages": job.stages,
+        "micro_batches": job.micro_batches,
+        "workers": job.pipelines * job.stages,
+    }
+
+
+# A catalog of more ops than this makes the bundle too large to hand around.
+CATALOG_OPS = 1_000_000
+PICTURE_OPS = 20_000
+
+
+class CatalogPart(NamedTuple):
+    """document: as JSON, empty where there is none to give; about: what it is, or why there is none."""
+
+    document: str
+    about: str
+
+
+def catalog_part(catalog: Catalog | None) -> CatalogPart:
+    if catalog is None or not len(catalog):
+        return CatalogPart("", "no plans were made ahead for this job")
+    size = sum(made.op_count for made in catalog.plans)
+    if size > CATALOG_OPS:
+        return CatalogPart("", f"{len(catalog)} plans with {size:,} ops in all; make it with the line below")
+    about = f"The plans made ahead, {len(catalog)} failure patterns (planner.catalogs.catalog.Catalog.from_json)."
+    return CatalogPart(catalog.to_json() + "\n", about)
+
+
+def make_bundle(plan: Plan, name: str, spec: JobSpec | None, catalog: CatalogPart) -> bytes:
+    """plan.json, profile.json (the job that was planned for), plan.svg, catalog.json, README.md.
+
+    spec, catalog: of the job that the plan belongs to. The picture is left out of large plans, the
+    catalog where there is none or it is too large; the README says so.
+    """
+    files: dict[str, tuple[str, str]] = {
+        "plan.json": ("The plan: every op with its worker and its times.", plan.to_json() + "\n"),
+        "profile.json": (
+            "The job that was planned for: grid, op times by stage, transfers, memory.",
+            plan.job.model_dump_json(indent=1) + "\n",
+        ),
+    }
+    left_out = []
+    ops = plan.op_count
+    if ops <= PICTURE_OPS:
+        try:
+            files["plan.svg"] = ("A picture of it.", EXPORTERS["svg"].render(plan).decode())
+        except PlannerError as error:
+            left_out.append(f"plan.svg: {error}.")
+    else:
+        left_out.append(f"plan.svg: {ops:,} ops are too many for a picture here.")
+    if catalog.document:
+        files["catalog.json"] = (catalog.about, catalog.document)
+    else:
+        left_out.append(f"catalog.json: {catalog.about}.")
+    files["README.md"] = ("This text.", "")
+    files["README.md"] = ("This text.", _readme(plan, name, spec, {k: v[0] for k, v in files.items()}, left_out))
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED, compresslevel=6) as archive:
+        for file_name, (_, content) in sorted(files.items()):
+            # A fixed time: equal plans make equal bundles.
+            entry = zipfile.ZipInfo(file_name, (2020, 1, 1, 0, 0, 0))
+            entry.compress_type, entry.external_attr = zipfile.ZIP_DEFLATED, 0o644 << 16
+            archive.writestr(entry, content)
+    return out.getvalue()
+
+
+def launch_line(plan: Plan, spec: JobSpec | None) -> str:
+    """The command that starts the plan's job, with the console's address left to the reader."""
+    job = plan.job
+    words = ["openrecycle", "train"]
+    for option in ("pipelines", "stages", "micro_batches"):
+        words += [f"--{option.replace('_', '-')}", str(getattr(job, option))]
+    technique = spec.technique if spec else plan.technique.value
+    words += ["--technique", technique, "--memory", spec.memory if spec else plan.memory]
+    if spec is not None:
+        words += ["--iterations", str(spec.iterations), "--seed", str(spec.seed), "--name", spec.name]
+    if spec is not None and spec.paced and spec.durations:
+        words += ["--pace", ",".join(f"{kind}={ms:g}ms" for kind, ms in spec.durations.items() if ms)]
+    elif not _slots(job):
+        words += ["--profile", "profile.json"]
+        words += ["--pace", "profile"] if spec is not None and spec.paced else []
+    if spec is not None and spec.demo:
+        words.append("--demo")
+    return shlex.join(words)
+
+
+def plan_line(plan: Plan, *, command: str = "plan") -> str:
+    """The command that makes the plan, or its catalog, anew."""
+    words = ["openrecycle", command, "--profile", "profile.json"]
+    if command == "plan":
+        for worker in plan.failed:
+            words += ["--fail", worker]
+    words += ["--technique", plan.technique.value, "--memory", plan.memory]
+    if command == "plan" and plan.partition != plan.job.partition:
+        words += ["--partition", ",".join(map(str, plan.partition))]
+    if command == "catalog":
+        words += ["--tolerance", str(len(plan.failed)), "--out", "catalog"]
+    return shlex.join(words)
+
+
+def _slots(job: JobDoc) -> bool:
+    """Is it what the command line plans for without any op times?"""
+    plain = all((p.forward, p.input_backward, p.weight_backward, p.optimizer) == (1, 1, 1, 0) for p in job.profiles)
+    return plain and job.time_unit == "slot" and not any(job.transfers) and not job.speeds
+
+
+def _readme(plan: Plan, name: str, spec: JobSpec | None, files: dict[str, str], left_out: list[str]) -> str:
+    job, metrics, unit = plan.job, plan.metrics, plan.job.time_unit
+    lines = [
+        f"# {' '.join(name.split())}",
+        "",
+        f"{job.pipelines} pipelines × {job.stages} stages × {job.micro_batches} micro-batches, "
+        f"failed: {', '.join(plan.failed) or 'none'}; technique {plan.technique.value}, memory limit {plan.memory}.",
+        f"Period {metrics.period:,.6g} {unit}, proven lower bound {metrics.lower_bound:,.6g} {unit}, "
+        f"{metrics.slowdown_vs_1f1b:+.1%} against fault-free 1F1B. "
+        f"Fingerprint {plan.fingerprint}.",
+        "",
+        "| file | what |",
+        "|---|---|",
+        *(f"| {file} | {about} |" for file, about in sorted(files.items())),
+        "",
+    ]
+    if left_out:
+        lines += ["Left out:", "", *(f"- {sentence}" for sentence in left_out), ""]
+    lines += [
+        "Check the plan, make it anew, or plan ahead for failures:",
+        "",
+        "```sh",
+        "openrecycle check plan.json",
+    ]
+    lines += [plan_line(plan), plan_line(plan, command="catalog"), "```", ""]
+    lines += [
+        "Start a job with this grid and these op times. Add `--workload MODULE:FACTORY` for your model: without it, "
+        "the example GPT is trained. Add `--console http://HOST:PORT` to watch it:",
+        "",
+        "```sh",
+        launch_line(plan, spec),
+        "```",
+        "",
+    ]
+    if plan.failed:
+        lost = f"{', '.join(plan.failed)} {'is' if len(plan.failed) == 1 else 'are'}"
+        lines += [f"It starts with all workers; this plan comes into force when {lost} lost.", ""]
+    return "\n".join(lines)
+
+
+BUNDLE, BUNDLE_TYPE = "bundle", "application/zip"
+MAX_OPS = 2_000_000
+# Above this a file takes so long that the console's own work would wait for it: a child makes it.
+OPS_HERE = 20_000
+CHILD_SECONDS = 120.0
+
+Code = Literal["too_large", "not_in_this_format"]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """reason: a sentence that says what would do."""
+
+    code: Code
+    reason: str
+
+    @property
+    def error(self) -> ConsoleError:
+        return ConsoleError(413 if self.code == "too_large" else 422, self.code, self.reason)
+
+
+@dataclass(frozen=True)
+class ExportOffer:
+    """One format of one plan. pipeline: the one that the file holds, where it can't hold all."""
+
+    name: str
+    title: str
+    media_type: str
+    file_name: str
+    pipeline: int | None = None
+    refusal: Refusal | None = None
+
+
+@dataclass(frozen=True)
+class Export:
+    """What is exported. name: how people call the plan.
+
+    spec, catalog, job_id: of the job that it belongs to, if it does; the catalog is called for by the bundle alone.
+    """
+
+    plan: Plan
+    name: str
+    spec: JobSpec | None = None
+    catalog: Callable[[], Catalog] | None = None
+    job_id: str | None = None
+
+
+def offers(plan: Plan, name: str, job_id: str | None = None) -> list[ExportOffer]:
+    """Every format, those that are refused for this plan too. job_id: of the job that the plan belongs to."""
+    stem = file_stem(plan, name, job_id)
+    out = []
+    for entry in EXPORTERS.values():
+        # torch's CSV has one line per stage, so it holds one pipeline.
+        pipeline = 0 if entry.name == "torch-csv" else None
+        title = entry.title + (", pipeline 0" if pipeline == 0 and plan.job.pipelines > 1 else "")
+        refusal = _refusal(plan, entry.name)
+        out.append(ExportOffer(entry.name, title, entry.media_type, stem + entry.suffix, pipeline, refusal))
+    bundle = ExportOffer(BUNDLE, "Job bundle (zip)", BUNDLE_TYPE, stem + ".zip", refusal=_refusal(plan, BUNDLE))
+    return [*out, bundle]
+
+
+def offer_named(plan: Plan, name: str, wanted: str, job_id: str | None = None) -> ExportOffer:
+    """Raises ConsoleError (422) for a format that there is none of."""
+    found = {offer.name: offer for offer in offers(plan, name, job_id)}
+    if wanted not in found:
+        raise ConsoleError(422, "invalid", f"format: got {wanted!r}, expected one of {', '.join(found)}")
+    return found[wanted]
+
+
+def render(export: Export, offer: ExportOffer, pipeline: int | None = None) -> bytes:
+    """The file. pipeline: another one than the offer's. Raises ConsoleError (413, 422, 503).
+
+    Blocks; a large plan's file is made in a child process.
+    """
+    if offer.refusal is not None:
+        raise offer.refusal.error
+    pipeline = offer.pipeline if pipeline is None else pipeline
+    if export.plan.op_count <= OPS_HERE:
+        return _made(export.plan, export.name, export.spec, _part(export, offer.name), offer.name, pipeline)
+    return _in_child(export, offer.name, pipeline)
+
+
+def file_stem(plan: Plan, name: str, job_id: str | None = None, at: float | None = None) -> str:
+    """`demo-6f1c2a-3x4x6-without-W1_2-staggered-1a2b3c4d-2026-11-22`: the job and the plan, and the day (UTC).
+
+    Of the name what comes before a colon or what the rest of the file's name says too. at: POSIX seconds (default:
+    now).
+    """
+    called = re.split(r":|,? *without |, memory ", name)[0]
+    words = re.sub(r"[^0-9A-Za-z._]+", "-", called).strip("-.")[:40].strip("-.")
+    job = plan.job
+    lost = "-".join(plan.failed) if len(plan.failed) <= 3 else f"{len(plan.failed)}-workers"
+    parts = [words or "plan", *([job_id[:8]] if job_id else [])]
+    parts += [f"{job.pipelines}x{job.stages}x{job.micro_batches}"]
+    parts += [f"without-{lost}"] if plan.failed else []
+    parts += [plan.technique.value, plan.fingerprint[:8], time.strftime("%Y-%m-%d", time.gmtime(at))]
+    return "-".join(parts)
+
+
+def _refusal(plan: Plan, name: str) -> Refusal | None:
+    ops = plan.op_count
+    if ops > MAX_OPS:
+        return Refusal("too_large", f"the plan has {ops:,} ops and the console exports at most {MAX_OPS:,}")
+    if name == "yaml" and ops > text_formats.MAX_OPS:
+        most = text_formats.MAX_OPS
+        return Refusal("too_large", f"the plan has {ops:,} ops and YAML is written for at most {most:,}; use JSON")
+    if name in ("svg", "png") and _rows(plan) > MAX_ROWS and plan.job.stages > MAX_STAGES:
+        return Refusal("too_large", f"the plan has {plan.job.stages:,} stages and a picture at most {MAX_STAGES}")
+    if name == BUNDLE and plan.solver.name == MEASURED:
+        why = "this is an iteration as it ran, which no job can be started with; take the plan that it ran"
+        return Refusal("not_in_this_format", why)
+    if name == "torch-csv" and (plan.failed or _reroutes(plan)):
+        why = (
+            "torch.distributed.pipelining runs each stage on one rank, so a plan that re-routes can't be written in it"
+        )
+        return Refusal("not_in_this_format", why)
+    return None
+
+
+def _rows(plan: Plan) -> int:
+    return plan.job.pipelines * plan.job.stages - len(plan.failed)
+
+
+def _reroutes(plan: Plan) -> bool:
+    return any(plan.rerouted().values())
+
+
+def _part(export: Export, name: str) -> CatalogPart:
+    if name != BUNDLE:
+        return CatalogPart("", "")
+    return catalog_part(export.catalog() if export.catalog else None)
+
+
+def _made(
+    plan: Plan, called: str, spec: JobSpec | None, catalog: CatalogPart, name: str, pipeline: int | None
+) -> bytes:
+    try:
+        if name == BUNDLE:
+            return make_bundle(plan, called, spec, catalog)
+        return EXPORTERS[name].render(plan, pipeline=pipeline)
+    except PlannerError as error:
+        raise ConsoleError(422, "not_in_this_format", str(error).replace("--", "")) from None
+
+
+def _in_child(export: Export, name: str, pipeline: int | None) -> bytes:
+    spec = export.spec.model_dump_json() if export.spec else ""
+    document, catalog = export.plan.to_json(), _part(export, name)
+    try:
+        with starting():
+            said = _CHILDREN.ask(
+                document, export.name, spec, catalog, name, pipeline, timeout=CHILD_SECONDS, wait=CHILD_SECONDS
+            )
+    except TimeoutError:
+        raise ConsoleError(503, "unavailable", "other exports are being made; try again in a minute") from None
+    except ChildEnded as ended:
+        if ended.late:
+            late = f"the file was not done after {CHILD_SECONDS:.0f} s; use the CLI"
+            raise ConsoleError(413, "too_large", late) from None
+        raise ConsoleError(503, "unavailable", "the export was ended before it was done") from None
+    file, why = read_answer(said)
+    if file is None:
+        raise ConsoleError(422, "not_in_this_format", why)
+    return file
+
+
+def make_file(
+    channel: Channel, document: str, called: str, spec: str, catalog: CatalogPart, name: str, pipeline: int | None
+) -> None:
+    """In a child: the file, or a sentence."""
+    try:
+        parsed = JobSpec.model_validate_json(spec) if spec else None
+        channel.say(made(_made(Plan.from_json(document), called, parsed, catalog, name, pipeline)))
+    except ConsoleError as error:
+        channel.say(why_not(error.detail))
+
+
+_CHILDREN = Children(make_file, name="export", most=2)

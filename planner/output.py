@@ -1,0 +1,170 @@
+"""Where a command's result goes: what `--out` names, or standard output. One way for all commands, of all rooms."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn, get_args
+
+import typer
+from rich.console import Console
+
+from openrecycle.planner.jobs.errors import InputError, PlannerError
+from openrecycle.planner.jobs.words import printable
+
+_STDOUT = ("-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
+# Wider than any line: what is no terminal has no edge at which to cut a table.
+_WIDE = 10_000
+# The base of what typer says of the words of a command line; it has no public name.
+_UsageError: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+
+# What a number on a command line looks like, by its type.
+_PLAIN: dict[Any, tuple[str, re.Pattern[str]]] = {
+    int: ("a whole number", re.compile(r"[+-]?[0-9]+")),
+    float: ("a number", re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?|[+-]?(?:inf|nan)")),
+}
+
+
+def is_stdout(path: Path) -> bool:
+    """Does `--out` name standard output?"""
+    return str(path) in _STDOUT
+
+
+def destination(path: Path, *, field: str = "--out") -> Path:
+    """The file that is to be written: `path`, or what it points at if it is a link. Nothing is written yet.
+
+    Raises InputError for a device, a pipe or a folder, and where the folder is missing or can't be written.
+    """
+    try:
+        target = path.resolve()
+        there = target.stat() if target.exists() else None
+    except (OSError, RuntimeError) as error:  # a link to itself
+        raise InputError(field, str(path), f"a file that can be written ({error})") from None
+    if there is not None and not stat.S_ISREG(there.st_mode):
+        raise InputError(field, str(path), "a regular file, or - for standard output; this is a device, pipe or folder")
+    if not target.parent.is_dir():
+        raise InputError(field, str(path), "a file in a folder that exists")
+    if not os.access(target.parent, os.W_OK):
+        raise InputError(field, str(path), f"a file that can be written ({target.parent} can't)")
+    return target
+
+
+def check_out(path: Path | None, *, field: str = "--out") -> None:
+    """What can be said before time is spent on making what is to be written. Raises InputError."""
+    if path is not None and not is_stdout(path):
+        destination(path, field=field)
+
+
+@contextmanager
+def part_of(path: Path, *, field: str = "--out") -> Iterator[Path]:
+    """A new file beside `path` to write to, which takes its place when the block ends, and is gone when it
+    fails. Raises InputError."""
+    target = destination(path, field=field)
+    part = target.with_name(f"{target.name}.{os.getpid()}.part")
+    try:
+        try:
+            yield part
+            if target.exists():
+                part.chmod(stat.S_IMODE(target.stat().st_mode))
+            part.replace(target)
+        finally:
+            part.unlink(missing_ok=True)
+    except OSError as error:
+        raise InputError(field, str(path), f"a file that can be written ({error.strerror or error})") from None
+
+
+def write_out(path: Path | None, content: bytes, *, field: str = "--out") -> None:
+    """All of it or nothing, to standard output where `path` is None or names it. Raises InputError."""
+    if path is None or is_stdout(path):
+        try:
+            sys.stdout.flush()
+            sys.stdout.buffer.write(content)
+            sys.stdout.buffer.flush()
+        except BrokenPipeError:  # its reader (head, a pager) has seen enough
+            _no_more()
+        return
+    with part_of(path, field=field) as part:
+        part.write_bytes(content)
+
+
+def console() -> Console:
+    """For tables on standard output: as wide as the terminal, and uncut where there is none."""
+    wide = not sys.stdout.isatty() and "COLUMNS" not in os.environ
+    return Console(highlight=False, width=_WIDE if wide else None)
+
+
+def _with_plain_numbers(app: typer.Typer) -> Any:
+    """The command of `app`, whose numbers are digits: pydantic, which reads them, takes 1_000, 4.0 and ' 12 ' for whole
+    numbers, and digits of all scripts."""
+    command: Any = typer.main.get_command(app)
+    waiting = [command]
+    while waiting:
+        one = waiting.pop()
+        waiting += getattr(one, "commands", {}).values()
+        for option in one.params:
+            annotation = option.type_descriptor.annotation if hasattr(option, "type_descriptor") else None
+            kind = next(iter(get_args(annotation)), annotation)
+            if kind in _PLAIN:
+                option.process_value = partial(_plain, option, option.process_value, *_PLAIN[kind])
+    return command
+
+
+def _plain(
+    option: Any, process: Callable[..., Any], expected: str, form: re.Pattern[str], context: Any, given: Any
+) -> Any:
+    for text in given if isinstance(given, (list, tuple)) else (given,):
+        if isinstance(text, str) and not form.fullmatch(text):
+            raise typer.BadParameter(f"got {text!r}, expected {expected}", context, option)
+    return process(context, given)
+
+
+def run(app: typer.Typer) -> NoReturn:
+    """Runs a command line (a Typer app) and ends the process: 0 done, 2 refused with one sentence.
+
+    Whatever goes wrong with standard output is a sentence too, and none if its reader (head, a pager) has
+    seen enough.
+    """
+    try:
+        status = _with_plain_numbers(app)(standalone_mode=False)
+        sys.stdout.flush()
+    except PlannerError as error:
+        _refuse(str(error))
+    except _UsageError as error:
+        text = error.format_message()
+        if not text or error.__class__.__name__ == "NoArgsIsHelpError":
+            error.show()
+            sys.exit(error.exit_code)
+        _refuse(" ".join(text.split()))
+    except (KeyboardInterrupt, typer.Abort):
+        _say("stopped")
+        sys.exit(130)
+    except OSError as error:
+        if error.filename is not None or error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EIO, errno.EBADF):
+            raise
+        _no_more()
+        if error.errno == errno.EPIPE:
+            sys.exit(0)
+        _refuse(f"standard output can't be written: {error.strerror}")
+    sys.exit(status if isinstance(status, int) else 0)
+
+
+def _no_more() -> None:
+    """Nothing more may be flushed to standard output at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _refuse(sentence: str) -> NoReturn:
+    _say(f"error: {sentence}")
+    sys.exit(2)
+
+
+def _say(sentence: str) -> None:
+    with suppress(OSError):
+        print(printable(sentence, keep="\n"), file=sys.stderr, flush=True)

@@ -1,0 +1,881 @@
+"""The policies: those that play measured tables, with the two tables that they read, and those that plan with a job's
+profile.
+"""
+
+from __future__ import annotations
+
+import csv
+import heapq
+import io
+import math
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.jobs.words import DROP, REROUTE
+from openrecycle.planner.plans.plan import read_whole
+from openrecycle.planner.simulation.engine import (
+    MILLISECOND,
+    SECOND,
+    Cluster,
+    KeepTraining,
+    MembershipChange,
+    Pace,
+    Policy,
+    Reaction,
+    RecoveryCosts,
+    Stop,
+)
+from openrecycle.planner.simulation.planned import PlannedJob, Rate
+from openrecycle.planner.simulation.policy import REPARTITION, Option, best_option
+
+# -- the tables --------------------------------------------------------------------------------------
+
+# Measured throughput by node count, and the constants of what a failure costs:
+#
+#     system,model,nodes,samples_per_second
+#     system,model,samples_per_iteration,failure_pause_s,checkpoint_save_s,checkpoint_every_iterations,notes
+#
+# The form is that of the Oobleck artefact's tables.
+
+THROUGHPUT = ("system", "model", "nodes", "samples_per_second")
+COSTS = (
+    "system",
+    "model",
+    "samples_per_iteration",
+    "failure_pause_s",
+    "checkpoint_save_s",
+    "checkpoint_every_iterations",
+)
+RESTARTS = ("system", "model", "nodes", "restart_s")
+DATA = Path(__file__).parent / "data"
+MOST_SECONDS = 1e7
+
+
+@dataclass(frozen=True)
+class NodeTable:
+    """A number by node count. Beyond the counts that it has, that of the nearest one holds."""
+
+    by_nodes: Mapping[int, float]
+
+    def at(self, nodes: int) -> float:
+        return self.by_nodes[min(max(nodes, min(self.by_nodes)), max(self.by_nodes))]
+
+    @property
+    def best(self) -> float:
+        """At the most nodes."""
+        return self.by_nodes[max(self.by_nodes)]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """samples: per iteration. pause: seconds per failure by node count; None: out of memory, never run.
+
+    checkpoint: seconds to save one; every: iterations between two.
+    """
+
+    samples: float
+    pause: NodeTable | None
+    checkpoint: float | None
+    every: int | None
+
+
+def read_throughput(path: Path, system: str, model: str) -> NodeTable:
+    """Samples per second of one system and model; 0 where it runs out of memory. Raises InputError."""
+    return _by_nodes(path, THROUGHPUT, system, model)
+
+
+def read_costs(path: Path, system: str, model: str) -> Costs:
+    """The row of one system and model. Raises InputError.
+
+    A pause that is a range, 49.1-112, depends on the node count; which count has which is in
+    data/oobleck/restart-by-node-count.csv for the systems where it is known.
+    """
+    for where, row in _rows(path, COSTS):
+        if (row["system"], row["model"]) != (system, model):
+            continue
+        every = _number(row, "checkpoint_every_iterations", where, least=1)
+        if every is not None and every != int(every):
+            raise InputError(f"{where} checkpoint_every_iterations", every, "a whole number of at least 1")
+        samples = _number(row, "samples_per_iteration", where)
+        if not samples:
+            raise InputError(f"{where} samples_per_iteration", row["samples_per_iteration"], "a number above 0")
+        return Costs(
+            samples=samples,
+            pause=_pause(row, where, system, model),
+            checkpoint=_number(row, "checkpoint_save_s", where),
+            every=None if every is None else int(every),
+        )
+    raise InputError(str(path), f"no row for {system}, {model}", _known(path, COSTS, system))
+
+
+def _pause(row: dict[str, str], where: str, system: str, model: str) -> NodeTable | None:
+    text = row["failure_pause_s"]
+    low, dash, high = text.partition("-")
+    if not (dash and low and high):
+        seconds = _number(row, "failure_pause_s", where)
+        return None if seconds is None else NodeTable({1: seconds})
+    bounds = [_number({"failure_pause_s": part}, "failure_pause_s", where) for part in (low, high)]
+    try:
+        table = _by_nodes(DATA / "oobleck" / "restart-by-node-count.csv", RESTARTS, system, model)
+    except InputError:
+        raise InputError(
+            f"{where} failure_pause_s", text, f"one number of seconds: by node count {system}, {model} is not known"
+        ) from None
+    if bounds != [min(table.by_nodes.values()), max(table.by_nodes.values())]:
+        known = f"{min(table.by_nodes.values()):g}-{max(table.by_nodes.values()):g}"
+        raise InputError(
+            f"{where} failure_pause_s", text, f"{known}, the only range known by node count, or one number"
+        )
+    return table
+
+
+def _by_nodes(path: Path, columns: tuple[str, ...], system: str, model: str) -> NodeTable:
+    out: dict[int, float] = {}
+    for where, row in _rows(path, columns):
+        if (row["system"], row["model"]) != (system, model):
+            continue
+        nodes, value = _number(row, "nodes", where, least=1), _number(row, columns[3], where)
+        if nodes is None or nodes != int(nodes):
+            raise InputError(f"{where} nodes", row["nodes"], "a whole number of at least 1")
+        if value is None:
+            raise InputError(f"{where} {columns[3]}", "", "a number")
+        if int(nodes) in out:
+            raise InputError(f"{where} nodes", int(nodes), f"one row per node count of {system}, {model}")
+        out[int(nodes)] = value
+    if not out:
+        raise InputError(str(path), f"no row for {system}, {model}", _known(path, columns, system))
+    return NodeTable(out)
+
+
+def _rows(path: Path, columns: tuple[str, ...]) -> list[tuple[str, dict[str, str]]]:
+    """(file and line, fields) of each row."""
+    try:
+        reader = csv.DictReader(io.StringIO(read_whole(path).decode(), newline=""))
+        missing = [column for column in columns if column not in (reader.fieldnames or [])]
+        if missing:
+            raise InputError(f"{path} line 1", ",".join(reader.fieldnames or [])[:120], ",".join(columns))
+        out = []
+        for row in reader:
+            where = f"{path} line {reader.line_num}"
+            fields = {column: (row[column] or "").strip() for column in columns}
+            if any(row[column] is None for column in columns):
+                raise InputError(where, f"{sum(v is not None for v in row.values())} fields", ",".join(columns))
+            out.append((where, fields))
+        return out
+    except OSError as error:
+        raise InputError(str(path), error.strerror or str(error), "a CSV file that can be read") from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise InputError(str(path), str(error), "a CSV file in UTF-8") from None
+
+
+def _number(row: dict[str, str], column: str, where: str, *, least: float = 0) -> float | None:
+    """None for an empty field. Raises InputError."""
+    text = row[column]
+    if not text:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not least <= value <= MOST_SECONDS:
+        raise InputError(f"{where} {column}", text, f"a number from {least:g} to {MOST_SECONDS:g}")
+    return value
+
+
+def _known(path: Path, columns: tuple[str, ...], system: str) -> str:
+    pairs = sorted({(row["system"], row["model"]) for _, row in _rows(path, columns)})
+    models = [model for of, model in pairs if of == system]
+    if models:
+        return f"for {system} one of {', '.join(models)}"
+    return "one of the systems " + ", ".join(dict.fromkeys(of for of, _ in pairs))
+
+
+# -- what the policies share: the pace by node count, and when they start ----------------------------
+
+# Nodes that make no pipeline any more, in the seeds' simulations: they take 12 stages throughout.
+STAGES = 12
+# From a node's arrival until it can train.
+READY_AFTER = 45 * SECOND
+
+
+class MeasuredPolicy:
+    """A policy over samples per second by node count. stages: the fewest nodes that make a pipeline.
+
+    A node that comes while the job trains takes part from the next reconfiguration on.
+    """
+
+    name = ""
+    extra_workers = 0
+
+    def __init__(self, throughput: NodeTable, costs: Costs, *, stages: int = STAGES) -> None:
+        self.stages = stages
+        self.throughput = throughput
+        self.costs = costs
+        self.fault_free = throughput.best
+        self.workers = max(throughput.by_nodes)
+
+    def pause(self, nodes: int) -> int:
+        """Microseconds from a loss that leaves so many nodes until training goes on."""
+        return 0 if self.costs.pause is None else round(self.costs.pause.at(nodes) * SECOND)
+
+    def rate(self, nodes: int) -> float:
+        """Samples per second among so many nodes."""
+        return self.throughput.at(nodes)
+
+    def cut(self, iteration: float) -> int:
+        """Microseconds of an iteration as they count: whole milliseconds, as in the published simulations."""
+        return max(1, int(iteration) // MILLISECOND) * MILLISECOND
+
+    def start(self, nodes: int) -> Reaction:
+        """The first start, and every one after a standstill."""
+        return Stop(self.pause(nodes))
+
+    def changed(self, cluster: Cluster, change: MembershipChange, *, training: bool, paused: bool) -> Reaction:
+        if not training and not paused:
+            return self.start(cluster.usable) if change.ready else KeepTraining()
+        if not change.lost:
+            return KeepTraining()
+        return self.loss(cluster.usable)
+
+    def loss(self, left: int) -> Reaction:
+        """Nodes were lost; so many are left."""
+        return Stop(self.pause(left))
+
+    def boundary(self, cluster: Cluster) -> Reaction:
+        return KeepTraining()
+
+    def pace(self, cluster: Cluster) -> Pace | None:
+        rate = self.rate(cluster.usable)
+        if cluster.usable < self.stages or not rate:
+            return None
+        return Pace(self.cut(self.costs.samples / rate * SECOND), self.costs.samples)
+
+
+# -- Bamboo ------------------------------------------------------------------------------------------
+
+# Bamboo (NSDI'23) from throughput by node count: every node also computes what its successor would.
+#
+# A stage's predecessor takes over when its node is lost (its shadow). The throughput has the
+# redundant computation in it.
+
+# What is left of an iteration, and all after it until the next re-balance, take so much longer.
+FAIL_OVER = 1.5
+# Two neighbouring stages lost: everyone restarts.
+GLOBAL_RESTART = 30 * SECOND
+# A re-balance is due above this share of nodes whose loss would be fatal.
+EXPOSED = 0.05
+
+Place = tuple[int, int]  # (pipeline, stage)
+
+
+class BambooTable(MeasuredPolicy):
+    """`corrected`: without an artefact of the published simulation, in which the loss of a node that
+    only stands by slows training down as well.
+    """
+
+    def __init__(self, throughput: NodeTable, costs: Costs, *, corrected: bool = False, stages: int = STAGES) -> None:
+        super().__init__(throughput, costs, stages=stages)
+        self.corrected = corrected
+        self.name = "bamboo-corrected" if corrected else "bamboo"
+        self.places: dict[str, list[Place]] = {}
+        self.order: list[str] = []  # in which the next layout takes the nodes
+        self.pipelines = 0
+        self.waiting = 0
+        self.slowed = False
+        self.current: Pace | None = None
+
+    def start(self, nodes: int) -> Reaction:
+        return Stop(GLOBAL_RESTART)
+
+    def changed(self, cluster: Cluster, change: MembershipChange, *, training: bool, paused: bool) -> Reaction:
+        if not training:
+            earlier = self.order if paused else [n for n in cluster.ready if n not in change.ready]
+            self.order = [*earlier, *change.ready]
+        if not training and not paused:
+            return super().changed(cluster, change, training=training, paused=paused)
+        if paused:
+            # Whoever was to take part is missing when the pause ends, and it begins anew.
+            return Stop(self.pause(cluster.usable)) if change.lost else KeepTraining()
+        self.waiting += len(change.ready)
+        slower = False
+        for name in change.lost:
+            places = self.places.pop(name, [])
+            if places and not self._taken_over(places):
+                self.order = cluster.ready
+                return Stop(GLOBAL_RESTART)
+            slower = slower or bool(places) or not self.corrected
+        if self.corrected and change.lost and not slower:
+            self.current = super().pace(cluster)
+            return KeepTraining(pace=self.current, ask=self._due())
+        if not slower or self.slowed:
+            return KeepTraining(ask=self._due())
+        self.slowed = True
+        assert self.current is not None
+        self.current = replace(self.current, iteration=self.cut(self.current.iteration * FAIL_OVER))
+        return KeepTraining(stretch=FAIL_OVER, pace=self.current, ask=self._due())
+
+    def _taken_over(self, places: list[Place]) -> bool:
+        """Does the predecessor take the place? Not when the lost node held two, or the predecessor does."""
+        if len(places) > 1:
+            return False
+        pipeline, stage = places[0]
+        shadow = (pipeline, (stage - 1) % self.stages)
+        for held in self.places.values():
+            if shadow in held:
+                if len(held) > 1:
+                    return False
+                held.append(places[0])
+                return True
+        return True
+
+    def _due(self) -> bool:
+        """Is a re-balance due at the end of the iteration?"""
+        overloaded = sum(len(held) > 1 for held in self.places.values())
+        active = self.pipelines * self.stages - overloaded
+        if overloaded and (self.waiting >= overloaded or 2 * overloaded / active > EXPOSED):
+            return True
+        return (active + self.waiting) // self.stages > self.pipelines
+
+    def boundary(self, cluster: Cluster) -> Reaction:
+        if not self._due():
+            return KeepTraining()
+        self.order = cluster.ready
+        return Stop(self.pause(cluster.usable))
+
+    def pace(self, cluster: Cluster) -> Pace | None:
+        """A new layout: whole pipelines, first of the nodes that were there in the order in which they
+        came, then of those that got ready during the pause; the rest stand by.
+        """
+        there = set(cluster.ready)
+        ready = [name for name in self.order if name in there]
+        self.pipelines = len(ready) // self.stages
+        used = ready[: self.pipelines * self.stages]
+        self.places = {name: [divmod(i, self.stages)] for i, name in enumerate(used)}
+        self.waiting = len(ready) - len(used)
+        self.slowed = False
+        self.current = super().pace(cluster)
+        return self.current
+
+
+# -- the others, and all by name ---------------------------------------------------------------------
+
+
+class OobleckTable(MeasuredPolicy):
+    """A loss stops training for the model's constant time; an iteration that ends within it still counts."""
+
+    name = "oobleck"
+
+    def loss(self, left: int) -> Reaction:
+        return Stop(self.pause(left), grace=True)
+
+
+class ReCycleTable(MeasuredPolicy):
+    """Workers that return take part from the next iteration on. It needs one living worker per stage,
+    which the table does not say: it goes on as long as anyone lives.
+    """
+
+    name = "recycle"
+
+    def start(self, nodes: int) -> Reaction:
+        return Stop(0)
+
+    def changed(self, cluster: Cluster, change: MembershipChange, *, training: bool, paused: bool) -> Reaction:
+        if training and not change.lost:
+            return KeepTraining(ask=True)
+        return super().changed(cluster, change, training=training, paused=paused)
+
+    def boundary(self, cluster: Cluster) -> Reaction:
+        return KeepTraining(pace=self.pace(cluster))
+
+    def pace(self, cluster: Cluster) -> Pace | None:
+        rate = self.rate(cluster.usable)
+        if not cluster.usable or not rate:
+            return None
+        return Pace(self.cut(self.costs.samples / rate * SECOND), self.costs.samples)
+
+
+class VarunaTable(MeasuredPolicy):
+    """A loss drops the work since the last checkpoint. The measured restart time includes saving one,
+    which does not happen at a loss, so that much is taken off.
+    """
+
+    name = "varuna"
+
+    def __init__(self, throughput: NodeTable, costs: Costs) -> None:
+        if costs.checkpoint is None or costs.every is None:
+            raise InputError("checkpoint_save_s", costs.checkpoint, "checkpoint_save_s and checkpoint_every_iterations")
+        super().__init__(throughput, costs)
+        self.checkpoint = round(costs.checkpoint * SECOND)
+        self.every = costs.every
+
+    def pause(self, nodes: int) -> int:
+        return max(0, super().pause(nodes) - self.checkpoint)
+
+    def loss(self, left: int) -> Reaction:
+        return Stop(self.pause(left), rollback=True)
+
+    def pace(self, cluster: Cluster) -> Pace | None:
+        made = super().pace(cluster)
+        return made and replace(made, checkpoint_every=self.every, checkpoint=self.checkpoint)
+
+
+# name: (the system whose rows it reads, how it is made)
+PUBLISHED: dict[str, tuple[str, Callable[[NodeTable, Costs], MeasuredPolicy]]] = {
+    "oobleck": ("oobleck", OobleckTable),
+    "varuna": ("varuna", VarunaTable),
+    "bamboo": ("bamboo", BambooTable),
+    "bamboo-corrected": ("bamboo", partial(BambooTable, corrected=True)),
+    "recycle": ("recycle", ReCycleTable),
+}
+
+
+def published(name: str, throughput: Path, costs: Path, model: str) -> MeasuredPolicy:
+    """A fresh policy for one run. Raises InputError."""
+    if name not in PUBLISHED:
+        raise InputError("--policy", name, "with --throughput one of " + ", ".join(PUBLISHED))
+    system, make = PUBLISHED[name]
+    return make(read_throughput(throughput, system, model), read_costs(costs, system, model))
+
+
+# -- what they share: who is in the job, who stands by -----------------------------------------------
+
+
+class GridPolicy(ABC):
+    """A worker that is lost stops the job; one that comes back joins at an iteration's end.
+
+    Subclasses say how many workers take part (`used`), how fast the job then is (`rate`), and what
+    losses and returns cost (`loss`, `growth`). One that stands by is lost without a sound. A job that
+    stood still pays a restart and loses no work: its last checkpoint is taken to be of when it stopped.
+    """
+
+    name = ""
+
+    def __init__(self, planned: PlannedJob, costs: RecoveryCosts) -> None:
+        self.planned = planned
+        self.costs = costs
+        self.workers = planned.workers
+        self.fault_free = planned.full.per_second
+        self.extra_workers = 0
+        self.started = False
+        self.active: set[str] = set()
+        self.standby: deque[str] = deque()
+
+    # -- for subclasses --------------------------------------------------------------------------
+
+    def used(self, workers: int) -> int:
+        """How many of so many take part."""
+        return min(workers, self.workers)
+
+    @abstractmethod
+    def rate(self, workers: int) -> Rate | None:
+        """With so many in the job; None: it can't train."""
+
+    def loss(self, left: int, replaced: int) -> Stop:
+        """Workers of the job were lost; so many will take part, `replaced` of them new in their place."""
+        return Stop(self.recovery(replaced))
+
+    def growth(self, workers: int) -> Stop:
+        """So many can now take part, which is more than before."""
+        return Stop(seconds(self.costs.rejoin))
+
+    def recovery(self, replaced: int, further: float = 0.0) -> int:
+        """Microseconds until all know and have new groups, and whoever is new or moves has its state."""
+        copies = max(further, self.costs.rejoin if replaced else 0.0)
+        return seconds(self.costs.detect + self.costs.recover + copies)
+
+    # -- Policy ------------------------------------------------------------------------------------
+
+    def changed(self, cluster: Cluster, change: MembershipChange, *, training: bool, paused: bool) -> Reaction:
+        self.standby.extend(change.ready)
+        hit = 0
+        for name in change.lost:
+            if name in self.active:
+                self.active.remove(name)
+                hit += 1
+            else:
+                self.standby.remove(name)
+        left = self.used(len(self.active) + len(self.standby))
+        if not training and not paused:
+            if self.rate(left) is None:
+                return KeepTraining()
+            return Stop(seconds(self.costs.restart) if self.started else 0)
+        if hit:
+            return self.loss(left, max(0, min(hit, left - len(self.active))))
+        return KeepTraining(ask=training and left > len(self.active))
+
+    def boundary(self, cluster: Cluster) -> Reaction:
+        grown = self.used(len(self.active) + len(self.standby))
+        return self.growth(grown) if grown > len(self.active) else KeepTraining()
+
+    def pace(self, cluster: Cluster) -> Pace | None:
+        self._staff()
+        made = self.rate(len(self.active))
+        if made is None:
+            return None
+        self.started = True
+        return Pace(max(1, round(made.seconds * SECOND)), made.samples)
+
+    def _staff(self) -> None:
+        """Fills the job from those who stand by, or lets go of those it has no use for."""
+        wanted = self.used(len(self.active) + len(self.standby))
+        while len(self.active) < wanted:
+            self.active.add(self.standby.popleft())
+        for name in heapq.nlargest(len(self.active) - wanted, self.active):
+            self.active.remove(name)
+            self.standby.append(name)
+
+
+def seconds(value: float) -> int:
+    """In microseconds."""
+    return round(value * SECOND)
+
+
+# -- checkpoint and restart --------------------------------------------------------------------------
+
+# Checkpoint and restart: everyone begins anew from the last checkpoint.
+#
+# On as many whole pipelines as there are (`CheckpointRestart`), or as Varuna (EuroSys'22) does it, on
+# pipelines of the depth that is best for the workers there are (`Varuna`).
+
+
+class CheckpointRestart(GridPolicy):
+    """All micro-batches are kept: fewer pipelines take longer. Workers that make no whole pipeline stand by."""
+
+    name = "checkpoint-restart"
+
+    def used(self, workers: int) -> int:
+        stages = self.planned.job.stages
+        return min(workers, self.workers) // stages * stages
+
+    def rate(self, workers: int) -> Rate | None:
+        return self.planned.fewer_pipelines(workers // self.planned.job.stages)
+
+    def loss(self, left: int, replaced: int) -> Stop:
+        return Stop(seconds(self.costs.detect + self.costs.restart), rollback=True)
+
+    def growth(self, workers: int) -> Stop:
+        return Stop(seconds(self.costs.checkpoint + self.costs.restart), save=True)
+
+    def pace(self, cluster: Cluster) -> Pace | None:
+        made = super().pace(cluster)
+        if made is None:
+            return None
+        every = max(1, round(self.costs.checkpoint_interval * SECOND / made.iteration))
+        return replace(made, checkpoint_every=every, checkpoint=seconds(self.costs.checkpoint))
+
+
+class Varuna(CheckpointRestart):
+    """The grid morphs: depth and number of pipelines follow the workers, with 1F1B throughout."""
+
+    name = "varuna"
+
+    def used(self, workers: int) -> int:
+        morphed = self.planned.morphed(min(workers, self.workers))
+        return 0 if morphed is None else morphed[0]
+
+    def rate(self, workers: int) -> Rate | None:
+        morphed = self.planned.morphed(workers)
+        return None if morphed is None else morphed[1]
+
+
+# -- drop the replica --------------------------------------------------------------------------------
+
+
+class DropReplica(GridPolicy):
+    """As torchft and elastic data parallel: a pipeline with a dead worker stands still. The others go on with their
+    own micro-batches, so an iteration trains on fewer samples: the only policy here that changes what an update sees.
+
+    Workers have places of their own here: which pipelines are whole depends on who was lost.
+    """
+
+    name = "drop-replica"
+
+    def __init__(self, planned: PlannedJob, costs: RecoveryCosts) -> None:
+        super().__init__(planned, costs)
+        self.place: dict[str, int] = {}
+        self.free = list(range(self.workers))  # a heap of places, pipeline by pipeline
+        self.dead = [planned.job.stages] * planned.job.pipelines  # empty places of each pipeline
+        self.running = 0
+
+    @property
+    def whole(self) -> int:
+        """Pipelines without an empty place."""
+        return self.dead.count(0)
+
+    def rate(self, workers: int) -> Rate | None:
+        return self.planned.replicas(self.whole)
+
+    def changed(self, cluster: Cluster, change: MembershipChange, *, training: bool, paused: bool) -> Reaction:
+        before = self.whole
+        self.standby.extend(change.ready)
+        for name in change.lost:
+            if name in self.place:
+                self._leave(name)
+            else:
+                self.standby.remove(name)
+        whole = self.whole
+        while self.standby and self.free:
+            self._take(self.standby.popleft())
+        if not training and not paused:
+            if not self.whole:
+                return KeepTraining()
+            return Stop(seconds(self.costs.restart) if self.started else 0)
+        if whole < before:
+            return self.loss(0, self.whole - whole)
+        return KeepTraining(ask=self.whole > self.running)
+
+    def boundary(self, cluster: Cluster) -> Reaction:
+        return self.growth(0) if self.whole > self.running else KeepTraining()
+
+    def pace(self, cluster: Cluster) -> Pace | None:
+        self.running = self.whole
+        return super().pace(cluster)
+
+    def _staff(self) -> None:
+        """Places are taken as workers come."""
+
+    def _take(self, name: str) -> None:
+        place = heapq.heappop(self.free)
+        self.place[name] = place
+        self.dead[place // self.planned.job.stages] -= 1
+
+    def _leave(self, name: str) -> None:
+        place = self.place.pop(name)
+        heapq.heappush(self.free, place)
+        self.dead[place // self.planned.job.stages] += 1
+
+
+# -- others ------------------------------------------------------------------------------------------
+
+
+class Bamboo(BambooTable):
+    """Every worker also runs its successor's forwards. A re-balance costs what a re-partition does."""
+
+    def __init__(self, planned: PlannedJob, costs: RecoveryCosts) -> None:
+        self.planned = planned
+        full = NodeTable({planned.workers: planned.redundant(planned.job.pipelines).per_second})
+        pause = NodeTable({1: costs.detect + costs.recover + costs.repartition})
+        constants = Costs(planned.samples, pause, None, None)
+        super().__init__(full, constants, corrected=True, stages=planned.job.stages)
+        self.name = "bamboo"
+        self.fault_free = planned.full.per_second
+
+    def cut(self, iteration: float) -> int:
+        return max(1, round(iteration))
+
+    def rate(self, nodes: int) -> float:
+        pipelines = min(nodes // self.stages, self.planned.job.pipelines)
+        return self.planned.redundant(pipelines).per_second if pipelines else 0.0
+
+
+class FaultFree(GridPolicy):
+    name = "fault-free"
+
+    def changed(self, cluster: Cluster, change: MembershipChange, *, training: bool, paused: bool) -> Reaction:
+        return KeepTraining() if training or paused else Stop(0)
+
+    def rate(self, workers: int) -> Rate | None:
+        return self.planned.full
+
+    def _staff(self) -> None:
+        """Nobody is looked at."""
+
+
+class ReCycle(GridPolicy):
+    """A failure that may have to be moved to where it costs least has the price of one copy."""
+
+    name = "recycle"
+
+    def rate(self, workers: int) -> Rate | None:
+        return self.planned.rerouted(self.workers - workers)
+
+    def loss(self, left: int, replaced: int) -> Stop:
+        moved = self.costs.migrate if self.planned.moves(self.workers - left) else 0.0
+        return Stop(self.recovery(replaced, moved))
+
+
+class SpareWorkers(GridPolicy):
+    """`spares` workers beside those of the trace. They don't fail, so the policy comes off a little
+    better than it would. Once more are dead than there are spares, the job has only as many whole
+    pipelines as the rest makes, each with its own micro-batches.
+    """
+
+    name = "spares"
+
+    def __init__(self, planned: PlannedJob, costs: RecoveryCosts, spares: int) -> None:
+        super().__init__(planned, costs)
+        if isinstance(spares, bool) or not 0 <= spares <= 100_000:
+            raise InputError("--spares", spares, "a whole number from 0 to 100000")
+        self.extra_workers = spares
+        self.name = f"spares-{spares}"
+
+    def rate(self, workers: int) -> Rate | None:
+        staffed = min(self.workers, workers + self.extra_workers) if workers else 0
+        return self.planned.replicas(staffed // self.planned.job.stages)
+
+    def loss(self, left: int, replaced: int) -> Stop:
+        """A spare takes its peers' state; without one the pipeline is dropped."""
+        taken = left + self.extra_workers >= self.workers
+        return Stop(self.recovery(replaced + taken))
+
+
+class Repartition(GridPolicy):
+    """Every loss and every return moves layers, and training waits for them."""
+
+    name = "repartition"
+
+    def rate(self, workers: int) -> Rate | None:
+        return self.planned.repartitioned(workers)
+
+    def loss(self, left: int, replaced: int) -> Stop:
+        return Stop(self.recovery(replaced, self.costs.repartition))
+
+    def growth(self, workers: int) -> Stop:
+        return Stop(seconds(self.costs.repartition))
+
+
+class Oobleck(Repartition):
+    """With Oobleck's templates; what is lost with a node is measured against our fault-free job."""
+
+    name = "oobleck"
+
+    def rate(self, workers: int) -> Rate | None:
+        return self.planned.templates(workers)
+
+
+# -- ours: at every failure and every return the option that trains most until the next change -------
+
+WAIT = "wait"
+
+
+class Best(GridPolicy):
+    """Chooses between re-routing, re-partitioning and dropping replicas, or lets a worker that returned wait.
+
+    It knows the past only: the next change is expected after the mean time between those so far,
+    `prior` seconds counting as the first.
+    """
+
+    name = "ours"
+
+    def __init__(self, planned: PlannedJob, costs: RecoveryCosts, *, prior: float = 600.0) -> None:
+        super().__init__(planned, costs)
+        if not 0 < prior < float("inf"):
+            raise InputError("prior", prior, "seconds above 0")
+        self.mode = self.ran = REROUTE  # for what is under way, and what trained last
+        self.fresh = True
+        self.prior = prior
+        self.changes = 0
+        self._now = 0
+
+    def rate(self, workers: int) -> Rate | None:
+        return self._rate(self._quickest(workers) if self.fresh else self.mode, workers)
+
+    def _rate(self, mode: str, workers: int) -> Rate | None:
+        if mode == REPARTITION:
+            return self.planned.repartitioned(workers)
+        if mode == DROP:
+            return self.planned.replicas(min(self.planned.job.pipelines, workers // self.planned.job.stages))
+        return self.planned.rerouted(self.workers - workers)
+
+    def _quickest(self, workers: int) -> str:
+        rates = {mode: rate.per_second for mode in (REROUTE, REPARTITION, DROP) if (rate := self._rate(mode, workers))}
+        return max(rates, key=lambda mode: rates[mode], default=REROUTE)
+
+    def horizon(self, now: int) -> float:
+        """Seconds until the next change, as the past suggests."""
+        return (self.prior + now / SECOND) / (1 + self.changes)
+
+    def changed(self, cluster: Cluster, change: MembershipChange, *, training: bool, paused: bool) -> Reaction:
+        if self.started:
+            self.changes += 1
+        if not training and not paused:
+            self.fresh = True
+        self._now = cluster.now
+        reaction = super().changed(cluster, change, training=training, paused=paused)
+        if paused and change.ready and not self.fresh and isinstance(reaction, KeepTraining):
+            # The pause may have been for a way that is no longer the best.
+            chosen = self.mode
+            again = self.loss(self.used(len(self.active) + len(self.standby)), len(change.ready))
+            if self.mode != chosen:
+                return again
+        return reaction
+
+    def loss(self, left: int, replaced: int) -> Stop:
+        seen = self.costs.detect + self.costs.recover
+        copied = self.costs.rejoin if replaced else 0.0
+        moved = self.costs.migrate if self.planned.moves(self.workers - left) else 0.0
+        back = self.costs.repartition if self.ran == REPARTITION else 0.0
+        again = max(copied, self.costs.repartition)
+        pauses = dict.fromkeys((REROUTE, DROP), seen + max(copied, moved, back))
+        return self._go(self._options(left, {**pauses, REPARTITION: seen + again}))
+
+    def boundary(self, cluster: Cluster) -> Reaction:
+        grown = self.used(len(self.active) + len(self.standby))
+        if grown <= len(self.active):
+            return KeepTraining()
+        moved = self.costs.repartition if self.mode == REPARTITION else 0.0
+        pauses = dict.fromkeys((REROUTE, DROP), max(self.costs.rejoin, moved))
+        options = self._options(grown, {**pauses, REPARTITION: self.costs.repartition})
+        now = self.rate(len(self.active))
+        if now is not None:
+            options.append(Option(WAIT, 0.0, now.per_second))
+        self._now = cluster.now
+        if not options or self._best(options).name == WAIT:
+            return KeepTraining()
+        return self._go(options)
+
+    def pace(self, cluster: Cluster) -> Pace | None:
+        if self.fresh:
+            # Nothing ran, so there is nothing to move from.
+            self.mode = self._quickest(self.used(len(self.active) + len(self.standby)))
+            self.fresh = False
+        self.ran = self.mode
+        return super().pace(cluster)
+
+    def _options(self, workers: int, pauses: dict[str, float]) -> list[Option]:
+        found = [(mode, pause, self._rate(mode, workers)) for mode, pause in pauses.items()]
+        return [Option(mode, pause, rate.per_second) for mode, pause, rate in found if rate is not None]
+
+    def _go(self, options: list[Option]) -> Stop:
+        if not options:
+            return Stop(seconds(self.costs.detect))
+        chosen = self._best(options)
+        self.mode = chosen.name
+        return Stop(seconds(chosen.pause))
+
+    def _best(self, options: list[Option]) -> Option:
+        """Until the next change, and what that will cost: it finds the job as this choice leaves it."""
+        again = dict.fromkeys((REROUTE, DROP), max(self.costs.rejoin, self.costs.migrate))
+        again[REPARTITION] = self.costs.repartition
+        again[WAIT] = again[self.mode]
+        charged = {replace(option, pause=option.pause + again[option.name]): option for option in options}
+        return charged[best_option(list(charged), self.horizon(self._now), 0.0)[0]]
+
+
+# -- by the name that `--policy` takes ---------------------------------------------------------------
+
+PLANNED: dict[str, Callable[[PlannedJob, RecoveryCosts], Policy]] = {
+    "fault-free": FaultFree,
+    "recycle": ReCycle,
+    "oobleck": Oobleck,
+    "repartition": Repartition,
+    "drop-replica": DropReplica,
+    "checkpoint-restart": CheckpointRestart,
+    "varuna": Varuna,
+    "bamboo": Bamboo,
+    "ours": Best,
+}
+
+
+def planned_policy(name: str, planned: PlannedJob, costs: RecoveryCosts, *, spares: int = 1) -> Policy:
+    """A fresh policy for one run. Raises InputError."""
+    if name == "spares":
+        return SpareWorkers(planned, costs, spares)
+    if name not in PLANNED:
+        raise InputError("--policy", name, "with a profile one of " + ", ".join((*PLANNED, "spares")))
+    return PLANNED[name](planned, costs)

@@ -1,1 +1,0 @@
-"""`published` play measured tables; `planned_policies` plan with a job's profile."""

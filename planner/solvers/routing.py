@@ -1,0 +1,275 @@
+"""Which living peer runs which micro-batch at each stage, and what is left of a problem whose routes are known.
+
+A micro-batch stays in its own pipeline wherever that worker lives (and is not much slower than its
+peers). The others go round-robin to the living peers of the stage, micro-batch by micro-batch, so that
+each peer's guests are spread over the iteration and peers' loads differ by at most one. Where peers are
+of unequal speed each guest goes where the load in time stays least, so a slow worker takes fewer, and
+these are spread over the iteration as well. A worker so slow that its own micro-batches alone would
+make the period longer than its peers need give it (see `least_load`) sends the rest of them to its peers.
+
+With the routing given, only a micro-batch's *route* (the worker of each stage) matters for time,
+not its name or home. Micro-batches of one route form a class. `Reduction` takes out what is interchangeable, in two
+ways, both exact:
+
+Order inside a class. There is an optimal schedule in which, on every stage, the F's of a class run
+in one and the same order, and so do its I's (or B's) and its W's. Proof: take any schedule, and on
+each stage sort the class's F starts, I starts and W starts each on their own; give the k-th of each
+to the k-th micro-batch. All of them run on the same worker, so no op moves in time and nothing
+overlaps, and the number of activations held (F's started less W's ended) stays as it was. Each
+precedence "every b_j follows its a_j by d" survives sorting: at least k of the a's lie d before the
+k-th smallest b, so the k-th smallest a does.
+
+Pipelines that repeat others. If a class is alone on all of its workers and another class has at
+least as many micro-batches, on workers as fast, the former can be left out and its ops given the times of the
+latter's first micro-batches. Proof: those ops are a subset of what one worker runs without overlap
+and within memory; they start no earlier and end no later than the stage does already, so neither
+the period nor the makespan grows. Leaving ops out can't make an optimum worse.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import cycle
+from typing import NamedTuple
+
+from openrecycle.planner.jobs.job import Problem, StageTicks, Worker
+from openrecycle.planner.plans.schedule import Op, Schedule
+
+Routes = tuple[tuple[int, ...], ...]
+
+
+def assign(problem: Problem) -> Routes:
+    """assign(problem)[stage][pipeline * micro_batches + micro_batch]: pipeline of the worker."""
+    job = problem.job
+    longest = least_load(problem) if job.speeds else 0
+    routes = []
+    for stage in range(job.stages):
+        keeps = dict.fromkeys(problem.living_peers(stage), job.micro_batches)
+        if job.speeds:
+            work = _work(problem, stage)
+            keeps = {p: min(n, longest // work[p]) for p, n in keeps.items()}
+        row = [p for p in range(job.pipelines) for _ in range(job.micro_batches)]
+        away = {p: n for p in range(job.pipelines) if (n := job.micro_batches - keeps.get(p, 0))}
+        hosts = _hosts(problem, stage, sum(away.values()), keeps)
+        for micro_batch in range(job.micro_batches):
+            for pipeline, n in away.items():
+                # Spread over the iteration: all of a dead worker's, some of a slow one's.
+                if (micro_batch + 1) * n // job.micro_batches > micro_batch * n // job.micro_batches:
+                    row[pipeline * job.micro_batches + micro_batch] = next(hosts)
+        routes.append(tuple(row))
+    return tuple(routes)
+
+
+def least_load(problem: Problem) -> int:
+    """Least ticks in which every stage can do its F's, I's and W's, however its peers share them."""
+    total = problem.job.pipelines * problem.job.micro_batches
+    return max(_shared(list(_work(problem, s).values()), total) for s in range(problem.job.stages))
+
+
+def _work(problem: Problem, stage: int) -> dict[int, int]:
+    """Ticks of a micro-batch by living peer."""
+    return {p: problem.worker_ticks(Worker(p, stage)).work for p in problem.living_peers(stage)}
+
+
+def _shared(work: list[int], total: int) -> int:
+    return bisect_left(range(total * min(work)), True, key=lambda time: sum(time // ticks for ticks in work) >= total)
+
+
+def _hosts(problem: Problem, stage: int, guests: int, keeps: dict[int, int]) -> Iterator[int]:
+    """The pipelines of the peers that take the stage's guests, in the guests' order.
+
+    keeps: how many of its own each peer runs.
+    """
+    work = _work(problem, stage)
+    if len(set(work.values())) == 1:
+        return cycle(work)
+    loads = [((keeps[p] + 1) * work[p], place, p) for place, p in enumerate(work)]
+    heapq.heapify(loads)
+    share = dict.fromkeys(work, 0)
+    for _ in range(guests):
+        load, place, p = loads[0]
+        share[p] += 1
+        heapq.heapreplace(loads, (load + work[p], place, p))
+    # Peer p's k-th guest of n is due at (2 k + 1) / 2 n of the iteration.
+    due = [((2 * k + 1) / (2 * n), place, p) for place, (p, n) in enumerate(share.items()) for k in range(n)]
+    return (p for _, _, p in sorted(due))
+
+
+class StartTicks(NamedTuple):
+    """Start ticks, each [micro-batch index][stage]; the index is pipeline x micro_batches + micro-batch.
+
+    weight: start of W; where B is not split, the end of the first I ticks of B.
+    """
+
+    forward: list[list[int]]
+    backward: list[list[int]]
+    weight: list[list[int]]
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """A problem with its routing, by classes.
+
+    kept: the classes to solve for, each a list of micro-batch indices in the order in which they
+    are to run. copies: micro-batch index -> the kept one whose times it takes.
+    """
+
+    problem: Problem
+    routes: Routes
+    kept: tuple[tuple[int, ...], ...]
+    copies: dict[int, int]
+
+    @classmethod
+    def of(cls, problem: Problem, routes: Routes | None = None) -> Reduction:
+        """routes: as planner.solvers.routing.assign gives them, which is the default."""
+        routes = assign(problem) if routes is None else routes
+        job = problem.job
+        classes: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        # By micro-batch first, so that a class of several pipelines takes turns among them.
+        for index in sorted(range(len(routes[0])), key=lambda i: (i % job.micro_batches, i)):
+            classes[tuple(row[index] for row in routes)].append(index)
+        users: dict[Worker, int] = defaultdict(int)
+        for route in classes:
+            for stage, pipeline in enumerate(route):
+                users[Worker(pipeline, stage)] += 1
+        alone = [r for r in classes if all(users[Worker(p, s)] == 1 for s, p in enumerate(r))]
+        kept = {r: c for r, c in classes.items() if r not in set(alone)}
+        copies: dict[int, int] = {}
+        for route in sorted(alone, key=lambda r: (-len(classes[r]), r)):
+            members = classes[route]
+            donor = next(
+                (c for r, c in kept.items() if len(c) >= len(members) and _ticks(problem, r) == _ticks(problem, route)),
+                None,
+            )
+            if donor is None:
+                kept[route] = members
+            else:
+                copies.update(zip(members, donor, strict=False))
+        return cls(problem, routes, tuple(map(tuple, kept.values())), copies)
+
+    @property
+    def ops(self) -> int:
+        """Compute ops to solve for."""
+        kinds = 3 if self.problem.technique.splits else 2
+        return kinds * self.problem.job.stages * sum(map(len, self.kept))
+
+    def by_worker(self) -> dict[Worker, list[tuple[int, ...]]]:
+        """The kept classes (their micro-batches) of each worker that runs any."""
+        table: dict[Worker, list[tuple[int, ...]]] = defaultdict(list)
+        for members in self.kept:
+            for stage, row in enumerate(self.routes):
+                table[Worker(row[members[0]], stage)].append(members)
+        return dict(table)
+
+    def times_of(self, schedule: Schedule) -> StartTicks | None:
+        """`schedule` in the order described above; None when it is routed otherwise."""
+        job = self.problem.job
+        count = len(self.routes[0])
+        times = StartTicks(*([[0] * job.stages for _ in range(count)] for _ in range(3)))
+        for op in schedule.compute_ops():
+            index = op.pipeline * job.micro_batches + op.micro_batch
+            if self.routes[op.stage][index] != op.worker.pipeline:
+                return None
+            if op.kind == "F":
+                times.forward[index][op.stage] = op.start
+            elif op.kind == "W":
+                times.weight[index][op.stage] = op.start
+            else:
+                times.backward[index][op.stage] = op.start
+                if op.kind == "B":
+                    times.weight[index][op.stage] = op.start + self.problem.worker_ticks(op.worker).input_backward
+        self._sort(times)
+        return times
+
+    def _sort(self, times: StartTicks) -> None:
+        """The k-th start of each kind and stage to the k-th micro-batch of each class.
+
+        Between the classes of one worker, W's follow the order of their I's, which is no loss
+        either: they are equally long, and nothing but memory, a count, follows them.
+        """
+        for stage in range(self.problem.job.stages):
+            for members in self.kept:
+                for table in (times.forward, times.backward):
+                    for index, start in zip(members, sorted(table[i][stage] for i in members), strict=True):
+                        table[index][stage] = start
+        for worker, classes in self.by_worker().items():
+            stage = worker.stage
+            guests = sorted((i for c in classes for i in c), key=lambda i: times.backward[i][stage])
+            for index, start in zip(guests, sorted(times.weight[i][stage] for i in guests), strict=True):
+                times.weight[index][stage] = start
+
+    def schedule(self, times: StartTicks) -> Schedule:
+        """The whole problem's schedule, copies included. See `whole_backwards` for B."""
+        return Schedule.build(self.problem, whole_backwards(self.problem, list(self._ops(times))))
+
+    def _ops(self, times: StartTicks) -> Iterator[Op]:
+        job, splits = self.problem.job, self.problem.technique.splits
+        for index in range(len(self.routes[0])):
+            source = self.copies.get(index, index)
+            pipeline, micro_batch = divmod(index, job.micro_batches)
+            for stage in range(job.stages):
+                worker = Worker(self.routes[stage][index], stage)
+                ticks = self.problem.worker_ticks(worker)
+                place = (pipeline, micro_batch, stage, worker)
+                yield Op("F", *place, times.forward[source][stage], ticks.forward)
+                if splits:
+                    yield Op("I", *place, times.backward[source][stage], ticks.input_backward)
+                    yield Op("W", *place, times.weight[source][stage], ticks.weight_backward)
+                else:
+                    yield Op("B", *place, times.backward[source][stage], ticks.backward)
+
+
+def _ticks(problem: Problem, route: tuple[int, ...]) -> list[StageTicks]:
+    """Op times on each worker of a route."""
+    return [problem.worker_ticks(Worker(p, s)) for s, p in enumerate(route)]
+
+
+def whole_backwards(problem: Problem, ops: list[Op]) -> list[Op]:
+    """The same times with B for I and W on each worker where the split gains nothing.
+
+    That is a worker each of whose W's directly follows its own I, with no op upstream that starts
+    before the W has ended and its gradient has been sent: so as few workers as possible split.
+    """
+    wire = problem.job.backward_transfer_ticks
+    at = {(op.kind, op.pipeline, op.micro_batch, op.stage): op for op in ops}
+    split = set()
+    for op in ops:
+        if op.kind != "I":
+            continue
+        weight = at["W", op.pipeline, op.micro_batch, op.stage]
+        upstream = at.get(("I", op.pipeline, op.micro_batch, op.stage - 1))
+        if weight.start != op.end or (upstream and upstream.start < weight.end + wire[op.stage - 1]):
+            split.add(op.worker)
+    whole = []
+    for op in ops:
+        if op.kind == "F" or op.worker in split:
+            whole.append(op)
+        elif op.kind == "I":
+            duration = problem.worker_ticks(op.worker).backward
+            whole.append(op._replace(kind="B", duration=duration))
+        elif op.kind == "B":
+            whole.append(op)
+    return whole
+
+
+def routes_of(schedule: Schedule) -> Routes:
+    """Who runs what in `schedule`, in the form of planner.solvers.routing.assign."""
+    job = schedule.problem.job
+    routes = [[0] * (job.pipelines * job.micro_batches) for _ in range(job.stages)]
+    for op in schedule.compute_ops():
+        if op.kind == "F":
+            routes[op.stage][op.pipeline * job.micro_batches + op.micro_batch] = op.worker.pipeline
+    return tuple(map(tuple, routes))
+
+
+def proven_for_routing(problem: Problem, bound: int) -> str:
+    """What to say of a schedule that is optimal for its routing, and perhaps not over all."""
+    counted = "" if problem.limits_are_exact else " where each micro-batch takes its larger part all along"
+    return (
+        f"no better schedule exists for this routing{counted}; "
+        f"over all routings the proven lower bound is {problem.job.units(bound)}"
+    )
