@@ -425,6 +425,22 @@ def test_all_wait_for_a_state_whose_optimizer_mixes_elements() -> None:
         assert receiver.complete and not receiver.blocking and _equal(target, source)
 
 
+def test_all_who_got_an_offer_are_served_at_once() -> None:
+    """As when the layers of a stage with one worker left move to workers of many pipelines. Each keeps its connection:
+    a step that is put right may take back what it has."""
+    source, wire, receivers = _stage(0), _Wire(), list[StateReceiver]()
+    with closing(StateServer(source, "127.0.0.1", None)) as server:
+        for _ in range(state_transfer.MAX_CONNECTIONS + 2):
+            receivers.append(receiver := StateReceiver(_stage(1), lambda text: None))
+            server.send_description(wire, B, 0)  # type: ignore[arg-type]
+            receiver.begin(*receiver.receive_description(wire, [A]))  # type: ignore[arg-type]
+        for receiver in receivers:
+            receiver.wait(10)
+        assert [receiver.missing for receiver in receivers] == [0] * len(receivers)
+        for receiver in receivers:
+            receiver.stop()
+
+
 # -- what must not pass ----------------------------------------------------------------------------
 
 
