@@ -194,6 +194,7 @@ class StateServer:
             raise TransferError(f"no state can be given at {host}: {error}") from None
         self._offers = 0
         self._open: set[socket.socket] = set()
+        self._closed = threading.Event()
         self._live: tuple[Version, dict[str, Tensor]] | None = None
         self.address = (host, int(self._listening.getsockname()[1]))
         threading.Thread(target=self._accept, name="state-server", daemon=True).start()
@@ -249,6 +250,7 @@ class StateServer:
         _send_offer(groups, to, self._offer())
 
     def close(self) -> None:
+        self._closed.set()
         _close(self._listening)
         for connection in list(self._open):
             _close(connection)
@@ -257,18 +259,20 @@ class StateServer:
         while True:
             try:
                 connection, _ = self._listening.accept()
-            except OSError:
-                return
+            except OSError:  # such as too many open files, for a moment: those who wait in the queue have no time-out
+                if self._closed.wait(RECHECK_SECONDS):
+                    return
+                continue
             if len(self._open) >= max(MAX_CONNECTIONS, self._offers):
                 _close(connection)
                 continue
-            _at_once(connection)
             self._open.add(connection)
             threading.Thread(target=self._serve, args=(connection,), name="state-to-peer", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
         try:
             with contextlib.suppress(OSError, EOFError, KeyError, struct.error, StateError):
+                _at_once(connection)
                 connection.settimeout(HANDSHAKE_SECONDS)
                 if not hmac.compare_digest(_exactly(connection, _SECRET_BYTES), self._secret):
                     return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import random
 import resource
@@ -511,6 +512,26 @@ def test_strangers_do_not_use_up_threads(server: StateServer) -> None:
     finally:
         for stranger in strangers:
             stranger.close()
+
+
+def test_a_server_that_can_open_no_file_for_a_moment_goes_on(server: StateServer) -> None:
+    """Whoever has connected meanwhile waits without a time-out."""
+    most, limits = resource.RLIMIT_NOFILE, resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket() as first, socket.socket() as waits:
+        free = os.dup(first.fileno())
+        os.close(free)
+        resource.setrlimit(most, (free, limits[1]))
+        try:
+            first.connect(server.address)  # for which the system may have kept a number
+            waits.connect(server.address)
+            waits.sendall(b"x" * 32)
+            waits.settimeout(0.2)
+            with pytest.raises(TimeoutError):
+                waits.recv(1)
+        finally:
+            resource.setrlimit(most, limits)
+        waits.settimeout(5)
+        assert _end_of(waits) == b""
 
 
 def _end_of(connection: socket.socket) -> bytes:
