@@ -9,7 +9,7 @@ import resource
 import socket
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from openrecycle.agent.models.state import memory, read_tensors, write_tensors
 from openrecycle.agent.stages.gradients import GradientSum
 from openrecycle.agent.stages.optimizer import StageOptimizer
 from openrecycle.agent.stages.post_validation import CLEAN, SKIP, Slot, ValidationResult
@@ -424,6 +425,32 @@ def test_all_wait_for_a_state_whose_optimizer_mixes_elements() -> None:
         receiver.begin(*described)
         receiver.wait(10)
         assert receiver.complete and not receiver.blocking and _equal(target, source)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float4_e2m1fn_x2", "uint16", "uint32", "uint64"])
+def test_frozen_weights_and_tables_of_any_type_come(dtype: str, tmp_path: Path) -> None:
+    """In the description, piece by piece, and in a file."""
+
+    def stage() -> StageOptimizer:
+        module, kind = nn.Linear(8, 8), getattr(torch, dtype)
+        for name, elements in (("small", 5), ("large", 2 * state_transfer.SMALL_ELEMENTS)):
+            numbers = torch.randint(1, 100, (elements * kind.itemsize,), dtype=torch.uint8)
+            module.register_buffer(name, numbers.view(kind))
+        return StageOptimizer(module, OPTIMIZERS["SGD"](module.parameters()), GradientSum(module.parameters(), terms=1))
+
+    def held(tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
+        return {name: memory(tensor).tobytes() for name, tensor in tensors.items()}
+
+    source, target = stage(), stage()
+    server, receiver, described = _describe(source, target)
+    with closing(server):
+        assert receiver.missing
+        receiver.begin(*described)
+        receiver.wait(10)
+    state = source.state().tensors
+    assert receiver.complete and held(target.state().tensors) == held(state)
+    write_tensors(tmp_path / "state", state)
+    assert held(read_tensors(tmp_path / "state")[0]) == held(state)
 
 
 def test_all_who_got_an_offer_are_served_at_once() -> None:
