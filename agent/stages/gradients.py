@@ -325,6 +325,15 @@ class GradientSum:
         self._sums[id(tensor)].copy_(total[:-1])
         self.buffer[self._counts_from + self._counted_at[id(tensor)]].copy_(total[-1])
 
+    def plus(self, total: Tensor, part: Tensor) -> Tensor:
+        """Of two sums, each in range, over other tensors of the same shape. Where theirs is not, that is counted as a
+        rejected term."""
+        both = total + part
+        wrapped = ((total ^ both) & (part ^ both)).lt_(0).any()
+        self._read = None
+        self._buffer[_REJECTED] += wrapped.to(self._buffer.dtype)
+        return both
+
     def write_gradients(
         self, wanted: Sequence[nn.Parameter] | None = None, memory: Sequence[Tensor] | None = None
     ) -> None:
@@ -475,6 +484,9 @@ class FastSum(GradientSum):
         self._take_back()
         self._shaped[id(tensor)].add_(term.detach(), alpha=1 / self.loss_scale)
         self._uncounted[id(tensor)] += 1
+
+    def plus(self, total: Tensor, part: Tensor) -> Tensor:
+        return total + part
 
     def add_product(self, tensor: Tensor, left: Tensor, right: Tensor) -> None:
         if left.dtype == right.dtype == self._buffer.dtype:
