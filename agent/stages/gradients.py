@@ -46,8 +46,10 @@ BUCKET_BYTES = 25 << 20
 # the thread count; and on devices that have no such threads, few kernels.
 _NORM_CHUNK, _NORM_CHUNK_THERE = 1 << 15, 1 << 20
 # Changes of buffers are not divided by the number of micro-batches, and statistics may be large: they give
-# up 12 bits of resolution for as many of range (2**24 / terms).
+# up 12 bits of resolution for as many of range.
 _CHANGE_SCALE = 2.0**-12
+MOST_CHANGE = MOST_GRADIENT / _CHANGE_SCALE
+"""What an iteration's micro-batches may add to an element of a buffer, likewise."""
 # A loss may be large though no gradient is: one of as much as the grid takes, or more, is summed apart, coarser.
 _LARGE_LOSS_SCALE = 2.0**-40
 _WEIGHT, _LARGE_LOSS, _LOSS, _REJECTED = -4, -3, -2, -1

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from openrecycle.agent.config.devices import Mode
-from openrecycle.agent.stages.gradients import SUM_OF, GradientSum
+from openrecycle.agent.stages.gradients import MOST_CHANGE, SUM_OF, GradientSum
 from tests.conftest import examples
 
 
@@ -61,6 +61,18 @@ def test_loss_is_exact_for_short_fractions() -> None:
     for value in (0.5, 0.25, 1.125, 3.0):
         total.add_loss(torch.tensor(value))
     assert total.loss == 4.875
+
+
+def test_changes_of_a_buffer_may_be_as_large_as_is_said() -> None:
+    counter = torch.zeros(1, dtype=torch.int64)
+    for change, rejected in ((MOST_CHANGE / 4 - 1, 0), (MOST_CHANGE / 4, 4)):
+        total = GradientSum([], terms=4, buffers=[counter])
+        for _ in range(4):
+            total.add_change(counter, torch.tensor([change], dtype=torch.float64))
+        assert total.rejected == rejected
+        if not rejected:
+            total.write_buffers()
+            assert counter.item() == change
 
 
 @pytest.mark.parametrize("mode", SUM_OF)
