@@ -49,7 +49,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -78,6 +78,9 @@ from openrecycle.agent.models.state import (
 from openrecycle.agent.models.workload import Workload
 from openrecycle.planner.jobs.errors import InputError, in_a_line
 from openrecycle.planner.plans.plan import read_json
+
+if TYPE_CHECKING:
+    from openrecycle.agent.stages.optimizer import StageOptimizer
 
 FORMAT, VERSION = "openrecycle-checkpoint", 5
 # Asked for before a file is read. A state of 100,000 tensors has a description of 20 MB, a job of 16,384
@@ -619,17 +622,6 @@ def prepare(options: Checkpoints, identity: Identity, iterations: int, say: Call
     return Origin(identity, str(found.path), found.iteration)
 
 
-class Trained(Protocol):
-    """What a copy is taken of: an agent.stages.optimizer.StageOptimizer."""
-
-    committed: int
-
-    @property
-    def version(self) -> tuple[int, float | None]: ...
-
-    def share(self, writer: Writer) -> Share: ...
-
-
 @dataclass(frozen=True)
 class _Copy:
     iteration: int
@@ -663,7 +655,7 @@ class Checkpointer:
         self._taken: tuple[int, float | None, int] | None = None
         self._thread: threading.Thread | None = None
 
-    def boundary(self, optimizer: Trained, attempt: int, writer: Writer | None, *, last: bool = False) -> None:
+    def boundary(self, optimizer: StageOptimizer, attempt: int, writer: Writer | None, *, last: bool = False) -> None:
         """Between two iterations. writer: as which this process writes; None: it does not. attempt: the generation.
         last: will there be no other?
 

@@ -37,7 +37,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from openrecycle.agent.config.devices import on_device
 from openrecycle.agent.config.faults import FaultInjector
-from openrecycle.agent.config.options import Optimization, Timeouts
+from openrecycle.agent.config.options import LOOPBACK, Optimization, Timeouts
 from openrecycle.agent.examples.gpt import Block
 from openrecycle.agent.launcher.processes import ProcessPool, WorkerProcess, preload
 from openrecycle.agent.messages import channel
@@ -256,7 +256,7 @@ def measure_traffic(
     processes = max(2 if sizes else 1, peers if reduced else 1)
     if processes < 2:
         return (), None
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
     pool = ProcessPool(_peer, ["openrecycle.agent.profiling"])
     try:
         for number in range(processes):
@@ -278,7 +278,7 @@ def measure_traffic(
 def _peer(spec: _PeerSpec, pipe: Connection) -> None:
     """The process. Peer 0 measures and says what it found."""
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", spec.port, is_master=False, timeout=timedelta(seconds=_TRAFFIC_SECONDS))
+    store = dist.TCPStore(LOOPBACK, spec.port, is_master=False, timeout=timedelta(seconds=_TRAFFIC_SECONDS))
     rounds = range(spec.warm_up + spec.repeats)
     everybody = [Worker(n, 0) for n in range(spec.peers)]
     transfers, reductions = [], []

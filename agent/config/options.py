@@ -42,6 +42,7 @@ from openrecycle.planner.jobs.job import (
 from openrecycle.planner.plans.plan import JobDoc, PlanError
 from openrecycle.planner.profiles import Profile, job_on, load
 
+LOOPBACK = "127.0.0.1"
 LONGEST_SECONDS = 86400.0
 ALIVE_SECONDS = 1.0
 """A worker process says so often that it lives."""

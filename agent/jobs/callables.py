@@ -90,7 +90,7 @@ class CallableWorkload:
     @property
     def stream(self) -> StreamBatches | None:
         """What of its data has a position."""
-        return self.make_batch if isinstance(self.make_batch, StreamBatches) else None
+        return Read(self.make_batch, self.seed).stream
 
     @property
     def parallelize(self) -> Parallelize:

@@ -45,7 +45,7 @@ from openrecycle.agent.models.layers import (
     tied_of,
 )
 from openrecycle.agent.models.parallelized import parts_of_a_rank
-from openrecycle.agent.models.state import StateError, dtype_name, pack, unpack
+from openrecycle.agent.models.state import DTYPES, StateError, dtype_name, pack, unpack
 from openrecycle.agent.models.workload import Workload, probe_inputs, probe_targets
 from openrecycle.agent.stages.backward import Deferred, Fused, Strategy
 from openrecycle.agent.stages.gradients import SUM_OF, GradientSum
@@ -418,6 +418,10 @@ def _build(workload: Workload, layers: int, seed: int) -> list[NamedParameters]:
                 got = f"{name} of {kind} {layer}, which is {dtype_name(parameter.dtype)}"
                 expected = "real parameters (torch.view_as_complex)"
                 raise InputError(f"{kind}s", got, expected)
+        for name, tensor in mine:
+            if tensor.dtype not in DTYPES.values():
+                got = f"{name} of {kind} {layer}, which is {dtype_name(tensor.dtype)}"
+                raise InputError(f"{kind}s", got, f"a type that peers can be sent: {', '.join(DTYPES)}")
         alive = {id(t): (other, name) for ref, other, name in seen if (t := ref()) is not None}
         for name, tensor in mine:
             full = f"{layer}.{name}"

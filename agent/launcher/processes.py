@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any, ClassVar, NamedTuple, Protocol
 
+from openrecycle.agent.config.options import LOOPBACK
 from openrecycle.agent.messages import channel
 from openrecycle.agent.messages.client import Offset
 from openrecycle.agent.messages.protocol import TOKEN_VARIABLE
@@ -324,7 +325,7 @@ def start_worker_server(preload: list[str]) -> None:
 class ProcessPool:
     """Starts and keeps the processes. host: address of this node, as all workers of the job reach it."""
 
-    host = "127.0.0.1"
+    host = LOOPBACK
 
     def __init__(self, target: Callable[..., None], preload: list[str]) -> None:
         start_worker_server(preload)

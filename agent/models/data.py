@@ -776,6 +776,11 @@ class Read:
         return self.make_batch if isinstance(self.make_batch, StreamBatches) else None
 
 
+_MOST_ASKED = 64
+"""Micro-batches at a time: so few requests always fit into the pipe, while the process waits with an answer that does
+not."""
+
+
 class ReadAhead:
     """A process that reads `count` micro-batches ahead. Of one thread."""
 
@@ -828,7 +833,7 @@ class ReadAhead:
         try:
             while self._process is not None and self._pipe.poll():
                 self._receive()
-            while self._expected and len(self._asked) + len(self._there) < self._count:
+            while self._expected and len(self._asked) < min(_MOST_ASKED, self._count - len(self._there)):
                 self._send(self._expected.pop(0))
         except _BROKEN as error:
             self._gone(error)

@@ -427,30 +427,45 @@ def _checked(declared: Sequence[Sequence[TensorSpec]], layers: int) -> StageIO:
 def _infer(workload: Workload, layers: int, seed: int, autocast: Autocast | None, device: torch.device) -> StageIO:
     probe = tensors_of(probe_inputs(workload, seed), "data")
     if device.type != "cpu":
-        return _chain(workload, layers, seed, autocast, tuple(t.to(device) for t in probe))
+        return _chain(workload, layers, seed, autocast, probe, lambda t: t.to(device, copy=True))
     # Autocast goes by the device, and does nothing to meta tensors.
     symbolic = [compat.tensors_without_data] if autocast else [_meta, compat.tensors_without_data]
     for way in symbolic:
         try:
             with way() as take:
-                return _chain(workload, layers, seed, autocast, tuple(map(take, probe)))
+                return _chain(workload, layers, seed, autocast, probe, take)
         except Exception:  # not every operation has a symbolic form; the real run will tell
             continue
-    return _chain(workload, layers, seed, autocast, probe)
+    return _chain(workload, layers, seed, autocast, probe, Tensor.clone)
 
 
-def _chain(workload: Workload, layers: int, seed: int, autocast: Autocast | None, x: tuple[Tensor, ...]) -> StageIO:
-    """Runs the layers one after the other and keeps one at a time. Raises InputError."""
+def _chain(
+    workload: Workload,
+    layers: int,
+    seed: int,
+    autocast: Autocast | None,
+    probe: tuple[Tensor, ...],
+    take: Callable[[Tensor], Tensor],
+) -> StageIO:
+    """Runs the layers one after the other and keeps one at a time. take: makes of a tensor the one to run with. Raises
+    InputError."""
     out: list[StageOutput] = []
     what, form = kind_of(workload), input_form(workload, layers)
-    x = tuple(map(leaf, x))
+    x = tuple(leaf(take(t)) for t in probe)
+
+    def run(layer: int, module: nn.Module) -> tuple[Tensor, ...]:
+        with torch.enable_grad(), precision(autocast, x[0].device):
+            return tensors_of(form.call(layer, module, x), f"output of {what} {layer}")
+
     for layer in range(layers):
         try:
             module = build_layer(workload, layer, layers, seed)
-            if x[0].device.type not in ("cpu", "meta"):
-                module = module.to(x[0].device)
-            with torch.enable_grad(), precision(autocast, x[0].device):
-                y = tensors_of(form.call(layer, module, x), f"output of {what} {layer}")
+            try:
+                y = run(layer, copied(module, take))  # a module that was given is to stay as it is
+            except Exception:  # not every module can be copied
+                if x[0].device.type not in ("cpu", "meta"):
+                    module = module.to(x[0].device)
+                y = run(layer, module)
         except Exception as error:
             got = ", ".join(str(TensorSpec.of(t)) for t in x)
             raise InputError(

@@ -45,8 +45,11 @@ DTYPES = {
     for d in (
         *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex128),
         *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+        *(torch.uint64, torch.uint32, torch.uint16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu),
+        *(torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float4_e2m1fn_x2),
     )
 }
+"""By name, those that go to a peer and into a file: the others are refused before a job starts."""
 
 
 class StateError(RuntimeError):

@@ -11,7 +11,6 @@ from typing import Any
 
 from openrecycle.planner.jobs.errors import InputError
 
-LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 29431
 MAX_NODES = 4096
 MIN_TOKEN = 16

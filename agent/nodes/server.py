@@ -11,7 +11,7 @@ import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any
@@ -24,14 +24,12 @@ from openrecycle.agent.launcher.record import REMEMBERED
 from openrecycle.agent.messages.client import Backoff
 from openrecycle.agent.monitoring.liveness import MOST_OF_A_TURN, LoopLag
 from openrecycle.agent.nodes.frames import HANDSHAKE_SECONDS, Frames, NotTrusted, greet
-from openrecycle.agent.nodes.pool import NodeHub, SpreadPool, place
+from openrecycle.agent.nodes.pool import NodeHub, Say, SpreadPool, place
 from openrecycle.agent.nodes.succession import SEEK_SECONDS, Arbiter, Copy, Follow, Lead, LeadStatus, Search, Spool
 from openrecycle.agent.workers import worker
 from openrecycle.agent.workers.spec import MACHINE, RunSpec, decode_run, decode_spec
 from openrecycle.planner.jobs.job import Worker
 from openrecycle.planner.plans.plan import Plan
-
-Say = Callable[[str], None]
 
 
 class LeadLost(Exception):

@@ -46,15 +46,18 @@ BUCKET_BYTES = 25 << 20
 # the thread count; and on devices that have no such threads, few kernels.
 _NORM_CHUNK, _NORM_CHUNK_THERE = 1 << 15, 1 << 20
 # Changes of buffers are not divided by the number of micro-batches, and statistics may be large: they give
-# up 12 bits of resolution for as many of range (2**24 / terms).
+# up 12 bits of resolution for as many of range.
 _CHANGE_SCALE = 2.0**-12
+MOST_CHANGE = MOST_GRADIENT / _CHANGE_SCALE
+"""What an iteration's micro-batches may add to an element of a buffer, likewise."""
 # A loss may be large though no gradient is: one of as much as the grid takes, or more, is summed apart, coarser.
 _LARGE_LOSS_SCALE = 2.0**-40
 _WEIGHT, _LARGE_LOSS, _LOSS, _REJECTED = -4, -3, -2, -1
 TRAILING = 4
 """Elements of a sum that follow those of the tensors and their counts."""
-# Weights, such as counts of tokens, are summed on a grid of 2**-20.
-_WEIGHT_SCALE = 2.0**20
+# Weights, such as counts of tokens, are summed on a grid of 2**-20; where they are small numbers, on one of about as
+# much of the usual weight.
+_WEIGHT_SCALE = 2.0 ** (20 - GRID_BITS)
 
 
 class Bucket(NamedTuple):
@@ -110,6 +113,8 @@ class GradientSum:
         self._uncounted = dict.fromkeys(map(id, tensors), 0)
         self._counted_at = {id(t): place for place, t in enumerate(tensors)}
         self._limit = 2.0**62 / max(1, terms)
+        usual = 1.0 if nominal is None else min(1.0, max(nominal / max(1, terms), 2.0**-900))
+        self._weight_scale = _WEIGHT_SCALE * 2.0 ** -math.floor(math.log2(usual))
         self._chunk = _CHUNK if device.type == "cpu" else _CHUNK_THERE
         self._scratch: dict[torch.dtype, Tensor] = {}
         self._gradients: dict[torch.dtype, Tensor] = {}
@@ -237,9 +242,7 @@ class GradientSum:
     def add_weight(self, weight: Tensor) -> None:
         """Adds one micro-batch's weight, a finite scalar of at least 0."""
         self._take_back()
-        scaled = (weight.detach().to(torch.float64) * _WEIGHT_SCALE).round_()
-        self._read = None
-        self._buffer[_WEIGHT] += scaled.to(self._buffer.dtype).reshape(())
+        self._add(self._buffer[_WEIGHT:_LARGE_LOSS], weight.detach().to(torch.float64).reshape(-1), self._weight_scale)
 
     def settle(self, key: MicroBatch) -> None:
         """Everything of a micro-batch is in the sum."""
@@ -266,8 +269,10 @@ class GradientSum:
     @property
     def coefficient(self) -> float:
         """What makes sums over weighted micro-batches a mean."""
-        weight = self._behind[_WEIGHT] / _WEIGHT_SCALE if self._nominal is not None else 0.0
-        return self._nominal / weight if self._nominal is not None and weight > 0 else 1.0
+        if self._nominal is None:
+            return 1.0
+        weight = self._number(self._behind[_WEIGHT]) / self._weight_scale
+        return self._nominal / weight if weight > 0 else 1.0
 
     def squared_norms(self, layers: Iterable[Sequence[nn.Parameter]]) -> tuple[float, ...]:
         """Of each layer with these parameters the squared L2 norm of its summed gradients, in fp64; the same whatever
@@ -321,6 +326,15 @@ class GradientSum:
         self._take_back()
         self._sums[id(tensor)].copy_(total[:-1])
         self.buffer[self._counts_from + self._counted_at[id(tensor)]].copy_(total[-1])
+
+    def plus(self, total: Tensor, part: Tensor) -> Tensor:
+        """Of two sums, each in range, over other tensors of the same shape. Where theirs is not, that is counted as a
+        rejected term."""
+        both = total + part
+        wrapped = ((total ^ both) & (part ^ both)).lt_(0).any()
+        self._read = None
+        self._buffer[_REJECTED] += wrapped.to(self._buffer.dtype)
+        return both
 
     def write_gradients(
         self, wanted: Sequence[nn.Parameter] | None = None, memory: Sequence[Tensor] | None = None
@@ -472,6 +486,9 @@ class FastSum(GradientSum):
         self._take_back()
         self._shaped[id(tensor)].add_(term.detach(), alpha=1 / self.loss_scale)
         self._uncounted[id(tensor)] += 1
+
+    def plus(self, total: Tensor, part: Tensor) -> Tensor:
+        return total + part
 
     def add_product(self, tensor: Tensor, left: Tensor, right: Tensor) -> None:
         if left.dtype == right.dtype == self._buffer.dtype:

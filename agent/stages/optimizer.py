@@ -29,7 +29,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -61,18 +61,13 @@ from openrecycle.agent.stages.shards import Segment, segments_of
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.plans.schedule import MicroBatch
 
+if TYPE_CHECKING:
+    from openrecycle.agent.models.data import StreamBatches
+
 ELEMENTWISE = frozenset(
     {"SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad", "Adadelta", "Rprop", "ASGD"}
 )
 """Optimizers of torch.optim that step each element by itself, from the element's own state and gradient."""
-
-
-class DataPosition(Protocol):
-    """Where data is that has to be read in order: agent.models.data."""
-
-    def position(self, iteration: int) -> StageState | None: ...
-
-    def go_on(self, document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None: ...
 
 
 BUCKET_BYTES = 4 << 20
@@ -219,7 +214,7 @@ class StageOptimizer:
         self._by_layer = [
             [p for p in layer if p.requires_grad and id(p) not in copies] for layer in parameters_by_layer(module)
         ]
-        self.stream: DataPosition | None = None
+        self.stream: StreamBatches | None = None
         """Of the data that this worker reads, where it has to be read in order."""
         self._buckets: list[_Bucket] = []
         self._snapshot = _Snapshot(self)

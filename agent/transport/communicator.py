@@ -32,7 +32,7 @@ import torch.distributed
 from torch import Tensor
 
 from openrecycle.agent.config.devices import Transport
-from openrecycle.agent.config.options import Timeouts
+from openrecycle.agent.config.options import LOOPBACK, Timeouts
 from openrecycle.agent.models.layers import CPU
 from openrecycle.agent.transport.group import (
     GlooGroup,
@@ -65,7 +65,7 @@ class StoreError(RuntimeError):
 class RendezvousStore:
     """A running store. host: the address it listens on, which workers must be able to reach."""
 
-    def __init__(self, host: str = "127.0.0.1") -> None:
+    def __init__(self, host: str = LOOPBACK) -> None:
         """Raises StoreError where it can't listen there."""
         self._host = host
         self._newest = self._served = 0
@@ -169,7 +169,6 @@ def _client(address: tuple[str, int], timeout: float) -> Any:
     return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout))
 
 
-LOOPBACK = "127.0.0.1"
 Made = queue.SimpleQueue["Groups | BaseException | None"]
 """Brings groups that are connected, or why they are not; None: nobody is to wait for them any more."""
 

@@ -30,7 +30,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from openrecycle.agent.config.options import Timeouts
+from openrecycle.agent.config.options import LOOPBACK, Timeouts
 from openrecycle.agent.models import compat
 from openrecycle.agent.models.layers import CPU
 from openrecycle.agent.transport.group import (
@@ -95,7 +95,7 @@ class Connections:
     def __init__(self, store: Any, rank: int, size: int, timeouts: Timeouts) -> None:
         """Blocks until all ranks are there. Raises RuntimeError."""
         # All ranks of a worker are on one node.
-        device = compat.gloo_device("127.0.0.1")
+        device = compat.gloo_device(LOOPBACK)
         seconds = timedelta(seconds=timeouts.group)
         self._gloo = compat.gloo_group(store, rank, size, timeout=seconds, device=device)
         self.group = compat.process_group(self._gloo, store, rank, size)

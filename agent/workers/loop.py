@@ -756,8 +756,7 @@ class WorkerLoop:
         """What gives this worker's state to others, in this generation. Raises TransferError."""
         if self._server is None:
             rate = self._options.faults.hand_over.bytes_per_second
-            # A segment's two owners have it alone, and all their peers may lack some.
-            self._server = StateServer(self._optimizer, groups.address, rate, len(groups.peers))
+            self._server = StateServer(self._optimizer, groups.address, rate)
         return self._server
 
     def _end_hand_overs(self) -> None:

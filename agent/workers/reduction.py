@@ -180,7 +180,7 @@ class TiedSums:
             total: Tensor | None = None
             for name in group:  # in one order everywhere, which matters to sums of floats
                 term = terms[name] if name in terms else sums.part([own[name]])[:-TRAILING]
-                total = term if total is None else total + term
+                total = term if total is None else sums.plus(total, term)
             assert total is not None
             for name in group:
                 if name in own:

@@ -14,10 +14,9 @@ import torch.distributed
 from pydantic import TypeAdapter, ValidationError
 
 from openrecycle.agent.checkpoints import Origin
-from openrecycle.agent.config.options import TrainingOptions
+from openrecycle.agent.config.options import LOOPBACK, TrainingOptions
 from openrecycle.agent.models.layers import Partition, StageIO
 from openrecycle.agent.models.workload import NamedWorkload, WorkloadSource
-from openrecycle.agent.transport.communicator import LOOPBACK
 from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Worker
 

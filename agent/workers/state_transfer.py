@@ -76,6 +76,7 @@ RECONNECT_SECONDS = (0.1, 5.0)
 RECHECK_SECONDS = 0.1
 PROGRESS_SECONDS = 10.0
 MAX_CONNECTIONS = 16
+"""At a time; or as many as offers were made, where these are more."""
 STATE_ATTEMPTS = 3
 """Peers whose state a newcomer could not use, before it gives up."""
 _REQUEST, _REPLY = struct.Struct("!q"), struct.Struct("!II")
@@ -169,13 +170,10 @@ def segment_pieces(shards: Shards) -> list[Piece]:
 
 class StateServer:
     """Gives the pieces of this worker's stage to whoever knows the secret, in threads, until it is closed. rate: bytes
-    a second, to all together. connections: of how many at a time, where that is more than MAX_CONNECTIONS. Raises
-    TransferError.
+    a second, to all together. Raises TransferError.
     """
 
-    def __init__(
-        self, optimizer: StageOptimizer, host: str, rate: float | None, connections: int = MAX_CONNECTIONS
-    ) -> None:
+    def __init__(self, optimizer: StageOptimizer, host: str, rate: float | None) -> None:
         self._optimizer, self._rate = optimizer, rate
         self._paid = threading.Lock()
         self._free_at = time.monotonic()
@@ -194,8 +192,9 @@ class StateServer:
         except OSError as error:
             # No reason to end a healthy worker: the next agreement names another one.
             raise TransferError(f"no state can be given at {host}: {error}") from None
-        self._places = threading.BoundedSemaphore(max(MAX_CONNECTIONS, connections))
+        self._offers = 0
         self._open: set[socket.socket] = set()
+        self._closed = threading.Event()
         self._live: tuple[Version, dict[str, Tensor]] | None = None
         self.address = (host, int(self._listening.getsockname()[1]))
         threading.Thread(target=self._accept, name="state-server", daemon=True).start()
@@ -243,6 +242,7 @@ class StateServer:
         send_packed(groups, to, packed, _TAG)
 
     def _offer(self) -> dict[str, Any]:
+        self._offers += 1  # whoever gets it keeps a connection until the generation ends
         return {"address": list(self.address), "secret": self._secret.hex(), "numbering": self._numbering}
 
     def send_offer(self, groups: Groups, to: Worker) -> None:
@@ -250,6 +250,7 @@ class StateServer:
         _send_offer(groups, to, self._offer())
 
     def close(self) -> None:
+        self._closed.set()
         _close(self._listening)
         for connection in list(self._open):
             _close(connection)
@@ -258,18 +259,20 @@ class StateServer:
         while True:
             try:
                 connection, _ = self._listening.accept()
-            except OSError:
-                return
-            if not self._places.acquire(blocking=False):
+            except OSError:  # such as too many open files, for a moment: those who wait in the queue have no time-out
+                if self._closed.wait(RECHECK_SECONDS):
+                    return
+                continue
+            if len(self._open) >= max(MAX_CONNECTIONS, self._offers):
                 _close(connection)
                 continue
-            _at_once(connection)
             self._open.add(connection)
             threading.Thread(target=self._serve, args=(connection,), name="state-to-peer", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
         try:
             with contextlib.suppress(OSError, EOFError, KeyError, struct.error, StateError):
+                _at_once(connection)
                 connection.settimeout(HANDSHAKE_SECONDS)
                 if not hmac.compare_digest(_exactly(connection, _SECRET_BYTES), self._secret):
                     return
@@ -278,7 +281,6 @@ class StateServer:
         finally:
             self._open.discard(connection)
             _close(connection)
-            self._places.release()
 
     def _answer(self, connection: socket.socket) -> None:
         while True:

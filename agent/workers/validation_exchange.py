@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from openrecycle.agent.config.options import Optimization
-from openrecycle.agent.stages.gradients import MOST_GRADIENT
+from openrecycle.agent.stages.gradients import MOST_CHANGE, MOST_GRADIENT
 from openrecycle.agent.stages.optimizer import NonFiniteError, StageOptimizer
 from openrecycle.agent.stages.post_validation import MAX_SKIPPED, Slot, ValidationResult, judge
 from openrecycle.agent.transport.communicator import Groups
@@ -306,7 +306,10 @@ class Steps:
         remedy = "lower the learning rate or check the data"
         if self._optimization.mode == "fast":
             return remedy
-        return f"{remedy}; in deterministic mode an element of a gradient must stay below {MOST_GRADIENT:,.0f}"
+        return (
+            f"{remedy}; in deterministic mode an element of a gradient must stay below {MOST_GRADIENT:,.0f}, and what "
+            f"an iteration adds to one of a buffer, such as a count of tokens, below {MOST_CHANGE:,.0f}"
+        )
 
     def _heed(self, validation: ValidationResult, *, redone: bool) -> None:
         """What follows from an update that was left out, or changed."""

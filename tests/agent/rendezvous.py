@@ -18,11 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openrecycle.agent.config.options import Timeouts
+from openrecycle.agent.config.options import LOOPBACK, Timeouts
 from openrecycle.agent.examples.gpt import Gpt
 from openrecycle.agent.models import compat
 from openrecycle.agent.transport import communicator
-from openrecycle.agent.transport.communicator import LOOPBACK
 from openrecycle.agent.transport.group import GlooGroup, Group, NcclGroup
 from openrecycle.planner.jobs.job import Worker
 

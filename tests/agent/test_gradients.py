@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from openrecycle.agent.stages.gradients import GradientSum
+from openrecycle.agent.config.devices import Mode
+from openrecycle.agent.stages.gradients import MOST_CHANGE, SUM_OF, GradientSum
 from tests.conftest import examples
 
 
@@ -60,6 +61,38 @@ def test_loss_is_exact_for_short_fractions() -> None:
     for value in (0.5, 0.25, 1.125, 3.0):
         total.add_loss(torch.tensor(value))
     assert total.loss == 4.875
+
+
+def test_changes_of_a_buffer_may_be_as_large_as_is_said() -> None:
+    counter = torch.zeros(1, dtype=torch.int64)
+    for change, rejected in ((MOST_CHANGE / 4 - 1, 0), (MOST_CHANGE / 4, 4)):
+        total = GradientSum([], terms=4, buffers=[counter])
+        for _ in range(4):
+            total.add_change(counter, torch.tensor([change], dtype=torch.float64))
+        assert total.rejected == rejected
+        if not rejected:
+            total.write_buffers()
+            assert counter.item() == change
+
+
+@pytest.mark.parametrize("mode", SUM_OF)
+@pytest.mark.parametrize("usual", [1e-100, 1e-9, 1e-3, 1.0, 4096.0])
+def test_a_weighted_mean_is_exact_however_small_weights_are(usual: float, mode: Mode) -> None:
+    """Of gradients 1 and 5, the second of which counts three times as much."""
+    parameter = nn.Parameter(torch.zeros(1))
+    total = SUM_OF[mode]([parameter], terms=2, nominal=2 * usual)
+    for weight, gradient in ((usual, 1.0), (3 * usual, 5.0)):
+        total.add(parameter, torch.tensor([gradient * weight * (0.5 / usual)]))
+        total.add_weight(torch.tensor([weight], dtype=torch.float64))
+    total.write_gradients()
+    assert parameter.grad is not None and not total.rejected
+    torch.testing.assert_close(parameter.grad, torch.tensor([4.0]), rtol=2e-6, atol=0.0)
+
+
+def test_a_weight_that_is_far_from_the_usual_one_is_counted_not_added() -> None:
+    total = GradientSum([], terms=2, nominal=2e-9)
+    total.add_weight(torch.tensor([1e6], dtype=torch.float64))
+    assert total.rejected == 1
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 1e9])

@@ -51,6 +51,7 @@ class Slow(torch.optim.lr_scheduler.LRScheduler):
         ({"stages": wrong_jobs.numbers_needed_and_tied}, ["table.weight of stage 0, which is table.weight of stage 1"]),
         ({"stages": [wrong_jobs.WithStatistics, wrong_jobs.WithStatistics]}, ["statistics of stage 0, which is"]),
         ({"stages": wrong_jobs.complex_weights}, ["weight of stage 1, which is complex64"]),
+        ({"stages": [wrong_jobs.Halves, wrong_jobs.Halves]}, ["turns of stage 0, which is complex32"]),
         ({"stages": wrong_jobs.sparse}, ["stages: got 'Embedding(sparse=True), 0 of stage 0', expected sparse=False"]),
         ({"optimizer": torch.optim.SparseAdam}, ["optimizer: got 'SparseAdam'", "dense"]),
         ({"optimizer": wrong_jobs.Ticking}, ["optimizer: got 'Ticking'", "a worker that re-joins"]),

@@ -210,6 +210,14 @@ def test_an_order_that_changes_and_what_nobody_expected() -> None:
         assert all(map(torch.equal, ahead.take(place), read(place)))
 
 
+def test_many_small_ones_do_not_fill_the_pipe_both_ways() -> None:
+    ahead, places = ReadAhead(Read(own_jobs.data, 5), 1000), [(0, 0, m) for m in range(600)]
+    ahead.expect(places)
+    for place in places:
+        ahead.take(place)
+    assert ahead.pid is not None
+
+
 def test_where_it_is_gone_the_worker_reads_on_by_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """And from where the other was."""
     stream = stream_of(streamed_jobs.stateful(tmp_path), None, Loading(prefetch=3), streamed_jobs.JOB, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
 
 import pytest
@@ -98,6 +99,43 @@ def test_a_module_that_exists_already_will_do() -> None:
     before = ready[0].layer.weight.clone()  # type: ignore[union-attr,operator]
     assert len(of(Parts(lambda: ready[0], lambda: ready[1]), 2)[0]) == 3
     assert torch.equal(ready[0].layer.weight, before)  # type: ignore[union-attr,arg-type]
+
+
+class Normed(nn.Sequential):
+    """looks: at its data, too."""
+
+    def __init__(self, looks: bool) -> None:
+        super().__init__(nn.BatchNorm1d(8), nn.Linear(8, 8))
+        self.looks = looks
+
+    def forward(self, x: Tensor, *ids: Tensor) -> Tensor:
+        assert not self.looks or x.sum().item() < 1e9
+        y: Tensor = super().forward(x)
+        return y
+
+
+@pytest.mark.parametrize("looks", [False, True])
+def test_a_module_that_exists_already_is_not_changed_by_a_run(looks: bool) -> None:
+    ready = [Normed(looks), Normed(looks)]
+    before = [buffer.clone() for module in ready for buffer in module.buffers()]
+    assert of(Parts(lambda: ready[0], lambda: ready[1]), 2) == ((TensorSpec((2, 8), "float32"),),)
+    assert all(map(torch.equal, before, (buffer for module in ready for buffer in module.buffers())))
+
+
+class Locked(nn.Linear):
+    """Can't be copied."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.lock = threading.Lock()
+
+    def forward(self, x: Tensor, *ids: Tensor) -> Tensor:
+        with self.lock:
+            return super().forward(x)
+
+
+def test_a_module_that_can_not_be_copied_will_do() -> None:
+    assert of(Parts(Locked, Locked), 2) == ((TensorSpec((2, 8), "float32"),),)
 
 
 def test_the_callers_random_numbers_are_left_alone() -> None:

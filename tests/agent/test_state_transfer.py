@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import random
 import resource
 import socket
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from openrecycle.agent.models.state import memory, read_tensors, write_tensors
 from openrecycle.agent.stages.gradients import GradientSum
 from openrecycle.agent.stages.optimizer import StageOptimizer
 from openrecycle.agent.stages.post_validation import CLEAN, SKIP, Slot, ValidationResult
@@ -425,6 +427,48 @@ def test_all_wait_for_a_state_whose_optimizer_mixes_elements() -> None:
         assert receiver.complete and not receiver.blocking and _equal(target, source)
 
 
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float4_e2m1fn_x2", "uint16", "uint32", "uint64"])
+def test_frozen_weights_and_tables_of_any_type_come(dtype: str, tmp_path: Path) -> None:
+    """In the description, piece by piece, and in a file."""
+
+    def stage() -> StageOptimizer:
+        module, kind = nn.Linear(8, 8), getattr(torch, dtype)
+        for name, elements in (("small", 5), ("large", 2 * state_transfer.SMALL_ELEMENTS)):
+            numbers = torch.randint(1, 100, (elements * kind.itemsize,), dtype=torch.uint8)
+            module.register_buffer(name, numbers.view(kind))
+        return StageOptimizer(module, OPTIMIZERS["SGD"](module.parameters()), GradientSum(module.parameters(), terms=1))
+
+    def held(tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
+        return {name: memory(tensor).tobytes() for name, tensor in tensors.items()}
+
+    source, target = stage(), stage()
+    server, receiver, described = _describe(source, target)
+    with closing(server):
+        assert receiver.missing
+        receiver.begin(*described)
+        receiver.wait(10)
+    state = source.state().tensors
+    assert receiver.complete and held(target.state().tensors) == held(state)
+    write_tensors(tmp_path / "state", state)
+    assert held(read_tensors(tmp_path / "state")[0]) == held(state)
+
+
+def test_all_who_got_an_offer_are_served_at_once() -> None:
+    """As when the layers of a stage with one worker left move to workers of many pipelines. Each keeps its connection:
+    a step that is put right may take back what it has."""
+    source, wire, receivers = _stage(0), _Wire(), list[StateReceiver]()
+    with closing(StateServer(source, "127.0.0.1", None)) as server:
+        for _ in range(state_transfer.MAX_CONNECTIONS + 2):
+            receivers.append(receiver := StateReceiver(_stage(1), lambda text: None))
+            server.send_description(wire, B, 0)  # type: ignore[arg-type]
+            receiver.begin(*receiver.receive_description(wire, [A]))  # type: ignore[arg-type]
+        for receiver in receivers:
+            receiver.wait(10)
+        assert [receiver.missing for receiver in receivers] == [0] * len(receivers)
+        for receiver in receivers:
+            receiver.stop()
+
+
 # -- what must not pass ----------------------------------------------------------------------------
 
 
@@ -495,6 +539,26 @@ def test_strangers_do_not_use_up_threads(server: StateServer) -> None:
     finally:
         for stranger in strangers:
             stranger.close()
+
+
+def test_a_server_that_can_open_no_file_for_a_moment_goes_on(server: StateServer) -> None:
+    """Whoever has connected meanwhile waits without a time-out."""
+    most, limits = resource.RLIMIT_NOFILE, resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket() as first, socket.socket() as waits:
+        free = os.dup(first.fileno())
+        os.close(free)
+        resource.setrlimit(most, (free, limits[1]))
+        try:
+            first.connect(server.address)  # for which the system may have kept a number
+            waits.connect(server.address)
+            waits.sendall(b"x" * 32)
+            waits.settimeout(0.2)
+            with pytest.raises(TimeoutError):
+                waits.recv(1)
+        finally:
+            resource.setrlimit(most, limits)
+        waits.settimeout(5)
+        assert _end_of(waits) == b""
 
 
 def _end_of(connection: socket.socket) -> bytes:

@@ -10,11 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from openrecycle.agent.config.devices import Mode
 from openrecycle.agent.config.options import HandOver, Optimization
 from openrecycle.agent.examples.gpt import Gpt
-from openrecycle.agent.models.layers import build_layers
+from openrecycle.agent.models.layers import LayerStack, build_layers
 from openrecycle.agent.models.workload import NamedWorkload
-from openrecycle.agent.workers.reduction import Route, routes
+from openrecycle.agent.stages.gradients import SUM_OF
+from openrecycle.agent.stages.optimizer import StageOptimizer
+from openrecycle.agent.workers.reduction import Route, TiedSums, routes
 from openrecycle.planner.jobs.job import Worker
 from tests.agent.local_jobs import TINY, LocalJob, Message, uncut
 from tests.agent.test_relayout import Rearranging
@@ -54,6 +57,24 @@ def _reference(iterations: int) -> list[float]:
         optimizer.step()
         losses.append(loss.item())
     return losses
+
+
+@pytest.mark.parametrize("mode", SUM_OF)
+@pytest.mark.parametrize(("gradient", "fits"), [(1000.0, True), (3500.0, False), (-3500.0, False)])
+def test_a_sum_over_copies_that_is_out_of_range_is_not_stepped(gradient: float, fits: bool, mode: Mode) -> None:
+    """Though that of each copy is in range."""
+    layers = {number: nn.Linear(2, 2, bias=False) for number in range(3)}
+    stack, me = LayerStack(layers, frozenset({"1.weight", "2.weight"})), Worker(0, 0)
+    sums = SUM_OF[mode](stack.parameters(), terms=1)
+    for parameter in sums.parameters:
+        sums.add(parameter, torch.full((2, 2), gradient))
+    optimizer = StageOptimizer(stack, torch.optim.SGD(stack.parameters()), sums)
+    groups: Any = None  # nothing goes to another stage
+    TiedSums(me, groups, (("0.weight", "1.weight", "2.weight"),), (3,), [me]).sum(0, optimizer)
+    sums.write_gradients()
+    assert bool(sums.rejected) == (not fits and mode == "deterministic")
+    if not sums.rejected:
+        assert [p.grad.unique().tolist() for p in sums.parameters if p.grad is not None] == [[3 * gradient]] * 3
 
 
 @pytest.fixture(scope="module")

@@ -60,6 +60,17 @@ def numbers_needed_and_tied(stage: int, stages: int) -> nn.Module:
     return nn.ModuleDict({"layer": layer, "table": TABLE})
 
 
+class Halves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("turns", torch.zeros(2, dtype=torch.complex32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        return y
+
+
 class Damaged(Dataset[tuple[Tensor, Tensor]]):
     """Two iterations of 2 x 3 micro-batches of 4 samples, of which one can't be read."""
 

@@ -20,8 +20,8 @@ import torch
 import torch.distributed
 
 from openrecycle.agent.config.devices import Kind, Platform, Transport
-from openrecycle.agent.config.options import Timeouts
-from openrecycle.agent.transport.communicator import LOOPBACK, Groups
+from openrecycle.agent.config.options import LOOPBACK, Timeouts
+from openrecycle.agent.transport.communicator import Groups
 from openrecycle.agent.transport.group import GlooGroup, Group, HostGroup, NcclGroup, TransferError, halt_all
 from openrecycle.planner.jobs.job import Worker
 
