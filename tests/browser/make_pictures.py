@@ -1,6 +1,6 @@
 """Makes the pictures of the tour: every page, in both themes, of a demo job that lost a worker and got it back.
 
-python -m openrecycle.app.docs.make_pictures [--address http://127.0.0.1:8501] [--to app/docs/pictures]
+python -m tests.browser.make_pictures [--address http://127.0.0.1:8501] [--to app/docs/pictures]
     [--pages live planner]
 
 Without an address it starts a demo of its own, 12 worker processes, kills one of them (killed), waits until it is
