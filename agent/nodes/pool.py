@@ -818,7 +818,7 @@ class SpreadPool(ProcessPool):
         there = self.spares.on(link.rank)
         if spares is not None:
             entry.made_of = spares.ranks
-        elif spec.joins and 1 < spec.ranks <= len(there):  # as the node does it (agent.nodes.server)
+        elif spec.joins and spec.ranks > 1:  # as many as there are, as the node does it (agent.nodes.server)
             entry.made_of = tuple(spare.rank for spare in self.spares.take_of(link.rank, there[: spec.ranks]))
         return entry
 
