@@ -2,8 +2,8 @@
 
 Four threads, each with its own HTTP session: one delivers the launcher's reports in order, one those of its workers
 (agent.monitoring.heartbeat), one long-polls for generations, one for the operator's commands. A console that is down is
-tried again with back-off; reports wait in bounded memory, where iterations share a report, and the oldest of those
-would be the first to go.
+tried again with back-off; reports wait in bounded memory, where iterations share a report. Beyond its bound steps that
+were put right would be the first to go, and then the oldest iterations.
 """
 
 from __future__ import annotations
@@ -171,9 +171,17 @@ def merge_iterations(older: QueuedReport, newer: QueuedReport) -> QueuedReport |
     return newer._replace(message=IterationReport.model_construct(iterations=both, age=0.0))
 
 
-def is_history(report: QueuedReport) -> bool:
-    """May it be forgotten? Ends of processes, and of the job, may not."""
-    return isinstance(report.message, IterationReport)
+def outbox() -> Outbox[QueuedReport]:
+    """Ends of processes, and of the job, are not forgotten; iterations only where nothing is left of how their steps
+    were put right, which must not keep them apart either: they come again and again."""
+
+    def is_validation(report: QueuedReport) -> bool:
+        return isinstance(report.message, ValidationReport)
+
+    def is_history(report: QueuedReport) -> bool:
+        return isinstance(report.message, IterationReport)
+
+    return Outbox(MAX_REPORTS, merge=merge_iterations, minor=is_validation, droppable=[is_validation, is_history])
 
 
 def _saved(report: QueuedReport) -> tuple[str, dict[str, Any]]:
@@ -342,8 +350,7 @@ class ConsoleCoordination(Coordination):
         self._woken.setblocking(False)
         self._waking.setblocking(False)
         self.wake_fd = self._woken.fileno()
-        reports: Outbox[QueuedReport] = Outbox(MAX_REPORTS, merge=merge_iterations, droppable=is_history)
-        self._sender = ReportSender(connect, lambda: self._path, reports)
+        self._sender = ReportSender(connect, lambda: self._path, outbox())
         self._refusal = ""
         """Why the console took no registration at all, as it was said."""
         self._said: dict[str, tuple[str, Mapping[str, Any]]] = {}
