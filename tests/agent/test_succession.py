@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import tempfile
 import threading
 import time
 import tracemalloc
@@ -25,6 +26,7 @@ from openrecycle.agent.nodes.succession import (
     Copy,
     Follow,
     GiveUp,
+    Here,
     Lead,
     LeadStatus,
     Search,
@@ -35,6 +37,7 @@ from openrecycle.agent.nodes.succession import (
     may_have_vote,
     may_lead,
 )
+from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.jobs.job import Worker
 from tests.agent.consoles import until
 from tests.conftest import examples
@@ -269,6 +272,25 @@ def found(search: Search) -> Lead | Follow | GiveUp:
     until(lambda: search.outcome is not None, "the search to end", 30)
     assert search.outcome is not None
     return search.outcome
+
+
+def test_a_disk_that_is_full_by_then_keeps_no_node_from_its_vote(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a connection needs of the disk a launcher has taken at its start, for the side that it was not on yet, too;
+    and says then that it can't have it."""
+    token, missing = "token of a full disk", str(tmp_path / "missing")
+    status = LeadStatus(1, lead=0, term=1, run="a run")
+    hub = NodeHub("127.0.0.1", 0, 3, token, lambda _: None, status)
+    try:
+        status.lose_lead()
+        monkeypatch.setattr(tempfile, "tempdir", missing)
+        answer = ask((hub.host, hub.port), token, "a run", {"term": 2, "rank": 2, "age": (1, 1)})
+        assert isinstance(answer, Here), "and not: silent"
+        with pytest.raises(InputError, match="TMPDIR"):
+            NodeHub("127.0.0.1", 0, 3, f"another {token}", lambda _: None)
+    finally:
+        hub.close("")
 
 
 def test_the_lowest_of_those_that_are_left_leads_and_the_others_find_it() -> None:
