@@ -374,6 +374,8 @@ class Launcher:
                 self._replace(*gone, f"was lost with node {about['node']}")
         if not takeover.lost:
             self._send_deployments(after=None)  # it may have been decided, and not told to all
+            # Nor is it known of what they have said since whether the lead before has passed that on.
+            self._form_anew(takeover.text)
 
     # -- one turn of the loop -----------------------------------------------------------------
 

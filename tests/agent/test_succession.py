@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import socket
 import tempfile
 import threading
 import time
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from openrecycle.agent.config.options import TrainingOptions
+from openrecycle.agent.coordination.launcher import Coordination, Deploy, Event, Failure, Halt
+from openrecycle.agent.launcher.launch import JobFailed, Launcher, Takeover
+from openrecycle.agent.launcher.processes import ProcessPool, SpareRanks, WorkerProcess
 from openrecycle.agent.launcher.record import RunRecord
 from openrecycle.agent.messages.client import LIMIT, Record
+from openrecycle.agent.messages.protocol import Deployment
+from openrecycle.agent.models.workload import NamedWorkload
 from openrecycle.agent.nodes import succession
 from openrecycle.agent.nodes.frames import Frames
-from openrecycle.agent.nodes.pool import NodeHub, NodeLink
+from openrecycle.agent.nodes.pool import NodeHub, NodeLink, RemoteProcess, RemoteWorker
 from openrecycle.agent.nodes.succession import (
     Copy,
     Follow,
@@ -37,8 +44,10 @@ from openrecycle.agent.nodes.succession import (
     may_have_vote,
     may_lead,
 )
+from openrecycle.agent.workers.spec import RunSpec
+from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.jobs.errors import InputError
-from openrecycle.planner.jobs.job import Worker
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
 from tests.agent.consoles import until
 from tests.conftest import examples
 
@@ -259,6 +268,60 @@ def test_times_and_workers_of_the_record_are_taken_over() -> None:
     (failure,) = about.recoveries
     assert [i.iteration for i in about.iterations] == [1] and failure.worker == "W1_0"
     assert failure.unblocked_ms == pytest.approx(200 / 1e6) and failure.resumed_ms == pytest.approx(500 / 1e6)
+
+
+class Decides(Coordination):
+    """Hands out one generation, and then ends the job. failures: that it was told of."""
+
+    def __init__(self, *deployed: Deploy) -> None:
+        self._events: list[Event] = [*deployed, Halt("enough")]
+        self.failures: list[Failure] = []
+
+    def failed(self, failure: Failure) -> None:
+        self.failures.append(failure)
+
+    def poll(self, now: float) -> list[Event]:
+        return [self._events.pop(0)]
+
+
+class OneWorker(ProcessPool):
+    """Has one, which is no process. copy: what it would hand out to other nodes."""
+
+    def __init__(self, worker: Worker) -> None:
+        ours, self._theirs = multiprocessing.Pipe()
+        self.entry = RemoteWorker(worker, "i1", RemoteProcess(lambda: None), ours, time.monotonic())
+        self.spares, self._aside, self.running = SpareRanks(), [], {worker: self.entry}
+        self.copy: dict[str, Any] = {}
+
+    def start(self, *arguments: Any, **options: Any) -> WorkerProcess:
+        return self.entry
+
+    def hand_out(self, run: Any, saved: Callable[[], dict[str, Any] | None], *, last: bool = False) -> str:
+        self.copy = saved() or self.copy
+        return ""
+
+    def kill_all(self) -> None:
+        """Nothing to kill."""
+
+
+def test_who_takes_over_and_has_lost_nobody_has_all_form_anew() -> None:
+    """What workers had said to the lead before, and a console had not heard yet, nobody says again: of a generation
+    that not all are known to train in it would never let anybody in."""
+    job = Job(1, 1, 1)
+    catalog = Catalog(job, Technique.STAGGERED, MemoryLimit("uniform"))
+    plan, _ = catalog.plan_for(())
+    deployment = Deployment(generation=1, plan_fingerprint=plan.fingerprint, living=("W0_0",), failed=(), joining=())
+    run = RunSpec(TrainingOptions(job=job, iterations=3), NamedWorkload("a:b"))
+    pool = OneWorker(Worker(0, 0))
+    with pytest.raises(JobFailed, match="enough"):
+        Launcher(run, Decides(Deploy(deployment, plan)), lambda line: None, catalog, pool).run()
+    document = json.loads(json.dumps(pool.copy)) | {"workers": [{**pool.entry.told(), "node": 0}]}
+    takeover = Takeover(document, 0, plan, (), {}, 0, (), lambda: False, "node 0, which led, is lost")
+    coordination = Decides()
+    with pytest.raises(JobFailed, match="enough"):
+        Launcher(run, coordination, lambda line: None, catalog, pool, takeover).run()
+    (failure,) = coordination.failures
+    assert failure[:5] == ("exception", Worker(0, 0), "i1", 1, "node 0, which led, is lost")
 
 
 # -- over sockets ---------------------------------------------------------------------------------
