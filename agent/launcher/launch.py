@@ -93,11 +93,14 @@ class PauseRequest:
                 entry.post("hold", after=iteration)
 
     def tell(self, entry: WorkerProcess) -> None:
-        """One that was not there when the job was paused, or told to end."""
+        """One that was not there when the job was paused, or told to end; or that the lead before has not told that it
+        goes on, which changes nothing for one that holds nothing."""
         if self.last is not None:
             entry.post("last", iterations=self.last)
         elif self.after is not None:
             entry.post("hold", after=self.after)
+        else:
+            entry.post("go")
 
     def settled(self, entries: Iterable[WorkerProcess]) -> bool:
         """Paused, and everybody has said after which iteration?"""
@@ -371,6 +374,8 @@ class Launcher:
                 self._replace(*gone, f"was lost with node {about['node']}")
         if not takeover.lost:
             self._send_deployments(after=None)  # it may have been decided, and not told to all
+            # Nor is it known of what they have said since whether the lead before has passed that on.
+            self._form_anew(takeover.text)
 
     # -- one turn of the loop -----------------------------------------------------------------
 

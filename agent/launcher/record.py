@@ -217,8 +217,9 @@ class RunRecord:
         Raises DivergedError when peers disagree about the loss.
         """
         progress = self._of(worker)
-        progress.committed, progress.committed_at[iteration] = iteration + 1, at
-        if iteration >= self.committed:
+        progress.committed = iteration + 1
+        if iteration >= self.committed:  # of those that are done again nothing is recorded, or kept
+            progress.committed_at[iteration] = at
             self._data_seconds[iteration] = max(data_seconds, self._data_seconds.get(iteration, 0.0))
         if skipped:
             self.skipped[iteration] = tuple(sorted({*self.skipped.get(iteration, ()), *skipped}))

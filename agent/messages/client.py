@@ -52,9 +52,10 @@ T = TypeVar("T")
 class Outbox(Generic[T]):
     """`put` never blocks and may be called from any thread; `take` and `sent` belong to one that sends.
 
-    limit: messages that wait at most; beyond it the oldest goes for which `droppable` holds, or the
-    oldest of all. merge: makes one message of the newest waiting and a new one, or None where they
-    stay two. The message that is being sent is never dropped or merged.
+    limit: messages that wait at most; beyond it the oldest goes for which the first of `droppable` holds, where there
+    is none the oldest for which the next one holds, and so on, or the oldest of all. merge: makes one message of one
+    that waits and a new one, or None where they stay two. It is asked about the newest that waits, and about the one
+    before as long as that is `minor`. The message that is being sent is never dropped or merged.
     """
 
     def __init__(
@@ -62,9 +63,10 @@ class Outbox(Generic[T]):
         limit: int,
         *,
         merge: Callable[[T, T], T | None] = lambda _older, _newer: None,
-        droppable: Callable[[T], bool] = lambda _message: True,
+        minor: Callable[[T], bool] = lambda _message: False,
+        droppable: Sequence[Callable[[T], bool]] = (),
     ) -> None:
-        self._limit, self._merge, self._droppable = limit, merge, droppable
+        self._limit, self._merge, self._minor, self._droppable = limit, merge, minor, droppable
         self._waiting: deque[T] = deque()
         self._in_hand: T | None = None
         self._lock = threading.Lock()
@@ -82,14 +84,17 @@ class Outbox(Generic[T]):
 
     def put(self, message: T) -> None:
         with self._lock:
-            merged = self._merge(self._waiting[-1], message) if self._waiting else None
-            if merged is not None:
-                self._waiting[-1] = merged
-                return
+            for index in range(len(self._waiting) - 1, -1, -1):
+                merged = self._merge(self._waiting[index], message)
+                if merged is not None:
+                    self._waiting[index] = merged
+                    return
+                if not self._minor(self._waiting[index]):
+                    break
             self._waiting.append(message)
             if len(self._waiting) > self._limit:
-                index = next((i for i, waiting in enumerate(self._waiting) if self._droppable(waiting)), 0)
-                del self._waiting[index]
+                may_go = (i for goes in self._droppable for i, waiting in enumerate(self._waiting) if goes(waiting))
+                del self._waiting[next(may_go, 0)]
                 self.dropped += 1
 
     def take(self) -> T | None:
@@ -244,7 +249,7 @@ class Delivery:
         begin: Callable[[], None] = lambda: None,
     ) -> None:
         self._target, self._what, self._warn, self._limit, self._begin = target, what, warn, limit, begin
-        self._lines: Outbox[Line] = Outbox(limit, droppable=lambda line: "loss" in line)
+        self._lines: Outbox[Line] = Outbox(limit, droppable=[lambda line: "loss" in line])
         self._there, self._closing = threading.Event(), threading.Event()
         self._said_slow = False
         self._thread = threading.Thread(target=self._deliver, name=what, daemon=True)

@@ -2,8 +2,8 @@
 
 Four threads, each with its own HTTP session: one delivers the launcher's reports in order, one those of its workers
 (agent.monitoring.heartbeat), one long-polls for generations, one for the operator's commands. A console that is down is
-tried again with back-off; reports wait in bounded memory, where iterations share a report, and the oldest of those
-would be the first to go.
+tried again with back-off; reports wait in bounded memory, where iterations share a report. Beyond its bound steps that
+were put right would be the first to go, and then the oldest iterations.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 import traceback
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from openrecycle.agent.coordination.launcher import (
@@ -26,6 +26,7 @@ from openrecycle.agent.coordination.launcher import (
     Event,
     Failure,
     Halt,
+    LauncherWarning,
     Measure,
     ProcessFenced,
     Step,
@@ -37,7 +38,6 @@ from openrecycle.agent.messages.client import (
     ConsoleClient,
     ConsoleRefused,
     ConsoleUnavailable,
-    JobUnknown,
     Offset,
     Outbox,
 )
@@ -68,7 +68,7 @@ from openrecycle.agent.messages.protocol import (
 )
 from openrecycle.agent.monitoring.heartbeat import WorkerReports, with_op_times
 from openrecycle.planner.jobs.job import Worker
-from openrecycle.planner.jobs.words import encodable
+from openrecycle.planner.jobs.words import encodable, names
 from openrecycle.planner.plans.plan import Plan
 
 LONG_POLL_SECONDS = 20.0
@@ -86,6 +86,10 @@ WORKERS_TIMEOUT_SECONDS = 2.0
 """For the last words of the workers, at the end of the job."""
 # For a console that is away at the end of a job: where it was stopped, somebody waits for the launcher to end.
 STOPPED_TIMEOUT_SECONDS, ENDED_TIMEOUT_SECONDS = 3.0, 60.0
+AWAY_SECONDS = 5.0
+"""So long a console does not answer before anybody is told."""
+AWAY_AGAIN_SECONDS = 60.0, 3600.0
+"""Between two times that it is said that the job stands still: at first, and at most; twice as long each time."""
 TRY_AGAIN_SECONDS = 1.0
 """Between two tries, at most. A console that is back knows of a death by this report before it gives up waiting for
 it (its transfer_grace) and has all connect anew, with the dead among them; and who trains waits for its decision."""
@@ -171,9 +175,17 @@ def merge_iterations(older: QueuedReport, newer: QueuedReport) -> QueuedReport |
     return newer._replace(message=IterationReport.model_construct(iterations=both, age=0.0))
 
 
-def is_history(report: QueuedReport) -> bool:
-    """May it be forgotten? Ends of processes, and of the job, may not."""
-    return isinstance(report.message, IterationReport)
+def outbox() -> Outbox[QueuedReport]:
+    """Ends of processes, and of the job, are not forgotten; iterations only where nothing is left of how their steps
+    were put right, which must not keep them apart either: they come again and again."""
+
+    def is_validation(report: QueuedReport) -> bool:
+        return isinstance(report.message, ValidationReport)
+
+    def is_history(report: QueuedReport) -> bool:
+        return isinstance(report.message, IterationReport)
+
+    return Outbox(MAX_REPORTS, merge=merge_iterations, minor=is_validation, droppable=[is_validation, is_history])
 
 
 def _saved(report: QueuedReport) -> tuple[str, dict[str, Any]]:
@@ -301,17 +313,86 @@ class Phases:
         return out
 
 
+class Absence:
+    """When it is to be said that the console is away, and that the job stands still for it. No clock.
+
+    Workers train on without a console. Where one of them is lost all others stop, until the console has decided who
+    goes on. begun: has it decided that ever?
+    """
+
+    def __init__(self, *, begun: bool) -> None:
+        self._lost = dict[str, str]()
+        """By worker, how it ended."""
+        self._broken_at: float | None = None
+        """Since when workers, none of which is known to be lost, can't go on with each other."""
+        self._broken, self._begun = False, begun
+        self._told: str | None = None
+        """For what it was last said to stand still; "": it was said that the console is away, no more."""
+        self._due = self._wait = 0.0
+
+    def lost(self, worker: str, how: str) -> None:
+        self._lost[worker] = how
+
+    def broken(self) -> None:
+        self._broken = True
+
+    def decided(self, members: Collection[str]) -> None:
+        """There is a new generation; those of `members` whose process is lost were lost after that."""
+        self._lost = {worker: how for worker, how in self._lost.items() if worker in members}
+        self._broken, self._begun = False, True
+
+    def turn(self, now: float, away: tuple[float, str] | None, clock: float) -> str:
+        """What is to be said now; "": nothing. away: since when the console is, and how that shows; None: it is not.
+        clock: the time of day."""
+        why = self._why(now)
+        if away is None:
+            back, self._told = self._told is not None, None
+            return "the console answers again" if back else ""
+        since, how = away
+        news = self._told is None or (why and why != self._told)
+        if now - since < AWAY_SECONDS or not (news or (why and now >= self._due)):
+            return ""
+        self._told = why
+        shortest, longest = AWAY_AGAIN_SECONDS
+        self._wait = shortest if news else min(2 * self._wait, longest)
+        self._due = now + self._wait
+        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(clock - (now - since)))
+        missing = f"can't be asked since {at} ({how}; {_ago(now - since)} ago)"
+        if not why:
+            return f"the console {missing}; training goes on, but once a worker is lost all wait for the console"
+        return (
+            f"{why}: the job stands still, and waits for the console, which {missing}. Once it is back (started again, "
+            "with the same database) the job goes on by itself"
+        )
+
+    def _why(self, now: float) -> str:
+        """The job can't go on without the console; "": it can."""
+        # Whose loss it was that broke a connection is known a moment later.
+        self._broken_at = None if not self._broken else now if self._broken_at is None else self._broken_at
+        if len(self._lost) > 1:
+            return f"{names(sorted(self._lost), last=' and ')} are gone"
+        if self._lost:
+            ((worker, how),) = self._lost.items()
+            return f"{worker} is gone" + (f" ({how})" if how else "")
+        if not self._begun:
+            return "the job has not begun"
+        late = self._broken_at is not None and now - self._broken_at >= AWAY_SECONDS
+        return "workers have lost each other, or what they hold" if late else ""
+
+
+def _ago(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
 class ConsoleCoordination(Coordination):
     """One whose decisions are the console's.
 
-    say: called, from a thread, with the
-    console's sentence when the job does not train and nothing is announced, and when it does not know the job.
-    checkpoint: asked for
-    the checkpoint to go back to when the console says so, for `patience` seconds where it raises OSError; None: the job
-    writes none. interval: seconds between two
-    posts of the workers' heartbeats. decide: given what is to be done once this launcher may
-    (agent.launcher.processes): on several nodes another may lead by then. saved: what another launcher has `saved`,
-    which this one goes on from; recorded: of that job, the iterations from one to another.
+    say: called, from a thread, with the console's sentence when the job does not train and nothing is announced.
+    checkpoint: asked for the checkpoint to go back to when the console says so, for `patience` seconds where it raises
+    OSError; None: the job writes none. interval: seconds between two posts of the workers' heartbeats. decide: given
+    what is to be done once this launcher may (agent.launcher.processes): on several nodes another may lead by then.
+    saved: what another launcher has `saved`, which this one goes on from; recorded: of that job, the iterations from
+    one to another.
     """
 
     def __init__(
@@ -342,8 +423,12 @@ class ConsoleCoordination(Coordination):
         self._woken.setblocking(False)
         self._waking.setblocking(False)
         self.wake_fd = self._woken.fileno()
-        reports: Outbox[QueuedReport] = Outbox(MAX_REPORTS, merge=merge_iterations, droppable=is_history)
-        self._sender = ReportSender(connect, lambda: self._path, reports)
+        self._sender = ReportSender(connect, lambda: self._path, outbox())
+        self._absence = Absence(begun=newest[0] > 0)
+        self._away: tuple[float, str] | None = None
+        """Since when the console has not answered, and how; as the thread sees it that asks for generations."""
+        self._living: frozenset[str] | None = None
+        """Members of the newest generation; None: nobody knows, of one that another launcher was told."""
         self._refusal = ""
         """Why the console took no registration at all, as it was said."""
         self._said: dict[str, tuple[str, Mapping[str, Any]]] = {}
@@ -407,6 +492,10 @@ class ConsoleCoordination(Coordination):
 
     def failed(self, failure: Failure) -> None:
         cause, worker, incarnation, generation, detail, peer, spare, _ = failure
+        if cause != "exit":
+            self._absence.broken()
+        elif self._living is None or str(worker) in self._living:
+            self._absence.lost(str(worker), detail)
         if cause == "transfer":
             self._workers.broken(str(worker), incarnation, generation, detail, peer)
             return
@@ -491,8 +580,12 @@ class ConsoleCoordination(Coordination):
             out.append(event := self._events.get())
             if isinstance(event, Deploy):
                 self._generation = event.deployment.generation
+                self._living = frozenset(event.deployment.living)
+                self._absence.decided(self._living - {*event.deployment.joining})
             elif isinstance(event, Command):
                 self._command = event.seq
+        if text := self._absence.turn(now, self._away, time.time()):
+            out.append(LauncherWarning(text))
         return out
 
     def close(self, hurried: Callable[[], bool]) -> None:
@@ -547,15 +640,14 @@ class ConsoleCoordination(Coordination):
             try:
                 found = next_deployment(client, self._path, generation, plans, SAY_WHY_NOT_SECONDS)
                 backoff.reset()
+                self._away = None
                 if found is None:
                     said = self._say_why_not(client, said)
                     continue
                 generation = found[0].generation
                 self._put(self._event(*found))
             except ConsoleUnavailable as away:
-                if isinstance(away, JobUnknown):
-                    text = f"the console does not know this job, which trains on, and asks again: {away}"
-                    said = self._say_new(text, said)
+                self._away = (self._away or (time.monotonic(), ""))[0], str(away)
                 self._closing.wait(backoff.seconds())
             except ConsoleRefused as refusal:
                 self._put(Halt(f"the console refused: {refusal}"))
@@ -589,12 +681,9 @@ class ConsoleCoordination(Coordination):
             return said
         if status is None or status.state in (JobState.RUNNING, JobState.FINISHED, JobState.STOPPED):
             return ""
-        return self._say_new(status.sentence, said)
-
-    def _say_new(self, text: str, said: str) -> str:
-        if text != said:
-            self._say(text)
-        return text
+        if status.sentence != said:
+            self._say(status.sentence)
+        return status.sentence
 
     def _follow_commands(self) -> None:
         client, backoff, seq = self._connect(), Backoff(longest=TRY_AGAIN_SECONDS), self._command

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import select
 import socket
 import ssl
@@ -27,6 +28,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 
+from openrecycle.planner.jobs.errors import InputError
 from openrecycle.planner.plans.plan import read_json
 
 MAX_MESSAGE_BYTES = 1 << 26
@@ -215,6 +217,17 @@ def _notice_loss(connection: socket.socket, side: Side) -> None:
     for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_USER_TIMEOUT", 1000 * timeout)):
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def prepare(token: str) -> None:
+    """For connections of both sides, from now on: what a node needs once its lead is gone it may not find room for
+    then. Raises InputError where there is none now."""
+    try:
+        for side in _OTHER:
+            _context(token, side)
+    except OSError as error:
+        expected = f"a folder with room for temporary files ({error.strerror})"
+        raise InputError("TMPDIR", os.environ.get("TMPDIR"), expected) from None
 
 
 @cache

@@ -26,7 +26,7 @@ from openrecycle.agent.messages import channel
 from openrecycle.agent.messages.client import Offset
 from openrecycle.agent.models.workload import WorkloadSource
 from openrecycle.agent.monitoring.liveness import MOST_OF_A_TURN, LoopLag
-from openrecycle.agent.nodes.frames import HANDSHAKE_SECONDS, Frames, NotTrusted, greet
+from openrecycle.agent.nodes.frames import HANDSHAKE_SECONDS, Frames, NotTrusted, greet, prepare
 from openrecycle.agent.nodes.role import LedElsewhere, NodeRole, publish_lead
 from openrecycle.agent.nodes.succession import (
     SEEK_SECONDS,
@@ -177,7 +177,8 @@ class RemoteWorker(WorkerProcess):
     def ending(self) -> str:
         rank = self.node.rank if self.node else 0
         if self.process.exitcode is None:
-            return f"was lost with node {rank}"
+            # Of two leads the first may not have come to start it.
+            return f"{'was not found on' if self.node and self.node.alive else 'was lost with'} node {rank}"
         return f"{super().ending} on node {rank}"
 
 
@@ -323,7 +324,9 @@ class NodeHub:
     def __init__(
         self, host: str, port: int, nodes: int, token: str, say: Say, lead_status: LeadStatus | None = None
     ) -> None:
-        """lead_status: of this launcher; None: it leads from the start. Raises OSError when it can't listen there."""
+        """lead_status: of this launcher; None: it leads from the start. Raises OSError when it can't listen there, and
+        InputError as `prepare`."""
+        prepare(token)
         self._nodes, self._token, self._say = nodes, token, say
         self.lead_status = lead_status or LeadStatus(0, lead=0, term=1, run=uuid.uuid4().hex)
         self.links: dict[int, NodeLink] = {}
@@ -818,7 +821,7 @@ class SpreadPool(ProcessPool):
         there = self.spares.on(link.rank)
         if spares is not None:
             entry.made_of = spares.ranks
-        elif spec.joins and 1 < spec.ranks <= len(there):  # as the node does it (agent.nodes.server)
+        elif spec.joins and spec.ranks > 1:  # as many as there are, as the node does it (agent.nodes.server)
             entry.made_of = tuple(spare.rank for spare in self.spares.take_of(link.rank, there[: spec.ranks]))
         return entry
 

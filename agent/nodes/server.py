@@ -406,7 +406,8 @@ class NodeServer:
                 said.popleft()
 
     def _resume(self, frames: Frames, message: dict[str, Any]) -> None:
-        """The lead is a new one: it is told what it has not heard, and whom it does not know is ended."""
+        """The lead is a new one: it is told what it has not heard, and whom it does not know is ended. Whom it knows,
+        and this node does not, the lead before has not come to start here, or could not; or those are other nodes'."""
         for said in self._said.values():
             for item in said:
                 heard = message["heard"].get(item["incarnation"], 0)
@@ -415,6 +416,8 @@ class NodeServer:
         for incarnation, entry in self._entries.items():
             if incarnation not in message["workers"]:
                 entry.kill()
+        for incarnation in set(message["workers"]) - self._entries.keys() - self._said.keys():
+            frames.send({"kind": "exited", "incarnation": incarnation, "code": None, "spare": []})
         frames.send({"kind": "resumed"})
         self._resuming = False
 

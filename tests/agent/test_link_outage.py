@@ -1,9 +1,10 @@
 """A console that was away long hears of a death soon after it is back, before it gives up waiting for the report that
 explains a broken connection: then it would have all connect anew, with the dead among them. One that is away when a
-job ends is told of it when it is back."""
+job ends is told of it when it is back. That a job stands still for a console that is away is said."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import socket
 import threading
@@ -14,14 +15,14 @@ from typing import Any
 
 import pytest
 
-from openrecycle.agent.coordination.launcher import Deploy, Failure, Halt
+from openrecycle.agent.coordination.launcher import Deploy, Failure, Halt, LauncherWarning
 from openrecycle.agent.coordination.membership import FailureTimeouts
 from openrecycle.agent.launcher.launch import iteration_line
 from openrecycle.agent.launcher.record import iteration_of
 from openrecycle.agent.messages.client import Backoff, ConsoleClient
 from openrecycle.agent.messages.protocol import Deployment, Iteration
 from openrecycle.agent.monitoring import console_link
-from openrecycle.agent.monitoring.console_link import ConsoleCoordination
+from openrecycle.agent.monitoring.console_link import AWAY_SECONDS, Absence, ConsoleCoordination
 from openrecycle.agent.nodes.succession import Spool
 from openrecycle.planner.catalogs.catalog import Catalog
 from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
@@ -218,14 +219,76 @@ def test_a_console_that_does_not_know_the_job_ends_no_training(console: Console)
     try:
         link.failed(Failure("exit", Worker(0, 1), "i1", detail="was killed by SIGKILL"))
         link.failed(Failure("transfer", Worker(0, 0), "i2", 1, "reset"))
-        until(lambda: said and console.refused >= 6, "it to say so, and to try again", TIMEOUT)
-        told = list(said)
-        assert link.poll(time.monotonic()) == [] and len(told) == 1 and "this console" in told[0]
+        told: list[Any] = []
+
+        def later() -> bool:
+            told.extend(link.poll(time.monotonic() + AWAY_SECONDS))
+            return bool(told) and console.refused >= 6
+
+        until(later, "it to say so, and to try again", TIMEOUT)
+        assert len(told) == 1 and isinstance(told[0], LauncherWarning) and "this console" in told[0].text
         console.strange = False
         until(lambda: len(console.taken) == 2, "the reports to arrive", TIMEOUT)
         assert {body["cause"] for _, body in console.taken} == {"exit", "transfer"}
-        events = until(lambda: link.poll(time.monotonic()), "the generation", TIMEOUT)
-        assert [type(event) for event in events] == [Deploy]
+        until(lambda: any(isinstance(e, Deploy) for e in link.poll(time.monotonic())), "the generation", TIMEOUT)
+        assert not said
+    finally:
+        link.close(lambda: True)
+
+
+def test_that_a_job_stands_still_for_its_console_is_said_and_now_and_then_again() -> None:
+    absence, how = Absence(begun=True), "http://c does not answer"
+    absence.decided(["W0_0", "W0_1", "W1_0", "W1_1"])
+    said: list[tuple[int, str]] = []
+
+    def pass_time(seconds: int) -> None:
+        """The console is away since second 0."""
+        begin = said[-1][0] if said else 0
+        for now in range(begin, begin + seconds):
+            if text := absence.turn(now, (0, how), clock=1e9 + now):
+                said.append((now, text))
+
+    pass_time(3600)
+    at = time.strftime("%H:%M:%S", time.localtime(1e9))
+    ((first, text),) = said
+    assert first == AWAY_SECONDS and golden("training-goes-on-but-once") in text and how in text and at in text
+    absence.broken()
+    absence.lost("W0_1", "was killed by SIGKILL")
+    said[0] = 3600, text
+    pass_time(24 * 3600)
+    times, texts = [now for now, _ in said[1:]], [text for _, text in said[1:]]
+    assert times[0] == 3600, "at once"
+    assert all(golden("w0-1-is-gone-was") in text and at in text for text in texts)
+    waits = [b - a for a, b in itertools.pairwise(times)]
+    assert waits == sorted(waits) and waits[0] >= 60 and waits[-1] == 3600, "rarely, in the end"
+    absence.lost("W1_0", "")
+    now = times[-1] + 1
+    assert golden("w0-1-and-w1-0") in absence.turn(now, (0, how), 1e9), "what is new is said"
+    assert absence.turn(now + 1, None, 1e9) == golden("the-console-answers-again")
+    assert absence.turn(now + 2, None, 1e9) == ""
+    absence.decided(["W0_0", "W1_1"])
+    assert golden("training-goes-on-but-once") in absence.turn(now + 9, (now, how), 1e9), "nothing stands still"
+
+
+def test_who_has_lost_its_peer_is_said_where_none_is_known_to_be_gone() -> None:
+    absence = Absence(begun=True)
+    absence.broken()
+    texts = [absence.turn(now, (-60, "x"), 1e9) for now in range(20)]
+    assert golden("training-goes-on-but-once") in texts[0], "whose death it is is not seen yet"
+    assert [n for n, text in enumerate(texts) if golden("workers-have-lost-each-other") in text] == [AWAY_SECONDS]
+
+
+def test_a_job_whose_console_is_away_before_the_first_generation_says_that() -> None:
+    assert golden("the-job-has-not-begun") in Absence(begun=False).turn(60, (0, "x"), 1e9)
+
+
+def test_a_death_while_the_console_is_away_is_said(console: Console) -> None:
+    link = ConsoleCoordination(lambda: ConsoleClient(f"http://127.0.0.1:{console.server_port}"), "job", print)
+    try:
+        link.failed(Failure("exit", Worker(0, 1), "i1", detail="was killed by SIGKILL"))
+        (event,) = until(lambda: link.poll(time.monotonic() + AWAY_SECONDS), "it to be said", TIMEOUT)
+        assert isinstance(event, LauncherWarning) and golden("w0-1-is-gone-was") in event.text
+        assert f":{console.server_port}" in event.text, "where it is looked for"
     finally:
         link.close(lambda: True)
 

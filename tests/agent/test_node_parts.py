@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from openrecycle.agent.checkpoints import Identity, Origin
-from openrecycle.agent.launcher.processes import SpareRanks, Spares
+from openrecycle.agent.launcher.processes import SpareRank, SpareRanks, Spares
 from openrecycle.agent.messages import channel
 from openrecycle.agent.models.layers import TensorSpec
 from openrecycle.agent.models.workload import NamedWorkload
@@ -579,6 +579,19 @@ def test_a_node_that_is_lost_with_its_spare_ranks_can_not_have_a_worker_of_them(
     pool = SpreadPool([], hub, {Worker(1, 2): 0})
     with pytest.raises(OSError, match="node 1"):
         pool.start(Worker(1, 2), lambda incarnation: spec_of(NamedWorkload("a:b")), 0.0, Spares(1, ()))
+
+
+def test_spare_ranks_in_whose_place_a_worker_begins_again_are_spare_no_more(hub: NodeHub) -> None:
+    """Fewer than a worker needs. With those of its next death they would make one at once, before a restart is due."""
+    frames = fake_node((hub.host, hub.port))
+    hub.wait_for_all(5)
+    pool, spec = SpreadPool([], hub, {Worker(1, 2): 1}), spec_of(NamedWorkload("a:b"))
+    ranks = spec.ranks
+    assert ranks > 1
+    pool.spares.add(1, [SpareRank(("dead", rank), -1) for rank in range(1, ranks)])
+    entry = pool.start(Worker(1, 2), lambda _: spec, 0.0, node=1)
+    assert entry.made_of == tuple(("dead", rank) for rank in range(1, ranks)) and not pool.spares.all()
+    assert frames.receive()["kind"] == "start"
 
 
 def test_one_node_that_is_late_takes_no_time_from_what_the_others_have_to_tell(

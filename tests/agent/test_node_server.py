@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import multiprocessing
 import socket
 import struct
 import threading
@@ -16,12 +17,13 @@ from openrecycle.agent.config.options import TrainingOptions
 from openrecycle.agent.models.workload import NamedWorkload
 from openrecycle.agent.nodes import server, succession
 from openrecycle.agent.nodes.frames import Frames, greet
-from openrecycle.agent.nodes.pool import NodeHub
+from openrecycle.agent.nodes.pool import NodeHub, RemoteWorker
 from openrecycle.agent.nodes.server import LeadLost, NodeServer
 from openrecycle.agent.nodes.succession import Copy, LeadStatus
 from openrecycle.agent.workers.spec import RunSpec, encode_run
-from openrecycle.planner.jobs.job import Job
+from openrecycle.planner.jobs.job import Job, Worker
 from tests.agent.consoles import until
+from tests.golden import golden
 
 RUN, NODES, RANK = "a run", 3, 2
 """The node that is tried is number 2; 0 leads, and 1 is to lead next."""
@@ -163,6 +165,21 @@ def test_a_node_follows_a_lead_that_was_not_ready_for_it_at_first(
         next_lead.take_over({0: first.address}, frozenset({RANK}))
         assert RANK in next_lead.followers(20), (node.said, node.ended)
     assert isinstance(node.ended, LeadLost), "it was stopped"
+
+
+def test_a_worker_that_the_lead_before_did_not_come_to_start_has_ended(first: FirstLead, next_lead: NodeHub) -> None:
+    """The next lead knows it from its copy, and would wait for its first word for two minutes."""
+    with node_of(first, next_lead) as node:
+        next_lead.take_over({0: first.address}, frozenset({RANK}))
+        first.close()
+        link = next_lead.followers(20).get(RANK)
+        assert link is not None, (node.said, node.ended)
+        ours, theirs = multiprocessing.Pipe(duplex=False)
+        process = link.adopt("never started", theirs)
+        link.post({"kind": "resume", "heard": {}, "workers": ["another node's", "never started"]})
+        process.join(20)
+        assert not process.is_alive() and process.exitcode is None
+        assert RemoteWorker(Worker(0, 0), "never started", process, ours, 0.0, node=link).ending == golden("not-found")
 
 
 def test_a_node_that_comes_too_late_to_follow_comes_back_as_a_new_one(first: FirstLead, next_lead: NodeHub) -> None:

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from openrecycle.agent.messages.client import Outbox
-from openrecycle.agent.messages.protocol import FailureReport, Iteration, IterationReport
-from openrecycle.agent.monitoring.console_link import REPORTED_ITERATIONS, QueuedReport, is_history, merge_iterations
+from openrecycle.agent.messages.protocol import FailureReport, Iteration, IterationReport, ValidationReport
+from openrecycle.agent.monitoring.console_link import MAX_REPORTS, REPORTED_ITERATIONS, QueuedReport, outbox
 from openrecycle.agent.own_loops.reporter import MAX_ITERATIONS, newest_iterations
 
 
@@ -35,7 +35,7 @@ def test_the_newest_wait_in_order_and_what_is_sent_stays(script: list[int | None
 
 
 def test_what_may_be_dropped_goes_first() -> None:
-    outbox: Outbox[str] = Outbox(2, droppable=str.islower)
+    outbox: Outbox[str] = Outbox(2, droppable=[str.islower])
     for message in ("EXIT", "a", "b", "END", "LAST"):
         outbox.put(message)
     assert outbox.take() == "END"
@@ -51,22 +51,25 @@ def iterations(first: int, count: int = 1) -> QueuedReport:
     return QueuedReport("/iterations", IterationReport(iterations=made), first - 1e6)
 
 
+FAILURE = QueuedReport(
+    "/failures", FailureReport(worker="W0_0", incarnation="a", cause="exit", reporter="launcher", detail="gone"), 0.0
+)
+
+
 def test_an_end_that_is_told_late_says_so() -> None:
     """A console that was away must not take it for a death of this moment."""
-    failure = FailureReport(worker="W0_0", incarnation="a", cause="exit", reporter="launcher", detail="gone")
-    sent = QueuedReport("/failures", failure, time.monotonic() - 60.0).body
+    sent = FAILURE._replace(at=time.monotonic() - 60.0).body
     assert isinstance(sent, FailureReport) and sent.age_milliseconds >= 60_000
 
 
 def test_iterations_share_reports_that_a_console_takes() -> None:
-    outbox: Outbox[QueuedReport] = Outbox(10, merge=merge_iterations, droppable=is_history)
-    failure = FailureReport(worker="W0_0", incarnation="a", cause="exit", reporter="launcher", detail="gone")
+    waiting = outbox()
     for n in range(REPORTED_ITERATIONS + 5):
-        outbox.put(iterations(n))
-    outbox.put(QueuedReport("/failures", failure, 0.0))
-    outbox.put(iterations(REPORTED_ITERATIONS + 5))
+        waiting.put(iterations(n))
+    waiting.put(FAILURE)
+    waiting.put(iterations(REPORTED_ITERATIONS + 5))
     seen, paths = [], []
-    while (report := outbox.take()) is not None:
+    while (report := waiting.take()) is not None:
         path, message, at = report
         paths.append(path)
         if isinstance(message, IterationReport):
@@ -75,7 +78,7 @@ def test_iterations_share_reports_that_a_console_takes() -> None:
             assert at + 1e6 == seen[-1], "when the newest was committed"
             age = report.body.model_dump()["age"]
             assert age == pytest.approx(time.monotonic() - at, abs=60), "as it is when it is sent"
-        outbox.sent()
+        waiting.sent()
     assert paths == ["/iterations", "/iterations", "/failures", "/iterations"]
     assert seen == list(range(REPORTED_ITERATIONS + 6))
 
@@ -91,13 +94,23 @@ def test_an_own_loop_keeps_its_newest_iterations() -> None:
 
 
 def test_a_full_outbox_forgets_history_and_no_exit() -> None:
-    outbox: Outbox[QueuedReport] = Outbox(3, merge=merge_iterations, droppable=is_history)
-    failure = FailureReport(worker="W0_0", incarnation="a", cause="exit", reporter="launcher", detail="gone")
-    for n in range(3):
-        outbox.put(QueuedReport("/failures", failure, 0.0))
-        outbox.put(iterations(1000 * n, REPORTED_ITERATIONS))
-    kept = []
-    while (report := outbox.take()) is not None:
-        kept.append(report.path)
-        outbox.sent()
-    assert kept == ["/failures"] * 3
+    waiting = outbox()
+    for n in range(MAX_REPORTS):
+        waiting.put(FAILURE)
+        waiting.put(iterations(n))
+    assert waiting.all == [FAILURE] * MAX_REPORTS
+
+
+def test_steps_that_are_put_right_cost_no_iteration() -> None:
+    """A console is away for hours, and every other iteration is clipped."""
+    waiting, count = outbox(), 20 * MAX_REPORTS
+    waiting.put(FAILURE)
+    for n in range(count):
+        waiting.put(iterations(n))
+        if n % 2:
+            clipped = ValidationReport(iteration=n, coefficient=0.5, redone=True)
+            waiting.put(QueuedReport("/validations", clipped, 0.0))
+    kept = [report.message for report in waiting.all]
+    known = [i.iteration for message in kept if isinstance(message, IterationReport) for i in message.iterations]
+    assert known == list(range(count)) and FAILURE in waiting.all
+    assert isinstance(kept[-1], ValidationReport) and kept[-1].iteration == count - 1, "the newest of them, too"

@@ -75,3 +75,16 @@ def test_the_last_iteration_that_anybody_is_in_counts() -> None:
     hold.end(entries)
     assert [t.messages for t in all_of_them] == [[("hold", None), ("hold", 3), ("hold", 4), ("go", None)]] * 2
     assert newcomer.messages == [("hold", 4)] and hold.after is None
+
+
+def test_who_leads_next_tells_that_the_job_goes_on() -> None:
+    """The lead before ended when its nodes knew that the job goes on, and before its workers did."""
+    hold, worker = PauseRequest(), Told("i1")
+    entry: Any = worker
+    hold.begin([entry])
+    hold.heard(3, [entry], "i1")
+    hold.end([])
+    successor = PauseRequest()
+    successor.restore(hold.saved())
+    successor.tell(entry)
+    assert worker.messages[-1] == ("go", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 
 import pytest
 
@@ -29,6 +30,22 @@ def test_an_iteration_is_committed_when_the_last_worker_has_stepped() -> None:
     (iteration,) = record.committed_by(D, 0, (2.5).hex(), at=9 * MS).iterations
     assert (iteration.iteration, iteration.loss, iteration.living, iteration.generation) == (0, 2.5, 4, 1)
     assert iteration.seconds == pytest.approx(0.009)
+
+
+def test_what_is_done_again_after_a_checkpoint_leaves_nothing_behind() -> None:
+    """Else each copy for other nodes would hold it, for the rest of the job."""
+
+    def done(record: RunRecord, again: bool) -> str:
+        for generation in (2, 3) if again else (3,):
+            record.generation_opened(generation, [A, B, C, D], at=5 * MS)
+            for worker in (A, B, C, D):
+                record.formed(worker, generation, 0, at=6 * MS)
+            for iteration in range(50):
+                for worker in (A, B, C, D):
+                    record.committed_by(worker, iteration, (2.5).hex(), at=(7 + iteration) * MS)
+        return json.dumps(record.saved())
+
+    assert len(done(_running(), again=True)) == len(done(_running(), again=False))
 
 
 def test_a_death_before_its_step_does_not_hold_up_what_all_others_committed() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import socket
+import tempfile
 import threading
 import time
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,15 +18,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from openrecycle.agent.config.options import TrainingOptions
+from openrecycle.agent.coordination.launcher import Coordination, Deploy, Event, Failure, Halt
+from openrecycle.agent.launcher.launch import JobFailed, Launcher, Takeover
+from openrecycle.agent.launcher.processes import ProcessPool, SpareRanks, WorkerProcess
 from openrecycle.agent.launcher.record import RunRecord
 from openrecycle.agent.messages.client import LIMIT, Record
+from openrecycle.agent.messages.protocol import Deployment
+from openrecycle.agent.models.workload import NamedWorkload
 from openrecycle.agent.nodes import succession
 from openrecycle.agent.nodes.frames import Frames
-from openrecycle.agent.nodes.pool import NodeHub, NodeLink
+from openrecycle.agent.nodes.pool import NodeHub, NodeLink, RemoteProcess, RemoteWorker
 from openrecycle.agent.nodes.succession import (
     Copy,
     Follow,
     GiveUp,
+    Here,
     Lead,
     LeadStatus,
     Search,
@@ -35,7 +44,10 @@ from openrecycle.agent.nodes.succession import (
     may_have_vote,
     may_lead,
 )
-from openrecycle.planner.jobs.job import Worker
+from openrecycle.agent.workers.spec import RunSpec
+from openrecycle.planner.catalogs.catalog import Catalog
+from openrecycle.planner.jobs.errors import InputError
+from openrecycle.planner.jobs.job import Job, MemoryLimit, Technique, Worker
 from tests.agent.consoles import until
 from tests.conftest import examples
 
@@ -258,6 +270,60 @@ def test_times_and_workers_of_the_record_are_taken_over() -> None:
     assert failure.unblocked_ms == pytest.approx(200 / 1e6) and failure.resumed_ms == pytest.approx(500 / 1e6)
 
 
+class Decides(Coordination):
+    """Hands out one generation, and then ends the job. failures: that it was told of."""
+
+    def __init__(self, *deployed: Deploy) -> None:
+        self._events: list[Event] = [*deployed, Halt("enough")]
+        self.failures: list[Failure] = []
+
+    def failed(self, failure: Failure) -> None:
+        self.failures.append(failure)
+
+    def poll(self, now: float) -> list[Event]:
+        return [self._events.pop(0)]
+
+
+class OneWorker(ProcessPool):
+    """Has one, which is no process. copy: what it would hand out to other nodes."""
+
+    def __init__(self, worker: Worker) -> None:
+        ours, self._theirs = multiprocessing.Pipe()
+        self.entry = RemoteWorker(worker, "i1", RemoteProcess(lambda: None), ours, time.monotonic())
+        self.spares, self._aside, self.running = SpareRanks(), [], {worker: self.entry}
+        self.copy: dict[str, Any] = {}
+
+    def start(self, *arguments: Any, **options: Any) -> WorkerProcess:
+        return self.entry
+
+    def hand_out(self, run: Any, saved: Callable[[], dict[str, Any] | None], *, last: bool = False) -> str:
+        self.copy = saved() or self.copy
+        return ""
+
+    def kill_all(self) -> None:
+        """Nothing to kill."""
+
+
+def test_who_takes_over_and_has_lost_nobody_has_all_form_anew() -> None:
+    """What workers had said to the lead before, and a console had not heard yet, nobody says again: of a generation
+    that not all are known to train in it would never let anybody in."""
+    job = Job(1, 1, 1)
+    catalog = Catalog(job, Technique.STAGGERED, MemoryLimit("uniform"))
+    plan, _ = catalog.plan_for(())
+    deployment = Deployment(generation=1, plan_fingerprint=plan.fingerprint, living=("W0_0",), failed=(), joining=())
+    run = RunSpec(TrainingOptions(job=job, iterations=3), NamedWorkload("a:b"))
+    pool = OneWorker(Worker(0, 0))
+    with pytest.raises(JobFailed, match="enough"):
+        Launcher(run, Decides(Deploy(deployment, plan)), lambda line: None, catalog, pool).run()
+    document = json.loads(json.dumps(pool.copy)) | {"workers": [{**pool.entry.told(), "node": 0}]}
+    takeover = Takeover(document, 0, plan, (), {}, 0, (), lambda: False, "node 0, which led, is lost")
+    coordination = Decides()
+    with pytest.raises(JobFailed, match="enough"):
+        Launcher(run, coordination, lambda line: None, catalog, pool, takeover).run()
+    (failure,) = coordination.failures
+    assert failure[:5] == ("exception", Worker(0, 0), "i1", 1, "node 0, which led, is lost")
+
+
 # -- over sockets ---------------------------------------------------------------------------------
 
 
@@ -269,6 +335,25 @@ def found(search: Search) -> Lead | Follow | GiveUp:
     until(lambda: search.outcome is not None, "the search to end", 30)
     assert search.outcome is not None
     return search.outcome
+
+
+def test_a_disk_that_is_full_by_then_keeps_no_node_from_its_vote(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a connection needs of the disk a launcher has taken at its start, for the side that it was not on yet, too;
+    and says then that it can't have it."""
+    token, missing = "token of a full disk", str(tmp_path / "missing")
+    status = LeadStatus(1, lead=0, term=1, run="a run")
+    hub = NodeHub("127.0.0.1", 0, 3, token, lambda _: None, status)
+    try:
+        status.lose_lead()
+        monkeypatch.setattr(tempfile, "tempdir", missing)
+        answer = ask((hub.host, hub.port), token, "a run", {"term": 2, "rank": 2, "age": (1, 1)})
+        assert isinstance(answer, Here), "and not: silent"
+        with pytest.raises(InputError, match="TMPDIR"):
+            NodeHub("127.0.0.1", 0, 3, f"another {token}", lambda _: None)
+    finally:
+        hub.close("")
 
 
 def test_the_lowest_of_those_that_are_left_leads_and_the_others_find_it() -> None:
