@@ -127,7 +127,7 @@ def make_launcher(
                 stage_bytes=needed.told,
                 **options.told(),
             )
-        created = create_job(client, spec)
+        created = create_job(client, spec, say)
         # A console that does not know of them has not checked them.
         timeouts.check_above(created.dead_seconds)
         # No sooner than the console; and soon enough to tell it in time of a worker that can't speak (see `pause`).
@@ -253,12 +253,12 @@ def _restore_point(options: TrainingOptions, say: Callable[[str], None]) -> Call
             found = find(folder, "newest-intact")
             set_aside_later(folder, found.iteration)
         except CheckpointError as error:
-            say(str(error))
+            say(f"warning: {error}")
             return None
         except OSError as error:
             if str(error) != said:
                 said = str(error)
-                say(f"{folder}: can't be read, and is tried again: {said}")
+                say(f"warning: {folder}: can't be read, and is tried again: {said}")
             raise
         return str(found.path)
 

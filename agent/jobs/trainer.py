@@ -56,7 +56,7 @@ from openrecycle.agent.jobs.callbacks import Callback, TrainingStart
 from openrecycle.agent.jobs.preflight import check_workload
 from openrecycle.agent.jobs.start import check_writable, make_launcher
 from openrecycle.agent.launcher.processes import preload, start_worker_server
-from openrecycle.agent.launcher.record import EvaluationResult, is_remark, iteration_of, sentence_of
+from openrecycle.agent.launcher.record import EvaluationResult, is_remark, is_warning, iteration_of, sentence_of
 from openrecycle.agent.messages.client import Delivery, Record
 from openrecycle.agent.messages.protocol import Iteration, Recovery
 from openrecycle.agent.models import torch_pipelining
@@ -400,7 +400,7 @@ class ResilientTrainer:
                 # The caller's own random numbers must not depend on what is tried out first.
                 with torch.random.fork_rng(devices=[]):
                     launcher = make_launcher(
-                        replace(options, weights=folder), self._workload, listener, log.info, needed=self._needed
+                        replace(options, weights=folder), self._workload, listener, _say, needed=self._needed
                     )
                 # Not before: a start that is refused leaves an earlier record in its place.
                 if options.record is not None:
@@ -565,6 +565,12 @@ class _Functions(Callback):
             self.on_recovery = recovery  # type: ignore[method-assign, assignment]
 
 
+def _say(text: str, *, warns: bool = False) -> None:
+    """In the log. Python prints warnings where nobody has set up any logging, and nothing else."""
+    sentence = text.removeprefix("warning: ")
+    log.log(logging.WARNING if warns or sentence != text else logging.INFO, "%s", sentence)
+
+
 class _Callbacks:
     """Takes the record's lines to the user's callbacks, and to the log. stop: ends the training in order. written:
     the checkpoint after so many iterations.
@@ -587,7 +593,7 @@ class _Callbacks:
         if self.over:
             return
         if is_remark(line):
-            log.info("%s", sentence_of(line))
+            _say(sentence_of(line), warns=is_warning(line))
         if "loss" in line:
             self.each("on_iteration", iteration_of(line))
         elif "failure" in line:

@@ -519,6 +519,15 @@ def is_remark(line: dict[str, Any]) -> bool:
     return not any(key in line for key in ("iteration", "gradient_norm", "final"))
 
 
+def is_warning(line: dict[str, Any]) -> bool:
+    """Is it about something that is wrong, or was?"""
+    if "checkpoint" in line:
+        return line["checkpoint"]["problem"] is not None
+    if "validation" in line:
+        return line["validation"]["coefficient"] is None
+    return any(key in line for key in ("warning", "raised", "failure", "restart"))
+
+
 def iteration_of(line: dict[str, Any]) -> Iteration:
     """What agent.launcher.launch.iteration_line made the line of."""
     return Iteration(loss_hex=line["loss"], **(line | {"loss": float.fromhex(line["loss"])}))

@@ -127,8 +127,10 @@ class QueuedReport(NamedTuple):
         return self.message
 
 
-def create_job(client: ConsoleClient, spec: JobSpec, *, timeout: float = 30.0) -> JobCreated:
-    """Registers the job; waits up to `timeout` seconds for the console to answer.
+def create_job(
+    client: ConsoleClient, spec: JobSpec, say: Callable[[str], None], *, timeout: float = 30.0
+) -> JobCreated:
+    """Registers the job; waits up to `timeout` seconds for the console to answer, and says so.
 
     Raises ConsoleUnavailable or ConsoleRefused.
     """
@@ -138,9 +140,11 @@ def create_job(client: ConsoleClient, spec: JobSpec, *, timeout: float = 30.0) -
             created = client.post("/jobs", spec, JobCreated, key=key)
             assert created is not None
             return created
-        except ConsoleUnavailable:
+        except ConsoleUnavailable as away:
             if waited >= timeout:
                 raise
+            if not waited:
+                say(f"warning: {away}; the job begins once the console answers, which is tried for {timeout:.0f} s")
             wait = backoff.seconds()
             threading.Event().wait(wait)
             waited += wait
@@ -599,13 +603,13 @@ class ConsoleCoordination(Coordination):
         self._sender.join(STOPPED_TIMEOUT_SECONDS)
         if self._sender.is_alive() and not hurried():
             self._say(
-                "the console is away; it is told how the job ended once it is back, "
+                "warning: the console is away; it is told how the job ended once it is back, "
                 f"for up to {ENDED_TIMEOUT_SECONDS:g} s"
             )
         while self._sender.is_alive() and not hurried() and time.monotonic() - begin < ENDED_TIMEOUT_SECONDS:
             self._sender.join(LAST_TRIES_SECONDS)
         if self._sender.is_alive():
-            self._say(f"the console was not told how the job ended; reports lost: {len(self._sender.waiting)}")
+            self._say(f"warning: the console was not told how the job ended; reports lost: {len(self._sender.waiting)}")
         self._woken.close()
         self._waking.close()
 
@@ -671,7 +675,7 @@ class ConsoleCoordination(Coordination):
         alone is the launcher's to know, not people's."""
         if isinstance(answer, ConsoleRefused) and str(answer) != self._refusal:
             self._refusal = str(answer)
-            self._say(f"the console takes no new workers: {self._refusal}")
+            self._say(f"warning: the console takes no new workers: {self._refusal}")
 
     def _say_why_not(self, client: ConsoleClient, said: str) -> str:
         """Passes on, once, why the job stands still; returns what was said."""
@@ -682,7 +686,7 @@ class ConsoleCoordination(Coordination):
         if status is None or status.state in (JobState.RUNNING, JobState.FINISHED, JobState.STOPPED):
             return ""
         if status.sentence != said:
-            self._say(status.sentence)
+            self._say(f"{'warning: ' if status.state is JobState.HALTED else ''}{status.sentence}")
         return status.sentence
 
     def _follow_commands(self) -> None:

@@ -77,7 +77,7 @@ def test_exceptions_are_logged_and_the_rest_of_the_event_is_not_lost(caplog: pyt
         calls.append(f"{recovery.worker} died")
         raise OSError("no such page")
 
-    with caplog.at_level(logging.INFO, "openrecycle"):
+    with caplog.at_level(logging.WARNING, "openrecycle"):  # as where nobody has set up any logging
         result = own_jobs.trainer(
             on_iteration=on_iteration, on_recovery=on_recovery, on_error="log", faults=Faults(kill=["W0_1@2:I1"])
         ).fit(iterations=4)

@@ -265,7 +265,7 @@ def test_a_death_after_the_last_iteration_is_survived(server: JobConsole, tmp_pa
 
     # No heartbeats come from these workers.
     spec = JobSpec.of(Job(2, 2, 2), name="end", iterations=3, samples_per_micro_batch=2)
-    created = create_job(ConsoleClient(server.root), spec)
+    created = create_job(ConsoleClient(server.root), spec, print)
     decides = ConsoleCoordination(lambda: ConsoleClient(server.root), created.job_id, lambda text: None)
     run = LocalJob(**grid, decides=lambda *args, **more: decides, on_message=kill_the_first_that_is_done).run()
     assert killed and server.read(f"/jobs/{created.job_id}")["state"] == "finished"

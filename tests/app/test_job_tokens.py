@@ -89,7 +89,7 @@ def test_a_launcher_with_an_agents_token_hears_why_its_job_stands_still(
         monkeypatch.setattr(console_link, choice_timeout, 0.1)
     token = make(app, role="agent")
     said: list[str] = []
-    created = create_job(ConsoleClient(url, token=token), JobSpec.model_validate(SPEC))
+    created = create_job(ConsoleClient(url, token=token), JobSpec.model_validate(SPEC), print)
     link = ConsoleCoordination(lambda: ConsoleClient(url, token=token), created.job_id, said.append)
     until(lambda: bool(said), "the launcher says what its job waits for")
     assert said[0].startswith(golden("waiting-for-4-of-4"))
