@@ -415,8 +415,9 @@ class InterimPlan(Message):
 class Acknowledgement(Message):
     """A worker's progress in taking up a generation.
 
-    adopted: has the plan. formed: is in the generation's process groups. resumed: committed its first
-    iteration in it. iteration: the one agreed on (formed) or committed (resumed).
+    adopted: has the plan. formed: is in the generation's process groups, and has all of its stage's state; a Reporter
+    says so together with the next. resumed: committed its first iteration in it. iteration: the one agreed on (formed)
+    or committed (resumed).
     """
 
     worker: WorkerName
