@@ -175,11 +175,18 @@ def _lost_stages(state: State) -> list[int]:
     return sorted(stages - held)
 
 
+def may_pass(state: State) -> bool:
+    """Can workers that come back end a halt?"""
+    return state.checkpoints or not _lost_stages(state)
+
+
 def _halt_text(state: State, lost: list[int]) -> str:
     gone = [m.name for m in state.members.values() if m.stage == lost[0] and m.state not in PRESENT]
     what = f"stage {lost[0]} has no living worker left ({names(gone)}), and its weights went with them"
     if len(gone) < sum(m.stage == lost[0] for m in state.members.values()):
         what = f"all workers that kept some part of the optimizer's state of stage {lost[0]} are gone"
+    if state.checkpoints:
+        return f"halted: {what}. Once enough workers are back, all go on from the newest checkpoint."
     return (
         f"halted: {what}. "
         "A worker that re-joins takes weights from a peer, so it can't help. Start the job again, and with "

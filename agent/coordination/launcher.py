@@ -46,9 +46,10 @@ class Deploy:
 
 @dataclass(frozen=True)
 class Halt:
-    """The job can't go on; the sentence says why."""
+    """The job can't go on; the sentence says why. passes: it can as soon as enough workers are back."""
 
     reason: str
+    passes: bool = False
 
 
 CHECKPOINT_SECONDS = 60.0

@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from openrecycle.agent.coordination import coordinator
-from openrecycle.agent.coordination.generations import deployment_of, out, why_not, worth_moving
+from openrecycle.agent.coordination.generations import deployment_of, may_pass, out, why_not, worth_moving
 from openrecycle.agent.coordination.launcher import (
     Coordination,
     Deploy,
@@ -253,7 +253,7 @@ class LocalCoordination(Coordination):
         before, step = self._state, coordinator.step(self._state, event, self._now, self._ladder)
         self._state = step.state
         if step.state.halted and step.state.halted != before.halted:
-            self._orders.append(Halt(step.state.halted))
+            self._orders.append(Halt(step.state.halted, passes=may_pass(step.state)))
         for decision in step.decisions:
             match decision:
                 case NeedPlan():

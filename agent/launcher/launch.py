@@ -131,6 +131,7 @@ _FORMS: dict[str, TypeAdapter[Any]] = {
     "_rejoins": TypeAdapter(list[Rejoin]),
     "_restarts": TypeAdapter(restarts.Restarts),
     "_why_halted": TypeAdapter(str),
+    "_stands": TypeAdapter(str),
 }
 """Of what a Launcher knows, what another one goes on from, and how it is told."""
 
@@ -242,6 +243,8 @@ class Launcher:
         agent.messages.channel.Orders."""
         self._why_halted, self._halt_by = "", 0.0
         """Of a job that can't go on: why, and until when it has time to come to its end in order."""
+        self._stands = ""
+        """Of a job that can't go on before somebody who is on the way has come: why."""
         self._end_asked = False
 
     @property
@@ -283,6 +286,8 @@ class Launcher:
                 if self._end_asked:
                     self._end_early()
                 self._start_due()
+                if self._stands and not self._on_the_way:
+                    raise JobFailed(self._stands)
                 self._hand_out()
             if self._why_halted:
                 raise JobFailed(self._why_halted)
@@ -390,7 +395,7 @@ class Launcher:
             if isinstance(event, Deploy):
                 self._deploy(self._kept(event))
             elif isinstance(event, Halt):
-                raise JobFailed(event.reason)
+                self._halted(event)
             elif isinstance(event, LauncherWarning):
                 self._listener({"warning": event.text})
                 entry = self._pool.running.get(event.refused) if event.refused else None
@@ -629,8 +634,11 @@ class Launcher:
         if self._pool.running:
             self._use_spares(entry)
         else:
-            # Whatever the coordination decides: all weights went with them.
-            raise JobFailed(f"no worker process is left; the last one, {entry.worker}, {entry.ending}")
+            # All weights went with them, whatever the coordination decides.
+            why = f"no worker process is left; the last one, {entry.worker}, {entry.ending}"
+            if self._options.checkpoints.directory is None or self._deployed is None or not self._on_the_way:
+                raise JobFailed(why)
+            self._stands = why
 
     def _lost(self, entry: WorkerProcess, at: int, why: str, spare: Sequence[int] = ()) -> None:
         """A process is gone, or was put out."""
@@ -647,6 +655,19 @@ class Launcher:
         self._replace(str(entry.worker), entry.incarnation, came_from, self._pool.node_of(entry), why)
 
     # -- starting again -----------------------------------------------------------------------
+
+    def _halted(self, halt: Halt) -> None:
+        """It is the end, unless somebody is on the way who may end it."""
+        if not (halt.passes and self._on_the_way):
+            raise JobFailed(halt.reason)
+        self._stands = halt.reason
+        self._listener({"warning": f"{halt.reason.rstrip('.')}; waiting for {names(self._on_the_way)}"})
+
+    @property
+    def _on_the_way(self) -> list[str]:
+        """Workers that are to be started again, or are about to ask for their place."""
+        waiting = [] if self._ends else [one.worker for one in self._restarts.waiting]
+        return waiting + [str(worker) for worker, entry in self._pool.running.items() if not entry.member]
 
     def _replace(self, worker: str, incarnation: str, came_from: str | None, node: int, why: str) -> None:
         """A process that is gone is to be replaced, if it may be (agent.launcher.restarts)."""
@@ -742,7 +763,7 @@ class Launcher:
         deployment = event.deployment
         living = {Worker.parse(name) for name in deployment.living}
         after = self._boundary(event)
-        self._deployed = event
+        self._deployed, self._stands = event, ""
         self._shared = set()
         self._record_relayout()
         now = time.monotonic_ns()
