@@ -75,12 +75,12 @@ def reconsider(state: State, reason: str, notes: list[Decision], now: float, *, 
     if current is None:
         if state.tally.unready:
             return Transition(replace(state, pending=None) if state.pending else state, tuple(notes), reason)
-    elif (lost := _lost_stages(state)) and state.checkpoints and _present(state):
+    elif (lost := _lost_stages(state)) and state.back_to and _present(state):
         state, moves = staff(state)
         restore = True
         moved = [(b, f"{a} gives up its stage and takes the place of {b}") for a, b in moves]
         notes += [Note("warning", "recovery", text, worker) for worker, text in moved]
-        reason = f"{reason}; stage {lost[0]} lost its weights: all go back to the newest checkpoint"
+        reason = f"{reason}; stage {lost[0]} lost its weights: all go back to {state.back_to}"
     elif lost:
         text = _halt_text(state, lost)
         if text != state.halted:
@@ -177,7 +177,7 @@ def _lost_stages(state: State) -> list[int]:
 
 def may_pass(state: State) -> bool:
     """Can workers that come back end a halt?"""
-    return state.checkpoints or not _lost_stages(state)
+    return bool(state.back_to) or not _lost_stages(state)
 
 
 def _halt_text(state: State, lost: list[int]) -> str:
@@ -185,8 +185,8 @@ def _halt_text(state: State, lost: list[int]) -> str:
     what = f"stage {lost[0]} has no living worker left ({names(gone)}), and its weights went with them"
     if len(gone) < sum(m.stage == lost[0] for m in state.members.values()):
         what = f"all workers that kept some part of the optimizer's state of stage {lost[0]} are gone"
-    if state.checkpoints:
-        return f"halted: {what}. Once enough workers are back, all go on from the newest checkpoint."
+    if state.back_to:
+        return f"halted: {what}. Once enough workers are back, all go on from {state.back_to}."
     return (
         f"halted: {what}. "
         "A worker that re-joins takes weights from a peer, so it can't help. Start the job again, and with "

@@ -25,12 +25,16 @@ if TYPE_CHECKING:
     from openrecycle.agent.messages.client import Offset
 
 
+FROM_START = ""
+
+
 @dataclass(frozen=True)
 class Deploy:
     """A new generation: its members and the plan they run.
 
     moves: (from, to) for each worker that takes a place on another stage; what it held is given up.
-    restore: the checkpoint that everybody takes up first; None: everybody goes on with what it has.
+    restore: the checkpoint that everybody takes up first; FROM_START: nothing, all begin anew; None: everybody goes on
+    with what it has.
     """
 
     deployment: Deployment

@@ -30,6 +30,7 @@ from openrecycle.agent.coordination.launcher import (
 )
 from openrecycle.agent.coordination.launcher import Event as Order
 from openrecycle.agent.coordination.membership import (
+    CHECKPOINT,
     AckState,
     Event,
     Exited,
@@ -82,7 +83,7 @@ class LocalCoordination(Coordination):
     (agent.coordination.blame) and all form anew. migrate: move a failure to another stage whenever a shorter plan
     follows; in any case a worker moves to a stage that nobody lives on. checkpoint: asked for the checkpoint to
     go back to when a stage's state is lost, by way of `beside`: the newest is read whole, and hashed; None: the job
-    writes none. relayout: may layers change their stage?
+    has none. back_to: where that leads, in words. relayout: may layers change their stage?
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class LocalCoordination(Coordination):
         grace: float = FailureTimeouts.transfer_grace,
         migrate: bool = False,
         checkpoint: Callable[[], str | None] | None = None,
+        back_to: str = CHECKPOINT,
         beside: Callable[[Checkpoint], Future[str | Halt]] = in_thread,
         relayout: MayMove = "never",
     ) -> None:
@@ -110,9 +112,8 @@ class LocalCoordination(Coordination):
         self._catalog, self._migrate, self._checkpoint = catalog, migrate, checkpoint
         self._ladder = FailureTimeouts(transfer_grace=grace)
         # When all iterations are committed is for the launcher to say: until then it needs every worker.
-        self._state = State.new(
-            job.pipelines, job.stages, sys.maxsize, checkpoints=checkpoint is not None, partition=job.partition
-        )
+        back_to = back_to if checkpoint is not None else ""
+        self._state = State.new(job.pipelines, job.stages, sys.maxsize, back_to=back_to, partition=job.partition)
         self._now = 0.0
         self._planned: tuple[Plan, str] | None = None
         """The answer to the newest question for a plan, and where it is from."""

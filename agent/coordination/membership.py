@@ -112,6 +112,15 @@ CHOICE_TIMEOUT = 60.0
 LEAST_CHOICE_TIMEOUT, MOST_CHOICE_TIMEOUT = 1.0, 86_400.0
 
 
+CHECKPOINT, START = "the newest checkpoint", "the start"
+
+
+def back_to(checkpoints: bool, max_restarts: int) -> str:
+    """Where all go, in words, when a stage's weights are lost; "": nowhere, so the job can't go on. checkpoints: does
+    the job write any? Before it has written the first, it is as without."""
+    return CHECKPOINT if checkpoints else START if max_restarts else ""
+
+
 class Mode(StrEnum):
     """AUTOMATIC: the coordinator decides at once. MANUAL: when workers are lost, the job waits for an
     operator to choose how it goes on, and the first option is taken when nobody does."""
@@ -222,7 +231,7 @@ class Generation:
     """A deployment that has been opened.
 
     joining: those of `living` that take state from a peer first. moves: (from, to) of workers that
-    have taken an empty place on another stage. restore: all go back to the newest checkpoint. interim: what it runs
+    have taken an empty place on another stage. restore: all go back (see `back_to`). interim: what it runs
     until all of `living` have their state, and their layers. partition: layers per stage that its plan is for; (): the
     model's stages can't be cut.
     """
@@ -286,7 +295,8 @@ class State:
     """All that the coordinator knows of one job. members: in grid order.
 
     committed: iterations committed so far, of `iterations`. halted: why the job can't go on.
-    over: set once the launcher has said that the job ended. checkpoints: does the job write any?
+    over: set once the launcher has said that the job ended. back_to: where all go when a stage's weights are lost (see
+    `back_to`).
     choice_timeout: seconds that an operator has for a choice in manual mode. offer: the newest one.
     frozen_by: the operator who has frozen the plan; "": nobody. links: what is remembered of links that broke.
     held: layers per stage as the workers have them; (): the model's stages can't be cut. moved: the generation and the
@@ -303,7 +313,7 @@ class State:
     halted: str = ""
     over: JobState | None = None
     over_reason: str = ""
-    checkpoints: bool = False
+    back_to: str = ""
     mode: Mode = Mode.AUTOMATIC
     choice_timeout: float = CHOICE_TIMEOUT
     offer: Offer | None = None
@@ -320,13 +330,13 @@ class State:
         stages: int,
         iterations: int,
         *,
-        checkpoints: bool = False,
+        back_to: str = "",
         partition: tuple[int, ...] = (),
     ) -> State:
         """partition: layers per stage at the start."""
         cells = [(f"W{p}_{s}", s) for p in range(pipelines) for s in range(stages)]
         members = {name: Member(name, stage) for name, stage in cells}
-        return cls(members, iterations, checkpoints=checkpoints, held=partition)
+        return cls(members, iterations, back_to=back_to, held=partition)
 
     @property
     def generation(self) -> int:

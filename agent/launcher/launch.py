@@ -20,6 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 from openrecycle.agent.config.faults import Rejoin
 from openrecycle.agent.config.options import TIMES_LONGEST
 from openrecycle.agent.coordination.launcher import (
+    FROM_START,
     Coordination,
     Deploy,
     Failure,
@@ -636,7 +637,7 @@ class Launcher:
         else:
             # All weights went with them, whatever the coordination decides.
             why = f"no worker process is left; the last one, {entry.worker}, {entry.ending}"
-            if self._options.checkpoints.directory is None or self._deployed is None or not self._on_the_way:
+            if self._deployed is None or not self._on_the_way:
                 raise JobFailed(why)
             self._stands = why
 
@@ -764,6 +765,8 @@ class Launcher:
         living = {Worker.parse(name) for name in deployment.living}
         after = self._boundary(event)
         self._deployed, self._stands = event, ""
+        if event.restore == FROM_START:
+            self._listener({"warning": f"{deployment.reason}; there is no checkpoint, so all begin anew"})
         self._shared = set()
         self._record_relayout()
         now = time.monotonic_ns()
@@ -882,7 +885,7 @@ class Launcher:
         job the one that they stop after.
         """
         deployment = event.deployment
-        if self._deployed is None or event.restore or not self._record.formed_by_all:
+        if self._deployed is None or event.restore is not None or not self._record.formed_by_all:
             return None
         before = self._deployed.deployment
         going = {str(source) for source, _ in event.moves} | ({*deployment.leaving} - {*deployment.living})

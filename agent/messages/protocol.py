@@ -385,7 +385,7 @@ class Deployment(Message):
 
     One generation: who is in it, and the plan they run. joining: living workers that must take state
     from a peer of their stage first. moves: (from, to) of workers that give up their stage and take
-    an empty place on another one, in their processes. restore: all go back to the newest checkpoint.
+    an empty place on another one, in their processes. restore: all go back to the newest checkpoint, or to the start.
     leaving: of those that were living, who is to go when the iteration in hand is done. As a launcher tells its
     workers, one may be among `living` too: it goes with a later generation, when others have what it holds.
     """

@@ -15,6 +15,7 @@ from openrecycle.agent.launcher.launch import JobFailed
 from openrecycle.agent.models.workload import NamedWorkload
 from openrecycle.planner.jobs.errors import InfeasibleError, InputError
 from openrecycle.planner.jobs.job import Job
+from tests.agent import own_jobs
 from tests.agent.consoles import until
 from tests.agent.local_jobs import TINY as MODEL
 from tests.agent.local_jobs import LocalJob, Message, fault_free_losses
@@ -22,6 +23,8 @@ from tests.agent.node_runs import free_port, kill_group, launch_node
 from tests.agent.node_runs import lines as node_lines
 from tests.agent.runs import GRID as NODES_GRID
 from tests.agent.runs import TINY
+from tests.conftest import at_length
+from tests.golden import golden
 
 pytestmark = pytest.mark.processes
 
@@ -138,6 +141,19 @@ def test_a_job_that_lost_a_stage_waits_for_those_who_come_back(victims: tuple[st
     assert sorted(r["worker"] for r in restarts(job.lines)) == list(victims)
     undisturbed = LocalJob(**grid, iterations=len(job.losses)).run()
     assert job.losses == undisturbed.losses and job.lines[-1] == undisturbed.lines[-1] and "final" in job.lines[-1]
+
+
+@pytest.mark.parametrize("checkpoints", [False, at_length(True)])
+def test_without_a_checkpoint_all_go_back_to_the_start(checkpoints: bool, tmp_path: Path) -> None:
+    """There are none, or none yet. One of the other stage takes over, and whoever comes back joins."""
+    kept = Checkpoints(directory=tmp_path / "kept", every=1000) if checkpoints else Checkpoints()
+    faults = Faults(kill=["W0_1@2:F0", "W1_1@2:F1"], max_restarts=1, restart_delay=0.1)
+    record = tmp_path / "run.jsonl"
+    result = own_jobs.trainer(faults=faults, checkpoints=kept, record=record).fit(iterations=6)
+    undisturbed = own_jobs.trainer().fit(iterations=6)
+    assert golden("all-begin-anew") in record.read_text()
+    assert (result.losses, result.parameters_sha256) == (undisturbed.losses, undisturbed.parameters_sha256)
+    assert sorted(one.worker for one in result.recoveries) == ["W0_1", "W1_1"]
 
 
 def test_a_job_that_waits_ends_once_nobody_comes(tmp_path: Path) -> None:
